@@ -1,0 +1,1 @@
+"""Halfbyte: language-model pretraining in 4-bit NVFP4 with JAX, on the hardware people have."""
