@@ -1,0 +1,31 @@
+"""Who is quantized, how, and with which random bits."""
+
+from halfbyte.recipe.keys import layer_key, role_key, site_key, step_key
+from halfbyte.recipe.layers import Policy, RecipeMap, Resolved, Rule, Segment, policy, policy_names
+from halfbyte.recipe.operands import GEMMS, GRADIENTS, ROLES, WEIGHTS, OperandPolicy, Recipe, difference
+from halfbyte.recipe.presets import aliases, neighbour, recipe, recipe_names
+
+__all__ = [
+    "GEMMS",
+    "GRADIENTS",
+    "ROLES",
+    "WEIGHTS",
+    "OperandPolicy",
+    "Policy",
+    "Recipe",
+    "RecipeMap",
+    "Resolved",
+    "Rule",
+    "Segment",
+    "aliases",
+    "difference",
+    "layer_key",
+    "neighbour",
+    "policy",
+    "policy_names",
+    "recipe",
+    "recipe_names",
+    "role_key",
+    "site_key",
+    "step_key",
+]

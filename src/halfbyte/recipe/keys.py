@@ -1,0 +1,44 @@
+"""Keys are derived, never carried: seed -> step -> layer -> site -> role, each a `fold_in` of a stable integer.
+
+Nothing here depends on the mesh, on the number of hosts or on what ran before, so a restart finds the same random bits.
+Names become integers by CRC-32, which unlike `hash` is the same in every process. The element index is the last word: the
+generator in `halfbyte.formats` hashes it with the two words of the role's key.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import jax
+import numpy as np
+from jax.typing import ArrayLike
+
+from halfbyte.recipe.operands import ROLES
+
+KEY_IMPL = "threefry2x32"  # two words a key, whatever generator the user's program has made its default
+
+
+def step_key(seed: int, step: ArrayLike) -> jax.Array:
+    """The typed key of one training step; `step` may be traced."""
+    return jax.random.fold_in(jax.random.key(seed, impl=KEY_IMPL), step)
+
+
+def layer_key(key: jax.Array, layer: ArrayLike) -> jax.Array:
+    """The key of one layer, counted over the whole model; `layer` may be traced (a scan's index)."""
+    return jax.random.fold_in(key, layer)
+
+
+def site_key(key: jax.Array, site: str) -> jax.Array:
+    """The key of one linear, named by its path."""
+    return jax.random.fold_in(key, _stable_integer(site))
+
+
+def role_key(key: jax.Array, role: str) -> jax.Array:
+    """The key of one of the six operands of a linear."""
+    if role not in ROLES:
+        raise ValueError(f"role must be one of {', '.join(ROLES)}, got {role!r}")
+    return jax.random.fold_in(key, _stable_integer(role))
+
+
+def _stable_integer(name: str) -> np.uint32:
+    return np.uint32(zlib.crc32(name.encode()))

@@ -1,0 +1,187 @@
+"""Who is quantized: a policy maps paths and layer numbers to recipes, and resolves before tracing to segments.
+
+The first rule that matches a linear wins; a linear that no rule matches stays in bf16. A segment is a run of consecutive
+layers whose linears all have the same recipes, so the model runs one scan a segment over parameters that stay stacked.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from halfbyte.recipe.operands import Recipe
+from halfbyte.recipe.presets import bf16
+
+LAYERS = "layers/"  # paths under this prefix are stacked [layers, ...]; all others exist once
+
+Bound = int | float | None
+
+
+class RecipeMap(dict[str, Recipe]):
+    """Path -> recipe, hashable, so that a resolved policy can be a static argument of a jitted function."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def _frozen(self, *args: object, **kwargs: object) -> None:
+        raise TypeError("a resolved policy does not change; resolve another Policy")
+
+    __setitem__ = __delitem__ = update = pop = popitem = clear = setdefault = __ior__ = _frozen  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple:
+        return RecipeMap, (dict(self),)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`recipe` for the linears whose path matches the glob `pattern`, in `layers` (start, stop) or wherever they are.
+
+    A bound is a layer number (negative: from the end), a float (that fraction of the layers, rounded; negative: from the
+    end) or None. A rule with `layers` matches no linear outside the layers. `*` crosses slashes.
+    """
+
+    pattern: str
+    recipe: Recipe
+    layers: tuple[Bound, Bound] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.recipe, Recipe):
+            raise TypeError(
+                f"rule {self.pattern!r}: recipe must be a Recipe, got {self.recipe!r}; use halfbyte.recipe.recipe(name)"
+            )
+        if self.layers is not None:
+            if not isinstance(self.layers, tuple) or len(self.layers) != 2:
+                raise ValueError(f"rule {self.pattern!r}: layers must be (start, stop) or None, got {self.layers!r}")
+            for bound in self.layers:
+                if isinstance(bound, float) and not -1.0 <= bound <= 1.0:
+                    raise ValueError(f"rule {self.pattern!r}: a fraction of the layers lies in -1..1, got {bound}")
+
+    def matches(self, path: str) -> bool:
+        """True if the path fits the pattern, whatever the layer."""
+        return fnmatch.fnmatchcase(path, self.pattern)
+
+    def layer_range(self, num_layers: int) -> range:
+        """The layers that the rule covers in a model of `num_layers`."""
+        start, stop = self.layers or (None, None)
+        return range(num_layers)[slice(_layer(start, num_layers), _layer(stop, num_layers))]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Layers start..stop-1 and the recipe of each of their linears."""
+
+    start: int
+    stop: int
+    recipes: RecipeMap
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A policy for one model: the segments of its layers, and the recipes of the linears outside them."""
+
+    policy: str
+    segments: tuple[Segment, ...]
+    outside: RecipeMap
+
+    def at(self, path: str, layer: int | None = None) -> Recipe:
+        """The recipe of one linear."""
+        if layer is None:
+            return self.outside[path]
+        return next(s.recipes[path] for s in self.segments if s.start <= layer < s.stop)
+
+    def __str__(self) -> str:
+        parts = [f"layers {s.start}..{s.stop - 1}: {_summary(s.recipes)}" for s in self.segments]
+        return "; ".join(parts + [f"outside: {_summary(self.outside)}"] * bool(self.outside))
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Rules in order; the first match wins, and what no rule matches stays in bf16."""
+
+    name: str
+    rules: tuple[Rule, ...]
+
+    def rule_for(self, path: str, layer: int | None, num_layers: int) -> Rule | None:
+        """The rule that decides one linear, None for bf16. `layer` is None outside the layers."""
+        return next(self._matching(path, layer, num_layers), None)
+
+    def _matching(self, path: str, layer: int | None, num_layers: int) -> Iterator[Rule]:
+        for rule in self.rules:
+            inside = rule.layers is None or (layer is not None and layer in rule.layer_range(num_layers))
+            if inside and rule.matches(path):
+                yield rule
+
+    def resolve(self, paths: Sequence[str], num_layers: int) -> Resolved:
+        """Segments for the paths under `layers/` and recipes for the others. A rule that decides nothing is a ValueError."""
+        layered = [path for path in paths if path.startswith(LAYERS)]
+        sites: list[tuple[str, int | None]] = [(path, layer) for layer in range(num_layers) for path in layered]
+        sites += [(path, None) for path in paths if not path.startswith(LAYERS)]
+        rules = {site: self.rule_for(*site, num_layers) for site in sites}
+        self._refuse_idle_rules(set(rules.values()), paths, num_layers)
+
+        chosen = {site: rule.recipe if rule else bf16 for site, rule in rules.items()}
+        by_layer = [RecipeMap({path: chosen[path, layer] for path in layered}) for layer in range(num_layers)]
+        outside = RecipeMap({path: made for (path, layer), made in chosen.items() if layer is None})
+        return Resolved(self.name, tuple(_segments(by_layer)), outside)
+
+    def _refuse_idle_rules(self, used: set[Rule | None], paths: Sequence[str], num_layers: int) -> None:
+        for rule in self.rules:
+            if rule in used:
+                continue
+            fits = [path for path in paths if rule.matches(path)]
+            if not fits:
+                why = f"no linear has such a path; the paths are {', '.join(paths)}"
+            elif rule.layers is not None and not rule.layer_range(num_layers):
+                why = f"its layers {rule.layers} are none of the model's {num_layers}"
+            else:
+                why = f"earlier rules decide every linear that it matches ({', '.join(fits)})"
+            raise ValueError(
+                f"policy {self.name!r}: rule {rule.pattern!r} matches nothing: {why}; change or remove the rule"
+            )
+
+
+# The paper's long runs keep the first 2 and the last 8 of 62 blocks in bf16 (arXiv 2509.25149).
+PAPER_LAYERS = (2, -0.13)
+_MLP, _ATTENTION = "layers/mlp/*", "layers/attention/*"
+_POLICIES: dict[str, tuple[tuple[str, tuple[Bound, Bound] | None], ...]] = {
+    "mlp": ((_MLP, None),),
+    "all_linear": ((_MLP, None), (_ATTENTION, None)),
+    "paper": ((_MLP, PAPER_LAYERS), (_ATTENTION, PAPER_LAYERS)),
+}
+
+
+def policy(name: str, recipe: Recipe) -> Policy:
+    """The named policy with its linears in `recipe`: `mlp` (as published), `all_linear`, or `paper` (all linears except
+    those of the first 2 and the last round(0.13 L) layers)."""
+    if name not in _POLICIES:
+        raise ValueError(f"no policy named {name!r}; the policies are {', '.join(_POLICIES)}")
+    return Policy(name, tuple(Rule(pattern, recipe, layers) for pattern, layers in _POLICIES[name]))
+
+
+def policy_names() -> list[str]:
+    """Every policy's name, the default first."""
+    return list(_POLICIES)
+
+
+def _layer(bound: Bound, num_layers: int) -> int | None:
+    """A bound as a layer number. A fraction from the end is counted from the front, so one that rounds to 0 is the end."""
+    if not isinstance(bound, float):
+        return bound
+    count = round(abs(bound) * num_layers)
+    return num_layers - count if bound < 0 else count
+
+
+def _segments(by_layer: list[RecipeMap]) -> Iterator[Segment]:
+    start = 0
+    for layer in range(1, len(by_layer) + 1):
+        if layer == len(by_layer) or by_layer[layer] != by_layer[start]:
+            yield Segment(start, layer, by_layer[start])
+            start = layer
+
+
+def _summary(recipes: RecipeMap) -> str:
+    names: dict[str, list[str]] = {}
+    for path, made in recipes.items():
+        names.setdefault(made.name, []).append(path.removeprefix(LAYERS))
+    return ", ".join(f"{name} ({' '.join(paths)})" for name, paths in names.items())

@@ -1,0 +1,112 @@
+"""The published recipes, each written as what it changes in its neighbour."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+
+from halfbyte.formats import FP8, FP8_E5M2, MXFP4, MXFP8, NVFP4, BlockFormat
+from halfbyte.recipe.operands import GEMMS, GRADIENTS, ROLES, WEIGHTS, Recipe
+
+_PRESETS: dict[str, Recipe] = {}
+_NEIGHBOUR: dict[str, str] = {}
+
+# MaxText's names for the same recipes, so that a MaxText user's command carries over.
+_ALIASES = {
+    "te_no_quant": "bf16",
+    "te_fp8_currentscaling": "fp8",
+    "te_mxfp8": "mxfp8",
+    "te_nvfp4": "nvfp4",
+    "te_nvfp4_no_rht": "nvfp4_no_rht",
+}
+
+
+def _preset(name: str, base: Recipe, description: str, changes: dict) -> Recipe:
+    made = dataclasses.replace(base, name=name, description=description, **changes)
+    _PRESETS[name], _NEIGHBOUR[name] = made, base.name
+    return made
+
+
+def _formats(base: Recipe, format: BlockFormat, gradient: BlockFormat) -> dict:
+    return {
+        role: dataclasses.replace(operand, format=gradient if role in GRADIENTS else format)
+        for role, operand in base.operands().items()
+    }
+
+
+bf16 = Recipe("bf16", description="no quantization: bfloat16 operands, float32 accumulation")
+_PRESETS["bf16"] = bf16
+
+fp8 = _preset(
+    "fp8", bf16, "one current scale a tensor: E4M3 forward, E5M2 for the gradient dy", _formats(bf16, FP8, FP8_E5M2)
+)
+mxfp8 = _preset("mxfp8", fp8, "blocks of 32 with E8M0 scales, E4M3 everywhere", _formats(fp8, MXFP8, MXFP8))
+
+nvfp4 = _preset(
+    "nvfp4",
+    bf16,
+    "the published recipe: 2D weight blocks, stochastic gradients, Hadamard in WGRAD",
+    _formats(bf16, NVFP4, NVFP4)
+    | {role: dataclasses.replace(bf16.fprop_w, format=NVFP4, block="2d") for role in WEIGHTS}
+    | {
+        "dgrad_dy": dataclasses.replace(bf16.dgrad_dy, format=NVFP4, rounding="stochastic"),
+        "wgrad_x": dataclasses.replace(bf16.wgrad_x, format=NVFP4, hadamard=True),
+        "wgrad_dy": dataclasses.replace(bf16.wgrad_dy, format=NVFP4, hadamard=True, rounding="stochastic"),
+    },
+)
+nvfp4_no_rht = _preset(
+    "nvfp4_no_rht", nvfp4, "nvfp4 without the Hadamard transforms", nvfp4.with_operands(GEMMS["wgrad"], hadamard=False)
+)
+nvfp4_no_sr = _preset(
+    "nvfp4_no_sr", nvfp4, "nvfp4 with gradients rounded to nearest", nvfp4.with_operands(GRADIENTS, rounding="rne")
+)
+nvfp4_no_2d = _preset(
+    "nvfp4_no_2d",
+    nvfp4,
+    "nvfp4 with 1D weight blocks: fprop and dgrad see different weights",
+    nvfp4.with_operands(WEIGHTS, block="1d"),
+)
+nvfp4_rht_everywhere = _preset(
+    "nvfp4_rht_everywhere",
+    nvfp4,
+    "nvfp4 with the Hadamard transform in all three GEMMs",
+    nvfp4.with_operands(ROLES, hadamard=True),
+)
+nvfp4_sr_everywhere = _preset(
+    "nvfp4_sr_everywhere",
+    nvfp4,
+    "nvfp4 with all six operands rounded stochastically",
+    nvfp4.with_operands(ROLES, rounding="stochastic"),
+)
+mxfp4 = _preset(
+    "mxfp4",
+    nvfp4_no_2d,
+    "the same ingredients on blocks of 32 with E8M0 scales, which have no 2D form",
+    nvfp4_no_2d.with_operands(ROLES, format=MXFP4),
+)
+
+
+def recipe(name: str) -> Recipe:
+    """The recipe of that name or of that MaxText alias; ValueError with the nearest names if there is none."""
+    found = _PRESETS.get(_ALIASES.get(name, name))
+    if found is None:
+        near = difflib.get_close_matches(name, [*_PRESETS, *_ALIASES], n=3, cutoff=0.4) or recipe_names()
+        raise ValueError(f"no recipe named {name!r}; did you mean {', '.join(near)}? `halfbyte recipes` lists them all")
+    return found
+
+
+def recipe_names() -> list[str]:
+    """Every preset's name, the simplest first."""
+    order = ["bf16", "fp8", "mxfp8", "mxfp4"]
+    return order + [name for name in _PRESETS if name not in order]
+
+
+def aliases() -> dict[str, str]:
+    """MaxText's name -> ours."""
+    return dict(_ALIASES)
+
+
+def neighbour(name: str) -> Recipe | None:
+    """The recipe that the named preset is written as a change of; None for bf16."""
+    base = _NEIGHBOUR.get(recipe(name).name)
+    return None if base is None else _PRESETS[base]
