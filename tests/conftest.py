@@ -1,6 +1,22 @@
-"""Strictness for every test: dtypes never promote by themselves, ranks never broadcast by accident."""
+"""Strictness for every test: dtypes never promote by themselves, ranks never broadcast by accident.
 
-import jax
+Warnings are errors too (`filterwarnings` in pyproject.toml). The CPU shows itself as eight devices, so that meshes are
+real; on a GPU machine tests that need several devices take `jax.devices("cpu")`.
+"""
+
+import os
+
+from halfbyte.devices.platform import settle_platform
+
+settle_platform(os.environ)
+
+import jax  # noqa: E402  (JAX reads the platform when it is imported)
+from hypothesis import settings  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_num_cpu_devices", 8)
+
+# Examples are derived from the test itself: a failure on one machine is the same failure on the next.
+settings.register_profile("halfbyte", deadline=None, derandomize=True, max_examples=50)
+settings.load_profile("halfbyte")

@@ -1,1 +1,34 @@
-"""Halfbyte: language-model pretraining in 4-bit NVFP4 with JAX, on the hardware people have."""
+"""Halfbyte: language-model pretraining in 4-bit NVFP4 with JAX, on the hardware people have.
+
+The public names below are imported when they are first used, so that `import halfbyte` and `halfbyte --help` cost
+nothing: JAX is loaded by the first name that needs it.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+# Public name -> the room it lives in. A new public name is one entry here.
+_PUBLIC = {
+    "formats": (
+        "BF16", "FP8", "FP8_E5M2", "MXFP4", "MXFP8", "MXFP8_E5M2", "NVFP4",
+        "BlockFormat", "QTensor", "hadamard16", "quantize",
+    ),
+    "recipe": ("OperandPolicy", "Policy", "Recipe", "Rule", "policy", "recipe", "recipe_names"),
+    "ops": ("QWeight", "apply_recipe", "dot_general", "mlp", "qdot", "quantize_weight"),
+    "devices": ("DEVICES", "Device"),
+}  # fmt: skip
+_ROOM_OF = {name: room for room, names in _PUBLIC.items() for name in names}
+
+def __getattr__(name: str) -> Any:
+    """The public object `name`, imported from its room and kept."""
+    if name not in _ROOM_OF:
+        raise AttributeError(f"module 'halfbyte' has no attribute {name!r}")
+    value = getattr(import_module(f"halfbyte.{_ROOM_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_ROOM_OF])

@@ -1,0 +1,54 @@
+# Two commands do everything on a fresh clone:  make train  ·  make test
+# They need Python >= 3.11, make and a package index. The environment is built once in .venv and reused after that.
+
+PYTHON ?= $(shell command -v python3.12 || command -v python3.11 || command -v python3)
+VENV   := .venv
+BIN    := $(VENV)/bin
+# -qq: errors only; the two installs say themselves what they do.
+PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
+# Two workers: compiling is single-threaded, so two tests at a time use two cores. make test WORKERS=8 on a larger machine.
+WORKERS ?= 2
+ARGS   ?=
+
+.PHONY: help train test lint bench setup clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make train   set up, then train a small Llama in NVFP4 on the embedded corpus (a few minutes on a laptop)"
+	@echo "make test    set up, then run every test that needs no special hardware"
+	@echo "make lint    ruff and mypy"
+	@echo "make bench   the benchmarks that run on this machine"
+	@echo "make setup   the environment alone"
+
+setup: $(VENV)/.base
+
+train: $(VENV)/.base
+	$(BIN)/halfbyte train $(ARGS)
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -q -n $(WORKERS) $(ARGS)
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/mypy
+
+bench: $(VENV)/.base
+	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/.base: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "no python3 found; set PYTHON=/path/to/python3.11 or later"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "$(PYTHON) is too old: Halfbyte needs Python 3.11 or later; set PYTHON=/path/to/it"; exit 1; }
+	@echo "setting up $(VENV) with $(PYTHON) (about a minute, once)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+	  { echo "cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; rm -rf $(VENV); exit 1; }
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.base
+	@echo "adding what the tests need: pytest, the CUDA compiler plugin, torch and transformers (a few minutes, once)"
+	@$(PIP) --editable '.[dev,plan,interop]'
+	@touch $@

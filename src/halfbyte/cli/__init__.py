@@ -1,0 +1,1 @@
+"""What a person types. One module a command; `main.py` says how a command is written."""

@@ -1,0 +1,211 @@
+"""`halfbyte COMMAND ...`: finds the command, reads its flags, runs it, and turns errors into one paragraph.
+
+How a command is written
+------------------------
+A command is a module of this folder that defines `run`. Nothing is registered: adding `cli/eval.py` adds
+`halfbyte eval`. (`import` is a word of Python: `cli/import_.py` is `halfbyte import`.)
+
+    \"\"\"Score a run on local tasks.                     <- the first line is what `halfbyte --help` shows
+
+    The rest of the docstring is shown by `halfbyte eval --help`.\"\"\"
+
+    @dataclass(frozen=True)
+    class Args:                                           # anything tyro can parse; a union makes sub-commands
+        run: Annotated[str, tyro.conf.Positional]
+        \"\"\"Run directory.\"\"\"                         <- help of the flag
+        tasks: tuple[str, ...] = ()
+        \"\"\"Task files (jsonl).\"\"\"
+
+    def run(args: Args) -> Result:                        # Result(data, code), or a dict, or None
+        from halfbyte.evaluation import score             # heavy imports inside, so that --help stays instant
+        table = score(...)
+        print(table)                                      # people read stdout
+        return Result({"tasks": ...})                     # programs read --json
+
+A command prints for people on stdout, as usual, and returns what it found. `--json` belongs to every command and is
+taken off before the command sees its flags: then all that is printed goes to stderr, and stdout gets the returned data
+as one JSON object. A module that reads its flags in its own way defines `parse(argv: list[str]) -> args` instead of
+`Args`.
+
+Exit codes: 0 done, 1 failed, 2 bad usage or bad input, 3 a check or verdict that did not pass, 75 stopped by preemption
+and resumable. A ValueError (or a missing file) raised by Halfbyte's own code is bad input: one paragraph, exit 2. The
+same error out of a library is a failure of ours: traceback, exit 1. HALFBYTE_TRACEBACK=1 shows every traceback.
+"""
+
+import ast
+import contextlib
+import difflib
+import importlib
+import json
+import os
+import sys
+import textwrap
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from halfbyte.cli.result import BAD_INPUT, DONE, FAILED, Result
+
+HERE = Path(__file__).parent
+PACKAGE = HERE.parent
+BAD_PATH = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+# Shown first and in this order by `halfbyte --help`; commands not named here follow by name.
+ORDER = tuple("train generate eval compare parity inspect plan data recipes bench import export doctor".split())
+
+
+def entry() -> None:
+    """The console script."""
+    sys.exit(main())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    commands = find_commands()
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(overview(commands))
+        return DONE
+    if argv[0] in ("-V", "--version"):
+        import halfbyte
+
+        print(f"halfbyte {halfbyte.__version__}")
+        return DONE
+    name, flags = argv[0], argv[1:]
+    if name not in commands:
+        return unknown_command(name, commands)
+    as_json = "--json" in flags
+    return run_command(name, commands[name], [flag for flag in flags if flag != "--json"], as_json=as_json)
+
+
+def find_commands(folder: Path = HERE) -> dict[str, Path]:
+    """Command name -> its file, for every module of `folder` that defines `run` at top level."""
+    files = {file: ast.parse(file.read_text(encoding="utf-8")) for file in folder.glob("*.py")}
+    found = {file.stem.rstrip("_").replace("_", "-"): file for file, tree in files.items() if _defines_run(tree)}
+    rank = {name: place for place, name in enumerate(ORDER)}
+    return dict(sorted(found.items(), key=lambda item: (rank.get(item[0], len(ORDER)), item[0])))
+
+
+def _defines_run(tree: ast.Module) -> bool:
+    return any(isinstance(node, ast.FunctionDef) and node.name == "run" for node in tree.body)
+
+
+def summary(file: Path) -> str:
+    """First line of the module's docstring, without importing it."""
+    doc = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    return doc.partition("\n")[0].rstrip(".")
+
+
+def overview(commands: Mapping[str, Path]) -> str:
+    """What `halfbyte --help` prints."""
+    width = max(map(len, commands), default=0)
+    lines = [f"  {name:<{width}}  {summary(file)}" for name, file in commands.items()]
+    return "\n".join(
+        [
+            "halfbyte: language-model pretraining in 4-bit NVFP4, on the hardware you have",
+            "",
+            "usage: halfbyte COMMAND [FLAGS]      halfbyte COMMAND --help      (--json: one JSON object on stdout)",
+            "",
+            *lines,
+            "",
+            "Start with `halfbyte train`: a small Llama, an embedded corpus, this machine.",
+        ]
+    )
+
+
+def unknown_command(name: str, commands: Mapping[str, Path]) -> int:
+    near = difflib.get_close_matches(name, commands, n=1, cutoff=0.5)
+    hint = f"did you mean `halfbyte {near[0]}`?" if near else f"commands: {', '.join(commands)}."
+    what = "flag" if name.startswith("-") else "command"
+    say_error(f"unknown {what} {name!r}; {hint}")
+    return BAD_INPUT
+
+
+def run_command(name: str, file: Path, flags: list[str], *, as_json: bool) -> int:
+    """Parses the flags, runs the command with stdout kept clean if `as_json`, and reports any error."""
+    from halfbyte.devices.platform import settle_platform
+
+    settle_platform(os.environ)
+    with contextlib.ExitStack() as stack:
+        stdout = stack.enter_context(_stdout_to_stderr()) if as_json else sys.stdout
+        try:
+            module = importlib.import_module(f"halfbyte.cli.{file.stem}")
+            result = as_result(module.run(parse_flags(name, module, flags)))
+        except SystemExit as stop:  # the parser has said what is wrong, or printed its help
+            return stop.code if isinstance(stop.code, int) else (DONE if stop.code is None else FAILED)
+        except KeyboardInterrupt:
+            say_error(f"`halfbyte {name}` was interrupted")
+            return FAILED
+        except Exception as error:
+            return report(error)
+    if as_json:
+        print(json.dumps(result.data, default=str, allow_nan=False), file=stdout, flush=True)
+    return result.code
+
+
+def parse_flags(name: str, module: ModuleType, flags: list[str]) -> Any:
+    """The command's arguments. An unknown flag ends the program with the nearest one named, exit code 2."""
+    if hasattr(module, "parse"):
+        return module.parse(flags)
+    import tyro
+
+    description = f"{module.__doc__ or ''}\n\n--json: one JSON object on stdout, everything else on stderr."
+    return tyro.cli(module.Args, prog=f"halfbyte {name}", description=description, args=flags)
+
+
+def as_result(returned: Any) -> Result:
+    """What `run` returned, as a Result: None and a mapping are a success."""
+    if isinstance(returned, Result):
+        return returned
+    if returned is None or isinstance(returned, Mapping):
+        return Result(returned or {})
+    raise TypeError(f"a command returns Result, a dict or None, got {type(returned).__name__}")
+
+
+def report(error: Exception) -> int:
+    """Says what went wrong; 2 if the input was at fault, 1 if we were."""
+    ours = is_bad_input(error)
+    if not ours or os.environ.get("HALFBYTE_TRACEBACK"):
+        traceback.print_exception(error)
+    if ours:
+        say_error(_paragraph(error))
+        return BAD_INPUT
+    say_error(f"failed: {type(error).__name__}: {_paragraph(error)}")
+    return FAILED
+
+
+def is_bad_input(error: BaseException) -> bool:
+    """True for a ValueError raised by Halfbyte's own code, and for a path that is missing or cannot be used."""
+    if isinstance(error, BAD_PATH):
+        return True
+    if not isinstance(error, ValueError) or error.__traceback__ is None:
+        return False
+    innermost = traceback.extract_tb(error.__traceback__)[-1].filename
+    return Path(innermost).is_relative_to(PACKAGE)
+
+
+def _paragraph(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+def say_error(message: str) -> None:
+    """One paragraph on stderr, wrapped to the terminal; a message that has lines of its own keeps them."""
+    wrap = textwrap.TextWrapper(110, break_long_words=False, break_on_hyphens=False, subsequent_indent="  ")
+    print("\n".join(map(wrap.fill, f"halfbyte: {message}".splitlines())), file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[Any]:
+    """Sends everything written to stdout to stderr, also by C libraries; yields the real stdout."""
+    real = sys.stdout
+    real.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    try:
+        yield real
+    finally:
+        sys.stdout = real
+        os.dup2(saved, 1)
+        os.close(saved)

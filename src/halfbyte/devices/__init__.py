@@ -1,0 +1,1 @@
+"""Facts about accelerators, each with its source."""

@@ -1,0 +1,242 @@
+"""The house rules, checked on the source itself: imports point down the layers, no cycles, no long files, no `utils`.
+
+Oracle: the layer table below, which is the one of docs/architecture.md. Each check is also run on a small tree that
+breaks its rule, so that a checker that has gone blind fails here.
+"""
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "halfbyte"
+
+LAYERS = (
+    ("formats", "devices"),
+    ("recipe", "sharding"),
+    ("ops",),
+    ("models", "data", "optim", "checkpoint", "metrics"),
+    ("train", "evaluation"),
+    ("parity", "diagnosis", "planner", "export", "launch"),
+    ("cli", "runs"),
+)
+LAYER_OF = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+LONGEST_FILE = 600
+VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
+# Folders that only exist on somebody's machine.
+MACHINE_PATH = re.compile(r"/(?:work|root|farm|home/[a-z]\w*|Users/\w+|tmp/bash_jobs)/|file:///")
+
+
+def modules(source: Path) -> dict[str, Path]:
+    """Dotted name -> file, for every module under `source`, the package's folder."""
+    found = {}
+    for file in sorted(source.rglob("*.py")):
+        parts = file.relative_to(source.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+def imported_modules(name: str, file: Path, known: dict[str, Path]) -> set[str]:
+    """Modules of the package that `file` imports, anywhere in it, also inside functions."""
+    package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
+    top = name.split(".")[0]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            submodules = {f"{origin}.{alias.name}" for alias in node.names} & known.keys()
+            names_of_the_package = {alias.name for alias in node.names if f"{origin}.{alias.name}" not in known}
+            found |= submodules | ({origin} if names_of_the_package else set())
+    return {target for target in found if target == top or target.startswith(f"{top}.")}
+
+
+def room_of(module: str) -> str | None:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else None
+
+
+def layer_violations(source: Path) -> list[str]:
+    """Imports that point up, or across to another room of the same layer, and rooms that no layer knows."""
+    known = modules(source)
+    bad = []
+    for name, file in known.items():
+        room = room_of(name)
+        if room is None:  # the package's own __init__ shows names of every room
+            continue
+        if room not in LAYER_OF:
+            bad.append(f"{name}: room {room!r} has no layer")
+            continue
+        for target in sorted(imported_modules(name, file, known)):
+            other = room_of(target)
+            if other is None and LAYER_OF[room] < len(LAYERS) - 1:
+                bad.append(f"{name} imports the whole package: points up")
+            if other == room or other not in LAYER_OF:
+                continue
+            if LAYER_OF[other] > LAYER_OF[room]:
+                bad.append(f"{name} (layer {LAYER_OF[room]}) imports {target} (layer {LAYER_OF[other]}): points up")
+            elif LAYER_OF[other] == LAYER_OF[room]:
+                bad.append(f"{name} imports {target}: rooms of one layer do not import each other")
+    return bad
+
+
+def import_cycles(source: Path) -> list[list[str]]:
+    """Every group of modules that import each other (Tarjan's components), counting imports inside functions."""
+    known = modules(source)
+    # A package's own __init__ re-exports its modules; a module that imports a sibling through it is caught as a cycle.
+    edges = {name: imported_modules(name, file, known) & known.keys() - {name} for name, file in known.items()}
+    edges = {name: targets - {name.split(".")[0]} for name, targets in edges.items() if "." in name}
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    cycles: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for target in sorted(edges.get(node, ())):
+            if target not in index:
+                visit(target)
+                low[node] = min(low[node], low[target])
+            elif target in stack:
+                low[node] = min(low[node], index[target])
+        if low[node] == index[node]:
+            group = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(group) > 1:
+                cycles.append(sorted(group))
+
+    for name in edges:
+        if name not in index:
+            visit(name)
+    return cycles
+
+
+def long_files(source: Path) -> list[str]:
+    sizes = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in modules(source).values()}
+    return [f"{file.relative_to(source)}: {size} lines" for file, size in sizes.items() if size > LONGEST_FILE]
+
+
+def vague_names(source: Path) -> list[str]:
+    return [name for name in modules(source) if VAGUE_NAMES & set(name.split("."))]
+
+
+def machine_paths(files: list[Path]) -> list[str]:
+    """Lines of text files that name a folder of one particular machine."""
+    bad = []
+    for file in files:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError:  # not text
+            continue
+        bad += [f"{file}:{at}: {line.strip()[:120]}" for at, line in enumerate(lines, 1) if MACHINE_PATH.search(line)]
+    return bad
+
+
+def repository_files() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout: no list of the repository's files")
+    files = [ROOT / name for name in listed.stdout.decode().split("\0") if name]
+    return [file for file in files if file.is_file() and file != Path(__file__).resolve()]
+
+
+def test_imports_point_down_the_layers():
+    assert layer_violations(SOURCE) == []
+
+
+def test_no_import_cycles():
+    assert import_cycles(SOURCE) == []
+
+
+def test_no_long_files():
+    assert long_files(SOURCE) == []
+
+
+def test_no_vague_module_names():
+    assert vague_names(SOURCE) == []
+
+
+def test_no_machine_paths():
+    assert machine_paths(repository_files()) == []
+
+
+def test_the_documented_layers_are_the_checked_ones():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    for level, rooms in enumerate(LAYERS):
+        row = next((line for line in text.splitlines() if line.startswith(f"{level}  ")), None)
+        assert row is not None, f"docs/architecture.md has no row for layer {level}"
+        assert set(rooms) <= set(re.findall(r"\w+", row)), f"layer {level}: {rooms} against {row!r}"
+
+
+# The checkers themselves, on trees that break each rule.
+
+
+def write_tree(folder: Path, files: dict[str, str]) -> Path:
+    source = folder / "halfbyte"
+    for name, text in {"__init__.py": "", **files}.items():
+        file = source / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        (file.parent / "__init__.py").touch()
+    return source
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from halfbyte.train import loop",
+        "import halfbyte.train.loop",
+        "from halfbyte import train",
+        "import halfbyte",
+        "from ..train import loop",
+        "def later():\n    from halfbyte.train.loop import run\n",
+    ],
+)
+def test_checker_sees_an_import_that_points_up(tmp_path, text):
+    source = write_tree(tmp_path, {"ops/dot.py": text, "train/loop.py": "run = 1"})
+    assert any("points up" in line for line in layer_violations(source))
+
+
+def test_checker_sees_an_import_across_a_layer_and_an_unknown_room(tmp_path):
+    files = {"models/llama.py": "from halfbyte.optim import adam", "optim/adam.py": "", "attic/x.py": ""}
+    source = write_tree(tmp_path, files)
+    found = "\n".join(layer_violations(source))
+    assert "rooms of one layer" in found
+    assert "'attic' has no layer" in found
+
+
+def test_checker_allows_imports_that_point_down(tmp_path):
+    source = write_tree(tmp_path, {"train/loop.py": "from halfbyte.ops import dot", "ops/dot.py": "import os"})
+    assert layer_violations(source) == []
+    assert import_cycles(source) == []
+
+
+def test_checker_sees_a_cycle(tmp_path):
+    late = "def f():\n    import halfbyte.ops.a\n"
+    source = write_tree(tmp_path, {"ops/a.py": "from halfbyte.ops import b", "ops/b.py": "from .c import x", "ops/c.py": late})
+    assert import_cycles(source) == [["halfbyte.ops.a", "halfbyte.ops.b", "halfbyte.ops.c"]]
+
+
+def test_checker_sees_a_module_that_imports_its_own_package(tmp_path):
+    source = write_tree(tmp_path, {"ops/a.py": "from halfbyte.ops import name"})
+    (source / "ops" / "__init__.py").write_text("from halfbyte.ops.a import name")
+    assert import_cycles(source) == [["halfbyte.ops", "halfbyte.ops.a"]]
+
+
+def test_checker_sees_a_long_file_and_a_vague_name(tmp_path):
+    too_long = "x = 1\n" * (LONGEST_FILE + 1)
+    source = write_tree(tmp_path, {"ops/long.py": too_long, "ops/utils.py": "", "data/misc/x.py": ""})
+    assert long_files(source) == ["ops/long.py: 601 lines"]
+    assert vague_names(source) == ["halfbyte.data.misc", "halfbyte.data.misc.x", "halfbyte.ops.utils"]
+
+
+def test_checker_sees_a_machine_path(tmp_path):
+    (tmp_path / "a.md").write_text("see /ro" + "ot/notes.txt\nfine: /dev/null")
+    (tmp_path / "b.npz").write_bytes(b"\xff\xfe\x00/ro" + b"ot/x")
+    assert len(machine_paths([tmp_path / "a.md", tmp_path / "b.npz"])) == 1
