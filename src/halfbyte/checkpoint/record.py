@@ -1,0 +1,89 @@
+"""What a checkpoint says about itself, beside its arrays: names, shapes, dtypes and checksums of all leaves, and what the caller adds.
+
+The record travels as one JSON string with its own CRC, so that a damaged record cannot pass for a different, valid one.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .checksum import checksums, named_leaves
+
+LAYOUT = 1
+
+
+class DamagedCheckpoint(Exception):
+    """A checkpoint whose bytes are not those that were written. The message names the file or the arrays."""
+
+
+class CheckpointMismatch(ValueError):
+    """A healthy checkpoint that does not fit the state it should fill."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """The step, its leaves by item (`params`, `optimizer`, ...), and `extra`: JSON of the caller (config, data state)."""
+
+    step: int
+    leaves: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """`{"record": text, "crc32": number}`."""
+        body = {"layout": LAYOUT, "step": self.step, "leaves": self.leaves, "extra": self.extra}
+        text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+        return {"record": text, "crc32": zlib.crc32(text.encode())}
+
+    @classmethod
+    def from_json(cls, stored: Any) -> "Record":
+        """The record back; DamagedCheckpoint when it is missing or not what was written."""
+        if not isinstance(stored, dict) or "record" not in stored:
+            raise DamagedCheckpoint("its record is missing")
+        if zlib.crc32(stored["record"].encode()) != stored.get("crc32"):
+            raise DamagedCheckpoint("its record does not match its own CRC")
+        body = json.loads(stored["record"])
+        if body["layout"] != LAYOUT:
+            raise CheckpointMismatch(f"checkpoint layout {body['layout']}, but this version reads {LAYOUT}")
+        return cls(step=body["step"], leaves=body["leaves"], extra=body["extra"])
+
+
+def describe(items: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Shape and dtype of every leaf, by item and path."""
+    return {
+        item: {name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for name, leaf in named_leaves(tree).items()}
+        for item, tree in items.items()
+    }
+
+
+def describe_with_checksums(items: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Shape, dtype and checksum of every leaf, by item and path."""
+    described = describe(items)
+    for item, tree in items.items():
+        for name, words in checksums(tree).items():
+            described[item][name]["checksum"] = words
+    return described
+
+
+def check_fits(record: Record, abstract: Mapping[str, Any]) -> None:
+    """Raise CheckpointMismatch with one line a leaf when shapes, dtypes or names differ from what is asked for."""
+    lines = []
+    for item, wanted in describe(abstract).items():
+        stored = record.leaves.get(item)
+        if stored is None:
+            lines.append(f"{item}: not in the checkpoint")
+            continue
+        for name in sorted(set(stored) | set(wanted)):
+            has, wants = _summary(stored.get(name)), _summary(wanted.get(name))
+            if has != wants:
+                lines.append(f"{item}/{name}: checkpoint has {has}, this run wants {wants}")
+    if lines:
+        shown = "\n  ".join(lines[:12] + ([f"... and {len(lines) - 12} more"] if len(lines) > 12 else []))
+        raise CheckpointMismatch(f"the checkpoint of step {record.step} does not fit this run:\n  {shown}")
+
+
+def _summary(leaf: Mapping[str, Any] | None) -> str:
+    if leaf is None:
+        return "nothing"
+    return f"{leaf['dtype']}[{','.join(map(str, leaf['shape']))}]"

@@ -1,0 +1,167 @@
+"""Oracle: the arrays that were saved. Damage is real: files on disk are flipped, cut and deleted."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from halfbyte.checkpoint import Checkpoints, CheckpointMismatch, NoGoodCheckpoint, RunDirectoryHeld, RunLock, checksums
+
+
+# Orbax drops its coroutines when it meets a damaged file.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:coroutine.*was never awaited:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+def tree(value: int):
+    rng = np.random.default_rng(value)
+    return {
+        "params": {"w": jnp.asarray(rng.normal(size=(64, 48)), jnp.float32), "b": jnp.asarray(rng.normal(size=7), jnp.bfloat16)},
+        "optimizer": {"mu": (jnp.asarray(rng.normal(size=(64, 48)), jnp.float32),), "count": jnp.asarray(value, jnp.int32)},
+    }
+
+
+def abstract(items):
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), items)
+
+
+def same(a, b):
+    return all(jax.tree.leaves(jax.tree.map(lambda x, y: bool(np.array_equal(np.asarray(x), np.asarray(y))), a, b)))
+
+
+def filled(directory, steps=(10, 20), **options):
+    store = Checkpoints(directory, **options)
+    for step in steps:
+        store.save(step, tree(step), extra={"config": {"step": step}, "data": {"next_index": step * 4}})
+    store.wait()
+    return store
+
+
+def biggest_files(directory):
+    files = [path for path in directory.rglob("*") if path.is_file() and path.stat().st_size > 2000]
+    return sorted(files, key=lambda path: -path.stat().st_size)
+
+
+def test_round_trip_with_caller_json(tmp_path):
+    with_steps = filled(tmp_path / "checkpoints")
+    restored = with_steps.restore_latest(abstract(tree(20)))
+    assert restored.step == 20 and restored.extra["data"] == {"next_index": 80} and not restored.refused
+    assert same(restored.items, tree(20))
+    with_steps.close()
+
+
+def test_no_checkpoint_is_none(tmp_path):
+    assert Checkpoints(tmp_path / "checkpoints").restore_latest(abstract(tree(1))) is None
+
+
+def test_keeps_the_last_and_every_mth(tmp_path):
+    store = filled(tmp_path / "checkpoints", steps=(10, 20, 25, 30, 35), keep_last=2, keep_every=20)
+    assert store.steps() == [20, 30, 35]
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
+def test_damage_is_named_and_the_older_one_restored(tmp_path, damage):
+    filled(tmp_path / "checkpoints").close()
+    victim = biggest_files(tmp_path / "checkpoints" / "20")[0]
+    content = bytearray(victim.read_bytes())
+    if damage == "flip":
+        content[len(content) // 2] ^= 0x10
+        victim.write_bytes(content)
+    elif damage == "truncate":
+        victim.write_bytes(content[: len(content) // 2])
+    else:
+        victim.unlink()
+    said = []
+    store = Checkpoints(tmp_path / "checkpoints", say=said.append)
+    restored = store.restore_latest(abstract(tree(20)))
+    assert restored.step == 10 and same(restored.items, tree(10))
+    assert list(restored.refused) == [20] and "20" in said[0] and "DAMAGED" in said[0]
+    expected = {"flip": "checksum differs in", "truncate": victim.name, "delete": victim.name}[damage]
+    assert expected in restored.refused[20]
+    store.set_aside(restored.refused)
+    assert store.steps() == [10] and (tmp_path / "damaged" / "20").is_dir()
+    store.save(20, tree(20), extra={})
+    assert store.wait() and store.steps() == [10, 20]
+
+
+def test_a_flip_anywhere_is_refused_or_harmless(tmp_path):
+    """Every file of the newest checkpoint, one flipped byte each: never wrong arrays."""
+    filled(tmp_path / "checkpoints").close()
+    refusals = 0
+    for victim in sorted(path for path in (tmp_path / "checkpoints" / "20").rglob("*") if path.is_file() and path.stat().st_size):
+        original = victim.read_bytes()
+        flipped = bytearray(original)
+        flipped[len(flipped) // 2] ^= 0x01
+        victim.write_bytes(flipped)
+        store = Checkpoints(tmp_path / "checkpoints", say=lambda message: None)
+        restored = store.restore_latest(abstract(tree(20)))
+        assert same(restored.items, tree(restored.step))
+        refusals += restored.step == 10
+        victim.write_bytes(original)
+    assert refusals >= 3
+
+
+def test_all_damaged_is_an_error_not_a_restart(tmp_path):
+    filled(tmp_path / "checkpoints").close()
+    for step in ("10", "20"):
+        biggest_files(tmp_path / "checkpoints" / step)[0].unlink()
+    with pytest.raises(NoGoodCheckpoint, match="step 20.*step 10.*--run-dir"):
+        Checkpoints(tmp_path / "checkpoints").restore_latest(abstract(tree(20)))
+
+
+def test_wrong_dtype_shape_or_name_is_refused_by_name(tmp_path):
+    store = filled(tmp_path / "checkpoints")
+    wanted = abstract(tree(20))
+    wanted["params"]["w"] = jax.ShapeDtypeStruct((64, 48), jnp.bfloat16)
+    wanted["params"]["b"] = jax.ShapeDtypeStruct((8,), jnp.bfloat16)
+    wanted["params"]["new"] = jax.ShapeDtypeStruct((8,), jnp.float32)
+    with pytest.raises(CheckpointMismatch) as error:
+        store.restore_latest(wanted)
+    text = str(error.value)
+    assert "params/w: checkpoint has float32[64,48], this run wants bfloat16[64,48]" in text
+    assert "params/b: checkpoint has bfloat16[7], this run wants bfloat16[8]" in text and "params/new: checkpoint has nothing" in text
+
+
+def test_one_item_alone(tmp_path):
+    store = filled(tmp_path / "checkpoints")
+    restored = store.restore_latest({"params": abstract(tree(20)["params"])})
+    assert same(restored.items["params"], tree(20)["params"])
+
+
+def test_checksum_sees_every_element_and_order():
+    x = jnp.arange(24, dtype=jnp.float32).reshape(4, 6)
+    words = checksums({"x": x})["x"]
+    for i in range(24):
+        flipped = np.asarray(x).copy().reshape(-1)
+        flipped.view(np.uint32)[i] ^= 1
+        assert checksums({"x": jnp.asarray(flipped.reshape(4, 6))})["x"] != words
+    assert checksums({"x": x[::-1]})["x"] != words
+    assert checksums({"x": x.reshape(6, 4)})["x"] != words
+
+
+def test_checksum_does_not_depend_on_the_mesh():
+    if len(jax.devices()) < 4:
+        pytest.skip("needs 4 devices (XLA_FLAGS=--xla_force_host_platform_device_count=4)")
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 16)), jnp.float32)
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
+    sharded = jax.device_put(x, NamedSharding(mesh, PartitionSpec("a", "b")))
+    assert checksums({"x": x}) == checksums({"x": sharded})
+
+
+def test_lock_is_exclusive_and_dies_with_its_process(tmp_path):
+    code = f"from halfbyte.checkpoint.lock import RunLock; import time; l = RunLock({str(tmp_path)!r}); print('held', flush=True); time.sleep(60)"
+    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline().strip() == "held"
+    with pytest.raises(RunDirectoryHeld, match=f"pid {holder.pid}.*--run-dir"):
+        RunLock(tmp_path)
+    holder.kill()
+    holder.wait()
+    holder.stdout.close()
+    with RunLock(tmp_path):
+        pass
