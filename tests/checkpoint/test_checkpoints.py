@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from halfbyte.checkpoint import Checkpoints, CheckpointMismatch, NoGoodCheckpoint, RunDirectoryHeld, RunLock, checksums
-
+from halfbyte.checkpoint import CheckpointMismatch, Checkpoints, NoGoodCheckpoint, RunDirectoryHeld, RunLock, checksums
 
 # Orbax drops its coroutines when it meets a damaged file.
 pytestmark = [
@@ -22,8 +21,14 @@ pytestmark = [
 def tree(value: int):
     rng = np.random.default_rng(value)
     return {
-        "params": {"w": jnp.asarray(rng.normal(size=(64, 48)), jnp.float32), "b": jnp.asarray(rng.normal(size=7), jnp.bfloat16)},
-        "optimizer": {"mu": (jnp.asarray(rng.normal(size=(64, 48)), jnp.float32),), "count": jnp.asarray(value, jnp.int32)},
+        "params": {
+            "w": jnp.asarray(rng.normal(size=(64, 48)), jnp.float32),
+            "b": jnp.asarray(rng.normal(size=7), jnp.bfloat16),
+        },
+        "optimizer": {
+            "mu": (jnp.asarray(rng.normal(size=(64, 48)), jnp.float32),),
+            "count": jnp.asarray(value, jnp.int32),
+        },
     }
 
 
@@ -51,7 +56,9 @@ def biggest_files(directory):
 def test_round_trip_with_caller_json(tmp_path):
     with_steps = filled(tmp_path / "checkpoints")
     restored = with_steps.restore_latest(abstract(tree(20)))
-    assert restored.step == 20 and restored.extra["data"] == {"next_index": 80} and not restored.refused
+    assert restored.step == 20
+    assert restored.extra["data"] == {"next_index": 80}
+    assert not restored.refused
     assert same(restored.items, tree(20))
     with_steps.close()
 
@@ -80,21 +87,28 @@ def test_damage_is_named_and_the_older_one_restored(tmp_path, damage):
     said = []
     store = Checkpoints(tmp_path / "checkpoints", say=said.append)
     restored = store.restore_latest(abstract(tree(20)))
-    assert restored.step == 10 and same(restored.items, tree(10))
-    assert list(restored.refused) == [20] and "20" in said[0] and "DAMAGED" in said[0]
+    assert restored.step == 10
+    assert same(restored.items, tree(10))
+    assert list(restored.refused) == [20]
+    assert "20" in said[0]
+    assert "DAMAGED" in said[0]
     expected = {"flip": "checksum differs in", "truncate": victim.name, "delete": victim.name}[damage]
     assert expected in restored.refused[20]
     store.set_aside(restored.refused)
-    assert store.steps() == [10] and (tmp_path / "damaged" / "20").is_dir()
+    assert store.steps() == [10]
+    assert (tmp_path / "damaged" / "20").is_dir()
     store.save(20, tree(20), extra={})
-    assert store.wait() and store.steps() == [10, 20]
+    assert store.wait()
+    assert store.steps() == [10, 20]
 
 
 def test_a_flip_anywhere_is_refused_or_harmless(tmp_path):
     """Every file of the newest checkpoint, one flipped byte each: never wrong arrays."""
     filled(tmp_path / "checkpoints").close()
     refusals = 0
-    for victim in sorted(path for path in (tmp_path / "checkpoints" / "20").rglob("*") if path.is_file() and path.stat().st_size):
+    for victim in sorted(
+        path for path in (tmp_path / "checkpoints" / "20").rglob("*") if path.is_file() and path.stat().st_size
+    ):
         original = victim.read_bytes()
         flipped = bytearray(original)
         flipped[len(flipped) // 2] ^= 0x01
@@ -111,7 +125,7 @@ def test_all_damaged_is_an_error_not_a_restart(tmp_path):
     filled(tmp_path / "checkpoints").close()
     for step in ("10", "20"):
         biggest_files(tmp_path / "checkpoints" / step)[0].unlink()
-    with pytest.raises(NoGoodCheckpoint, match="step 20.*step 10.*--run-dir"):
+    with pytest.raises(NoGoodCheckpoint, match=r"step 20.*step 10.*--run-dir"):
         Checkpoints(tmp_path / "checkpoints").restore_latest(abstract(tree(20)))
 
 
@@ -125,7 +139,8 @@ def test_wrong_dtype_shape_or_name_is_refused_by_name(tmp_path):
         store.restore_latest(wanted)
     text = str(error.value)
     assert "params/w: checkpoint has float32[64,48], this run wants bfloat16[64,48]" in text
-    assert "params/b: checkpoint has bfloat16[7], this run wants bfloat16[8]" in text and "params/new: checkpoint has nothing" in text
+    assert "params/b: checkpoint has bfloat16[7], this run wants bfloat16[8]" in text
+    assert "params/new: checkpoint has nothing" in text
 
 
 def test_one_item_alone(tmp_path):
@@ -155,7 +170,12 @@ def test_checksum_does_not_depend_on_the_mesh():
 
 
 def test_lock_is_exclusive_and_dies_with_its_process(tmp_path):
-    code = f"from halfbyte.checkpoint.lock import RunLock; import time; l = RunLock({str(tmp_path)!r}); print('held', flush=True); time.sleep(60)"
+    code = f"""if True:
+        import time
+        from halfbyte.checkpoint.lock import RunLock
+        lock = RunLock({str(tmp_path)!r})
+        print("held", flush=True)
+        time.sleep(60)"""
     holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline().strip() == "held"
     with pytest.raises(RunDirectoryHeld, match=f"pid {holder.pid}.*--run-dir"):

@@ -45,9 +45,11 @@ def test_state_dtypes():
     params = {"w": jnp.ones((3, 2), jnp.float32)}
     adam = adamw(OptimizerConfig(mu_dtype="bfloat16", nu_dtype="bfloat16"), {"w": True})
     _, state = adam.update(params, adam.init(params), params)
-    assert state[0].mu["w"].dtype == jnp.bfloat16 and state[0].nu["w"].dtype == jnp.bfloat16
+    assert state[0].mu["w"].dtype == jnp.bfloat16
+    assert state[0].nu["w"].dtype == jnp.bfloat16
     wide = adamw(OptimizerConfig(), {"w": True}).init(params)
-    assert wide[0].mu["w"].dtype == jnp.float32 and wide[0].nu["w"].dtype == jnp.float32
+    assert wide[0].mu["w"].dtype == jnp.float32
+    assert wide[0].nu["w"].dtype == jnp.float32
 
 
 def test_clip():
@@ -60,7 +62,10 @@ def test_clip():
     assert clip_by_norm(grads, norm, 0.0) is grads
 
 
-@pytest.mark.parametrize(("field", "value"), [("learning_rate", 0.0), ("b2", 1.0), ("schedule", "linear"), ("mu_dtype", "float16"), ("final", 2.0)])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("learning_rate", 0.0), ("b2", 1.0), ("schedule", "linear"), ("mu_dtype", "float16"), ("final", 2.0)],
+)
 def test_bad_values_name_the_field(field, value):
     with pytest.raises(ValueError, match=f"optimizer.{field} must be"):
         OptimizerConfig(**{field: value})

@@ -14,14 +14,19 @@ def rates(steps=100, **options):
 
 def test_cosine():
     r = rates(schedule="cosine", warmup=10, final=0.1)
-    assert r[0] == pytest.approx(0.1) and r[9] == pytest.approx(1.0) and r[10] == pytest.approx(1.0)
-    assert r[-1] == pytest.approx(0.1) and np.all(np.diff(r[10:]) < 0)
+    assert r[0] == pytest.approx(0.1)
+    assert r[9] == pytest.approx(1.0)
+    assert r[10] == pytest.approx(1.0)
+    assert r[-1] == pytest.approx(0.1)
+    assert np.all(np.diff(r[10:]) < 0)
     assert r[10 + 89 // 2] == pytest.approx(0.55, abs=0.01)
 
 
 def test_wsd():
     r = rates(schedule="wsd", warmup=0.1, decay=0.2, final=0.0)
-    assert r[0] == pytest.approx(0.1) and np.all(r[9:80] == 1.0) and r[-1] == pytest.approx(0.0, abs=1e-7)
+    assert r[0] == pytest.approx(0.1)
+    assert np.all(r[9:80] == 1.0)
+    assert r[-1] == pytest.approx(0.0, abs=1e-7)
     assert np.all(np.diff(r[82:]) < 0)
 
 
@@ -34,5 +39,5 @@ def test_one_step_run():
 
 
 def test_warmup_longer_than_the_run():
-    with pytest.raises(ValueError, match="optimizer.warmup of 200 steps"):
+    with pytest.raises(ValueError, match=r"optimizer\.warmup of 200 steps"):
         learning_rate(OptimizerConfig(warmup=200), 100)

@@ -4,8 +4,10 @@ Storage loses bits, and the array format we store in does not notice. So a check
 
     word_j(a) = sum over elements of mix_j(bits(a[i]) + hash_j(i))        mod 2^32,  j = 0, 1
 
-`mix` is a bijection of 32-bit words, so that a change of one element, whatever it is, always changes the sum; the index enters, so
-that swapped elements change it too. Sums of integers do not depend on their order: shards add up to the same word on every mesh.
+`mix` is a bijection of 32-bit words, so that a change of one element, whatever it is, always changes the sum; the
+index enters, so
+that swapped elements change it too. Sums of integers do not depend on their order: shards add up to the same word on
+every mesh.
 """
 
 from collections.abc import Mapping
@@ -56,7 +58,9 @@ def _mix(h: jax.Array, multipliers: tuple[int, int]) -> jax.Array:
 def checksum(x: jax.Array) -> jax.Array:
     """uint32 [2]: the two words of an array of any dtype of 1, 2 or 4 bytes."""
     bits = _bits(x)
-    words = [jnp.sum(_mix(bits + _index_hash(x.shape, salt), mixers), dtype=jnp.uint32) for salt, mixers in enumerate(MIXERS)]
+    words = [
+        jnp.sum(_mix(bits + _index_hash(x.shape, salt), mixers), dtype=jnp.uint32) for salt, mixers in enumerate(MIXERS)
+    ]
     return jnp.stack(words)
 
 
@@ -66,7 +70,8 @@ def _checksums(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def checksums(tree: Any) -> dict[str, str]:
-    """Sixteen hexadecimal digits a leaf, by path. Every process of a distributed array must call it, and gets the same."""
+    """Sixteen hexadecimal digits a leaf, by path. Every process of a distributed array must call it, and gets the
+    same."""
     words = _checksums(named_leaves(tree))
     return {name: "".join(f"{int(word):08x}" for word in np.asarray(value)) for name, value in words.items()}
 

@@ -1,4 +1,5 @@
-"""One writer a run directory. The kernel drops the lock when the process dies, however it dies; no stale file blocks a restart."""
+"""One writer a run directory. The kernel drops the lock when the process dies, however it dies; no stale file blocks
+a restart."""
 
 import fcntl
 import os
@@ -40,5 +41,7 @@ class RunLock:
     def __enter__(self) -> "RunLock":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()

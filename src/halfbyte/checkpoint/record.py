@@ -1,4 +1,5 @@
-"""What a checkpoint says about itself, beside its arrays: names, shapes, dtypes and checksums of all leaves, and what the caller adds.
+"""What a checkpoint says about itself, beside its arrays: names, shapes, dtypes and checksums of all leaves, and what
+the caller adds.
 
 The record travels as one JSON string with its own CRC, so that a damaged record cannot pass for a different, valid one.
 """
@@ -24,7 +25,8 @@ class CheckpointMismatch(ValueError):
 
 @dataclass(frozen=True)
 class Record:
-    """The step, its leaves by item (`params`, `optimizer`, ...), and `extra`: JSON of the caller (config, data state)."""
+    """The step, its leaves by item (`params`, `optimizer`, ...), and `extra`: JSON of the caller (config, data
+    state)."""
 
     step: int
     leaves: Mapping[str, Mapping[str, Mapping[str, Any]]]

@@ -1,7 +1,9 @@
 """Checkpoints of a run: written by Orbax in the background, verified by our own checksums when they come back.
 
-What Orbax gives: atomic commits (a kill during a save never costs the last good step), async writes, loading onto another mesh. What it does not
-give, and is here: a flipped bit is found (checksum an array), a wrong dtype is an error rather than a cast, a damaged checkpoint is named, set
+What Orbax gives: atomic commits (a kill during a save never costs the last good step), async writes, loading onto
+another mesh. What it does not
+give, and is here: a flipped bit is found (checksum an array), a wrong dtype is an error rather than a cast, a damaged
+checkpoint is named, set
 aside and the one before it is used, and a failed write (a full disk) does not poison the next.
 """
 
@@ -26,7 +28,8 @@ FILE_LIST = "halfbyte-files.json"
 
 @dataclass(frozen=True)
 class Restored:
-    """What came back: the step, the items in the caller's structure, the caller's JSON, and why newer checkpoints were refused."""
+    """What came back: the step, the items in the caller's structure, the caller's JSON, and why newer checkpoints
+    were refused."""
 
     step: int
     items: dict[str, Any]
@@ -75,7 +78,8 @@ class Checkpoints:
         """Committed steps, oldest first."""
         return [checkpoint.step for checkpoint in self._orbax.checkpoints]
 
-    # -- writing -----------------------------------------------------------------------------------------------------------------
+    # -- writing
+    # -----------------------------------------------------------------------------------------------------------------
 
     def save(self, step: int, items: Mapping[str, Any], *, extra: Mapping[str, Any]) -> None:
         """Start writing `items` (pytrees of arrays by name); returns once the arrays are copied off the device."""
@@ -91,14 +95,18 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> bool:
-        """Block until the write in progress has ended. False, said aloud, when it failed; the next save starts clean."""
+        """Block until the write in progress has ended. False, said aloud, when it failed; the next save starts
+        clean."""
         if self._pending is None:
             return True
         step, self._pending = self._pending, None
         try:
             self._orbax.wait()
         except Exception as error:  # Orbax raises whatever the storage raised
-            self._say(f"CHECKPOINT of step {step} WAS NOT WRITTEN: {_one_line(error)}; training goes on, the next save tries again")
+            self._say(
+                f"CHECKPOINT of step {step} WAS NOT WRITTEN: {_one_line(error)}; "
+                "training goes on, the next save tries again"
+            )
             self._orbax = self._open()  # the old object would raise this error once more
             return False
         if step in self.steps() and jax.process_index() == 0:
@@ -111,7 +119,8 @@ class Checkpoints:
         self._orbax.close()
         return written
 
-    # -- reading -----------------------------------------------------------------------------------------------------------------
+    # -- reading
+    # -----------------------------------------------------------------------------------------------------------------
 
     def record(self, step: int) -> Record:
         """What the checkpoint says about itself, without reading arrays. Raises DamagedCheckpoint."""
@@ -122,7 +131,8 @@ class Checkpoints:
         return Record.from_json(metadata.custom_metadata)
 
     def restore(self, step: int, abstract: Mapping[str, Any]) -> Restored:
-        """The items of one step on the shardings of `abstract`, verified. Raises DamagedCheckpoint or CheckpointMismatch."""
+        """The items of one step on the shardings of `abstract`, verified. Raises DamagedCheckpoint or
+        CheckpointMismatch."""
         _check_file_list(self.directory / str(step))
         record = self.record(step)
         check_fits(record, abstract)
@@ -136,14 +146,17 @@ class Checkpoints:
             found = {name.replace(".", "/"): words for name, words in checksums(flat).items()}
             wrong = disagreements(stored, found)
             if wrong:
-                raise DamagedCheckpoint(f"checksum differs in {', '.join(f'{item}/{name}' for name in wrong[:4])} ({len(wrong)} arrays)")
+                raise DamagedCheckpoint(
+                    f"checksum differs in {', '.join(f'{item}/{name}' for name in wrong[:4])} ({len(wrong)} arrays)"
+                )
         items = {item: _rebuild(tree, loaded[item]) for item, tree in abstract.items()}
         return Restored(step=step, items=items, extra=record.extra)
 
     def restore_latest(self, abstract: Mapping[str, Any]) -> Restored | None:
         """The newest checkpoint that is whole; None only when there has never been one.
 
-        A damaged one is named aloud, moved to `damaged/` and the one before it is tried. Raises NoGoodCheckpoint when none is left, and
+        A damaged one is named aloud, moved to `damaged/` and the one before it is tried. Raises NoGoodCheckpoint when
+        none is left, and
         CheckpointMismatch (nothing moved) when a healthy checkpoint does not fit.
         """
         refused: dict[int, str] = {}
@@ -156,7 +169,8 @@ class Checkpoints:
         if refused:
             listing = "; ".join(f"step {step}: {reason}" for step, reason in refused.items())
             raise NoGoodCheckpoint(
-                f"every checkpoint under {self.directory} is damaged ({listing}); restore one from a copy, or start over with another --run-dir"
+                f"every checkpoint under {self.directory} is damaged ({listing}); "
+                "restore one from a copy, or start over with another --run-dir"
             )
         return None
 
@@ -215,7 +229,8 @@ def _write_file_list(directory: Path) -> None:
 
 
 def _check_file_list(directory: Path) -> None:
-    """Raise DamagedCheckpoint naming the first file that is missing or has another size. A save cut off before its list was written has none."""
+    """Raise DamagedCheckpoint naming the first file that is missing or has another size. A save cut off before its
+    list was written has none."""
     listed = directory / FILE_LIST
     if not listed.exists():
         return

@@ -1,8 +1,10 @@
 """AdamW (Loshchilov and Hutter, arXiv 1711.05101) from optax's parts, on float32 master weights.
 
-    m <- b1 m + (1 - b1) g;   v <- b2 v + (1 - b2) g^2;   w <- w - rate(step) * (m^ / (sqrt(v^) + eps) + weight_decay * w)
+    m <- b1 m + (1 - b1) g;   v <- b2 v + (1 - b2) g^2;   w <- w - rate(step) * (m^ / (sqrt(v^) + eps) + weight_decay
+    * w)
 
-The rate is read from the step of the train state, not from a counter of our own, so a skipped step does not shift the schedule. m and v may be kept
+The rate is read from the step of the train state, not from a counter of our own, so a skipped step does not shift the
+schedule. m and v may be kept
 in bfloat16; the arithmetic is float32 either way.
 """
 
@@ -16,7 +18,8 @@ from .config import OptimizerConfig
 
 
 def adamw(config: OptimizerConfig, decay_mask: Any) -> optax.GradientTransformation:
-    """Direction of descent for a rate of 1: Adam, plus decay where `decay_mask` (a tree of bools, like the parameters) is true."""
+    """Direction of descent for a rate of 1: Adam, plus decay where `decay_mask` (a tree of bools, like the
+    parameters) is true."""
     return optax.chain(
         _scale_by_adam(config),
         optax.add_decayed_weights(config.weight_decay, mask=decay_mask),

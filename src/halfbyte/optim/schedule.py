@@ -12,10 +12,13 @@ Schedule = Callable[[jax.Array], jax.Array]
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> Schedule:
-    """The rate used by the update of step 0, 1, ...: warm-up rises linearly to the peak, the last step has `final` times the peak."""
+    """The rate used by the update of step 0, 1, ...: warm-up rises linearly to the peak, the last step has `final`
+    times the peak."""
     warmup = span(config.warmup, steps)
     if warmup > steps:
-        raise ValueError(f"optimizer.warmup of {warmup} steps is longer than the run of {steps} steps; lower it or raise --steps")
+        raise ValueError(
+            f"optimizer.warmup of {warmup} steps is longer than the run of {steps} steps; lower it or raise --steps"
+        )
     body = _body(config, steps - warmup)
     rise = optax.linear_schedule(config.learning_rate / max(1, warmup), config.learning_rate, max(1, warmup - 1))
     joined = optax.join_schedules([rise, body], [warmup]) if warmup else body

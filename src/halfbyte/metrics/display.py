@@ -1,0 +1,170 @@
+"""What a person sees while a run goes: a live panel on a terminal, one line a step anywhere else."""
+
+import itertools
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+Row = Mapping[str, Any]
+BARS = "▁▂▃▄▅▆▇█"
+REFRESH_S = 0.1
+
+
+class Display(Protocol):
+    """Shows steps and notes."""
+
+    def step(self, row: Row) -> None: ...
+
+    def note(self, text: str, *, style: str = "") -> None: ...
+
+    def close(self) -> None: ...
+
+
+def make_display(console: Console, *, title: str, steps: int, every: int = 1) -> "Display":
+    """A live panel if `console` is a terminal, plain lines if not."""
+    if console.is_terminal:
+        return Panel(console, title=title, steps=steps)
+    return Lines(console, steps=steps, every=every)
+
+
+def cells(row: Row) -> dict[str, str]:
+    """The numbers of a step as text, by label, in the order they are shown."""
+    mfu = row.get("mfu")
+    wait = 100 * row.get("input_wait_s", 0.0) / max(row["step_time_s"], 1e-9)
+    shown = {
+        "loss": f"{row['loss']:.6f}",
+        "lr": f"{row['learning_rate']:.2e}",
+        "grad": f"{row['grad_norm']:.3f}",
+        "time": _seconds(row["step_time_s"]),
+        "tok/s/dev": f"{row['tokens_per_s_per_device']:,.0f}",
+        "TFLOP/s/dev": _significant(row["tflops_per_device"]),
+        "MFU": "n/a" if mfu is None else f"{100 * mfu:.1f}%",
+        "input wait": f"{wait:.1f}%",
+    }
+    if row.get("loss_scale", 1.0) != 1.0:
+        shown["scale"] = f"{row['loss_scale']:g}"
+    return shown
+
+
+def _seconds(value: float) -> str:
+    return f"{1e3 * value:.0f} ms" if value < 10 else f"{value:.1f} s"
+
+
+def _significant(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def clock(seconds: float) -> str:
+    """`m:ss` or `h:mm:ss`."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class Lines:
+    """One line every `every` steps, the first and the last."""
+
+    def __init__(self, console: Console, *, steps: int, every: int):
+        self._console, self._steps, self._every = console, steps, every
+
+    def step(self, row: Row) -> None:
+        if row["step"] % self._every and row["step"] not in (1, self._steps):
+            return
+        numbers = "  ".join(f"{label} {value}" for label, value in cells(row).items())
+        self.note(f"step {row['step']:>{len(str(self._steps))}}/{self._steps}  {numbers}")
+
+    def note(self, text: str, *, style: str = "") -> None:
+        self._console.print(Text(text, style=style), soft_wrap=True)
+
+    def close(self) -> None:
+        pass
+
+
+class Panel:
+    """A progress bar, the numbers of the last step and the curve of the loss, redrawn in place; notes scroll above
+    it."""
+
+    def __init__(self, console: Console, *, title: str, steps: int):
+        self._console, self._title, self._steps = console, title, steps
+        self._losses: list[float] = []
+        self._row: Row | None = None
+        self._began, self._first_step = time.monotonic(), 0
+        self._live = Live(self._picture(), console=console, refresh_per_second=8, transient=False)
+        self._drawn = 0.0
+        self._live.start()
+
+    def step(self, row: Row) -> None:
+        if self._row is None:  # the first result ends compilation: rates are counted from here
+            self._began, self._first_step = time.monotonic(), row["step"]
+        self._row = row
+        self._losses.append(row["loss"])
+        if time.monotonic() - self._drawn > REFRESH_S or row["step"] == self._steps:
+            self._drawn = time.monotonic()
+            self._live.update(self._picture())
+
+    def note(self, text: str, *, style: str = "") -> None:
+        self._live.console.print(Text(text, style=style))
+
+    def close(self) -> None:
+        self._live.update(self._picture(), refresh=True)
+        self._live.stop()
+
+    def _picture(self) -> Group:
+        done = self._row["step"] if self._row else 0
+        head = Table.grid(expand=True)
+        head.add_column(ratio=1)
+        head.add_column(justify="right")
+        head.add_row(Text(self._title, style="bold"), Text(self._progress(done), style="dim"))
+        bar = ProgressBar(total=max(1, self._steps), completed=done, complete_style="cyan", finished_style="green")
+        if self._row is None:
+            return Group(Text(), head, bar, Text("compiling the first step ...", style="yellow"))
+        return Group(Text(), head, bar, self._numbers(self._row), self._curve())
+
+    def _progress(self, done: int) -> str:
+        elapsed = time.monotonic() - self._began
+        counted = done - self._first_step
+        left = f", {clock(elapsed / counted * (self._steps - done))} left" if counted > 0 and done < self._steps else ""
+        return f"step {done}/{self._steps}  {clock(elapsed)}{left}"
+
+    def _numbers(self, row: Row) -> Table:
+        table = Table.grid(expand=True, padding=(0, 1))
+        shown = cells(row)
+        for _ in shown:
+            table.add_column(justify="left")
+        table.add_row(*(Text(label, style="dim") for label in shown))
+        table.add_row(*(Text(value, style="bold green" if label == "loss" else "") for label, value in shown.items()))
+        return table
+
+    def _curve(self) -> Text:
+        width = max(10, min(self._console.width - 24, 100))
+        points = resample([loss for loss in self._losses if loss - loss == 0], width)
+        if len(points) < 2:
+            return Text()
+        low, high = min(points), max(points)
+        return Text.assemble(
+            (f"{high:7.3f} ", "dim"),
+            (sparkline(points), "cyan"),
+            (f" {points[-1]:.3f}", "bold"),
+            (f"  (lowest {low:.3f})", "dim"),
+        )
+
+
+def resample(values: list[float], width: int) -> list[float]:
+    """At most `width` means of consecutive runs of `values`."""
+    if len(values) <= width:
+        return list(values)
+    edges = [round(i * len(values) / width) for i in range(width + 1)]
+    return [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+
+
+def sparkline(values: list[float]) -> str:
+    """One bar a value, scaled from the lowest to the highest."""
+    low, high = min(values), max(values)
+    span = (high - low) or 1.0
+    return "".join(BARS[min(len(BARS) - 1, int((value - low) / span * len(BARS)))] for value in values)
