@@ -219,7 +219,9 @@ def test_checker_allows_imports_that_point_down(tmp_path):
 
 def test_checker_sees_a_cycle(tmp_path):
     late = "def f():\n    import halfbyte.ops.a\n"
-    source = write_tree(tmp_path, {"ops/a.py": "from halfbyte.ops import b", "ops/b.py": "from .c import x", "ops/c.py": late})
+    source = write_tree(
+        tmp_path, {"ops/a.py": "from halfbyte.ops import b", "ops/b.py": "from .c import x", "ops/c.py": late}
+    )
     assert import_cycles(source) == [["halfbyte.ops.a", "halfbyte.ops.b", "halfbyte.ops.c"]]
 
 

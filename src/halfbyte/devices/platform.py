@@ -1,4 +1,4 @@
-"""Keeps JAX quiet on a machine that has the CUDA compiler plugin but no GPU. Imports no JAX: it runs before JAX does."""
+"""Keeps JAX quiet on a machine that has the CUDA compiler plugin but no GPU. It imports no JAX: it runs first."""
 
 from collections.abc import Callable, MutableMapping
 from glob import glob

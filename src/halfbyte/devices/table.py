@@ -1,0 +1,228 @@
+"""The table: capability, SMs, clock, caches, memory, links, and the dense peak per format, with a source for each.
+
+Peaks are the vendor's dense figures (no 2:4 sparsity), FLOP/s, never derived from clocks. A format that a device has no
+tensor-core instruction for has no peak: what it computes in such a format is emulated, and its utilisation is said
+against the format of the GEMM that really ran. Geometry (SMs, clock, L2, memory, bandwidth) comes from the target
+descriptions that the OpenXLA project publishes, which the compiler itself uses.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+# The formats that a peak is stated for. mxfp4 and nvfp4 share the FP4 units, mxfp8 and fp8 the FP8 units.
+FORMATS = ("bf16", "fp8", "mxfp8", "mxfp4", "nvfp4")
+
+
+@dataclass(frozen=True)
+class Device:
+    """One kind of accelerator. None, or a missing peak, means not known: nothing may be computed from it.
+
+    kind is what CUDA calls the board. bandwidth and nvlink_bandwidth are bytes/s of one device; nvlink_bandwidth counts both directions together.
+    nvlink_domain is how many devices reach each other over NVLink in the system it is sold in.
+    """
+
+    name: str
+    description: str
+    platform: str
+    kind: str = ""
+    capability: tuple[int, int] | None = None
+    sms: int | None = None
+    clock_ghz: float | None = None
+    l2_bytes: int | None = None
+    memory_bytes: int | None = None
+    bandwidth: float | None = None
+    nvlinks: int | None = None
+    nvlink_bandwidth: float | None = None
+    nvlink_domain: int | None = None
+    peak: Mapping[str, float] = field(default_factory=dict, hash=False)
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        unknown = self.peak.keys() - set(FORMATS)
+        if unknown:
+            raise ValueError(
+                f"device {self.name}: peak of unknown formats {sorted(unknown)}; known: {', '.join(FORMATS)}"
+            )
+        unsourced = self.peak.keys() - self.sources.keys()
+        if unsourced:
+            raise ValueError(f"device {self.name}: no source for the peak of {sorted(unsourced)}; cite the datasheet")
+        object.__setattr__(self, "peak", MappingProxyType(dict(self.peak)))
+        object.__setattr__(self, "sources", MappingProxyType(dict(self.sources)))
+
+
+def _peaks(bf16: float, fp8: float, fp4: float | None = None) -> dict[str, float]:
+    """Dense peaks by format from TFLOP/s; block-scaled formats only where there are FP4 units."""
+    if fp4 is None:
+        return {"bf16": bf16 * 1e12, "fp8": fp8 * 1e12}
+    fp8_flops, fp4_flops = fp8 * 1e12, fp4 * 1e12
+    return {"bf16": bf16 * 1e12, "fp8": fp8_flops, "mxfp8": fp8_flops, "mxfp4": fp4_flops, "nvfp4": fp4_flops}
+
+
+def _sources(spec: str, links: str, *, bf16: str, fp8: str, fp4: str | None = None) -> dict[str, str]:
+    """A source for every field; `spec` names the OpenXLA target description the geometry is from."""
+    openxla = f"openxla/xla xla/backends/gpu/target_config/specs/{spec}.txtpb"
+    geometry = ("capability", "sms", "clock_ghz", "l2_bytes", "memory_bytes", "bandwidth", "nvlinks")
+    peaks = {"bf16": bf16, "fp8": fp8, **({"mxfp8": fp8, "mxfp4": fp4, "nvfp4": fp4} if fp4 else {})}
+    return {**dict.fromkeys(geometry, openxla), "nvlink_bandwidth": links, "nvlink_domain": links, **peaks}
+
+
+_HOPPER_LINKS = "NVIDIA H100 and H200 datasheets: NVLink 4, 900 GB/s; 8 GPUs in an HGX board"
+_HGX_LINKS = "NVIDIA HGX page: NVLink 5, 1.8 TB/s a GPU; 8 GPUs in an HGX board"
+_RACK_LINKS = "NVIDIA GB200 and GB300 NVL72 pages: NVLink 5, 1.8 TB/s a GPU, 130 TB/s a rack; 72 GPUs in a domain"
+
+_TABLE = (
+    Device(
+        name="h100",
+        description="NVIDIA H100 SXM 80 GB",
+        platform="cuda",
+        kind="NVIDIA H100 80GB HBM3",
+        capability=(9, 0),
+        sms=132,
+        clock_ghz=1.98,
+        l2_bytes=52_428_800,
+        memory_bytes=84_942_979_072,
+        bandwidth=3.35232e12,
+        nvlinks=18,
+        nvlink_bandwidth=900e9,
+        nvlink_domain=8,
+        peak=_peaks(bf16=989.5, fp8=1979.0),
+        sources=_sources(
+            "h100_sxm",
+            _HOPPER_LINKS,
+            bf16="NVIDIA H100 datasheet, SXM: 1,979 TFLOP/s with sparsity, half of it dense",
+            fp8="NVIDIA H100 datasheet, SXM: 3,958 TFLOP/s with sparsity, half of it dense",
+        ),
+    ),
+    Device(
+        name="h200",
+        description="NVIDIA H200 SXM 141 GB",
+        platform="cuda",
+        kind="NVIDIA H200",
+        capability=(9, 0),
+        sms=132,
+        clock_ghz=1.98,
+        l2_bytes=52_428_800,
+        memory_bytes=151_397_597_184,
+        bandwidth=4.8e12,
+        nvlinks=18,
+        nvlink_bandwidth=900e9,
+        nvlink_domain=8,
+        peak=_peaks(bf16=989.5, fp8=1979.0),
+        sources=_sources(
+            "h200",
+            _HOPPER_LINKS,
+            bf16="NVIDIA H200 datasheet, SXM: 1,979 TFLOP/s with sparsity, half of it dense",
+            fp8="NVIDIA H200 datasheet, SXM: 3,958 TFLOP/s with sparsity, half of it dense",
+        ),
+    ),
+    Device(
+        name="b200",
+        description="NVIDIA B200 (HGX, 1,000 W) 180 GB",
+        platform="cuda",
+        kind="NVIDIA B200",
+        capability=(10, 0),
+        sms=148,
+        clock_ghz=1.965,
+        l2_bytes=132_644_864,
+        memory_bytes=191_514_411_008,
+        bandwidth=7.67232e12,
+        nvlinks=18,
+        nvlink_bandwidth=1.8e12,
+        nvlink_domain=8,
+        peak=_peaks(bf16=2250.0, fp8=4500.0, fp4=9000.0),
+        sources=_sources(
+            "b200",
+            _HGX_LINKS,
+            bf16="NVIDIA HGX B200: 36 PFLOP/s sparse over 8 GPUs, half of it dense; Blackwell brief: 2,250",
+            fp8="NVIDIA HGX B200: 72 PFLOP/s sparse over 8 GPUs, half of it dense; Blackwell brief: 4,500",
+            fp4="NVIDIA HGX B200: 72 PFLOP/s dense over 8 GPUs; Blackwell architecture brief: 9,000. Some tables print"
+            " 10,000, the figure of the 1,200 W part in GB200",
+        ),
+    ),
+    Device(
+        name="gb200",
+        description="NVIDIA GB200 (one Blackwell GPU of an NVL72 rack, 1,200 W) 186 GB",
+        platform="cuda",
+        kind="NVIDIA GB200",
+        capability=(10, 0),
+        sms=152,
+        clock_ghz=2.062,
+        l2_bytes=135_528_448,
+        memory_bytes=197_897_748_480,
+        bandwidth=7.928064e12,
+        nvlinks=18,
+        nvlink_bandwidth=1.8e12,
+        nvlink_domain=72,
+        peak=_peaks(bf16=2500.0, fp8=5000.0, fp4=10000.0),
+        sources=_sources(
+            "gb200",
+            _RACK_LINKS,
+            bf16="NVIDIA GB200 NVL72: 360 PFLOP/s sparse over 72 GPUs, half of it dense. Some vendors print 2,250",
+            fp8="NVIDIA GB200 NVL72: 720 PFLOP/s sparse over 72 GPUs, half of it dense. Some vendors print 4,500",
+            fp4="NVIDIA GB200 NVL72: 1,440 PFLOP/s sparse over 72 GPUs, half of it dense; Blackwell architecture"
+            " brief: 10,000. Some vendors print 9,000",
+        ),
+    ),
+    Device(
+        name="b300",
+        description="NVIDIA B300 (HGX, Blackwell Ultra) 288 GB",
+        platform="cuda",
+        kind="NVIDIA B300 SXM6 AC",
+        capability=(10, 3),
+        sms=158,
+        clock_ghz=1.965,
+        l2_bytes=135_528_448,
+        memory_bytes=297_021_865_984,
+        bandwidth=7.936e12,
+        nvlinks=18,
+        nvlink_bandwidth=1.8e12,
+        nvlink_domain=8,
+        peak=_peaks(bf16=2250.0, fp8=4500.0, fp4=13125.0),
+        sources=_sources(
+            "b300",
+            _HGX_LINKS,
+            bf16="NVIDIA HGX B300: 36 PFLOP/s sparse over 8 GPUs, half of it dense",
+            fp8="NVIDIA HGX B300: 72 PFLOP/s sparse over 8 GPUs, half of it dense",
+            fp4="NVIDIA HGX B300: 105 PFLOP/s dense over 8 GPUs. Sources disagree: 13,500 and 14,000 are printed for"
+            " the same board, 15,000 for the chip (NVIDIA blog, Inside Blackwell Ultra); the lowest is used",
+        ),
+    ),
+    Device(
+        name="gb300",
+        description="NVIDIA GB300 (one Blackwell Ultra GPU of an NVL72 rack, 1,400 W) 288 GB",
+        platform="cuda",
+        kind="NVIDIA GB300",
+        capability=(10, 3),
+        sms=152,
+        clock_ghz=2.07,
+        l2_bytes=135_528_448,
+        memory_bytes=297_021_079_552,
+        bandwidth=7.928064e12,
+        nvlinks=18,
+        nvlink_bandwidth=1.8e12,
+        nvlink_domain=72,
+        peak=_peaks(bf16=2500.0, fp8=5000.0, fp4=15000.0),
+        sources=_sources(
+            "gb300",
+            _RACK_LINKS,
+            bf16="NVIDIA GB300 NVL72: 360 PFLOP/s sparse over 72 GPUs, half of it dense",
+            fp8="NVIDIA GB300 NVL72: 720 PFLOP/s sparse over 72 GPUs, half of it dense",
+            fp4="NVIDIA GB300 NVL72: 1,080 PFLOP/s dense over 72 GPUs; NVIDIA blog, Inside Blackwell Ultra: 15 PFLOP/s"
+            " dense NVFP4 a GPU. The blog states it for NVFP4; mxfp4 is taken to run on the same units",
+        ),
+    ),
+    Device(name="cpu", description="CPU through XLA", platform="cpu"),
+)
+
+DEVICES: Mapping[str, Device] = MappingProxyType({entry.name: entry for entry in _TABLE})
+
+
+def device(name: str) -> Device:
+    """The table's entry for `name`, upper or lower case."""
+    if name.lower() in DEVICES:
+        return DEVICES[name.lower()]
+    near = difflib.get_close_matches(name.lower(), DEVICES, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(DEVICES)}"
+    raise ValueError(f"unknown device {name!r}; {hint}")

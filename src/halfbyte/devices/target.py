@@ -1,0 +1,85 @@
+"""A device described to the compiler: programs for a Blackwell cluster are compiled on a machine without a GPU.
+
+XLA takes the facts of a GPU as a `GpuTargetConfigProto` in text form, and a topology as partitions x hosts x devices.
+What is not in the table is the same on every part of it: limits of the CUDA programming model on SM 9.0 and later.
+"""
+
+from importlib.util import find_spec
+from typing import Any
+
+from halfbyte.devices.platform import CUDA_PLUGINS
+from halfbyte.devices.table import Device
+
+# The versions the compiled program is for. Block-scaled GEMMs on SM 10.3 and cuDNN attention need cuDNN >= 9.11.
+CUDNN_VERSION = (9, 15)
+CUDA_VERSION = (12, 9, 0)
+
+_TEMPLATE = """\
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: {sms}
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth}
+  l2_cache_size: {l2_bytes}
+  clock_rate_ghz: {clock_ghz}
+  device_memory_size: {memory_bytes}
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability {{
+    major: {major}
+    minor: {minor}
+    feature_extension: ACCELERATED_FEATURES
+  }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{
+  major: {cudnn[0]}
+  minor: {cudnn[1]}
+}}
+runtime_version {{
+  major: {cuda[0]}
+  minor: {cuda[1]}
+  patch: {cuda[2]}
+}}
+device_description_str: "{description}"
+"""
+
+
+def target_config(device: Device) -> str:
+    """The text `GpuTargetConfigProto` of `device`, for compiling without one."""
+    facts = ("capability", "sms", "clock_ghz", "l2_bytes", "memory_bytes", "bandwidth")
+    missing = [name for name in facts if getattr(device, name) is None]
+    if device.platform != "cuda" or device.capability is None or device.bandwidth is None or missing:
+        raise ValueError(f"cannot compile for {device.name}: not an NVIDIA GPU of the device table (missing {missing})")
+    return _TEMPLATE.format(
+        sms=device.sms,
+        bandwidth=round(device.bandwidth),
+        l2_bytes=device.l2_bytes,
+        clock_ghz=device.clock_ghz,
+        memory_bytes=device.memory_bytes,
+        major=device.capability[0],
+        minor=device.capability[1],
+        cudnn=CUDNN_VERSION,
+        cuda=CUDA_VERSION,
+        description=device.kind,
+    )
+
+
+def topology(device: Device, *, hosts: int, per_host: int) -> Any:
+    """A JAX topology of hosts x per_host devices to compile for; `.devices` make a mesh. Needs the extra `plan`."""
+    if hosts < 1 or per_host < 1:
+        raise ValueError(f"a topology needs at least one host and one device, got hosts={hosts}, per_host={per_host}")
+    config = target_config(device)
+    if not any(find_spec(name) for name in CUDA_PLUGINS):
+        raise ValueError("compiling for a GPU needs the CUDA compiler plugin; pip install 'halfbyte[plan]'")
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(platform="cuda", target_config=config, topology=f"1x{hosts}x{per_host}")

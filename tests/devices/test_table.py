@@ -1,0 +1,164 @@
+"""The device table: complete, sourced, consistent with itself; unknown devices get no peaks; native gates by capability.
+
+Oracle: the vendor's rack and board figures, divided by the number of GPUs, and the published capability rule.
+"""
+
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from halfbyte.devices import (
+    DEVICES,
+    FORMATS,
+    Device,
+    device,
+    lookup,
+    native_inference,
+    native_training,
+    settle_platform,
+)
+
+GPUS = [name for name in DEVICES if name != "cpu"]
+FACTS = (
+    "capability",
+    "sms",
+    "clock_ghz",
+    "l2_bytes",
+    "memory_bytes",
+    "bandwidth",
+    "nvlinks",
+    "nvlink_bandwidth",
+    "nvlink_domain",
+)
+
+
+def jax_device(kind, platform="gpu", **more):
+    return SimpleNamespace(device_kind=kind, platform=platform, **more)
+
+
+def test_the_table_has_the_devices_people_have():
+    assert set(DEVICES) == {"h100", "h200", "b200", "gb200", "b300", "gb300", "cpu"}
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_every_fact_is_there_and_has_a_source(name):
+    entry = DEVICES[name]
+    for fact in FACTS:
+        assert getattr(entry, fact) is not None, fact
+        assert entry.sources[fact], fact
+    for fmt in entry.peak:
+        assert entry.sources[fmt], fmt
+
+
+@pytest.mark.parametrize(
+    "name, fmt, system_pflops, gpus",
+    [
+        # Dense PFLOP/s of a whole board or rack, as the vendor states them (sparse figures halved).
+        ("h100", "bf16", 989.5e-3, 1), ("h100", "fp8", 1979e-3, 1), ("h200", "bf16", 989.5e-3, 1), ("h200", "fp8", 1979e-3, 1),
+        ("b200", "bf16", 36 / 2, 8), ("b200", "fp8", 72 / 2, 8), ("b200", "nvfp4", 72, 8),
+        ("gb200", "bf16", 360 / 2, 72), ("gb200", "fp8", 720 / 2, 72), ("gb200", "nvfp4", 1440 / 2, 72),
+        ("b300", "bf16", 36 / 2, 8), ("b300", "fp8", 72 / 2, 8), ("b300", "nvfp4", 105, 8),
+        ("gb300", "bf16", 360 / 2, 72), ("gb300", "fp8", 720 / 2, 72), ("gb300", "nvfp4", 1080, 72),
+    ],
+)  # fmt: skip
+def test_peaks_are_the_vendors_dense_figures(name, fmt, system_pflops, gpus):
+    assert DEVICES[name].peak[fmt] == pytest.approx(system_pflops * 1e15 / gpus, rel=1e-12)
+
+
+def test_hopper_has_no_peak_for_what_it_emulates():
+    assert set(DEVICES["h200"].peak) == {"bf16", "fp8"}
+    assert dict(DEVICES["cpu"].peak) == {}
+
+
+@pytest.mark.parametrize(
+    "kind, name",
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA H200 141GB HBM3e", "h200"), ("NVIDIA B200", "b200"),
+        ("NVIDIA GB200", "gb200"), ("NVIDIA B300 SXM6 AC", "b300"), ("NVIDIA GB300", "gb300"),
+    ],
+)  # fmt: skip
+def test_lookup_knows_the_boards_of_the_table(kind, name):
+    assert lookup(jax_device(kind)) is DEVICES[name]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA GH200 480GB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+     "NVIDIA B200 MIG 1g.23gb", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 5090"],
+)  # fmt: skip
+def test_a_board_that_is_not_in_the_table_gets_no_peaks(kind):
+    entry = lookup(jax_device(kind, compute_capability="12.0", core_count=170))
+    assert dict(entry.peak) == {}
+    assert (entry.capability, entry.sms, entry.platform) == ((12, 0), 170, "cuda")
+    assert "not in the device table" in entry.description
+
+
+def test_lookup_of_other_vendors_and_of_the_cpu():
+    amd = lookup(jax_device("AMD Instinct MI300X", compute_capability="gfx942"))
+    assert (amd.capability, amd.platform, dict(amd.peak)) == (None, "rocm", {})
+    assert lookup(jax_device("TPU v5e", platform="tpu")).platform == "tpu"
+    assert lookup(jax.devices("cpu")[0]) is DEVICES["cpu"]
+
+
+def test_nvfp4_trains_on_sm_10_0_and_10_3_alone_and_infers_from_10_0():
+    for name, trains in {
+        "h100": False,
+        "h200": False,
+        "b200": True,
+        "gb200": True,
+        "b300": True,
+        "gb300": True,
+        "cpu": False,
+    }.items():
+        for fmt in ("nvfp4", "NVFP4", "mxfp4", "mxfp8", "mxfp8_e5m2"):
+            assert native_training(DEVICES[name], fmt) is trains
+            assert native_inference(DEVICES[name], fmt) is trains
+    consumer = lookup(jax_device("NVIDIA GeForce RTX 5090", compute_capability="12.0"))
+    assert not native_training(consumer, "nvfp4")
+    assert native_inference(consumer, "nvfp4")
+
+
+def test_fp8_and_bf16_gates():
+    assert native_training(DEVICES["h100"], "fp8")
+    assert native_training(DEVICES["h100"], "fp8_e5m2")
+    assert not native_training(DEVICES["cpu"], "fp8")
+    assert all(native_training(entry, "bf16") for entry in DEVICES.values())
+    assert not native_training(lookup(jax_device("NVIDIA A100-SXM4-80GB", compute_capability="8.0")), "fp8")
+
+
+def test_clear_errors():
+    with pytest.raises(ValueError, match="unknown device 'b2000'; did you mean b200"):
+        device("b2000")
+    with pytest.raises(ValueError, match="unknown format 'int3'"):
+        native_training(DEVICES["b200"], "int3")
+    with pytest.raises(ValueError, match="no source for the peak of \\['fp8'\\]"):
+        Device(name="x", description="x", platform="cuda", peak={"fp8": 1.0})
+    with pytest.raises(ValueError, match="peak of unknown formats"):
+        Device(name="x", description="x", platform="cuda", peak={"fp3": 1.0}, sources={"fp3": "nowhere"})
+
+
+def test_entries_are_values():
+    assert device("H200") is DEVICES["h200"]
+    assert len({DEVICES["h200"], DEVICES["h100"], device("h200")}) == 2
+    assert set(DEVICES["gb300"].peak) == set(FORMATS)
+    with pytest.raises(TypeError):
+        DEVICES["h200"].peak["nvfp4"] = 1.0
+
+
+@pytest.mark.parametrize(
+    "environ, driver, cuda, other, result",
+    [
+        ({}, False, True, False, "cpu"),  # the compiler plugin alone, no GPU
+        ({}, True, True, False, None),  # a GPU
+        ({}, False, False, False, None),  # no plugin: JAX is quiet by itself
+        ({}, False, True, True, None),  # another accelerator's plugin decides
+        ({"JAX_PLATFORMS": "tpu"}, False, True, False, None),  # the person decides
+    ],
+)
+def test_platform_is_settled_only_where_jax_would_shout(environ, driver, cuda, other, result):
+    def installed(names):
+        return cuda if any("cuda" in name for name in names) else other
+
+    assert settle_platform(environ, driver=lambda: driver, installed=installed) == result
+    assert environ.get("JAX_PLATFORMS") == (result or environ.get("JAX_PLATFORMS"))

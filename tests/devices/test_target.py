@@ -1,0 +1,49 @@
+"""Compiling for GPUs that are not here. Oracle: the compiler, which refuses a target it does not understand."""
+
+from importlib.util import find_spec
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from halfbyte.devices import DEVICES, lookup, target_config, topology
+
+needs_compiler = pytest.mark.skipif(
+    not (find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin")),
+    reason="needs the CUDA compiler plugin (extra `plan`)",
+)
+
+
+@pytest.mark.parametrize("name", ["h200", "gb300"])
+def test_target_config_states_the_table(name):
+    text = target_config(DEVICES[name])
+    for fact in (f"core_count: {DEVICES[name].sms}", f"major: {DEVICES[name].capability[0]}", DEVICES[name].kind):
+        assert fact in text
+
+
+def test_what_cannot_be_compiled_for_is_refused():
+    with pytest.raises(ValueError, match="cannot compile for cpu"):
+        target_config(DEVICES["cpu"])
+    with pytest.raises(ValueError, match="hosts=0"):
+        topology(DEVICES["b200"], hosts=0, per_host=4)
+
+
+@needs_compiler
+def test_a_matmul_compiles_for_b200_without_one():
+    mesh = Mesh(np.array(topology(DEVICES["b200"], hosts=2, per_host=2).devices).reshape(2, 2), ("fsdp", "tensor"))
+    x = jax.ShapeDtypeStruct((256, 128), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec("fsdp", None)))
+    w = jax.ShapeDtypeStruct((128, 512), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec("fsdp", "tensor")))
+    program = jax.jit(jnp.dot).lower(x, w).compile()
+    assert "all-gather" in program.as_text()
+    # x [128, 128] and w [64, 256] on each device, bf16
+    assert program.memory_analysis().argument_size_in_bytes == 2 * (128 * 128 + 64 * 256)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", [name for name in DEVICES if name != "cpu"])
+def test_every_gpu_of_the_table_is_understood_and_found_again(name):
+    found = topology(DEVICES[name], hosts=1, per_host=8).devices
+    assert len(found) == 8
+    assert lookup(found[0]) is DEVICES[name]
