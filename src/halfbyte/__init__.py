@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "formats": (
         "BF16", "FP8", "FP8_E5M2", "MXFP4", "MXFP8", "MXFP8_E5M2", "NVFP4",
-        "BlockFormat", "QTensor", "hadamard16", "quantize",
+        "BlockFormat", "QTensor", "all_finite", "hadamard16", "quantize",
     ),
     "recipe": ("OperandPolicy", "Policy", "Recipe", "Rule", "policy", "recipe", "recipe_names"),
     "ops": ("QWeight", "apply_recipe", "dot_general", "mlp", "qdot", "quantize_weight"),

@@ -1,0 +1,144 @@
+"""Number formats of one element: E2M1, E4M3, E5M2 and E8M0.
+
+A code is `sign | exponent | mantissa`. With bias b and m mantissa bits a magnitude is
+
+    2**(E - b) * (1 + M / 2**m)      E > 0
+    2**(1 - b) * M / 2**m            E = 0 (subnormal)
+
+so that the spacing of the grid around a is step(a) = max(2**floor(log2 a), 2**(1-b)) / 2**m. Rounding to nearest even on that grid is one
+addition and one subtraction of a number that depends on a: `(a + c) - c` with c = 1.5 * 2**23 * step(a), because float32
+itself rounds to nearest even at the spacing step(a) there. XLA folds such a pair only when c is a constant. A plain cast to a narrow type and back is *not* safe: inside jit
+XLA removes it on some devices (docs/numerics.md).
+
+The reference for all of it: OCP Microscaling Formats v1.0, and `ml_dtypes`, with which the tests agree on every code.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from .bits import MAGNITUDE, SIGN, copy_sign, float32_bits, float_of_bits, power_of_two_below
+
+
+@dataclasses.dataclass(frozen=True)
+class Element:
+    """A signed floating-point element of at most eight bits, saturating at `max`."""
+
+    name: str
+    bits: int
+    mantissa_bits: int
+    bias: int
+    max: float
+    dtype: np.dtype
+
+    @property
+    def min_normal(self) -> float:
+        return 2.0 ** (1 - self.bias)
+
+    @property
+    def max_exponent(self) -> int:
+        """floor(log2(max)): the OCP rule's emax."""
+        return int(np.floor(np.log2(self.max)))
+
+    @property
+    def has_nan(self) -> bool:
+        return self.bits == 8
+
+    @property
+    def sign_bit(self) -> int:
+        return 1 << (self.bits - 1)
+
+
+E2M1 = Element("E2M1", 4, 1, 1, 6.0, np.dtype(ml_dtypes.float4_e2m1fn))
+E4M3 = Element("E4M3", 8, 3, 7, 448.0, np.dtype(ml_dtypes.float8_e4m3fn))
+E5M2 = Element("E5M2", 8, 2, 15, 57344.0, np.dtype(ml_dtypes.float8_e5m2))
+
+
+def round_magnitude(element: Element, magnitude: jax.Array) -> jax.Array:
+    """Nearest value of the element's grid, ties to even, for float32 magnitudes; saturates. NaN becomes `max` in E2M1, and stays NaN in E4M3 and E5M2."""
+    top = jnp.float32(element.max)
+    if element.has_nan:
+        magnitude = jnp.minimum(magnitude, top)
+    else:
+        magnitude = jnp.where(magnitude <= top, magnitude, top)
+    floor = jnp.maximum(power_of_two_below(magnitude), jnp.float32(element.min_normal))
+    magic = floor * jnp.float32(1.5 * 2.0 ** (23 - element.mantissa_bits))
+    return (magnitude + magic) - magic
+
+
+def round_stochastic_e2m1(magnitude: jax.Array, noise: jax.Array) -> jax.Array:
+    """An E2M1 neighbour of each float32 magnitude, the upper one with the probability of its nearness; saturates at 6.
+
+    `noise` is uint8. With u = noise / 256: t = a + u * step(a), then t is cut down to the grid at its own step. The bias is
+    -step / 512 on average, at most step / 256, and a < 1/512 always gives 0, as in the hardware's convert.
+    """
+    magnitude = jnp.where(magnitude <= jnp.float32(6), magnitude, jnp.float32(6))
+    step = jnp.maximum(power_of_two_below(magnitude), jnp.float32(1)) * jnp.float32(0.5)
+    shifted = magnitude + step * (noise.astype(jnp.float32) * jnp.float32(1 / 256))
+    cut = float_of_bits(float32_bits(shifted) & jnp.uint32(0xFFC0_0000))  # exponent and one mantissa bit
+    small = jnp.where(shifted >= jnp.float32(0.5), jnp.float32(0.5), jnp.float32(0))
+    return jnp.minimum(jnp.where(shifted < jnp.float32(1), small, cut), jnp.float32(6))
+
+
+def round_to(element: Element, x: jax.Array) -> jax.Array:
+    """x (float32) on the element's grid, ties to even, saturating, the sign of zero kept."""
+    bits = float32_bits(x)
+    return copy_sign(round_magnitude(element, float_of_bits(bits & jnp.uint32(MAGNITUDE))), bits)
+
+
+def encode(element: Element, value: jax.Array) -> jax.Array:
+    """uint8 codes of float32 values that are already on the element's grid. NaN gets the largest code of its sign."""
+    bits = float32_bits(value)
+    magnitude = bits & jnp.uint32(MAGNITUDE)
+    # A normal number's code is its leading bits with the exponent bias exchanged.
+    drop = 23 - element.mantissa_bits
+    normal = (magnitude >> drop) - jnp.uint32((127 - element.bias) << element.mantissa_bits)
+    # A subnormal is a whole number of smallest steps.
+    steps = float_of_bits(magnitude) * jnp.float32(2.0**element.mantissa_bits / element.min_normal)
+    small = magnitude < float32_bits(jnp.float32(element.min_normal))
+    code = jnp.where(small, jnp.where(small, steps, jnp.float32(0)).astype(jnp.int32).astype(jnp.uint32), normal)
+    if element.has_nan:
+        code = jnp.where(magnitude > jnp.uint32(0x7F80_0000), jnp.uint32(0x7F), code)
+    sign = (bits & jnp.uint32(SIGN)) >> (32 - element.bits)
+    return (code | sign).astype(jnp.uint8)
+
+
+def decode(element: Element, codes: jax.Array) -> jax.Array:
+    """float32 values of uint8 codes; exact. E4M3 and E5M2 keep their NaN (and E5M2 its infinities)."""
+    codes = codes.astype(jnp.uint32)
+    magnitude = codes & jnp.uint32(element.sign_bit - 1)
+    mantissa_bits = element.mantissa_bits
+    normal = float_of_bits((magnitude << (23 - mantissa_bits)) + jnp.uint32((127 - element.bias) << 23))
+    subnormal = magnitude.astype(jnp.int32).astype(jnp.float32) * jnp.float32(element.min_normal / 2.0**mantissa_bits)
+    value = jnp.where(magnitude < jnp.uint32(1 << mantissa_bits), subnormal, normal)
+    if element.has_nan:
+        largest = int(np.array(element.max, element.dtype).view(np.uint8))
+        beyond = jnp.where(magnitude == jnp.uint32(0x7C), jnp.float32(jnp.inf), jnp.float32(jnp.nan)) if element is E5M2 else jnp.float32(jnp.nan)
+        value = jnp.where(magnitude > jnp.uint32(largest), beyond, value)
+    return copy_sign(value, (codes & jnp.uint32(element.sign_bit)) << (32 - element.bits))
+
+
+# E8M0 has neither sign nor mantissa: code c is 2**(c - 127), 255 is NaN.
+E8M0_DTYPE = np.dtype(ml_dtypes.float8_e8m0fnu)
+E8M0_BIAS = 127
+E8M0_NAN = 255
+
+
+def decode_e8m0(codes: jax.Array) -> jax.Array:
+    """float32 value of E8M0 codes: 2**(code - 127), with code 0 the subnormal 2**-127 and 255 NaN."""
+    codes = codes.astype(jnp.uint32)
+    bits = jnp.where(codes == 0, jnp.uint32(0x40_0000), codes << 23)
+    return jnp.where(codes == E8M0_NAN, jnp.float32(jnp.nan), float_of_bits(bits))
+
+
+def encode_e8m0(value: jax.Array) -> jax.Array:
+    """E8M0 codes of positive float32 values, rounded to the nearest power of two, ties up. What it cannot hold is NaN (255): zero, negatives, infinity, 1.5 * 2**127 and above."""
+    bits = float32_bits(value)
+    normal = (bits + jnp.uint32(0x40_0000)) >> 23
+    subnormal = (bits > jnp.uint32(0x40_0000)).astype(jnp.uint32)
+    code = jnp.where(bits < jnp.uint32(0x80_0000), subnormal, normal)
+    outside = (bits == 0) | (bits >= jnp.uint32(0x7F40_0000))
+    return jnp.where(outside, jnp.uint32(E8M0_NAN), code).astype(jnp.uint8)

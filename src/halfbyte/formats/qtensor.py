@@ -1,0 +1,100 @@
+"""QTensor: a quantized tensor as a pytree, and two 4-bit codes in a byte."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .bits import copy_sign, float32_bits, float_of_bits, magnitude_bits
+from .blocks import BlockFormat, ScaleRule
+from .elements import E4M3, decode, decode_e8m0
+from .exact import multiply_bits
+from .scales import tensor_scales
+from .views import block_view
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "scales", "amax"], meta_fields=["format", "block", "axis"])
+@dataclasses.dataclass(frozen=True)
+class QTensor:
+    """`codes` uint8, one an element (0..15 for E2M1, the sign of zero kept); `scales` in the format's scale type, one a block, None if there is none; `amax` float32.
+
+    The array stands for element(code) * scale * decode_scale.
+    """
+
+    codes: jax.Array
+    scales: jax.Array | None
+    amax: jax.Array
+    format: BlockFormat
+    block: str = "1d"
+    axis: int = -1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes.shape
+
+    @property
+    def encode_scale(self) -> jax.Array:
+        """S of the tensor, 1 where the format has no tensor scale."""
+        return tensor_scales(self.amax, self.format).encode
+
+    @property
+    def decode_scale(self) -> jax.Array:
+        """1 / S."""
+        return tensor_scales(self.amax, self.format).decode
+
+    @property
+    def finite(self) -> jax.Array:
+        """Whether the tensor held only finite numbers."""
+        return magnitude_bits(self.amax) < jnp.uint32(0x7F80_0000)
+
+    @property
+    def packed(self) -> jax.Array:
+        """uint8, two codes a byte along the blocked axis, the even index in the low nibble; 8-bit codes as they are."""
+        return pack(self.codes, axis=self.axis) if self.format.element and self.format.element.bits == 4 else self.codes
+
+    def carrier(self) -> jax.Array:
+        """element(code) * block scale as float32: the tensor without its tensor scale."""
+        assert self.format.element is not None
+        values = decode(self.format.element, self.codes)
+        if self.scales is None:
+            return values
+        view = block_view(self.shape, self.format, block=self.block, axis=self.axis)
+        return (values.reshape(view.shape) * view.spread(scale_values(self.scales, self.format))).reshape(self.shape)
+
+    def dequantize(self) -> jax.Array:
+        """float32 values; NaN everywhere if the tensor held a NaN. Subnormal results are exact on every device."""
+        carrier = self.carrier()
+        scale = jnp.where(jnp.isnan(self.amax), jnp.float32(jnp.nan), self.decode_scale)
+
+        def subnormal_safe(carrier, scale):
+            bits = multiply_bits(magnitude_bits(carrier), jnp.broadcast_to(magnitude_bits(scale), carrier.shape))
+            return copy_sign(float_of_bits(bits), float32_bits(carrier))
+
+        tiny = magnitude_bits(scale) < float32_bits(jnp.float32(2.0**-100))
+        return lax.cond(tiny, subnormal_safe, lambda c, s: c * s, carrier, scale)
+
+
+def scale_values(scales: jax.Array, fmt: BlockFormat) -> jax.Array:
+    """float32 values of stored block scales (E4M3 or E8M0, or their uint8 codes)."""
+    codes = lax.bitcast_convert_type(scales, jnp.uint8)
+    return decode(E4M3, codes) if fmt.scale is ScaleRule.TWO_LEVEL else decode_e8m0(codes)
+
+
+def pack(codes: jax.Array, *, axis: int = -1) -> jax.Array:
+    """Two 4-bit codes a byte along `axis`, the even index in the low nibble."""
+    axis = axis % codes.ndim
+    size = codes.shape[axis]
+    if size % 2:
+        raise ValueError(f"packing two codes a byte needs an even axis, got {size} (axis {axis} of shape {codes.shape})")
+    pairs = codes.reshape(*codes.shape[:axis], size // 2, 2, *codes.shape[axis + 1 :])
+    low, high = (lax.index_in_dim(pairs, i, axis + 1, keepdims=False) for i in (0, 1))
+    return low | (high << 4)
+
+
+def unpack(packed: jax.Array, *, axis: int = -1) -> jax.Array:
+    """The codes of `pack`'s result."""
+    axis = axis % packed.ndim
+    pairs = jnp.stack([packed & jnp.uint8(0xF), packed >> 4], axis=axis + 1)
+    return pairs.reshape(*packed.shape[:axis], 2 * packed.shape[axis], *packed.shape[axis + 1 :])

@@ -1,0 +1,132 @@
+"""Quantization of a tensor: largest magnitudes, scales, then every element onto its grid.
+
+    value = element(code) * block scale * tensor decode scale
+
+`to_grid` is the arithmetic; `quantize` wraps its result as codes. All of it is integer views, products and additions, so that it gives the same
+bits inside jit on a CPU, a Hopper GPU or any other XLA device (docs/numerics.md lists what does not).
+
+Non-finite input: an infinity saturates, a NaN becomes the largest code of its sign (E2M1 has nothing else), and the tensor's amax keeps what it
+saw, so that nothing bad is hidden: `QTensor.finite` is one scalar, and a GEMM over a tensor with a non-finite amax gives NaN.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .bits import copy_sign, float32_bits, float_of_bits, magnitude_bits
+from .blocks import BlockFormat
+from .elements import E2M1, Element, encode, round_magnitude, round_stochastic_e2m1
+from .exact import LIFT, lift
+from .noise import Generator, random_bytes
+from .qtensor import QTensor
+from .scales import SMALL_BITS, BlockScales, block_scales
+from .views import BlockView, block_view
+
+FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+ROUNDINGS = ("rne", "stochastic")
+
+
+class OnGrid(NamedTuple):
+    """A quantized tensor before it is stored: float32 `values` on the element's grid, block scales and the tensor's amax."""
+
+    values: jax.Array  # x.shape
+    scales: BlockScales
+    amax: jax.Array  # float32 scalar
+    view: BlockView
+
+    def carrier(self) -> jax.Array:
+        """values * block scale as float32: at most 6 significant bits under NVFP4, so exact in bfloat16 as well."""
+        spread = self.view.spread(self.scales.values)
+        return (self.values.reshape(self.view.shape) * spread).reshape(self.values.shape)
+
+
+def amax_of(x: jax.Array) -> jax.Array:
+    """Largest magnitude as float32; keeps infinity and NaN, and sees subnormals on every device."""
+    return float_of_bits(jnp.max(magnitude_bits(x)))
+
+
+def all_finite(x: jax.Array) -> jax.Array:
+    """Whether every number of x is finite: one integer maximum over the tensor."""
+    return jnp.max(magnitude_bits(x)) < jnp.uint32(0x7F80_0000)
+
+
+def to_grid(x: jax.Array, fmt: BlockFormat, *, block: str = "1d", axis: int = -1, noise: jax.Array | None = None, amax: jax.Array | None = None) -> OnGrid:
+    """x on the grid of `fmt`, to nearest even, or stochastically if uint8 `noise` of x's shape is given. `amax` overrides the tensor's own (delayed scaling)."""
+    assert fmt.element is not None
+    view = block_view(x.shape, fmt, block=block, axis=axis)
+    bits = float32_bits(x).reshape(view.shape)
+    block_bits = jnp.max(bits & jnp.uint32(0x7FFF_FFFF), axis=view.shared)
+    amax_bits = jnp.max(block_bits) if amax is None else float32_bits(amax)
+    scales = block_scales(block_bits, amax_bits, fmt)
+    tiled_noise = None if noise is None else noise.reshape(view.shape)
+    values = _scale_and_round(bits, block_bits, scales, view, fmt.element, tiled_noise)
+    return OnGrid(values.reshape(x.shape), scales, float_of_bits(amax_bits), view)
+
+
+def _scale_and_round(bits, block_bits, scales: BlockScales, view: BlockView, element: Element, noise) -> jax.Array:
+    """Elements times their encode scale, rounded. On a CPU, blocks of tiny numbers take a path that subnormals survive."""
+
+    def rounded(scaled):
+        grid = round_magnitude(element, scaled) if noise is None else round_stochastic_e2m1(scaled, noise)
+        return copy_sign(grid, bits)
+
+    def plain(bits, block_bits, encode_scale, scale_values):
+        return rounded(float_of_bits(bits & jnp.uint32(0x7FFF_FFFF)) * view.spread(encode_scale))
+
+    def careful(bits, block_bits, encode_scale, scale_values):
+        small = _tiny(block_bits, scale_values)
+        reduced = jnp.where(small, encode_scale * jnp.float32(2.0**-LIFT), encode_scale)
+        magnitude = bits & jnp.uint32(0x7FFF_FFFF)
+        lifted = jnp.where(view.spread(small), lift(magnitude), float_of_bits(magnitude))
+        return rounded(lifted * view.spread(reduced))
+
+    def on_cpu(bits, block_bits, encode_scale, scale_values):
+        care = jnp.any(_tiny(block_bits, scale_values) & (block_bits != 0))
+        return lax.cond(care, careful, plain, bits, block_bits, encode_scale, scale_values)
+
+    return lax.platform_dependent(bits, block_bits, scales.encode, scales.values, cpu=on_cpu, default=plain)
+
+
+def _tiny(block_bits: jax.Array, scale_values: jax.Array) -> jax.Array:
+    """Blocks in which a product with a flushed subnormal could be seen: small numbers, or a scale that underflowed to zero."""
+    return (block_bits < jnp.uint32(SMALL_BITS)) | (scale_values == jnp.float32(0))
+
+
+def quantize(
+    x: jax.Array, fmt: BlockFormat, *, block: str = "1d", rounding: str = "rne", key: jax.Array | None = None,
+    axis: int = -1, generator: Generator = Generator.COUNTER_HASH, amax: jax.Array | None = None,
+) -> QTensor:  # fmt: skip
+    """`x` in `fmt`, blocks along the last axis ("1d") or in square tiles of the last two ("2d").
+
+    Rounds to nearest even, or with `rounding="stochastic"` (E2M1 formats) by random bytes drawn from `key`. Saturates. x is float32, bfloat16 or
+    float16, with any leading dims. `axis=-2` blocks along the next to last axis instead: the columnwise operand of a token-major tensor, untransposed.
+    """
+    check_arguments(x, fmt, rounding=rounding, key=key)
+    noise = random_bytes(key, x.shape, generator=generator) if rounding == "stochastic" and key is not None else None
+    return store(to_grid(x, fmt, block=block, axis=axis, noise=noise, amax=amax), fmt, block=block, axis=axis)
+
+
+def store(grid: OnGrid, fmt: BlockFormat, *, block: str, axis: int = -1) -> QTensor:
+    """The QTensor of a tensor on its grid."""
+    assert fmt.element is not None
+    dtype = fmt.scale_dtype
+    scales = None if dtype is None else lax.bitcast_convert_type(grid.scales.codes, dtype)
+    return QTensor(encode(fmt.element, grid.values), scales, grid.amax, fmt, block, axis)
+
+
+def check_arguments(x: jax.Array, fmt: BlockFormat, *, rounding: str, key: jax.Array | None) -> None:
+    """Raises where `quantize` cannot serve; shapes are checked where blocks are cut."""
+    if not fmt.quantized:
+        raise ValueError(f"{fmt.name} is not a quantized format; cast with astype, or choose one of NVFP4, MXFP4, MXFP8, FP8")
+    if x.dtype not in FLOATS:
+        raise TypeError(f"quantize takes float32, bfloat16 or float16, got {x.dtype}; convert with astype first")
+    if x.ndim == 0:
+        raise ValueError("quantize needs at least one axis to block, got a scalar; reshape it to a vector")
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"rounding must be one of {ROUNDINGS}, got {rounding!r}")
+    if rounding == "stochastic" and key is None:
+        raise ValueError('rounding="stochastic" needs a key; pass key=jax.random.key(...), folded with step, layer and site')
+    if rounding == "stochastic" and fmt.element is not E2M1:
+        raise ValueError(f'stochastic rounding is defined for E2M1 formats (NVFP4, MXFP4), got {fmt.name}; use rounding="rne"')
