@@ -1,0 +1,136 @@
+"""Who the other processes are: from flags, or from what Slurm, Open MPI or Kubernetes put into the environment.
+
+The coordinator listens on loopback when the whole job is on one machine, else on the one address that its peers are
+told; never on every interface
+unless `--coordinator-bind` says so.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+LOOPBACK = "127.0.0.1"
+FIRST_PORT, PORTS = 61440, 4096
+
+
+@dataclass(frozen=True)
+class DistributedConfig:
+    """Flags of a run of many processes. All empty: detected, else one process."""
+
+    coordinator: str = ""
+    """HOST:PORT of process 0."""
+    processes: int = 0
+    """Number of processes."""
+    process: int = -1
+    """Number of this process, from 0."""
+    coordinator_bind: str = ""
+    """Address process 0 listens on; default: the coordinator's own."""
+    cluster: str = "auto"
+    """auto, none, slurm, openmpi or kubernetes."""
+    cpu_devices: int = 0
+    """Show the CPU of each process as this many devices."""
+    initialization_timeout_s: int = 300
+    heartbeat_timeout_s: int = 60
+
+    def __post_init__(self) -> None:
+        if self.cluster not in ("auto", "none", "slurm", "openmpi", "kubernetes"):
+            raise ValueError(
+                f"distributed.cluster must be auto, none, slurm, openmpi or kubernetes, got {self.cluster!r}"
+            )
+        if self.coordinator and not re.fullmatch(r".+:\d+", self.coordinator):
+            raise ValueError(f"distributed.coordinator must be HOST:PORT, got {self.coordinator!r}")
+        if self.coordinator and not 0 <= self.process < self.processes:
+            raise ValueError(
+                "distributed.coordinator needs distributed.processes N and distributed.process I with 0 <= I < N, "
+                f"got processes {self.processes}, process {self.process}"
+            )
+        if self.cpu_devices < 0:
+            raise ValueError(f"distributed.cpu_devices must be 0 or more, got {self.cpu_devices}")
+
+
+@dataclass(frozen=True)
+class Peers:
+    """What jax.distributed needs. `local_devices` None: every device of the machine."""
+
+    source: str
+    coordinator: str
+    bind: str
+    processes: int
+    process: int
+    local_devices: tuple[int, ...] | None = None
+
+
+def find_peers(config: DistributedConfig, environ: Mapping[str, str]) -> Peers | None:
+    """The peers of this process; None when it is alone (or under Kubernetes, whose API JAX asks itself)."""
+    if config.coordinator:
+        bind = config.coordinator_bind or config.coordinator
+        return Peers("flags", config.coordinator, bind, config.processes, config.process)
+    for name, detect in (("slurm", _slurm), ("openmpi", _openmpi)):
+        if config.cluster in ("auto", name):
+            found = detect(environ)
+            if found is not None:
+                return _with_bind(found, config.coordinator_bind)
+            if config.cluster == name:
+                raise ValueError(
+                    f"distributed.cluster is {name}, but the environment holds no {name} job of several tasks"
+                )
+    return None
+
+
+def under_kubernetes(config: DistributedConfig, environ: Mapping[str, str]) -> bool:
+    """True in a pod of an indexed job, where each pod is one process."""
+    wanted = config.cluster == "kubernetes" or (config.cluster == "auto" and not config.coordinator)
+    return wanted and "KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ
+
+
+def _with_bind(peers: Peers, bind: str) -> Peers:
+    return Peers(**{**vars(peers), "bind": bind or peers.bind})
+
+
+def _slurm(environ: Mapping[str, str]) -> Peers | None:
+    needed = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+    if any(name not in environ for name in needed) or int(environ["SLURM_NTASKS"]) < 2:
+        return None
+    nodes, tasks = int(environ.get("SLURM_STEP_NUM_NODES", "1")), int(environ["SLURM_NTASKS"])
+    host = LOOPBACK if nodes == 1 else first_host(environ["SLURM_STEP_NODELIST"])
+    address = f"{host}:{FIRST_PORT + int(environ['SLURM_JOB_ID']) % PORTS}"
+    devices = _own_device(int(environ["SLURM_LOCALID"]), alone=tasks == nodes)
+    return Peers("slurm", address, address, tasks, int(environ["SLURM_PROCID"]), devices)
+
+
+def _openmpi(environ: Mapping[str, str]) -> Peers | None:
+    if int(environ.get("OMPI_COMM_WORLD_SIZE", "1")) < 2:
+        return None
+    size, local = int(environ["OMPI_COMM_WORLD_SIZE"]), int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1"))
+    uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
+    launcher = re.search(r"tcp://(.+?)[,:]|tcp6://\[(.+?)[,\]]", uri)
+    if size == local:
+        host = LOOPBACK
+    elif launcher:
+        host = next(group for group in launcher.groups() if group)
+    else:
+        raise ValueError(
+            "Open MPI does not say where process 0 is (OMPI_MCA_orte_hnp_uri is not set); "
+            "give --distributed.coordinator HOST:PORT, --distributed.processes and --distributed.process"
+        )
+    address = f"{host}:{FIRST_PORT + _job_number(uri) % PORTS}"
+    devices = _own_device(int(environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0")), alone=local == 1)
+    return Peers("openmpi", address, address, size, int(environ["OMPI_COMM_WORLD_RANK"]), devices)
+
+
+def _job_number(uri: str) -> int:
+    head = uri.split(".", 1)[0]
+    return int(head) // 4096 if head.isdigit() else 0
+
+
+def _own_device(local_rank: int, *, alone: bool) -> tuple[int, ...] | None:
+    """One device a task where a machine runs several; all of them for a task that has the machine to itself."""
+    return None if alone else (local_rank,)
+
+
+def first_host(nodes: str) -> str:
+    """First name of a Slurm node list: `gpu[003-007,9],x1` -> `gpu003`."""
+    match = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", nodes)
+    if match is None:
+        raise ValueError(f"cannot read the Slurm node list {nodes!r}; give --distributed.coordinator HOST:PORT")
+    return match.group(1) + (match.group(2) or "")

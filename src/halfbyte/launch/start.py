@@ -1,0 +1,95 @@
+"""Starts JAX's own multi-controller runtime for this process. Must run before the first device is touched."""
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+
+from .cluster import FIRST_PORT, LOOPBACK, DistributedConfig, Peers, find_peers, under_kubernetes
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What was started, for the log: `one process`, or who the peers are."""
+
+    text: str
+    processes: int
+    process: int
+
+
+def start(config: DistributedConfig, *, say: Callable[[str], None] = print) -> Launched:
+    """Connect to the peers, if there are any, and say how."""
+    _settle_cpu(config, many=False)
+    peers = find_peers(config, os.environ)
+    if peers is not None:
+        _settle_cpu(config, many=True)
+        _connect(config, peers)
+    elif under_kubernetes(config, os.environ):
+        _settle_cpu(config, many=True)
+        peers = _connect_kubernetes(config)
+    if peers is None:
+        return Launched("one process", 1, 0)
+    text = f"process {peers.process} of {peers.processes} ({peers.source}), coordinator {peers.coordinator}"
+    if peers.process == 0:
+        text += f", listening on {peers.bind}"
+    say(text)
+    return Launched(text, peers.processes, peers.process)
+
+
+def _settle_cpu(config: DistributedConfig, *, many: bool) -> None:
+    if config.cpu_devices:
+        jax.config.update("jax_num_cpu_devices", config.cpu_devices)
+    if many:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+
+
+def _connect(config: DistributedConfig, peers: Peers) -> None:
+    if peers.process == 0:
+        _check_port_is_free(peers.bind)
+    jax.distributed.initialize(
+        peers.coordinator,
+        peers.processes,
+        peers.process,
+        local_device_ids=list(peers.local_devices) if peers.local_devices else None,
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=peers.bind,
+        initialization_timeout=config.initialization_timeout_s,
+        heartbeat_timeout_seconds=config.heartbeat_timeout_s,
+    )
+
+
+def _connect_kubernetes(config: DistributedConfig) -> Peers:
+    """JAX asks the Kubernetes API for the job's pods; the coordinator listens on its pod's address."""
+    port = os.environ.setdefault("JAX_COORDINATOR_PORT", str(FIRST_PORT))
+    own = socket.gethostbyname(socket.gethostname())
+    bind = config.coordinator_bind or f"{own}:{port}"
+    try:
+        jax.distributed.initialize(
+            coordinator_bind_address=bind,
+            initialization_timeout=config.initialization_timeout_s,
+            heartbeat_timeout_seconds=config.heartbeat_timeout_s,
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"Kubernetes job found, but its peers were not ({error}); install jax[k8s] and let the service account "
+            "read pods and jobs, or give --distributed.coordinator HOST:PORT --distributed.processes N "
+            "--distributed.process $(JOB_COMPLETION_INDEX)"
+        ) from None
+    return Peers("kubernetes", f"{own}:{port}", bind, jax.process_count(), jax.process_index())
+
+
+def _check_port_is_free(address: str) -> None:
+    """A taken port would leave the other processes to die of SIGABRT; say it here, before they connect."""
+    host, _, port = address.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host.strip("[]") or LOOPBACK, int(port)))
+        except OSError as error:
+            raise ValueError(
+                f"the coordinator cannot listen on {address}: {error.strerror}; "
+                "give --distributed.coordinator another port"
+            ) from None

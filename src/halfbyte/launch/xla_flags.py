@@ -1,0 +1,104 @@
+"""XLA, NCCL and allocator settings that a GPU run wants, applied in the open: printed, and never over a setting the
+person made.
+
+They enter through environment variables, so they must be set before JAX starts its backend. Each has its reason. A
+flag that the installed XLA does not
+know would abort the process; it is left out, and that is said.
+"""
+
+import mmap
+import subprocess
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One flag (`xla_...`, joined into XLA_FLAGS) or environment variable, with its reason."""
+
+    name: str
+    value: str
+    why: str
+
+    @property
+    def is_flag(self) -> bool:
+        """True for an XLA flag, False for an environment variable."""
+        return self.name.startswith("xla_")
+
+
+EVERY_GPU = (
+    Setting("xla_gpu_enable_latency_hiding_scheduler", "true", "overlap FSDP gathers with GEMMs"),
+    Setting("xla_gpu_all_gather_combine_threshold_bytes", str(GIB), "one gather a layer, not one a weight"),
+    Setting("xla_gpu_reduce_scatter_combine_threshold_bytes", str(GIB), "the same for gradients"),
+    Setting("xla_gpu_all_reduce_combine_threshold_bytes", str(GIB), "the same for replicated parameters"),
+    Setting("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92", "the default of 0.75 leaves a quarter of the card unused"),
+)
+# Hopper only: NVIDIA's tuning guide for JAX advises against a single queue on Blackwell.
+HOPPER = (Setting("CUDA_DEVICE_MAX_CONNECTIONS", "1", "collectives launch before the GEMM they hide behind"),)
+MANY_GPUS = (Setting("NCCL_NVLS_ENABLE", "1", "reductions inside the NVLink switch"),)
+
+
+def recommended(device: str, *, several: bool) -> tuple[Setting, ...]:
+    """Settings for a GPU by its product name (`NVIDIA H200`); none for anything else."""
+    name = device.upper()
+    if not any(word in name for word in ("NVIDIA", "H100", "H200", "B200", "B300")):
+        return ()
+    family = HOPPER if any(word in name for word in ("H100", "H200")) else ()
+    return EVERY_GPU + family + (MANY_GPUS if several else ())
+
+
+def visible_gpus() -> list[str]:
+    """Product names from the driver's own tool; empty where there is none. JAX is not started."""
+    try:
+        listing = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in listing.stdout.splitlines() if line.strip()]
+
+
+def apply(
+    settings: tuple[Setting, ...], environ: MutableMapping[str, str], *, known: Callable[[str], bool]
+) -> list[str]:
+    """Put settings into `environ` where the person has not; one line each, for the log."""
+    lines = []
+    for setting in settings:
+        assignment = f"--{setting.name}={setting.value}" if setting.is_flag else f"{setting.name}={setting.value}"
+        if _already_set(setting, environ):
+            lines.append(f"kept as you set it: {setting.name}")
+        elif setting.is_flag and not known(setting.name):
+            lines.append(f"left out, this XLA does not know it: {assignment}")
+        else:
+            if setting.is_flag:
+                environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {assignment}".strip()
+            else:
+                environ[setting.name] = setting.value
+            lines.append(f"set {assignment}  ({setting.why})")
+    return lines
+
+
+def _already_set(setting: Setting, environ: Mapping[str, str]) -> bool:
+    if setting.is_flag:
+        return f"--{setting.name}" in environ.get("XLA_FLAGS", "")
+    return setting.name in environ
+
+
+def known_to_xla(flag: str) -> bool:
+    """True if the installed XLA library names this flag."""
+    spec = find_spec("jaxlib")
+    if spec is None or not spec.submodule_search_locations:
+        return False
+    for library in Path(next(iter(spec.submodule_search_locations))).glob("libjax_common.*"):
+        with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            if content.find(flag.encode()) >= 0:
+                return True
+    return False

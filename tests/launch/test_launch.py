@@ -1,0 +1,120 @@
+"""Oracle: environments as Slurm and Open MPI document them."""
+
+import socket
+
+import pytest
+
+from halfbyte.launch import DistributedConfig, Setting, apply, find_peers, known_to_xla, recommended
+from halfbyte.launch.cluster import first_host, under_kubernetes
+from halfbyte.launch.start import _check_port_is_free
+
+SLURM = {
+    "SLURM_JOB_ID": "12345", "SLURM_STEP_NODELIST": "gpu[003-004]", "SLURM_NTASKS": "8", "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1", "SLURM_STEP_NUM_NODES": "2",
+}  # fmt: skip
+MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+}  # fmt: skip
+
+
+def test_alone():
+    assert find_peers(DistributedConfig(), {}) is None
+    assert find_peers(DistributedConfig(), {**SLURM, "SLURM_NTASKS": "1"}) is None
+    assert find_peers(DistributedConfig(cluster="none"), SLURM) is None
+
+
+def test_flags_bind_what_they_name():
+    peers = find_peers(DistributedConfig(coordinator="127.0.0.1:9000", processes=2, process=1), SLURM)
+    assert (peers.source, peers.bind, peers.process) == ("flags", "127.0.0.1:9000", 1)
+    told = DistributedConfig(coordinator="node1:9000", processes=2, process=0, coordinator_bind="0.0.0.0:9000")
+    assert find_peers(told, {}).bind == "0.0.0.0:9000"
+
+
+def test_slurm():
+    peers = find_peers(DistributedConfig(), SLURM)
+    assert peers.coordinator == peers.bind == f"gpu003:{61440 + 12345 % 4096}"
+    assert (peers.processes, peers.process, peers.local_devices) == (8, 5, (1,))
+    one_node = find_peers(DistributedConfig(), {**SLURM, "SLURM_STEP_NUM_NODES": "1"})
+    assert one_node.bind.startswith("127.0.0.1:")
+    one_task_a_node = find_peers(DistributedConfig(), {**SLURM, "SLURM_NTASKS": "2", "SLURM_PROCID": "1"})
+    assert one_task_a_node.local_devices is None
+
+
+@pytest.mark.parametrize(
+    "nodes, first", [("a1", "a1"), ("a1,b2", "a1"), ("a[001-015],b", "a001"), ("n-x[7,9-12]", "n-x7")]
+)
+def test_slurm_node_lists(nodes, first):
+    assert first_host(nodes) == first
+
+
+def test_openmpi():
+    peers = find_peers(DistributedConfig(), MPI)
+    assert (peers.source, peers.process, peers.local_devices) == ("openmpi", 3, (1,))
+    assert peers.coordinator.startswith("10.96.0.1:")
+    assert find_peers(DistributedConfig(), {**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}).bind.startswith("127.0.0.1:")
+    with pytest.raises(ValueError, match=r"--distributed\.coordinator HOST:PORT"):
+        find_peers(DistributedConfig(), {**MPI, "OMPI_MCA_orte_hnp_uri": ""})
+
+
+def test_kubernetes_is_seen_only_in_an_indexed_job():
+    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "2"}
+    assert under_kubernetes(DistributedConfig(), pod)
+    assert not under_kubernetes(DistributedConfig(), {"KUBERNETES_SERVICE_HOST": "10.0.0.1"})
+    assert not under_kubernetes(DistributedConfig(coordinator="a:1", processes=1, process=0), pod)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"coordinator": "nohost"}, "HOST:PORT"),
+        ({"coordinator": "a:1", "processes": 2, "process": 2}, "0 <= I < N"),
+        ({"cluster": "pbs"}, "slurm"),
+    ],
+)
+def test_bad_flags(options, words):
+    with pytest.raises(ValueError, match=words):
+        DistributedConfig(**options)
+
+
+def test_a_named_cluster_must_be_there():
+    with pytest.raises(ValueError, match="holds no slurm job"):
+        find_peers(DistributedConfig(cluster="slurm"), {})
+
+
+def test_a_taken_port_is_said_before_peers_connect():
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        with pytest.raises(ValueError, match="another port"):
+            _check_port_is_free(f"127.0.0.1:{holder.getsockname()[1]}")
+
+
+def test_settings_are_applied_visibly_and_never_over_a_persons_own():
+    environ = {"XLA_FLAGS": "--xla_a=1", "NCCL_X": "0"}
+    settings = (
+        Setting("xla_a", "2", "w"),
+        Setting("xla_b", "3", "w"),
+        Setting("xla_c", "4", "w"),
+        Setting("NCCL_X", "1", "w"),
+    )
+    lines = apply(settings, environ, known=lambda flag: flag != "xla_c")
+    assert environ == {"XLA_FLAGS": "--xla_a=1 --xla_b=3", "NCCL_X": "0"}
+    assert [line.split(":")[0].split(" ")[0] for line in lines] == ["kept", "set", "left", "kept"]
+
+
+def test_recommended_by_device():
+    assert recommended("cpu", several=True) == ()
+    names = {setting.name: setting.value for setting in recommended("NVIDIA GB300", several=True)}
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in names
+    assert "NCCL_NVLS_ENABLE" in names
+    hopper = {setting.name: setting.value for setting in recommended("NVIDIA H200", several=False)}
+    assert hopper["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert "NCCL_NVLS_ENABLE" not in hopper
+
+
+def test_every_recommended_flag_is_known_to_the_installed_xla():
+    flags = [setting.name for setting in recommended("NVIDIA GB300", several=True) if setting.is_flag]
+    assert flags
+    assert all(map(known_to_xla, flags))
+    assert not known_to_xla("xla_gpu_no_such_flag_at_all")
