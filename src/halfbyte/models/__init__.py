@@ -1,0 +1,54 @@
+"""Llama 3: shapes, parameters and forward passes, as plain pytrees and pure functions."""
+
+from halfbyte.models.cache import Cache, decode_step, empty_cache, prefill
+from halfbyte.models.config import LlamaConfig, preset, presets
+from halfbyte.models.context import REMAT, Context
+from halfbyte.models.flops import GemmSite, flops_per_token, flops_shares, gemm_sites
+from halfbyte.models.llama import apply, hidden_states, loss, loss_sum, token_nll
+from halfbyte.models.params import (
+    Params,
+    ParamSpec,
+    abstract_params,
+    check_mesh,
+    count_params,
+    decay_mask,
+    flatten,
+    init,
+    linear_sites,
+    map_specs,
+    param_shardings,
+    param_specs,
+)
+
+__all__ = [
+    "REMAT",
+    "Cache",
+    "Context",
+    "GemmSite",
+    "LlamaConfig",
+    "ParamSpec",
+    "Params",
+    "abstract_params",
+    "apply",
+    "check_mesh",
+    "count_params",
+    "decay_mask",
+    "decode_step",
+    "empty_cache",
+    "flatten",
+    "flops_per_token",
+    "flops_shares",
+    "gemm_sites",
+    "hidden_states",
+    "init",
+    "linear_sites",
+    "loss",
+    "loss_sum",
+    "map_specs",
+    "param_shardings",
+    "param_specs",
+    "prefill",
+    "preset",
+    "presets",
+    "token_nll",
+]

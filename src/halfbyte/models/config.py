@@ -1,0 +1,117 @@
+"""`LlamaConfig` and the presets, with the shapes that were published."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+
+from halfbyte.ops.rope import RopeScaling
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """The shape of a Llama 3 model. Nothing here says how it is trained or in which precision."""
+
+    name: str
+    vocab_size: int
+    embed: int
+    mlp: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    max_seq: int
+    tied: bool = False
+    rope_theta: float = 500_000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for field in ("vocab_size", "embed", "mlp", "layers", "heads", "kv_heads", "head_dim", "max_seq"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"model {self.name}: {field} must be a positive integer, got {value!r}")
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"model {self.name}: heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"model {self.name}: head_dim must be even for rotary embedding, got {self.head_dim}")
+
+    def replace(self, **changes: object) -> LlamaConfig:
+        """The same model with some fields changed."""
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+def preset(name: str) -> LlamaConfig:
+    """The configuration named `name`; an unknown name is a ValueError with the nearest ones."""
+    if name not in _PRESETS:
+        near = difflib.get_close_matches(name, _PRESETS, n=2, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ValueError(f"model: no preset {name!r}; {hint}the presets are {', '.join(_PRESETS)}")
+    return _PRESETS[name]
+
+
+def presets() -> dict[str, LlamaConfig]:
+    """Every preset by name, smallest first."""
+    return dict(_PRESETS)
+
+
+def _small(name: str, *, embed: int, mlp: int, layers: int, heads: int) -> LlamaConfig:
+    """The small Llamas of the low-rank and low-bit training literature, with a vocabulary of 32,768 and a context of
+    2,048.
+    """
+    return LlamaConfig(
+        name=name, vocab_size=32768, embed=embed, mlp=mlp, layers=layers, heads=heads, kv_heads=heads, head_dim=embed
+        // heads,
+        max_seq=2048, rope_theta=10_000.0,
+    )  # fmt: skip
+
+
+def _llama3(
+    name: str,
+    *,
+    embed: int,
+    mlp: int,
+    layers: int,
+    heads: int,
+    factor: float | None,
+    max_seq: int = 131072,
+    tied: bool = False,
+) -> LlamaConfig:
+    """A published Llama 3: vocabulary 128,256, 8 key heads, theta 500,000; `factor` is the rotary scaling of the 3.1
+    and 3.2 releases.
+    """
+    return LlamaConfig(
+        name=name, vocab_size=128256, embed=embed, mlp=mlp, layers=layers, heads=heads, kv_heads=8, head_dim=embed //
+        heads,
+        max_seq=max_seq, tied=tied, rope_scaling=None if factor is None else RopeScaling(factor),
+    )  # fmt: skip
+
+
+_PRESETS = {
+    config.name: config
+    for config in (
+        LlamaConfig(
+            name="demo",
+            vocab_size=1024,
+            embed=128,
+            mlp=640,
+            layers=4,
+            heads=4,
+            kv_heads=2,
+            head_dim=32,
+            max_seq=512,
+            rope_theta=10_000.0,
+        ),
+        _small("llama-60m", embed=512, mlp=1376, layers=8, heads=8),
+        _small("llama-125m", embed=768, mlp=2048, layers=12, heads=12),
+        _small(
+            "llama-350m", embed=1024, mlp=2752, layers=24, heads=16
+        ),  # 2736 elsewhere: 2752 is a multiple of 32, as native FP4 needs
+        _llama3("llama3.2-1b", embed=2048, mlp=8192, layers=16, heads=32, factor=32.0, tied=True),
+        _llama3("llama3-8b", embed=4096, mlp=14336, layers=32, heads=32, factor=None, max_seq=8192),
+        _llama3("llama3.1-70b", embed=8192, mlp=28672, layers=80, heads=64, factor=8.0),
+        _llama3("llama3.1-405b", embed=16384, mlp=53248, layers=126, heads=128, factor=8.0),
+    )
+}

@@ -1,0 +1,108 @@
+"""What a forward pass needs beside parameters and batch: precision policy, random key, mesh, and how much to keep for
+the backward pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from halfbyte.models.config import LlamaConfig
+from halfbyte.models.params import ParamSpec, linear_sites
+from halfbyte.recipe import Policy, Recipe, Resolved, Segment, layer_key, site_key
+from halfbyte.sharding import DEFAULT_RULES, Rules, WeightSharding, constrain, weight_sharding
+
+REMAT = ("none", "dots", "full", "quantized")
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """How a model runs. Made inside the jitted step, because `key` is that step's.
+
+    policy: recipes by segment of layers (None: everything in bf16).
+    key: the step's key; needed only if a recipe rounds stochastically and gradients are taken.
+    remat: `none` keeps what the backward pass reads; `dots` keeps the outputs of GEMMs and of attention; `full` keeps
+    each layer's input;
+        `quantized` keeps everything but the MLP's hidden activations, of which it keeps the packed operands (the
+        MLP's *small* mode).
+    compute_dtype: of activations. bfloat16, or float32 to compare with another implementation.
+    loss_chunk: a device's tokens whose logits exist at one time (None: about 1 GiB of them).
+    unroll: layers a scan iteration.
+    """
+
+    policy: Resolved | None = None
+    key: jax.Array | None = None
+    mesh: Mesh | None = None
+    rules: Rules = DEFAULT_RULES
+    backend: str = "auto"
+    remat: str = "none"
+    attention: str = "auto"
+    compute_dtype: Any = jnp.bfloat16
+    loss_chunk: int | None = None
+    unroll: int = 1
+
+    def __post_init__(self) -> None:
+        if self.remat not in REMAT:
+            raise ValueError(f"remat must be one of {', '.join(REMAT)}, got {self.remat!r}")
+        if self.policy is not None and any(recipe.quantized for recipe in self.policy.outside.values()):
+            paths = ", ".join(path for path, recipe in self.policy.outside.items() if recipe.quantized)
+            raise ValueError(
+                f"policy: {paths} would be quantized, but only linears inside layers can be; "
+                "narrow the rule's pattern to layers/*"
+            )
+
+    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
+        """`x`, held to the sharding of its dims' logical `axes`."""
+        return constrain(x, axes, self.mesh, self.rules)
+
+    def weight_sharding(self, spec: ParamSpec) -> WeightSharding | None:
+        """Where one layer's slice of a stacked weight rests and where it is used."""
+        return weight_sharding(spec.axes[1:], self.mesh, self.rules)
+
+
+PLAIN = Context()  # bf16, one device
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerContext:
+    """A `Context` inside one layer of one segment: recipes by path, and the layer's key."""
+
+    ctx: Context
+    specs: dict[str, Any]
+    recipes: dict[str, Recipe]
+    key: jax.Array | None
+
+    def at(self, group: str, name: str) -> dict[str, Any]:
+        """The keyword arguments of `ops.qdot` for linear `name` of `group`."""
+        path = f"layers/{group}/{name}"
+        return {
+            "recipe": self.recipes[path],
+            "key": self.site_key(f"{group}/{name}"),
+            "backend": self.ctx.backend,
+            "weight_sharding": self.ctx.weight_sharding(self.specs["layers"][group][name]),
+        }
+
+    def site_key(self, site: str) -> jax.Array | None:
+        """The key of one site of this layer, None if the step has none."""
+        return None if self.key is None else site_key(self.key, f"layers/{site}")
+
+
+def segments(cfg: LlamaConfig, ctx: Context) -> tuple[Segment, ...]:
+    """The segments of the policy, or one in bf16; a policy resolved for another number of layers is a ValueError."""
+    resolved = ctx.policy or Policy("bf16", ()).resolve(linear_sites(cfg), cfg.layers)
+    stops = [segment.stop for segment in resolved.segments]
+    if not stops or stops[-1] != cfg.layers:
+        raise ValueError(
+            f"policy {resolved.policy!r} was resolved for {stops[-1] if stops else 0} layers, "
+            f"but {cfg.name} has {cfg.layers}; resolve it again"
+        )
+    return resolved.segments
+
+
+def key_of_layer(ctx: Context, layer: jax.Array) -> jax.Array | None:
+    """The key of layer number `layer` (traced), None if the step has none."""
+    return None if ctx.key is None else layer_key(ctx.key, layer)

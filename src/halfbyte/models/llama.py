@@ -1,0 +1,190 @@
+"""Llama 3 as pure functions: `apply`, `loss`, `token_nll`.
+
+A block is x + attention(norm(x)), then x + mlp(norm(x)), with x in the compute dtype. Layers are stacked and scanned,
+one `lax.scan` a policy segment, so
+that tracing and compiling cost the same for 4 layers as for 126. On a mesh, x between blocks is split along positions
+over `tensor` too
+(`residual_seq`); a block gathers it, and its output projection scatters it again.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from halfbyte import ops
+from halfbyte.models.config import LlamaConfig
+from halfbyte.models.context import PLAIN, Context, LayerContext, key_of_layer, segments
+from halfbyte.models.embedding import embed_tokens, head_weight
+from halfbyte.models.params import Params, param_specs
+from halfbyte.models.remat import rematerialized
+from halfbyte.ops.attention import attention
+from halfbyte.ops.loss import cross_entropy
+from halfbyte.ops.loss import token_nll as chunked_nll
+from halfbyte.ops.norm import rms_norm
+from halfbyte.ops.rope import apply_rope, rope_frequencies, rope_tables
+
+Batch = dict[str, jax.Array]
+Tables = tuple[jax.Array, jax.Array]
+
+
+def apply(cfg: LlamaConfig, params: Params, batch: Batch, ctx: Context = PLAIN) -> jax.Array:
+    """Logits, float32 [batch, seq, vocab]. `batch` holds `tokens` and, if rows are packed, `segments` and `positions`
+    (all int32 [batch, seq]).
+    """
+    hidden = hidden_states(cfg, params, batch, ctx)
+    return project_logits(cfg, params, hidden, ctx)
+
+
+def loss(
+    cfg: LlamaConfig, params: Params, batch: Batch, ctx: Context = PLAIN, *, z_loss: float = 0.0
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """(mean over scored tokens of nll + z_loss * lse^2, aux). aux: `tokens`, `nll_sum`, `z_sum`; `z_loss` and `nll`,
+    the two parts of the mean.
+    """
+    total, aux = loss_sum(cfg, params, batch, ctx, z_loss=z_loss)
+    scored = jnp.maximum(aux["tokens"], 1.0)
+    return total / scored, aux | {"nll": aux["nll_sum"] / scored, "z_loss": aux["z_sum"] / scored}
+
+
+def loss_sum(
+    cfg: LlamaConfig, params: Params, batch: Batch, ctx: Context = PLAIN, *, z_loss: float = 0.0
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """(sum over scored tokens, aux) with aux `tokens`, `nll_sum`, `z_sum`: what microbatches add up before they
+    divide by all tokens.
+    """
+    hidden = hidden_states(cfg, params, batch, ctx)
+    return cross_entropy(
+        hidden,
+        head_weight(params),
+        batch["targets"],
+        z_loss=z_loss,
+        chunk=ctx.loss_chunk,
+        mesh=ctx.mesh,
+        rules=ctx.rules,
+    )
+
+
+def token_nll(cfg: LlamaConfig, params: Params, batch: Batch, ctx: Context = PLAIN) -> jax.Array:
+    """The negative log-likelihood of every target, float32 [batch, seq], 0 where the target is -1. Logits never exist
+    whole; no gradient.
+    """
+    hidden = hidden_states(cfg, params, batch, ctx)
+    return chunked_nll(
+        hidden, head_weight(params), batch["targets"], chunk=ctx.loss_chunk, mesh=ctx.mesh, rules=ctx.rules
+    )
+
+
+def hidden_states(cfg: LlamaConfig, params: Params, batch: Batch, ctx: Context = PLAIN) -> jax.Array:
+    """What the head reads: [batch, seq, embed] in the compute dtype, after the last norm."""
+    tokens = batch["tokens"]
+    attend = functools.partial(
+        attention, segments=batch.get("segments"), implementation=ctx.attention, mesh=ctx.mesh, rules=ctx.rules
+    )
+    tables = rope_of(cfg, positions_of(batch))
+    x = embed_tokens(params["embed"], tokens, ctx)
+    specs = param_specs(cfg)
+
+    for segment in segments(cfg, ctx):
+
+        def body(
+            x: jax.Array, layer: tuple[Params, jax.Array], recipes: Any = segment.recipes
+        ) -> tuple[jax.Array, None]:
+            weights, number = layer
+            here = LayerContext(ctx, specs, recipes, key_of_layer(ctx, number))
+            return block(cfg, weights, x, tables, here, attend), None
+
+        x, _ = lax.scan(
+            rematerialized(body, ctx.remat),
+            x,
+            (layer_slice(params, cfg, segment), layer_numbers(segment)),
+            unroll=ctx.unroll,
+        )
+    x = rms_norm(x, params["final_norm"], cfg.norm_eps)
+    return ctx.constrain(x, "batch", "seq", "width")
+
+
+def block(
+    cfg: LlamaConfig, weights: Params, x: jax.Array, tables: Tables, here: LayerContext, attend: Any
+) -> jax.Array:
+    """One transformer block, [batch, seq, embed] -> the same. `attend(q, k, v)` is given rotated q and k."""
+    ctx = here.ctx
+    x = x + attention_block(cfg, weights["attention"], x, tables, here, attend)
+    x = ctx.constrain(x, "batch", "residual_seq", "width")
+    x = x + mlp_block(cfg, weights["mlp"], x, here)
+    return ctx.constrain(x, "batch", "residual_seq", "width")
+
+
+def attention_block(
+    cfg: LlamaConfig, weights: Params, x: jax.Array, tables: Tables, here: LayerContext, attend: Any
+) -> jax.Array:
+    """Norm, projections, rotation, attention, output projection."""
+    ctx = here.ctx
+    h = ctx.constrain(rms_norm(x, weights["norm"], cfg.norm_eps), "batch", "seq", "width")
+
+    def project(name: str, heads: int, axis: str) -> jax.Array:
+        # [batch, seq, embed] -> [batch, seq, heads, head_dim]
+        y = ops.qdot(h, weights[name], **here.at("attention", name))
+        return ctx.constrain(y.reshape(*x.shape[:2], heads, cfg.head_dim), "batch", "seq", axis, "head_dim")
+
+    q = apply_rope(project("q", cfg.heads, "heads"), tables)
+    k = apply_rope(project("k", cfg.kv_heads, "kv_heads"), tables)
+    v = project("v", cfg.kv_heads, "kv_heads")
+    out = attend(q, k, v).reshape(*x.shape[:2], cfg.heads * cfg.head_dim)
+    out = ctx.constrain(out, "batch", "seq", "heads")
+    y = ops.qdot(out, weights["o"], **here.at("attention", "o"))
+    return ctx.constrain(y, "batch", "residual_seq", "width")
+
+
+def mlp_block(cfg: LlamaConfig, weights: Params, x: jax.Array, here: LayerContext) -> jax.Array:
+    """Norm and SwiGLU."""
+    ctx = here.ctx
+    h = ctx.constrain(rms_norm(x, weights["norm"], cfg.norm_eps), "batch", "seq", "width")
+    names = ("gate", "up", "down")
+    sites = {name: here.at("mlp", name) for name in names}
+    shardings = None if ctx.mesh is None else {name: sites[name]["weight_sharding"] for name in names}
+    y = ops.mlp(
+        h,
+        *(weights[name] for name in names),
+        recipe={name: sites[name]["recipe"] for name in names},
+        key=here.site_key("mlp"),
+        mode="small" if ctx.remat == "quantized" else "fast",
+        backend=ctx.backend,
+        weight_shardings=shardings,
+    )
+    return ctx.constrain(y, "batch", "residual_seq", "width")
+
+
+def project_logits(cfg: LlamaConfig, params: Params, hidden: jax.Array, ctx: Context) -> jax.Array:
+    """Logits, float32 [..., vocab], of hidden states [batch, seq, embed]."""
+    weight = head_weight(params).astype(hidden.dtype)
+    logits = jnp.dot(hidden, weight, preferred_element_type=jnp.float32)
+    return ctx.constrain(logits, "batch", "seq", "vocab")
+
+
+def positions_of(batch: Batch) -> jax.Array:
+    """The batch's positions, or 0, 1, ... in every row."""
+    if "positions" in batch:
+        return batch["positions"]
+    return jnp.arange(batch["tokens"].shape[1], dtype=jnp.int32)[None]
+
+
+def rope_of(cfg: LlamaConfig, positions: jax.Array) -> Tables:
+    """cos and sin for the model's frequencies at `positions`."""
+    return rope_tables(positions, rope_frequencies(cfg.head_dim, theta=cfg.rope_theta, scaling=cfg.rope_scaling))
+
+
+def layer_slice(params: Params, cfg: LlamaConfig, segment: Any) -> Params:
+    """The stacked parameters of a segment's layers; the whole stack as it is if there is one segment."""
+    if segment.stop - segment.start == cfg.layers:
+        return params["layers"]
+    return jax.tree.map(lambda stacked: stacked[segment.start : segment.stop], params["layers"])
+
+
+def layer_numbers(segment: Any) -> jax.Array:
+    """The numbers, over the whole model, of a segment's layers."""
+    return jnp.arange(segment.start, segment.stop, dtype=jnp.int32)

@@ -1,0 +1,209 @@
+"""Causal attention over packed documents, grouped-query heads, by `jax.nn.dot_product_attention`.
+
+A query sees the keys at or before its position that carry the same segment id; padding (segment 0) is a document of
+its own, so that every row of
+the softmax has a key. Two implementations:
+
+- `cudnn`: flash attention. Without segments it is told 'causal' and skips the upper triangle. Its fused kernel has no
+segment mask, so segments are
+  handed over as an additive bias [batch, 1, seq, seq] (2 bytes an element, shared by all heads).
+- `xla`: float32 scores. Long sequences go in blocks of queries, each rematerialized and cut at its diagonal, so that
+scores never exist whole.
+
+On a mesh it runs inside `shard_map`: batch over data and fsdp, heads over tensor; over context each device holds its
+queries and gathers all keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from halfbyte.sharding import DEFAULT_RULES, Rules, axis_size
+
+IMPLEMENTATIONS = ("auto", "cudnn", "xla")
+QUERY_BLOCK = 512  # queries whose scores exist at one time on the XLA path
+MASKED = -1e30  # finite, so that a masked score never makes a NaN
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None = None,
+    *,
+    implementation: str = "auto",
+    mesh: Mesh | None = None,
+    rules: Rules = DEFAULT_RULES,
+) -> jax.Array:
+    """Causal attention, [batch, seq, heads, head_dim] in q's dtype. `k`, `v` [batch, seq, kv_heads, head_dim],
+    kv_heads divides heads.
+
+    `segments` int32 [batch, seq] masks documents from each other; None means that every row is one document. Naming
+    an implementation that cannot serve is
+    a ValueError that says why.
+    """
+    chosen = choose_attention(q.shape, q.dtype, implementation=implementation, mesh=mesh, packed=segments is not None)
+    local = functools.partial(_local, implementation=chosen)
+    if mesh is None:
+        return local(q, k, v, segments, segments, None)
+    context = rules.spec(("seq",), mesh)
+    offset = functools.partial(_query_offset, axes=context)
+    queries, keys = rules.spec(("batch", "seq", "heads"), mesh), rules.spec(("batch", None, "kv_heads"), mesh)
+    q_segments, k_segments = rules.spec(("batch", "seq"), mesh), rules.spec(("batch",), mesh)
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, qs: jax.Array | None, ks: jax.Array | None) -> jax.Array:
+        return local(q, k, v, qs, ks, offset(q.shape[1]))
+
+    in_specs = (queries, keys, keys, *((None, None) if segments is None else (q_segments, k_segments)))
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=queries, check_vma=False)
+    return mapped(q, k, v, segments, segments)
+
+
+def choose_attention(
+    shape: tuple[int, ...],
+    dtype: jnp.dtype,
+    *,
+    implementation: str = "auto",
+    mesh: Mesh | None = None,
+    packed: bool = True,
+) -> str:
+    """The implementation that `attention` will run for queries of `shape` [batch, seq, heads, head_dim]: `cudnn` or
+    `xla`.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"attention: no implementation {implementation!r}; choose one of {', '.join(IMPLEMENTATIONS)}")
+    reason = cudnn_unsupported(shape, dtype, mesh=mesh, packed=packed)
+    if implementation == "cudnn" and reason:
+        raise ValueError(f"attention: cudnn cannot serve: {reason}; use 'xla' or 'auto'")
+    if implementation == "auto":
+        return "cudnn" if _platform(mesh) in ("gpu", "cuda") and not reason else "xla"
+    return implementation
+
+
+def cudnn_unsupported(
+    shape: tuple[int, ...], dtype: jnp.dtype, *, mesh: Mesh | None = None, packed: bool = True
+) -> str | None:
+    """Why cuDNN's fused attention cannot take these queries, or None. Asks nothing of the device, so it holds for
+    deviceless compilation too.
+    """
+    seq, head_dim = shape[1], shape[3]
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it takes bfloat16 or float16, got {jnp.dtype(dtype).name}"
+    if head_dim % 8 or head_dim > 128:
+        return f"head_dim must be a multiple of 8 and at most 128, got {head_dim}"
+    if (packed or axis_size(mesh, "context") > 1) and (seq // axis_size(mesh, "context")) % 2:
+        return f"with a mask it needs an even sequence length on each device, got {seq // axis_size(mesh, 'context')}"
+    return None
+
+
+def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
+    """Attention of few queries over a cache, [batch, queries, heads, head_dim]. `visible` bool [batch, queries, cache
+    length].
+    """
+    return _xla_block(q, k, v, visible)
+
+
+@contextlib.contextmanager
+def cudnn_version(version: int = 91500) -> Iterator[None]:
+    """Within it, JAX believes in a cuDNN of `version`: for compiling, without a GPU, for a machine that has one.
+
+    JAX asks the installed library for its version while it traces cuDNN attention, and a machine without a GPU has
+    none.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as fused  # the only place that knows; no public hook exists
+
+    original = fused.check_cudnn_version
+    fused.check_cudnn_version = lambda: version
+    try:
+        yield
+    finally:
+        fused.check_cudnn_version = original
+
+
+def _platform(mesh: Mesh | None) -> str:
+    return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+
+
+def _query_offset(length: int, *, axes: PartitionSpec) -> jax.Array | None:
+    """The position of this device's first query; None where the queries are not split."""
+    names = axes[0] if len(axes) else None
+    return None if names is None else lax.axis_index(names).astype(jnp.int32) * length
+
+
+def _local(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    q_segments: jax.Array | None,
+    k_segments: jax.Array | None,
+    offset: jax.Array | None,
+    *,
+    implementation: str,
+) -> jax.Array:
+    if implementation == "cudnn":
+        if q_segments is None and offset is None:
+            return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+        mask = _visible(q_segments, k_segments, q.shape[1], k.shape[1], offset)[:, None]
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=offset is None, implementation="cudnn")
+    return _xla(q, k, v, q_segments, k_segments, offset)
+
+
+def _visible(
+    q_segments: jax.Array | None, k_segments: jax.Array | None, queries: int, keys: int, offset: jax.Array | int | None
+) -> jax.Array:
+    """bool [batch or 1, queries, keys]: at or before the query, and in its document."""
+    rows = lax.broadcasted_iota(jnp.int32, (1, queries, keys), 1) + (0 if offset is None else offset)
+    causal = rows >= lax.broadcasted_iota(jnp.int32, (1, queries, keys), 2)
+    if q_segments is None or k_segments is None:
+        return causal
+    return causal & (q_segments[:, :, None] == k_segments[:, None, :])
+
+
+def _xla(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    q_segments: jax.Array | None,
+    k_segments: jax.Array | None,
+    offset: jax.Array | None,
+) -> jax.Array:
+    queries, keys = q.shape[1], k.shape[1]
+
+    @jax.checkpoint
+    def block(
+        q: jax.Array, k: jax.Array, v: jax.Array, qs: jax.Array | None, ks: jax.Array | None, first: jax.Array
+    ) -> jax.Array:
+        return _xla_block(q, k, v, _visible(qs, ks, q.shape[1], k.shape[1], first))
+
+    if queries <= QUERY_BLOCK:
+        visible = _visible(q_segments, k_segments, queries, keys, offset)
+        return _xla_block(q, k, v, visible)
+    out = []
+    for start in range(0, queries, QUERY_BLOCK):
+        rows = slice(start, min(start + QUERY_BLOCK, queries))
+        columns = slice(0, rows.stop if offset is None else keys)  # above the diagonal there is nothing to see
+        first = jnp.int32(start) + (0 if offset is None else offset)
+        qs = None if q_segments is None else q_segments[:, rows]
+        ks = None if k_segments is None else k_segments[:, columns]
+        out.append(block(q[:, rows], k[:, columns], v[:, columns], qs, ks, first))
+    return jnp.concatenate(out, axis=1)
+
+
+def _xla_block(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
+    """Scores of every query against every key in float32; query heads grouped by their key head, nothing repeated."""
+    batch, queries, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    # [batch, queries, heads, head_dim] -> [batch, queries, kv_heads, group, head_dim]
+    grouped = q.reshape(batch, queries, kv_heads, heads // kv_heads, head_dim)
+    scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, k, preferred_element_type=jnp.float32) * (head_dim**-0.5)
+    scores = jnp.where(visible[:, None, None], scores, MASKED)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    out = jnp.einsum("bhgqk,bkhd->bqhgd", weights, v, preferred_element_type=jnp.float32)
+    return out.astype(q.dtype).reshape(q.shape)

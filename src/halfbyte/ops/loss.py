@@ -1,0 +1,234 @@
+"""Cross-entropy of a language model without its logits.
+
+A batch of 8 x 8192 tokens against a vocabulary of 128k has 34 GB of float32 logits. Here the tokens are taken in
+chunks: one chunk's logits are made,
+reduced and dropped. When a gradient is wanted, the same visit also makes it, because for a loss that is a *sum* over
+tokens
+
+    L = sum over t of (lse_t - logit_t[target]) + z lse_t^2
+    dlogits_t = softmax_t (1 + 2 z lse_t) - onehot_t,   dx = dlogits W^T,   dW = x^T dlogits
+
+need nothing from later: the backward pass only multiplies by the cotangent of L. The head's GEMM therefore runs once
+forward and twice backward, as in
+a model that keeps its logits. Logits are float32 from a GEMM of the hidden states' dtype; dlogits are rounded to that
+dtype (they lie in -1..1).
+
+On a mesh the loop runs inside `shard_map`: tokens split over data, fsdp and context, the vocabulary over tensor. dW
+is summed over devices once.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from halfbyte.sharding import DEFAULT_RULES, Rules, axis_size, check_sharded, constrain
+
+CHUNK_BYTES = 2**30  # float32 logits of one chunk, at most, when the chunk size is not given
+
+
+class _Setup(NamedTuple):
+    """What is static: hashable, so that it can ride through `custom_vjp`."""
+
+    z_loss: float
+    chunk: int | None
+    mesh: Mesh | None
+    rules: Rules
+
+
+class _PerToken(NamedTuple):
+    nll: jax.Array  # float32, 0 where not scored
+    lse: jax.Array  # float32, 0 where not scored
+
+
+def cross_entropy(
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    *,
+    z_loss: float = 0.0,
+    chunk: int | None = None,
+    mesh: Mesh | None = None,
+    rules: Rules = DEFAULT_RULES,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """(sum over scored tokens of nll + z_loss * lse^2, aux), float32. `hidden` [B, S, D], `head` [D, V], `targets`
+    [B, S], -1 not scored.
+
+    aux: `nll_sum`, `z_sum` (the z term's part of the sum) and `tokens` (how many were scored, float32); no gradient
+    flows through it.
+    `chunk` is the number of a device's tokens whose logits exist at one time.
+    """
+    _check(hidden, head, targets, mesh, rules)
+    setup = _Setup(float(z_loss), chunk, mesh, rules)
+    total, nll_sum, z_sum = _summed(hidden, head, targets, setup)
+    tokens = jnp.sum(targets >= 0, dtype=jnp.int32).astype(jnp.float32)
+    return total, {"nll_sum": lax.stop_gradient(nll_sum), "z_sum": lax.stop_gradient(z_sum), "tokens": tokens}
+
+
+def token_nll(
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    *,
+    chunk: int | None = None,
+    mesh: Mesh | None = None,
+    rules: Rules = DEFAULT_RULES,
+) -> jax.Array:
+    """The negative log-likelihood of each target, float32 [B, S], 0 where the target is -1. For scoring: it has no
+    gradient.
+    """
+    _check(hidden, head, targets, mesh, rules)
+    per_token, _ = _sharded(hidden, head, targets, _Setup(0.0, chunk, mesh, rules), with_grads=False)
+    return lax.stop_gradient(per_token.nll)
+
+
+def _check(hidden: jax.Array, head: jax.Array, targets: jax.Array, mesh: Mesh | None, rules: Rules) -> None:
+    if hidden.shape[:-1] != targets.shape or hidden.shape[-1] != head.shape[0]:
+        raise ValueError(
+            f"loss: hidden {hidden.shape}, head {head.shape} and targets {targets.shape} "
+            "do not fit [B, S, D], [D, V], [B, S]"
+        )
+    check_sharded(head.shape[1], "vocab", mesh, what="vocab_size", rules=rules)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _summed(
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, setup: _Setup
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    per_token, _ = _sharded(hidden, head, targets, setup, with_grads=False)
+    return _sums(per_token, setup)
+
+
+def _sums(per_token: _PerToken, setup: _Setup) -> tuple[jax.Array, jax.Array, jax.Array]:
+    nll_sum = jnp.sum(per_token.nll)
+    z_sum = setup.z_loss * jnp.sum(per_token.lse * per_token.lse)
+    return nll_sum + z_sum, nll_sum, z_sum
+
+
+def _summed_fwd(hidden: jax.Array, head: jax.Array, targets: jax.Array, setup: _Setup) -> tuple[Any, Any]:
+    per_token, grads = _sharded(hidden, head, targets, setup, with_grads=True)
+    return _sums(per_token, setup), (grads, jnp.zeros((), head.dtype))
+
+
+def _summed_bwd(
+    setup: _Setup, residuals: Any, cotangents: tuple[jax.Array, jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array, None]:
+    ((dhidden, dhead), head_like), g = residuals, cotangents[0]
+    return (dhidden.astype(jnp.float32) * g).astype(dhidden.dtype), (dhead * g).astype(head_like.dtype), None
+
+
+_summed.defvjp(_summed_fwd, _summed_bwd)
+
+
+def _sharded(
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, setup: _Setup, *, with_grads: bool
+) -> tuple[_PerToken, Any]:
+    """The chunk loop, on one device or inside `shard_map`: (per token, (dhidden, dhead) or None), for a cotangent of
+    1.
+    """
+    mesh, rules = setup.mesh, setup.rules
+    head = head.astype(hidden.dtype)
+    if mesh is None:
+        return _local(hidden, head, targets, setup, with_grads=with_grads)
+    tokens = rules.spec(("batch", "seq"), mesh)
+    stored = rules.spec(("embed", "vocab"), mesh)
+    gathered = rules.spec((None, "vocab"), mesh)
+    head = constrain(head, ("embed", "vocab"), mesh, rules)  # the cast happens before the gather
+    run = jax.shard_map(
+        functools.partial(_local, setup=setup, with_grads=with_grads),
+        mesh=mesh,
+        in_specs=(tokens, gathered, tokens),
+        out_specs=(tokens, (tokens, stored) if with_grads else None),
+        check_vma=False,
+    )
+    return run(hidden, head, targets)
+
+
+def _local(
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, setup: _Setup, *, with_grads: bool
+) -> tuple[_PerToken, Any]:
+    batch, seq, width = hidden.shape
+    tokens = batch * seq
+    chunk = min(setup.chunk or _default_chunk(head.shape[1]), tokens)
+    count = -(-tokens // chunk)
+    padding = count * chunk - tokens
+    # [batch, seq, width] -> [count, chunk, width]
+    x = jnp.pad(hidden.reshape(tokens, width), ((0, padding), (0, 0))).reshape(count, chunk, width)
+    t = jnp.pad(targets.reshape(tokens), (0, padding), constant_values=-1).reshape(count, chunk)
+
+    visit = functools.partial(_visit, head=head, setup=setup, with_grads=with_grads)
+    if count == 1:
+        dhead, (per_token, dx) = visit(None, (x[0], t[0]))
+    else:
+        start = jnp.zeros(head.shape, jnp.float32) if with_grads else None
+        dhead, (per_token, dx) = lax.scan(visit, start, (x, t))
+
+    per_token = _PerToken(*(part.reshape(-1)[:tokens].reshape(batch, seq) for part in per_token))
+    if not with_grads:
+        return per_token, None
+    return per_token, (dx.reshape(-1, width)[:tokens].reshape(hidden.shape), _reduce_head(dhead, setup))
+
+
+def _visit(
+    dhead: jax.Array | None, chunk: tuple[jax.Array, jax.Array], *, head: jax.Array, setup: _Setup, with_grads: bool
+) -> Any:
+    """One chunk: its nll and lse, and what it adds to the gradients."""
+    x, target = chunk
+    vocab_axes = _live_axes(setup, "vocab")
+    logits = jnp.dot(x, head, preferred_element_type=jnp.float32)  # [chunk, vocab]
+    scored = (target >= 0).astype(jnp.float32)
+    lse = _logsumexp(logits, vocab_axes)
+    hit = (
+        lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+        == (target - _vocab_start(head.shape[1], setup, vocab_axes))[:, None]
+    )
+    picked = _psum(jnp.sum(jnp.where(hit, logits, 0.0), axis=-1), vocab_axes)
+    per_token = _PerToken((lse - picked) * scored, lse * scored)
+    if not with_grads:
+        return None, (per_token, None)
+    weight = scored * (1.0 + (2.0 * setup.z_loss) * lse)
+    dlogits = jnp.exp(logits - lse[:, None]) * weight[:, None] - jnp.where(hit, scored[:, None], 0.0)
+    dlogits = dlogits.astype(x.dtype)
+    dx = _psum(jnp.dot(dlogits, head.T, preferred_element_type=jnp.float32), vocab_axes).astype(x.dtype)
+    added = jnp.dot(x.T, dlogits, preferred_element_type=jnp.float32)
+    return added if dhead is None else dhead + added, (per_token, dx)
+
+
+def _logsumexp(logits: jax.Array, vocab_axes: tuple[str, ...]) -> jax.Array:
+    top = jnp.max(logits, axis=-1)
+    top = lax.pmax(top, vocab_axes) if vocab_axes else top
+    return jnp.log(_psum(jnp.sum(jnp.exp(logits - top[:, None]), axis=-1), vocab_axes)) + top
+
+
+def _vocab_start(shard: int, setup: _Setup, vocab_axes: tuple[str, ...]) -> jax.Array:
+    return jnp.int32(shard) * lax.axis_index(vocab_axes).astype(jnp.int32) if vocab_axes else jnp.int32(0)
+
+
+def _reduce_head(dhead: jax.Array, setup: _Setup) -> jax.Array:
+    """dW summed over every device that holds other tokens, and left split as W is stored."""
+    if setup.mesh is None:
+        return dhead
+    split = _live_axes(setup, "embed")
+    summed = tuple(axis for axis in (*_live_axes(setup, "batch"), *_live_axes(setup, "seq")) if axis not in split)
+    dhead = _psum(dhead, summed)
+    return lax.psum_scatter(dhead, split, scatter_dimension=0, tiled=True) if split else dhead
+
+
+def _live_axes(setup: _Setup, logical: str) -> tuple[str, ...]:
+    """The mesh axes of size over 1 that a logical axis is split over."""
+    if setup.mesh is None:
+        return ()
+    return tuple(axis for axis in setup.rules.mesh_axes(logical) if axis_size(setup.mesh, axis) > 1)
+
+
+def _psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    return lax.psum(x, axes) if axes else x
+
+
+def _default_chunk(vocab: int) -> int:
+    return max(128, CHUNK_BYTES // (4 * vocab) // 128 * 128)

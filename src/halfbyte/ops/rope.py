@@ -1,0 +1,59 @@
+"""Rotary position embedding, with the frequency scaling of Llama 3.1.
+
+Pair i of a head (elements i and i + head_dim/2) turns by the angle position * theta^(-2i/head_dim). Llama 3.1
+stretches long wavelengths: those
+above original/low are divided by `factor`, those below original/high are kept, and between them the two are blended
+linearly in original/wavelength.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretch of the rotary frequencies beyond the context of pretraining."""
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_seq: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.factor < 1:
+            raise ValueError(f"rope_scaling.factor must be at least 1, got {self.factor}")
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"rope_scaling.high_freq_factor must exceed low_freq_factor, "
+                f"got {self.high_freq_factor} and {self.low_freq_factor}"
+            )
+
+
+def rope_frequencies(head_dim: int, *, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:
+    """Radians a position for each pair, float32 [head_dim / 2]."""
+    plain = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if scaling is None:
+        return plain.astype(np.float32)
+    turns = scaling.original_max_seq * plain / (2 * np.pi)  # original length in wavelengths
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    keep = np.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
+    return (keep * plain + (1 - keep) * plain / scaling.factor).astype(np.float32)
+
+
+def rope_tables(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    """cos and sin of the angles, float32 [batch, seq, 1, head_dim / 2], for `positions` [batch, seq]."""
+    angles = positions.astype(jnp.float32)[..., None, None] * jnp.asarray(frequencies).reshape(1, 1, 1, -1)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rope(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """`x` [batch, seq, heads, head_dim] turned by its positions; float32 inside, x's dtype out."""
+    cos, sin = tables
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)

@@ -1,0 +1,36 @@
+"""Where arrays live: a mesh of devices, logical axes, and the rules from one to the other.
+
+Model code names the *dims* of an array by what they mean (`batch`, `embed`, `mlp`, ...). A mesh has four *axes*:
+`data`, `fsdp`, `context` and
+`tensor`. `Rules` say which mesh axes each logical axis is split over. Nothing else in the product knows about a
+mesh's shape.
+"""
+
+from halfbyte.sharding.checks import check_model_dims, check_sharded
+from halfbyte.sharding.mesh import AXES, axis_size, format_mesh, make_mesh, parse_mesh
+from halfbyte.sharding.rules import (
+    DEFAULT_RULES,
+    LOGICAL_AXES,
+    Rules,
+    WeightSharding,
+    constrain,
+    named_sharding,
+    weight_sharding,
+)
+
+__all__ = [
+    "AXES",
+    "DEFAULT_RULES",
+    "LOGICAL_AXES",
+    "Rules",
+    "WeightSharding",
+    "axis_size",
+    "check_model_dims",
+    "check_sharded",
+    "constrain",
+    "format_mesh",
+    "make_mesh",
+    "named_sharding",
+    "parse_mesh",
+    "weight_sharding",
+]

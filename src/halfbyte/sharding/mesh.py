@@ -1,0 +1,76 @@
+"""Meshes: from `fsdp=4,tensor=2` to a `jax.sharding.Mesh` with all four axes."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+# The last axis varies fastest over devices: `tensor` talks most, so its members are neighbours on the fast links.
+AXES = ("data", "fsdp", "context", "tensor")
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Sizes by axis, in the order of `AXES`, from text such as `fsdp=4,tensor=2`; axes not named are left out. Empty
+    text is one device.
+    """
+    sizes: dict[str, int] = {}
+    for part in (piece.strip() for piece in text.split(",")):
+        if not part:
+            continue
+        axis, equals, size = (field.strip() for field in part.partition("="))
+        if not equals or not size.isdigit() or int(size) < 1:
+            raise ValueError(f"mesh: {part!r} is not AXIS=SIZE with a size of at least 1, as in fsdp=4,tensor=2")
+        if axis in sizes:
+            raise ValueError(f"mesh: axis {axis!r} is given twice in {text!r}; name each axis once")
+        _check_axis(axis)
+        sizes[axis] = int(size)
+    return {axis: sizes[axis] for axis in AXES if axis in sizes}
+
+
+def format_mesh(shape: Mapping[str, int]) -> str:
+    """The text that `parse_mesh` reads; axes of size 1 are left out."""
+    return ",".join(f"{axis}={shape[axis]}" for axis in AXES if shape.get(axis, 1) > 1)
+
+
+def make_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | np.ndarray | None = None) -> Mesh:
+    """A mesh over `devices` (default: every device of every process) with all of `AXES`, each of type Auto; axes not
+    named have size 1.
+
+    The product of the sizes must be the number of devices: a device that would idle is an error.
+    """
+    for axis in shape:
+        _check_axis(axis)
+    if devices is None:
+        devices = jax.devices()
+    sizes = tuple(int(shape.get(axis, 1)) for axis in AXES)
+    count = len(np.ravel(np.asarray(devices, dtype=object)))
+    if math.prod(sizes) != count:
+        named = format_mesh(shape) or "one device"
+        raise ValueError(
+            f"mesh: {named} needs {math.prod(sizes)} devices, but there are {count}; "
+            f"change an axis so that the product is {count}"
+        )
+    types = (AxisType.Auto,) * len(AXES)
+    if isinstance(devices, np.ndarray) or devices[0].platform == "cpu":
+        return Mesh(np.asarray(devices, dtype=object).reshape(sizes), AXES, axis_types=types)
+    return jax.make_mesh(sizes, AXES, devices=devices, axis_types=types)
+
+
+def axis_size(mesh: Mesh | None, axes: Sequence[str] | str) -> int:
+    """The number of shards over `axes` of `mesh` (1 without a mesh)."""
+    if mesh is None:
+        return 1
+    axes = (axes,) if isinstance(axes, str) else axes
+    return math.prod(mesh.shape.get(axis, 1) for axis in axes)
+
+
+def _check_axis(axis: str) -> None:
+    if axis not in AXES:
+        near = difflib.get_close_matches(axis, AXES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"mesh: no axis {axis!r}; the axes are {', '.join(AXES)}{hint}")

@@ -1,0 +1,108 @@
+"""Logical axes -> mesh axes.
+
+| logical axis | split over | what it is |
+|---|---|---|
+| `batch` | data, fsdp | sequences of a batch |
+| `seq` | context | positions, inside a block |
+| `residual_seq` | context, tensor | positions, between blocks (sequence-sharded activations of tensor parallelism) |
+| `embed` | fsdp | the model width, of a weight only: K of q, k, v, gate, up and the head; N of o and down |
+| `heads`, `kv_heads`, `mlp`, `vocab` | tensor | the wide dim of a weight or of an activation inside a block |
+| `head_dim`, `layers`, `width` | nothing | `width` is the model width of an activation or of a norm |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+DEFAULT_MAPPING: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("batch", ("data", "fsdp")),
+    ("seq", ("context",)),
+    ("residual_seq", ("context", "tensor")),
+    ("embed", ("fsdp",)),
+    ("mlp", ("tensor",)),
+    ("heads", ("tensor",)),
+    ("kv_heads", ("tensor",)),
+    ("vocab", ("tensor",)),
+    ("head_dim", ()),
+    ("layers", ()),
+    ("width", ()),
+)
+LOGICAL_AXES = tuple(name for name, _ in DEFAULT_MAPPING)
+GATHERED_AXES = ("data", "fsdp")  # the mesh axes over which a weight is gathered before a GEMM uses it
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """Which mesh axes each logical axis is split over. `replace` gives a variant."""
+
+    mapping: tuple[tuple[str, tuple[str, ...]], ...] = DEFAULT_MAPPING
+
+    def mesh_axes(self, name: str) -> tuple[str, ...]:
+        """The mesh axes of logical axis `name`."""
+        for logical, axes in self.mapping:
+            if logical == name:
+                return axes
+        raise ValueError(f"sharding: no logical axis {name!r}; the axes are {', '.join(n for n, _ in self.mapping)}")
+
+    def replace(self, **axes: tuple[str, ...]) -> Rules:
+        """The same rules with the named logical axes split otherwise."""
+        for name in axes:
+            self.mesh_axes(name)
+        return Rules(tuple((name, axes.get(name, old)) for name, old in self.mapping))
+
+    def spec(
+        self, axes: Sequence[str | None], mesh: Mesh | None = None, *, without: Sequence[str] = ()
+    ) -> PartitionSpec:
+        """The `PartitionSpec` of an array whose dims are `axes` (None: not split).
+
+        Mesh axes of size 1, those in `without`, and those that an earlier dim already uses are left out.
+        """
+        used = set(without)
+        entries: list[tuple[str, ...] | str | None] = []
+        for name in axes:
+            wanted = () if name is None else self.mesh_axes(name)
+            free = [axis for axis in wanted if axis not in used and (mesh is None or mesh.shape.get(axis, 1) > 1)]
+            used.update(free)
+            entries.append(None if not free else free[0] if len(free) == 1 else tuple(free))
+        while entries and entries[-1] is None:
+            entries.pop()
+        return PartitionSpec(*entries)
+
+
+DEFAULT_RULES = Rules()
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightSharding:
+    """Where a weight [K, N] rests, and where it is when a GEMM reads it (`stored` without the axes over which it is
+    gathered).
+    """
+
+    stored: NamedSharding
+    gathered: NamedSharding
+
+
+def named_sharding(axes: Sequence[str | None], mesh: Mesh, rules: Rules = DEFAULT_RULES) -> NamedSharding:
+    """The sharding on `mesh` of an array whose dims are `axes`."""
+    return NamedSharding(mesh, rules.spec(axes, mesh))
+
+
+def weight_sharding(
+    axes: Sequence[str | None], mesh: Mesh | None, rules: Rules = DEFAULT_RULES
+) -> WeightSharding | None:
+    """The `WeightSharding` of a weight whose dims are `axes`; None without a mesh."""
+    if mesh is None:
+        return None
+    gathered = NamedSharding(mesh, rules.spec(axes, mesh, without=GATHERED_AXES))
+    return WeightSharding(stored=named_sharding(axes, mesh, rules), gathered=gathered)
+
+
+def constrain(x: jax.Array, axes: Sequence[str | None], mesh: Mesh | None, rules: Rules = DEFAULT_RULES) -> jax.Array:
+    """`x`, held to the sharding of `axes`; unchanged without a mesh."""
+    if mesh is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, named_sharding(axes, mesh, rules))
