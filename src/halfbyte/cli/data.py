@@ -1,0 +1,194 @@
+"""Turn text files into a training data set; check and describe one.
+
+halfbyte data prepare FILES --tokenizer (tokenizer.json | bpe:N | bytes) --out DIR
+halfbyte data verify DIR        every file against the manifest
+halfbyte data show DIR          sources, rows, tokens, tokenizer
+halfbyte data sample DIR        some rows, decoded
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from halfbyte.cli.result import Result
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepare:
+    """Tokenize, pack and write FILES as shards that `--data` reads; same input, same bytes, for any --workers."""
+
+    files: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """jsonl (an object a line: `text`, optionally `source`) and plain text, also .xz, .gz, .zst; directories, globs."""
+    tokenizer: str
+    """A tokenizer.json, bpe:N (train a byte-level BPE of N ids on these files) or bytes."""
+    out: str
+    """Directory to make. It appears when complete; an existing one is kept unless --overwrite."""
+    seq_len: int = 2048
+    """Tokens that the model reads at once; a row stores one more."""
+    val_fraction: float = 0.01
+    """Share of documents held out for validation, source by source."""
+    validation: tuple[str, ...] = ()
+    """Files to validate on instead of --val-fraction."""
+    workers: int | None = None
+    """Processes; without it one a core, or one alone for small input."""
+    overwrite: bool = False
+    """Replace what is in --out."""
+    source: str = "default"
+    """Source name of documents that do not carry one."""
+    eos: str | None = None
+    """End-of-document token of a tokenizer.json, where it is not a well-known one."""
+    bos: str | None = None
+    """Begin-of-document token of a tokenizer.json, where it is not a well-known one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verify:
+    """Compare every file of a data set with its manifest (sha256)."""
+
+    directory: Annotated[str, tyro.conf.Positional]
+
+
+@dataclasses.dataclass(frozen=True)
+class Show:
+    """What a data set holds, by split and source."""
+
+    directory: Annotated[str, tyro.conf.Positional]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Some rows as text, markers and document boundaries visible."""
+
+    directory: Annotated[str, tyro.conf.Positional]
+    split: str = "train"
+    rows: int = 3
+    seed: int = 0
+
+
+Args = (
+    Annotated[Prepare, tyro.conf.subcommand("prepare")]
+    | Annotated[Verify, tyro.conf.subcommand("verify")]
+    | Annotated[Show, tyro.conf.subcommand("show")]
+    | Annotated[Sample, tyro.conf.subcommand("sample")]
+)
+
+
+def run(args: Prepare | Verify | Show | Sample) -> Result:
+    match args:
+        case Prepare():
+            return run_prepare(args)
+        case Verify():
+            return run_verify(args)
+        case Show():
+            return run_show(args)
+        case Sample():
+            return run_sample(args)
+
+
+def run_prepare(args: Prepare) -> Result:
+    from halfbyte.data import prepare
+
+    done = prepare(
+        args.files,
+        tokenizer=args.tokenizer,
+        out=args.out,
+        seq_len=args.seq_len,
+        val_fraction=args.val_fraction,
+        validation=args.validation,
+        workers=args.workers,
+        overwrite=args.overwrite,
+        default_source=args.source,
+        eos=args.eos,
+        bos=args.bos,
+        progress=True,
+    )
+    if done.fresh:
+        print(f"prepared {done.directory} in {done.seconds:.1f} s")
+    else:
+        print(f"{done.directory} is up to date: it holds exactly this request, and every file is intact")
+    print_totals(done.manifest)
+    print(f"train on it: halfbyte train MODEL --data {done.directory} --seq {done.manifest.seq_len}")
+    return Result({"fresh": done.fresh, "seconds": done.seconds, **facts(done.directory, done.manifest)})
+
+
+def run_verify(args: Verify) -> Result:
+    from halfbyte.data import open_dataset
+
+    dataset = open_dataset(args.directory, progress=True)
+    size = sum(shard.bytes for shard in dataset.manifest.shards)
+    print(f"{dataset.directory}: {len(dataset.manifest.shards)} shards, {size / 1e6:,.1f} MB, all as the manifest says")
+    return Result({"intact": True, **facts(dataset.directory, dataset.manifest)})
+
+
+def run_show(args: Show) -> Result:
+    from halfbyte.data.manifest import read_manifest
+
+    manifest = read_manifest(Path(args.directory))
+    print_totals(manifest)
+    return Result(facts(Path(args.directory), manifest))
+
+
+def run_sample(args: Sample) -> Result:
+    import numpy as np
+
+    from halfbyte.data import open_dataset
+    from halfbyte.data.packing import unpack
+
+    dataset = open_dataset(args.directory, verify="sizes")
+    tokenizer, rows = dataset.tokenizer(), dataset.rows(args.split)
+    if len(rows) == 0:
+        raise ValueError(f"{args.directory}: the {args.split} split is empty; --split train has the text")
+    chosen = np.random.default_rng(args.seed).permutation(len(rows))[: args.rows]
+    shown = []
+    for index in sorted(chosen.tolist()):
+        row = np.frombuffer(rows[index], rows.dtype)
+        texts = [tokenizer.decode(run, markers=True) for run in unpack(row)]
+        source = dataset.manifest.sources[int(row["source"][0])]
+        print(f"--- {args.split} row {index}, source {source}, {len(texts)} document(s)")
+        print("\n~~~\n".join(texts))
+        shown.append({"row": index, "source": source, "documents": texts})
+    return Result({"split": args.split, "rows": shown})
+
+
+def facts(directory: Path, manifest: Any) -> dict[str, Any]:
+    """What `--json` says of a data set."""
+    return {
+        "directory": str(directory),
+        "seq_len": manifest.seq_len,
+        "vocab_size": manifest.vocab_size,
+        "tokenizer": manifest.tokenizer,
+        "sources": list(manifest.sources),
+        "splits": {
+            split: {source: dataclasses.asdict(totals) for source, totals in sources.items()}
+            for split, sources in manifest.splits.items()
+        },
+        "shards": len(manifest.shards),
+        "bytes": sum(shard.bytes for shard in manifest.shards),
+    }
+
+
+def print_totals(manifest: Any) -> None:
+    import rich.console
+    import rich.table
+
+    heading = f"rows of {manifest.seq_len} tokens, vocabulary {manifest.vocab_size:,}"
+    table = rich.table.Table("split", "source", title=heading, title_justify="left")
+    for column in ("documents", "text MB", "tokens", "rows", "bytes/token"):
+        table.add_column(column, justify="right")
+    for split, sources in manifest.splits.items():
+        for source in (name for name in manifest.sources if name in sources):
+            table.add_row(split, source, *_cells([sources[source]]))
+        if len(sources) > 1:
+            table.add_row(split, "all", *_cells(sources.values()), style="bold")
+    rich.console.Console().print(table)
+
+
+def _cells(totals: Iterable[Any]) -> list[str]:
+    totals = list(totals)
+    documents, size, tokens, rows = (
+        sum(getattr(entry, field) for entry in totals) for field in ("documents", "text_bytes", "tokens", "rows")
+    )
+    return [f"{documents:,}", f"{size / 1e6:,.2f}", f"{tokens:,}", f"{rows:,}", f"{size / max(tokens, 1):.2f}"]

@@ -1,0 +1,60 @@
+"""The corpus inside the package, prepared on first use.
+
+Addresses on the State of the Union, public domain (see demo/PROVENANCE.md), with a byte-level BPE of 1,024 made from
+them. Some addresses are held out, whole, for validation.
+"""
+
+import hashlib
+import os
+import sys
+from importlib import resources
+from pathlib import Path
+
+from halfbyte.data.dataset import Dataset, open_dataset
+from halfbyte.data.manifest import VERSION
+from halfbyte.data.preparation import prepare
+
+SOURCE = "sotu"
+TRAIN_FILE, VALIDATION_FILE, TOKENIZER_FILE = "sotu-train.jsonl.xz", "sotu-validation.jsonl.xz", "tokenizer.json"
+
+
+def demo_files() -> tuple[Path, Path, Path]:
+    """(training text, validation text, tokenizer.json) as installed with the package."""
+    folder = Path(str(resources.files("halfbyte.data"))) / "demo"
+    return folder / TRAIN_FILE, folder / VALIDATION_FILE, folder / TOKENIZER_FILE
+
+
+def cache_directory() -> Path:
+    """$HALFBYTE_CACHE, else `halfbyte` in the user's cache directory."""
+    if named := os.environ.get("HALFBYTE_CACHE"):
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "halfbyte"
+
+
+def demo_dataset(cache_dir: str | Path | None = None, *, seq_len: int = 128) -> Dataset:
+    """The embedded corpus, verified; prepared into the cache the first time, in a few seconds.
+
+    Processes that race prepare it twice, and one of them publishes it. A damaged cache is named and made anew.
+    """
+    train, validation, tokenizer = demo_files()
+    identity = hashlib.sha256(b"".join(path.read_bytes() for path in demo_files())).hexdigest()[:12]
+    root = Path(cache_dir).expanduser() if cache_dir is not None else cache_directory()
+    place = root / f"demo-v{VERSION}-{identity}-seq{seq_len}"
+    overwrite = False
+    if place.exists():
+        try:
+            return open_dataset(place)
+        except ValueError as error:
+            print(f"the cached demo data set is damaged and is prepared again: {error}", file=sys.stderr)
+            overwrite = True
+    prepare(
+        [train],
+        tokenizer=tokenizer,
+        out=place,
+        seq_len=seq_len,
+        validation=[validation],
+        default_source=SOURCE,
+        workers=1,
+        overwrite=overwrite,
+    )
+    return open_dataset(place)

@@ -1,0 +1,225 @@
+"""Input files as a stream of chunks: found in a fixed order, decompressed, cut where no line or character breaks.
+
+A chunk is the unit of parallel work. Where chunks are cut depends on the bytes of the file alone, never on the number
+of workers, so everything made from them is the same on any machine.
+"""
+
+import dataclasses
+import glob
+import gzip
+import hashlib
+import json
+import lzma
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, cast
+
+COMPRESSION = (".xz", ".gz", ".zst")
+JSONL = (".jsonl", ".ndjson")
+TEXT = (".txt", ".text", ".md")
+BLOCK = 1 << 20
+CHUNK = 1 << 20
+PIECE = 4 << 20
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclasses.dataclass(frozen=True)
+class InputFile:
+    """One file to read. `name` is what error messages and the manifest call it: no machine's folders in it."""
+
+    path: Path
+    name: str
+    size: int
+
+    @property
+    def kind(self) -> str:
+        kind = kind_of(self.path)
+        assert kind is not None
+        return kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Whole lines of a jsonl file, or a piece of a plain text file; `start` is its first line or its first byte."""
+
+    name: str
+    kind: str
+    data: bytes
+    start: int
+    first: bool
+    last: bool
+    position: int  # bytes of the file read so far, as stored (for progress)
+    key: int = 0  # of the whole text file, once known
+
+
+def kind_of(path: Path) -> str | None:
+    """'jsonl', 'text', or None if the name says neither."""
+    suffixes = [s.lower() for s in path.suffixes]
+    if suffixes and suffixes[-1] in COMPRESSION:
+        suffixes.pop()
+    suffix = suffixes[-1] if suffixes else ""
+    return "jsonl" if suffix in JSONL else "text" if suffix in TEXT else None
+
+
+def find_files(arguments: Sequence[str | Path]) -> list[InputFile]:
+    """The files that paths, directories and globs name: arguments in the given order, names sorted within each."""
+    found: dict[Path, InputFile] = {}
+    for argument in arguments:
+        for path, name in _expand(str(argument)):
+            found.setdefault(path.resolve(), InputFile(path, name, path.stat().st_size))
+    return list(found.values())
+
+
+def _expand(argument: str) -> list[tuple[Path, str]]:
+    path = Path(argument).expanduser()
+    accepted = ", ".join(JSONL + TEXT)
+    if path.is_dir():
+        inside = sorted(p for p in path.rglob("*") if p.is_file() and kind_of(p))
+        if not inside:
+            raise ValueError(f"{argument}: no file in this directory ends in {accepted} (also with .xz, .gz or .zst)")
+        return [(p, p.relative_to(path).as_posix()) for p in inside]
+    if path.is_file():
+        if not kind_of(path):
+            raise ValueError(f"{argument}: cannot tell what it holds; name it {accepted} (also with .xz, .gz or .zst)")
+        return [(path, path.name)]
+    matches = [Path(p) for p in sorted(glob.glob(str(path), recursive=True))]
+    matches = [p for p in matches if p.is_file() and kind_of(p)]
+    if not matches:
+        raise ValueError(f"{argument}: no such file or directory, and as a pattern it matches nothing readable")
+    return [(p, p.name) for p in matches]
+
+
+def sha256_of(path: Path) -> str:
+    """Hex digest of a file's bytes."""
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def chunks(file: InputFile) -> Iterator[Chunk]:
+    """The file as chunks: about 1 MiB of whole lines (jsonl), or at most 4 MiB cut after a line or a space (text)."""
+    return _line_chunks(file) if file.kind == "jsonl" else _text_chunks(file)
+
+
+def _line_chunks(file: InputFile) -> Iterator[Chunk]:
+    pending = b""
+    line, position, first = 1, 0, True
+    for block, position in _blocks(file):
+        pending += block
+        if len(pending) < CHUNK or (cut := pending.rfind(b"\n") + 1) == 0:
+            continue
+        data, pending = pending[:cut], pending[cut:]
+        yield Chunk(file.name, "jsonl", data, line, first, False, position)
+        line, first = line + data.count(b"\n"), False
+    yield Chunk(file.name, "jsonl", pending, line, first, True, position)
+
+
+def _text_chunks(file: InputFile) -> Iterator[Chunk]:
+    pending = b""
+    start, position, first = 0, 0, True
+    for block, position in _blocks(file):
+        pending += block
+        while len(pending) > PIECE:
+            cut = cut_before(pending, PIECE)
+            data, pending = pending[:cut], pending[cut:]
+            yield Chunk(file.name, "text", data, start, first, False, position)
+            start, first = start + cut, False
+    yield Chunk(file.name, "text", pending, start, first, True, position)
+
+
+def cut_before(data: bytes, limit: int) -> int:
+    """Where to cut UTF-8 `data`, at most an eighth before `limit`: after a newline, else before a space, else anywhere
+    between two characters."""
+    near = max(1, limit - limit // 8)
+    if (newline := data.rfind(b"\n", near, limit)) >= 0:
+        return newline + 1
+    if (space := data.rfind(b" ", near, limit)) >= 0:
+        return space
+    cut = limit
+    while cut > 1 and cut < len(data) and data[cut] & 0xC0 == 0x80:
+        cut -= 1
+    return cut
+
+
+def pieces_of(data: bytes) -> list[str]:
+    """A document's text, a long one in pieces of at most 4 MiB, which bounds the tokenizer's memory."""
+    pieces = []
+    while len(data) > PIECE:
+        cut = cut_before(data, PIECE)
+        pieces.append(data[:cut].decode())
+        data = data[cut:]
+    return [*pieces, data.decode()]
+
+
+def _blocks(file: InputFile) -> Iterator[tuple[bytes, int]]:
+    """(decompressed bytes, position in the stored file) pairs; a damaged file is a ValueError that names it."""
+    head = True
+    try:
+        for block, position in _decompressed(file.path):
+            yield (block.removeprefix(BYTE_ORDER_MARK) if head else block), position
+            head = head and not block
+    except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(
+            f"{file.name}: damaged or cut short, it does not decompress ({error}); fetch it again"
+        ) from error
+
+
+def _decompressed(path: Path) -> Iterator[tuple[bytes, int]]:
+    with path.open("rb") as raw:
+        suffix = path.suffix.lower()
+        if suffix == ".zst":
+            yield from _decompressed_zstd(raw)
+            return
+        stream = _wrapped(raw, suffix)
+        while block := stream.read(BLOCK):
+            yield block, raw.tell()
+
+
+def _wrapped(raw: BinaryIO, suffix: str) -> BinaryIO:
+    if suffix == ".xz":
+        return cast(BinaryIO, lzma.LZMAFile(raw))
+    return cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if suffix == ".gz" else raw
+
+
+def _decompressed_zstd(raw: BinaryIO) -> Iterator[tuple[bytes, int]]:
+    """Frame by frame, because the library's own stream reader takes a cut file for a complete one."""
+    import zstandard
+
+    frame = zstandard.ZstdDecompressor().decompressobj()
+    begun = False
+    try:
+        while block := raw.read(BLOCK):
+            while block:
+                begun = True
+                yield frame.decompress(block), raw.tell()
+                block = frame.unused_data if frame.eof else b""
+                if frame.eof:
+                    frame, begun = zstandard.ZstdDecompressor().decompressobj(), False
+    except zstandard.ZstdError as error:
+        raise EOFError(str(error)) from error
+    if begun:
+        raise EOFError("the last zstd frame is incomplete")
+
+
+def json_records(chunk: Chunk) -> Iterator[tuple[bytes, str | None]]:
+    """(UTF-8 text, source or None) of each line of a jsonl chunk; blank lines are passed over."""
+    for number, line in enumerate(chunk.data.split(b"\n"), start=chunk.start):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ValueError(
+                f"{chunk.name}, line {number}: not JSON ({error}); every line must be one JSON object"
+            ) from error
+        if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+            raise ValueError(f"{chunk.name}, line {number}: no 'text' field with a string in it")
+        source = record.get("source")
+        if source is not None and not isinstance(source, str):
+            raise ValueError(f"{chunk.name}, line {number}: 'source' is {source!r}; it must be a string when present")
+        try:
+            yield record["text"].encode(), source
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{chunk.name}, line {number}: 'text' is not valid Unicode ({error.reason}); repair the record"
+            ) from error

@@ -1,0 +1,232 @@
+"""Batches from prepared data: shuffled, repeated, mixed, divided among hosts, read ahead in background threads.
+
+Row r of the global sequence is a function of (data, seed, r) alone. Global batch n is rows n*B to n*B + B-1; host h of
+H takes the h-th contiguous part of it, so the hosts' parts in order of h are the global batch, whatever H is. The
+whole state is therefore one number, `{"next_index": n}`: a run resumes anywhere, on any number of hosts.
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from halfbyte.data.dataset import Dataset, Mixture, as_mixture
+from halfbyte.data.packing import rows_to_batch
+from halfbyte.data.shards import Rows
+from halfbyte.data.splitting import TRAIN, VALIDATION
+
+Batch = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """A stored row on its way into a batch, with where it came from for the message if it is bad."""
+
+    rows: Rows | None
+    index: int
+    data: bytes
+
+
+class RowSource:
+    """Rows for Grain; with `padded_to`, zero rows (all padding) follow the last one."""
+
+    def __init__(self, parts: Sequence[Rows], *, padded_to: int = 1):
+        self.parts = tuple(parts)
+        self._starts = np.cumsum([0, *(len(rows) for rows in parts)]).tolist()
+        self.count: int = self._starts[-1]
+        self._padded = -(-self.count // padded_to) * padded_to
+
+    def __len__(self) -> int:
+        return self._padded
+
+    def __getitem__(self, index: int) -> Record:
+        index = int(index)
+        if index >= self.count:
+            return Record(None, index, bytes(self.parts[0].dtype.itemsize))
+        part = int(np.searchsorted(self._starts, index, side="right")) - 1
+        rows, row = self.parts[part], index - self._starts[part]
+        return Record(rows, row, rows[row])
+
+
+class Loader:
+    """An iterator of batches. `batches` is how many there are (None: no end); `close` stops the reading ahead."""
+
+    def __init__(
+        self, pipeline: Any, *, batches: int | None, vocab_size: int, seq_len: int, threads: int, prefetch: int
+    ):
+        import grain
+
+        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
+        self._iterator = iter(pipeline.to_iter_dataset(options))
+        self.batches = batches
+        self.vocab_size = vocab_size
+        self.seq_len = seq_len
+        self.wait_seconds = 0.0  # that the latest `next` took
+        self.total_wait_seconds = 0.0
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        begun = time.perf_counter()
+        batch = next(self._iterator)
+        self.wait_seconds = time.perf_counter() - begun
+        self.total_wait_seconds += self.wait_seconds
+        return batch
+
+    def get_state(self) -> dict[str, int]:
+        """`{"next_index": n}`: n batches have been taken."""
+        return {"next_index": int(self._iterator.get_state()["next_index"])}
+
+    def set_state(self, state: Mapping[str, int]) -> None:
+        """Makes batch `next_index` the next one."""
+        index = state.get("next_index")
+        if not isinstance(index, int) or index < 0:
+            raise ValueError(f"data state {dict(state)}: it must be {{'next_index': n}} with n >= 0")
+        self._iterator.set_state({"next_index": index})
+
+    def close(self) -> None:
+        self._iterator.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def loader(
+    data: Dataset | Mixture,
+    *,
+    batch: int,
+    seed: int = 0,
+    host: int = 0,
+    hosts: int = 1,
+    split: str = TRAIN,
+    source: str | None = None,
+    seq: int | None = None,
+    vocab_size: int | None = None,
+    max_batches: int | None = None,
+    threads: int = 2,
+    prefetch: int = 8,
+) -> Loader:
+    """This host's part of each global batch of `batch` rows; yields numpy batches.
+
+    `train` is shuffled anew each epoch and never ends. `validation` comes once, in stored order, all sources or the one
+    named by `source`; the last batch is filled up with rows of padding, so every batch has one shape and every host
+    as many. `seq` and `vocab_size`, where given, are what the model expects: data that does not fit is refused.
+    """
+    mixture = as_mixture(data)
+    check_division(batch, host, hosts)
+    _check_fits(mixture, seq=seq, vocab_size=vocab_size)
+    if split == TRAIN:
+        rows, batches = _training_rows(mixture, source, batch=batch, seed=seed), None
+    else:
+        rows, batches = _validation_rows(mixture, split, source, batch=batch)
+    limit = min(max_batches or batches or 0, batches or max_batches or 0) or None
+    pipeline = divide(rows, _stack(mixture), batch=batch, host=host, hosts=hosts, batches=limit)
+    return Loader(
+        pipeline,
+        batches=limit,
+        vocab_size=mixture.vocab_size,
+        seq_len=mixture.seq_len,
+        threads=threads,
+        prefetch=prefetch,
+    )
+
+
+def divide(rows: Any, stack: Any, *, batch: int, host: int, hosts: int, batches: int | None) -> Any:
+    """The host's batches of a Grain sequence of rows: sub-batch n*hosts + host, for n = 0, 1, ..."""
+    parts = rows.batch(batch // hosts, drop_remainder=True, batch_fn=stack)[host::hosts]
+    return parts if batches is None else parts[:batches]
+
+
+def check_division(batch: int, host: int, hosts: int) -> None:
+    if batch < 1 or hosts < 1 or batch % hosts:
+        raise ValueError(
+            f"a global batch of {batch} rows does not divide among {hosts} hosts; choose a multiple of {hosts}"
+        )
+    if not 0 <= host < hosts:
+        raise ValueError(f"host {host} of {hosts}: hosts are numbered 0 to {hosts - 1}")
+
+
+def _check_fits(mixture: Mixture, *, seq: int | None, vocab_size: int | None) -> None:
+    where = mixture.datasets[0].directory
+    if seq is not None and seq != mixture.seq_len:
+        raise ValueError(
+            f"{where}: rows of {mixture.seq_len} tokens, the model reads {seq}; "
+            f"train with --seq {mixture.seq_len} or prepare the data with --seq-len {seq}"
+        )
+    if vocab_size is None:
+        return
+    for dataset in mixture.datasets:
+        for shard in dataset.manifest.shards:
+            if shard.max_token >= vocab_size:
+                raise ValueError(
+                    f"{dataset.directory / shard.file}: holds token id {shard.max_token}, outside the model's "
+                    f"vocabulary of {vocab_size}; the data set needs a vocabulary of {dataset.vocab_size}"
+                )
+
+
+def _training_rows(mixture: Mixture, source: str | None, *, batch: int, seed: int) -> Any:
+    import grain
+
+    parts = []
+    for number, dataset in enumerate(mixture.datasets):
+        rows = RowSource([dataset.rows(TRAIN, source)])
+        if len(rows) < batch:
+            raise ValueError(
+                f"{dataset.directory}: {len(rows)} training rows of {dataset.seq_len} tokens are fewer than one global "
+                f"batch of {batch}; add text, prepare with a shorter --seq-len, or use a smaller --batch"
+            )
+        parts.append(grain.MapDataset.source(rows).seed(_derived(seed, number)).shuffle().repeat(None))
+    return parts[0] if len(parts) == 1 else grain.MapDataset.mix(parts, list(mixture.weights))
+
+
+def _derived(seed: int, number: int) -> int:
+    """A 32-bit seed for data set `number` of a mixture."""
+    return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+
+
+def validation_sources(data: Dataset | Mixture) -> tuple[str, ...]:
+    """Names of all sources with validation rows; one name in several data sets counts once."""
+    return tuple(dict.fromkeys(name for dataset in as_mixture(data).datasets for name in dataset.sources(VALIDATION)))
+
+
+def _validation_rows(mixture: Mixture, split: str, source: str | None, *, batch: int) -> tuple[Any, int]:
+    import grain
+
+    having = [d for d in mixture.datasets if d.num_rows(split, source)]
+    if not having:
+        wanted = f"source {source!r} has" if source else "there are"
+        raise ValueError(
+            f"{mixture.datasets[0].directory}: {wanted} no {split} rows "
+            f"(sources with some: {', '.join(validation_sources(mixture)) or 'none'}); "
+            "prepare with --val-fraction or --validation FILES"
+        )
+    rows = RowSource([d.rows(split, source) for d in having], padded_to=batch)
+    return grain.MapDataset.source(rows), len(rows) // batch
+
+
+def _stack(mixture: Mixture) -> Any:
+    dtype, vocab_size = mixture.manifest.row_dtype, mixture.vocab_size
+
+    def stack(records: Sequence[Record]) -> Batch:
+        rows = np.frombuffer(b"".join(record.data for record in records), dtype)
+        if int(rows["tokens"].max()) >= vocab_size:
+            _refuse_token(records, rows, vocab_size)
+        return rows_to_batch(rows)
+
+    return stack
+
+
+def _refuse_token(records: Sequence[Record], rows: np.ndarray, vocab_size: int) -> None:
+    for record, row in zip(records, rows, strict=True):
+        worst = int(row["tokens"].max())
+        if record.rows is not None and worst >= vocab_size:
+            where = record.rows.describe(record.index)
+            raise ValueError(
+                f"{where}: token id {worst} is outside the vocabulary of {vocab_size}; prepare the data set again"
+            )

@@ -1,0 +1,59 @@
+"""A function over chunks, in this process or in several, results in the order of the chunks."""
+
+import collections
+import concurrent.futures
+import itertools
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from halfbyte.data.files import Chunk
+
+SMALL_INPUT = 8 << 20  # below this, starting processes costs more than they save
+
+Runner = Callable[[Callable[[Chunk], Any], Iterable[Chunk]], Iterator[tuple[Chunk, Any]]]
+
+
+class ChunkRunner:
+    """Gives a function that maps over chunks in order, in this process or in several."""
+
+    def __init__(self, workers: int | None, total_bytes: int):
+        auto = 1 if total_bytes < SMALL_INPUT else len(os.sched_getaffinity(0))
+        self.workers = workers or auto
+        self._executor: concurrent.futures.ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> Runner:
+        if self.workers == 1:
+            return lambda function, items: ((item, function(item)) for item in items)
+        context = multiprocessing.get_context("spawn")
+        self._executor = concurrent.futures.ProcessPoolExecutor(self.workers, context, initializer=_one_thread_each)
+        return self._run
+
+    def __exit__(self, *_: object) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+
+    def _run(self, function: Callable[[Chunk], Any], items: Iterable[Chunk]) -> Iterator[tuple[Chunk, Any]]:
+        assert self._executor is not None
+        waiting: collections.deque[tuple[Chunk, concurrent.futures.Future]] = collections.deque()
+        remaining = iter(items)
+        while True:
+            for item in itertools.islice(remaining, 3 * self.workers - len(waiting)):
+                waiting.append((item, self._executor.submit(function, item)))
+            if not waiting:
+                return
+            item, future = waiting.popleft()
+            yield item, _result(future)
+
+
+def _result(future: concurrent.futures.Future) -> Any:
+    """The worker's result; its ValueError as one raised here, so that it counts as bad input and not as a failure."""
+    try:
+        return future.result()
+    except ValueError as error:
+        raise ValueError(str(error)) from error
+
+
+def _one_thread_each() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -1,0 +1,55 @@
+"""Progress of long work, on stderr: a bar on a terminal, a plain line now and then elsewhere, or nothing."""
+
+import sys
+import time
+from types import TracebackType
+from typing import Self
+
+import rich.console
+import rich.progress
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class Meter:
+    """Counts bytes of work done. `shown=False` is silent. A context manager."""
+
+    def __init__(self, label: str, total: int, *, shown: bool):
+        self.label, self.total, self.done = label, max(total, 1), 0
+        self._bar: rich.progress.Progress | None = None
+        self._lines = shown and not sys.stderr.isatty()
+        self._begun = self._said = time.monotonic()
+        if shown and sys.stderr.isatty():
+            self._bar = rich.progress.Progress(
+                rich.progress.TextColumn("{task.description}"),
+                rich.progress.BarColumn(),
+                rich.progress.DownloadColumn(binary_units=True),
+                rich.progress.TransferSpeedColumn(),
+                rich.progress.TimeRemainingColumn(),
+                rich.progress.TextColumn("{task.fields[note]}"),
+                console=rich.console.Console(stderr=True),
+            )
+            self._task = self._bar.add_task(label, total=self.total, note="")
+
+    def advance(self, amount: int, note: str = "") -> None:
+        self.done += amount
+        if self._bar is not None:
+            self._bar.update(self._task, advance=amount, note=note)
+        elif self._lines and time.monotonic() - self._said >= SECONDS_BETWEEN_LINES:
+            self._said = time.monotonic()
+            seconds = self._said - self._begun
+            print(
+                f"{self.label}: {100 * self.done / self.total:.0f}% after {seconds:.0f} s {note}".rstrip(),
+                file=sys.stderr,
+            )
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()

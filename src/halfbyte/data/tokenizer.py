@@ -1,0 +1,130 @@
+"""Text to token ids and back, whichever way the tokenizer was made.
+
+Every tokenizer is a `tokenizers` file: one given by the user, a byte-level BPE trained here, or the 256 bytes with no
+merges. Two special tokens matter. `eos` ends a document; `bos` begins one. A tokenizer without its own `bos` (ours, and
+GPT-2's) uses `<|endoftext|>` for both, so that the first token of a text is predicted from something.
+
+The text `<|endoftext|>` inside a document is ordinary text: it is spelled out in pieces and never becomes the special
+token, so no document can end itself early.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+END_OF_TEXT = "<|endoftext|>"
+KNOWN_EOS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>")
+KNOWN_BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<｜begin▁of▁sentence｜>")
+SMALLEST_BPE = 257
+
+
+class Tokenizer:
+    """A tokenizer with its document markers. Ids are below `vocab_size`; byte-level ones decode to the exact text."""
+
+    def __init__(self, text: str, *, eos: str | None = None, bos: str | None = None):
+        """From the text of a `tokenizer.json`; `eos` and `bos` name its markers where they are not well known."""
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises bare Exception, always for a file it cannot parse
+            raise ValueError(f"not a tokenizer.json of the tokenizers library: {error}") from error
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.text = text
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(vocabulary.values()) + 1
+        self.eos: str = _marker(vocabulary, eos, KNOWN_EOS, field="eos")
+        self.bos: str = _marker(vocabulary, bos, (*KNOWN_BOS, self.eos), field="bos")
+        self.eos_id: int = vocabulary[self.eos]
+        self.bos_id: int = vocabulary[self.bos]
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
+        """The ids of `text`, with the markers asked for. A stored document is `encode(text, bos=True, eos=True)`."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return [self.bos_id] * bos + ids + [self.eos_id] * eos
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, no markers; faster than one by one."""
+        return [e.ids for e in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Iterable[int], *, markers: bool = False) -> str:
+        """The text of `ids`; special tokens are left out unless `markers`."""
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=not markers)
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.text, encoding="utf-8")
+
+
+def _marker(vocabulary: dict[str, int], named: str | None, known: Iterable[str], *, field: str) -> str:
+    if named is not None:
+        if named not in vocabulary:
+            raise ValueError(f"{field} token {named!r} is not in the tokenizer's vocabulary; name one that is")
+        return named
+    for candidate in known:
+        if candidate in vocabulary:
+            return candidate
+    raise ValueError(f"the tokenizer has no known {field} token; name its {field} token (--{field} TOKEN)")
+
+
+def load_tokenizer(path: str | Path, *, eos: str | None = None, bos: str | None = None) -> Tokenizer:
+    """The tokenizer in a `tokenizer.json`."""
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise ValueError(f"--tokenizer {path}: no such file; give a tokenizer.json, bpe:N or bytes")
+    try:
+        return Tokenizer(path.read_text(encoding="utf-8"), eos=eos, bos=bos)
+    except ValueError as error:
+        raise ValueError(f"--tokenizer {path}: {error}") from error
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Id = byte value; 256 is `<|endoftext|>`."""
+    vocabulary = {_spelling(byte): byte for byte in range(256)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([tokenizers.AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    return Tokenizer(tokenizer.to_str(pretty=True))
+
+
+def _spelling(byte: int) -> str:
+    """The character that byte-level BPE writes for a byte: itself if printable Latin-1, else from 256 upward."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    if byte in printable:
+        return chr(byte)
+    return chr(256 + [b for b in range(256) if b not in printable].index(byte))
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE of at most `vocab_size` ids, the markers and 256 bytes among them; same texts, same file."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return Tokenizer(tokenizer.to_str(pretty=True))
+
+
+def bpe_size(spec: str) -> int | None:
+    """N of 'bpe:N', or None if `spec` is not of that form."""
+    if not spec.startswith("bpe:"):
+        return None
+    digits = spec.removeprefix("bpe:")
+    if not digits.isdecimal() or int(digits) < SMALLEST_BPE:
+        raise ValueError(
+            f"--tokenizer {spec}: after 'bpe:' comes the vocabulary's size, e.g. bpe:32768; "
+            f"256 bytes and {END_OF_TEXT} need at least {SMALLEST_BPE}"
+        )
+    return int(digits)
