@@ -43,6 +43,7 @@ def imported_modules(name: str, file: Path, known: dict[str, Path]) -> set[str]:
     """Modules of the package that `file` imports, anywhere in it, also inside functions."""
     package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
     top = name.split(".")[0]
+    folders = {module.rpartition(".")[0] for module in known}
     found: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -50,9 +51,9 @@ def imported_modules(name: str, file: Path, known: dict[str, Path]) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             origin = ".".join([*base, *([node.module] if node.module else [])])
-            submodules = {f"{origin}.{alias.name}" for alias in node.names} & known.keys()
-            names_of_the_package = {alias.name for alias in node.names if f"{origin}.{alias.name}" not in known}
-            found |= submodules | ({origin} if names_of_the_package else set())
+            targets = {f"{origin}.{alias.name}" for alias in node.names}
+            submodules = targets & (known.keys() | folders)
+            found |= submodules | ({origin} if targets - submodules else set())
     return {target for target in found if target == top or target.startswith(f"{top}.")}
 
 

@@ -1,4 +1,4 @@
-"""The device table: complete, sourced, consistent with itself; unknown devices get no peaks; native gates by capability.
+"""The device table is complete and sourced; unknown devices get no peaks; native formats go by capability.
 
 Oracle: the vendor's rack and board figures, divided by the number of GPUs, and the published capability rule.
 """
@@ -55,7 +55,8 @@ def test_every_fact_is_there_and_has_a_source(name):
     "name, fmt, system_pflops, gpus",
     [
         # Dense PFLOP/s of a whole board or rack, as the vendor states them (sparse figures halved).
-        ("h100", "bf16", 989.5e-3, 1), ("h100", "fp8", 1979e-3, 1), ("h200", "bf16", 989.5e-3, 1), ("h200", "fp8", 1979e-3, 1),
+        ("h100", "bf16", 989.5e-3, 1), ("h100", "fp8", 1979e-3, 1),
+        ("h200", "bf16", 989.5e-3, 1), ("h200", "fp8", 1979e-3, 1),
         ("b200", "bf16", 36 / 2, 8), ("b200", "fp8", 72 / 2, 8), ("b200", "nvfp4", 72, 8),
         ("gb200", "bf16", 360 / 2, 72), ("gb200", "fp8", 720 / 2, 72), ("gb200", "nvfp4", 1440 / 2, 72),
         ("b300", "bf16", 36 / 2, 8), ("b300", "fp8", 72 / 2, 8), ("b300", "nvfp4", 105, 8),
@@ -74,8 +75,8 @@ def test_hopper_has_no_peak_for_what_it_emulates():
 @pytest.mark.parametrize(
     "kind, name",
     [
-        ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA H200 141GB HBM3e", "h200"), ("NVIDIA B200", "b200"),
-        ("NVIDIA GB200", "gb200"), ("NVIDIA B300 SXM6 AC", "b300"), ("NVIDIA GB300", "gb300"),
+        ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA H200 141GB HBM3e", "h200"),
+        ("NVIDIA B200", "b200"), ("NVIDIA GB200", "gb200"), ("NVIDIA B300 SXM6 AC", "b300"), ("NVIDIA GB300", "gb300"),
     ],
 )  # fmt: skip
 def test_lookup_knows_the_boards_of_the_table(kind, name):
@@ -84,8 +85,8 @@ def test_lookup_knows_the_boards_of_the_table(kind, name):
 
 @pytest.mark.parametrize(
     "kind",
-    ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA GH200 480GB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
-     "NVIDIA B200 MIG 1g.23gb", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 5090"],
+    ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA GH200 480GB",
+     "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA B200 MIG 1g.23gb", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 5090"],
 )  # fmt: skip
 def test_a_board_that_is_not_in_the_table_gets_no_peaks(kind):
     entry = lookup(jax_device(kind, compute_capability="12.0", core_count=170))

@@ -124,15 +124,18 @@ def unknown_command(name: str, commands: Mapping[str, Path]) -> int:
 
 def run_command(name: str, file: Path, flags: list[str], *, as_json: bool) -> int:
     """Parses the flags, runs the command with stdout kept clean if `as_json`, and reports any error."""
-    from halfbyte.devices.platform import settle_platform
+    from halfbyte.devices.platform import load_jax_quietly, settle_platform
 
-    settle_platform(os.environ)
+    if settle_platform(os.environ):
+        load_jax_quietly()
     with contextlib.ExitStack() as stack:
         stdout = stack.enter_context(_stdout_to_stderr()) if as_json else sys.stdout
         try:
             module = importlib.import_module(f"halfbyte.cli.{file.stem}")
             result = as_result(module.run(parse_flags(name, module, flags)))
         except SystemExit as stop:  # the parser has said what is wrong, or printed its help
+            if stop.code == BAD_INPUT and difflib.get_close_matches("--json", flags, cutoff=0.8):
+                say_error("did you mean --json?")
             return stop.code if isinstance(stop.code, int) else (DONE if stop.code is None else FAILED)
         except KeyboardInterrupt:
             say_error(f"`halfbyte {name}` was interrupted")
@@ -150,7 +153,7 @@ def parse_flags(name: str, module: ModuleType, flags: list[str]) -> Any:
         return module.parse(flags)
     import tyro
 
-    description = f"{module.__doc__ or ''}\n\n--json: one JSON object on stdout, everything else on stderr."
+    description = f"{(module.__doc__ or '').strip()}\n\n--json: one JSON object on stdout, everything else on stderr."
     return tyro.cli(module.Args, prog=f"halfbyte {name}", description=description, args=flags)
 
 

@@ -1,7 +1,11 @@
-"""Keeps JAX quiet on a machine that has the CUDA compiler plugin but no GPU. It imports no JAX: it runs first."""
+"""Keeps JAX quiet on a machine that has the CUDA compiler plugin but no GPU. Nothing here imports JAX on its own."""
 
-from collections.abc import Callable, MutableMapping
+import contextlib
+import ctypes
+import os
+from collections.abc import Callable, Iterator, MutableMapping
 from glob import glob
+from importlib import import_module
 from importlib.util import find_spec
 
 # What an NVIDIA driver puts into /dev: native, Jetson, WSL.
@@ -34,3 +38,33 @@ def settle_platform(
         return None
     environ["JAX_PLATFORMS"] = "cpu"
     return "cpu"
+
+
+def load_jax_quietly() -> None:
+    """Imports JAX and the CUDA plugin's libraries while they cannot write that there is no driver: we know."""
+    with _silent_stderr():
+        import_module("jax")
+        for name in filter(find_spec, CUDA_PLUGINS):
+            import_module(f"{name}.cuda_plugin_extension")
+        for library in _plugin_libraries():
+            ctypes.CDLL(library)  # JAX loads it later: the second time is silent
+
+
+def _plugin_libraries() -> list[str]:
+    """The compiler's shared libraries inside the namespace package that JAX plugins share."""
+    shared = find_spec("jax_plugins")
+    folders = (shared.submodule_search_locations or []) if shared else []
+    return [library for folder in folders for library in glob(f"{folder}/xla_cuda*/xla_cuda_plugin.so")]
+
+
+@contextlib.contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Nothing written to file descriptor 2 is shown, also not what a C library writes."""
+    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)

@@ -19,8 +19,8 @@ FORMATS = ("bf16", "fp8", "mxfp8", "mxfp4", "nvfp4")
 class Device:
     """One kind of accelerator. None, or a missing peak, means not known: nothing may be computed from it.
 
-    kind is what CUDA calls the board. bandwidth and nvlink_bandwidth are bytes/s of one device; nvlink_bandwidth counts both directions together.
-    nvlink_domain is how many devices reach each other over NVLink in the system it is sold in.
+    kind is what CUDA calls the board. bandwidth and nvlink_bandwidth are bytes/s of one device; nvlink_bandwidth counts
+    both directions together. nvlink_domain is how many devices reach each other over NVLink as it is sold.
     """
 
     name: str

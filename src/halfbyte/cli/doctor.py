@@ -1,0 +1,153 @@
+"""What runs native here, what emulated, and a self-test of every quantizer.
+
+Exits with 3 if a quantizer does not give the stored bits inside jit on this machine: then no result computed here in
+that format means anything."""
+
+import platform
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from halfbyte.cli.result import DONE, NOT_PASSED, Result
+from halfbyte.cli.screen import console, table
+
+PACKAGES = (
+    "halfbyte", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "numpy", "ml_dtypes", "optax",
+    "orbax-checkpoint", "grain", "tokenizers",
+)  # fmt: skip
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Args:
+    vectors: Path | None = None
+    """Another file of stored vectors for the self-test."""
+
+
+def run(args: Args) -> Result:
+    devices = find_devices()
+    formats = [row for device in devices for row in format_rows(device)]
+    show(devices, formats, versions())
+    checks = run_self_test(args.vectors)
+    passed = all(check["passed"] for check in checks)
+    data = {
+        "versions": versions(),
+        "devices": [_public(d) for d in devices],
+        "formats": formats,
+        "checks": checks,
+        "passed": passed,
+    }
+    return Result(data, DONE if passed else NOT_PASSED)
+
+
+def versions() -> dict[str, str]:
+    """Version of Python and of every package that numbers depend on; packages that are not installed are left out."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    if "halfbyte" not in found:  # run from a source tree
+        import halfbyte
+
+        found["halfbyte"] = halfbyte.__version__
+    return found
+
+
+def find_devices() -> list[dict[str, Any]]:
+    """One entry for each kind of device JAX sees, with how many there are and what the device table says of it."""
+    import jax
+
+    from halfbyte.devices import lookup
+
+    kinds: dict[tuple[str, str], list[Any]] = {}
+    for found in jax.devices():
+        kinds.setdefault((found.platform, found.device_kind), []).append(found)
+    return [
+        {
+            "kind": kind,
+            "platform": platform_name,
+            "count": len(members),
+            "table": lookup(members[0]),
+            "memory_bytes": memory_of(members[0]),
+        }
+        for (platform_name, kind), members in kinds.items()
+    ]
+
+
+def memory_of(jax_device: Any) -> int | None:
+    """Bytes that JAX may use on the device, None where it does not say (the CPU)."""
+    stats = jax_device.memory_stats() or {}
+    limit = stats.get("bytes_limit")
+    return None if limit is None else int(limit)
+
+
+def format_rows(device: dict[str, Any]) -> list[dict[str, Any]]:
+    """For each format: native or emulated in training and in inference, and the dense peak if there is one."""
+    from halfbyte.devices import FORMATS, native_inference, native_training
+
+    entry = device["table"]
+    return [
+        {
+            "device": entry.name,
+            "format": name,
+            "training": "native" if native_training(entry, name) else "emulated, exact",
+            "inference": "native" if native_inference(entry, name) else "emulated, exact",
+            "peak_flops": entry.peak.get(name),
+        }
+        for name in FORMATS
+    ]
+
+
+def show(devices: list[dict[str, Any]], formats: list[dict[str, Any]], packages: dict[str, str]) -> None:
+    out = console()
+    out.print("versions  " + "  ".join(f"{name} {number}" for name, number in packages.items()))
+    rows = [(d["table"].name, d["count"], d["kind"], *_geometry(d)) for d in devices]
+    out.print(table(["device", "count", "kind", "capability", "memory", "bandwidth"], rows, title="Devices"))
+    support = [(r["format"], r["device"], r["training"], r["inference"], _tflops(r["peak_flops"])) for r in formats]
+    out.print(table(["format", "device", "training", "inference", "dense peak"], support, title="Formats"))
+
+
+def run_self_test(vectors: Path | None) -> list[dict[str, Any]]:
+    """Runs and prints the checks; each as plain data."""
+    from halfbyte.formats.selftest import VECTORS, self_test
+
+    checks = self_test(vectors or VECTORS)
+    rows = [
+        (
+            c.name,
+            c.what,
+            c.tensors,
+            c.compared,
+            "pass" if c.passed else f"FAIL: {c.wrong} differ; first {c.first_wrong}",
+        )
+        for c in checks
+    ]
+    title = "Self-test: stored vectors, inside jit, on the default device"
+    console().print(table(["quantizer", "what", "tensors", "numbers", "result"], rows, title=title))
+    failed = [check.name for check in checks if not check.passed]
+    if failed:
+        console().print(f"[bold red]{len(failed)} of {len(checks)} did not pass[/]: {', '.join(failed)}")
+    else:
+        console().print(f"all {len(checks)} quantizers give the stored bits here")
+    fields = ("name", "what", "tensors", "compared", "wrong", "first_wrong", "passed")
+    return [{field: getattr(check, field) for field in fields} for check in checks]
+
+
+def _geometry(device: dict[str, Any]) -> tuple[str, str, str]:
+    entry, memory = device["table"], device["memory_bytes"] or device["table"].memory_bytes
+    capability = ".".join(map(str, entry.capability)) if entry.capability else "n/a"
+    bandwidth = f"{entry.bandwidth / 1e12:.2f} TB/s" if entry.bandwidth else "n/a"
+    return capability, f"{memory / GIB:.0f} GiB" if memory else "n/a", bandwidth
+
+
+def _tflops(flops: float | None) -> str:
+    return f"{flops / 1e12:,.0f} TFLOP/s" if flops else "n/a"
+
+
+def _public(device: dict[str, Any]) -> dict[str, Any]:
+    """A device without its table entry, which is not JSON."""
+    entry = device["table"]
+    return {**{k: v for k, v in device.items() if k != "table"}, "name": entry.name, "capability": entry.capability}

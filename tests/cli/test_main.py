@@ -1,0 +1,140 @@
+"""The command line itself: exit codes, one-paragraph errors, nearest names, and a clean stdout under --json."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from halfbyte.cli import main as cli
+from halfbyte.cli.result import Result
+
+COMMAND = '''"""Say hello to someone.
+
+More about it."""
+import os
+from dataclasses import dataclass
+from halfbyte.cli.result import Result
+
+@dataclass(frozen=True)
+class Args:
+    steps: int = 1
+    """How often."""
+    name: str = "you"
+    """To whom."""
+
+def run(args):
+    print("hello", args.name)
+    os.system("echo from a child process")
+    if args.name == "bad":
+        raise ValueError("name 'bad' is bad; take another")
+    if args.name == "bug":
+        import json
+        json.loads("{")
+    if args.name == "gone":
+        open("no/such/file")
+    if args.name == "crash":
+        raise KeyError("x")
+    return Result({"name": args.name, "steps": args.steps}, code=3 if args.name == "fails" else 0)
+'''
+
+
+@pytest.fixture
+def hello(tmp_path, monkeypatch):
+    """A command module named `hello`, living where Halfbyte's own commands live as far as main can tell."""
+    (tmp_path / "hello.py").write_text(COMMAND)
+    (tmp_path / "not_a_command.py").write_text('"""Something else."""\nx = 1\n')
+    monkeypatch.setattr("halfbyte.cli.__path__", [str(tmp_path)])
+    monkeypatch.setattr(cli, "PACKAGE", tmp_path)
+    monkeypatch.setattr(cli, "find_commands", lambda folder=tmp_path, find=cli.find_commands: find(folder))
+    yield
+    sys.modules.pop("halfbyte.cli.hello", None)
+
+
+def test_overview_lists_commands_by_their_first_line(hello, capsys):
+    assert cli.main([]) == 0
+    out = capsys.readouterr().out
+    assert "hello  Say hello to someone" in out
+    assert "Something else" not in out
+
+
+def test_a_command_runs(hello, capfd):
+    assert cli.main(["hello", "--name", "world"]) == 0
+    assert "hello world" in capfd.readouterr().out
+
+
+def test_json_leaves_stdout_to_the_object_alone(hello, capfd):
+    assert cli.main(["hello", "--json", "--steps", "3"]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out) == {"name": "you", "steps": 3}
+    assert "hello you" in err and "from a child process" in err
+
+
+def test_json_is_printed_for_a_verdict_that_did_not_pass(hello, capfd):
+    assert cli.main(["hello", "--name", "fails", "--json"]) == 3
+    assert json.loads(capfd.readouterr().out)["name"] == "fails"
+
+
+def test_bad_input_is_one_paragraph_and_exit_2(hello, capfd):
+    assert cli.main(["hello", "--name", "bad"]) == 2
+    err = capfd.readouterr().err
+    assert "halfbyte: name 'bad' is bad; take another" in err
+    assert "Traceback" not in err
+
+
+def test_a_missing_file_is_bad_input(hello, capfd):
+    assert cli.main(["hello", "--name", "gone"]) == 2
+    assert "no/such/file" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["bug", "crash"])
+def test_an_error_that_is_ours_shows_its_traceback_and_exit_1(hello, capfd, name):
+    assert cli.main(["hello", "--name", name, "--json"]) == 1
+    out, err = capfd.readouterr()
+    assert "Traceback" in err and "halfbyte: failed:" in err
+    assert out == ""
+
+
+def test_unknown_flag_names_the_nearest_and_exits_2(hello, capfd):
+    assert cli.main(["hello", "--stps", "3"]) == 2
+    assert "--steps" in capfd.readouterr().err
+    assert cli.main(["hello", "--jsn"]) == 2
+    assert "did you mean --json?" in capfd.readouterr().err
+
+
+def test_unknown_command_names_the_nearest_and_exits_2(hello, capfd):
+    assert cli.main(["helo"]) == 2
+    assert "did you mean `halfbyte hello`?" in capfd.readouterr().err
+    assert cli.main(["--wat"]) == 2
+    assert "unknown flag '--wat'" in capfd.readouterr().err
+
+
+def test_help_of_a_command(hello, capfd):
+    assert cli.main(["hello", "--help"]) == 0
+    out = capfd.readouterr().out
+    assert "More about it." in out and "How often." in out and "--json" in out
+
+
+def test_a_value_of_the_wrong_type_exits_2(hello, capfd):
+    assert cli.main(["hello", "--steps", "many"]) == 2
+    assert "--steps" in capfd.readouterr().err
+
+
+def test_what_a_command_may_return():
+    assert cli.as_result(None) == Result({})
+    assert cli.as_result({"a": 1}) == Result({"a": 1})
+    with pytest.raises(TypeError, match="returns Result, a dict or None, got int"):
+        cli.as_result(3)
+
+
+def test_every_command_has_a_short_summary():
+    commands = cli.find_commands()
+    assert {"doctor", "recipes"} <= set(commands)
+    for name, file in commands.items():
+        assert 0 < len(cli.summary(file)) < 100, name
+
+
+def test_help_does_not_import_jax():
+    code = "import sys; from halfbyte.cli.main import main; main(['--help']); sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], capture_output=True)

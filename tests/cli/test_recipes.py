@@ -1,0 +1,56 @@
+"""`halfbyte recipes`: what it prints is what halfbyte.recipe says."""
+
+import json
+
+import pytest
+
+from halfbyte.cli.main import main
+from halfbyte.recipe import aliases, difference, recipe, recipe_names
+
+
+def run_json(capfd, *argv):
+    code = main([*argv, "--json"])
+    return code, json.loads(capfd.readouterr().out)
+
+
+def test_all_recipes(capfd):
+    code, data = run_json(capfd, "recipes")
+    assert code == 0
+    assert [entry["name"] for entry in data["recipes"]] == recipe_names()
+    by_name = {entry["name"]: entry for entry in data["recipes"]}
+    assert by_name["nvfp4"]["aliases"] == [alias for alias, name in aliases().items() if name == "nvfp4"]
+    assert {change["operand"] for change in by_name["nvfp4_no_rht"]["changes"]} == {"wgrad_x", "wgrad_dy"}
+    assert by_name["nvfp4_no_rht"]["differs_from"] == "nvfp4"
+
+
+def test_one_recipe_by_its_maxtext_name(capfd):
+    code, data = run_json(capfd, "recipes", "te_nvfp4")
+    assert code == 0
+    assert data["name"] == "nvfp4"
+    assert data["operands"]["wgrad_dy"] == {
+        "format": "nvfp4",
+        "block": "1d",
+        "rounding": "stochastic",
+        "hadamard": True,
+    }
+
+
+def test_two_recipes(capfd):
+    code, data = run_json(capfd, "recipes", "nvfp4", "mxfp4")
+    assert code == 0
+    expected = [(operand, field) for operand, field, _, _ in difference(recipe("nvfp4"), recipe("mxfp4"))]
+    assert [(change["operand"], change["field"]) for change in data["changes"]] == expected
+
+
+def test_the_table_for_people(capfd):
+    assert main(["recipes", "nvfp4", "nvfp4_no_2d"]) == 0
+    out = capfd.readouterr().out
+    assert "fprop_w" in out and "2d" in out and "1d" in out
+    assert main(["recipes", "nvfp4", "nvfp4"]) == 0
+    assert "compute the same numbers" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("names, hint", [(["nvfp44"], "did you mean nvfp4"), (["nvfp4"] * 3, "or two recipes, got 3")])
+def test_bad_names_exit_2(capfd, names, hint):
+    assert main(["recipes", *names]) == 2
+    assert hint in capfd.readouterr().err
