@@ -1,7 +1,9 @@
 # Two commands do everything on a fresh clone:  make train  ·  make test
 # They need Python >= 3.11, make and a package index. The environment is built once in .venv and reused after that.
 
-PYTHON ?= $(shell command -v python3.12 || command -v python3.11 || command -v python3)
+# The first Python that runs and is new enough; a version manager's shim may exist for one that is not installed.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+  $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 VENV   := .venv
 BIN    := $(VENV)/bin
 # -qq: errors only; the two installs say themselves what they do.
@@ -39,9 +41,7 @@ clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.base: pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "no python3 found; set PYTHON=/path/to/python3.11 or later"; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "$(PYTHON) is too old: Halfbyte needs Python 3.11 or later; set PYTHON=/path/to/it"; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Halfbyte needs Python 3.11 or later and found none; set PYTHON=/path/to/it"; exit 1; }
 	@echo "setting up $(VENV) with $(PYTHON) (about a minute, once)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 	  { echo "cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; rm -rf $(VENV); exit 1; }

@@ -86,7 +86,8 @@ def test_lookup_knows_the_boards_of_the_table(kind, name):
 @pytest.mark.parametrize(
     "kind",
     ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA GH200 480GB",
-     "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA B200 MIG 1g.23gb", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 5090"],
+     "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA B200 MIG 1g.23gb", "NVIDIA A100-SXM4-80GB",
+     "NVIDIA GeForce RTX 5090"],
 )  # fmt: skip
 def test_a_board_that_is_not_in_the_table_gets_no_peaks(kind):
     entry = lookup(jax_device(kind, compute_capability="12.0", core_count=170))
