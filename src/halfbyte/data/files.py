@@ -128,16 +128,16 @@ def _text_chunks(file: InputFile) -> Iterator[Chunk]:
 
 
 def cut_before(data: bytes, limit: int) -> int:
-    """Where to cut UTF-8 `data`, at most an eighth before `limit`: after a newline, else before a space, else anywhere
-    between two characters."""
+    """Where to cut UTF-8 `data`: after the last newline in the eighth before `limit`, else before the last space there,
+    else at `limit`, or up to three bytes later where a character ends."""
     near = max(1, limit - limit // 8)
     if (newline := data.rfind(b"\n", near, limit)) >= 0:
         return newline + 1
     if (space := data.rfind(b" ", near, limit)) >= 0:
         return space
     cut = limit
-    while cut > 1 and cut < len(data) and data[cut] & 0xC0 == 0x80:
-        cut -= 1
+    while cut < len(data) and data[cut] & 0xC0 == 0x80:
+        cut += 1
     return cut
 
 

@@ -5,7 +5,7 @@ With c(w) and c(v, w) counted over the scored targets of the training rows, N to
     unigram   p(w)    = (c(w) + 1) / (N + V)
     bigram    p(w|v)  = max(c(v, w) - D, 0) / c(v) + D * n(v) / c(v) * p(w)          c(v) = sum of c(v, .) > 0
                       = p(w)                                                       if v was never seen
-    discount  D       = n1 / (n1 + 2 * n2)
+    discount  D       = n1 / (n1 + 2 * n2),  or 1/2 if n1 = 0
 
 where n(v) is the number of different tokens seen after v, and n1, n2 the numbers of pairs seen once and twice: absolute
 discounting, interpolated with the unigram (Ney, Essen and Kneser 1994). Both are proper distributions over the
@@ -67,7 +67,7 @@ def _bigram(pairs: np.ndarray, contexts: np.ndarray, words: np.ndarray, unigram:
     vocab = len(unigram)
     seen, counts = np.unique(pairs, return_counts=True)
     once, twice = np.count_nonzero(counts == 1), np.count_nonzero(counts == 2)
-    discount = once / (once + 2.0 * twice) if once else 0.0
+    discount = once / (once + 2.0 * twice) if once else 0.5
     totals = np.bincount(seen // vocab, weights=counts, minlength=vocab)
     kinds = np.bincount(seen // vocab, minlength=vocab)
     wanted = contexts * vocab + words

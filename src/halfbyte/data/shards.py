@@ -5,7 +5,8 @@ sha256 in the manifest notices it before the first step.
 """
 
 import bisect
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -73,7 +74,8 @@ class Rows:
 
     def __getitem__(self, index: int) -> bytes:
         shard, row = self.locate(index)
-        return self._reader(shard).read([row])[0]
+        with _naming(self.directory / self.shards[shard].file, f", row {row}"):
+            return self._reader(shard).read([row])[0]
 
     def locate(self, index: int) -> tuple[int, int]:
         """(shard number, row inside it)."""
@@ -87,7 +89,10 @@ class Rows:
 
     def read_all(self) -> np.ndarray:
         """Every row, as one structured array."""
-        parts = [b"".join(self._reader(i).read(0, shard.rows)) for i, shard in enumerate(self.shards)]
+        parts = []
+        for i, shard in enumerate(self.shards):
+            with _naming(self.directory / shard.file):
+                parts += self._reader(i).read(0, shard.rows)
         return np.frombuffer(b"".join(parts), self.dtype)
 
     def _reader(self, shard: int) -> array_record_module.ArrayRecordReader:
@@ -98,4 +103,16 @@ class Rows:
 
 def open_shard(path: Path) -> array_record_module.ArrayRecordReader:
     """A reader for random access: no read-ahead, no threads of its own."""
-    return array_record_module.ArrayRecordReader(str(path), "readahead_buffer_size:0,max_parallelism:0")
+    with _naming(path):
+        return array_record_module.ArrayRecordReader(str(path), "readahead_buffer_size:0,max_parallelism:0")
+
+
+@contextlib.contextmanager
+def _naming(path: Path, where: str = "") -> Iterator[None]:
+    """What ArrayRecord says of a damaged file, as a ValueError that names it."""
+    try:
+        yield
+    except (RuntimeError, IndexError) as error:
+        raise ValueError(
+            f"{path}{where}: shard damaged ({error}); copy it again or prepare the data set again"
+        ) from error

@@ -1,0 +1,147 @@
+"""Reading input. Oracle: Python's own gzip, lzma and zstandard writers, and the text that was written."""
+
+import gzip
+import json
+import lzma
+
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from halfbyte.data import files
+from halfbyte.data.files import InputFile, chunks, cut_before, find_files, json_records, kind_of
+
+TEXTS = ["one", "two\nlines", "über 数", " "]
+COMPRESS = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard.ZstdCompressor().compress,
+}
+
+
+def as_file(path) -> InputFile:
+    return find_files([path])[0]
+
+
+def records(path) -> list:
+    return [record for chunk in chunks(as_file(path)) for record in json_records(chunk)]
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_jsonl_reads_the_same_however_compressed(tmp_path, suffix):
+    lines = "".join(json.dumps({"text": t, "source": "s"}) + "\n" for t in TEXTS)
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(COMPRESS[suffix](lines.encode()))
+    assert records(path) == [(t.encode(), "s") for t in TEXTS]
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_text_reads_the_same_however_compressed(tmp_path, suffix):
+    text = "first line\nzweite Zeile: ü\n" * 50
+    path = tmp_path / f"a.txt{suffix}"
+    path.write_bytes(COMPRESS[suffix](text.encode()))
+    assert b"".join(chunk.data for chunk in chunks(as_file(path))).decode() == text
+
+
+def test_several_frames_in_one_file(tmp_path):
+    for suffix, compress in COMPRESS.items():
+        path = tmp_path / f"a.jsonl{suffix}"
+        path.write_bytes(compress(b'{"text": "a"}\n') + compress(b'{"text": "b"}\n'))
+        assert records(path) == [(b"a", None), (b"b", None)]
+
+
+@pytest.mark.parametrize("suffix", [s for s in COMPRESS if s])
+def test_a_cut_file_is_named(tmp_path, suffix):
+    data = COMPRESS[suffix](b"".join(b'{"text": "%d"}\n' % (i * 7919) for i in range(5000)))
+    path = tmp_path / f"cut.jsonl{suffix}"
+    path.write_bytes(data[: len(data) // 2])
+    with pytest.raises(ValueError, match="cut.jsonl.*damaged or cut short"):
+        records(path)
+
+
+@pytest.mark.parametrize("suffix", [s for s in COMPRESS if s])
+def test_a_file_that_is_not_compressed_at_all_is_named(tmp_path, suffix):
+    path = tmp_path / f"plain.jsonl{suffix}"
+    path.write_bytes(b'{"text": "plain"}\n' * 9)
+    with pytest.raises(ValueError, match="plain.jsonl.*damaged or cut short"):
+        records(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{", "line 2: not JSON"),
+        (b'"text"', "line 2: no 'text'"),
+        (b'{"body": "x"}', "line 2: no 'text'"),
+        (b'{"text": 5}', "line 2: no 'text'"),
+        (b'{"text": "x", "source": 3}', "line 2: 'source' is 3"),
+        (b'{"text": "\\ud800"}', "line 2: 'text' is not valid Unicode"),
+        (b'{"text": "\xff"}', "line 2: not JSON"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, message):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b'{"text": "good"}\n' + line + b"\n")
+    with pytest.raises(ValueError, match=f"bad.jsonl, {message}"):
+        records(path)
+
+
+def test_line_numbers_go_on_over_chunks(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "CHUNK", 40)
+    monkeypatch.setattr(files, "BLOCK", 16)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "x"}\n' * 20 + b"oops\n")
+    with pytest.raises(ValueError, match="line 21: not JSON"):
+        records(path)
+
+
+def test_a_byte_order_mark_and_blank_lines_are_passed_over(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "x"}\n\n\n{"text": "y"}')
+    assert [text for text, _ in records(path)] == [b"x", b"y"]
+
+
+@given(st.text(min_size=2), st.integers(1, 200))
+def test_a_cut_never_breaks_a_character(text, limit):
+    data = text.encode()
+    cut = cut_before(data, min(limit, len(data)))
+    assert data[:cut].decode() + data[cut:].decode() == text
+    assert 0 < cut <= limit + 3
+
+
+def test_pieces_of_a_text_file_join_to_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "PIECE", 50)
+    monkeypatch.setattr(files, "BLOCK", 64)
+    text = "数字 and words " * 100
+    path = tmp_path / "a.txt"
+    path.write_text(text, encoding="utf-8")
+    pieces = list(chunks(as_file(path)))
+    assert "".join(p.data.decode() for p in pieces) == text
+    assert [p.first for p in pieces] == [True] + [False] * (len(pieces) - 1)
+    assert [p.last for p in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert [p.start for p in pieces] == [sum(len(q.data) for q in pieces[:i]) for i in range(len(pieces))]
+
+
+def test_directories_globs_and_names_give_files_in_order_and_once(tmp_path):
+    for name in ("b.jsonl", "a.txt", "sub/c.jsonl.xz", "notes.pdf"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    assert [f.name for f in find_files([tmp_path])] == ["a.txt", "b.jsonl", "sub/c.jsonl.xz"]
+    assert [f.name for f in find_files([tmp_path / "*.jsonl", tmp_path / "b.jsonl"])] == ["b.jsonl"]
+
+
+def test_names_that_cannot_be_read_are_refused(tmp_path):
+    (tmp_path / "notes.pdf").write_bytes(b"")
+    with pytest.raises(ValueError, match="notes.pdf: cannot tell what it holds"):
+        find_files([tmp_path / "notes.pdf"])
+    with pytest.raises(ValueError, match="no such file"):
+        find_files([tmp_path / "absent.jsonl"])
+    with pytest.raises(ValueError, match="no file in this directory"):
+        find_files([tmp_path])
+
+
+def test_kind_is_read_from_the_name(tmp_path):
+    names = {"a.jsonl": "jsonl", "a.b.JSONL.zst": "jsonl", "a.txt.gz": "text", "a.md": "text", "a.gz": None, "a": None}
+    assert {name: kind_of(tmp_path / name) for name in names} == names
