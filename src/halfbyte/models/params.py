@@ -91,7 +91,7 @@ def init(cfg: LlamaConfig, key: jax.Array) -> Params:
     """Fresh float32 parameters. A leaf's bits depend on the key and on its path alone, so they are the same on any
     mesh (jit it with `out_shardings`).
     """
-    return _nest({path: spec.make(_path_key(key, path)) for path, spec in flatten(param_specs(cfg)).items()})
+    return nest({path: spec.make(_path_key(key, path)) for path, spec in flatten(param_specs(cfg)).items()})
 
 
 def abstract_params(cfg: LlamaConfig, mesh: Mesh | None = None, rules: Rules = DEFAULT_RULES) -> Params:
@@ -166,7 +166,8 @@ def map_specs(function: Any, specs: Specs) -> dict[str, Any]:
     return jax.tree.map(function, specs, is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
 
 
-def _nest(flat: dict[str, Any]) -> dict[str, Any]:
+def nest(flat: dict[str, Any]) -> dict[str, Any]:
+    """The nested dict of path -> leaf: what `flatten` undoes."""
     tree: dict[str, Any] = {}
     for path, value in flat.items():
         *parents, name = path.split("/")

@@ -1,0 +1,176 @@
+"""Oracle: softmax attention in float64 NumPy, one query at a time, over the keys that the query may see."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from halfbyte import devices
+from halfbyte.ops import attention as module
+from halfbyte.ops.attention import attention, cached_attention, choose_attention, cudnn_version
+from halfbyte.sharding import make_mesh, parse_mesh
+
+
+def oracle(q, k, v, segments):
+    q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
+    group = q.shape[2] // k.shape[2]
+    out = np.zeros_like(q)
+    for b, t, h in np.ndindex(q.shape[:3]):
+        seen = [s for s in range(t + 1) if segments is None or segments[b, s] == segments[b, t]]
+        scores = k[b, seen, h // group] @ q[b, t, h] / np.sqrt(q.shape[3])
+        weights = np.exp(scores - scores.max())
+        out[b, t, h] = weights @ v[b, seen, h // group] / weights.sum()
+    return out
+
+
+def inputs(batch, seq, heads, kv_heads, head_dim, dtype=jnp.float32):
+    random = np.random.default_rng(seq + heads)
+    return tuple(jnp.asarray(random.normal(size=(batch, seq, n, head_dim)), dtype) for n in (heads, kv_heads, kv_heads))
+
+
+@functools.partial(jax.jit, static_argnames="mesh")
+def plain(q, k, v, segments=None, mesh=None):
+    return attention(q, k, v, segments, implementation="xla", mesh=mesh)
+
+
+def with_gradients(run):
+    """Value and gradients of a mean over the outputs that is not linear in them."""
+    return jax.jit(jax.value_and_grad(lambda q, k, v: jnp.mean(jnp.sin(run(q, k, v))), argnums=(0, 1, 2)))
+
+
+def assert_close(ours, exact, atol):
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(exact), strict=True):
+        np.testing.assert_allclose(a, b, atol=atol)
+
+
+def packed(batch, seq):
+    """Rows with documents of uneven lengths and padding at the end."""
+    rows = np.zeros((batch, seq), np.int32)
+    for b in range(batch):
+        for number, start in enumerate(range(0, seq - 4 - b, 7 + b), 1):
+            rows[b, start : min(start + 7 + b, seq - 4 - b)] = number
+    return rows
+
+
+@pytest.mark.parametrize("heads, kv_heads, with_segments", [(2, 2, False), (4, 2, True), (3, 1, True)])
+def test_agrees_with_the_definition(heads, kv_heads, with_segments):
+    q, k, v = inputs(2, 24, heads, kv_heads, 8)
+    segments = packed(2, 24) if with_segments else None
+    ours = plain(q, k, v, None if segments is None else jnp.asarray(segments))
+    np.testing.assert_allclose(ours, oracle(q, k, v, segments), atol=2e-6)  # float32 sums of 24 terms
+
+
+def test_a_packed_document_is_as_if_alone():
+    q, k, v = inputs(1, 20, 2, 1, 8)
+    segments = jnp.asarray([[1] * 12 + [2] * 8], jnp.int32)
+    together = plain(q, k, v, segments)
+    alone = plain(*(np.asarray(x)[:, 12:] for x in (q, k, v)))
+    np.testing.assert_allclose(np.asarray(together)[:, 12:], alone, atol=1e-6)
+    grads = jax.jit(jax.grad(lambda k: jnp.sum(plain(q, k, v, segments)[:, 12:] ** 2)))(k)
+    assert np.abs(np.asarray(grads)[:, :12]).max() == 0.0
+
+
+def test_long_sequences_go_in_blocks(monkeypatch):
+    q, k, v = inputs(1, 72, 2, 1, 8)
+    segments = jnp.asarray(packed(1, 72))
+    run = functools.partial(attention, segments=segments, implementation="xla")
+    whole = with_gradients(run)(q, k, v)
+    monkeypatch.setattr(module, "QUERY_BLOCK", 32)  # two whole blocks and a quarter
+    blocks = with_gradients(lambda *a: run(*a))(q, k, v)
+    assert_close(blocks, whole, atol=1e-7)  # means over 1,152 outputs: gradients are below 1e-3
+    text = str(jax.make_jaxpr(run)(q, k, v))
+    assert "32,64]" in text and "72,72]" not in text  # a block's scores end at its diagonal; the whole never exists
+
+
+def test_bf16_output_is_one_rounding_away():
+    q, k, v = inputs(1, 16, 2, 2, 16, jnp.bfloat16)
+    ours = plain(q, k, v)
+    assert ours.dtype == jnp.bfloat16
+    exact = oracle(q, k, v, None)
+    np.testing.assert_allclose(np.asarray(ours, np.float64), exact, atol=2**-7)  # weights and output rounded to bf16
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=4,tensor=2", "data=2,context=2,tensor=2"])
+def test_on_a_mesh(mesh):
+    mesh = make_mesh(parse_mesh(mesh), jax.devices("cpu"))
+    q, k, v = inputs(4, 32, 4, 2, 8)
+    segments = jnp.asarray(packed(4, 32))
+    run = functools.partial(attention, segments=segments, implementation="xla")
+    single = with_gradients(run)(q, k, v)
+    spread = with_gradients(functools.partial(run, mesh=mesh))(q, k, v)
+    assert_close(spread, single, atol=1e-7)  # means over 4,096 outputs
+
+
+def test_cached_attention_sees_what_is_visible():
+    q, k, v = inputs(2, 10, 4, 2, 8)
+    visible = jnp.asarray(np.arange(10)[None, None] < np.array([4, 9])[:, None, None])
+    q, k, v = (np.asarray(x) for x in (q, k, v))
+    ours = jax.jit(cached_attention)(q[:, :1], k, v, visible)
+    for row, length in enumerate((4, 9)):
+        # the query of position 0, asked as the last of `length` positions
+        moved = q[row : row + 1, np.zeros(length, int)]
+        exact = oracle(moved, k[row : row + 1, :length], v[row : row + 1, :length], None)[0, -1]
+        np.testing.assert_allclose(ours[row, 0], exact, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, packed, reason",
+    [
+        ((1, 16, 2, 64), jnp.float32, False, "bfloat16"),
+        ((1, 16, 2, 12), jnp.bfloat16, False, "head_dim"),
+        ((1, 15, 2, 64), jnp.bfloat16, True, "even"),
+    ],
+)
+def test_cudnn_is_refused_where_it_cannot_serve(shape, dtype, packed, reason):
+    with pytest.raises(ValueError, match=f"cudnn cannot serve.*{reason}"):
+        choose_attention(shape, dtype, implementation="cudnn", packed=packed)
+
+
+def test_unknown_implementation_is_refused():
+    with pytest.raises(ValueError, match="no implementation 'flash'.*auto, cudnn, xla"):
+        choose_attention((1, 16, 2, 64), jnp.bfloat16, implementation="flash")
+
+
+@pytest.mark.skipif(
+    not devices.platform._installed(("jax_cuda12_plugin", "jax_cuda13_plugin")), reason="needs the extra `plan`"
+)
+@pytest.mark.parametrize("mesh, packed, calls", [
+    ("fsdp=4,tensor=2", False, {"fmhaSoftmax", "fmhaSoftmaxBackward"}),
+    ("fsdp=4,tensor=2", True, {"fmhaScaleBiasSoftmax", "fmhaScaleBiasSoftmaxBackward"}),
+    ("fsdp=2,context=2,tensor=2", True, {"fmhaScaleBiasSoftmax", "fmhaScaleBiasSoftmaxBackward"}),
+])  # fmt: skip
+def test_compiles_to_cudnn_without_a_gpu(mesh, packed, calls):
+    topology = devices.topology(devices.device("gb300"), hosts=2, per_host=4)
+    mesh = make_mesh(parse_mesh(mesh), np.asarray(topology.devices))
+    spread = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "context", "tensor"))
+    rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "context"))
+    q, k = (jax.ShapeDtypeStruct((4, 256, n, 64), jnp.bfloat16, sharding=spread) for n in (8, 2))
+    segments = jax.ShapeDtypeStruct((4, 256), jnp.int32, sharding=rows)
+
+    def run(q, k, v, segments):
+        return jnp.sum(attention(q, k, v, segments if packed else None, mesh=mesh).astype(jnp.float32) ** 2)
+
+    with cudnn_version():
+        text = jax.jit(jax.grad(run, argnums=(0, 1, 2))).lower(q, k, k, segments).compile().as_text()
+    assert set(re.findall(r"__cudnn\$(\w+)", text)) == calls
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU with cuDNN")
+@pytest.mark.parametrize("with_segments", [False, True])
+def test_cudnn_agrees_with_xla(with_segments):
+    q, k, v = inputs(2, 256, 8, 2, 64, jnp.bfloat16)
+    segments = jnp.asarray(packed(2, 256)) if with_segments else None
+
+    def run(implementation):
+        def total(q, k, v):
+            return jnp.sum(jnp.sin(attention(q, k, v, segments, implementation=implementation).astype(jnp.float32)))
+
+        return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2)))(q, k, v)
+
+    for a, b in zip(jax.tree.leaves(run("cudnn")), jax.tree.leaves(run("xla")), strict=True):
+        a, b = (np.asarray(x, np.float64) for x in (a, b))
+        assert np.abs(a - b).max() <= 0.03 * np.abs(b).max()  # both round probabilities to bf16, at different places

@@ -1,0 +1,112 @@
+"""Oracle: the same loss from whole logits, in float32, differentiated by JAX."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from halfbyte.ops.loss import cross_entropy, token_nll
+from halfbyte.sharding import make_mesh, parse_mesh
+
+BATCH, SEQ, WIDTH, VOCAB = 4, 24, 32, 96
+
+
+def naive(hidden, head, targets, z_loss):
+    logits = jnp.dot(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    picked = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
+    return jnp.sum(jnp.where(targets >= 0, lse - picked + z_loss * lse**2, 0.0))
+
+
+def inputs(dtype=jnp.float32):
+    random = np.random.default_rng(3)
+    targets = random.integers(-1, VOCAB, (BATCH, SEQ))
+    targets[0, :5] = -1
+    hidden, head = random.normal(size=(BATCH, SEQ, WIDTH)), 0.3 * random.normal(size=(WIDTH, VOCAB))
+    return jnp.asarray(hidden, dtype), jnp.asarray(head, jnp.float32), jnp.asarray(targets, jnp.int32)
+
+
+def with_gradients(run):
+    return jax.jit(jax.value_and_grad(run, argnums=(0, 1)))
+
+
+# one chunk; three whole ones; a last one that is padded
+@pytest.mark.parametrize("chunk, z_loss", [(None, 1e-2), (32, 0.0), (40, 1e-2)])
+def test_value_and_gradients(chunk, z_loss):
+    hidden, head, targets = inputs()
+    ours, (dh, dw) = with_gradients(lambda h, w: cross_entropy(h, w, targets, z_loss=z_loss, chunk=chunk)[0] / 7)(
+        hidden, head
+    )
+    exact, (eh, ew) = with_gradients(lambda h, w: naive(h, w, targets, z_loss) / 7)(hidden, head)
+    assert float(ours) == pytest.approx(float(exact), rel=1e-6)
+    np.testing.assert_allclose(dh, eh, atol=1e-6)
+    np.testing.assert_allclose(dw, ew, atol=1e-5)  # sums over 96 tokens
+
+
+def test_bf16_hidden_states_and_a_float32_head():
+    hidden, head, targets = inputs(jnp.bfloat16)
+    _, (dh, dw) = with_gradients(lambda h, w: cross_entropy(h, w, targets, chunk=32)[0])(hidden, head)
+    _, (eh, ew) = with_gradients(lambda h, w: naive(h, w, targets, 0.0))(
+        hidden.astype(jnp.float32), head.astype(jnp.bfloat16).astype(jnp.float32)
+    )
+    assert (dh.dtype, dw.dtype) == (jnp.bfloat16, jnp.float32)
+    for ours, exact in ((dh, eh), (dw, ew)):  # dlogits are rounded to bf16 (2^-9 each), then averaged over the sum
+        assert np.abs(np.asarray(ours, np.float32) - exact).max() <= 2**-7 * np.abs(exact).max()
+
+
+def test_counts_and_ignores():
+    hidden, head, targets = inputs()
+    run = jax.jit(lambda targets: cross_entropy(hidden, head, targets, z_loss=1e-3))
+    _, aux = run(targets)
+    assert float(aux["tokens"]) == np.sum(np.asarray(targets) >= 0)
+    assert float(aux["nll_sum"]) == pytest.approx(float(naive(hidden, head, targets, 0.0)), rel=1e-6)
+    total, aux = run(jnp.full_like(targets, -1))
+    assert float(total) == 0.0 and float(aux["tokens"]) == 0.0
+    dh = jax.jit(jax.grad(lambda h: cross_entropy(h, head, targets)[0]))(hidden)
+    assert np.abs(np.asarray(dh)[0, :5]).max() == 0.0
+
+
+def test_no_gradient_flows_through_aux():
+    hidden, head, targets = inputs()
+    dh = jax.jit(jax.grad(lambda h: cross_entropy(h, head, targets)[1]["nll_sum"]))(hidden)
+    assert np.abs(dh).max() == 0.0
+
+
+def test_token_nll_adds_up():
+    hidden, head, targets = inputs()
+    each = np.asarray(jax.jit(lambda h: token_nll(h, head, targets, chunk=40))(hidden))
+    assert each.shape == targets.shape and np.abs(each[np.asarray(targets) < 0]).max() == 0.0
+    assert float(each.sum()) == pytest.approx(float(naive(hidden, head, targets, 0.0)), rel=1e-6)
+
+
+def test_whole_logits_never_exist():
+    hidden, head, targets = inputs()
+    step = jax.grad(lambda h, w: cross_entropy(h, w, targets, chunk=16)[0], argnums=(0, 1))
+    text = str(jax.make_jaxpr(step)(hidden, head))
+    assert f"f32[16,{VOCAB}]" in text
+    for shape in (f"{BATCH * SEQ},{VOCAB}", f"{BATCH},{SEQ},{VOCAB}", f"{SEQ * BATCH // 16},16,{VOCAB}"):
+        assert f"[{shape}]" not in text
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=4,tensor=2", "data=2,context=2,tensor=2"])
+def test_on_a_mesh(mesh):
+    mesh = make_mesh(parse_mesh(mesh), jax.devices("cpu"))
+    hidden, head, targets = inputs()
+
+    def run(h, w, mesh=None):
+        return cross_entropy(h, w, targets, z_loss=1e-2, chunk=8, mesh=mesh)[0]
+
+    single = with_gradients(run)(hidden, head)
+    spread = with_gradients(lambda *a: run(*a, mesh=mesh))(hidden, head)
+    for a, b in zip(jax.tree.leaves(single), jax.tree.leaves(spread), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    each = jax.jit(lambda h, w: token_nll(h, w, targets, mesh=mesh))(hidden, head)
+    assert float(each.sum()) == pytest.approx(float(naive(hidden, head, targets, 0.0)), rel=1e-6)
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    hidden, head, targets = inputs()
+    with pytest.raises(ValueError, match="do not fit"):
+        cross_entropy(hidden, head.T, targets)
+    with pytest.raises(ValueError, match="vocab_size is 90, which tensor=4 does not divide"):
+        cross_entropy(hidden, head[:, :90], targets, mesh=make_mesh({"fsdp": 2, "tensor": 4}, jax.devices("cpu")))
