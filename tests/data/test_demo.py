@@ -61,6 +61,12 @@ def test_a_damaged_cache_is_named_and_made_anew(demo, tmp_path, capsys):
     assert "train-000-00000.array_record: shard truncated" in capsys.readouterr().err
 
 
+def test_a_cache_that_cannot_be_written_names_the_way_out(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ValueError, match="cannot be written into .*file.*HALFBYTE_CACHE"):
+        demo_dataset(tmp_path / "file")
+
+
 def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "a"))
     assert cache_directory() == tmp_path / "a"

@@ -1,5 +1,6 @@
 """Loading. Oracle: the rows as stored. Property: global batches depend on data, seed and index, not on hosts."""
 
+import concurrent.futures
 import json
 import time
 
@@ -119,6 +120,20 @@ def test_a_mixture_is_drawn_in_proportion(mixture):
     assert all(row.tobytes() in rows[0] | rows[1] for row in drawn)
 
 
+def test_a_set_smaller_than_a_batch_can_be_part_of_a_mixture(mixture):
+    small = mixture.datasets[1].num_rows("train")
+    assert len(next(loader(mixture, batch=small + 1))["tokens"]) == small + 1
+
+
+def test_rows_read_by_many_threads_are_the_rows(dataset):
+    rows = dataset.rows("train")
+    order = np.random.default_rng(0).integers(0, len(rows), 3000).tolist()
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        got = list(threads.map(rows.__getitem__, order))
+    everything = rows.read_all()
+    assert all(data == everything[i].tobytes() for i, data in zip(order, got, strict=True))
+
+
 def test_validation_comes_once_in_order_by_source(dataset):
     for source in validation_sources(dataset):
         rows = dataset.read_rows("validation", source)
@@ -174,6 +189,7 @@ def test_one_source_alone_can_be_trained_on(dataset):
         ({"batch": 8, "source": "nope"}, "no source 'nope' in train; it has default, laws, news"),
         ({"batch": 8, "source": "nope", "split": "validation"}, "source 'nope' has no validation rows"),
         ({"batch": 8, "split": "test"}, "split 'test'"),
+        ({"batch": 8, "seed": -1}, "seed -1"),
     ],
 )
 def test_what_cannot_be_served_is_refused_at_once(dataset, settings, message):

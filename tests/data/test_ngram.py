@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from halfbyte.data import Mixture, ngram_baselines, open_dataset, prepare
+from halfbyte.data import Mixture, ngram, ngram_baselines, open_dataset, prepare
 from halfbyte.data.packing import rows_to_batch
 
 
@@ -60,6 +60,12 @@ def test_a_mixture_counts_all_of_its_rows(dataset):
     train = pairs(np.concatenate([dataset.read_rows("train")] * 2))
     held = pairs(np.concatenate([dataset.read_rows("validation")] * 2))
     assert ngram_baselines(twice) == pytest.approx(by_hand(train, held, 320))
+
+
+def test_plenty_of_text_is_counted_at_even_distances(dataset, monkeypatch):
+    monkeypatch.setattr(ngram, "MOST_TOKENS", dataset.manifest.tokens("train") // 3 + 1)
+    train, held = dataset.read_rows("train")[::3], dataset.read_rows("validation")
+    assert ngram_baselines(dataset) == pytest.approx(by_hand(pairs(train), pairs(held), 320))
 
 
 def test_no_validation_is_refused(corpus, tmp_path):

@@ -173,20 +173,26 @@ def _check_fits(mixture: Mixture, *, seq: int | None, vocab_size: int | None) ->
 def _training_rows(mixture: Mixture, source: str | None, *, batch: int, seed: int) -> Any:
     import grain
 
-    parts = []
-    for number, dataset in enumerate(mixture.datasets):
-        rows = RowSource([dataset.rows(TRAIN, source)])
-        if len(rows) < batch:
-            raise ValueError(
-                f"{dataset.directory}: {len(rows)} training rows of {dataset.seq_len} tokens are fewer than one global "
-                f"batch of {batch}; add text, prepare with a shorter --seq-len, or use a smaller --batch"
-            )
-        parts.append(grain.MapDataset.source(rows).seed(_derived(seed, number)).shuffle().repeat(None))
-    return parts[0] if len(parts) == 1 else grain.MapDataset.mix(parts, list(mixture.weights))
+    chosen = [(i, d.rows(TRAIN, source)) for i, d in enumerate(mixture.datasets) if d.num_rows(TRAIN, source)]
+    count, where = sum(len(rows) for _, rows in chosen), mixture.datasets[0].directory
+    if not chosen:
+        known = dict.fromkeys(name for d in mixture.datasets for name in d.sources(TRAIN))
+        raise ValueError(f"{where}: no source {source!r} in {TRAIN}; it has {', '.join(known)}")
+    if count < batch:
+        raise ValueError(
+            f"{where}: {count} training rows of {mixture.seq_len} tokens are fewer than one global batch of {batch}; "
+            "add text, prepare with a shorter --seq-len, or use a smaller --batch"
+        )
+    parts = [
+        grain.MapDataset.source(RowSource([rows])).seed(_derived(seed, i)).shuffle().repeat(None) for i, rows in chosen
+    ]
+    return parts[0] if len(parts) == 1 else grain.MapDataset.mix(parts, [mixture.weights[i] for i, _ in chosen])
 
 
 def _derived(seed: int, number: int) -> int:
     """A 32-bit seed for data set `number` of a mixture."""
+    if seed < 0:
+        raise ValueError(f"seed {seed}: it must not be negative")
     return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
 
 

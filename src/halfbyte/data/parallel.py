@@ -19,7 +19,7 @@ class ChunkRunner:
     """Gives a function that maps over chunks in order, in this process or in several."""
 
     def __init__(self, workers: int | None, total_bytes: int):
-        auto = 1 if total_bytes < SMALL_INPUT else len(os.sched_getaffinity(0))
+        auto = 1 if total_bytes < SMALL_INPUT else _cores()
         self.workers = workers or auto
         self._executor: concurrent.futures.ProcessPoolExecutor | None = None
 
@@ -45,6 +45,11 @@ class ChunkRunner:
                 return
             item, future = waiting.popleft()
             yield item, _result(future)
+
+
+def _cores() -> int:
+    """Cores this process may use; where the system does not say (macOS), all of them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _result(future: concurrent.futures.Future) -> Any:

@@ -25,7 +25,7 @@ from halfbyte.data.splitting import TRAIN, VALIDATION, SplitRule, Summary, merge
 from halfbyte.data.staging import Staging, publish
 from halfbyte.data.tokenizer import Tokenizer, bpe_size, byte_tokenizer, load_tokenizer, train_bpe
 
-BPE_BYTES = 200_000_000
+BPE_BYTES = 100_000_000
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,8 +54,10 @@ def synthetic(
     import grain
 
     check_division(batch, host, hosts)
-    if vocab < 2 or seq < 1 or (document_length is not None and document_length < 1):
-        raise ValueError(f"synthetic data with vocab {vocab}, seq {seq}, document_length {document_length}: too small")
+    if vocab < 2 or seq < 1 or seed < 0 or (document_length is not None and document_length < 1):
+        raise ValueError(
+            f"synthetic data with vocab {vocab}, seq {seq}, seed {seed}, document_length {document_length}: too small"
+        )
     rows = grain.MapDataset.source(SyntheticRows(vocab, seq, seed, document_length))
     pipeline = divide(
         rows, lambda drawn: rows_to_batch(np.concatenate(drawn)), batch=batch, host=host, hosts=hosts, batches=batches
