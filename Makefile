@@ -7,7 +7,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 VENV   := .venv
 BIN    := $(VENV)/bin
 # -qq: errors only; the two installs say themselves what they do.
-PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
+PIP    := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt
 # Two workers: compiling is single-threaded, so two tests at a time use two cores. make test WORKERS=8 on a larger machine.
 WORKERS ?= 2
 ARGS   ?=

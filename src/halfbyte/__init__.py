@@ -5,7 +5,7 @@ nothing: JAX is loaded by the first name that needs it.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
@@ -21,11 +21,16 @@ _PUBLIC = {
 }  # fmt: skip
 _ROOM_OF = {name: room for room, names in _PUBLIC.items() for name in names}
 
+if TYPE_CHECKING:
+    from halfbyte.recipe import recipe as recipe  # the room of that name is callable (halfbyte/recipe/__init__.py)
+
+
 def __getattr__(name: str) -> Any:
     """The public object `name`, imported from its room and kept."""
     if name not in _ROOM_OF:
         raise AttributeError(f"module 'halfbyte' has no attribute {name!r}")
-    value = getattr(import_module(f"halfbyte.{_ROOM_OF[name]}"), name)
+    room = import_module(f"halfbyte.{_ROOM_OF[name]}")
+    value = room if name == _ROOM_OF[name] else getattr(room, name)
     globals()[name] = value
     return value
 

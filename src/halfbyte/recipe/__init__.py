@@ -1,5 +1,8 @@
 """Who is quantized, how, and with which random bits."""
 
+import sys
+from types import ModuleType
+
 from halfbyte.recipe.keys import layer_key, role_key, site_key, step_key
 from halfbyte.recipe.layers import Policy, RecipeMap, Resolved, Rule, Segment, policy, policy_names
 from halfbyte.recipe.operands import GEMMS, GRADIENTS, ROLES, WEIGHTS, OperandPolicy, Recipe, difference
@@ -29,3 +32,13 @@ __all__ = [
     "site_key",
     "step_key",
 ]
+
+
+class _CallableRoom(ModuleType):
+    """`halfbyte.recipe` is this room and also a public function: calling the room calls the function."""
+
+    def __call__(self, name: str) -> Recipe:
+        return recipe(name)
+
+
+sys.modules[__name__].__class__ = _CallableRoom

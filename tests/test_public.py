@@ -1,0 +1,39 @@
+"""The public API: every name of `halfbyte` is there, whatever was imported first, and importing it costs no JAX."""
+
+import subprocess
+import sys
+
+import pytest
+
+import halfbyte as hb
+
+
+@pytest.mark.parametrize("name", sorted(hb._ROOM_OF))
+def test_every_public_name_resolves(name):
+    assert getattr(hb, name) is not None
+    assert name in dir(hb)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'quantise'"):
+        _ = hb.quantise
+
+
+@pytest.mark.parametrize(
+    "first", ["import halfbyte.recipe", "import halfbyte.recipe as r; r.ROLES", "hb.NVFP4", "pass"]
+)
+def test_recipe_is_a_room_and_a_function_in_any_order_of_imports(first):
+    code = f"""
+import halfbyte as hb
+{first}
+assert hb.recipe("nvfp4").name == "nvfp4"
+from halfbyte.recipe import recipe
+import halfbyte.recipe as room
+assert room.recipe is recipe and len(room.ROLES) == 6
+assert hb.recipe("mxfp4").name == "mxfp4"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_importing_halfbyte_does_not_import_jax():
+    subprocess.run([sys.executable, "-c", "import sys, halfbyte; sys.exit('jax' in sys.modules)"], check=True)
