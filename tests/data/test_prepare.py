@@ -190,6 +190,7 @@ def test_a_bad_line_fails_the_same_in_a_worker_process(tmp_path):
         ({"workers": 0}, "workers 0"),
         ({"shard_bytes": 0}, "shard_bytes 0"),
         ({"tokenizer": "bpe:12"}, "bpe:12"),
+        ({"eos": "</s>"}, "--eos and --bos name markers of a tokenizer.json; bytes has"),
         ({"tokenizer": "absent.json"}, "absent.json: no such file"),
     ],
 )

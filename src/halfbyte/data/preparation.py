@@ -23,7 +23,7 @@ from halfbyte.data.shards import SHARD_BYTES
 from halfbyte.data.sinks import Sinks
 from halfbyte.data.splitting import TRAIN, VALIDATION, SplitRule, Summary, merge_summaries
 from halfbyte.data.staging import Staging, publish
-from halfbyte.data.tokenizer import Tokenizer, bpe_size, byte_tokenizer, load_tokenizer, train_bpe
+from halfbyte.data.tokenizer import END_OF_TEXT, Tokenizer, bpe_size, byte_tokenizer, load_tokenizer, train_bpe
 
 BPE_BYTES = 100_000_000
 
@@ -112,10 +112,11 @@ def _check_numbers(*, seq_len: int, val_fraction: float, workers: int | None, sh
 
 def _named_tokenizer(spec: str, *, eos: str | None, bos: str | None) -> Tokenizer | None:
     """The tokenizer that exists already, or None for 'bpe:N'."""
-    if spec == "bytes":
-        return byte_tokenizer()
-    if bpe_size(spec) is not None:
-        return None
+    ours = spec == "bytes" or bpe_size(spec) is not None
+    if ours and (eos or bos):
+        raise ValueError(f"--eos and --bos name markers of a tokenizer.json; {spec} has {END_OF_TEXT}: leave them out")
+    if ours:
+        return byte_tokenizer() if spec == "bytes" else None
     return load_tokenizer(spec, eos=eos, bos=bos)
 
 
