@@ -1,0 +1,72 @@
+"""What the documents say is there, is there: linked files, named commands, and the flags of the deployment files."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from halfbyte.cli.main import find_commands
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+def without_comments(text):
+    return "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+
+
+def training_flags(text):
+    """Arguments of the `halfbyte train` in a deployment file, shell variables replaced by something harmless."""
+    command = re.search(r"halfbyte train (.+?)(?:\n\S|\n +ports:|\Z)", without_comments(text), re.S)[1]
+    command = re.sub(r'"\$(\w+):', '"127.0.0.1:', command)
+    command = command.replace('"$JOB_COMPLETION_INDEX"', "0").replace('"$@"', "").replace("\\\n", " ")
+    return shlex.split(re.sub(r'"\$\w+"', "/somewhere", command))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_linked_files_exist(document):
+    links = re.findall(r"\]\(([^)#\s]+)", document.read_text(encoding="utf-8"))
+    missing = [link for link in links if "://" not in link and not (document.parent / link).exists()]
+    assert missing == []
+
+
+def test_the_readme_names_commands_that_exist():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"halfbyte ([a-z]+) ", text)) - {"as"}
+    assert named - set(find_commands()) == set()
+    assert {"doctor", "train"} <= named
+
+
+def test_the_readme_lists_six_files_to_read_first():
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## Six files to read first")[1].split("##")[0]
+    assert len(re.findall(r"^\d\. \[", section, re.M)) == 6
+
+
+@pytest.mark.parametrize("name", ["train.sbatch", "jobset.yaml"])
+def test_deployment_files_use_flags_that_exist(name):
+    from halfbyte.cli.train import parse
+
+    args = parse(training_flags((ROOT / "deploy" / name).read_text(encoding="utf-8")))
+    assert args.run.name == "llama3-8b"
+    assert args.run.mesh == "fsdp=32"
+    assert args.run.watchdog_s == 900
+
+
+def test_the_jobset_is_yaml_and_counts_agree():
+    yaml = pytest.importorskip("yaml", reason="needs PyYAML to read deploy/jobset.yaml")
+    spec = yaml.safe_load((ROOT / "deploy" / "jobset.yaml").read_text(encoding="utf-8"))
+    job = spec["spec"]["replicatedJobs"][0]
+    pods = job["template"]["spec"]
+    (command,) = pods["template"]["spec"]["containers"][0]["args"]
+    gpus = pods["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+    assert f"--distributed.processes {pods['completions']}" in command
+    assert pods["completions"] == pods["parallelism"]
+    assert f"fsdp={pods['completions'] * gpus}" in command
+    assert f"{spec['metadata']['name']}-{job['name']}-0-0.{spec['metadata']['name']}:" in command
+
+
+@pytest.mark.parametrize("script", ["deploy/train.sbatch", ".ci/run"])
+def test_shell_scripts_parse(script):
+    subprocess.run(["bash", "-n", script], cwd=ROOT, check=True)
