@@ -1,0 +1,213 @@
+"""Train a Llama in NVFP4, on this machine or on many hosts.
+
+`halfbyte train` alone trains a small model on the embedded corpus. `halfbyte train RUN` starts from a named run
+(demo, llama-60m, ...,
+llama3.1-405b); every field can be changed by a flag, groups by dotted ones. A run directory with a checkpoint is
+resumed; `--run-dir DIR` alone
+goes on with the config that DIR holds."""
+
+import datetime
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from halfbyte.cli.result import DONE, FAILED, NOT_PASSED, PREEMPTED, Result
+from halfbyte.launch.cluster import DistributedConfig
+from halfbyte.train.capture import ProfileConfig
+from halfbyte.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from halfbyte.train import RunResult
+
+SWITCHES = ("--allow-change", "--no-allow-change", "--json", "--sample", "--no-sample")
+
+
+@dataclass(frozen=True)
+class Args:
+    """Flags of the command around the config of the run."""
+
+    run: Annotated[TrainConfig, tyro.conf.arg(name=""), tyro.conf.AvoidSubcommands]
+    config: str = ""
+    """Start from this JSON config (as a run directory holds it)."""
+    run_dir: str = ""
+    """Where the run lives; default runs/NAME-DATE."""
+    allow_change: bool = False
+    """Resume although model, recipe or other fields have changed."""
+    sample: bool = True
+    """Write a sample of text at the end, if the data has a tokenizer."""
+    profiling: Annotated[ProfileConfig, tyro.conf.arg(name="")] = field(default_factory=ProfileConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    xla_flags: Literal["recommended", "none"] = "recommended"
+    """Settings of XLA, NCCL and the allocator on GPUs."""
+
+
+def parse(argv: list[str]) -> Args:
+    """Flags over the config of the named run, of --config, or of the run directory."""
+    name, rest = split_name(argv)
+    default = Args(run=base_config(name, rest))
+    description = f"{__doc__}\n\n--json: one JSON object on stdout, everything else on stderr."
+    return tyro.cli(Args, prog=f"halfbyte train {name or 'RUN'}", description=description, args=rest, default=default)
+
+
+def split_name(argv: list[str]) -> tuple[str, list[str]]:
+    """(name of the run or "", the other arguments). The name is the one argument that is no flag and no flag's
+    value."""
+    for at, word in enumerate(argv):
+        before = argv[at - 1] if at else ""
+        is_value = before.startswith("--") and "=" not in before and before not in SWITCHES
+        if not word.startswith("-") and not is_value:
+            return word, argv[:at] + argv[at + 1 :]
+    return "", argv
+
+
+def base_config(name: str, rest: list[str]) -> TrainConfig:
+    """What flags change: the named run, else --config, else the config of an existing --run-dir, else the demo."""
+    from halfbyte.runs import run_config
+    from halfbyte.train import jsonconfig
+
+    given = flag_value(rest, "--config")
+    if name and given:
+        raise ValueError(f"give a run ({name}) or --config ({given}), not both")
+    if name:
+        return run_config(name)
+    if given:
+        return jsonconfig.load(TrainConfig, Path(given))
+    stored = Path(flag_value(rest, "--run-dir") or "-") / "config.json"
+    return jsonconfig.load(TrainConfig, stored) if stored.exists() else run_config("demo")
+
+
+def flag_value(argv: list[str], flag: str) -> str:
+    """The value of `--flag VALUE` or `--flag=VALUE`, or "". Underscores and hyphens are the same."""
+    for at, word in enumerate(argv):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == flag:
+            return value if equals else (argv[at + 1] if at + 1 < len(argv) else "")
+    return ""
+
+
+def run(args: Args) -> Result:
+    """Launch, train, report."""
+    from rich.console import Console
+
+    from halfbyte import launch
+
+    console = Console(file=sys.stdout)
+    say = _printer(console)
+    if args.xla_flags == "recommended":
+        gpus = launch.visible_gpus()
+        settings = launch.recommended(gpus[0], several=len(gpus) > 1) if gpus else ()
+        for line in launch.apply(settings, os.environ, known=launch.known_to_xla):
+            say(line)
+    started = launch.start(args.distributed, say=say)
+    return _train(args, console, main=started.process == 0)
+
+
+def _printer(console: "Console") -> Any:
+    return lambda text: console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+def _train(args: Args, console: "Console", *, main: bool) -> Result:
+    from halfbyte.train import Diverged, SelfTestFailed, train
+
+    directory = run_directory(args)
+    try:
+        result = train(args.run, directory, console=console, allow_change=args.allow_change, profile=args.profiling)
+    except (Diverged, SelfTestFailed) as stop:
+        code = FAILED if isinstance(stop, Diverged) else NOT_PASSED
+        print(f"halfbyte: {stop}", file=sys.stderr, flush=True)
+        return Result({"run_dir": str(directory), "error": str(stop)}, code)
+    if result.stopped:
+        if main:
+            _printer(console)(
+                f"stopped by {result.stopped} after step {result.step}, checkpoint written; "
+                f"go on with: halfbyte train --run-dir {directory}"
+            )
+        return Result(_data(result), PREEMPTED)
+    data = _data(result)
+    if main:
+        data.update(report(args, result, console))
+    return Result(data, DONE)
+
+
+def _data(result: "RunResult") -> dict[str, Any]:
+    return {
+        "run_dir": str(result.directory),
+        "step": result.step,
+        "loss": result.loss,
+        "validation": result.validation,
+        "seconds": result.seconds,
+        "stopped": result.stopped,
+        **({"breakdown": result.breakdown} if result.breakdown else {}),
+    }
+
+
+def run_directory(args: Args) -> Path:
+    """--run-dir, or runs/NAME-DATE, agreed upon by all processes."""
+    if args.run_dir:
+        return Path(args.run_dir)
+    import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    seconds = int(datetime.datetime.now().timestamp())
+    if jax.process_count() > 1:
+        seconds = int(multihost_utils.broadcast_one_to_all(np.int32(seconds)))
+    date = datetime.datetime.fromtimestamp(seconds).strftime("%Y%m%d-%H%M%S")
+    return Path("runs") / f"{args.run.name}-{date}"
+
+
+def report(args: Args, result: "RunResult", console: "Console") -> dict[str, Any]:
+    """What was reached: losses beside the n-gram models, a sample, and what to try next."""
+    import jax
+
+    from halfbyte.cli.sampling import sample_text
+    from halfbyte.train import open_source
+
+    say = _printer(console)
+    data: dict[str, Any] = {}
+    dataset = open_source(args.run).dataset
+    say("")
+    if dataset is not None and args.run.validation.batches == 0 and result.validation:
+        data["baselines"] = _baselines(dataset, result, say)
+    if dataset is not None and args.sample and jax.process_count() == 1:
+        prompt, text = sample_text(args.run, result.params, dataset)
+        data["sample"] = prompt + text
+        console.print("sample: ", style="bold", end="")
+        console.print(prompt, style="dim", end="", markup=False, highlight=False)
+        say(" ".join(text.split()))
+        say("")
+    _next_steps(args, result, say)
+    return data
+
+
+def _baselines(dataset: Any, result: "RunResult", say: Any) -> dict[str, float]:
+    from halfbyte.data import ngram_baselines
+
+    found = ngram_baselines(dataset)
+    reached = result.validation["all"]
+    say(f"validation loss, nats a token (lower is better), after {result.step} steps:")
+    say(f"  unigram model            {found['unigram']:.4f}")
+    say(f"  bigram model, back-off   {found['bigram']:.4f}")
+    say(
+        f"  this model               {reached:.4f}   "
+        f""
+        f"({found['unigram'] - reached:+.3f} against unigram, {found['bigram'] - reached:+.3f} against bigram)"
+    )
+    say("")
+    return found
+
+
+def _next_steps(args: Args, result: "RunResult", say: Any) -> None:
+    other = "bf16" if args.run.recipe != "bf16" else "nvfp4"
+    say(f"run directory: {result.directory} (config.json, manifest.json, metrics.jsonl, tensorboard/, checkpoints/)")
+    say("what to try next:")
+    say(f"  halfbyte train {args.run.name} --recipe {other}     the same run in {other}, to compare")
+    say(f'  halfbyte generate {result.directory} --prompt "..."')
+    say(f"  halfbyte train --run-dir {result.directory} --steps {2 * args.run.steps}     go on where this stopped")
+    say("  halfbyte data prepare FILES --tokenizer bpe:4096 --out DIR && halfbyte train --data DIR     your own text")

@@ -1,0 +1,54 @@
+"""Training: config, state, the pure step, and the host loop around it."""
+
+from .capture import ProfileConfig
+from .config import (
+    CheckpointConfig,
+    LogConfig,
+    LossScaleConfig,
+    PrecisionConfig,
+    TrainConfig,
+    ValidationConfig,
+)
+from .loop import Diverged, RunResult, train
+from .manifest import Manifest, build_manifest, table
+from .precision import Phase, phases, resolve
+from .preflight import MemoryEstimate, check, estimate_memory, run_mesh
+from .selftest import SelfTestFailed, native_gemms_agree
+from .source import Source, open_source
+from .state import TrainState, abstract_state, create_state
+from .step import abstract_batch, jit_train_step, lower_train_step, make_eval_step, make_train_step
+
+__all__ = [
+    "CheckpointConfig",
+    "Diverged",
+    "LogConfig",
+    "LossScaleConfig",
+    "Manifest",
+    "MemoryEstimate",
+    "Phase",
+    "PrecisionConfig",
+    "ProfileConfig",
+    "RunResult",
+    "SelfTestFailed",
+    "Source",
+    "TrainConfig",
+    "TrainState",
+    "ValidationConfig",
+    "abstract_batch",
+    "abstract_state",
+    "build_manifest",
+    "check",
+    "create_state",
+    "estimate_memory",
+    "jit_train_step",
+    "lower_train_step",
+    "make_eval_step",
+    "make_train_step",
+    "native_gemms_agree",
+    "open_source",
+    "phases",
+    "resolve",
+    "run_mesh",
+    "table",
+    "train",
+]

@@ -1,0 +1,93 @@
+"""`--profile xprof|nsys`: captures steps N..M.
+
+xprof: JAX's profiler writes a trace under `profile/`, and the breakdown of step time is printed from it. nsys: the
+range is marked by the CUDA profiler
+API; the program must be started under nsys, and the command for that is printed.
+"""
+
+import ctypes
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+
+from .breakdown import breakdown
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """Which steps to capture, and with what."""
+
+    profile: Literal["off", "xprof", "nsys"] = "off"
+    """Capture steps: xprof (trace and a breakdown of step time) or nsys (marks the range)."""
+    profile_start: int = 10
+    """First step captured."""
+    profile_stop: int = 12
+    """Last step captured."""
+
+    def __post_init__(self) -> None:
+        if self.profile != "off" and not 1 <= self.profile_start <= self.profile_stop:
+            raise ValueError(
+                f"profile_start {self.profile_start} and profile_stop {self.profile_stop} must be steps, "
+                "the first not after the last"
+            )
+
+
+class Capture:
+    """Starts before step `profile_start` and ends after `profile_stop`; `shares` holds the breakdown afterwards."""
+
+    def __init__(self, config: ProfileConfig, directory: Path, *, say: Callable[[str], None]):
+        self._config, self._directory, self._say = config, directory, say
+        self._running = False
+        self.shares: dict[str, float] = {}
+        if config.profile == "nsys":
+            command = " ".join(sys.argv)
+            nsys = "nsys profile --capture-range=cudaProfilerApi --capture-range-end=stop"
+            say(f"to record: {nsys} -o {directory} {command}")
+
+    def before(self, step: int) -> None:
+        """Call before dispatching `step`."""
+        if self._config.profile == "off" or step != self._config.profile_start:
+            return
+        self._running = True
+        if self._config.profile == "xprof":
+            self._directory.mkdir(parents=True, exist_ok=True)
+            options = jax.profiler.ProfileOptions()
+            options.python_tracer_level = 0
+            jax.profiler.start_trace(str(self._directory), profiler_options=options)
+        else:
+            _cuda_profiler("cudaProfilerStart")
+
+    def after(self, step: int, result: Any, program_text: Callable[[], str]) -> None:
+        """Call after dispatching `step` with something to wait for."""
+        if not self._running or step != self._config.profile_stop:
+            return
+        self._running = False
+        jax.block_until_ready(result)
+        if self._config.profile == "nsys":
+            _cuda_profiler("cudaProfilerStop")
+            return
+        jax.profiler.stop_trace()
+        traces = sorted(self._directory.rglob("*.xplane.pb"))
+        steps = f"steps {self._config.profile_start} to {self._config.profile_stop}"
+        self._say(f"trace of {steps} in {self._directory} (open with xprof or Perfetto)")
+        if traces:
+            self.shares = breakdown(traces[-1], program_text())
+        if self.shares:
+            parts = "  ".join(f"{name} {100 * share:.1f}%" for name, share in self.shares.items())
+            self._say(f"step time, {steps}: {parts}")
+
+
+def _cuda_profiler(function: str) -> None:
+    for library in ("libcudart.so.12", "libcudart.so.13", "libcudart.so"):
+        try:
+            getattr(ctypes.CDLL(library), function)()
+            return
+        except OSError:
+            continue
+    raise ValueError(
+        "--profile nsys needs the CUDA runtime library (libcudart), and none is found; use --profile xprof"
+    )

@@ -1,0 +1,149 @@
+"""A run as one frozen value. Flags, JSON and presets all end here; everything is checked when the value is made.
+
+Top-level fields are the flags that every command shares; the rest lives in groups, reached by dotted flags
+(`--optimizer.learning-rate 1e-3`).
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from halfbyte.models import REMAT, LlamaConfig
+from halfbyte.optim import OptimizerConfig, learning_rate
+from halfbyte.recipe import policy_names, recipe
+from halfbyte.sharding import parse_mesh
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """How the recipe is carried out, and when it changes."""
+
+    backend: str = "auto"
+    """Of the quantized GEMMs: auto, reference, carrier, fused or native."""
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of activations."""
+    switch_at: float = 0.0
+    """Leave the recipe at this step (1 or more) or fraction of the run; 0: never."""
+    switch_to: str = "bf16"
+    """The recipe from then on."""
+    switch_part: Literal["forward", "backward", "both"] = "both"
+    """Which GEMMs change: forward is fprop, backward is dgrad and wgrad."""
+
+    def __post_init__(self) -> None:
+        recipe(self.switch_to)
+        if self.switch_at < 0:
+            raise ValueError(f"precision.switch_at must be 0 (never), a fraction or a step, got {self.switch_at}")
+
+
+@dataclass(frozen=True)
+class LossScaleConfig:
+    """Dynamic loss scaling by powers of two, which move no 4-bit code. An overflow skips the step and halves."""
+
+    mode: Literal["off", "dynamic"] = "off"
+    initial: float = 2.0**15
+    growth_interval: int = 2000
+    """Steps without overflow before the scale doubles."""
+
+    def __post_init__(self) -> None:
+        mantissa = float(self.initial).hex().split("p")[0]
+        if self.initial <= 0 or mantissa != "0x1.0000000000000":
+            raise ValueError(f"loss_scale.initial must be a power of two, got {self.initial}")
+        if self.growth_interval < 1:
+            raise ValueError(f"loss_scale.growth_interval must be 1 or more, got {self.growth_interval}")
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """Validation loss, per source, at intervals."""
+
+    every: int = 0
+    """Steps between validations; 0: only at the end."""
+    batches: int = 16
+    """Batches a source; 0: the whole split."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save and what to keep."""
+
+    every: int = 500
+    """Steps between checkpoints; the last step is always saved. 0: only the last."""
+    keep_last: int = 2
+    keep_every: int = 0
+    """Keep every checkpoint whose step is a multiple of this; 0: none."""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Where the numbers go beside metrics.jsonl."""
+
+    every: int = 1
+    """Steps between printed lines (not on a terminal, which shows all)."""
+    tensorboard: bool = True
+    wandb: str = ""
+    """Project of Weights & Biases; needs the extra `wandb`."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything that defines a run."""
+
+    name: str
+    model: LlamaConfig
+    recipe: str = "nvfp4"
+    """bf16, fp8, mxfp8, mxfp4, nvfp4, nvfp4_no_rht, ... (`halfbyte recipes`)"""
+    policy: str = "mlp"
+    """Which linears: mlp, all_linear or paper."""
+    mesh: str = ""
+    """AXIS=SIZE,... over data, fsdp, tensor, context; empty: fsdp over all devices."""
+    data: str = "demo"
+    """A prepared directory, several as DIR:WEIGHT,DIR:WEIGHT, `demo`, or `synthetic`."""
+    steps: int = 1000
+    batch: int = 32
+    """Sequences of a global step."""
+    seq: int = 0
+    """Tokens a sequence; 0: as the data set was packed."""
+    accumulate: int = 1
+    """Microbatches a step."""
+    seed: int = 0
+    z_loss: float = 0.0
+    remat: Literal["none", "dots", "full", "quantized"] = "none"
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    watchdog_s: float = 0.0
+    """Stop, with every thread's stack, when a step takes longer than this; 0: off."""
+    compile_cache: str = ""
+    """Directory that keeps compiled programs between runs; empty: off."""
+
+    def __post_init__(self) -> None:
+        recipe(self.recipe)
+        parse_mesh(self.mesh)
+        if self.policy not in policy_names():
+            raise ValueError(f"policy must be one of {', '.join(policy_names())}, got {self.policy!r}")
+        if self.remat not in REMAT:
+            raise ValueError(f"remat must be one of {', '.join(REMAT)}, got {self.remat!r}")
+        for name in ("steps", "batch", "accumulate"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        if self.batch % self.accumulate:
+            raise ValueError(
+                f"batch {self.batch} does not split into {self.accumulate} microbatches (accumulate); "
+                "make batch a multiple of accumulate"
+            )
+        if self.seq < 0 or self.seq > self.model.max_seq:
+            raise ValueError(f"seq must be between 1 and the model's max_seq {self.model.max_seq}, got {self.seq}")
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(f"seed must be between 0 and 2^31 - 1, got {self.seed}")
+        learning_rate(self.optimizer, self.steps)
+        if self.z_loss < 0:
+            raise ValueError(f"z_loss must be 0 or more, got {self.z_loss}")
+
+
+GUARDED = (
+    "model", "recipe", "policy", "precision", "optimizer", "loss_scale",
+    "data", "batch", "seq", "accumulate", "seed", "z_loss",
+)  # fmt: skip
+"""Fields that may not change when a run resumes, unless the person says so: they change what is computed."""

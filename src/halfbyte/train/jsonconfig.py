@@ -1,0 +1,92 @@
+"""Frozen dataclasses to JSON and back, and the difference of two of them field by field."""
+
+import dataclasses
+import difflib
+import json
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+Config = TypeVar("Config")
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Nested plain dict; tuples become lists."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def from_dict(kind: type[Config], values: Mapping[str, Any], *, where: str = "") -> Config:
+    """The dataclass `kind` from a nested dict. Unknown fields and wrong types are ValueErrors that name the path."""
+    hints = typing.get_type_hints(kind)
+    names = {field.name for field in dataclasses.fields(kind) if field.init}  # type: ignore[arg-type]
+    for name in values:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            raise ValueError(
+                f"config has no field {where}{name}" + (f"; did you mean {where}{near[0]}?" if near else "")
+            )
+    built = {name: _value(hints[name], value, f"{where}{name}") for name, value in values.items()}
+    try:
+        return kind(**built)
+    except TypeError as error:
+        raise ValueError(f"config {where or kind.__name__}: {error}") from None
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    options = typing.get_args(hint) if _is_union(hint) else (hint,)
+    if value is None and type(None) in options:
+        return None
+    for option in options:
+        if dataclasses.is_dataclass(option) and isinstance(value, Mapping):
+            return from_dict(typing.cast(type, option), value, where=where + ".")
+        if typing.get_origin(option) is tuple and isinstance(value, list):
+            return tuple(value)
+        if option is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if option in (int, str, bool, float) and type(value) is option:
+            return value
+        if typing.get_origin(option) is typing.Literal and value in typing.get_args(option):
+            return value
+        if option is Any:
+            return value
+    wanted = " or ".join(getattr(option, "__name__", str(option)) for option in options)
+    raise ValueError(f"config field {where} must be {wanted}, got {value!r}")
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, types.UnionType)
+
+
+def save(config: Any, path: Path) -> None:
+    """Write JSON in one rename, so that no reader sees half a file."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(to_dict(config), indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def load(kind: type[Config], path: Path) -> Config:
+    """The config in a JSON file; ValueError when the file is not one."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold one JSON object, got {type(values).__name__}")
+    return from_dict(kind, values)
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted name -> value."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat.update(flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value})
+    return flat
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(dotted field, old, new) for every field that is not the same; a missing field reads None."""
+    before, after = flatten(old), flatten(new)
+    names = sorted(before.keys() | after.keys())
+    return [(name, before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)]

@@ -1,0 +1,279 @@
+"""The host loop: feeds the device, reads its numbers one step late, validates, saves, and stops when asked.
+
+The loop owns everything that is not arithmetic. The device never waits for it: step n + 1 is dispatched before the
+numbers of step n are read.
+"""
+
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from halfbyte.metrics import Finished, OneStepLate, Throughput
+
+from .capture import Capture, ProfileConfig
+from .config import TrainConfig
+from .jsonconfig import to_dict
+from .precision import Phase, phase_at, phases
+from .preflight import GIB
+from .resume import Start, begin
+from .session import (
+    Outputs,
+    Session,
+    make_meter,
+    open_display,
+    open_session,
+    open_sinks,
+    show_start,
+    take_directory,
+    test_native_gemms,
+)
+from .signals import StopRequest
+from .source import to_mesh
+from .state import TrainState
+from .step import abstract_batch, jit_train_step, make_eval_step
+from .validation import validate
+from .watchdog import Watchdog
+
+MOST_SKIPS_IN_A_ROW = 25
+
+
+class Diverged(Exception):
+    """The loss or its gradient is not finite and loss scaling cannot help."""
+
+
+@dataclass
+class RunResult:
+    """How a run ended. `stopped` names the signal if it was asked to stop."""
+
+    directory: Path
+    step: int
+    loss: float | None = None
+    validation: dict[str, float] = field(default_factory=dict)
+    stopped: str | None = None
+    seconds: float = 0.0
+    breakdown: dict[str, float] = field(default_factory=dict)
+    params: Any = None
+    """Final weights, on the mesh."""
+
+
+def train(
+    config: TrainConfig,
+    directory: Path,
+    *,
+    console: Console,
+    allow_change: bool = False,
+    profile: ProfileConfig | None = None,
+) -> RunResult:
+    """Train to the last step, or to a signal; resume by itself when the directory has a checkpoint."""
+    if config.compile_cache:
+        use_compile_cache(Path(config.compile_cache))
+    session = open_session(config, directory, console=console, allow_change=allow_change)
+    show_start(session)
+    test_native_gemms(session)
+    with ExitStack() as stack:
+        store = take_directory(session, stack)
+        start = begin(config, session.mesh, store, say=session.say)
+        _announce(session, start, existed=(directory / "metrics.jsonl").exists())
+        sinks = open_sinks(session, stack, resume_step=start.step if start.resumed else None)
+        outputs = Outputs(stack, store, sinks)
+        return Loop(session, outputs, start, profile or ProfileConfig()).run()
+
+
+def use_compile_cache(directory: Path) -> None:
+    """Keep compiled programs in `directory` between runs."""
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _announce(session: Session, start: Start, *, existed: bool) -> None:
+    if start.resumed:
+        session.say(f"resuming {session.directory} after step {start.step}")
+    elif existed:
+        session.say(f"{session.directory} has no checkpoint yet: STARTING AT STEP 0")
+    else:
+        session.say(f"run directory: {session.directory}")
+
+
+class Loop:
+    """One run from `start` to its end."""
+
+    def __init__(self, session: Session, outputs: Outputs, start: Start, profile: ProfileConfig):
+        self.session, self.outputs = session, outputs
+        self.config, self.mesh = session.config, session.mesh
+        self.state: TrainState = start.state
+        self.step = start.step
+        self.data_state = start.data_state
+        self.late = OneStepLate()
+        self.result = RunResult(session.directory, start.step)
+        self.capture = Capture(profile, session.directory / "profile", say=session.say)
+        self.phases = phases(self.config)
+        self.program: Any = None
+        self.meter: Throughput | None = None
+        self.last_saved: int | None = start.step if start.resumed else None
+        self.skips_in_a_row = 0
+        self.skipped = 0.0
+        self.row: dict[str, Any] | None = None
+
+    def run(self) -> RunResult:
+        """Every step that is left."""
+        began = time.monotonic()
+        if self.step >= self.config.steps:
+            self.session.say(f"the run is complete at step {self.step}; raise --steps to go on")
+        loader = self.session.source.loader(self.mesh)
+        if self.data_state is not None:
+            loader.set_state(self.data_state)
+        with StopRequest() as stop, Watchdog(self.config.watchdog_s) as dog, ExitStack() as closing:
+            closing.callback(loader.close)
+            while self.step < self.config.steps and self.result.stopped is None:
+                self._enter_phase(dog)
+                self._one_step(loader)
+                dog.beat(self.step)
+                self._at_intervals(dog)
+                if stop.reached(self.step):
+                    self.result.stopped = stop.signal
+            self._finish()
+        self.result.seconds = time.monotonic() - began
+        self.result.params = self.state.params
+        self.result.breakdown = self.capture.shares
+        return self.result
+
+    # Steps
+
+    def _enter_phase(self, dog: Watchdog) -> None:
+        """Compile the step of the phase that begins here, if one does."""
+        phase = phase_at(self.phases, self.step)
+        if self.program is not None and phase.start != self.step:
+            return
+        dog.pause()
+        if self.program is not None:
+            self._drain()
+            before = phase_at(self.phases, self.step - 1)
+            self._note(
+                f"PRECISION SWITCH after step {self.step}: {before.recipe.name} -> {phase.recipe.name}; compiling"
+            )
+        began = time.monotonic()
+        self.program = self._compile(phase)
+        self.evaluate = make_eval_step(self.config, phase.resolved(self.config), self.mesh)
+        self.meter = make_meter(self.session, self.phases.index(phase))
+        needed = self.program.memory_analysis()
+        total = (needed.argument_size_in_bytes + needed.temp_size_in_bytes) / GIB if needed else 0.0
+        self._note(f"compiled in {time.monotonic() - began:.1f} s; the program needs {total:.2f} GiB a device")
+        if self.outputs.display is None:
+            self.outputs.display = open_display(self.session, self.outputs.stack)
+        self.late.restart_clock()
+
+    def _compile(self, phase: Phase) -> Any:
+        step = jit_train_step(self.config, phase.resolved(self.config), self.mesh)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
+        return step.lower(shapes, abstract_batch(self.config, self.mesh, seq=self.session.source.seq)).compile()
+
+    def _one_step(self, loader: Any) -> None:
+        began = time.perf_counter()
+        rows = next(loader)
+        self.data_state = loader.get_state()
+        batch = to_mesh(rows, self.mesh, batch=self.config.batch)
+        waited = time.perf_counter() - began
+        self.step += 1
+        self.capture.before(self.step)
+        with jax.profiler.StepTraceAnnotation("train", step_num=self.step):
+            self.state, values = self.program(self.state, batch)
+        self.capture.after(self.step, self.state, self.program.as_text)
+        self._emit(self.late.push(self.step, values, input_wait_s=waited))
+
+    # Numbers
+
+    def _emit(self, finished: Finished | None, **extra: Any) -> None:
+        if finished is None:
+            return
+        assert self.meter is not None
+        values = finished.values
+        row = {
+            "step": finished.step,
+            "loss": values["loss"],
+            "tokens": finished.step * self.meter.tokens,
+            "step_time_s": finished.step_time_s,
+            **self.meter.rates(finished.step_time_s),
+            "input_wait_s": finished.host["input_wait_s"],
+            **{name: value for name, value in values.items() if name != "loss"},
+            "flops_formula": self.session.preflight.manifests[0].flops_formula,
+            **extra,
+        }
+        self.row = row
+        self.result.loss, self.result.step = values["loss"], finished.step
+        self.outputs.write(row)
+        self._guard(finished)
+
+    def _drain(self, **extra: Any) -> None:
+        """Wait for the newest step and write its row."""
+        self._emit(self.late.flush(), **extra)
+        self.late.restart_clock()
+
+    def _guard(self, finished: Finished) -> None:
+        """Stop loudly when the numbers are no longer numbers."""
+        skipped = finished.values["skipped"]
+        self.skips_in_a_row = self.skips_in_a_row + 1 if skipped > self.skipped else 0
+        self.skipped = skipped
+        if not self.skips_in_a_row:
+            return
+        scaled = self.config.loss_scale.mode == "dynamic"
+        if scaled and self.skips_in_a_row < MOST_SKIPS_IN_A_ROW:
+            self._note(f"step {finished.step}: gradient overflow, step skipped, loss scale halved")
+            return
+        saved = f"the checkpoint of step {self.last_saved} is good" if self.last_saved else "there is no checkpoint yet"
+        raise Diverged(
+            f"step {finished.step}: loss {finished.values['loss']}, gradient norm {finished.values['grad_norm']}; "
+            f"training stops here, weights unchanged by this step, and {saved}. Try a lower --optimizer.learning-rate, "
+            "--loss-scale.mode dynamic, or --recipe bf16 to see whether precision is at fault"
+        )
+
+    def _note(self, text: str) -> None:
+        if self.outputs.display is not None:
+            self.outputs.display.note(text)
+        else:
+            self.session.say(text)
+
+    # Intervals
+
+    def _at_intervals(self, dog: Watchdog) -> None:
+        self.outputs.store.poll()
+        if _due(self.step, self.config.validation.every) and self.step < self.config.steps:
+            dog.pause()
+            self._validate()
+        if _due(self.step, self.config.checkpoint.every) and self.step < self.config.steps:
+            self._save()
+
+    def _validate(self) -> None:
+        found = validate(self.session.source, self.mesh, self.evaluate, self.state.params)
+        self.result.validation = found
+        self._drain(
+            validation_loss=found["all"], **{f"validation_loss/{name}": found[name] for name in found if name != "all"}
+        )
+        text = "  ".join(f"{name} {value:.4f}" for name, value in found.items() if name != "all" or len(found) > 2)
+        self._note(f"validation after step {self.step}: {text}")
+
+    def _save(self) -> None:
+        self._drain()  # a state whose numbers were not looked at is not worth keeping
+        extra = {"config": to_dict(self.config), "data": self.data_state}
+        self.outputs.store.save(self.step, self.state.items(), extra=extra)
+        self.last_saved = self.step
+        self.late.restart_clock()
+
+    def _finish(self) -> None:
+        if self.result.stopped is None and self.program is not None:
+            self._validate()
+        else:
+            self._drain()
+        if self.last_saved != self.step and self.step:
+            self._save()
+        if not self.outputs.store.close():
+            raise RuntimeError(f"the last checkpoint (step {self.step}) could not be written; see the message above")
+
+
+def _due(step: int, every: int) -> bool:
+    return bool(every) and step % every == 0

@@ -1,0 +1,212 @@
+"""The precision manifest: what every GEMM of the run really is, before it runs.
+
+One entry a linear and segment of layers: its shape, and for each of its three GEMMs the policies of both operands,
+the backend that serves it, what its
+multiplier runs in, and whether that is the format itself (native) or an exact emulation. `auto` is resolved here with
+the same
+call that the step makes.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from halfbyte import models, ops
+from halfbyte.devices import Device, native_training
+from halfbyte.metrics import mixed_peak
+from halfbyte.models.flops import FLOPS_FORMULA
+from halfbyte.recipe import GEMMS, OperandPolicy, Recipe, Resolved
+
+from .config import TrainConfig
+
+PLAIN_LIMIT_BITS = 4
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One of the three GEMMs of a linear."""
+
+    left: str
+    right: str
+    bits: int
+    """Of the wider operand's elements."""
+    runs_in: str
+    """Format of the multiplier: nvfp4, fp8, bf16, ..."""
+    execution: str
+    """plain (bf16 by choice), native or emulated."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One linear over layers [first, last)."""
+
+    path: str
+    layers: tuple[int, int]
+    tokens: int
+    k: int
+    n: int
+    recipe: str
+    backend: str
+    gemms: dict[str, Gemm]
+    flops: float
+    """Of one step, all layers of the segment, three GEMMs."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All sites, and what they add up to. Shares are of all FLOPs of a step, attention included."""
+
+    device: str
+    recipe: str
+    policy: str
+    flops_formula: str
+    sites: tuple[Site, ...]
+    step_flops: float
+    share_4bit: float
+    share_by_multiplier: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """As written to manifest.json."""
+        return asdict(self)
+
+    def peak(self, device: Device) -> float | None:
+        """Dense peak, in FLOP/s, of this mix of multipliers on `device`; None where a peak is not known."""
+        return mixed_peak(self.share_by_multiplier, device.peak)
+
+
+def build_manifest(config: TrainConfig, resolved: Resolved, recipe: Recipe, *, seq: int, device: Device) -> Manifest:
+    """The manifest of one precision phase. Raises ValueError where a backend cannot serve a site."""
+    rows = config.batch // config.accumulate
+    sites = []
+    for site in models.gemm_sites(config.model, rows, seq):
+        for first, last, chosen in _spans(site, resolved, config.model.layers):
+            sites.append(_describe(site, (first, last), chosen, config, device))
+    tokens = config.batch * seq
+    total = models.flops_per_token(config.model, seq) * tokens
+    by_multiplier: dict[str, float] = {}
+    four_bit = 0.0
+    for entry in sites:
+        for gemm in entry.gemms.values():
+            by_multiplier[gemm.runs_in] = by_multiplier.get(gemm.runs_in, 0.0) + entry.flops / 3 / total
+            four_bit += entry.flops / 3 / total if gemm.bits == PLAIN_LIMIT_BITS else 0.0
+    attention = 1 - sum(by_multiplier.values())
+    by_multiplier["bf16"] = by_multiplier.get("bf16", 0.0) + attention
+    return Manifest(
+        device=device.name,
+        recipe=recipe.name,
+        policy=config.policy,
+        flops_formula=FLOPS_FORMULA,
+        sites=tuple(sites),
+        step_flops=total,
+        share_4bit=four_bit,
+        share_by_multiplier=by_multiplier,
+    )
+
+
+def _spans(site: models.GemmSite, resolved: Resolved, layers: int) -> list[tuple[int, int, Recipe]]:
+    if not site.path.startswith("layers/"):
+        return [(0, 1, resolved.at(site.path))]
+    spans: list[tuple[int, int, Recipe]] = []
+    for segment in resolved.segments:
+        chosen = segment.recipes[site.path]
+        if spans and spans[-1][2] == chosen:
+            spans[-1] = (spans[-1][0], segment.stop, chosen)
+        else:
+            spans.append((segment.start, segment.stop, chosen))
+    return spans
+
+
+def _describe(
+    site: models.GemmSite, layers: tuple[int, int], chosen: Recipe, config: TrainConfig, device: Device
+) -> Site:
+    problem = ops.Problem(recipe=chosen, tokens=site.tokens, inputs=site.k, outputs=site.n, device=device)
+    try:
+        backend = ops.choose(config.precision.backend, problem).name if chosen.quantized else "xla"
+    except ValueError as error:
+        raise ValueError(f"{site.path}, layers {layers[0]} to {layers[1] - 1}: {error}") from None
+    gemms = {}
+    for gemm, (left, right) in GEMMS.items():
+        policies = getattr(chosen, left), getattr(chosen, right)
+        runs_in = _multiplier(policies, backend, device)
+        gemms[gemm] = Gemm(
+            left=str(policies[0]),
+            right=str(policies[1]),
+            bits=max(policy.format.element.bits if policy.format.element else 16 for policy in policies),
+            runs_in=runs_in,
+            execution=_execution(policies, runs_in),
+        )
+    flops = 6.0 * (layers[1] - layers[0]) * site.tokens * site.k * site.n * config.accumulate
+    return Site(site.path, layers, site.tokens, site.k, site.n, chosen.name, backend, gemms, flops)
+
+
+def _multiplier(policies: tuple[OperandPolicy, OperandPolicy], backend: str, device: Device) -> str:
+    """What the hardware multiplies: the format where the backend is native, f8 where both operands are FP8 and the
+    device has it, else bf16."""
+    names = {policy.format.name.removesuffix("_e5m2") for policy in policies}
+    if len(names) == 1:
+        (name,) = names
+        hardware = backend == "native" or (name == "fp8" and backend != "reference")
+        if name != "bf16" and hardware and native_training(device, name):
+            return name
+    return "bf16"
+
+
+def _execution(policies: tuple[OperandPolicy, OperandPolicy], runs_in: str) -> str:
+    if not any(policy.format.quantized for policy in policies):
+        return "plain"
+    return "native" if runs_in != "bf16" else "emulated"
+
+
+def _cell(gemm: Gemm) -> str:
+    """The formats of both operands; one name if they are the same."""
+    left, right = gemm.left.split()[0], gemm.right.split()[0]
+    return left if left == right else f"{left}×{right}"
+
+
+def table(manifest: Manifest) -> Table:
+    """The manifest for people; manifest.json has every operand of every GEMM in full."""
+    rows = Table(
+        title=f"precision manifest: recipe {manifest.recipe}, policy {manifest.policy}, {manifest.device}",
+        title_style="bold",
+        title_justify="left",
+        caption=caption(manifest),
+        caption_justify="left",
+        caption_style="",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+    )
+    for name in ("linear", "layers", "k × n", "fprop", "dgrad", "wgrad", "runs", "FLOPs"):
+        rows.add_column(name, justify="right" if name == "FLOPs" else "left", no_wrap=True)
+    for site in manifest.sites:
+        in_layers = site.path.startswith("layers/")
+        executions = sorted({gemm.execution for gemm in site.gemms.values()} - {"plain"})
+        rows.add_row(
+            site.path.removeprefix("layers/"),
+            f"{site.layers[0]}-{site.layers[1] - 1}" if in_layers else "-",
+            f"{site.k} × {site.n}",
+            *(_cell(site.gemms[gemm]) for gemm in GEMMS),
+            f"{', '.join(executions)} ({site.backend})" if executions else site.backend,
+            f"{100 * site.flops / manifest.step_flops:.1f}%",
+            style="" if executions else "dim",
+        )
+    return rows
+
+
+def caption(manifest: Manifest) -> str:
+    """The operands of each quantized recipe, and the totals."""
+    lines = []
+    for site in {site.recipe: site for site in manifest.sites if site.backend != "xla"}.values():
+        for gemm, found in site.gemms.items():
+            lines.append(f"{site.recipe} {gemm}: {found.left}  ×  {found.right}")
+    multipliers = ", ".join(f"{name} {100 * share:.1f}%" for name, share in manifest.share_by_multiplier.items())
+    tokens = manifest.sites[0].tokens
+    return "\n".join(
+        [
+            *lines,
+            f"{tokens:,} tokens a GEMM; the rest up to 100% of FLOPs is attention, in bf16",
+            f"[bold]{100 * manifest.share_4bit:.1f}% of FLOPs in 4 bits[/bold]; multiplied in {multipliers}",
+        ]
+    )

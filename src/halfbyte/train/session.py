@@ -1,0 +1,190 @@
+"""Setting a run up: checks first, then the run directory. Nothing is written before every check has passed."""
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from rich.console import Console
+
+from halfbyte import models
+from halfbyte.checkpoint import Checkpoints, RunLock
+from halfbyte.devices import lookup
+from halfbyte.metrics import Display, Jsonl, Sink, TensorBoard, Throughput, WandB, make_display
+from halfbyte.sharding import format_mesh
+
+from . import jsonconfig
+from .config import TrainConfig
+from .manifest import table
+from .precision import phases
+from .preflight import GIB, Preflight, check, memory_of, run_mesh
+from .resume import check_unchanged, refuse_foreign_directory
+from .selftest import native_gemms_agree
+from .source import Source, open_source
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Session:
+    """A run that may start: everything opened, everything checked."""
+
+    config: TrainConfig
+    directory: Path
+    mesh: Mesh
+    source: Source
+    preflight: Preflight
+    console: Console
+    is_main: bool
+
+    def say(self, text: str) -> None:
+        """Print one line, on the main process only."""
+        if self.is_main:
+            self.console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+def open_session(config: TrainConfig, directory: Path, *, console: Console, allow_change: bool) -> Session:
+    """Check config, data, mesh and memory. Raises ValueError at the first thing that is wrong."""
+    is_main = jax.process_index() == 0
+    say: Say = (
+        (lambda text: console.print(text, soft_wrap=True, markup=False, highlight=False)) if is_main else _nothing
+    )
+    refuse_foreign_directory(directory)
+    if (directory / "config.json").exists():
+        stored = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        check_unchanged(stored, config, allow=allow_change, say=say)
+    mesh = run_mesh(config)
+    source = open_source(config)
+    device = lookup(jax.local_devices()[0])
+    preflight = check(config, mesh, seq=source.seq, device=device, memory=memory_of(jax.local_devices()[0]))
+    return Session(config, directory, mesh, source, preflight, console, is_main)
+
+
+def _nothing(text: str) -> None:
+    pass
+
+
+def show_start(session: Session) -> None:
+    """The head of the log: what will run, where, in which precision."""
+    config, preflight = session.config, session.preflight
+    device = lookup(jax.devices()[0])
+    where = f"{len(jax.devices())} x {device.name}, {jax.process_count()} process(es)"
+    shape = format_mesh(dict(session.mesh.shape)) or "one device"
+    size = models.count_params(config.model)
+    session.say(f"{config.name}: {config.model.name}, {size:,} parameters, on {where}, mesh {shape}")
+    tokens = config.batch * session.source.seq
+    session.say(
+        f"data: {session.source.describe()}; {config.steps} steps of "
+        f"{config.batch} x {session.source.seq} = {tokens:,} tokens"
+        + (f" in {config.accumulate} microbatches" if config.accumulate > 1 else "")
+    )
+    capacity = f" of {preflight.device_memory / GIB:.1f}" if preflight.device_memory else ""
+    session.say(f"memory: {preflight.memory}{capacity}")
+    for remark in preflight.remarks:
+        session.say(f"NOTE: {remark}")
+    if session.is_main:
+        for phase, manifest in zip(phases(config), preflight.manifests, strict=True):
+            if len(preflight.manifests) > 1:
+                session.say(f"steps {phase.start + 1} to {phase.stop}:")
+            session.console.print(table(manifest))
+    session.say(f"TFLOP/s by {preflight.manifests[0].flops_formula}; MFU against {_peak_text(session)}")
+
+
+def _peak_text(session: Session) -> str:
+    peak = session.preflight.manifests[0].peak(lookup(jax.devices()[0]))
+    return (
+        f"{peak / 1e12:,.0f} TFLOP/s, the dense peak of this mix of formats"
+        if peak
+        else "nothing: no peak is known here"
+    )
+
+
+def test_native_gemms(session: Session) -> None:
+    """Compare each native GEMM direction with `carrier`, once a recipe, where the device has native 4-bit units."""
+    for phase, manifest in zip(phases(session.config), session.preflight.manifests, strict=True):
+        if any(site.backend == "native" for site in manifest.sites):
+            found = native_gemms_agree(phase.recipe)
+            worst = ", ".join(f"{name} {value:.2g}" for name, value in found.items())
+            session.say(f"self-test of native {phase.recipe.name} GEMMs against carrier passed ({worst})")
+
+
+@dataclass
+class Outputs:
+    """Everything a run writes to, closed together."""
+
+    stack: ExitStack
+    store: Checkpoints
+    sinks: list[Sink]
+    display: Display | None = None
+
+    def write(self, row: dict[str, Any]) -> None:
+        """One record to every sink and to the display."""
+        for sink in self.sinks:
+            sink.write(row)
+        if self.display is not None:
+            self.display.step(row)
+
+
+def take_directory(session: Session, stack: ExitStack) -> Checkpoints:
+    """Lock the run directory, write config.json and manifest.json, open its checkpoints."""
+    if session.is_main:
+        stack.enter_context(RunLock(session.directory))
+        jsonconfig.save(session.config, session.directory / "config.json")
+        spans = zip(phases(session.config), session.preflight.manifests, strict=True)
+        listed = [{"steps": [phase.start + 1, phase.stop], **manifest.to_json()} for phase, manifest in spans]
+        text = json.dumps({**listed[0], "phases": listed}, indent=1)
+        (session.directory / "manifest.json").write_text(text + "\n", encoding="utf-8")
+    if jax.process_count() > 1:  # a process that could not have the directory has raised; nobody runs past it
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices("halfbyte:directory")
+    keep = session.config.checkpoint
+    return Checkpoints(
+        session.directory / "checkpoints",
+        keep_last=keep.keep_last,
+        keep_every=keep.keep_every or None,
+        say=session.say,
+    )
+
+
+def open_sinks(session: Session, stack: ExitStack, *, resume_step: int | None) -> list[Sink]:
+    """JSONL always; TensorBoard and Weights & Biases as configured. None on other processes than the first."""
+    if not session.is_main:
+        return []
+    config, directory = session.config, session.directory
+    sinks: list[Sink] = [Jsonl(directory / "metrics.jsonl", resume_step=resume_step)]
+    if config.log.tensorboard:
+        sinks.append(TensorBoard(directory / "tensorboard", resume_step=resume_step))
+    if config.log.wandb:
+        values = jsonconfig.to_dict(config)
+        sinks.append(WandB(config.log.wandb, name=directory.name, directory=directory, config=values))
+    for sink in sinks:
+        stack.callback(sink.close)
+    return sinks
+
+
+def open_display(session: Session, stack: ExitStack) -> Display | None:
+    """The live panel or plain lines, on the first process."""
+    if not session.is_main:
+        return None
+    config = session.config
+    title = f"{config.name} · {config.recipe} · {format_mesh(dict(session.mesh.shape)) or 'one device'}"
+    display = make_display(session.console, title=title, steps=config.steps, every=config.log.every)
+    stack.callback(display.close)
+    return display
+
+
+def make_meter(session: Session, manifest_index: int) -> Throughput:
+    """Rates of a step in one precision phase."""
+    config, seq = session.config, session.source.seq
+    manifest = session.preflight.manifests[manifest_index]
+    return Throughput(
+        tokens=config.batch * seq,
+        flops_per_token=models.flops_per_token(config.model, seq),
+        devices=len(jax.devices()),
+        peak=manifest.peak(lookup(jax.devices()[0])),
+    )

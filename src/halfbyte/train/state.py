@@ -1,0 +1,92 @@
+"""The train state: all that a run needs to go on, besides its config and its place in the data.
+
+Random keys are not in it: they are derived from (seed, step), so nothing random is lost at a restart.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from halfbyte import models, optim
+from halfbyte.recipe import site_key, step_key
+
+from .config import TrainConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """step: finished steps. params: float32 master weights. optimizer: Adam's count and moments. scaler: loss scale,
+    steps since its last change, steps skipped."""
+
+    step: Any
+    params: Any
+    optimizer: Any
+    scaler: dict[str, Any]
+
+    def items(self) -> dict[str, Any]:
+        """As a checkpoint stores it: the weights apart, so that they can be read alone."""
+        return {
+            "params": self.params,
+            "optimizer": self.optimizer,
+            "progress": {"step": self.step, "scaler": self.scaler},
+        }
+
+    @classmethod
+    def from_items(cls, items: dict[str, Any]) -> "TrainState":
+        """The state back from a checkpoint's items."""
+        progress = items["progress"]
+        return cls(progress["step"], items["params"], items["optimizer"], progress["scaler"])
+
+
+def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """AdamW of the run."""
+    return optim.adamw(config.optimizer, models.decay_mask(config.model))
+
+
+def init_state(config: TrainConfig) -> TrainState:
+    """A fresh state; jit it with `state_shardings` as out_shardings. Depends on the seed alone, on any mesh."""
+    params = models.init(config.model, site_key(step_key(config.seed, 0), "init"))
+    scale = config.loss_scale.initial if config.loss_scale.mode == "dynamic" else 1.0
+    scaler = {
+        "scale": jnp.asarray(scale, jnp.float32),
+        "good_steps": jnp.zeros((), jnp.int32),
+        "skipped": jnp.zeros((), jnp.int32),
+    }
+    return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config).init(params), scaler)
+
+
+def abstract_state(config: TrainConfig, mesh: Mesh) -> TrainState:
+    """Shapes, dtypes and shardings of the state: what a checkpoint is restored into, and what the planner compiles
+    for."""
+    shapes = jax.eval_shape(lambda: init_state(config))
+    shardings = state_shardings(shapes, config, mesh)
+    return jax.tree.map(lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), shapes, shardings)
+
+
+def state_shardings(shapes: TrainState, config: TrainConfig, mesh: Mesh) -> TrainState:
+    """Moments lie where their parameters lie; scalars are replicated, explicitly (left alone they sit on one
+    device)."""
+    of_params = models.param_shardings(config.model, mesh)
+    structure = jax.tree.structure(shapes.params)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def like_params(node: Any) -> bool:
+        return bool(jax.tree.structure(node) == structure)  # type: ignore[operator]
+
+    def place(node: Any) -> Any:
+        return of_params if like_params(node) else jax.tree.map(lambda _: everywhere, node)
+
+    optimizer = jax.tree.map(place, shapes.optimizer, is_leaf=like_params)
+    scaler = dict.fromkeys(shapes.scaler, everywhere)
+    return TrainState(everywhere, of_params, optimizer, scaler)
+
+
+def create_state(config: TrainConfig, mesh: Mesh) -> TrainState:
+    """A fresh state on the mesh, initialised in place: no device ever holds more than its shard."""
+    shapes = jax.eval_shape(lambda: init_state(config))
+    return jax.jit(lambda: init_state(config), out_shardings=state_shardings(shapes, config, mesh))()

@@ -1,0 +1,147 @@
+"""The train step: a pure function (state, batch) -> (state, metrics). The loop runs it, the planner lowers the very
+same.
+
+One step: the batch is cut into `accumulate` microbatches; a scan adds up their gradients in float32, each divided by
+the scored tokens of the *whole*
+step, so that the result does not depend on how the tokens fall into microbatches; then clip, AdamW, and the loss
+scale. Random bits
+come from (seed, step, microbatch, layer, site, role).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from halfbyte import models, optim
+from halfbyte.recipe import Resolved, step_key
+from halfbyte.sharding import named_sharding
+
+from .config import TrainConfig
+from .scaling import next_scaler
+from .state import TrainState, abstract_state, make_optimizer
+
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
+TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+BATCH_KEYS = ("tokens", "targets", "segments", "positions")
+
+
+def make_context(config: TrainConfig, resolved: Resolved | None, mesh: Mesh, key: jax.Array | None) -> models.Context:
+    """How the model runs inside a step of this run."""
+    return models.Context(
+        policy=resolved,
+        key=key,
+        mesh=mesh,
+        backend=config.precision.backend,
+        remat=config.remat,
+        compute_dtype=jnp.dtype(config.precision.compute_dtype),
+    )
+
+
+def microbatches(batch: Batch, count: int) -> Batch:
+    """[B, S] -> [count, B / count, S]. Row r goes to microbatch r % count, so that rows stay on their device."""
+    return {name: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1) for name, x in batch.items()}
+
+
+def gradients(
+    config: TrainConfig, resolved: Resolved, mesh: Mesh, params: Any, batch: Batch, *, key: jax.Array, scale: jax.Array
+) -> tuple[Any, Metrics]:
+    """Float32 gradients of the mean loss over all scored tokens of the step, times `scale`, and sums for the
+    metrics."""
+    scored = jnp.sum((batch["targets"] >= 0).astype(jnp.float32))
+    weight = scale / jnp.maximum(scored, 1.0)
+
+    def loss(params: Any, micro: Batch, key: jax.Array) -> tuple[jax.Array, Metrics]:
+        context = make_context(config, resolved, mesh, key)
+        total, aux = models.loss_sum(config.model, params, micro, context, z_loss=config.z_loss)
+        return total * weight, {name: aux[name] for name in ("nll_sum", "z_sum", "tokens")}
+
+    one = jax.grad(loss, has_aux=True)
+    if config.accumulate == 1:
+        return one(params, batch, jax.random.fold_in(key, 0))
+
+    def add(total: Any, micro: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+        index, rows = micro
+        return jax.tree.map(jnp.add, total, one(params, rows, jax.random.fold_in(key, index))), None
+
+    split = microbatches(batch, config.accumulate)
+    shapes = jax.eval_shape(one, params, {name: x[0] for name, x in split.items()}, key)
+    start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    return lax.scan(add, start, (jnp.arange(config.accumulate), split))[0]
+
+
+def make_train_step(config: TrainConfig, resolved: Resolved, mesh: Mesh) -> TrainStep:
+    """The pure step of one precision phase. A step with a non-finite gradient leaves params and moments as they were
+    and counts it as skipped."""
+    transform = make_optimizer(config)
+    rate_at = optim.learning_rate(config.optimizer, config.steps)
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        scale, rate = state.scaler["scale"], rate_at(state.step)
+        key = step_key(config.seed, state.step)
+        grads, sums = gradients(config, resolved, mesh, state.params, batch, key=key, scale=scale)
+        grads = jax.tree.map(lambda g: g * (1.0 / scale), grads)
+        norm = optim.global_norm(grads)
+        finite = jnp.isfinite(norm)
+        clipped = optim.clip_by_norm(grads, norm, config.optimizer.clip)
+        updates, optimizer = transform.update(clipped, state.optimizer, state.params)
+        params = optim.apply(state.params, updates, rate)
+        keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)  # noqa: E731
+        next_state = TrainState(
+            step=state.step + 1,
+            params=keep(params, state.params),
+            optimizer=keep(optimizer, state.optimizer),
+            scaler=next_scaler(config.loss_scale, state.scaler, finite),
+        )
+        scored = jnp.maximum(sums["tokens"], 1.0)
+        metrics = {
+            "loss": sums["nll_sum"] / scored,
+            "z_loss": sums["z_sum"] / scored,
+            "scored_tokens": sums["tokens"],
+            "grad_norm": norm,
+            "learning_rate": rate,
+            "loss_scale": scale,
+            "skipped": next_state.scaler["skipped"].astype(jnp.float32),
+        }
+        return next_state, metrics
+
+    return train_step
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Where the rows of a global batch lie."""
+    return named_sharding(("batch", "seq"), mesh)
+
+
+def abstract_batch(config: TrainConfig, mesh: Mesh, *, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and shardings of a global batch."""
+    shape = jax.ShapeDtypeStruct((config.batch, seq), jnp.int32, sharding=batch_sharding(mesh))
+    return dict.fromkeys(BATCH_KEYS, shape)
+
+
+def jit_train_step(config: TrainConfig, resolved: Resolved, mesh: Mesh) -> Any:
+    """The step, jitted: the state is donated and comes back where it was."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, mesh))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(make_train_step(config, resolved, mesh), donate_argnums=0, out_shardings=(shardings, everywhere))
+
+
+def lower_train_step(config: TrainConfig, resolved: Resolved, mesh: Mesh, *, seq: int) -> Any:
+    """The step lowered for the mesh's devices from shapes alone; nothing is allocated."""
+    step = jit_train_step(config, resolved, mesh)
+    return step.lower(abstract_state(config, mesh), abstract_batch(config, mesh, seq=seq))
+
+
+def make_eval_step(config: TrainConfig, resolved: Resolved, mesh: Mesh) -> Any:
+    """Jitted (params, batch) -> (sum of nll, scored tokens). Forward only, under the recipe of the phase."""
+
+    def evaluate(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        context = make_context(config, resolved, mesh, step_key(config.seed, 0))
+        _, aux = models.loss_sum(config.model, params, batch, context)
+        return aux["nll_sum"], aux["tokens"]
+
+    return jax.jit(evaluate, out_shardings=NamedSharding(mesh, PartitionSpec()))
