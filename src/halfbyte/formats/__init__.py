@@ -8,14 +8,14 @@ from .blocks import BF16, FORMATS, FP8, FP8_E5M2, MXFP4, MXFP8, MXFP8_E5M2, NVFP
 from .elements import E2M1, E4M3, E5M2, Element
 from .hadamard import hadamard16, transform_runs
 from .noise import Generator, key_words, random_bytes
-from .qtensor import QTensor, pack, unpack
+from .qtensor import Packed, QTensor, pack, unpack
 from .quantize import OnGrid, all_finite, amax_of, quantize, store, to_grid
 from .scales import TensorScales, tensor_scales
 from .tiling import tile_scales, untile_scales
 
 __all__ = [
     "BF16", "E2M1", "E4M3", "E5M2", "FORMATS", "FP8", "FP8_E5M2", "MXFP4", "MXFP8", "MXFP8_E5M2", "NVFP4",
-    "BlockFormat", "Element", "Generator", "OnGrid", "QTensor", "ScaleRule", "TensorScales",
+    "BlockFormat", "Element", "Generator", "OnGrid", "Packed", "QTensor", "ScaleRule", "TensorScales",
     "all_finite", "amax_of", "hadamard16", "key_words", "pack", "quantize", "random_bytes", "round_up_scales", "store", "tensor_scales",
     "tile_scales", "to_grid", "transform_runs", "unpack", "untile_scales",
 ]  # fmt: skip

@@ -76,6 +76,31 @@ class QTensor:
         return lax.cond(tiny, subnormal_safe, lambda c, s: c * s, carrier, scale)
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["packed", "scales", "amax"], meta_fields=["format", "block", "axis"])
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """A QTensor as it is kept between forward and backward, or sent between devices: packed codes and scales as uint8."""
+
+    packed: jax.Array
+    scales: jax.Array | None
+    amax: jax.Array
+    format: BlockFormat
+    block: str = "1d"
+    axis: int = -1
+
+    @classmethod
+    def of(cls, tensor: QTensor) -> "Packed":
+        scales = None if tensor.scales is None else lax.bitcast_convert_type(tensor.scales, jnp.uint8)
+        return cls(tensor.packed, scales, tensor.amax, tensor.format, tensor.block, tensor.axis)
+
+    def unpack(self) -> QTensor:
+        four_bit = self.format.element is not None and self.format.element.bits == 4
+        codes = unpack(self.packed, axis=self.axis) if four_bit else self.packed
+        dtype = self.format.scale_dtype
+        scales = None if self.scales is None or dtype is None else lax.bitcast_convert_type(self.scales, dtype)
+        return QTensor(codes, scales, self.amax, self.format, self.block, self.axis)
+
+
 def scale_values(scales: jax.Array, fmt: BlockFormat) -> jax.Array:
     """float32 values of stored block scales (E4M3 or E8M0, or their uint8 codes)."""
     codes = lax.bitcast_convert_type(scales, jnp.uint8)

@@ -1,0 +1,76 @@
+"""What a GEMM consumes, and how a tensor becomes it.
+
+An `Operand` is a matrix as the hardware reads it: a *carrier* whose numbers are element x block scale, exact in the carrier's type, and one float32
+factor for the whole tensor. A GEMM over carriers computes the true products of the quantized operands; the factors multiply its float32 result:
+
+    y = (carrier_left . carrier_right) * (decode_left * decode_right)
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from halfbyte.formats import Packed, QTensor, random_bytes, store, tensor_scales, to_grid, transform_runs
+from halfbyte.recipe import OperandPolicy
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["carrier", "decode_scale", "quantized"], meta_fields=["policy"])
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """`carrier` float32 or bfloat16 (None if only the codes were made); `decode_scale` float32 scalar, None for 1; `quantized` the codes, None under bf16."""
+
+    carrier: jax.Array | None
+    decode_scale: jax.Array | None
+    quantized: QTensor | Packed | None
+    policy: OperandPolicy
+
+    def values(self) -> jax.Array:
+        """The carrier; made from the codes if need be."""
+        if self.carrier is not None:
+            return self.carrier
+        return self.codes().carrier()
+
+    def codes(self) -> QTensor:
+        assert self.quantized is not None, "an operand without codes has a carrier"
+        return self.quantized.unpack() if isinstance(self.quantized, Packed) else self.quantized
+
+
+Kept = Packed | jax.Array  # what stays between forward and backward: packed codes, or the bfloat16 tensor itself
+
+
+def gemm_scale(amax: jax.Array, policy: OperandPolicy) -> jax.Array:
+    """The factor that a GEMM's result owes this operand: its decode scale, NaN if its amax is not finite."""
+    return jnp.where(jnp.isfinite(amax), tensor_scales(amax, policy.format).decode, jnp.float32(jnp.nan))
+
+
+def quantize_operand(x: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None) -> Operand:
+    """x under `policy`, blocked and transformed along `axis` (-1 or -2), the axis that the GEMM contracts. The definition for every backend."""
+    if policy.hadamard:
+        x = transform_runs(x, axis=axis)
+    if not policy.format.quantized:
+        return Operand(x.astype(jnp.bfloat16), None, None, policy)
+    noise = None
+    if policy.stochastic:
+        if key is None:
+            raise ValueError("this recipe rounds stochastically and needs a key; pass key=..., or use a recipe without stochastic rounding (nvfp4_no_sr)")
+        noise = random_bytes(key, x.shape)
+    grid = to_grid(x, policy.format, block=policy.block, axis=axis, noise=noise)
+    quantized = store(grid, policy.format, block=policy.block, axis=axis)
+    return Operand(grid.carrier(), gemm_scale(grid.amax, policy), quantized, policy)
+
+
+def keep(operand: Operand) -> Kept:
+    """The operand as it is kept for the backward pass: 4.5 bits a number under NVFP4."""
+    if operand.quantized is None:
+        return operand.values()
+    return operand.quantized if isinstance(operand.quantized, Packed) else Packed.of(operand.quantized)
+
+
+def load(kept: Kept, policy: OperandPolicy) -> Operand:
+    """The operand of `keep`, bit for bit."""
+    if not isinstance(kept, Packed):
+        return Operand(kept, None, None, policy)
+    tensor = kept.unpack()
+    return Operand(tensor.carrier(), gemm_scale(kept.amax, policy), tensor, policy)

@@ -1,0 +1,60 @@
+"""The question a backend is asked before anything is traced: can you serve this linear, on that device?"""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+
+from halfbyte.devices import Device, lookup
+from halfbyte.recipe import GEMMS, Recipe
+
+_target: contextvars.ContextVar[Device | None] = contextvars.ContextVar("target", default=None)
+
+
+@contextlib.contextmanager
+def compile_for(device: Device) -> Iterator[None]:
+    """Backends are chosen for `device` instead of this machine's: for programs compiled here and run elsewhere."""
+    token = _target.set(device)
+    try:
+        yield
+    finally:
+        _target.reset(token)
+
+
+def target() -> Device:
+    """The device that programs traced now are meant for."""
+    return _target.get() or lookup(jax.devices()[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """y = x W with x [tokens, inputs], W [inputs, outputs]. `training` asks for all three GEMMs, otherwise for fprop alone."""
+
+    recipe: Recipe
+    tokens: int
+    inputs: int
+    outputs: int
+    device: Device
+    training: bool = True
+
+    def contractions(self) -> dict[str, int]:
+        """GEMM -> length of the axis it sums over."""
+        sizes = {"fprop": self.inputs, "dgrad": self.outputs, "wgrad": self.tokens}
+        return sizes if self.training else {"fprop": self.inputs}
+
+    def unblockable(self) -> str | None:
+        """Why the recipe's formats cannot cut this problem into blocks, or None."""
+        for gemm, size in self.contractions().items():
+            for role in GEMMS[gemm]:
+                policy = getattr(self.recipe, role)
+                block = 16 if policy.hadamard else 1
+                block = max(block, policy.format.block or 1)
+                if size % block:
+                    over = {"fprop": "inputs", "dgrad": "outputs", "wgrad": "tokens"}[gemm]
+                    return (
+                        f"{gemm} sums over {size} {over}, and {role} ({policy}) needs a multiple of {block}; "
+                        f"pad the {over}, or give this linear the bf16 recipe in the layer policy"
+                    )
+        return None

@@ -1,0 +1,140 @@
+"""qdot: y = x W with its three GEMMs quantized, in anyone's model.
+
+    fprop  y  = Q(x)  Q(W)          contracts the inputs
+    dgrad  dx = Q(dy) Q(W)^T        contracts the outputs
+    wgrad  dw = Q(x)^T Q(dy)        contracts the tokens
+
+Each Q is an operand policy of the recipe, with its own tensor scale and its own random bits. The rounding has no gradient of its own: it passes
+straight through. What the backward pass keeps of x is wgrad's operand, packed: 4.5 bits a number under NVFP4; and of W its codes.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding
+
+from halfbyte.formats.bits import round_bfloat16
+from halfbyte.ops.backends import BACKENDS, Backend, choose
+from halfbyte.ops.backends.gemm import Contraction, dgrad_axes, fprop_axes, wgrad_axes
+from halfbyte.ops.operand import Operand, keep, load, quantize_operand
+from halfbyte.ops.problem import Problem, target
+from halfbyte.ops.weight import QWeight, quantize_weight, weight_operand
+from halfbyte.recipe import OperandPolicy, Recipe, role_key
+from halfbyte.sharding import WeightSharding
+
+SAVED = "quantized"  # the checkpoint name of packed residuals: a remat policy may save them by it
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is settled before tracing."""
+
+    backend: str
+    recipe: Recipe
+    sharding: WeightSharding | None
+    weight_dtype: jnp.dtype
+    out_dtype: jnp.dtype
+
+
+def qdot(
+    x: jax.Array, w: jax.Array | QWeight, *, recipe: Recipe, key: jax.Array | None = None, backend: str = "auto",
+    weight_sharding: WeightSharding | None = None, out_sharding: NamedSharding | None = None, out_dtype: jnp.dtype | None = None,
+) -> jax.Array:  # fmt: skip
+    """x [..., inputs] times w [inputs, outputs], in x's dtype; every GEMM, forward and backward, as the recipe says.
+
+    float32 sums, the tensor scales applied to them, one rounding to the result's dtype. The weight gradient has w's dtype. `key` is a typed key, folded by the caller with step, layer
+    and site; it is needed where the recipe rounds stochastically. `w` may be a `QWeight`. NaN or infinity in an operand makes the whole result NaN.
+    """
+    weight = w if isinstance(w, QWeight) else quantize_weight(w, recipe=recipe, key=key, weight_sharding=weight_sharding)
+    _check(x, weight, recipe)
+    tokens = token_view(x, recipe)
+    problem = Problem(recipe, math.prod(tokens.shape[:-1]), *weight.shape, device=target(), training=False)
+    plan = Plan(choose(backend, problem).name, recipe, weight.sharding, weight.anchor.dtype, jnp.dtype(out_dtype or x.dtype))
+    y = _linear(plan, tokens, weight.anchor, (weight.fprop, weight.dgrad), key).reshape(*x.shape[:-1], weight.shape[-1])
+    return y if out_sharding is None else lax.with_sharding_constraint(y, out_sharding)
+
+
+def _check(x: jax.Array, weight: QWeight, recipe: Recipe) -> None:
+    if x.dtype not in (jnp.bfloat16, jnp.float32):
+        raise TypeError(f"qdot takes bfloat16 or float32, got x of {x.dtype}; convert with astype first")
+    if x.ndim == 0 or x.shape[-1] != weight.shape[0]:
+        raise ValueError(f"qdot contracts the last axis of x with the first of w, got x {x.shape} and w {weight.shape}")
+    if weight.recipe != recipe:
+        raise ValueError(f"this QWeight was made under recipe {weight.recipe.name}, qdot was asked for {recipe.name}; quantize the weight again")
+
+
+def token_view(x: jax.Array, recipe: Recipe) -> jax.Array:
+    """x as [tokens..., inputs] such that blocks of tokens lie along the next to last axis: unchanged if they fit there, else with all leading dims made one."""
+    if x.ndim == 1:
+        return x[None]
+    block = token_block(recipe)
+    return x if x.shape[-2] % block == 0 else x.reshape(-1, x.shape[-1])
+
+
+def token_block(recipe: Recipe) -> int:
+    """How many tokens wgrad's operands block together."""
+    policies = (recipe.wgrad_x, recipe.wgrad_dy)
+    return max(16 if p.hadamard else p.format.block or 1 for p in policies)
+
+
+def operand_key(key: jax.Array | None, policy: OperandPolicy, role: str) -> jax.Array | None:
+    """The key of one operand, None where its rounding needs none."""
+    return role_key(key, role) if policy.stochastic and key is not None else None
+
+
+def multiply(backend: Backend, left: Operand, right: Operand, axes: Contraction, dtype: jnp.dtype) -> jax.Array:
+    """One GEMM of the recipe: sums, times the operands' factors in float32, rounded once to `dtype`."""
+    y = backend.gemm(left, right, axes)
+    factors = [o.decode_scale for o in (left, right) if o.decode_scale is not None]
+    if factors:
+        y = y * functools.reduce(jnp.multiply, factors)
+    return narrow(y, dtype)
+
+
+def narrow(y: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """float32 y in `dtype`; the rounding to bfloat16 is one that the compiler keeps."""
+    return round_bfloat16(y).astype(dtype) if dtype == jnp.bfloat16 else y.astype(dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _linear(plan: Plan, x, anchor, codes, key):
+    return _fprop(plan, x, anchor, codes, key)
+
+
+def _fprop(plan: Plan, x, anchor, codes, key):
+    recipe = plan.recipe
+    left = quantize_operand(x, recipe.fprop_x, axis=-1, key=operand_key(key, recipe.fprop_x, "fprop_x"))
+    right = weight_operand(QWeight(anchor, *codes, recipe, plan.sharding), "fprop_w")
+    return multiply(BACKENDS[plan.backend], left, right, fprop_axes(x), plan.out_dtype)
+
+
+def _linear_fwd(plan: Plan, x, anchor, codes, key):
+    recipe = plan.recipe
+    problem = Problem(recipe, math.prod(x.shape[:-1]), *anchor.shape, device=target())
+    choose(plan.backend, problem)  # the backward GEMMs must be served too
+    kept = keep(quantize_operand(x, recipe.wgrad_x, axis=-2, key=operand_key(key, recipe.wgrad_x, "wgrad_x")))
+    kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, SAVED), kept)
+    master = None if recipe.dgrad_w.format.quantized else anchor  # read again by dgrad
+    return _fprop(plan, x, anchor, codes, key), (kept, master, codes, key, jnp.zeros((0,), x.dtype))
+
+
+def _linear_bwd(plan: Plan, residuals, dy):
+    kept, master, codes, key, like_x = residuals
+    recipe, backend = plan.recipe, BACKENDS[plan.backend]
+    weight = QWeight(master, *codes, recipe, plan.sharding)
+    dgrad_left = quantize_operand(dy, recipe.dgrad_dy, axis=-1, key=operand_key(key, recipe.dgrad_dy, "dgrad_dy"))
+    dx = multiply(backend, dgrad_left, weight_operand(weight, "dgrad_w"), dgrad_axes(dy), like_x.dtype)
+    wgrad_left = load(kept, recipe.wgrad_x)
+    wgrad_right = quantize_operand(dy, recipe.wgrad_dy, axis=-2, key=operand_key(key, recipe.wgrad_dy, "wgrad_dy"))
+    dw = multiply(backend, wgrad_left, wgrad_right, wgrad_axes(dy), plan.weight_dtype)
+    if plan.sharding is not None:
+        dw = lax.with_sharding_constraint(dw, plan.sharding.stored)
+    return dx, dw, None, None
+
+
+_linear.defvjp(_linear_fwd, _linear_bwd)
