@@ -31,7 +31,8 @@ def _significand(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
     fraction = bits & _u32(0x7F_FFFF)
     whole = jnp.where(field == 0, fraction, fraction | _u32(0x80_0000))
     shift = jnp.maximum(lax.clz(whole).astype(jnp.int32) - 8, 0)
-    return whole << shift.astype(jnp.uint32), jnp.maximum(field, 1) - 150 - shift
+    # The barriers here and below keep XLA from copying this into every one of its uses: ten times the code, seconds of compilation.
+    return lax.optimization_barrier((whole << shift.astype(jnp.uint32), jnp.maximum(field, 1) - 150 - shift))
 
 
 def _shift_right_even(x: jax.Array, count: jax.Array) -> jax.Array:
@@ -58,22 +59,28 @@ def _assemble(extended: jax.Array, exponent: jax.Array) -> jax.Array:
 
 def divide_bits(a: jax.Array, b: jax.Array) -> jax.Array:
     """a / b, rounded to nearest even, as bits of non-negative floats. x / 0 and inf / x are infinity, x / inf is 0; NaN is not handled."""
-    ma, ea = _significand(a)
-    mb, eb = _significand(b)
+    (ma, ea), (mb, eb) = _significand(a), _significand(b)
     divisor = jnp.maximum(mb, _u32(1))
-    borrow = ma < divisor
-    ma, ea = jnp.where(borrow, ma << 1, ma), ea - borrow.astype(jnp.int32)
-    # Long division, eight bits at a time: the quotient of 24-bit significands with 2**23 <= q < 2**24.
-    quotient, rest = _u32(0), ma
-    for shift in (7, 8, 8):
-        rest = rest << shift
-        quotient = (quotient << 8) | (rest // divisor)
-        rest = rest % divisor
+    borrow = (ma < divisor).astype(jnp.uint32)
+    # The device's quotient is off by a few units at most; the remainder, taken modulo 2**32, tells by how many.
+    estimate = ma.astype(jnp.float32) / divisor.astype(jnp.float32)
+    scale = jnp.where(borrow == 1, jnp.float32(2.0**24), jnp.float32(2.0**23))
+    quotient, rest = lax.optimization_barrier(_corrected((estimate * scale).astype(jnp.uint32), ma << (_u32(23) + borrow), divisor))
     twice = rest << 1
     tail = jnp.where(twice >= divisor, _u32(2), _u32(0)) | jnp.where((twice != divisor) & (rest != 0), _u32(1), _u32(0))
-    result = _assemble((quotient << 2) | tail, ea - eb - 25)
+    result = _assemble((quotient << 2) | tail, ea - eb - borrow.astype(jnp.int32) - 25)
     result = jnp.where((a == 0) | (b == INFINITY_BITS), _u32(0), result)
-    return jnp.where((b == 0) | (a == INFINITY_BITS), _u32(INFINITY_BITS), result)
+    return lax.optimization_barrier(jnp.where((b == 0) | (a == INFINITY_BITS), _u32(INFINITY_BITS), result))
+
+
+def _corrected(estimate: jax.Array, dividend: jax.Array, divisor: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(quotient, remainder) from an estimate that is at most 3 off; `dividend` is known modulo 2**32."""
+    signed = divisor.astype(jnp.int32)
+    quotient, rest = estimate - _u32(3), (dividend - (estimate - _u32(3)) * divisor).astype(jnp.int32)  # 0 <= rest < 7 * divisor
+    for step in (4, 2, 1):
+        up = rest >= signed * step
+        quotient, rest = quotient + jnp.where(up, _u32(step), _u32(0)), rest - jnp.where(up, signed * step, 0)
+    return quotient, rest.astype(jnp.uint32)
 
 
 def multiply_bits(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -88,10 +95,10 @@ def multiply_bits(a: jax.Array, b: jax.Array) -> jax.Array:
     low = ((middle & _u32(0xFFF)) << 12) | ((a0 * b0) & _u32(0xFFF))
     # 2**22 <= high < 2**24: keep 27 bits (24 from high, 3 from low), the rest sticky.
     extended = (high << 3) | (low >> 21)
-    extended = extended | (low & _u32(0x1F_FFFF) != 0).astype(jnp.uint32)
+    extended = lax.optimization_barrier(extended | (low & _u32(0x1F_FFFF) != 0).astype(jnp.uint32))
     result = _assemble(extended, ea + eb + 21)
     result = jnp.where((a == 0) | (b == 0), _u32(0), result)
-    return jnp.where((a == INFINITY_BITS) | (b == INFINITY_BITS), _u32(INFINITY_BITS), result)
+    return lax.optimization_barrier(jnp.where((a == INFINITY_BITS) | (b == INFINITY_BITS), _u32(INFINITY_BITS), result))
 
 
 def divide(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -15,10 +15,10 @@ from .scales import tensor_scales
 from .views import block_view
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "scales", "amax"], meta_fields=["format", "block", "axis"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "scales", "amax", "decode_scale"], meta_fields=["format", "block", "axis"])
 @dataclasses.dataclass(frozen=True)
 class QTensor:
-    """`codes` uint8, one an element (0..15 for E2M1, the sign of zero kept); `scales` in the format's scale type, one a block, None if there is none; `amax` float32.
+    """`codes` uint8, one an element (0..15 for E2M1, the sign of zero kept); `scales` in the format's scale type, one a block, None if there is none; `amax` and `decode_scale` (1 / S) float32.
 
     The array stands for element(code) * scale * decode_scale.
     """
@@ -26,6 +26,7 @@ class QTensor:
     codes: jax.Array
     scales: jax.Array | None
     amax: jax.Array
+    decode_scale: jax.Array
     format: BlockFormat
     block: str = "1d"
     axis: int = -1
@@ -38,11 +39,6 @@ class QTensor:
     def encode_scale(self) -> jax.Array:
         """S of the tensor, 1 where the format has no tensor scale."""
         return tensor_scales(self.amax, self.format).encode
-
-    @property
-    def decode_scale(self) -> jax.Array:
-        """1 / S."""
-        return tensor_scales(self.amax, self.format).decode
 
     @property
     def finite(self) -> jax.Array:
@@ -76,7 +72,7 @@ class QTensor:
         return lax.cond(tiny, subnormal_safe, lambda c, s: c * s, carrier, scale)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["packed", "scales", "amax"], meta_fields=["format", "block", "axis"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["packed", "scales", "amax", "decode_scale"], meta_fields=["format", "block", "axis"])
 @dataclasses.dataclass(frozen=True)
 class Packed:
     """A QTensor as it is kept between forward and backward, or sent between devices: packed codes and scales as uint8."""
@@ -84,6 +80,7 @@ class Packed:
     packed: jax.Array
     scales: jax.Array | None
     amax: jax.Array
+    decode_scale: jax.Array
     format: BlockFormat
     block: str = "1d"
     axis: int = -1
@@ -91,14 +88,14 @@ class Packed:
     @classmethod
     def of(cls, tensor: QTensor) -> "Packed":
         scales = None if tensor.scales is None else lax.bitcast_convert_type(tensor.scales, jnp.uint8)
-        return cls(tensor.packed, scales, tensor.amax, tensor.format, tensor.block, tensor.axis)
+        return cls(tensor.packed, scales, tensor.amax, tensor.decode_scale, tensor.format, tensor.block, tensor.axis)
 
     def unpack(self) -> QTensor:
         four_bit = self.format.element is not None and self.format.element.bits == 4
         codes = unpack(self.packed, axis=self.axis) if four_bit else self.packed
         dtype = self.format.scale_dtype
         scales = None if self.scales is None or dtype is None else lax.bitcast_convert_type(self.scales, dtype)
-        return QTensor(codes, scales, self.amax, self.format, self.block, self.axis)
+        return QTensor(codes, scales, self.amax, self.decode_scale, self.format, self.block, self.axis)
 
 
 def scale_values(scales: jax.Array, fmt: BlockFormat) -> jax.Array:

@@ -113,7 +113,7 @@ def store(grid: OnGrid, fmt: BlockFormat, *, block: str, axis: int = -1) -> QTen
     assert fmt.element is not None
     dtype = fmt.scale_dtype
     scales = None if dtype is None else lax.bitcast_convert_type(grid.scales.codes, dtype)
-    return QTensor(encode(fmt.element, grid.values), scales, grid.amax, fmt, block, axis)
+    return QTensor(encode(fmt.element, grid.values), scales, grid.amax, grid.scales.tensor_decode, fmt, block, axis)
 
 
 def check_arguments(x: jax.Array, fmt: BlockFormat, *, rounding: str, key: jax.Array | None) -> None:

@@ -40,6 +40,7 @@ class BlockScales(NamedTuple):
     codes: jax.Array  # uint8
     values: jax.Array  # float32, the decoded scale
     encode: jax.Array  # float32, what an element is multiplied by
+    tensor_decode: jax.Array  # float32 scalar, 1 / S
 
 
 def _bits(value: float) -> jax.Array:
@@ -82,23 +83,23 @@ def block_scales(block_bits: jax.Array, amax_bits: jax.Array, fmt: BlockFormat) 
     """Scales of blocks whose largest magnitudes have these bits, in a tensor whose amax has those."""
     assert fmt.element is not None
     if fmt.scale is ScaleRule.NONE:
-        s = float_of_bits(_encode_scale_bits(amax_bits, tensor_top(fmt)))
-        blank = jnp.zeros(block_bits.shape, jnp.uint8)
-        return BlockScales(blank, jnp.ones(block_bits.shape, jnp.float32), jnp.broadcast_to(s, block_bits.shape))
+        tensor = tensor_scales(float_of_bits(amax_bits), fmt)
+        blank, ones = jnp.zeros(block_bits.shape, jnp.uint8), jnp.ones(block_bits.shape, jnp.float32)
+        return BlockScales(blank, ones, jnp.broadcast_to(tensor.encode, block_bits.shape), tensor.decode)
     if fmt.scale is ScaleRule.TWO_LEVEL:
         return _two_level_blocks(block_bits, amax_bits)
     return _power_blocks(block_bits, fmt.element, round_up=fmt.scale is ScaleRule.POWER_UP)
 
 
 def _two_level_blocks(block_bits: jax.Array, amax_bits: jax.Array) -> BlockScales:
-    _, sixth, table = _two_level(amax_bits)
+    tensor_decode, sixth, table = _two_level(amax_bits)
     plain = float_of_bits(block_bits) * sixth
     small = lift(block_bits) * (sixth * jnp.float32(2.0**-LIFT))
     scaled = jnp.where(block_bits < jnp.uint32(SMALL_BITS), small, plain)
     scaled = jnp.where(scaled <= jnp.float32(E4M3.max), scaled, jnp.float32(E4M3.max))  # infinity and NaN saturate too
     values = round_magnitude(E4M3, scaled)
     codes = encode(E4M3, values)
-    return BlockScales(codes, values, table.at[codes].get(mode="promise_in_bounds"))
+    return BlockScales(codes, values, table.at[codes].get(mode="promise_in_bounds"), tensor_decode)
 
 
 def _power_blocks(block_bits: jax.Array, element: Element, *, round_up: bool) -> BlockScales:
@@ -110,4 +111,4 @@ def _power_blocks(block_bits: jax.Array, element: Element, *, round_up: bool) ->
     broken = block_bits >= jnp.uint32(INFINITY_BITS)
     codes = jnp.where(broken, jnp.int32(E8M0_NAN), code).astype(jnp.uint8)
     inverse = float_of_bits((jnp.int32(2 * E8M0_BIAS) - code).astype(jnp.uint32) << 23)
-    return BlockScales(codes, decode_e8m0(codes), inverse)
+    return BlockScales(codes, decode_e8m0(codes), inverse, jnp.float32(1))

@@ -12,7 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from halfbyte.formats import Packed, QTensor, random_bytes, store, tensor_scales, to_grid, transform_runs
+from halfbyte.formats import Packed, QTensor, random_bytes, store, to_grid, transform_runs
 from halfbyte.recipe import OperandPolicy
 
 
@@ -40,9 +40,9 @@ class Operand:
 Kept = Packed | jax.Array  # what stays between forward and backward: packed codes, or the bfloat16 tensor itself
 
 
-def gemm_scale(amax: jax.Array, policy: OperandPolicy) -> jax.Array:
+def gemm_scale(tensor: QTensor | Packed) -> jax.Array:
     """The factor that a GEMM's result owes this operand: its decode scale, NaN if its amax is not finite."""
-    return jnp.where(jnp.isfinite(amax), tensor_scales(amax, policy.format).decode, jnp.float32(jnp.nan))
+    return jnp.where(jnp.isfinite(tensor.amax), tensor.decode_scale, jnp.float32(jnp.nan))
 
 
 def quantize_operand(x: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None) -> Operand:
@@ -58,7 +58,7 @@ def quantize_operand(x: jax.Array, policy: OperandPolicy, *, axis: int, key: jax
         noise = random_bytes(key, x.shape)
     grid = to_grid(x, policy.format, block=policy.block, axis=axis, noise=noise)
     quantized = store(grid, policy.format, block=policy.block, axis=axis)
-    return Operand(grid.carrier(), gemm_scale(grid.amax, policy), quantized, policy)
+    return Operand(grid.carrier(), gemm_scale(quantized), quantized, policy)
 
 
 def keep(operand: Operand) -> Kept:
@@ -73,4 +73,4 @@ def load(kept: Kept, policy: OperandPolicy) -> Operand:
     if not isinstance(kept, Packed):
         return Operand(kept, None, None, policy)
     tensor = kept.unpack()
-    return Operand(tensor.carrier(), gemm_scale(kept.amax, policy), tensor, policy)
+    return Operand(tensor.carrier(), gemm_scale(kept), tensor, policy)

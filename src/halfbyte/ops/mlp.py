@@ -1,0 +1,176 @@
+"""The MLP as one op: y = (silu(x Wg) * (x Wu)) Wd, with its nine GEMMs quantized and its own VJP.
+
+It computes what three `qdot`s around `swiglu` compute, bit for bit, but as one op it quantizes x once for gate and up, and decides what the backward pass keeps:
+
+| mode    | kept of the activations                     | computed again in the backward pass |
+|---------|---------------------------------------------|-------------------------------------|
+| `fast`  | wgrad's operand of x (packed), g, u         | h                                   |
+| `small` | fprop's and wgrad's operands of x (packed)  | g, u (two GEMMs), h                 |
+
+Under bf16 `fast` keeps x, g, u and `small` keeps x: as lean as the quantized ones.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from halfbyte.ops.backends import BACKENDS, Backend, choose
+from halfbyte.ops.backends.gemm import dgrad_axes, fprop_axes, wgrad_axes
+from halfbyte.ops.operand import Kept, Operand, keep, load, quantize_operand
+from halfbyte.ops.problem import Problem, target
+from halfbyte.ops.qdot import SAVED, multiply, operand_key, token_block
+from halfbyte.ops.swiglu import swiglu, swiglu_backward
+from halfbyte.ops.weight import QWeight, quantize_weight, weight_operand
+from halfbyte.recipe import Recipe, site_key
+from halfbyte.sharding import WeightSharding
+
+SITES = ("gate", "up", "down")
+MODES = ("fast", "small")
+Weights = tuple[jax.Array | QWeight, jax.Array | QWeight, jax.Array | QWeight]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is settled before tracing, one entry a site where there are three."""
+
+    backends: tuple[str, ...]
+    recipes: tuple[Recipe, ...]
+    shardings: tuple[WeightSharding | None, ...]
+    weight_dtypes: tuple[jnp.dtype, ...]
+    mode: str
+
+
+def mlp(
+    x: jax.Array, gate: jax.Array | QWeight, up: jax.Array | QWeight, down: jax.Array | QWeight, *, recipe: Recipe | Mapping[str, Recipe],
+    key: jax.Array | None = None, mode: str = "fast", backend: str = "auto", weight_shardings: Mapping[str, WeightSharding] | None = None,
+) -> jax.Array:  # fmt: skip
+    """SwiGLU MLP of x [..., embed] with gate, up [embed, hidden] and down [hidden, embed], in x's dtype.
+
+    `recipe` is one for all three linears or one each by the names gate, up, down; `key` is folded by those names. `mode` chooses what the backward pass keeps.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+    recipes = tuple(recipe[site] for site in SITES) if isinstance(recipe, Mapping) else (recipe,) * 3
+    keys = tuple(None if key is None else site_key(key, site) for site in SITES)
+    shardings = weight_shardings or {}
+    weights = [
+        w if isinstance(w, QWeight) else quantize_weight(w, recipe=r, key=k, weight_sharding=shardings.get(site))
+        for site, w, r, k in zip(SITES, (gate, up, down), recipes, keys, strict=True)
+    ]
+    tokens = _token_view(x, recipes)
+    backends = tuple(choose(backend, _problem(r, tokens, w, training=False)).name for r, w in zip(recipes, weights, strict=True))
+    plan = Plan(backends, recipes, tuple(w.sharding for w in weights), tuple(w.anchor.dtype for w in weights), mode)
+    y = _mlp(plan, tokens, tuple(w.anchor for w in weights), tuple((w.fprop, w.dgrad) for w in weights), keys)
+    return y.reshape(x.shape)
+
+
+def _token_view(x: jax.Array, recipes: tuple[Recipe, ...]) -> jax.Array:
+    if x.ndim == 1:
+        return x[None]
+    block = math.lcm(*(token_block(r) for r in recipes))
+    return x if x.shape[-2] % block == 0 else x.reshape(-1, x.shape[-1])
+
+
+def _problem(recipe: Recipe, x: jax.Array, weight: Any, *, training: bool) -> Problem:
+    return Problem(recipe, math.prod(x.shape[:-1]), *weight.shape, device=target(), training=training)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Site:
+    """One of the three linears while it is traced."""
+
+    backend: Backend
+    recipe: Recipe
+    weight: QWeight
+    key: jax.Array | None
+
+    def operand(self, x: jax.Array, role: str) -> Operand:
+        """An activation or gradient as the operand `role`: blocked along its features for fprop and dgrad, along tokens for wgrad."""
+        policy = getattr(self.recipe, role)
+        axis = -2 if role.startswith("wgrad") else -1
+        return quantize_operand(x, policy, axis=axis, key=operand_key(self.key, policy, role))
+
+    def fprop(self, left: Operand, like: jax.Array) -> jax.Array:
+        return multiply(self.backend, left, weight_operand(self.weight, "fprop_w"), fprop_axes(like), like.dtype)
+
+    def dgrad(self, dy: jax.Array) -> jax.Array:
+        left = self.operand(dy, "dgrad_dy")
+        return multiply(self.backend, left, weight_operand(self.weight, "dgrad_w"), dgrad_axes(dy), dy.dtype)
+
+    def wgrad(self, left: Operand, dy: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        dw = multiply(self.backend, left, self.operand(dy, "wgrad_dy"), wgrad_axes(dy), dtype)
+        return dw if self.weight.sharding is None else lax.with_sharding_constraint(dw, self.weight.sharding.stored)
+
+
+def _sites(plan: Plan, anchors, codes, keys) -> tuple[_Site, ...]:
+    return tuple(
+        _Site(BACKENDS[b], r, QWeight(a, *c, r, s), k)
+        for b, r, s, a, c, k in zip(plan.backends, plan.recipes, plan.shardings, anchors, codes, keys, strict=True)
+    )
+
+
+def _shared(role: str, first: _Site, second: _Site) -> bool:
+    """Whether gate and up read one and the same operand of x: equal policies and no random bits of their own."""
+    policy = getattr(first.recipe, role)
+    return policy == getattr(second.recipe, role) and not policy.stochastic
+
+
+def _x_operands(x: jax.Array, role: str, gate: _Site, up: _Site) -> tuple[Operand, ...]:
+    """One operand if gate and up share it, else two."""
+    first = gate.operand(x, role)
+    return (first,) if _shared(role, gate, up) else (first, up.operand(x, role))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mlp(plan: Plan, x, anchors, codes, keys):
+    gate, up, down = _sites(plan, anchors, codes, keys)
+    rows = _x_operands(x, "fprop_x", gate, up)
+    h = swiglu(gate.fprop(rows[0], x), up.fprop(rows[-1], x))
+    return down.fprop(down.operand(h, "fprop_x"), h)
+
+
+def _mlp_fwd(plan: Plan, x, anchors, codes, keys):
+    gate, up, down = _sites(plan, anchors, codes, keys)
+    for site in (gate, up, down):
+        choose(site.backend.name, _problem(site.recipe, x, site.weight, training=True))
+    rows = _x_operands(x, "fprop_x", gate, up)
+    g, u = gate.fprop(rows[0], x), up.fprop(rows[-1], x)
+    h = swiglu(g, u)
+    y = down.fprop(down.operand(h, "fprop_x"), h)
+    columns = tuple(keep(o) for o in _x_operands(x, "wgrad_x", gate, up))
+    again = (g, u) if plan.mode == "fast" else tuple(keep(o) for o in rows)
+    columns, again = jax.tree.map(lambda leaf: checkpoint_name(leaf, SAVED), (columns, again))
+    masters = tuple(None if r.dgrad_w.format.quantized and (plan.mode == "fast" or r.fprop_w.format.quantized) else a for r, a in zip(plan.recipes, anchors, strict=True))
+    return y, (columns, again, masters, codes, keys)
+
+
+def _recomputed(plan: Plan, again: tuple[Kept, ...], gate: _Site, up: _Site, like: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(g, u): as kept, or from the kept fprop operands of x by the same GEMMs."""
+    if plan.mode == "fast":
+        return again  # type: ignore[return-value]
+    rows = [load(kept, site.recipe.fprop_x) for kept, site in zip(again, (gate, up), strict=False)]
+    return gate.fprop(rows[0], like), up.fprop(rows[-1], like)
+
+
+def _mlp_bwd(plan: Plan, residuals, dy):
+    columns, again, masters, codes, keys = residuals
+    gate, up, down = _sites(plan, masters, codes, keys)
+    g, u = _recomputed(plan, again, gate, up, dy)
+    dh = down.dgrad(dy)
+    dwd = down.wgrad(down.operand(swiglu(g, u), "wgrad_x"), dy, plan.weight_dtypes[2])
+    dg, du = swiglu_backward(g, u, dh)
+    x_columns = [load(kept, site.recipe.wgrad_x) for kept, site in zip(columns, (gate, up), strict=False)]
+    dwg = gate.wgrad(x_columns[0], dg, plan.weight_dtypes[0])
+    dwu = up.wgrad(x_columns[-1], du, plan.weight_dtypes[1])
+    dx = gate.dgrad(dg) + up.dgrad(du)
+    return dx, (dwg, dwu, dwd), None, None
+
+
+_mlp.defvjp(_mlp_fwd, _mlp_bwd)
