@@ -1,6 +1,10 @@
 """`halfbyte data ...` as a person types it: exit codes, --json, one paragraph for bad input."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -66,3 +70,28 @@ def test_a_damaged_set_fails_verification(made, capfd):
     assert main(["data", "verify", str(made)]) == 2
     assert f"{shard.name}: shard truncated" in capfd.readouterr().err.replace("\n  ", " ")
     shard.write_bytes(whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_preparation_leaves_nothing(tmp_path, number):
+    (tmp_path / "a.txt").write_bytes(b"words and words, line after line\n" * 400_000)
+    argv = [
+        "data",
+        "prepare",
+        str(tmp_path / "a.txt"),
+        "--tokenizer",
+        "bytes",
+        "--out",
+        str(tmp_path / "set"),
+        "--workers",
+        "1",
+    ]
+    program = "import sys; from halfbyte.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    work = subprocess.Popen([sys.executable, "-c", program, *argv], stderr=subprocess.PIPE, text=True)
+    while work.poll() is None and not list(tmp_path.glob(".set.partial-*/tokenizer.json")):
+        time.sleep(0.01)
+    assert work.poll() is None, "the preparation ended before it could be stopped"
+    work.send_signal(number)
+    assert "was interrupted" in work.communicate(timeout=60)[1]
+    assert work.returncode == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]

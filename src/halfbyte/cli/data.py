@@ -6,8 +6,10 @@ halfbyte data show DIR          sources, rows, tokens, tokenizer
 halfbyte data sample DIR        some rows, decoded
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable
+import signal
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -91,20 +93,21 @@ def run(args: Prepare | Verify | Show | Sample) -> Result:
 def run_prepare(args: Prepare) -> Result:
     from halfbyte.data import prepare
 
-    done = prepare(
-        args.files,
-        tokenizer=args.tokenizer,
-        out=args.out,
-        seq_len=args.seq_len,
-        val_fraction=args.val_fraction,
-        validation=args.validation,
-        workers=args.workers,
-        overwrite=args.overwrite,
-        default_source=args.source,
-        eos=args.eos,
-        bos=args.bos,
-        progress=True,
-    )
+    with terminated_as_interrupted():
+        done = prepare(
+            args.files,
+            tokenizer=args.tokenizer,
+            out=args.out,
+            seq_len=args.seq_len,
+            val_fraction=args.val_fraction,
+            validation=args.validation,
+            workers=args.workers,
+            overwrite=args.overwrite,
+            default_source=args.source,
+            eos=args.eos,
+            bos=args.bos,
+            progress=True,
+        )
     if done.fresh:
         print(f"prepared {done.directory} in {done.seconds:.1f} s")
     else:
@@ -112,6 +115,16 @@ def run_prepare(args: Prepare) -> Result:
     print_totals(done.manifest)
     print(f"train on it: halfbyte train MODEL --data {done.directory} --seq {done.manifest.seq_len}")
     return Result({"fresh": done.fresh, "seconds": done.seconds, **facts(done.directory, done.manifest)})
+
+
+@contextlib.contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM ends the work as Ctrl-C does, so that a half-made directory is removed on the way out."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def run_verify(args: Verify) -> Result:

@@ -5,6 +5,7 @@ import concurrent.futures
 import itertools
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -27,7 +28,7 @@ class ChunkRunner:
         if self.workers == 1:
             return lambda function, items: ((item, function(item)) for item in items)
         context = multiprocessing.get_context("spawn")
-        self._executor = concurrent.futures.ProcessPoolExecutor(self.workers, context, initializer=_one_thread_each)
+        self._executor = concurrent.futures.ProcessPoolExecutor(self.workers, context, initializer=_begin_worker)
         return self._run
 
     def __exit__(self, *_: object) -> None:
@@ -60,5 +61,14 @@ def _result(future: concurrent.futures.Future) -> Any:
         raise ValueError(str(error)) from error
 
 
-def _one_thread_each() -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+def _begin_worker() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Ends this worker when the process that started it is gone, even if that was killed outright."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
