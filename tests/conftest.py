@@ -6,9 +6,10 @@ real; on a GPU machine tests that need several devices take `jax.devices("cpu")`
 
 import os
 
-from halfbyte.devices.platform import settle_platform
+from halfbyte.devices.platform import load_jax_quietly, settle_platform
 
-settle_platform(os.environ)
+if settle_platform(os.environ):
+    load_jax_quietly()
 
 import jax  # noqa: E402  (JAX reads the platform when it is imported)
 from hypothesis import settings  # noqa: E402
