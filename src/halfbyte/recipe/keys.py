@@ -1,8 +1,8 @@
 """Keys are derived, never carried: seed -> step -> layer -> site -> role, each a `fold_in` of a stable integer.
 
-Nothing here depends on the mesh, on the number of hosts or on what ran before, so a restart finds the same random bits.
-Names become integers by CRC-32, which unlike `hash` is the same in every process. The element index is the last word: the
-generator in `halfbyte.formats` hashes it with the two words of the role's key.
+Nothing here depends on the mesh, on the number of hosts or on what ran before, so a restart finds the same random
+bits. Names become integers by CRC-32, which unlike `hash` is the same in every process. The element index is the last
+word: the generator in `halfbyte.formats` hashes it with the two words of the role's key.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Who is quantized: a policy maps paths and layer numbers to recipes, and resolves before tracing to segments.
 
-The first rule that matches a linear wins; a linear that no rule matches stays in bf16. A segment is a run of consecutive
-layers whose linears all have the same recipes, so the model runs one scan a segment over parameters that stay stacked.
+The first rule that matches a linear wins; a linear that no rule matches stays in bf16. A segment is a run of
+consecutive layers whose linears all have the same recipes, so the model runs one scan a segment over parameters that
+stay stacked.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class RecipeMap(dict[str, Recipe]):
 class Rule:
     """`recipe` for the linears whose path matches the glob `pattern`, in `layers` (start, stop) or wherever they are.
 
-    A bound is a layer number (negative: from the end), a float (that fraction of the layers, rounded; negative: from the
-    end) or None. A rule with `layers` matches no linear outside the layers. `*` crosses slashes.
+    A bound is a layer number (negative: from the end), a float (that fraction of the layers, rounded; negative: from
+    the end) or None. A rule with `layers` matches no linear outside the layers. `*` crosses slashes.
     """
 
     pattern: str
@@ -113,7 +114,9 @@ class Policy:
                 yield rule
 
     def resolve(self, paths: Sequence[str], num_layers: int) -> Resolved:
-        """Segments for the paths under `layers/` and recipes for the others. A rule that decides nothing is a ValueError."""
+        """Segments for the paths under `layers/` and recipes for the others. A rule that decides nothing is a
+        ValueError.
+        """
         layered = [path for path in paths if path.startswith(LAYERS)]
         sites: list[tuple[str, int | None]] = [(path, layer) for layer in range(num_layers) for path in layered]
         sites += [(path, None) for path in paths if not path.startswith(LAYERS)]
@@ -165,7 +168,9 @@ def policy_names() -> list[str]:
 
 
 def _layer(bound: Bound, num_layers: int) -> int | None:
-    """A bound as a layer number. A fraction from the end is counted from the front, so one that rounds to 0 is the end."""
+    """A bound as a layer number. A fraction from the end is counted from the front, so one that rounds to 0 is the
+    end.
+    """
     if not isinstance(bound, float):
         return bound
     count = round(abs(bound) * num_layers)

@@ -6,9 +6,10 @@
 | dgrad | dx = dy W^T   | dgrad_dy     | dgrad_w       | outputs         |
 | wgrad | dw = x^T dy   | wgrad_x      | wgrad_dy      | tokens          |
 
-An operand policy says how that operand becomes codes: format, block shape, rounding, and whether the 16-point Hadamard
-transform is applied along the contraction first. A Hadamard transform cancels only if both operands of a GEMM take it:
-(a H)(H^T b) = a b. A recipe that breaks that, or that asks for something no quantizer can do, is refused here, at construction.
+An operand policy says how that operand becomes codes: format, block shape, rounding, and whether the 16-point
+Hadamard transform is applied along the contraction first. A Hadamard transform cancels only if both operands of a
+GEMM take it: (a H)(H^T b) = a b. A recipe that breaks that, or that asks for something no quantizer can do, is
+refused here, at construction.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from halfbyte.formats import BF16, NVFP4, BlockFormat
+from halfbyte.formats import BF16, E2M1, NVFP4, BlockFormat
 
 ROLES = ("fprop_x", "fprop_w", "dgrad_dy", "dgrad_w", "wgrad_x", "wgrad_dy")
 GEMMS = {"fprop": ("fprop_x", "fprop_w"), "dgrad": ("dgrad_dy", "dgrad_w"), "wgrad": ("wgrad_x", "wgrad_dy")}
@@ -32,7 +33,7 @@ def _one_of(field: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _is_e2m1(format: BlockFormat) -> bool:
-    return format.element == NVFP4.element
+    return format.element == E2M1
 
 
 def _has_tiles(format: BlockFormat) -> bool:
@@ -62,7 +63,8 @@ class OperandPolicy:
             )
         if self.block == "2d" and not _has_tiles(self.format):
             raise ValueError(
-                f"OperandPolicy.block='2d' exists for blocks of 16 (NVFP4) only, got format {self.format.name}; use block='1d'"
+                f"OperandPolicy.block='2d' exists for blocks of 16 (NVFP4) only, got format {self.format.name}; "
+                "use block='1d'"
             )
 
     @property
@@ -96,7 +98,8 @@ class Recipe:
                 raise TypeError(f"recipe {self.name!r}: {role} must be an OperandPolicy, got {operand!r}")
             if operand.block == "2d" and role not in WEIGHTS:
                 raise ValueError(
-                    f"recipe {self.name!r}: {role}.block='2d', but 2D blocks are for weights ({', '.join(WEIGHTS)}), which are "
+                    f"recipe {self.name!r}: {role}.block='2d', but 2D blocks are for weights "
+                    f"({', '.join(WEIGHTS)}), which are "
                     "read along both axes; use block='1d'"
                 )
         for gemm, (left, right) in GEMMS.items():

@@ -1,0 +1,54 @@
+"""Keys. Oracle: integers written down once (a key is part of a run's identity), and pairwise difference of all keys
+of a model.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from halfbyte.recipe import ROLES, layer_key, role_key, site_key, step_key
+
+SITES = ("layers/mlp/gate", "layers/mlp/up", "layers/mlp/down", "layers/attention/q")
+
+
+def full_key(seed, step, layer, site, role):
+    return role_key(site_key(layer_key(step_key(seed, step), layer), site), role)
+
+
+def words(key):
+    return tuple(int(w) for w in jax.random.key_data(key))
+
+
+def test_keys_never_change():
+    # A change here changes every run's random bits: it must be deliberate.
+    assert words(full_key(0, 3, 1, "layers/mlp/up", "dgrad_dy")) == (3637866579, 3051378665)
+
+
+def test_every_step_layer_site_and_role_has_its_own_key():
+    @jax.jit
+    def all_of(step, layer):
+        return jnp.stack([jax.random.key_data(full_key(7, step, layer, s, r)) for s in SITES for r in ROLES])
+
+    grid = np.concatenate([np.asarray(all_of(step, layer)) for step, layer in itertools.product(range(5), range(4))])
+    assert len(np.unique(grid, axis=0)) == 5 * 4 * len(SITES) * len(ROLES)
+    assert len(np.unique(grid[:, 0])) == len(grid) and len(np.unique(grid[:, 1])) == len(grid)
+
+
+def test_step_and_layer_may_be_traced():
+    traced = jax.jit(lambda step, layer: jax.random.key_data(full_key(0, step, layer, "layers/mlp/up", "dgrad_dy")))(
+        3, 1
+    )
+    assert tuple(int(w) for w in traced) == words(full_key(0, 3, 1, "layers/mlp/up", "dgrad_dy"))
+
+
+def test_the_key_has_two_words_whatever_the_default_generator():
+    with jax.default_prng_impl("rbg"):
+        assert words(full_key(0, 3, 1, "layers/mlp/up", "dgrad_dy")) == (3637866579, 3051378665)
+
+
+def test_an_unknown_role_is_refused():
+    with pytest.raises(ValueError, match=r"role must be one of fprop_x, .*, got 'dgrad_x'"):
+        role_key(step_key(0, 0), "dgrad_x")
