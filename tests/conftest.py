@@ -11,8 +11,8 @@ from halfbyte.devices.platform import load_jax_quietly, settle_platform
 if settle_platform(os.environ):
     load_jax_quietly()
 
-import jax  # noqa: E402  (JAX reads the platform when it is imported)
-from hypothesis import settings  # noqa: E402
+import jax
+from hypothesis import settings
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

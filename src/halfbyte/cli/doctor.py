@@ -17,6 +17,8 @@ PACKAGES = (
     "orbax-checkpoint", "grain", "tokenizers",
 )  # fmt: skip
 GIB = 2**30
+LARGE = 4096  # tokens, inputs and outputs of the GEMM that backends are asked for
+EMULATED = ("reference", "carrier")  # backends that multiply decoded values in bf16 or float32
 
 
 @dataclass(frozen=True)
@@ -85,20 +87,28 @@ def memory_of(jax_device: Any) -> int | None:
 
 
 def format_rows(device: dict[str, Any]) -> list[dict[str, Any]]:
-    """For each format: native or emulated in training and in inference, and the dense peak if there is one."""
+    """For each format: which backend a large GEMM gets here, whether that is native, and what the hardware has."""
     from halfbyte.devices import FORMATS, native_inference, native_training
+    from halfbyte.ops import Problem, choose
+    from halfbyte.recipe import recipe
 
-    entry = device["table"]
-    return [
-        {
-            "device": entry.name,
-            "format": name,
-            "training": "native" if native_training(entry, name) else "emulated, exact",
-            "inference": "native" if native_inference(entry, name) else "emulated, exact",
-            "peak_flops": entry.peak.get(name),
-        }
-        for name in FORMATS
-    ]
+    entry, rows = device["table"], []
+    for name in FORMATS:
+        backend = choose("auto", Problem(recipe(name), LARGE, LARGE, LARGE, device=entry)).name
+        units = native_training(entry, name)
+        native = name == "bf16" or (units and backend not in EMULATED)
+        hardware = "training" if units else "inference only" if native_inference(entry, name) else "none"
+        rows.append(
+            {
+                "device": entry.name,
+                "format": name,
+                "training": "native" if native else "emulated, exact",
+                "backend": backend,
+                "hardware": hardware,
+                "peak_flops": entry.peak.get(name),
+            }
+        )
+    return rows
 
 
 def show(devices: list[dict[str, Any]], formats: list[dict[str, Any]], packages: dict[str, str]) -> None:
@@ -106,8 +116,10 @@ def show(devices: list[dict[str, Any]], formats: list[dict[str, Any]], packages:
     out.print("versions  " + "  ".join(f"{name} {number}" for name, number in packages.items()))
     rows = [(d["table"].name, d["count"], d["kind"], *_geometry(d)) for d in devices]
     out.print(table(["device", "count", "kind", "capability", "memory", "bandwidth"], rows, title="Devices"))
-    support = [(r["format"], r["device"], r["training"], r["inference"], _tflops(r["peak_flops"])) for r in formats]
-    out.print(table(["format", "device", "training", "inference", "dense peak"], support, title="Formats"))
+    columns = ["format", "device", "training here", "backend", "hardware units", "dense peak"]
+    fields = ("format", "device", "training", "backend", "hardware")
+    support = [(*(row[field] for field in fields), _tflops(row["peak_flops"])) for row in formats]
+    out.print(table(columns, support, title="Formats"))
 
 
 def run_self_test(vectors: Path | None) -> list[dict[str, Any]]:
