@@ -1,0 +1,20 @@
+"""GPU kernels for the quantize passes and the GEMM epilogue. Each module says what it cannot take."""
+
+from halfbyte.ops.kernels.layout import Tiling, unsupported
+from halfbyte.ops.kernels.passes import Columnwise, Rowwise, maxima, quantize, unpack
+from halfbyte.ops.kernels.scale import amax_bits, tensor_scale
+from halfbyte.ops.kernels.weights import quantize_weight, weight_maxima
+
+__all__ = [
+    "Columnwise",
+    "Rowwise",
+    "Tiling",
+    "amax_bits",
+    "maxima",
+    "quantize",
+    "quantize_weight",
+    "tensor_scale",
+    "unpack",
+    "unsupported",
+    "weight_maxima",
+]

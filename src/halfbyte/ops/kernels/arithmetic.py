@@ -1,0 +1,248 @@
+"""The NVFP4 arithmetic of one tile, for the machines of `machine.py`.
+
+For a block with absolute maximum b in a tensor with scales `mult` = S * f32(1/6) and `dec` = 1/S:
+
+    s8   = e4m3_rne(min(b * mult, 448))          enc = min(1 / (s8 * dec), FLT_MAX)
+    code = e2m1(x * enc)                         carrier = e2m1(code) * s8, exact in bf16
+
+E2M1 has the step e/2 where e = max(1, 2**floor(log2 |y|)). Rounding to nearest adds and subtracts 1.5 * 2**22 * e; the
+stochastic rounding adds (byte / 256) steps and rounds down by adding 2**22 * e toward zero. Near 2 and 4 both steps
+give the same result, so e may be taken before or after the noise. Values over 6, also the infinities that a block scale
+of zero makes, are clamped after rounding. The sign is put back last, so zero keeps it.
+
+A scale shared by the 16 columns of a row block is wanted by all lanes of the block. Computing it in each of them would
+cost as much as the rounding itself, so the lanes split the rows: maxima are exchanged as bf16 pairs of two rows, each
+lane computes the scales of its share of the rows, and the lanes read each other's results.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from halfbyte.ops.kernels.machine import FLT_MAX
+
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+MAGNITUDE = 0x7FFF7FFF  # both halves of a word without their signs
+
+
+def hadamard16(m: Any, values: Sequence[Any], *, last_stage: bool = True) -> list[Any]:
+    """diag(SIGNS) * Hadamard16 * 0.25 along a list of 16 float32, by butterflies of distance 1, 2, 4, 8."""
+    v = list(values)
+    for i in range(0, 16, 2):  # the signs and the factor ride on the first stage: their products are exact
+        a = m.fmul(v[i], 0.25 * SIGNS[i])
+        b, c = v[i + 1], 0.25 * SIGNS[i + 1]
+        v[i], v[i + 1] = m.ffma(b, c, a), m.ffma(b, -c, a)
+    for distance in (2, 4, 8) if last_stage else (2, 4):
+        for i in range(16):
+            if not i & distance:
+                j = i | distance
+                v[i], v[j] = m.fadd(v[i], v[j]), m.fsub(v[i], v[j])
+    return v
+
+
+def hadamard_words(m: Any, words: Sequence[Any]) -> list[Any]:
+    """The transform of two neighbouring columns, 16 tokens each, rounded to bf16."""
+    low = hadamard16(m, [m.low(w) for w in words])
+    high = hadamard16(m, [m.high(w) for w in words])
+    return [m.pack_round(a, b) for a, b in zip(low, high, strict=True)]
+
+
+def hadamard_amax(m: Any, words: Sequence[Any]) -> Any:
+    """The larger absolute maximum of the transforms of two columns, before rounding to bf16; keeps NaN.
+
+    The last butterfly is not carried out: the larger one of |a + b| and |a - b| is |a| + |b|.
+    """
+    sums = []
+    for half in (m.low, m.high):
+        v = hadamard16(m, [half(w) for w in words], last_stage=False)
+        sums += [m.fadd(m.fabs(v[i]), m.fabs(v[i + 8])) for i in range(8)]
+    return functools.reduce(m.fmax_nan, sums)
+
+
+def magnitudes(m: Any, words: Sequence[Any]) -> Any:
+    """The absolute maximum of each half over the words, as bf16 bits: NaN and inf survive."""
+    return functools.reduce(m.max_u16x2, [m.and_(w, MAGNITUDE) for w in words])
+
+
+def random_word(m: Any, index: Any, k0: Any, k1: Any) -> Any:
+    """The 32 random bits of counter `index` under the key words k0, k1."""
+    h = m.imad(index, 0x9E3779B9, k0)
+    h = m.imad(m.xor(h, m.shr(h, 16)), 0x7FEB352D, k1)
+    h = m.imad(m.xor(h, m.shr(h, 15)), 0x846CA68B, 0)
+    return m.xor(h, m.shr(h, 16))
+
+
+def random_words(m: Any, index: Any, k0: Any, k1: Any, *, tokens: int, stride: int) -> list[list[Any]]:
+    """[column][token // 4] random words; `index` is the counter of the lane's first column and first token."""
+    return [
+        [random_word(m, m.iadd(index, column + q * stride), k0, k1) for q in range(tokens // 4)]
+        for column in range(m.columns)
+    ]
+
+
+def half_noise(m: Any, word: Any, token: int) -> Any:
+    """byte / 512 in float32, the byte of `token` in its random word."""
+    scaled = m.prmt(word, 0x4B000000, 0x7404 | ((token % 4) << 4))  # 2**23 + 256 * byte
+    return m.ffma(scaled, 2.0**-17, -64.0)
+
+
+def block_scales(m: Any, amax_word: Any, mult: Any, dec: Any) -> tuple[Any, tuple[Any, Any], tuple[Any, Any]]:
+    """E4M3 codes, values and encode scales of two blocks whose maxima are the halves of a word."""
+    codes = m.e4m3_encode(m.fmul(m.low(amax_word), mult), m.fmul(m.high(amax_word), mult))
+    values = m.e4m3_decode(codes)
+    return codes, values, (encode_scale(m, values[0], dec), encode_scale(m, values[1], dec))
+
+
+def encode_scale(m: Any, value: Any, dec: Any) -> Any:
+    return m.fmin(m.reciprocal(m.fmul(value, dec)), FLT_MAX)
+
+
+def round_pair(m: Any, word: Any, encode: tuple[Any, Any], noise: tuple[Any, Any] | None = None) -> Any:
+    """A pair on the E2M1 grid: both halves of `word` times their encode scales, rounded; signs of zeros are lost."""
+    source = word if noise is None else m.and_(word, MAGNITUDE)
+    scaled = m.fmul(m.low(source), encode[0]), m.fmul(m.high(source), encode[1])
+    return round_scaled(m, scaled, noise)
+
+
+def round_scaled(m: Any, scaled: tuple[Any, Any], noise: tuple[Any, Any] | None = None) -> Any:
+    """The E2M1 grid values of two float32, as one word; with noise the float32 must not be negative."""
+    rounded = []
+    for i, y in enumerate(scaled):
+        e = m.fmax(m.real(m.and_(y, 0x7F800000)), 1.0)
+        if noise is None:
+            rounded.append(m.round_grid(y, e))
+        else:
+            rounded.append(m.floor_grid(m.ffma(noise[i], e, y), e))
+    return m.clamp_six(m.pack_exact(*rounded))
+
+
+def carrier_pair(m: Any, word: Any, grid: Any, scale_pair: Any) -> Any:
+    """grid * scale with the signs of `word`."""
+    return m.with_sign(m.mul_bf16x2(grid, scale_pair), word)
+
+
+def code_pair(m: Any, word: Any, grid: Any) -> Any:
+    """4-bit codes of a grid pair, one in each half, with the signs of `word`."""
+    return m.or_(m.grid_codes(grid), m.and_(m.shr(word, 12), 0x00080008))
+
+
+def row_scales(m: Any, rows: Sequence[Sequence[Any]], mult: Any, dec: Any) -> tuple[list[Any], list[Any]]:
+    """Encode scale, and pair of equal bf16 scales, of each row's block of 16 columns."""
+    lanes = 16 // m.columns
+    tops = [magnitudes(m, words) for words in rows]
+    pairs = []
+    for a, b in zip(tops[::2], tops[1::2], strict=True):  # halves become rows
+        pairs.append(m.max_u16x2(m.prmt(a, b, 0x5410), m.prmt(a, b, 0x7632)))
+    own = _share_maxima(m, pairs, lanes)
+    encodes, values = [], []
+    for word in own:
+        _, value, encode = block_scales(m, word, mult, dec)
+        encodes.append(encode)
+        values.append(m.pack_exact(*value))
+    encode_of, scale_of = [], []
+    for k in range(len(pairs)):
+        lane, i = divmod(k, len(own))
+        encode_of += [m.real(m.from_lane(e, lane)) for e in encodes[i]]
+        value = m.from_lane(values[i], lane)
+        scale_of += [m.prmt(value, value, 0x1010), m.prmt(value, value, 0x3232)]
+    return encode_of, scale_of
+
+
+def _share_maxima(m: Any, words: Sequence[Any], lanes: int) -> list[Any]:
+    """The maxima over the lanes of a block; lane i keeps the i-th share of the words."""
+    words, bit = list(words), lanes // 2
+    while bit:
+        here, half = m.lane_bit(bit), len(words) // 2
+        keep = [m.select(here, words[half + i], words[i]) for i in range(half)]
+        give = [m.select(here, words[i], words[half + i]) for i in range(half)]
+        words = [m.max_u16x2(k, m.swap(g, bit)) for k, g in zip(keep, give, strict=True)]
+        bit //= 2
+    return words
+
+
+def quantize_rows(m: Any, rows: Sequence[Sequence[Any]], mult: Any, dec: Any, random: Any = None) -> list[list[Any]]:
+    """Carriers of each row, blocks of 16 columns."""
+    encode, scale = row_scales(m, rows, mult, dec)
+    out = []
+    for t, words in enumerate(rows):
+        carriers = []
+        for k, word in enumerate(words):
+            grid = round_pair(m, word, (encode[t], encode[t]), _pair_noise(m, random, k, t))
+            carriers.append(carrier_pair(m, word, grid, scale[t]))
+        out.append(carriers)
+    return out
+
+
+def _pair_noise(m: Any, random: Any, k: int, t: int) -> Any:
+    if random is None:
+        return None
+    return half_noise(m, random[2 * k][t // 4], t), half_noise(m, random[2 * k + 1][t // 4], t)
+
+
+def quantize_columns(
+    m: Any, rows: Any, mult: Any, dec: Any, random: Any = None, *, hadamard: bool, packed: bool
+) -> Any:
+    """Columns in blocks of 16 tokens: 16 rows of carriers, or 8 rows of code bytes and one row of scale bytes."""
+    by_pair, scale_codes = [], []
+    for k in range(len(rows[0])):
+        words = [row[k] for row in rows]
+        if hadamard:
+            words = hadamard_words(m, words)
+        codes, values, encode = block_scales(m, magnitudes(m, words), mult, dec)
+        scale = m.pack_exact(*values)
+        grids = [round_pair(m, w, encode, _pair_noise(m, random, k, t)) for t, w in enumerate(words)]
+        scale_codes.append(codes)
+        if packed:
+            nibbles = [code_pair(m, w, g) for w, g in zip(words, grids, strict=True)]
+            by_pair.append([m.or_(a, m.shl(b, 4)) for a, b in zip(nibbles[::2], nibbles[1::2], strict=True)])
+        else:
+            by_pair.append([carrier_pair(m, w, g, scale) for w, g in zip(words, grids, strict=True)])
+    if not packed:
+        return [list(words) for words in zip(*by_pair, strict=True)]
+    code_rows = [_bytes(m, words, 0x6420) for words in zip(*by_pair, strict=True)]
+    return [*code_rows, _bytes(m, scale_codes, 0x5410)]
+
+
+def _bytes(m: Any, words: Sequence[Any], selector: int) -> list[Any]:
+    """Words of four bytes from words that hold two each."""
+    return [m.prmt(a, b, selector) for a, b in zip(words[::2], words[1::2], strict=True)]
+
+
+def unpack_columns(m: Any, code_rows: Sequence[Sequence[Any]], scale_words: Sequence[Any]) -> list[list[Any]]:
+    """Carriers of 16 token rows from 8 rows of code bytes (four columns a word) and one row of scale bytes."""
+    scales = []
+    for word in scale_words:
+        for half in (0x4410, 0x4432):
+            scales.append(m.pack_exact(*m.e4m3_decode(m.prmt(word, 0, half))))
+    out = []
+    for words in code_rows:
+        halves = [m.prmt(word, 0, selector) for word in words for selector in (0x4140, 0x4342)]
+        for nibble in (0, 4):
+            codes = halves if nibble == 0 else [m.shr(h, 4) for h in halves]
+            pairs = zip(codes, scales, strict=True)
+            out.append([m.with_sign(m.mul_bf16x2(m.grid_values(c), s), m.shl(c, 12)) for c, s in pairs])
+    return out
+
+
+def amax_float(m: Any, rows: Sequence[Sequence[Any]]) -> Any:
+    """The absolute maximum of the lane's float32 values; keeps NaN."""
+    return functools.reduce(m.fmax_nan, [m.fabs(x) for row in rows for x in row])
+
+
+def quantize_square(m: Any, rows: Sequence[Sequence[Any]], mult: Any, dec: Any) -> list[list[Any]]:
+    """Carriers of float32 rows, one scale for each 16x16 tile, nearest."""
+    top, bit = amax_float(m, rows), 8 // m.columns
+    while bit:
+        top, bit = m.fmax_nan(top, m.real(m.swap(top, bit))), bit // 2
+    value, _ = m.e4m3_decode(m.e4m3_encode(m.fmul(top, mult), 0.0))
+    encode, scale = encode_scale(m, value, dec), m.pack_exact(value, value)
+    out = []
+    for row in rows:
+        pairs = zip(row[::2], row[1::2], strict=True)
+        out.append([_square_pair(m, pair, encode, scale) for pair in pairs])
+    return out
+
+
+def _square_pair(m: Any, pair: Any, encode: Any, scale: Any) -> Any:
+    grid = round_scaled(m, (m.fmul(pair[0], encode), m.fmul(pair[1], encode)))
+    return carrier_pair(m, m.pack_exact(*pair), grid, scale)

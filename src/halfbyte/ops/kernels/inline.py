@@ -1,0 +1,40 @@
+"""Inline PTX with any number of results inside a Pallas Triton kernel.
+
+JAX's own `elementwise_inline_asm` takes a list of results but lowers one: the dialect returns all of them in one list,
+which the rule wraps in another. The primitive here lowers through the same rule and flattens what comes back.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax._src.pallas.triton import lowering as triton_lowering
+from jax._src.pallas.triton import primitives as triton_primitives
+from jax.extend import core
+
+inline_ptx_p = core.Primitive("inline_ptx")
+inline_ptx_p.multiple_results = True
+
+
+def inline_ptx(
+    asm: str, args: Sequence[jax.Array], *, constraints: str, pack: int, results: Sequence[jax.ShapeDtypeStruct]
+) -> list[jax.Array]:
+    """The results of `asm`, run once for each `pack` neighbouring elements of a lane."""
+    return inline_ptx_p.bind(*args, asm=asm, constraints=constraints, pack=pack, result_shape_dtypes=tuple(results))
+
+
+@inline_ptx_p.def_abstract_eval
+def _abstract_eval(*avals: Any, result_shape_dtypes: tuple[jax.ShapeDtypeStruct, ...], **_: Any) -> list[Any]:
+    shapes = {aval.shape for aval in avals}
+    if len(shapes) != 1:
+        raise ValueError(f"inline PTX needs operands of one shape, got {sorted(shapes)}")
+    return [avals[0].update(shape=s.shape, dtype=s.dtype) for s in result_shape_dtypes]
+
+
+@triton_lowering.register_lowering(inline_ptx_p)
+def _lower(ctx: Any, *args: Any, **params: Any) -> list[Any]:
+    rule = triton_lowering.triton_lowering_rules[triton_primitives.elementwise_inline_asm_p]
+    flat: list[Any] = []
+    for result in rule(ctx, *args, **params):  # type: Any
+        flat += list(result) if hasattr(result, "__len__") else [result]
+    return flat

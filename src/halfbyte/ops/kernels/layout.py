@@ -1,0 +1,104 @@
+"""How kernels cut an array into programs, and which arrays they cannot take."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+BLOCK = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """`columns` a lane and `warps` a program; `columns_first` numbers the programs along a token row first."""
+
+    columns: int = 4
+    warps: int = 4
+    columns_first: bool = True
+
+    @property
+    def width(self) -> int:
+        return 32 * self.columns * self.warps
+
+
+def unsupported(tokens: int, columns: int, *, capability: tuple[int, int] | None = None) -> str | None:
+    """Why the quantize kernels cannot take a [tokens, columns] array, or None."""
+    if tokens % BLOCK:
+        return f"the GPU kernels need a multiple of {BLOCK} tokens, got {tokens}"
+    if columns % 128:
+        return f"the GPU kernels need a multiple of 128 columns, got {columns}"
+    if capability is not None and capability < (9, 0):
+        return f"the GPU kernels need compute capability 9.0 or newer, got {capability[0]}.{capability[1]}"
+    return None
+
+
+def fit(tiling: Tiling, columns: int) -> Tiling:
+    """`tiling` with as many warps as divide the columns."""
+    warps = tiling.warps
+    while warps > 1 and columns % (32 * tiling.columns * warps):
+        warps //= 2
+    return dataclasses.replace(tiling, warps=warps)
+
+
+def check(x: jax.Array) -> None:
+    reason = unsupported(*x.shape) if x.ndim == 2 else f"the GPU kernels need [tokens, columns], got shape {x.shape}"
+    if reason:
+        raise ValueError(reason)
+
+
+def call(
+    kernel: Callable[..., None],
+    arrays: Sequence[jax.Array],
+    scalars: Sequence[jax.Array],
+    *,
+    outputs: Sequence[tuple[int, Any]],
+    maxima: int = 0,
+    rows: int = BLOCK,
+    tiling: Tiling,
+    interpret: bool,
+    name: str,
+) -> list[jax.Array]:
+    """Runs `kernel(program, array_refs, scalar_refs, output_refs, maxima_refs)` over tiles of `rows` tokens.
+
+    `outputs` gives (rows out of each `rows` tokens, dtype). `maxima` are extra int32 outputs, one value a program.
+    """
+    tokens, width = arrays[0].shape
+    tiling = fit(tiling, width)
+    groups, blocks = tokens // rows, tiling.width // BLOCK
+    grid = (groups, width // tiling.width)
+    order = (lambda j, i: (i, j)) if tiling.columns_first else (lambda i, j: (i, j))
+
+    def spec(count: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, count, blocks, BLOCK), lambda *p: (order(*p)[0], 0, order(*p)[1], 0))
+
+    def view(array: jax.Array) -> jax.Array:
+        return array.reshape(groups, array.shape[0] // groups, width // BLOCK, BLOCK)
+
+    def body(*refs):
+        a, s = len(arrays), len(scalars)
+        i, j = order(pl.program_id(0), pl.program_id(1))
+        split = a + s + len(outputs)
+        kernel((i, j), refs[:a], refs[a : a + s], refs[a + s : split], refs[split:])
+
+    whole = [pl.BlockSpec(s.shape, functools.partial(lambda n, *_: (0,) * n, s.ndim)) for s in scalars]
+    one = pl.BlockSpec((1, 1), lambda *p: order(*p))
+    results = pl.pallas_call(
+        body,
+        grid=grid[::-1] if tiling.columns_first else grid,
+        in_specs=[*(spec(a.shape[0] // groups) for a in arrays), *whole],
+        out_specs=[*(spec(count) for count, _ in outputs), *[one] * maxima],
+        out_shape=[
+            *(jax.ShapeDtypeStruct((groups, count, width // BLOCK, BLOCK), d) for count, d in outputs),
+            *[jax.ShapeDtypeStruct(grid, jnp.int32)] * maxima,
+        ],
+        compiler_params=plgpu.CompilerParams(num_warps=tiling.warps, num_stages=1),
+        interpret=interpret,
+        name=name,
+    )(*map(view, arrays), *scalars)
+    shaped = [r.reshape(-1, width) for r in results[: len(outputs)]]
+    return [*shaped, *results[len(outputs) :]]

@@ -1,0 +1,411 @@
+"""One kernel body, two machines: inline PTX on the GPU, plain jnp elsewhere.
+
+Quantizing is limited by the number of instructions a GPU can issue, not by its memory, as soon as the arithmetic of an
+element takes more than about 50 of them. So the bodies in this room are written against a small set of 32-bit
+operations that map one to one onto PTX instructions, most of which serve two bf16 elements packed in one word. A body
+runs on
+
+- `Ptx`, which writes the instructions as text; the text becomes one inline-assembly block of a Pallas Triton kernel;
+- `Vector`, which evaluates the same operations on arrays. Pallas interpret mode uses it, so the tests of the bodies run
+  on any machine. It flushes denormals where its platform does.
+
+A *lane* is one GPU thread. It holds `columns` neighbouring elements of every token row of its tile, as words of two
+bf16 (the even column in the low half); `16 // columns` consecutive lanes hold one block of 16 columns.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+FLT_MAX = float(np.finfo(np.float32).max)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reg:
+    """One PTX register: kind `r` holds 32 bits, `f` a float32."""
+
+    name: str
+    kind: str
+
+
+def _f32_bits(value: float) -> int:
+    return int(np.float32(value).view(np.uint32))
+
+
+class Ptx:
+    """Writes PTX. Operands are registers, Python ints (bits) or Python floats (float32 constants)."""
+
+    def __init__(self, columns: int):
+        self.columns = columns
+        self.lines: list[str] = []
+        self.count = {"r": 0, "f": 0, "h": 0, "p": 0}
+
+    def reg(self, kind: str) -> Reg:
+        self.count[kind] += 1
+        return Reg(f"{kind}{self.count[kind] - 1}", kind)
+
+    def _text(self, x: Any, kind: str) -> str:
+        if isinstance(x, Reg):
+            return self.bits(x).name if kind == "r" else self.real(x).name
+        if kind == "f":
+            return f"0f{_f32_bits(x):08X}"
+        return f"0x{int(x) & 0xFFFFFFFF:08x}"
+
+    def _op(self, code: str, kinds: str, *args: Any) -> Reg:
+        """One instruction; `kinds` are the kinds of the result and of each operand."""
+        texts = [self._text(a, k) for a, k in zip(args, kinds[1:], strict=True)]
+        out = self.reg(kinds[0])
+        self.lines.append(f"{code} {', '.join([out.name, *texts])};")
+        return out
+
+    def bits(self, x: Reg) -> Reg:
+        return x if x.kind == "r" else self._move(x, "r")
+
+    def real(self, x: Reg) -> Reg:
+        return x if x.kind == "f" else self._move(x, "f")
+
+    def word(self, value: int) -> Reg:
+        """A register that holds constant bits, for instructions that take no immediate."""
+        out = self.reg("r")
+        self.lines.append(f"mov.b32 {out.name}, 0x{value:08x};")
+        return out
+
+    def _move(self, x: Reg, kind: str) -> Reg:
+        out = self.reg(kind)
+        self.lines.append(f"mov.b32 {out.name}, {x.name};")
+        return out
+
+    # integers
+    def and_(self, a, b):
+        return self._op("and.b32", "rrr", a, b)
+
+    def or_(self, a, b):
+        return self._op("or.b32", "rrr", a, b)
+
+    def xor(self, a, b):
+        return self._op("xor.b32", "rrr", a, b)
+
+    def shl(self, a: Any, k: int) -> Any:
+        return self._op("shl.b32", "rrr", a, k)
+
+    def shr(self, a: Any, k: int) -> Any:
+        return self._op("shr.b32", "rrr", a, k)
+
+    def iadd(self, a, b):
+        return self._op("add.u32", "rrr", a, b)
+
+    def imad(self, a, b, c):
+        return self._op("mad.lo.u32", "rrrr", a, b, c)
+
+    def prmt(self, a: Any, b: Any, selector: int) -> Any:
+        """Four bytes out of eight (a holds 0..3, b holds 4..7); nibble i of `selector` picks byte i."""
+        return self._op("prmt.b32", "rrrr", a, b, selector)
+
+    def max_u16x2(self, a, b):
+        return self._op("max.u16x2", "rrr", a, b)
+
+    def with_sign(self, magnitude, sign):
+        """Both halves of `magnitude` with the sign bits of `sign`."""
+        return self._op("lop3.b32", "rrrrr", magnitude, sign, 0x7FFF7FFF, 0xE4)
+
+    # float32
+    def fmul(self, a, b):
+        return self._op("mul.rn.f32", "fff", a, b)
+
+    def fadd(self, a, b):
+        return self._op("add.rn.f32", "fff", a, b)
+
+    def fsub(self, a, b):
+        return self._op("sub.rn.f32", "fff", a, b)
+
+    def ffma(self, a, b, c):
+        """a * b + c rounded once. Bodies use it only where a * b is exact, so that other machines agree."""
+        return self._op("fma.rn.f32", "ffff", a, b, c)
+
+    def fabs(self, a):
+        return self._op("abs.f32", "ff", a)
+
+    def fmin(self, a, b):
+        return self._op("min.f32", "fff", a, b)
+
+    def fmax(self, a, b):
+        return self._op("max.f32", "fff", a, b)
+
+    def fmax_nan(self, a, b):
+        """The larger one; NaN if either is."""
+        return self._op("max.NaN.f32", "fff", a, b)
+
+    def reciprocal(self, a):
+        """1 / a, correctly rounded."""
+        return self._op("rcp.rn.f32", "ff", a)
+
+    def sigmoid(self, a):
+        """1 / (1 + exp(-a)) to a few units in the last place."""
+        e = self._op("ex2.approx.ftz.f32", "ff", self.fmul(a, -1.4426950408889634))
+        return self._op("rcp.approx.ftz.f32", "ff", self.fadd(e, 1.0))
+
+    def round_grid(self, y, e):
+        """y to the nearest multiple of e / 2, ties to even, for a power of two e and abs(y) < 2**20 e."""
+        return self.ffma(e, -6291456.0, self.ffma(e, 6291456.0, y))
+
+    def floor_grid(self, y, e):
+        """y >= 0 down to a multiple of e / 2."""
+        return self.ffma(e, -4194304.0, self._op("fma.rz.f32", "ffff", e, 4194304.0, y))
+
+    # pairs of bf16 in a word
+    def low(self, w):
+        return self.real(self.shl(w, 16))
+
+    def high(self, w):
+        return self.real(self.and_(w, 0xFFFF0000))
+
+    def pack_exact(self, lo, hi):
+        """Two float32 that are bf16 values, as one word."""
+        return self.prmt(lo, hi, 0x7632)
+
+    def pack_round(self, lo, hi):
+        """Two float32 rounded to bf16, ties to even, as one word."""
+        return self._op("cvt.rn.bf16x2.f32", "rff", hi, lo)
+
+    def mul_bf16x2(self, a, b):
+        return self._op("mul.rn.bf16x2", "rrr", a, self.word(b) if isinstance(b, int) else b)
+
+    def clamp_six(self, p):
+        """min(abs(p), 6) with p's sign, in both halves; NaN gives 6."""
+        return self._op("min.xorsign.abs.bf16x2", "rrr", p, self.word(0x40C040C0))
+
+    def grid_codes(self, p):
+        """E2M1 magnitude codes 0..7 of two grid values, one in each half."""
+        scaled = self.mul_bf16x2(
+            p, 0x00800080
+        )  # 1.0 becomes the smallest normal, 0.5 a subnormal: bits 6.. are the code
+        return self.and_(self.shr(scaled, 6), 0x00070007)
+
+    def grid_values(self, codes):
+        """The inverse of `grid_codes`; bits above the magnitude are ignored."""
+        return self.mul_bf16x2(self.and_(self.shl(codes, 6), 0x01C001C0), 0x7E807E80)
+
+    # E4M3
+    def e4m3_encode(self, lo, hi):
+        """E4M3 codes of two float32 >= 0, nearest even, saturating at 448: one in each of the two low bytes."""
+        texts = [self._text(hi, "f"), self._text(lo, "f")]
+        half, out = self.reg("h"), self.reg("r")
+        self.lines.append(f"cvt.rn.satfinite.e4m3x2.f32 {half.name}, {texts[0]}, {texts[1]};")
+        self.lines.append(f"cvt.u32.u16 {out.name}, {half.name};")
+        return out
+
+    def e4m3_decode(self, codes):
+        """The two float32 values of a pair of E4M3 codes."""
+        text = self._text(codes, "r")
+        half, lo, hi, word = self.reg("h"), self.reg("h"), self.reg("h"), self.reg("r")
+        self.lines.append(f"cvt.u16.u32 {half.name}, {text};")
+        self.lines.append(f"cvt.rn.f16x2.e4m3x2 {word.name}, {half.name};")
+        self.lines.append(f"mov.b32 {{{lo.name}, {hi.name}}}, {word.name};")
+        values = self.reg("f"), self.reg("f")
+        for value, source in zip(values, (lo, hi), strict=True):
+            self.lines.append(f"cvt.f32.f16 {value.name}, {source.name};")
+        return values
+
+    # exchange between the lanes of one block
+    def lane_bit(self, bit: int) -> Any:
+        """A predicate: does this lane's number have `bit`?"""
+        lane, masked, out = self.reg("r"), self.reg("r"), self.reg("p")
+        self.lines.append(f"mov.u32 {lane.name}, %laneid;")
+        self.lines.append(f"and.b32 {masked.name}, {lane.name}, {bit};")
+        self.lines.append(f"setp.ne.u32 {out.name}, {masked.name}, 0;")
+        return out
+
+    def select(self, predicate, a, b):
+        out, texts = self.reg("r"), (self._text(a, "r"), self._text(b, "r"))
+        self.lines.append(f"selp.b32 {out.name}, {texts[0]}, {texts[1]}, {predicate.name};")
+        return out
+
+    def swap(self, x: Any, bit: int) -> Any:
+        """The value of the lane whose number differs in `bit`."""
+        return self._op("shfl.sync.bfly.b32", "rrrrr", x, bit, 31, 0xFFFFFFFF)
+
+    def from_lane(self, x: Any, lane: int) -> Any:
+        """The value of lane `lane` of this block's lanes."""
+        segment = ((32 - 16 // self.columns) << 8) | 31
+        return self._op("shfl.sync.idx.b32", "rrrrr", x, lane, segment, 0xFFFFFFFF)
+
+
+class Vector:
+    """Evaluates the operations of `Ptx` on uint32 and float32 arrays whose last axis is the lanes of one block.
+
+    `xp` is jax.numpy, or numpy, which keeps denormals on every platform and needs no compilation.
+    """
+
+    def __init__(self, columns: int, xp: Any = jnp):
+        self.columns = columns
+        self.xp = xp
+
+    def _view(self, x, dtype):
+        if x.dtype == dtype:
+            return x
+        return x.view(dtype) if isinstance(x, (np.ndarray, np.generic)) else lax.bitcast_convert_type(x, dtype)
+
+    def bits(self, x):
+        return np.uint32(x & 0xFFFFFFFF) if isinstance(x, int) else self._view(x, np.dtype(np.uint32))
+
+    def real(self, x):
+        return np.float32(x) if isinstance(x, float) else self._view(x, np.dtype(np.float32))
+
+    def and_(self, a, b):
+        return self.bits(a) & self.bits(b)
+
+    def or_(self, a, b):
+        return self.bits(a) | self.bits(b)
+
+    def xor(self, a, b):
+        return self.bits(a) ^ self.bits(b)
+
+    def shl(self, a: Any, k: int) -> Any:
+        return self.bits(a) << np.uint32(k)
+
+    def shr(self, a: Any, k: int) -> Any:
+        return self.bits(a) >> np.uint32(k)
+
+    def iadd(self, a, b):
+        return self.bits(a) + self.bits(b)
+
+    def imad(self, a, b, c):
+        return self.bits(a) * self.bits(b) + self.bits(c)
+
+    def prmt(self, a: Any, b: Any, selector: int) -> Any:
+        picked = []
+        for i in range(4):
+            k = (selector >> (4 * i)) & 7
+            byte = (self.bits(a if k < 4 else b) >> np.uint32(8 * (k % 4))) & np.uint32(0xFF)
+            picked.append(byte << np.uint32(8 * i))
+        return picked[0] | picked[1] | picked[2] | picked[3]
+
+    def _halves(self, w):
+        return self.bits(w) & np.uint32(0xFFFF), self.bits(w) >> np.uint32(16)
+
+    def max_u16x2(self, a, b):
+        (a0, a1), (b0, b1) = self._halves(a), self._halves(b)
+        return self.xp.maximum(a0, b0) | (self.xp.maximum(a1, b1) << np.uint32(16))
+
+    def with_sign(self, magnitude, sign):
+        return (self.bits(magnitude) & np.uint32(0x7FFF7FFF)) | (self.bits(sign) & np.uint32(0x80008000))
+
+    def fmul(self, a, b):
+        return self.real(a) * self.real(b)
+
+    def fadd(self, a, b):
+        return self.real(a) + self.real(b)
+
+    def fsub(self, a, b):
+        return self.real(a) - self.real(b)
+
+    def ffma(self, a, b, c):
+        return self.real(a) * self.real(b) + self.real(c)
+
+    def fabs(self, a):
+        return self.xp.abs(self.real(a))
+
+    def fmin(self, a, b):
+        return self.xp.minimum(self.real(a), self.real(b))
+
+    def fmax(self, a, b):
+        return self.xp.maximum(self.real(a), self.real(b))
+
+    fmax_nan = fmax
+
+    def reciprocal(self, a):
+        return np.float32(1) / self.real(a)
+
+    def sigmoid(self, a):
+        return np.float32(1) / (np.float32(1) + self.xp.exp(-self.real(a)))
+
+    def round_grid(self, y, e):
+        magic = e * np.float32(6291456)
+        return (y + magic) - magic
+
+    def floor_grid(self, y, e):
+        step = e * np.float32(0.5)
+        return self.xp.floor(y / step) * step
+
+    def low(self, w):
+        return self.real(self.shl(w, 16))
+
+    def high(self, w):
+        return self.real(self.and_(w, 0xFFFF0000))
+
+    def pack_exact(self, lo, hi):
+        return self.prmt(lo, hi, 0x7632)
+
+    def pack_round(self, lo, hi):
+        return self.pack_exact(self._round_bf16(self.bits(self.real(lo))), self._round_bf16(self.bits(self.real(hi))))
+
+    def _round_bf16(self, bits):
+        rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+        nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+        return self.xp.where(nan, bits | np.uint32(0x00400000), rounded)
+
+    def mul_bf16x2(self, a, b):
+        pairs = [self.fmul(self.low(a), self.low(b)), self.fmul(self.high(a), self.high(b))]
+        return self.pack_round(*pairs)
+
+    def clamp_six(self, p):
+        lo, hi = self._halves(self.bits(p) & np.uint32(0x7FFF7FFF))
+        six = np.uint32(0x40C0)
+        return self.with_sign(self.xp.minimum(lo, six) | (self.xp.minimum(hi, six) << np.uint32(16)), p)
+
+    def grid_codes(self, p):
+        def code(magnitude):
+            normal = (magnitude >> np.uint32(6)) - np.uint32(252)
+            small = (magnitude > np.uint32(0)).astype(np.uint32)
+            return self.xp.where(magnitude >= np.uint32(0x3F80), normal, small)
+
+        lo, hi = self._halves(self.bits(p) & np.uint32(0x7FFF7FFF))
+        return code(lo) | (code(hi) << np.uint32(16))
+
+    def grid_values(self, codes):
+        def value(code):
+            normal = (code << np.uint32(6)) + np.uint32(252 << 6)
+            return self.xp.where(code >= np.uint32(2), normal, code * np.uint32(0x3F00))
+
+        lo, hi = self._halves(self.bits(codes) & np.uint32(0x00070007))
+        return value(lo) | (value(hi) << np.uint32(16))
+
+    def e4m3_encode(self, lo, hi):
+        return self._e4m3_code(self.real(lo)) | (self._e4m3_code(self.real(hi)) << np.uint32(8))
+
+    def _e4m3_code(self, a):
+        """Nearest E4M3 code by arithmetic: a cast there and back may be removed by the compiler."""
+        a = self.xp.minimum(a, np.float32(448))
+        e = self.xp.maximum(self.real(self.and_(a, 0x7F800000)), np.float32(2.0**-6))
+        magic = e * np.float32(1.5 * 2.0**20)
+        rounded = (a + magic) - magic
+        normal = (self.bits(rounded) >> np.uint32(20)) - np.uint32(960)
+        small = (rounded * np.float32(512)).astype(np.int32).astype(np.uint32)
+        return self.xp.where(rounded < np.float32(2.0**-6), small, normal)
+
+    def e4m3_decode(self, codes):
+        return self._e4m3_value(self.and_(codes, 0xFF)), self._e4m3_value(self.and_(self.shr(codes, 8), 0xFF))
+
+    def _e4m3_value(self, code):
+        small = code.astype(np.int32).astype(np.float32) * np.float32(2.0**-9)
+        return self.xp.where(code < np.uint32(8), small, self.real((code << np.uint32(20)) + np.uint32(960 << 20)))
+
+    def lane_bit(self, bit: int) -> Any:
+        return bit
+
+    def _lanes(self, x):
+        return [x[..., i : i + 1] for i in range(x.shape[-1])]
+
+    def select(self, predicate: int, a: Any, b: Any) -> Any:
+        pairs = zip(self._lanes(self.bits(a)), self._lanes(self.bits(b)), strict=True)
+        return self.xp.concatenate([p[0] if i & predicate else p[1] for i, p in enumerate(pairs)], -1)
+
+    def swap(self, x: Any, bit: int) -> Any:
+        lanes = self._lanes(self.bits(x))
+        return self.xp.concatenate([lanes[i ^ bit] for i in range(len(lanes))], -1)
+
+    def from_lane(self, x: Any, lane: int) -> Any:
+        return self.xp.broadcast_to(self._lanes(self.bits(x))[lane], x.shape)

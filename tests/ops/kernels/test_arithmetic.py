@@ -1,0 +1,130 @@
+"""Kernel bodies on the NumPy machine against the oracle beside this file: every bit, denormals included."""
+
+import functools
+
+import kernel_oracle as oracle
+import ml_dtypes
+import numpy as np
+import pytest
+
+from halfbyte.ops.kernels import arithmetic
+from halfbyte.ops.kernels.machine import Vector
+
+T, N = 64, 256
+KEY = np.array([0x12345678, 0x9ABCDEF0], np.uint32)
+KINDS = ["normal", "wide", "zero_scales", "ties", "negative_zero", "subnormal", "zeros", "huge"]
+
+
+@functools.cache
+def data(kind: str) -> np.ndarray:
+    rng = np.random.default_rng(KINDS.index(kind))
+    x = rng.standard_normal((T, N)).astype(np.float32)
+    if kind == "wide":
+        x *= np.exp2(rng.integers(-24, 12, (T, N))).astype(np.float32)
+    if kind == "zero_scales":
+        x *= np.float32(1e-6)
+        x[5, 7] = 50.0
+        x[3, :16] = 0
+    if kind == "ties":
+        x = rng.integers(-24, 25, (T, N)).astype(np.float32) * np.float32(0.25)
+        x[:, ::16] = 6
+    if kind == "negative_zero":
+        x[::2] = -0.0
+    if kind == "subnormal":
+        x *= np.float32(1e-39)
+    if kind == "zeros":
+        x[:] = 0
+    if kind == "huge":
+        x *= np.float32(3e37)
+    return x.astype(ml_dtypes.bfloat16)
+
+
+def words(x, columns, tokens):
+    """[token row][word of a lane], each [programs, blocks, lanes]."""
+    view = np.ascontiguousarray(x).view(np.uint32).reshape(T // tokens, tokens, N // 16, 16 // columns, columns // 2)
+    return [[view[:, r, :, :, k] for k in range(columns // 2)] for r in range(tokens)]
+
+
+def array(rows, dtype):
+    """The [tokens, columns] array whose words are given."""
+    stacked = np.stack([np.stack(r, -1) for r in rows], 1)  # [programs, rows, blocks, lanes, words]
+    return np.ascontiguousarray(stacked).view(dtype).reshape(-1, N)
+
+
+def counters(columns, tokens):
+    column = np.arange(0, N, columns, dtype=np.uint32).reshape(1, N // 16, -1)
+    return np.arange(T // tokens, dtype=np.uint32).reshape(-1, 1, 1) * np.uint32(tokens // 4 * N) + column
+
+
+def noise_words(m, tokens):
+    shape = (T // tokens, N // 16, 16 // m.columns)
+    k0, k1 = (np.full(shape, k, np.uint32) for k in KEY)
+    return arithmetic.random_words(m, counters(m.columns, tokens), k0, k1, tokens=tokens, stride=N)
+
+
+def scales(amax):
+    _, dec, mult = oracle.tensor_scales(amax)
+    return mult, dec
+
+
+def same_bits(got, want):
+    np.testing.assert_array_equal(got.view(np.uint16), want.view(np.uint16))
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with np.errstate(all="ignore"):
+        yield
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("columns", "tokens"), [(8, 8), (4, 16), (2, 16)])
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_rows(kind, columns, tokens, stochastic):
+    x, m = data(kind), Vector(columns, np)
+    amax = np.abs(x.astype(np.float32)).max()
+    random = noise_words(m, tokens) if stochastic else None
+    got = arithmetic.quantize_rows(m, words(x, columns, tokens), *scales(amax), random)
+    noise = oracle.random_bytes(T, N, KEY) if stochastic else None
+    same_bits(array(got, ml_dtypes.bfloat16), oracle.quantize(x, amax, axis=1, noise=noise)[2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_columns(kind, hadamard, stochastic):
+    x, m = data(kind), Vector(4, np)
+    source = oracle.hadamard_tokens(x) if hadamard else x.astype(np.float32)
+    amax = np.abs(source).max()
+    random = noise_words(m, 16) if stochastic else None
+    noise = oracle.random_bytes(T, N, KEY) if stochastic else None
+    codes, scale_bytes, carrier = oracle.quantize(source, amax, axis=0, noise=noise)
+    rows = words(x, 4, 16)
+    got = arithmetic.quantize_columns(m, rows, *scales(amax), random, hadamard=hadamard, packed=False)
+    same_bits(array(got, ml_dtypes.bfloat16), carrier)
+    packed = arithmetic.quantize_columns(m, rows, *scales(amax), random, hadamard=hadamard, packed=True)
+    np.testing.assert_array_equal(array(packed[:8], np.uint8), oracle.pack_tokens(codes))
+    np.testing.assert_array_equal(array(packed[8:], np.uint8), scale_bytes)
+    again = arithmetic.unpack_columns(m, packed[:8], packed[8])
+    same_bits(array(again, ml_dtypes.bfloat16), carrier)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hadamard_amax(kind):
+    x, m = data(kind), Vector(4, np)
+    tops = [arithmetic.hadamard_amax(m, [row[k] for row in words(x, 4, 16)]) for k in range(2)]
+    got = np.max(tops).astype(ml_dtypes.bfloat16).astype(np.float32)
+    assert got == np.abs(oracle.hadamard_tokens(x)).max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_square(kind):
+    rng = np.random.default_rng(5)
+    w = data(kind).astype(np.float32) * (1 + rng.random((T, N), np.float32) * np.float32(1e-3))
+    m = Vector(4, np)
+    view = w.reshape(T // 16, 16, N // 16, 4, 4)
+    rows = [[view[:, r, :, :, k] for k in range(4)] for r in range(16)]
+    amax = np.abs(w).max()
+    assert np.max(arithmetic.amax_float(m, rows)) == amax
+    got = arithmetic.quantize_square(m, rows, *scales(amax))
+    same_bits(array(got, ml_dtypes.bfloat16), oracle.quantize(w, amax, axis=1, block2d=True)[2])
