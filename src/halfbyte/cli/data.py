@@ -184,19 +184,23 @@ def facts(directory: Path, manifest: Any) -> dict[str, Any]:
 
 
 def print_totals(manifest: Any) -> None:
+    import rich.box
     import rich.console
     import rich.table
 
     heading = f"rows of {manifest.seq_len} tokens, vocabulary {manifest.vocab_size:,}"
-    table = rich.table.Table("split", "source", title=heading, title_justify="left")
+    table = rich.table.Table("split", "source", title=heading, title_justify="left", box=rich.box.SIMPLE_HEAD)
     for column in ("documents", "text MB", "tokens", "rows", "bytes/token"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
     for split, sources in manifest.splits.items():
         for source in (name for name in manifest.sources if name in sources):
             table.add_row(split, source, *_cells([sources[source]]))
         if len(sources) > 1:
             table.add_row(split, "all", *_cells(sources.values()), style="bold")
-    rich.console.Console().print(table)
+    console = rich.console.Console()
+    if not console.is_terminal:
+        console.width = 120  # a file or a pipe has no edge to fold at
+    console.print(table)
 
 
 def _cells(totals: Iterable[Any]) -> list[str]:
