@@ -189,8 +189,10 @@ def print_totals(manifest: Any) -> None:
     import rich.table
 
     heading = f"rows of {manifest.seq_len} tokens, vocabulary {manifest.vocab_size:,}"
-    table = rich.table.Table("split", "source", title=heading, title_justify="left", box=rich.box.SIMPLE_HEAD)
-    for column in ("documents", "text MB", "tokens", "rows", "bytes/token"):
+    table = rich.table.Table(
+        "split", "source", title=heading, title_justify="left", box=rich.box.SIMPLE_HEAD, pad_edge=False
+    )
+    for column in ("documents", "MB", "tokens", "rows", "B/token"):
         table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
     for split, sources in manifest.splits.items():
         for source in (name for name in manifest.sources if name in sources):
