@@ -1,9 +1,11 @@
 """Operations: the quantized linear and MLP with their backends, and the plain pieces of a transformer."""
 
 from halfbyte.ops.backends import BACKENDS, choose
+from halfbyte.ops.dot_general import dot_general
 from halfbyte.ops.mlp import mlp
 from halfbyte.ops.problem import Problem, compile_for, target
 from halfbyte.ops.qdot import qdot
+from halfbyte.ops.rewrite import apply_recipe
 from halfbyte.ops.weight import QWeight, quantize_weight
 
-__all__ = ["BACKENDS", "Problem", "QWeight", "choose", "compile_for", "mlp", "qdot", "quantize_weight", "target"]
+__all__ = ["BACKENDS", "Problem", "QWeight", "apply_recipe", "choose", "compile_for", "dot_general", "mlp", "qdot", "quantize_weight", "target"]

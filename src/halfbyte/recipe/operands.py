@@ -129,7 +129,7 @@ class Recipe:
 
     def with_operands(self, roles: tuple[str, ...] = ROLES, **fields: object) -> dict[str, OperandPolicy]:
         """The policies of `roles` with some fields changed, ready for `dataclasses.replace(recipe, ...)`."""
-        return {role: dataclasses.replace(getattr(self, role), **fields) for role in roles}  # type: ignore[arg-type]
+        return {role: dataclasses.replace(getattr(self, role), **fields) for role in roles}
 
     def __str__(self) -> str:
         return self.name

@@ -1,0 +1,166 @@
+"""Runs a jaxpr under a plan: equations as they are, planned dots as `qdot`, and jit, remat, scan, cond and while
+built anew around what changes inside them.
+
+The key goes down with the values: folded with the iteration in each scan or loop, and with the site's name at each
+dot, so that a dot's bits are those of `qdot(x, w, key=site_key(layer_key(key, iteration), path))` written by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Literal, jaxpr_as_fun
+
+from halfbyte.ops.contraction import linear
+from halfbyte.ops.rewrite.origin import open_jaxpr, scan_counts
+from halfbyte.ops.rewrite.plan import JIT, REMAT, Body, Dot, Inner, Split
+from halfbyte.recipe import layer_key, site_key
+
+Key = jax.Array | None
+Run = Callable[[Key, Sequence[Any]], list[Any]]
+
+
+@dataclass
+class Interpreter:
+    """Runs jaxprs under plans, on one backend."""
+
+    backend: str
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], body: Body, key: Key, args: Sequence[Any]) -> list[Any]:
+        """The outputs of the jaxpr under its plan."""
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+        for eqn, step in zip(jaxpr.eqns, body.steps, strict=True):
+            values = [_read(env, var) for var in eqn.invars]
+            with eqn.ctx.manager:
+                outs = _bind(eqn, values) if step is None else self._step(eqn, step, key, values)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [_read(env, var) for var in jaxpr.outvars]
+
+    def _step(self, eqn: Any, step: Any, key: Key, values: list[Any]) -> list[Any]:
+        if isinstance(step, Dot):
+            return [self._dot(eqn, step, key, values)]
+        if isinstance(step, Split):
+            return self._scan(eqn, step, key, values)
+        name = eqn.primitive.name
+        if name == "cond":
+            return self._cond(eqn, step, key, values)
+        if name == "while":
+            return self._while(eqn, step, key, values)
+        inner = self._function(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")), step.bodies[0])
+        if name in REMAT:
+            inner = jax.checkpoint(inner, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])
+        elif name in JIT:
+            inner = _jit(eqn, inner)
+        return inner(key, values)
+
+    def _function(self, jaxpr: Any, body: Body) -> Run:
+        opened, consts = open_jaxpr(jaxpr), getattr(jaxpr, "consts", ())
+        return lambda key, values: self.run(opened, consts, body, key, values)
+
+    def _dot(self, eqn: Any, dot: Dot, key: Key, values: list[Any]) -> jax.Array:
+        x, w = values[1 - dot.weight], values[dot.weight]
+        (lhs, rhs), _ = eqn.params["dimension_numbers"]
+        dims = (lhs, rhs) if dot.weight == 1 else (rhs, lhs)
+        out = eqn.outvars[0].aval
+        try:
+            y = linear(
+                x,
+                w,
+                dims,
+                recipe=dot.recipe,
+                key=site_key(key, dot.site) if key is not None and dot.recipe.stochastic else None,
+                backend=self.backend,
+                dtype=out.dtype,
+            )
+        except ValueError as error:
+            error.add_note(
+                f"at {dot.site}, as recipe {dot.recipe.name!r}; exclude it in the policy if it cannot be quantized"
+            )
+            raise
+        # A weight on the left: [free dims of x, free dims of w] -> [free dims of w, free dims of x]
+        free = x.ndim - len(dims[0])
+        return y if dot.weight == 1 else lax.transpose(y, (*range(free, y.ndim), *range(free)))
+
+    def _scan(self, eqn: Any, split: Split, key: Key, values: list[Any]) -> list[Any]:
+        params = eqn.params
+        first, carries = scan_counts(eqn)
+        consts, carry, xs = values[:first], values[first : first + carries], values[first + carries :]
+        pieces: dict[int, list[Any]] = {}
+        for start, stop, body in reversed(split.segments) if params["reverse"] else split.segments:
+            inner = self._function(params["jaxpr"], body)
+
+            def iterate(
+                carry: list[Any], item: tuple[Any, list[Any]], inner: Run = inner
+            ) -> tuple[list[Any], list[Any]]:
+                layer, slices = item
+                outs = inner(_fold(key, layer), [*consts, *carry, *slices])
+                return outs[: len(carry)], outs[len(carry) :]
+
+            whole = len(split.segments) == 1
+            items = jnp.arange(start, stop), [x if whole else lax.slice_in_dim(x, start, stop) for x in xs]
+            carry, pieces[start] = lax.scan(
+                iterate, carry, items, reverse=params["reverse"], unroll=_unroll(params["unroll"], stop - start)
+            )
+        ys = [pieces[start] for start in sorted(pieces)]
+        return [*carry, *(parts[0] if len(ys) == 1 else lax.concatenate(parts, 0) for parts in zip(*ys, strict=True))]
+
+    def _cond(self, eqn: Any, step: Inner, key: Key, values: list[Any]) -> list[Any]:
+        pairs = zip(eqn.params["branches"], step.bodies, strict=True)
+        branches = [self._function(branch, body) for branch, body in pairs]
+        return lax.switch(values[0], branches, key, values[1:])
+
+    def _while(self, eqn: Any, step: Inner, key: Key, values: list[Any]) -> list[Any]:
+        first, second = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        condition = jaxpr_as_fun(eqn.params["cond_jaxpr"])
+        inner = self._function(eqn.params["body_jaxpr"], step.bodies[0])
+
+        def keep_going(state: tuple[Any, list[Any]]) -> Any:
+            return condition(*values[:first], *state[1])[0]
+
+        def iterate(state: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
+            count, carry = state
+            return count + 1, inner(_fold(key, count), [*values[first:second], *carry])
+
+        return lax.while_loop(keep_going, iterate, (jnp.int32(0), values[second:]))[1]
+
+
+def _jit(eqn: Any, inner: Run) -> Run:
+    """`inner` under jit, with the name and the shardings of the user's own."""
+    ins, outs = eqn.params["in_shardings"], eqn.params["out_shardings"]
+
+    def call(key: Key, values: Sequence[Any]) -> list[Any]:
+        return _constrain(inner(key, _constrain(values, ins)), outs)
+
+    call.__name__ = eqn.params["name"]
+    return jax.jit(call, inline=eqn.params["inline"])
+
+
+def _bind(eqn: Any, values: list[Any]) -> list[Any]:
+    outs = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return outs if eqn.primitive.multiple_results else [outs]
+
+
+def _read(env: dict[Any, Any], var: Any) -> Any:
+    return var.val if isinstance(var, Literal) else env[var]
+
+
+def _fold(key: Key, iteration: jax.Array) -> Key:
+    return None if key is None else layer_key(key, iteration)
+
+
+def _unroll(unroll: int, length: int) -> int:
+    return max(1, min(unroll, length))
+
+
+def _constrain(values: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+    """The shardings that the user's jit asked for; those that it left open stay open."""
+    return [
+        lax.with_sharding_constraint(value, sharding) if isinstance(sharding, jax.sharding.Sharding) else value
+        for value, sharding in zip(values, shardings, strict=True)
+    ]

@@ -1,0 +1,62 @@
+"""What a rewrite did: one entry for each dot product of the function, replaced or left, and why."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+_SHOWN: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Site:
+    """One dot product: the weight that reaches it, its recipe, or the reason why it was left alone.
+
+    `layers` are the layers it runs for, where they are known; `runs` is how often it runs (the lengths of the scans
+    around it).
+    """
+
+    path: str | None
+    lhs: tuple[int, ...]
+    rhs: tuple[int, ...]
+    recipe: str | None = None
+    why_left: str = ""
+    layers: range | None = None
+    runs: int = 1
+
+    def __str__(self) -> str:
+        where = self.path or "(no weight)"
+        if self.layers is not None and len(self.layers):
+            where += f" layers {self.layers[0]}..{self.layers[-1]}"
+        times = f" x{self.runs}" if self.runs > 1 else ""
+        what = f"-> {self.recipe}" if self.recipe else f"left: {self.why_left}"
+        return f"{where}  {list(self.lhs)} x {list(self.rhs)}{times}  {what}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """Every dot product of a rewritten function, in program order."""
+
+    sites: tuple[Site, ...]
+
+    @property
+    def replaced(self) -> tuple[Site, ...]:
+        """The dots that now run in a recipe."""
+        return tuple(site for site in self.sites if site.recipe)
+
+    @property
+    def left(self) -> tuple[Site, ...]:
+        """The dots that run as they were written."""
+        return tuple(site for site in self.sites if not site.recipe)
+
+    def __str__(self) -> str:
+        head = f"apply_recipe: {len(self.replaced)} dots replaced, {len(self.left)} left"
+        return "\n".join([head, *(f"  {site}" for site in self.replaced + self.left)])
+
+
+def show_once(report: Report) -> None:
+    """Prints the report on stderr, unless the same one was printed before in this process."""
+    text = str(report)
+    if text not in _SHOWN:
+        _SHOWN.add(text)
+        print(text, file=sys.stderr)
