@@ -1,10 +1,23 @@
 """Number formats, exact to the bit: elements, block formats, and the quantization of a tensor.
 
-Read in this order: `elements` (one number), `blocks` (formats as values), `scales` (what a block is multiplied by), `quantize` (a tensor), `qtensor`
-(how it is kept). `exact` and `bits` hold the arithmetic that survives a compiler, `noise` the random bytes, `hadamard` the transform.
+Read in this order: `elements` (one number), `blocks` (formats as values), `scales` (what a block is multiplied by),
+`quantize` (a tensor), `qtensor` (how it is kept). `exact` and `bits` hold the arithmetic that survives a compiler,
+`noise` the random bytes, `hadamard` the transform.
 """
 
-from .blocks import BF16, FORMATS, FP8, FP8_E5M2, MXFP4, MXFP8, MXFP8_E5M2, NVFP4, BlockFormat, ScaleRule, round_up_scales
+from .blocks import (
+    BF16,
+    FORMATS,
+    FP8,
+    FP8_E5M2,
+    MXFP4,
+    MXFP8,
+    MXFP8_E5M2,
+    NVFP4,
+    BlockFormat,
+    ScaleRule,
+    round_up_scales,
+)
 from .elements import E2M1, E4M3, E5M2, Element
 from .hadamard import hadamard16, transform_runs
 from .noise import Generator, key_words, random_bytes
@@ -16,6 +29,6 @@ from .tiling import tile_scales, untile_scales
 __all__ = [
     "BF16", "E2M1", "E4M3", "E5M2", "FORMATS", "FP8", "FP8_E5M2", "MXFP4", "MXFP8", "MXFP8_E5M2", "NVFP4",
     "BlockFormat", "Element", "Generator", "OnGrid", "Packed", "QTensor", "ScaleRule", "TensorScales",
-    "all_finite", "amax_of", "hadamard16", "key_words", "pack", "quantize", "random_bytes", "round_up_scales", "store", "tensor_scales",
-    "tile_scales", "to_grid", "transform_runs", "unpack", "untile_scales",
+    "all_finite", "amax_of", "hadamard16", "key_words", "pack", "quantize", "random_bytes", "round_up_scales", "store",
+    "tensor_scales", "tile_scales", "to_grid", "transform_runs", "unpack", "untile_scales",
 ]  # fmt: skip

@@ -35,5 +35,8 @@ def copy_sign(magnitude: jax.Array, bits: jax.Array) -> jax.Array:
 
 
 def round_bfloat16(x: jax.Array) -> jax.Array:
-    """float32 x rounded half to even to a bfloat16 value, still float32. Survives jit, where a cast and back may not."""
+    """float32 x rounded half to even to a bfloat16 value, still float32.
+
+    Survives jit, where a cast and back may not.
+    """
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)

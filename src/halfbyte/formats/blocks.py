@@ -22,7 +22,10 @@ class ScaleRule(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class BlockFormat:
-    """`block` elements along the contraction axis share a scale; None means the whole tensor. `element` None is no quantization at all."""
+    """`block` elements along the contraction axis share a scale; None means the whole tensor.
+
+    `element` None is no quantization at all.
+    """
 
     name: str
     element: Element | None
@@ -67,5 +70,7 @@ FORMATS = {f.name: f for f in (NVFP4, MXFP4, MXFP8, MXFP8_E5M2, FP8, FP8_E5M2, B
 def round_up_scales(fmt: BlockFormat) -> BlockFormat:
     """The same MX format with scales rounded up, so that no element saturates."""
     if fmt.scale is not ScaleRule.POWER_FLOOR:
-        raise ValueError(f"only an MX format has a power-of-two block scale to round up, got {fmt.name}; use MXFP4 or MXFP8")
+        raise ValueError(
+            f"only an MX format has a power-of-two block scale to round up, got {fmt.name}; use MXFP4 or MXFP8"
+        )
     return dataclasses.replace(fmt, name=f"{fmt.name}_up", scale=ScaleRule.POWER_UP)

@@ -5,10 +5,11 @@ A code is `sign | exponent | mantissa`. With bias b and m mantissa bits a magnit
     2**(E - b) * (1 + M / 2**m)      E > 0
     2**(1 - b) * M / 2**m            E = 0 (subnormal)
 
-so that the spacing of the grid around a is step(a) = max(2**floor(log2 a), 2**(1-b)) / 2**m. Rounding to nearest even on that grid is one
-addition and one subtraction of a number that depends on a: `(a + c) - c` with c = 1.5 * 2**23 * step(a), because float32
-itself rounds to nearest even at the spacing step(a) there. XLA folds such a pair only when c is a constant. A plain cast to a narrow type and back is *not* safe: inside jit
-XLA removes it on some devices (docs/numerics.md).
+so that the spacing of the grid around a is step(a) = max(2**floor(log2 a), 2**(1-b)) / 2**m. Rounding to nearest even
+on that grid is one addition and one subtraction of a number that depends on a: `(a + c) - c` with c = 1.5 * 2**23 *
+step(a), because float32 itself rounds to nearest even at the spacing step(a) there. XLA folds such a pair only when c
+is a constant. A plain cast to a narrow type and back is *not* safe: inside jit XLA removes it on some devices
+(docs/numerics.md).
 
 The reference for all of it: OCP Microscaling Formats v1.0, and `ml_dtypes`, with which the tests agree on every code.
 """
@@ -58,7 +59,10 @@ E5M2 = Element("E5M2", 8, 2, 15, 57344.0, np.dtype(ml_dtypes.float8_e5m2))
 
 
 def round_magnitude(element: Element, magnitude: jax.Array) -> jax.Array:
-    """Nearest value of the element's grid, ties to even, for float32 magnitudes; saturates. NaN becomes `max` in E2M1, and stays NaN in E4M3 and E5M2."""
+    """Nearest value of the element's grid, ties to even, for float32 magnitudes; saturates.
+
+    NaN becomes `max` in E2M1, and stays NaN in E4M3 and E5M2.
+    """
     top = jnp.float32(element.max)
     if element.has_nan:
         magnitude = jnp.minimum(magnitude, top)
@@ -72,8 +76,8 @@ def round_magnitude(element: Element, magnitude: jax.Array) -> jax.Array:
 def round_stochastic_e2m1(magnitude: jax.Array, noise: jax.Array) -> jax.Array:
     """An E2M1 neighbour of each float32 magnitude, the upper one with the probability of its nearness; saturates at 6.
 
-    `noise` is uint8. With u = noise / 256: t = a + u * step(a), then t is cut down to the grid at its own step. The bias is
-    -step / 512 on average, at most step / 256, and a < 1/512 always gives 0, as in the hardware's convert.
+    `noise` is uint8. With u = noise / 256: t = a + u * step(a), then t is cut down to the grid at its own step. The
+    bias is -step / 512 on average, at most step / 256, and a < 1/512 always gives 0, as in the hardware's convert.
     """
     magnitude = jnp.where(magnitude <= jnp.float32(6), magnitude, jnp.float32(6))
     step = jnp.maximum(power_of_two_below(magnitude), jnp.float32(1)) * jnp.float32(0.5)
@@ -116,8 +120,9 @@ def decode(element: Element, codes: jax.Array) -> jax.Array:
     value = jnp.where(magnitude < jnp.uint32(1 << mantissa_bits), subnormal, normal)
     if element.has_nan:
         largest = int(np.array(element.max, element.dtype).view(np.uint8))
-        beyond = jnp.where(magnitude == jnp.uint32(0x7C), jnp.float32(jnp.inf), jnp.float32(jnp.nan)) if element is E5M2 else jnp.float32(jnp.nan)
-        value = jnp.where(magnitude > jnp.uint32(largest), beyond, value)
+        value = jnp.where(magnitude > jnp.uint32(largest), jnp.float32(jnp.nan), value)
+    if element is E5M2:
+        value = jnp.where(magnitude == jnp.uint32(0x7C), jnp.float32(jnp.inf), value)
     return copy_sign(value, (codes & jnp.uint32(element.sign_bit)) << (32 - element.bits))
 
 
@@ -135,7 +140,10 @@ def decode_e8m0(codes: jax.Array) -> jax.Array:
 
 
 def encode_e8m0(value: jax.Array) -> jax.Array:
-    """E8M0 codes of positive float32 values, rounded to the nearest power of two, ties up. What it cannot hold is NaN (255): zero, negatives, infinity, 1.5 * 2**127 and above."""
+    """E8M0 codes of positive float32 values, rounded to the nearest power of two, ties up.
+
+    What it cannot hold is NaN (255): zero, negatives, infinity, 1.5 * 2**127 and above.
+    """
     bits = float32_bits(value)
     normal = (bits + jnp.uint32(0x40_0000)) >> 23
     subnormal = (bits > jnp.uint32(0x40_0000)).astype(jnp.uint32)

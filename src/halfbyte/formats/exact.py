@@ -1,8 +1,9 @@
 """IEEE float32 arithmetic that no compiler can spoil.
 
-Two things stand between NumPy's float32 and a jitted program's. XLA may turn a division into a multiplication by a reciprocal, or
-into an approximate instruction; and its CPU backend flushes subnormal numbers to zero. Both change bits of a quantized tensor. The
-functions here work on the bit patterns of *non-negative* floats with integer instructions, which every device executes exactly:
+Two things stand between NumPy's float32 and a jitted program's. XLA may turn a division into a multiplication by a
+reciprocal, or into an approximate instruction; and its CPU backend flushes subnormal numbers to zero. Both change bits
+of a quantized tensor. The functions here work on the bit patterns of *non-negative* floats with integer instructions,
+which every device executes exactly:
 
     value = significand * 2**exponent,   2**23 <= significand < 2**24
 
@@ -21,7 +22,7 @@ MAX_BITS = 0x7F7F_FFFF  # the largest finite float32
 LIFT = 64  # small numbers are worked on times 2**64
 
 
-def _u32(x) -> jax.Array:
+def _u32(x: int | jax.Array) -> jax.Array:
     return jnp.asarray(x, jnp.uint32)
 
 
@@ -31,7 +32,8 @@ def _significand(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
     fraction = bits & _u32(0x7F_FFFF)
     whole = jnp.where(field == 0, fraction, fraction | _u32(0x80_0000))
     shift = jnp.maximum(lax.clz(whole).astype(jnp.int32) - 8, 0)
-    # The barriers here and below keep XLA from copying this into every one of its uses: ten times the code, seconds of compilation.
+    # The barriers here and below keep XLA from copying this into every one of its uses: ten times the code, and
+    # seconds of compilation.
     return lax.optimization_barrier((whole << shift.astype(jnp.uint32), jnp.maximum(field, 1) - 150 - shift))
 
 
@@ -46,7 +48,10 @@ def _shift_right_even(x: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def _assemble(extended: jax.Array, exponent: jax.Array) -> jax.Array:
-    """Bits of extended * 2**exponent, correctly rounded; `extended` in [2**25, 2**27), its last bit sticky. Overflow gives infinity."""
+    """Bits of extended * 2**exponent, correctly rounded; `extended` in [2**25, 2**27), its last bit sticky.
+
+    Overflow gives infinity.
+    """
     extra = (extended >> 26).astype(jnp.int32)  # one more bit to drop
     field = exponent + 25 + 127 + extra  # biased exponent of the leading bit
     subnormal = jnp.maximum(1 - field, 0)
@@ -58,14 +63,19 @@ def _assemble(extended: jax.Array, exponent: jax.Array) -> jax.Array:
 
 
 def divide_bits(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a / b, rounded to nearest even, as bits of non-negative floats. x / 0 and inf / x are infinity, x / inf is 0; NaN is not handled."""
+    """a / b, rounded to nearest even, as bits of non-negative floats. x / 0 and inf / x are infinity, x / inf is 0.
+
+    NaN is not handled.
+    """
     (ma, ea), (mb, eb) = _significand(a), _significand(b)
     divisor = jnp.maximum(mb, _u32(1))
     borrow = (ma < divisor).astype(jnp.uint32)
     # The device's quotient is off by a few units at most; the remainder, taken modulo 2**32, tells by how many.
     estimate = ma.astype(jnp.float32) / divisor.astype(jnp.float32)
     scale = jnp.where(borrow == 1, jnp.float32(2.0**24), jnp.float32(2.0**23))
-    quotient, rest = lax.optimization_barrier(_corrected((estimate * scale).astype(jnp.uint32), ma << (_u32(23) + borrow), divisor))
+    quotient, rest = lax.optimization_barrier(
+        _corrected((estimate * scale).astype(jnp.uint32), ma << (_u32(23) + borrow), divisor)
+    )
     twice = rest << 1
     tail = jnp.where(twice >= divisor, _u32(2), _u32(0)) | jnp.where((twice != divisor) & (rest != 0), _u32(1), _u32(0))
     result = _assemble((quotient << 2) | tail, ea - eb - borrow.astype(jnp.int32) - 25)
@@ -76,7 +86,8 @@ def divide_bits(a: jax.Array, b: jax.Array) -> jax.Array:
 def _corrected(estimate: jax.Array, dividend: jax.Array, divisor: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(quotient, remainder) from an estimate that is at most 3 off; `dividend` is known modulo 2**32."""
     signed = divisor.astype(jnp.int32)
-    quotient, rest = estimate - _u32(3), (dividend - (estimate - _u32(3)) * divisor).astype(jnp.int32)  # 0 <= rest < 7 * divisor
+    quotient = estimate - _u32(3)
+    rest = (dividend - quotient * divisor).astype(jnp.int32)  # 0 <= rest < 7 * divisor
     for step in (4, 2, 1):
         up = rest >= signed * step
         quotient, rest = quotient + jnp.where(up, _u32(step), _u32(0)), rest - jnp.where(up, signed * step, 0)
@@ -119,7 +130,10 @@ def lift(magnitude: jax.Array) -> jax.Array:
 
 
 def settle(lifted: jax.Array) -> jax.Array:
-    """Bits of lifted * 2**-64 for a non-negative float32 that is a multiple of 2**(64-149); exact, subnormals included."""
+    """Bits of lifted * 2**-64 for a non-negative float32 that is a multiple of 2**(64-149).
+
+    Exact, subnormals included.
+    """
     subnormal = (lifted * jnp.float32(2.0 ** (149 - LIFT))).astype(jnp.int32).astype(jnp.uint32)
     normal = magnitude_bits(lifted) - _u32(LIFT << 23)
     return jnp.where(lifted < jnp.float32(2.0 ** (LIFT - 126)), subnormal, normal)

@@ -2,11 +2,13 @@
 
     y = x H,   H = diag(s) * Sylvester16 * 1/4,   H H^T = I
 
-on each run of 16 numbers. It spreads an outlier over its 16 neighbours, so that one number no longer sets the scale of a whole block; both WGRAD
-operands take the same H, and it cancels in the product. The signs s are fixed (mask of the negatives 0xD7E8).
+on each run of 16 numbers. It spreads an outlier over its 16 neighbours, so that one number no longer sets the scale of
+a whole block; both WGRAD operands take the same H, and it cancels in the product. The signs s are fixed (mask of the
+negatives 0xD7E8).
 
-bfloat16 in, float32 sums, one rounding to bfloat16 out. The sums are made in a fixed order, so that every backend rounds alike: signs first, then butterflies
-(a + b, a - b) at distance 1, 2, 4, 8. The factor 1/4 goes in with the signs, so that huge numbers do not overflow on the way; a sum that cancels is +0.
+bfloat16 in, float32 sums, one rounding to bfloat16 out. The sums are made in a fixed order, so that every backend
+rounds alike: signs first, then butterflies (a + b, a - b) at distance 1, 2, 4, 8. The factor 1/4 goes in with the
+signs, so that huge numbers do not overflow on the way; a sum that cancels is +0.
 """
 
 import jax
@@ -63,7 +65,10 @@ def transform_runs(x: jax.Array, *, axis: int = -1) -> jax.Array:
     axis = axis % x.ndim
     size = x.shape[axis]
     if size % SIZE:
-        raise ValueError(f"the Hadamard transform needs a multiple of {SIZE} along its axis, got {size} of shape {x.shape}; pad the axis or leave the transform out of the recipe")
+        raise ValueError(
+            f"the Hadamard transform needs a multiple of {SIZE} along its axis, got {size} of shape {x.shape}; "
+            f"pad the axis or leave the transform out of the recipe"
+        )
     rounded = x if x.dtype == jnp.bfloat16 else round_bfloat16(x.astype(jnp.float32))
     v = float_of_bits(float32_bits(rounded)).reshape(*x.shape[:axis], size // SIZE, SIZE, *x.shape[axis + 1 :])
     inner = axis + 1
@@ -72,7 +77,8 @@ def transform_runs(x: jax.Array, *, axis: int = -1) -> jax.Array:
         return lax.cond(_needs_care(v, inner), lambda u: _careful(u, inner), lambda u: _plain(u, inner), v)
 
     y = lax.platform_dependent(v, cpu=on_cpu, default=lambda u: _plain(u, inner))
-    bits = lax.bitcast_convert_type(y, jnp.uint32) >> 16  # already on the bfloat16 grid: a shift, not a cast that may flush
+    # Already on the bfloat16 grid: a shift, not a cast that may flush.
+    bits = lax.bitcast_convert_type(y, jnp.uint32) >> 16
     return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16).reshape(x.shape)
 
 

@@ -1,16 +1,18 @@
 """Random bytes for stochastic rounding, from a counter and a key: the same on any mesh, and after any restart.
 
-A tensor is seen as [tokens, features]: all leading dims flattened into tokens. Element (t, n) takes byte t % 4 of the 32-bit word number
-(t // 4) * features + n, so one word serves four tokens of a column, and a kernel that holds 16 tokens in registers draws four words, not
-sixteen. Words are a function of (key, number) alone. Three generators make them:
+A tensor is seen as [tokens, features]: all leading dims flattened into tokens. Element (t, n) takes byte t % 4 of the
+32-bit word number (t // 4) * features + n, so one word serves four tokens of a column, and a kernel that holds 16
+tokens in registers draws four words, not sixteen. Words are a function of (key, number) alone. Three generators make
+them:
 
-- `COUNTER_HASH` (default): two multiply-xorshift rounds with one half of the key added before each. Key and counter meet in the first
-  round and again in the second, so that the streams of two keys are not permutations of each other. About ten integer instructions a word.
+- `COUNTER_HASH` (default): two multiply-xorshift rounds with one half of the key added before each. Key and counter
+  meet in the first round and again in the second, so that the streams of two keys are not permutations of each other.
+  About ten integer instructions a word.
 - `THREEFRY`: `jax.random.bits`, ten times slower on a CPU, for whoever distrusts the first.
 - `PHILOX`: Philox-4x32-10, the generator of cuRAND and of Transformer Engine's kernels.
 
-The rounding needs no cryptography: it needs uniform bytes without correlation between neighbours, steps, layers and operands, and the
-tests measure that for each generator.
+The rounding needs no cryptography: it needs uniform bytes without correlation between neighbours, steps, layers and
+operands, and the tests measure that for each generator.
 """
 
 import enum
@@ -28,7 +30,10 @@ class Generator(enum.Enum):
 
 
 def key_words(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The key's two uint32 words, for generators that are seeded with numbers. `key` is a typed key or raw uint32 key data."""
+    """The key's two uint32 words, for generators that are seeded with numbers.
+
+    `key` is a typed key or raw uint32 key data.
+    """
     data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
     return data[..., 0], data[..., -1]
 
@@ -50,7 +55,9 @@ def _multiply_high_low(a: int, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     return a1 * b1 + (cross >> 16) + (middle >> 16), jnp.uint32(a) * b
 
 
-def philox4x32(counter: tuple[jax.Array, ...], key: tuple[jax.Array, jax.Array], *, rounds: int = 10) -> tuple[jax.Array, ...]:
+def philox4x32(
+    counter: tuple[jax.Array, ...], key: tuple[jax.Array, jax.Array], *, rounds: int = 10
+) -> tuple[jax.Array, ...]:
     """Four uint32 words for each 128-bit counter (Salmon et al., 2011)."""
     c0, c1, c2, c3 = counter
     k0, k1 = key

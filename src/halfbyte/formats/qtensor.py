@@ -15,10 +15,15 @@ from .scales import tensor_scales
 from .views import block_view
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "scales", "amax", "decode_scale"], meta_fields=["format", "block", "axis"])
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["codes", "scales", "amax", "decode_scale"],
+    meta_fields=["format", "block", "axis"],
+)
 @dataclasses.dataclass(frozen=True)
 class QTensor:
-    """`codes` uint8, one an element (0..15 for E2M1, the sign of zero kept); `scales` in the format's scale type, one a block, None if there is none; `amax` and `decode_scale` (1 / S) float32.
+    """`codes` uint8, one an element (0..15 for E2M1, the sign of zero kept); `scales` in the format's scale type, one a
+    block, None if there is none; `amax` and `decode_scale` (1 / S) float32.
 
     The array stands for element(code) * scale * decode_scale.
     """
@@ -72,10 +77,14 @@ class QTensor:
         return lax.cond(tiny, subnormal_safe, lambda c, s: c * s, carrier, scale)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["packed", "scales", "amax", "decode_scale"], meta_fields=["format", "block", "axis"])
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["packed", "scales", "amax", "decode_scale"],
+    meta_fields=["format", "block", "axis"],
+)
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """A QTensor as it is kept between forward and backward, or sent between devices: packed codes and scales as uint8."""
+    """A QTensor as it is kept between forward and backward, or sent to other devices: packed codes, scales as uint8."""
 
     packed: jax.Array
     scales: jax.Array | None
@@ -109,7 +118,9 @@ def pack(codes: jax.Array, *, axis: int = -1) -> jax.Array:
     axis = axis % codes.ndim
     size = codes.shape[axis]
     if size % 2:
-        raise ValueError(f"packing two codes a byte needs an even axis, got {size} (axis {axis} of shape {codes.shape})")
+        raise ValueError(
+            f"packing two codes a byte needs an even axis, got {size} (axis {axis} of shape {codes.shape})"
+        )
     pairs = codes.reshape(*codes.shape[:axis], size // 2, 2, *codes.shape[axis + 1 :])
     low, high = (lax.index_in_dim(pairs, i, axis + 1, keepdims=False) for i in (0, 1))
     return low | (high << 4)

@@ -2,11 +2,13 @@
 
     value = element(code) * block scale * tensor decode scale
 
-`to_grid` is the arithmetic; `quantize` wraps its result as codes. All of it is integer views, products and additions, so that it gives the same
-bits inside jit on a CPU, a Hopper GPU or any other XLA device (docs/numerics.md lists what does not).
+`to_grid` is the arithmetic; `quantize` wraps its result as codes. All of it is integer views, products and additions,
+so that it gives the same bits inside jit on a CPU, a Hopper GPU or any other XLA device (docs/numerics.md lists what
+does not).
 
-Non-finite input: an infinity saturates, a NaN becomes the largest code of its sign (E2M1 has nothing else), and the tensor's amax keeps what it
-saw, so that nothing bad is hidden: `QTensor.finite` is one scalar, and a GEMM over a tensor with a non-finite amax gives NaN.
+Non-finite input: an infinity saturates, a NaN becomes the largest code of its sign (E2M1 has nothing else), and the
+tensor's amax keeps what it saw, so that nothing bad is hidden: `QTensor.finite` is one scalar, and a GEMM over a tensor
+with a non-finite amax gives NaN.
 """
 
 from typing import NamedTuple
@@ -29,7 +31,9 @@ ROUNDINGS = ("rne", "stochastic")
 
 
 class OnGrid(NamedTuple):
-    """A quantized tensor before it is stored: float32 `values` on the element's grid, block scales and the tensor's amax."""
+    """A quantized tensor before it is stored: float32 `values` on the element's grid, block scales and the tensor's
+    amax.
+    """
 
     values: jax.Array  # x.shape
     scales: BlockScales
@@ -52,8 +56,14 @@ def all_finite(x: jax.Array) -> jax.Array:
     return jnp.max(magnitude_bits(x)) < jnp.uint32(0x7F80_0000)
 
 
-def to_grid(x: jax.Array, fmt: BlockFormat, *, block: str = "1d", axis: int = -1, noise: jax.Array | None = None, amax: jax.Array | None = None) -> OnGrid:
-    """x on the grid of `fmt`, to nearest even, or stochastically if uint8 `noise` of x's shape is given. `amax` overrides the tensor's own (delayed scaling)."""
+def to_grid(
+    x: jax.Array, fmt: BlockFormat, *, block: str = "1d", axis: int = -1, noise: jax.Array | None = None,
+    amax: jax.Array | None = None,
+) -> OnGrid:  # fmt: skip
+    """x on the grid of `fmt`, to nearest even, or stochastically if uint8 `noise` of x's shape is given.
+
+    `amax` overrides the tensor's own (delayed scaling).
+    """
     assert fmt.element is not None
     view = block_view(x.shape, fmt, block=block, axis=axis)
     bits = float32_bits(x).reshape(view.shape)
@@ -65,8 +75,14 @@ def to_grid(x: jax.Array, fmt: BlockFormat, *, block: str = "1d", axis: int = -1
     return OnGrid(values.reshape(x.shape), scales, float_of_bits(amax_bits), view)
 
 
-def _scale_and_round(bits, block_bits, scales: BlockScales, view: BlockView, element: Element, noise) -> jax.Array:
-    """Elements times their encode scale, rounded. On a CPU, blocks of tiny numbers take a path that subnormals survive."""
+def _scale_and_round(
+    bits: jax.Array, block_bits: jax.Array, scales: BlockScales, view: BlockView, element: Element,
+    noise: jax.Array | None,
+) -> jax.Array:  # fmt: skip
+    """Elements times their encode scale, rounded.
+
+    On a CPU, blocks of tiny numbers take a path that subnormals survive.
+    """
 
     def rounded(scaled):
         grid = round_magnitude(element, scaled) if noise is None else round_stochastic_e2m1(scaled, noise)
@@ -90,7 +106,9 @@ def _scale_and_round(bits, block_bits, scales: BlockScales, view: BlockView, ele
 
 
 def _tiny(block_bits: jax.Array, scale_values: jax.Array) -> jax.Array:
-    """Blocks in which a product with a flushed subnormal could be seen: small numbers, or a scale that underflowed to zero."""
+    """Blocks in which a product with a flushed subnormal could be seen: small numbers, or a scale that underflowed to
+    zero.
+    """
     return (block_bits < jnp.uint32(SMALL_BITS)) | (scale_values == jnp.float32(0))
 
 
@@ -100,8 +118,9 @@ def quantize(
 ) -> QTensor:  # fmt: skip
     """`x` in `fmt`, blocks along the last axis ("1d") or in square tiles of the last two ("2d").
 
-    Rounds to nearest even, or with `rounding="stochastic"` (E2M1 formats) by random bytes drawn from `key`. Saturates. x is float32, bfloat16 or
-    float16, with any leading dims. `axis=-2` blocks along the next to last axis instead: the columnwise operand of a token-major tensor, untransposed.
+    Rounds to nearest even, or with `rounding="stochastic"` (E2M1 formats) by random bytes drawn from `key`. Saturates.
+    x is float32, bfloat16 or float16, with any leading dims. `axis=-2` blocks along the next to last axis instead: the
+    columnwise operand of a token-major tensor, untransposed.
     """
     check_arguments(x, fmt, rounding=rounding, key=key)
     noise = random_bytes(key, x.shape, generator=generator) if rounding == "stochastic" and key is not None else None
@@ -119,7 +138,9 @@ def store(grid: OnGrid, fmt: BlockFormat, *, block: str, axis: int = -1) -> QTen
 def check_arguments(x: jax.Array, fmt: BlockFormat, *, rounding: str, key: jax.Array | None) -> None:
     """Raises where `quantize` cannot serve; shapes are checked where blocks are cut."""
     if not fmt.quantized:
-        raise ValueError(f"{fmt.name} is not a quantized format; cast with astype, or choose one of NVFP4, MXFP4, MXFP8, FP8")
+        raise ValueError(
+            f"{fmt.name} is not a quantized format; cast with astype, or choose one of NVFP4, MXFP4, MXFP8, FP8"
+        )
     if x.dtype not in FLOATS:
         raise TypeError(f"quantize takes float32, bfloat16 or float16, got {x.dtype}; convert with astype first")
     if x.ndim == 0:
@@ -127,6 +148,10 @@ def check_arguments(x: jax.Array, fmt: BlockFormat, *, rounding: str, key: jax.A
     if rounding not in ROUNDINGS:
         raise ValueError(f"rounding must be one of {ROUNDINGS}, got {rounding!r}")
     if rounding == "stochastic" and key is None:
-        raise ValueError('rounding="stochastic" needs a key; pass key=jax.random.key(...), folded with step, layer and site')
+        raise ValueError(
+            'rounding="stochastic" needs a key; pass key=jax.random.key(...), folded with step, layer and site'
+        )
     if rounding == "stochastic" and fmt.element is not E2M1:
-        raise ValueError(f'stochastic rounding is defined for E2M1 formats (NVFP4, MXFP4), got {fmt.name}; use rounding="rne"')
+        raise ValueError(
+            f'stochastic rounding is defined for E2M1 formats (NVFP4, MXFP4), got {fmt.name}; use rounding="rne"'
+        )

@@ -1,12 +1,16 @@
 """Scales of a tensor and of its blocks, exactly.
 
-NVFP4 has two levels. The tensor's encode scale maps its amax to the top of what an E4M3 scale times an E2M1 element can hold, 448 * 6 = 2688:
+NVFP4 has two levels. The tensor's encode scale maps its amax to the top of what an E4M3 scale times an E2M1 element can
+hold, 448 * 6 = 2688:
 
-    S = min(2688 / amax, FLT_MAX), 1 if that is zero or amax is zero or not finite;   decode scale = 1 / S;   S6 = S * float32(1/6)
-    block scale s = e4m3(min(block_amax * S6, 448));                              block encode scale = min(1 / (s * (1 / S)), FLT_MAX)
+    S = min(2688 / amax, FLT_MAX); 1 if that is zero, or amax is zero or not finite
+    decode scale = 1 / S;   S6 = S * float32(1/6)
+    block scale s = e4m3(min(block_amax * S6, 448))
+    block encode scale = min(1 / (s * (1 / S)), FLT_MAX)
 
-The last line depends on the scale's code alone once S is known, so it is a table of 128 float32 numbers a tensor, made with exact
-integer divisions (`exact`) and looked up: no element and no block is ever divided, which is both faster and right where XLA's division is not.
+The last line depends on the scale's code alone once S is known, so it is a table of 128 float32 numbers a tensor, made
+with exact integer divisions (`exact`) and looked up: no element and no block is ever divided, which is both faster and
+right where XLA's division is not.
 
 FP8 has one level, S = max / amax. The MX formats have one power of two a block, which is exact by construction.
 """
@@ -61,7 +65,10 @@ def tensor_top(fmt: BlockFormat) -> float:
 
 @jax.jit
 def _two_level(amax_bits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(1/S, S6, encode scale of every E4M3 code) of an NVFP4 tensor. Jitted apart so that it is traced once, not once a tensor."""
+    """(1/S, S6, encode scale of every E4M3 code) of an NVFP4 tensor.
+
+    Jitted apart so that it is traced once, not once a tensor.
+    """
     encode_scale = _encode_scale_bits(amax_bits, 2688.0)
     decode_scale = divide_bits(jnp.uint32(ONE_BITS), encode_scale)
     sixth = multiply_bits(encode_scale, _bits(1 / 6))
@@ -72,7 +79,10 @@ def _two_level(amax_bits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def tensor_scales(amax: jax.Array, fmt: BlockFormat) -> TensorScales:
-    """S and 1/S of a tensor with this amax; both 1 for a format without a tensor scale, and where amax is zero, infinite or NaN."""
+    """S and 1/S of a tensor with this amax.
+
+    Both 1 for a format without a tensor scale, and where amax is zero, infinite or NaN.
+    """
     if not fmt.tensor_scale:
         return TensorScales(jnp.ones_like(amax), jnp.ones_like(amax))
     encode_scale = _encode_scale_bits(float32_bits(amax), tensor_top(fmt))

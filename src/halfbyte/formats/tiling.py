@@ -1,7 +1,7 @@
 """The order in which block-scaled tensor cores read their scales: tiles of 128 rows by 4 scales.
 
-A compact [rows, scales] array is padded to multiples of (128, 4) and cut into tiles, row-major. Inside a tile, row r and scale c lie at
-offset (r % 32) * 16 + (r // 32) * 4 + c: 32 rows of 16 bytes, each holding four rows' four scales.
+A compact [rows, scales] array is padded to multiples of (128, 4) and cut into tiles, row-major. Inside a tile, row r
+and scale c lie at offset (r % 32) * 16 + (r // 32) * 4 + c: 32 rows of 16 bytes, each holding four rows' four scales.
 """
 
 import jax

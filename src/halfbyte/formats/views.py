@@ -10,7 +10,10 @@ from .blocks import BlockFormat
 
 @dataclasses.dataclass(frozen=True)
 class BlockView:
-    """`shape` is the tensor's with blocked axes split in two; `shared` are the axes of `shape` over which one scale holds."""
+    """`shape` is the tensor's with blocked axes split in two.
+
+    `shared` are the axes of `shape` over which one scale holds.
+    """
 
     shape: tuple[int, ...]
     shared: tuple[int, ...]
@@ -25,7 +28,9 @@ class BlockView:
 
 
 def block_view(shape: tuple[int, ...], fmt: BlockFormat, *, block: str, axis: int = -1) -> BlockView:
-    """The view of a tensor of `shape` under `fmt`: runs along `axis` ("1d"), square tiles of the last two axes ("2d"), or all of it (no block)."""
+    """The view of a tensor of `shape` under `fmt`: runs along `axis` ("1d"), square tiles of the last two axes ("2d"),
+    or all of it (no block).
+    """
     size = fmt.block
     if block not in ("1d", "2d"):
         raise ValueError(f'block must be "1d" or "2d", got {block!r}')
@@ -47,7 +52,6 @@ def block_view(shape: tuple[int, ...], fmt: BlockFormat, *, block: str, axis: in
 def _check_multiple(shape: tuple[int, ...], axis: int, size: int, fmt: BlockFormat) -> None:
     if shape[axis] % size or shape[axis] == 0:
         raise ValueError(
-            f"{fmt.name} needs a multiple of {size} along its blocked axis, got {shape[axis]} (axis {axis} of shape {shape}); "
-            f"pad that axis, or exclude this tensor in the layer policy"
+            f"{fmt.name} needs a multiple of {size} along its blocked axis, got {shape[axis]} "
+            f"(axis {axis} of shape {shape}); pad that axis, or exclude this tensor in the layer policy"
         )
-

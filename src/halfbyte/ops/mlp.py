@@ -1,6 +1,7 @@
 """The MLP as one op: y = (silu(x Wg) * (x Wu)) Wd, with its nine GEMMs quantized and its own VJP.
 
-It computes what three `qdot`s around `swiglu` compute, bit for bit, but as one op it quantizes x once for gate and up, and decides what the backward pass keeps:
+It computes what three `qdot`s around `swiglu` compute, bit for bit, but as one op it quantizes x once for gate and up,
+and decides what the backward pass keeps:
 
 | mode    | kept of the activations                     | computed again in the backward pass |
 |---------|---------------------------------------------|-------------------------------------|
@@ -48,12 +49,14 @@ class Plan:
 
 
 def mlp(
-    x: jax.Array, gate: jax.Array | QWeight, up: jax.Array | QWeight, down: jax.Array | QWeight, *, recipe: Recipe | Mapping[str, Recipe],
-    key: jax.Array | None = None, mode: str = "fast", backend: str = "auto", weight_shardings: Mapping[str, WeightSharding] | None = None,
+    x: jax.Array, gate: jax.Array | QWeight, up: jax.Array | QWeight, down: jax.Array | QWeight, *,
+    recipe: Recipe | Mapping[str, Recipe], key: jax.Array | None = None, mode: str = "fast", backend: str = "auto",
+    weight_shardings: Mapping[str, WeightSharding] | None = None,
 ) -> jax.Array:  # fmt: skip
     """SwiGLU MLP of x [..., embed] with gate, up [embed, hidden] and down [hidden, embed], in x's dtype.
 
-    `recipe` is one for all three linears or one each by the names gate, up, down; `key` is folded by those names. `mode` chooses what the backward pass keeps.
+    `recipe` is one for all three linears or one each by the names gate, up, down; `key` is folded by those names.
+    `mode` chooses what the backward pass keeps.
     """
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
@@ -65,7 +68,9 @@ def mlp(
         for site, w, r, k in zip(SITES, (gate, up, down), recipes, keys, strict=True)
     ]
     tokens = _token_view(x, recipes)
-    backends = tuple(choose(backend, _problem(r, tokens, w, training=False)).name for r, w in zip(recipes, weights, strict=True))
+    backends = tuple(
+        choose(backend, _problem(r, tokens, w, training=False)).name for r, w in zip(recipes, weights, strict=True)
+    )
     plan = Plan(backends, recipes, tuple(w.sharding for w in weights), tuple(w.anchor.dtype for w in weights), mode)
     y = _mlp(plan, tokens, tuple(w.anchor for w in weights), tuple((w.fprop, w.dgrad) for w in weights), keys)
     return y.reshape(x.shape)
@@ -79,7 +84,8 @@ def _token_view(x: jax.Array, recipes: tuple[Recipe, ...]) -> jax.Array:
 
 
 def _problem(recipe: Recipe, x: jax.Array, weight: Any, *, training: bool) -> Problem:
-    return Problem(recipe, math.prod(x.shape[:-1]), *weight.shape, device=target(), training=training)
+    inputs, outputs = weight.shape
+    return Problem(recipe, math.prod(x.shape[:-1]), inputs, outputs, device=target(), training=training)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +98,9 @@ class _Site:
     key: jax.Array | None
 
     def operand(self, x: jax.Array, role: str) -> Operand:
-        """An activation or gradient as the operand `role`: blocked along its features for fprop and dgrad, along tokens for wgrad."""
+        """An activation or gradient as the operand `role`: blocked along its features for fprop and dgrad, along tokens
+        for wgrad.
+        """
         policy = getattr(self.recipe, role)
         axis = -2 if role.startswith("wgrad") else -1
         return quantize_operand(x, policy, axis=axis, key=operand_key(self.key, policy, role))
@@ -111,8 +119,10 @@ class _Site:
 
 def _sites(plan: Plan, anchors, codes, keys) -> tuple[_Site, ...]:
     return tuple(
-        _Site(BACKENDS[b], r, QWeight(a, *c, r, s), k)
-        for b, r, s, a, c, k in zip(plan.backends, plan.recipes, plan.shardings, anchors, codes, keys, strict=True)
+        _Site(BACKENDS[b], r, QWeight(a, fprop, dgrad, r, s), k)
+        for b, r, s, a, (fprop, dgrad), k in zip(
+            plan.backends, plan.recipes, plan.shardings, anchors, codes, keys, strict=True
+        )
     )
 
 
@@ -147,11 +157,16 @@ def _mlp_fwd(plan: Plan, x, anchors, codes, keys):
     columns = tuple(keep(o) for o in _x_operands(x, "wgrad_x", gate, up))
     again = (g, u) if plan.mode == "fast" else tuple(keep(o) for o in rows)
     columns, again = jax.tree.map(lambda leaf: checkpoint_name(leaf, SAVED), (columns, again))
-    masters = tuple(None if r.dgrad_w.format.quantized and (plan.mode == "fast" or r.fprop_w.format.quantized) else a for r, a in zip(plan.recipes, anchors, strict=True))
+    masters = tuple(
+        None if r.dgrad_w.format.quantized and (plan.mode == "fast" or r.fprop_w.format.quantized) else a
+        for r, a in zip(plan.recipes, anchors, strict=True)
+    )
     return y, (columns, again, masters, codes, keys)
 
 
-def _recomputed(plan: Plan, again: tuple[Kept, ...], gate: _Site, up: _Site, like: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _recomputed(
+    plan: Plan, again: tuple[Kept, ...], gate: _Site, up: _Site, like: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """(g, u): as kept, or from the kept fprop operands of x by the same GEMMs."""
     if plan.mode == "fast":
         return again  # type: ignore[return-value]

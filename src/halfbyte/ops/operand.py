@@ -1,7 +1,8 @@
 """What a GEMM consumes, and how a tensor becomes it.
 
-An `Operand` is a matrix as the hardware reads it: a *carrier* whose numbers are element x block scale, exact in the carrier's type, and one float32
-factor for the whole tensor. A GEMM over carriers computes the true products of the quantized operands; the factors multiply its float32 result:
+An `Operand` is a matrix as the hardware reads it: a *carrier* whose numbers are element x block scale, exact in the
+carrier's type, and one float32 factor for the whole tensor. A GEMM over carriers computes the true products of the
+quantized operands; the factors multiply its float32 result:
 
     y = (carrier_left . carrier_right) * (decode_left * decode_right)
 """
@@ -16,10 +17,15 @@ from halfbyte.formats import Packed, QTensor, random_bytes, store, to_grid, tran
 from halfbyte.recipe import OperandPolicy
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["carrier", "decode_scale", "quantized"], meta_fields=["policy"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["carrier", "decode_scale", "quantized"], meta_fields=["policy"]
+)
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """`carrier` float32 or bfloat16 (None if only the codes were made); `decode_scale` float32 scalar, None for 1; `quantized` the codes, None under bf16."""
+    """`carrier` float32 or bfloat16 (None if only the codes were made).
+
+    `decode_scale` float32 scalar, None for 1; `quantized` the codes, None under bf16.
+    """
 
     carrier: jax.Array | None
     decode_scale: jax.Array | None
@@ -46,7 +52,10 @@ def gemm_scale(tensor: QTensor | Packed) -> jax.Array:
 
 
 def quantize_operand(x: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None) -> Operand:
-    """x under `policy`, blocked and transformed along `axis` (-1 or -2), the axis that the GEMM contracts. The definition for every backend."""
+    """x under `policy`, blocked and transformed along `axis` (-1 or -2), the axis that the GEMM contracts.
+
+    The definition for every backend.
+    """
     if policy.hadamard:
         x = transform_runs(x, axis=axis)
     if not policy.format.quantized:
@@ -54,7 +63,10 @@ def quantize_operand(x: jax.Array, policy: OperandPolicy, *, axis: int, key: jax
     noise = None
     if policy.stochastic:
         if key is None:
-            raise ValueError("this recipe rounds stochastically and needs a key; pass key=..., or use a recipe without stochastic rounding (nvfp4_no_sr)")
+            raise ValueError(
+                "this recipe rounds stochastically and needs a key; pass key=..., or use a recipe "
+                "without stochastic rounding (nvfp4_no_sr)"
+            )
         noise = random_bytes(key, x.shape)
     grid = to_grid(x, policy.format, block=policy.block, axis=axis, noise=noise)
     quantized = store(grid, policy.format, block=policy.block, axis=axis)

@@ -30,7 +30,10 @@ def target() -> Device:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """y = x W with x [tokens, inputs], W [inputs, outputs]. `training` asks for all three GEMMs, otherwise for fprop alone."""
+    """y = x W with x [tokens, inputs], W [inputs, outputs].
+
+    `training` asks for all three GEMMs, otherwise for fprop alone.
+    """
 
     recipe: Recipe
     tokens: int

@@ -4,8 +4,9 @@
     dgrad  dx = Q(dy) Q(W)^T        contracts the outputs
     wgrad  dw = Q(x)^T Q(dy)        contracts the tokens
 
-Each Q is an operand policy of the recipe, with its own tensor scale and its own random bits. The rounding has no gradient of its own: it passes
-straight through. What the backward pass keeps of x is wgrad's operand, packed: 4.5 bits a number under NVFP4; and of W its codes.
+Each Q is an operand policy of the recipe, with its own tensor scale and its own random bits. The rounding has no
+gradient of its own: it passes straight through. What the backward pass keeps of x is wgrad's operand, packed: 4.5 bits
+a number under NVFP4; and of W its codes.
 """
 
 import dataclasses
@@ -43,19 +44,26 @@ class Plan:
 
 def qdot(
     x: jax.Array, w: jax.Array | QWeight, *, recipe: Recipe, key: jax.Array | None = None, backend: str = "auto",
-    weight_sharding: WeightSharding | None = None, out_sharding: NamedSharding | None = None, out_dtype: jnp.dtype | None = None,
+    weight_sharding: WeightSharding | None = None, out_sharding: NamedSharding | None = None,
+    out_dtype: jnp.dtype | None = None,
 ) -> jax.Array:  # fmt: skip
     """x [..., inputs] times w [inputs, outputs], in x's dtype; every GEMM, forward and backward, as the recipe says.
 
-    float32 sums, the tensor scales applied to them, one rounding to the result's dtype. The weight gradient has w's dtype. `key` is a typed key, folded by the caller with step, layer
-    and site; it is needed where the recipe rounds stochastically. `w` may be a `QWeight`. NaN or infinity in an operand makes the whole result NaN.
+    float32 sums, the tensor scales applied to them, one rounding to the result's dtype. The weight gradient has w's
+    dtype. `key` is a typed key, folded by the caller with step, layer and site; it is needed where the recipe rounds
+    stochastically. `w` may be a `QWeight`. NaN or infinity in an operand makes the whole result NaN.
     """
-    weight = w if isinstance(w, QWeight) else quantize_weight(w, recipe=recipe, key=key, weight_sharding=weight_sharding)
+    weight = (
+        w if isinstance(w, QWeight) else quantize_weight(w, recipe=recipe, key=key, weight_sharding=weight_sharding)
+    )
     _check(x, weight, recipe)
     tokens = token_view(x, recipe)
-    problem = Problem(recipe, math.prod(tokens.shape[:-1]), *weight.shape, device=target(), training=False)
-    plan = Plan(choose(backend, problem).name, recipe, weight.sharding, weight.anchor.dtype, jnp.dtype(out_dtype or x.dtype))
-    y = _linear(plan, tokens, weight.anchor, (weight.fprop, weight.dgrad), key).reshape(*x.shape[:-1], weight.shape[-1])
+    inputs, outputs = weight.shape
+    problem = Problem(recipe, math.prod(tokens.shape[:-1]), inputs, outputs, device=target(), training=False)
+    plan = Plan(
+        choose(backend, problem).name, recipe, weight.sharding, weight.anchor.dtype, jnp.dtype(out_dtype or x.dtype)
+    )
+    y = _linear(plan, tokens, weight.anchor, (weight.fprop, weight.dgrad), key).reshape(*x.shape[:-1], outputs)
     return y if out_sharding is None else lax.with_sharding_constraint(y, out_sharding)
 
 
@@ -65,11 +73,16 @@ def _check(x: jax.Array, weight: QWeight, recipe: Recipe) -> None:
     if x.ndim == 0 or x.shape[-1] != weight.shape[0]:
         raise ValueError(f"qdot contracts the last axis of x with the first of w, got x {x.shape} and w {weight.shape}")
     if weight.recipe != recipe:
-        raise ValueError(f"this QWeight was made under recipe {weight.recipe.name}, qdot was asked for {recipe.name}; quantize the weight again")
+        raise ValueError(
+            f"this QWeight was made under recipe {weight.recipe.name}, qdot was asked for {recipe.name}; "
+            f"quantize the weight again"
+        )
 
 
 def token_view(x: jax.Array, recipe: Recipe) -> jax.Array:
-    """x as [tokens..., inputs] such that blocks of tokens lie along the next to last axis: unchanged if they fit there, else with all leading dims made one."""
+    """x as [tokens..., inputs] such that blocks of tokens lie along the next to last axis: unchanged if they fit there,
+    else with all leading dims made one.
+    """
     if x.ndim == 1:
         return x[None]
     block = token_block(recipe)
@@ -109,13 +122,15 @@ def _linear(plan: Plan, x, anchor, codes, key):
 def _fprop(plan: Plan, x, anchor, codes, key):
     recipe = plan.recipe
     left = quantize_operand(x, recipe.fprop_x, axis=-1, key=operand_key(key, recipe.fprop_x, "fprop_x"))
-    right = weight_operand(QWeight(anchor, *codes, recipe, plan.sharding), "fprop_w")
+    fprop, dgrad = codes
+    right = weight_operand(QWeight(anchor, fprop, dgrad, recipe, plan.sharding), "fprop_w")
     return multiply(BACKENDS[plan.backend], left, right, fprop_axes(x), plan.out_dtype)
 
 
 def _linear_fwd(plan: Plan, x, anchor, codes, key):
     recipe = plan.recipe
-    problem = Problem(recipe, math.prod(x.shape[:-1]), *anchor.shape, device=target())
+    inputs, outputs = anchor.shape
+    problem = Problem(recipe, math.prod(x.shape[:-1]), inputs, outputs, device=target())
     choose(plan.backend, problem)  # the backward GEMMs must be served too
     kept = keep(quantize_operand(x, recipe.wgrad_x, axis=-2, key=operand_key(key, recipe.wgrad_x, "wgrad_x")))
     kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, SAVED), kept)
@@ -126,7 +141,8 @@ def _linear_fwd(plan: Plan, x, anchor, codes, key):
 def _linear_bwd(plan: Plan, residuals, dy):
     kept, master, codes, key, like_x = residuals
     recipe, backend = plan.recipe, BACKENDS[plan.backend]
-    weight = QWeight(master, *codes, recipe, plan.sharding)
+    fprop, dgrad = codes
+    weight = QWeight(master, fprop, dgrad, recipe, plan.sharding)
     dgrad_left = quantize_operand(dy, recipe.dgrad_dy, axis=-1, key=operand_key(key, recipe.dgrad_dy, "dgrad_dy"))
     dx = multiply(backend, dgrad_left, weight_operand(weight, "dgrad_w"), dgrad_axes(dy), like_x.dtype)
     wgrad_left = load(kept, recipe.wgrad_x)

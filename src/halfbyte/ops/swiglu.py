@@ -3,8 +3,9 @@
     a = g * sigmoid(g),   h = a * u                                    forward
     du = dh * a,   dg = (dh * u) * sigmoid(g) * (1 + g * (1 - sigmoid(g)))   backward
 
-Float32 arithmetic; a, h, du, dh * u and dg are each rounded to the activations' dtype, as a chain of separate operations in that dtype would. The
-roundings survive jit, so the quantizers that read h, dg and du see the same numbers wherever they are fused. exp() itself is the device's.
+Float32 arithmetic; a, h, du, dh * u and dg are each rounded to the activations' dtype, as a chain of separate
+operations in that dtype would. The roundings survive jit, so the quantizers that read h, dg and du see the same numbers
+wherever they are fused. exp() itself is the device's.
 """
 
 import jax

@@ -1,11 +1,13 @@
 """QWeight: a weight matrix quantized once and used by fprop, dgrad and every microbatch of a step.
 
-W [inputs, outputs] is read along its inputs by fprop and along its outputs by dgrad. Under square blocks both read the same codes; otherwise there are two sets.
-The codes carry no gradient. `anchor` is the master weight itself: a linear returns its weight gradient as the cotangent of the anchor, so gradients pass straight
-through the rounding, and since no forward computation reads it, a compiled program does not load it.
+W [inputs, outputs] is read along its inputs by fprop and along its outputs by dgrad. Under square blocks both read the
+same codes; otherwise there are two sets. The codes carry no gradient. `anchor` is the master weight itself: a linear
+returns its weight gradient as the cotangent of the anchor, so gradients pass straight through the rounding, and since
+no forward computation reads it, a compiled program does not load it.
 
-Under FSDP the packed codes and the compact scales, as bytes, are pinned first to the weight's own sharding and then to the gathered one, so that what travels
-is 4.25 bits a number, once, for both GEMMs; the shards, not the gathered codes, are what the backward pass keeps.
+Under FSDP the packed codes and the compact scales, as bytes, are pinned first to the weight's own sharding and then to
+the gathered one, so that what travels is 4.25 bits a number, once, for both GEMMs; the shards, not the gathered codes,
+are what the backward pass keeps.
 """
 
 import dataclasses
@@ -23,10 +25,15 @@ from halfbyte.sharding import WeightSharding
 CONTRACTED = {"fprop_w": -2, "dgrad_w": -1}  # the axis of W [inputs, outputs] that each GEMM sums over
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["anchor", "fprop", "dgrad"], meta_fields=["recipe", "sharding"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["anchor", "fprop", "dgrad"], meta_fields=["recipe", "sharding"]
+)
 @dataclasses.dataclass(frozen=True)
 class QWeight:
-    """Codes for fprop and for dgrad (None: not quantized, or dgrad shares those of fprop). Made by `quantize_weight`; `qdot` takes it in place of the matrix."""
+    """Codes for fprop and for dgrad (None: not quantized, or dgrad shares those of fprop).
+
+    Made by `quantize_weight`; `qdot` takes it in place of the matrix.
+    """
 
     anchor: jax.Array
     fprop: Packed | None
@@ -45,17 +52,23 @@ def shares_codes(recipe: Recipe) -> bool:
     return same and (recipe.fprop_w.block == "2d" or recipe.fprop_w.format.block is None)
 
 
-def quantize_weight(w: jax.Array, *, recipe: Recipe, key: jax.Array | None = None, weight_sharding: WeightSharding | None = None) -> QWeight:
+def quantize_weight(
+    w: jax.Array, *, recipe: Recipe, key: jax.Array | None = None, weight_sharding: WeightSharding | None = None
+) -> QWeight:
     """`w` [inputs, outputs] under the recipe's weight policies. Gradients with respect to it go straight to `w`."""
     if w.ndim != 2:
-        raise ValueError(f"a weight is a matrix [inputs, outputs], got shape {w.shape}; reshape it, or vmap over the leading dims")
+        raise ValueError(
+            f"a weight is a matrix [inputs, outputs], got shape {w.shape}; reshape it, or vmap over the leading dims"
+        )
     constant = lax.stop_gradient(w)
     fprop = _quantize(constant, recipe.fprop_w, "fprop_w", key, weight_sharding)
     dgrad = None if shares_codes(recipe) else _quantize(constant, recipe.dgrad_w, "dgrad_w", key, weight_sharding)
     return QWeight(w, fprop, dgrad, recipe, weight_sharding)
 
 
-def _quantize(w: jax.Array, policy: OperandPolicy, role: str, key: jax.Array | None, sharding: WeightSharding | None) -> Packed | None:
+def _quantize(
+    w: jax.Array, policy: OperandPolicy, role: str, key: jax.Array | None, sharding: WeightSharding | None
+) -> Packed | None:
     if not policy.format.quantized:
         return None
     key = role_key(key, role) if policy.stochastic and key is not None else None
@@ -71,7 +84,10 @@ def _pin(kept: Packed, sharding: NamedSharding) -> Packed:
 
 
 def weight_operand(weight: QWeight, role: str) -> Operand:
-    """The weight as the right operand of fprop or dgrad. Under a sharding, the gather of its 4-bit codes (or bfloat16 numbers) happens here."""
+    """The weight as the right operand of fprop or dgrad.
+
+    Under a sharding, the gather of its 4-bit codes (or bfloat16 numbers) happens here.
+    """
     policy, sharding = getattr(weight.recipe, role), weight.sharding
     if not policy.format.quantized:
         narrow = quantize_operand(lax.stop_gradient(weight.anchor), policy, axis=CONTRACTED[role], key=None)

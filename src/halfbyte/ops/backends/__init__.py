@@ -17,7 +17,10 @@ Gemm = Callable[[Operand, Operand, Contraction], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-    """`unsupported(problem)` says why it cannot serve, or None; `gemm` multiplies two operands, in float32, without their factors."""
+    """`unsupported(problem)` says why it cannot serve, or None.
+
+    `gemm` multiplies two operands, in float32, without their factors.
+    """
 
     name: str
     unsupported: Callable[[Problem], str | None]
@@ -28,7 +31,9 @@ BACKENDS = {m.NAME: Backend(m.NAME, m.unsupported, m.gemm) for m in (reference, 
 
 
 def choose(name: str, problem: Problem) -> Backend:
-    """The backend called `name`, or under "auto" the fastest that serves: native where the device trains in these formats, else carrier."""
+    """The backend called `name`, or under "auto" the fastest that serves: native where the device trains in these
+    formats, else carrier.
+    """
     reason = problem.unblockable()
     if reason is not None:
         raise ValueError(f"recipe {problem.recipe.name}: {reason}")
@@ -38,7 +43,9 @@ def choose(name: str, problem: Problem) -> Backend:
         raise ValueError(f"unknown backend {name!r}; choose auto, {', '.join(BACKENDS)}")
     reason = BACKENDS[name].unsupported(problem)
     if reason is not None:
-        raise ValueError(f"backend {name!r} cannot serve recipe {problem.recipe.name}: {reason}; use backend='auto' or another one")
+        raise ValueError(
+            f"backend {name!r} cannot serve recipe {problem.recipe.name}: {reason}; use backend='auto' or another one"
+        )
     return BACKENDS[name]
 
 

@@ -1,8 +1,9 @@
 """`carrier`: one bfloat16 GEMM with float32 sums over exact carriers.
 
-element x block scale has at most 6 significant bits (2 from E2M1, 4 from E4M3; 4 under MXFP8), so bfloat16 holds it and a bfloat16 tensor core multiplies it exactly: only the
-order of the sum differs from native hardware. On a CPU, where bfloat16 has no fast GEMM, the same numbers are multiplied as float32.
-Where both operands are FP8, a GPU with FP8 units (SM 8.9 and later) multiplies the 8-bit codes themselves.
+element x block scale has at most 6 significant bits (2 from E2M1, 4 from E4M3; 4 under MXFP8), so bfloat16 holds it and
+a bfloat16 tensor core multiplies it exactly: only the order of the sum differs from native hardware. On a CPU, where
+bfloat16 has no fast GEMM, the same numbers are multiplied as float32. Where both operands are FP8, a GPU with FP8 units
+(SM 8.9 and later) multiplies the 8-bit codes themselves.
 """
 
 import jax
@@ -35,7 +36,10 @@ def _eight_bit(operand: Operand) -> bool:
 
 
 def _f8(a: Operand, b: Operand, axes: Contraction) -> jax.Array:
-    """An 8-bit GEMM wants the contraction last on both sides; the transposes fuse with the quantization that makes the codes."""
+    """An 8-bit GEMM wants the contraction last on both sides.
+
+    The transposes fuse with the quantization that makes the codes.
+    """
     codes = [o.codes() for o in (a, b)]
     left, right = (
         contraction_last(lax.bitcast_convert_type(q.codes, q.format.element.dtype), summed)  # type: ignore[union-attr]
@@ -47,6 +51,8 @@ def _f8(a: Operand, b: Operand, axes: Contraction) -> jax.Array:
 def gemm(left: Operand, right: Operand, axes: Contraction) -> jax.Array:
     """float32 sums of exact products, without the operands' factors."""
     if _eight_bit(left) and _eight_bit(right):
-        return lax.platform_dependent(left, right, cuda=lambda a, b: _f8(a, b, axes), default=lambda a, b: _wide(a.values(), b.values(), axes))
+        return lax.platform_dependent(
+            left, right, cuda=lambda a, b: _f8(a, b, axes), default=lambda a, b: _wide(a.values(), b.values(), axes)
+        )
     a, b = left.values(), right.values()
     return lax.platform_dependent(a, b, cpu=lambda a, b: _wide(a, b, axes), default=lambda a, b: _narrow(a, b, axes))

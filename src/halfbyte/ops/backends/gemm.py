@@ -25,7 +25,7 @@ def wgrad_axes(x: jax.Array) -> Contraction:
     return tokens, tokens
 
 
-def dot(a: jax.Array, b: jax.Array, axes: Contraction, *, precision=None) -> jax.Array:
+def dot(a: jax.Array, b: jax.Array, axes: Contraction, *, precision: lax.Precision | None = None) -> jax.Array:
     """float32 sums of products over `axes`."""
     return lax.dot_general(a, b, (axes, ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
@@ -38,4 +38,6 @@ def contraction_last(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
 
 def result_shape(left: tuple[int, ...], right: tuple[int, ...], axes: Contraction) -> tuple[int, ...]:
     """What is left of both shapes after the contraction."""
-    return tuple(n for shape, summed in zip((left, right), axes, strict=True) for i, n in enumerate(shape) if i not in summed)
+    return tuple(
+        n for shape, summed in zip((left, right), axes, strict=True) for i, n in enumerate(shape) if i not in summed
+    )

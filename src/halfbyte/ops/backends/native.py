@@ -1,7 +1,8 @@
 """`native`: block-scaled FP4 and FP8 tensor cores, through `jax.nn.scaled_matmul`.
 
-Codes go in as float4_e2m1fn with their E4M3 scales (or as MX formats with E8M0), and on Blackwell each GEMM becomes one `__cudnn$blockScaledDot`. On older NVIDIA GPUs XLA
-dequantizes and calls a bfloat16 GEMM: right, but slower than `carrier`. The tensor factors multiply the float32 result.
+Codes go in as float4_e2m1fn with their E4M3 scales (or as MX formats with E8M0), and on Blackwell each GEMM becomes one
+`__cudnn$blockScaledDot`. On older NVIDIA GPUs XLA dequantizes and calls a bfloat16 GEMM: right, but slower than
+`carrier`. The tensor factors multiply the float32 result.
 """
 
 import jax
@@ -19,9 +20,12 @@ MULTIPLE = 32  # compilation does not check it; execution needs it
 
 
 def unsupported(problem: Problem) -> str | None:
-    """Needs an NVIDIA GPU, a block-scaled format on both sides of every GEMM, and contractions that are multiples of 32."""
+    """Needs an NVIDIA GPU, a block-scaled format on both sides of every GEMM, and contractions that are multiples of
+    32.
+    """
     if problem.device.capability is None:
-        return f"jax.nn.scaled_matmul has no implementation for {problem.device.name}; it needs an NVIDIA GPU (use carrier)"
+        name = problem.device.name
+        return f"jax.nn.scaled_matmul has no implementation for {name}; it needs an NVIDIA GPU (use carrier)"
     for gemm, size in problem.contractions().items():
         left, right = (getattr(problem.recipe, role).format for role in GEMMS[gemm])
         if left.scale is ScaleRule.NONE or left.scale is not right.scale or left.block != right.block:
@@ -48,4 +52,5 @@ def _rows(tensor: QTensor, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]
         scales = jnp.repeat(scales, block, axis=1 - axes[0])
     codes, scales = (contraction_last(t, axes) for t in (tensor.codes, scales))
     narrow = codes.astype(jnp.uint4) if element.bits == 4 else codes
-    return lax.bitcast_convert_type(narrow, element.dtype)[None], lax.bitcast_convert_type(scales, tensor.scales.dtype)[None]
+    elements = lax.bitcast_convert_type(narrow, element.dtype)
+    return elements[None], lax.bitcast_convert_type(scales, tensor.scales.dtype)[None]

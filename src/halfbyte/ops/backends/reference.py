@@ -1,4 +1,7 @@
-"""`reference`: float32 products of the quantized operands, float32 sums at full precision. The definition of the result."""
+"""`reference`: float32 products of the quantized operands, float32 sums at full precision.
+
+The definition of the result.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -18,4 +21,6 @@ def unsupported(problem: Problem) -> str | None:
 
 def gemm(left: Operand, right: Operand, axes: Contraction) -> jax.Array:
     """float32 sums of exact products, without the operands' factors."""
-    return dot(left.values().astype(jnp.float32), right.values().astype(jnp.float32), axes, precision=lax.Precision.HIGHEST)
+    return dot(
+        left.values().astype(jnp.float32), right.values().astype(jnp.float32), axes, precision=lax.Precision.HIGHEST
+    )
