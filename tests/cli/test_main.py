@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from halfbyte.cli import main as cli
@@ -126,6 +127,12 @@ def test_what_a_command_may_return():
     assert cli.as_result({"a": 1}) == Result({"a": 1})
     with pytest.raises(TypeError, match="returns Result, a dict or None, got int"):
         cli.as_result(3)
+
+
+def test_json_holds_what_training_returns():
+    found = cli.plain({"loss": float("nan"), 3: np.float32(0.5), "curve": np.arange(2), "at": (1, {"x": float("inf")})})
+    assert found == {"loss": None, "3": 0.5, "curve": [0, 1], "at": [1, {"x": None}]}
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
 
 
 def test_every_command_has_a_short_summary():

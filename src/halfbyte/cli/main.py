@@ -37,6 +37,7 @@ import contextlib
 import difflib
 import importlib
 import json
+import math
 import os
 import sys
 import textwrap
@@ -143,7 +144,7 @@ def run_command(name: str, file: Path, flags: list[str], *, as_json: bool) -> in
         except Exception as error:
             return report(error)
     if as_json:
-        print(json.dumps(result.data, default=str, allow_nan=False), file=stdout, flush=True)
+        print(json.dumps(plain(result.data), default=str, allow_nan=False), file=stdout, flush=True)
     return result.code
 
 
@@ -164,6 +165,17 @@ def as_result(returned: Any) -> Result:
     if returned is None or isinstance(returned, Mapping):
         return Result(returned or {})
     raise TypeError(f"a command returns Result, a dict or None, got {type(returned).__name__}")
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON can hold it: arrays become lists, array scalars numbers, and what is not finite null."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return plain(value.tolist()) if hasattr(value, "tolist") else value
 
 
 def report(error: Exception) -> int:
