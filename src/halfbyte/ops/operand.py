@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from halfbyte.formats import Packed, QTensor, random_bytes, store, to_grid, transform_runs
+from halfbyte.formats.bits import round_bfloat16
 from halfbyte.recipe import OperandPolicy
 
 
@@ -51,6 +52,11 @@ def gemm_scale(tensor: QTensor | Packed) -> jax.Array:
     return jnp.where(jnp.isfinite(tensor.amax), tensor.decode_scale, jnp.float32(jnp.nan))
 
 
+def to_bfloat16(x: jax.Array) -> jax.Array:
+    """x as bfloat16, by a rounding that survives: XLA drops a cast to bfloat16 and back when both meet in one program."""
+    return x if x.dtype == jnp.bfloat16 else round_bfloat16(x.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
 def quantize_operand(x: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None) -> Operand:
     """x under `policy`, blocked and transformed along `axis` (-1 or -2), the axis that the GEMM contracts.
 
@@ -59,7 +65,7 @@ def quantize_operand(x: jax.Array, policy: OperandPolicy, *, axis: int, key: jax
     if policy.hadamard:
         x = transform_runs(x, axis=axis)
     if not policy.format.quantized:
-        return Operand(x.astype(jnp.bfloat16), None, None, policy)
+        return Operand(to_bfloat16(x), None, None, policy)
     noise = None
     if policy.stochastic:
         if key is None:
