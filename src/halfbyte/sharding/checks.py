@@ -44,7 +44,8 @@ def check_model_dims(
     for path, (shape, axes) in shapes.items():
         for size, axis in zip(shape, axes, strict=True):
             if axis is not None:
-                check_sharded(size, axis, mesh, what=f"dim {axis!r} of {path}", rules=rules, multiple=BLOCK)
+                multiple = 1 if axis == "vocab" else BLOCK  # embedding and head are not quantized
+                check_sharded(size, axis, mesh, what=f"dim {axis!r} of {path}", rules=rules, multiple=multiple)
 
 
 def largest_shards(size: int, multiple: int) -> int:

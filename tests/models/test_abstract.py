@@ -1,0 +1,46 @@
+"""The largest model, without its memory: specs, shardings and the traced training loss of llama3.1-405b on 128 devices that do not exist."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from halfbyte import models
+from halfbyte.recipe import policy, recipe, step_key
+from halfbyte.sharding import AXES
+
+CFG = models.preset("llama3.1-405b")
+SHAPE = {"data": 1, "fsdp": 32, "context": 1, "tensor": 4}
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return AbstractMesh(tuple(SHAPE.values()), AXES, axis_types=(AxisType.Auto,) * 4)
+
+
+def test_every_weight_is_split_over_all_devices(mesh):
+    models.check_mesh(CFG, mesh, batch=32, seq=8192)
+    params = models.flatten(models.abstract_params(CFG, mesh))
+    local = {path: math.prod(x.sharding.shard_shape(x.shape)) for path, x in params.items()}
+    norms = {path for path in params if path.endswith("norm")}
+    assert {path: params[path].size / local[path] for path in params if path not in norms} == {
+        path: 128 for path in params if path not in norms
+    }
+    assert sum(local.values()) * 4 / 2**30 == pytest.approx(11.8, abs=0.1)  # GiB of float32 weights a device
+
+
+def test_the_gradient_traces_without_allocating(mesh):
+    resolved = policy("mlp", recipe("nvfp4")).resolve(models.linear_sites(CFG), CFG.layers)
+    batch = {name: jax.ShapeDtypeStruct((32, 8192), jnp.int32) for name in ("tokens", "targets")}
+
+    def step(params, batch, number):
+        ctx = models.Context(
+            policy=resolved, key=step_key(0, number), mesh=mesh, remat="full", attention="xla", backend="carrier"
+        )
+        return jax.value_and_grad(lambda p: models.loss(CFG, p, batch, ctx)[0])(params)
+
+    loss, grads = jax.eval_shape(step, models.abstract_params(CFG, mesh), batch, 0)
+    assert loss.shape == () and loss.dtype == jnp.float32
+    assert sum(leaf.size for leaf in jax.tree.leaves(grads)) == 405_853_388_800

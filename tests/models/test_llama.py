@@ -1,0 +1,167 @@
+"""Oracles: the model itself, run another way (alone, on one device, without remat, in one segment); statistics of a random model."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from halfbyte import models
+from halfbyte.recipe import Policy, Rule, policy, recipe, step_key
+from halfbyte.sharding import make_mesh, parse_mesh
+
+FLOAT = models.Context(compute_dtype=jnp.float32)
+
+
+def with_gradients(cfg, ctx):
+    return jax.jit(jax.value_and_grad(lambda params, batch: models.loss(cfg, params, batch, ctx)[0]))
+
+
+def worst(ours, exact):
+    """The largest difference of any leaf, relative to that leaf's largest element."""
+    pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(exact), strict=True)
+    pairs = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs]
+    return max(np.abs(a - b).max() / np.abs(b).max() for a, b in pairs)
+
+
+@pytest.fixture(scope="module")
+def exact(tiny, tiny_params, packed_batch):
+    """Loss and gradients on one device in float32."""
+    return with_gradients(tiny, FLOAT)(tiny_params, packed_batch)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_initial_loss(tied):
+    """ln(vocab) + half the variance of the logits: what targets that the model knows nothing of cost on average."""
+    cfg = models.preset("demo").replace(tied=tied, layers=2)
+    random = np.random.default_rng(1)
+    tokens, targets = (jnp.asarray(random.integers(0, cfg.vocab_size, (8, 64)), jnp.int32) for _ in range(2))
+
+    @jax.jit
+    def run(key):
+        params, batch = models.init(cfg, key), {"tokens": tokens, "targets": targets}
+        return models.loss(cfg, params, batch)[0], jnp.var(models.apply(cfg, params, batch), axis=-1).mean()
+
+    loss, variance = run(jax.random.key(2))
+    assert float(variance) == pytest.approx(1.0, rel=0.1)
+    assert float(loss) == pytest.approx(np.log(cfg.vocab_size) + float(variance) / 2, rel=0.02)
+
+
+def test_loss_is_the_mean_over_scored_tokens_of_the_logits(tiny, tiny_params, packed_batch):
+    @jax.jit
+    def run(params, batch):
+        logits = jax.nn.log_softmax(models.apply(tiny, params, batch, FLOAT))
+        return (
+            logits,
+            models.token_nll(tiny, params, batch, FLOAT),
+            models.loss(tiny, params, batch, FLOAT, z_loss=1e-2),
+        )
+
+    logp, each, (total, aux) = run(tiny_params, packed_batch)
+    targets = np.asarray(packed_batch["targets"])
+    nll = -np.take_along_axis(np.asarray(logp), np.maximum(targets, 0)[..., None], -1)[..., 0] * (targets >= 0)
+    np.testing.assert_allclose(each, nll, atol=1e-5)
+    assert float(aux["tokens"]) == (targets >= 0).sum()
+    assert float(aux["nll"]) == pytest.approx(nll.sum() / (targets >= 0).sum(), rel=1e-6)
+    assert float(total) == pytest.approx(float(aux["nll"] + aux["z_loss"]), rel=1e-6) and float(aux["z_loss"]) > 0
+
+
+def test_a_packed_document_is_as_if_alone(tiny, tiny_params, packed_batch):
+    run = jax.jit(functools.partial(models.apply, tiny, ctx=FLOAT))
+    together = run(tiny_params, packed_batch)
+    alone = run(tiny_params, {"tokens": packed_batch["tokens"][:1, 13:28]})
+    np.testing.assert_allclose(np.asarray(together)[0, 13:28], alone[0], atol=2e-5)
+
+
+def test_bf16_is_near_float32(tiny, tiny_params, packed_batch, exact):
+    loss, grads = with_gradients(tiny, models.Context())(tiny_params, packed_batch)
+    assert float(loss) == pytest.approx(float(exact[0]), rel=2e-3)
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+    norm = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(exact[1])))
+    away = np.sqrt(sum(np.sum(np.square(a - b)) for a, b in zip(*map(jax.tree.leaves, (grads, exact[1])), strict=True)))
+    assert away < 0.03 * norm  # some twenty roundings of 2^-9 between a weight and the loss
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=4,tensor=2", "context=2,fsdp=4", "data=2,context=2,tensor=2"])
+def test_meshes_agree_with_one_device(tiny, tiny_params, packed_batch, exact, mesh):
+    mesh = make_mesh(parse_mesh(mesh), jax.devices("cpu"))
+    params = jax.device_put(tiny_params, models.param_shardings(tiny, mesh))
+    ctx = models.Context(mesh=mesh, compute_dtype=jnp.float32)
+    loss, grads = with_gradients(tiny, ctx)(params, packed_batch)
+    assert float(loss) == pytest.approx(float(exact[0]), rel=1e-6)
+    assert worst(grads, exact[1]) < 1e-5  # float32 sums in another order
+    placed = jax.tree.map(
+        lambda g, s: g.sharding.is_equivalent_to(s, g.ndim), grads, models.param_shardings(tiny, mesh)
+    )
+    assert jax.tree.all(placed), placed
+
+
+@pytest.mark.parametrize("remat", ["dots", "full", "quantized"])
+def test_remat_changes_nothing_but_memory(tiny, tiny_params, packed_batch, exact, remat):
+    ctx = models.Context(remat=remat, compute_dtype=jnp.float32)
+    loss, grads = with_gradients(tiny, ctx)(tiny_params, packed_batch)
+    assert float(loss) == pytest.approx(float(exact[0]), rel=1e-6)
+    assert worst(grads, exact[1]) < 1e-5
+
+
+def kept_bytes(cfg, params, batch, remat):
+    """What the backward pass keeps beyond parameters and batch."""
+    ctx = models.Context(remat=remat)
+    vjp = jax.eval_shape(lambda p: jax.vjp(lambda p: models.loss(cfg, p, batch, ctx)[0], p)[1], params)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(vjp))
+
+
+def test_remat_orders_memory(tiny, packed_batch):
+    params = models.abstract_params(tiny)
+    none, dots, full = (kept_bytes(tiny, params, packed_batch, remat) for remat in ("none", "dots", "full"))
+    assert full < dots < none
+
+
+def test_segments_do_not_change_the_model(tiny, tiny_params, packed_batch, exact):
+    """Two rules with the same numerics under two names make two scans; the result is that of one."""
+    other = recipe("bf16").__class__(**{**recipe("bf16").operands(), "name": "bf16 too"})
+    split = Policy("split", (Rule("layers/mlp/*", other, layers=(1, 2)),)).resolve(
+        models.linear_sites(tiny), tiny.layers
+    )
+    assert [(s.start, s.stop) for s in split.segments] == [(0, 1), (1, 2), (2, 3)]
+    ctx = models.Context(policy=split, compute_dtype=jnp.float32)
+    loss, grads = with_gradients(tiny, ctx)(tiny_params, packed_batch)
+    assert float(loss) == pytest.approx(float(exact[0]), rel=1e-6)
+    assert worst(grads, exact[1]) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["mlp", "paper"])
+def test_nvfp4_runs_and_is_near(tiny, tiny_params, packed_batch, exact, name):
+    cfg = tiny.replace(layers=3)
+    resolved = policy(name, recipe("nvfp4")).resolve(models.linear_sites(cfg), cfg.layers)
+
+    @jax.jit
+    def run(params, batch, step):
+        ctx = models.Context(policy=resolved, key=step_key(0, step))
+        return jax.value_and_grad(lambda p: models.loss(cfg, p, batch, ctx)[0])(params)
+
+    loss, grads = run(tiny_params, packed_batch, 0)
+    assert float(loss) == pytest.approx(float(exact[0]), rel=0.05) and float(loss) != float(exact[0])
+    again, other = run(tiny_params, packed_batch, 0), run(tiny_params, packed_batch, 1)
+    assert worst(again, (loss, grads)) == 0.0  # the same key, the same bits
+    assert (
+        float(other[0]) == float(loss) and worst(other[1], grads) > 0
+    )  # another step: other bits, in the gradients only
+
+
+def test_a_policy_for_another_model_is_refused(tiny, tiny_params, packed_batch):
+    resolved = policy("mlp", recipe("nvfp4")).resolve(models.linear_sites(tiny), 5)
+    with pytest.raises(ValueError, match="resolved for 5 layers, but tiny has 3"):
+        models.loss(tiny, tiny_params, packed_batch, models.Context(policy=resolved))
+
+
+def test_a_quantized_head_is_refused(tiny):
+    resolved = Policy("everything", (Rule("*", recipe("nvfp4")),)).resolve(models.linear_sites(tiny), tiny.layers)
+    with pytest.raises(ValueError, match="head would be quantized"):
+        models.Context(policy=resolved)
+
+
+def test_unknown_remat_is_refused():
+    with pytest.raises(ValueError, match="remat must be one of none, dots, full, quantized"):
+        models.Context(remat="some")
