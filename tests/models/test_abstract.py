@@ -1,4 +1,4 @@
-"""The largest model, without its memory: specs, shardings and the traced training loss of llama3.1-405b on 128 devices that do not exist."""
+"""The largest model, without its memory: specs, shardings and traced gradients of llama3.1-405b for 128 devices."""
 
 import math
 

@@ -32,7 +32,7 @@ def test_decoding_equals_the_whole_sequence(tiny, tiny_params, packed_batch, ctx
 
 def test_shapes_and_dtypes(tiny, tiny_params):
     cache = models.empty_cache(tiny, 2, 8)
-    assert cache.k.shape == (3, 2, 8, 2, 16) and cache.k.dtype == jnp.bfloat16
+    assert cache.k.shape == (2, 2, 8, 2, 16) and cache.k.dtype == jnp.bfloat16
     logits, after = jax.eval_shape(
         lambda p, c, t: models.decode_step(tiny, p, c, t), tiny_params, cache, jnp.zeros(2, jnp.int32)
     )

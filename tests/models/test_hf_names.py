@@ -54,7 +54,7 @@ def test_without_rope_scaling(theirs, tiny):
 
 def test_there_and_back(tiny, tiny_params):
     tensors = hf_names.to_hf(tiny, tiny_params)
-    assert tensors["model.layers.2.mlp.down_proj.weight"].shape == (64, 96)
+    assert tensors["model.layers.1.mlp.down_proj.weight"].shape == (64, 96)
     back = hf_names.from_hf(tiny, tensors)
     assert jax.tree.all(jax.tree.map(np.array_equal, back, tiny_params))
 

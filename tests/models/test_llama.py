@@ -1,4 +1,4 @@
-"""Oracles: the model itself, run another way (alone, on one device, without remat, in one segment); statistics of a random model."""
+"""Oracles: the model itself, run another way (a document alone, one device, no remat, one segment); statistics."""
 
 import functools
 
@@ -31,10 +31,9 @@ def exact(tiny, tiny_params, packed_batch):
     return with_gradients(tiny, FLOAT)(tiny_params, packed_batch)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_initial_loss(tied):
+def test_initial_loss():
     """ln(vocab) + half the variance of the logits: what targets that the model knows nothing of cost on average."""
-    cfg = models.preset("demo").replace(tied=tied, layers=2)
+    cfg = models.preset("demo").replace(tied=True, layers=2)  # tied is the harder case: the head has seen the input
     random = np.random.default_rng(1)
     tokens, targets = (jnp.asarray(random.integers(0, cfg.vocab_size, (8, 64)), jnp.int32) for _ in range(2))
 
@@ -83,7 +82,7 @@ def test_bf16_is_near_float32(tiny, tiny_params, packed_batch, exact):
     assert away < 0.03 * norm  # some twenty roundings of 2^-9 between a weight and the loss
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=4,tensor=2", "context=2,fsdp=4", "data=2,context=2,tensor=2"])
+@pytest.mark.parametrize("mesh", ["data=2,fsdp=4", "fsdp=2,tensor=2,context=2"])
 def test_meshes_agree_with_one_device(tiny, tiny_params, packed_batch, exact, mesh):
     mesh = make_mesh(parse_mesh(mesh), jax.devices("cpu"))
     params = jax.device_put(tiny_params, models.param_shardings(tiny, mesh))
@@ -97,12 +96,34 @@ def test_meshes_agree_with_one_device(tiny, tiny_params, packed_batch, exact, me
     assert jax.tree.all(placed), placed
 
 
+@pytest.fixture(scope="module")
+def quantized(tiny):
+    """A function (params, batch, step, remat) -> loss and gradients under NVFP4."""
+    resolved = policy("mlp", recipe("nvfp4")).resolve(models.linear_sites(tiny), tiny.layers)
+
+    @functools.partial(jax.jit, static_argnums=3)
+    def run(params, batch, step, remat="none"):
+        ctx = models.Context(policy=resolved, key=step_key(0, step), remat=remat)
+        return jax.value_and_grad(lambda p: models.loss(tiny, p, batch, ctx)[0])(params)
+
+    return run
+
+
+def test_nvfp4_is_near_and_its_bits_come_from_the_step(tiny_params, packed_batch, exact, quantized):
+    loss, grads = quantized(tiny_params, packed_batch, 0)
+    assert float(loss) == pytest.approx(float(exact[0]), rel=0.05) and float(loss) != float(exact[0])
+    again, other = (quantized(tiny_params, packed_batch, step) for step in (0, 1))
+    assert worst(again, (loss, grads)) == 0.0
+    assert float(other[0]) == float(loss)  # the forward pass rounds to nearest
+    assert worst(other[1], grads) > 0
+
+
 @pytest.mark.parametrize("remat", ["dots", "full", "quantized"])
-def test_remat_changes_nothing_but_memory(tiny, tiny_params, packed_batch, exact, remat):
-    ctx = models.Context(remat=remat, compute_dtype=jnp.float32)
-    loss, grads = with_gradients(tiny, ctx)(tiny_params, packed_batch)
-    assert float(loss) == pytest.approx(float(exact[0]), rel=1e-6)
-    assert worst(grads, exact[1]) < 1e-5
+def test_remat_changes_nothing_but_memory(tiny_params, packed_batch, quantized, remat):
+    """Stochastic rounding included: what is computed again takes the same random bits."""
+    kept = quantized(tiny_params, packed_batch, 0)
+    again = quantized(tiny_params, packed_batch, 0, remat)
+    assert worst(again, kept) < 1e-3
 
 
 def kept_bytes(cfg, params, batch, remat):
@@ -124,35 +145,16 @@ def test_segments_do_not_change_the_model(tiny, tiny_params, packed_batch, exact
     split = Policy("split", (Rule("layers/mlp/*", other, layers=(1, 2)),)).resolve(
         models.linear_sites(tiny), tiny.layers
     )
-    assert [(s.start, s.stop) for s in split.segments] == [(0, 1), (1, 2), (2, 3)]
+    assert [(s.start, s.stop) for s in split.segments] == [(0, 1), (1, 2)]
     ctx = models.Context(policy=split, compute_dtype=jnp.float32)
     loss, grads = with_gradients(tiny, ctx)(tiny_params, packed_batch)
     assert float(loss) == pytest.approx(float(exact[0]), rel=1e-6)
     assert worst(grads, exact[1]) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["mlp", "paper"])
-def test_nvfp4_runs_and_is_near(tiny, tiny_params, packed_batch, exact, name):
-    cfg = tiny.replace(layers=3)
-    resolved = policy(name, recipe("nvfp4")).resolve(models.linear_sites(cfg), cfg.layers)
-
-    @jax.jit
-    def run(params, batch, step):
-        ctx = models.Context(policy=resolved, key=step_key(0, step))
-        return jax.value_and_grad(lambda p: models.loss(cfg, p, batch, ctx)[0])(params)
-
-    loss, grads = run(tiny_params, packed_batch, 0)
-    assert float(loss) == pytest.approx(float(exact[0]), rel=0.05) and float(loss) != float(exact[0])
-    again, other = run(tiny_params, packed_batch, 0), run(tiny_params, packed_batch, 1)
-    assert worst(again, (loss, grads)) == 0.0  # the same key, the same bits
-    assert (
-        float(other[0]) == float(loss) and worst(other[1], grads) > 0
-    )  # another step: other bits, in the gradients only
-
-
 def test_a_policy_for_another_model_is_refused(tiny, tiny_params, packed_batch):
     resolved = policy("mlp", recipe("nvfp4")).resolve(models.linear_sites(tiny), 5)
-    with pytest.raises(ValueError, match="resolved for 5 layers, but tiny has 3"):
+    with pytest.raises(ValueError, match="resolved for 5 layers, but tiny has 2"):
         models.loss(tiny, tiny_params, packed_batch, models.Context(policy=resolved))
 
 

@@ -11,6 +11,14 @@ from halfbyte.sharding import make_mesh, parse_mesh
 BATCH, SEQ, WIDTH, VOCAB = 4, 24, 32, 96
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _float32_products():
+    """On a GPU float32 GEMMs are TF32 unless asked; comparisons to the last digits need real ones."""
+    with jax.default_matmul_precision("float32"):
+        yield
+
+
+
 def naive(hidden, head, targets, z_loss):
     logits = jnp.dot(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
     lse = jax.nn.logsumexp(logits, axis=-1)

@@ -59,10 +59,6 @@ class Context:
         """`x`, held to the sharding of its dims' logical `axes`."""
         return constrain(x, axes, self.mesh, self.rules)
 
-    def weight_sharding(self, spec: ParamSpec) -> WeightSharding | None:
-        """Where one layer's slice of a stacked weight rests and where it is used."""
-        return weight_sharding(spec.axes[1:], self.mesh, self.rules)
-
 
 PLAIN = Context()  # bf16, one device
 
@@ -76,15 +72,14 @@ class LayerContext:
     recipes: dict[str, Recipe]
     key: jax.Array | None
 
-    def at(self, group: str, name: str) -> dict[str, Any]:
-        """The keyword arguments of `ops.qdot` for linear `name` of `group`."""
-        path = f"layers/{group}/{name}"
-        return {
-            "recipe": self.recipes[path],
-            "key": self.site_key(f"{group}/{name}"),
-            "backend": self.ctx.backend,
-            "weight_sharding": self.ctx.weight_sharding(self.specs["layers"][group][name]),
-        }
+    def recipe(self, group: str, name: str) -> Recipe:
+        """The recipe of linear `name` of `group`."""
+        return self.recipes[f"layers/{group}/{name}"]
+
+    def weight_sharding(self, group: str, name: str) -> WeightSharding | None:
+        """Where that linear's weight rests and where it is used; None without a mesh."""
+        spec: ParamSpec = self.specs["layers"][group][name]
+        return weight_sharding(spec.axes[1:], self.ctx.mesh, self.ctx.rules)
 
     def site_key(self, site: str) -> jax.Array | None:
         """The key of one site of this layer, None if the step has none."""

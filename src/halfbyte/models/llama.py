@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from halfbyte import ops
 from halfbyte.models.config import LlamaConfig
 from halfbyte.models.context import PLAIN, Context, LayerContext, key_of_layer, segments
 from halfbyte.models.embedding import embed_tokens, head_weight
+from halfbyte.models.linear import linear, swiglu_mlp
 from halfbyte.models.params import Params, param_specs
 from halfbyte.models.remat import rematerialized
 from halfbyte.ops.attention import attention
@@ -128,7 +128,7 @@ def attention_block(
 
     def project(name: str, heads: int, axis: str) -> jax.Array:
         # [batch, seq, embed] -> [batch, seq, heads, head_dim]
-        y = ops.qdot(h, weights[name], **here.at("attention", name))
+        y = linear(h, weights, here, "attention", name)
         return ctx.constrain(y.reshape(*x.shape[:2], heads, cfg.head_dim), "batch", "seq", axis, "head_dim")
 
     q = apply_rope(project("q", cfg.heads, "heads"), tables)
@@ -136,7 +136,7 @@ def attention_block(
     v = project("v", cfg.kv_heads, "kv_heads")
     out = attend(q, k, v).reshape(*x.shape[:2], cfg.heads * cfg.head_dim)
     out = ctx.constrain(out, "batch", "seq", "heads")
-    y = ops.qdot(out, weights["o"], **here.at("attention", "o"))
+    y = linear(out, weights, here, "attention", "o")
     return ctx.constrain(y, "batch", "residual_seq", "width")
 
 
@@ -144,18 +144,7 @@ def mlp_block(cfg: LlamaConfig, weights: Params, x: jax.Array, here: LayerContex
     """Norm and SwiGLU."""
     ctx = here.ctx
     h = ctx.constrain(rms_norm(x, weights["norm"], cfg.norm_eps), "batch", "seq", "width")
-    names = ("gate", "up", "down")
-    sites = {name: here.at("mlp", name) for name in names}
-    shardings = None if ctx.mesh is None else {name: sites[name]["weight_sharding"] for name in names}
-    y = ops.mlp(
-        h,
-        *(weights[name] for name in names),
-        recipe={name: sites[name]["recipe"] for name in names},
-        key=here.site_key("mlp"),
-        mode="small" if ctx.remat == "quantized" else "fast",
-        backend=ctx.backend,
-        weight_shardings=shardings,
-    )
+    y = swiglu_mlp(h, weights, here)
     return ctx.constrain(y, "batch", "residual_seq", "width")
 
 
