@@ -21,3 +21,15 @@ jax.config.update("jax_num_cpu_devices", 8)
 # Examples are derived from the test itself: a failure on one machine is the same failure on the next.
 settings.register_profile("halfbyte", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("halfbyte")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """How much of tests/golden was compared, and on which device: the line to quote for a machine."""
+    reports = terminalreporter.getreports("passed")
+    compared = [value for report in reports for name, value in report.user_properties if name == "golden"]
+    if compared:
+        device = jax.devices()[0]
+        files, arrays = len({file for file, _ in compared}), sum(count for _, count in compared)
+        terminalreporter.write_line(
+            f"golden: {files} files, {arrays} arrays compared inside jit on {device.platform} ({device.device_kind})"
+        )

@@ -1,0 +1,172 @@
+"""*Golden*: every stored vector, bit for bit, inside jit with default compiler flags, on whatever device JAX chose.
+
+The vectors come from outside (tests/golden/README.md). Inputs and outputs cross the jit boundary as the bits they are;
+nothing is computed outside it. How many arrays were compared is printed at the end of the run. Oracle: *golden*.
+"""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax import lax
+
+from halfbyte.formats import E2M1, NVFP4, hadamard16, pack, quantize, tile_scales, untile_scales
+from halfbyte.formats.bits import float32_bits, float_of_bits
+from halfbyte.formats.elements import encode, round_stochastic_e2m1
+from halfbyte.formats.noise import philox4x32
+from halfbyte.formats.qtensor import scale_values
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+TENSORS = sorted(path.stem for path in GOLDEN.glob("*__*.npz"))
+HOLDS_NAN = {"inf_32x32__rht1d"}  # inf - inf on its columnwise side: nothing to compare there
+STACKED = [name for name in TENSORS if "_32x32" in name and np.load(GOLDEN / f"{name}.npz")["in_dtype"] == "bfloat16"]
+
+
+def load(name):
+    with np.load(GOLDEN / f"{name}.npz") as archive:
+        return {field: archive[field] for field in archive.files}
+
+
+def stored_input(fields):
+    """x in the dtype it is to be fed in; the float32 of the file holds values of that dtype."""
+    return fields["x"].astype(ml_dtypes.bfloat16 if fields["in_dtype"] == "bfloat16" else np.float32)
+
+
+def bits(x):
+    """Integers, so that signed zeros and NaN are compared as they are."""
+    return lax.bitcast_convert_type(x, jnp.uint16 if x.dtype == jnp.bfloat16 else jnp.uint32)
+
+
+def outputs(x, block, transform):
+    """What the vectors hold of one side, from x with the blocks along its last axis."""
+    found = {}
+    if transform:
+        x = hadamard16(x)
+        found["input_rht"] = bits(x)
+    q = quantize(x, NVFP4, block=block)
+    # `codes` and `packed` of the files forget the sign of a zero that came in, not of a number that became zero.
+    folded = jnp.where(float32_bits(x) == jnp.uint32(0x8000_0000), jnp.uint8(0), q.codes)
+    return found | {
+        "codes_hw": q.codes,
+        "packed_hw": q.packed,
+        "codes": folded,
+        "packed": pack(folded),
+        "scale_u8": lax.bitcast_convert_type(q.scales, jnp.uint8),
+        "scale_f32": bits(scale_values(q.scales, NVFP4)),
+        "amax": bits(q.amax),
+        "global_encode_scale": bits(q.encode_scale),
+    }
+
+
+def expected(fields, side, block):
+    """The same fields from the file. Square blocks repeat a scale on 16 rows there, and are compact here."""
+    tall = 16 if block == "2d" else 1
+    answers = {name: fields[f"{side}_{name}"] for name in ("codes_hw", "codes", "packed", "scale_u8", "scale_f32")}
+    even, odd = answers["codes_hw"][:, ::2], answers["codes_hw"][:, 1::2]
+    answers["packed_hw"] = even | odd << 4
+    answers["scale_u8"], answers["scale_f32"] = answers["scale_u8"][::tall], answers["scale_f32"][::tall]
+    for name in ("amax", "global_encode_scale"):
+        answers[name] = fields[f"{side}_{name}"][0]
+    if f"{side}_input_rht" in fields:
+        answers["input_rht"] = fields[f"{side}_input_rht"].astype(ml_dtypes.bfloat16)
+    return {name: a.view(f"u{a.itemsize}") if a.dtype.kind in "fV" else a for name, a in answers.items()}
+
+
+def sides(name):
+    """(side, block, transform) of one file."""
+    mode = name.rpartition("__")[2]
+    block = "2d" if mode == "2d" else "1d"
+    yield "row", block, False
+    if name not in HOLDS_NAN:
+        yield "col", block, mode == "rht1d"
+
+
+def compare(found, answers, label):
+    """How many arrays were compared."""
+    for field, answer in answers.items():
+        np.testing.assert_array_equal(np.asarray(found[field]), answer, err_msg=f"{label} {field}")
+    return len(answers)
+
+
+one = jax.jit(outputs, static_argnums=(1, 2))
+batched = jax.jit(jax.vmap(outputs, in_axes=(0, None, None)), static_argnums=(1, 2))
+scanned = jax.jit(
+    lambda xs, block, transform: lax.map(lambda x: outputs(x, block, transform), xs), static_argnums=(1, 2)
+)
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensor(name, golden_count):
+    fields = load(name)
+    x = stored_input(fields)
+    for side, block, transform in sides(name):
+        found = one(x if side == "row" else np.ascontiguousarray(x.T), block, transform)
+        golden_count(name, compare(found, expected(fields, side, block), f"{name} {side}"))
+
+
+@pytest.mark.parametrize("run", [batched, scanned], ids=["vmap", "scan"])
+@pytest.mark.parametrize("block, transform", [("1d", False), ("2d", False), ("1d", True)])
+def test_stacked_tensors(run, block, transform, golden_count):
+    """Tensors of one shape as one batch: each has its own amax, and the careful path of one is not seen by another."""
+    cases = [(n, s) for n in STACKED for s, b, t in sides(n) if (b, t) == (block, transform)]
+    stack = []
+    for name, side in cases:
+        x = stored_input(load(name))
+        stack.append(x if side == "row" else x.T)
+    found = run(np.stack(stack), block, transform)
+    for i, (name, side) in enumerate(cases):
+        answers = expected(load(name), side, block)
+        golden_count(name, compare({f: a[i] for f, a in found.items()}, answers, f"{name} {side}"))
+
+
+def test_stochastic_table(golden_count):
+    table = load("sr_software_e2m1")
+    shape = table["codes"].shape
+
+    @jax.jit
+    def rounded(x_bits, noise):
+        magnitude = float_of_bits(x_bits & jnp.uint32(0x7FFF_FFFF))
+        value = round_stochastic_e2m1(magnitude, noise)
+        signed = lax.bitcast_convert_type(value, jnp.uint32) | (x_bits & jnp.uint32(0x8000_0000))
+        return signed, encode(E2M1, float_of_bits(signed))
+
+    x = np.broadcast_to(table["x"][:, None], shape).view(np.uint32)
+    noise = np.broadcast_to(table["rbits8"].astype(np.uint8), shape)
+    value, code = (np.asarray(a) for a in rounded(x, noise))
+    # The table folds negative zeros. A NaN saturates to 6; its sign is what the input's bit says.
+    number = ~np.isnan(table["x"])
+    np.testing.assert_array_equal(
+        np.where(code == 8, 0, code)[number], np.where(table["codes"] == 8, 0, table["codes"])[number]
+    )
+    np.testing.assert_array_equal(value.view(np.float32)[number], table["value"][number])
+    np.testing.assert_array_equal(code[~number] & 7, 7)
+    golden_count("sr_software_e2m1", 2)
+
+
+def test_scale_tiles(golden_count):
+    layout = load("scale_swizzle_256x8")
+    tiled = jax.jit(tile_scales)(layout["compact"])
+    np.testing.assert_array_equal(tiled, layout["swizzled_flat"])
+    np.testing.assert_array_equal(jax.jit(untile_scales, static_argnums=(1, 2))(tiled, 256, 8), layout["compact"])
+    golden_count("scale_swizzle_256x8", 2)
+
+
+def test_philox(golden_count):
+    """Counter words: offset (low, high), then subsequence (low, high); the seed is the key; one counter a block."""
+    answers = load("philox4x32_10")
+
+    @jax.jit
+    def words(counter, key):
+        return jnp.stack(philox4x32(tuple(counter), (key[0], key[1])), -1)
+
+    blocks = answers["out"].shape[1]
+    for seed, subsequence, offset, out in zip(*(answers[f] for f in ("seed", "subseq", "offset", "out"))):
+        numbers = offset + np.arange(blocks, dtype=np.uint64)
+        wide = [numbers, np.full(blocks, subsequence)]
+        counter = np.stack([half for n in wide for half in (n & np.uint64(0xFFFF_FFFF), n >> np.uint64(32))])
+        key = np.array([seed & np.uint64(0xFFFF_FFFF), seed >> np.uint64(32)])
+        np.testing.assert_array_equal(words(counter.astype(np.uint32), key.astype(np.uint32)), out)
+        golden_count("philox4x32_10", 1)
