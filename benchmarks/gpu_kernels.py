@@ -147,6 +147,13 @@ def main() -> int:
     args = parser.parse_args()
     shapes = [tuple(int(n) for n in s.split("x")) for s in args.shapes.split(",")]
     import kernel_cases
+    import swiglu_cases
+
+    groups = {
+        "passes": (kernel_cases.pass_checks, kernel_cases.pass_cases),
+        "weights": (kernel_cases.weight_checks, kernel_cases.weight_cases),
+        "swiglu": (swiglu_cases.checks, swiglu_cases.cases),
+    }
 
     started, rows = time.time(), []
     report: dict[str, Any] = {"environment": environment(), "checks": {}}
@@ -156,12 +163,12 @@ def main() -> int:
             print(f"skipped {group}: {spent:.0f} s spent", flush=True)
             continue
         try:
-            checks = kernel_cases.CHECKS[group](args.threads)
+            checks = groups[group][0](args.threads)
             report["checks"].update(checks)
             for name, verdict in checks.items():
                 print(f"bits {name:40s} {verdict}", flush=True)
             wrong = {name.split(":")[0] for name, verdict in checks.items() if verdict != "equal"}
-            cases = [c for c in kernel_cases.CASES[group](shapes) if c.kernel not in wrong]
+            cases = [c for c in groups[group][1](shapes) if c.kernel not in wrong]
             rows += run_cases(cases, args.threads)
         except Exception:  # one group must not take the others with it
             print(f"group {group} failed\n{traceback.format_exc()}", flush=True)

@@ -142,6 +142,12 @@ QUANTIZERS: dict[str, tuple[bool, str | None, bool, bool]] = {
 }
 
 
+def _scale_vector(amax: np.float32) -> np.ndarray:
+    s, decode, mult = oracle.tensor_scales(amax)
+    gemm = decode if np.isfinite(amax) else np.nan
+    return np.array([amax, s, decode, mult, gemm, 0, 0, 0], np.float32)
+
+
 def pass_checks(threads: int) -> dict[str, str]:
     def maxima(x):
         plain, transformed = K.maxima(x)
@@ -155,7 +161,7 @@ def pass_checks(threads: int) -> dict[str, str]:
         return (jnp.asarray(oracle.pack_tokens(codes)), jnp.asarray(scales)), [carrier]
 
     def scale_want(x):
-        return (top(x),), [np.array([top(x), *oracle.tensor_scales(top(x))], np.float32)]
+        return (top(x),), [_scale_vector(top(x))]
 
     wanted = {
         "maxima": (maxima, maxima_want),
@@ -240,7 +246,3 @@ def weight_cases(shapes: list[tuple[int, int]]) -> list[Case]:
             cases.append(Case("weight_maxima", shape, name, make, sets, 4 * elements))
         cases.append(Case("copy", shape, "float32", lambda: lambda w, s: jnp.copy(w), sets, 8 * elements))
     return cases
-
-
-CHECKS: dict[str, Callable[[int], dict[str, str]]] = {"passes": pass_checks, "weights": weight_checks}
-CASES: dict[str, Callable[[list[tuple[int, int]]], list[Case]]] = {"passes": pass_cases, "weights": weight_cases}

@@ -63,6 +63,7 @@ def hadamard_tokens(x):
             if not i & d:
                 w[:, i], w[:, i | d] = v[:, i] + v[:, i | d], v[:, i] - v[:, i | d]
         v = w
+    v = np.where(v == 0, F(0), v)  # a sum that cancels is +0
     return v.astype(ml_dtypes.bfloat16).astype(np.float32).reshape(x.shape)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from halfbyte.ops.kernels import arithmetic
-from halfbyte.ops.kernels.machine import Vector
+from halfbyte.ops.kernels.vector import Vector
 
 T, N = 64, 256
 KEY = np.array([0x12345678, 0x9ABCDEF0], np.uint32)

@@ -3,15 +3,21 @@
 from halfbyte.ops.kernels.layout import Tiling, unsupported
 from halfbyte.ops.kernels.passes import Columnwise, Rowwise, maxima, quantize, unpack
 from halfbyte.ops.kernels.scale import amax_bits, tensor_scale
+from halfbyte.ops.kernels.swiglu import activation, backward_maxima, forward_maxima, quantize_backward, quantize_forward
 from halfbyte.ops.kernels.weights import quantize_weight, weight_maxima
 
 __all__ = [
     "Columnwise",
     "Rowwise",
     "Tiling",
+    "activation",
     "amax_bits",
+    "backward_maxima",
+    "forward_maxima",
     "maxima",
     "quantize",
+    "quantize_backward",
+    "quantize_forward",
     "quantize_weight",
     "tensor_scale",
     "unpack",

@@ -1,4 +1,4 @@
-"""The NVFP4 arithmetic of one tile, for the machines of `machine.py`.
+"""The NVFP4 arithmetic of one tile, for the machines of `ptx.py` and `vector.py`.
 
 For a block with absolute maximum b in a tensor with scales `mult` = S * f32(1/6) and `dec` = 1/S:
 
@@ -19,7 +19,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from halfbyte.ops.kernels.machine import FLT_MAX
+from halfbyte.ops.kernels.ptx import FLT_MAX
 
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 MAGNITUDE = 0x7FFF7FFF  # both halves of a word without their signs
@@ -29,7 +29,7 @@ def hadamard16(m: Any, values: Sequence[Any], *, last_stage: bool = True) -> lis
     """diag(SIGNS) * Hadamard16 * 0.25 along a list of 16 float32, by butterflies of distance 1, 2, 4, 8."""
     v = list(values)
     for i in range(0, 16, 2):  # the signs and the factor ride on the first stage: their products are exact
-        a = m.fmul(v[i], 0.25 * SIGNS[i])
+        a = m.ffma(v[i], 0.25 * SIGNS[i], 0.0)  # the sum turns -0 into +0, so that no later sum can be -0
         b, c = v[i + 1], 0.25 * SIGNS[i + 1]
         v[i], v[i + 1] = m.ffma(b, c, a), m.ffma(b, -c, a)
     for distance in (2, 4, 8) if last_stage else (2, 4):

@@ -34,7 +34,8 @@ def _abstract_eval(*avals: Any, result_shape_dtypes: tuple[jax.ShapeDtypeStruct,
 @triton_lowering.register_lowering(inline_ptx_p)
 def _lower(ctx: Any, *args: Any, **params: Any) -> list[Any]:
     rule = triton_lowering.triton_lowering_rules[triton_primitives.elementwise_inline_asm_p]
+    results: Any = rule(ctx, *args, **params)
     flat: list[Any] = []
-    for result in rule(ctx, *args, **params):  # type: Any
+    for result in results:
         flat += list(result) if hasattr(result, "__len__") else [result]
     return flat

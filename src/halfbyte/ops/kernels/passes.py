@@ -9,6 +9,9 @@ Random bits: element (t, n) takes byte t % 4 of the word of counter (t // 4) * c
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +39,10 @@ class Rowwise:
     scale: jax.Array
     key: jax.Array | None = None
 
+    def outputs(self, tokens: int) -> list[tuple[int, Any]]:
+        """(rows, dtype) of each output, for `tokens` token rows."""
+        return [(tokens, jnp.bfloat16)]
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +54,10 @@ class Columnwise:
     hadamard: bool = dataclasses.field(default=True, metadata={"static": True})
     packed: bool = dataclasses.field(default=False, metadata={"static": True})
 
+    def outputs(self, tokens: int) -> list[tuple[int, Any]]:
+        """(rows, dtype) of each output, for `tokens` token rows; bytes are signed while Triton handles them."""
+        return [(tokens // 2, jnp.int8), (tokens // BLOCK, jnp.int8)] if self.packed else [(tokens, jnp.bfloat16)]
+
 
 def maxima(
     x: jax.Array, *, hadamard: bool = True, tiling: Tiling = AMAX_TILING, interpret: bool = False
@@ -55,37 +66,45 @@ def maxima(
 
     `tensor_scale` finishes them. Integer and NaN-keeping maxima: inf and NaN survive.
     """
-    layout.check(x)
+    return find_maxima([x], lambda m, words: [words], 1, hadamard=hadamard, tiling=tiling, interpret=interpret)
 
-    def body(m, rows, _):
-        pairs = range(len(rows[0]))
-        word = q.magnitudes(m, [w for row in rows for w in row])
-        plain = m.max_u16x2(word, m.shl(word, 16))
-        out = [[m.and_(plain, 0xFFFF0000)] * m.columns]
-        if hadamard:
-            tops = [q.hadamard_amax(m, [row[k] for row in rows]) for k in pairs]
-            top = tops[0]
-            for other in tops[1:]:
-                top = m.fmax_nan(top, other)
-            out.append([m.and_(m.pack_round(0.0, top), 0xFFFF0000)] * m.columns)
-        return out
 
-    def kernel(_, arrays, __, ___, tops):
-        tiles = evaluate(
-            body,
-            [arrays[0][r] for r in range(BLOCK)],
-            [],
-            outputs=[jnp.int32] * len(tops),
-            columns=tiling.columns,
-            interpret=interpret,
-        )
-        for ref, tile in zip(tops, tiles, strict=True):
+def find_maxima(
+    arrays: Sequence[jax.Array],
+    make: Callable[[Any, list[Any]], Sequence[Sequence[Any]]],
+    count: int,
+    *,
+    hadamard: bool,
+    tiling: Tiling,
+    interpret: bool,
+    name: str = "maxima",
+) -> tuple[jax.Array, ...]:
+    """`maxima` of each of the `count` tensors whose token rows `make(machine, rows of the arrays)` returns."""
+    layout.check(arrays[0])
+
+    def body(m, words, _):
+        return [top for rows in make(m, words)[:count] for top in _tops(m, rows, hadamard)]
+
+    def kernel(_, refs, __, ___, tops):
+        tiles = [ref[r] for ref in refs for r in range(BLOCK)]
+        outputs = [jnp.int32] * len(tops)
+        made = evaluate(body, tiles, [], outputs=outputs, columns=tiling.columns, interpret=interpret)
+        for ref, tile in zip(tops, made, strict=True):
             ref[0, 0] = jnp.max(tile)
 
-    count = 2 if hadamard else 1
-    return tuple(
-        layout.call(kernel, [x], [], outputs=[], maxima=count, tiling=tiling, interpret=interpret, name="maxima")
-    )
+    total = count * (2 if hadamard else 1)
+    run = functools.partial(layout.call, kernel, arrays, [], outputs=[], maxima=total)
+    return tuple(run(tiling=tiling, interpret=interpret, name=name))
+
+
+def _tops(m: Any, rows: Sequence[Sequence[Any]], hadamard: bool) -> list[list[Any]]:
+    """The lane's amax, and that of the transform: bits of float32, one equal word for each of the lane's columns."""
+    word = q.magnitudes(m, [w for row in rows for w in row])
+    out = [[m.and_(m.max_u16x2(word, m.shl(word, 16)), 0xFFFF0000)] * m.columns]
+    if hadamard:
+        tops = [q.hadamard_amax(m, [row[k] for row in rows]) for k in range(len(rows[0]))]
+        out.append([m.and_(m.pack_round(0.0, functools.reduce(m.fmax_nan, tops)), 0xFFFF0000)] * m.columns)
+    return out
 
 
 def quantize(
@@ -100,64 +119,89 @@ def quantize(
 
     Carriers are bf16 [tokens, columns]; packed codes uint8 [tokens / 2, columns], scales uint8 [tokens / 16, columns].
     """
-    layout.check(x)
-    if rows is None and columns is None:
-        raise ValueError("quantize was asked for no operand: give rows, columns or both")
-    tokens = BLOCK if columns is not None else ROW_TOKENS
-    tiling = tiling or (BOTH_TILING if columns is not None else ROW_TILING)
-    outputs: list[tuple[int, object]] = [] if rows is None else [(tokens, jnp.bfloat16)]
-    if columns is not None:
-        outputs += [(8, jnp.int8), (1, jnp.int8)] if columns.packed else [(BLOCK, jnp.bfloat16)]
     sides = [side for side in (rows, columns) if side is not None]
-    scalars = [side.scale for side in sides] + [side.key for side in sides if side.key is not None]
-
-    def body(m, words, given):
-        given = list(given)
-        index = given.pop() if any(side.key is not None for side in sides) else None
-        mults = [(given.pop(0), given.pop(0)) for _ in sides]
-        results = []
-        for side, (mult, dec) in zip(sides, mults, strict=True):
-            random = None
-            if side.key is not None:
-                k0, k1 = given.pop(0), given.pop(0)
-                random = q.random_words(m, index, k0, k1, tokens=tokens, stride=x.shape[1])
-            if isinstance(side, Columnwise):
-                flags = {"hadamard": side.hadamard, "packed": side.packed}
-                results += q.quantize_columns(m, words, mult, dec, random, **flags)
-            else:
-                results += q.quantize_rows(m, words, mult, dec, random)
-        return results
-
-    def kernel(program, arrays, refs, out_refs, _):
-        scales, keys = refs[: len(sides)], refs[len(sides) :]
-        given = [value for ref in scales for value in (ref[MULT], ref[DECODE])]
-        given += [_as_int(ref[i]) for ref in keys for i in range(2)]
-        tiles = [arrays[0][r] for r in range(tokens)]
-        if keys:
-            given.append(counters(program, tiles[0].shape, tokens, x.shape[1]))
-        made = evaluate(
-            body,
-            tiles,
-            given,
-            outputs=[d for count, d in outputs for _ in range(count)],
-            columns=tiling.columns,
-            interpret=interpret,
-        )
-        places = [(ref, r) for ref, (count, _) in zip(out_refs, outputs, strict=True) for r in range(count)]
-        for (ref, r), tile in zip(places, made, strict=True):
-            ref[r] = tile
-
-    made = layout.call(
-        kernel,
+    if not sides:
+        raise ValueError("quantize was asked for no operand: give rows, columns or both")
+    alone = columns is None
+    return quantize_made(
         [x],
-        scalars,
-        outputs=outputs,
-        rows=tokens,
-        tiling=tiling,
+        lambda tiles: [tiles],
+        [(side, 0) for side in sides],
+        tokens=ROW_TOKENS if alone else BLOCK,
+        tiling=tiling or (ROW_TILING if alone else BOTH_TILING),
         interpret=interpret,
         name=_name(rows, columns),
     )
+
+
+def quantize_made(
+    arrays: Sequence[jax.Array],
+    make: Callable[[list[jax.Array]], Sequence[list[jax.Array]]],
+    jobs: Sequence[tuple[Rowwise | Columnwise, int]],
+    *,
+    tokens: int = BLOCK,
+    order: Sequence[int] | None = None,
+    tiling: Tiling,
+    interpret: bool,
+    name: str,
+) -> tuple[jax.Array, ...]:
+    """The operands of `jobs`: (operand, which of the tensors whose tiles `make(tiles of the arrays)` returns).
+
+    Jobs run in `order`, each stored before the next begins, which keeps few registers alive.
+    """
+    layout.check(arrays[0])
+    width = arrays[0].shape[1]
+    shapes = [side.outputs(tokens) for side, _ in jobs]
+    keyed = [i for i, (side, _) in enumerate(jobs) if side.key is not None]
+    scalars = [side.scale for side, _ in jobs] + [jobs[i][0].key for i in keyed]
+
+    def kernel(program, refs, scalar_refs, out_refs, _):
+        tensors = make([ref[r] for ref in refs for r in range(tokens)])
+        keys = dict(zip(keyed, scalar_refs[len(jobs) :], strict=True))
+        for i in order or range(len(jobs)):
+            side, which = jobs[i]
+            made = _quantize_tiles(side, tensors[which], scalar_refs[i], keys.get(i), program, width, tiling, interpret)
+            first = sum(len(s) for s in shapes[:i])
+            places = [
+                (ref, r) for ref, (count, _) in zip(out_refs[first:], shapes[i], strict=False) for r in range(count)
+            ]
+            for (ref, r), tile in zip(places, made, strict=True):
+                ref[r] = tile
+
+    outputs = [output for shape in shapes for output in shape]
+    run = functools.partial(layout.call, kernel, arrays, scalars, outputs=outputs, rows=tokens)
+    made = run(tiling=tiling, interpret=interpret, name=name)
     return tuple(lax.bitcast_convert_type(a, jnp.uint8) if a.dtype == jnp.int8 else a for a in made)
+
+
+def _quantize_tiles(
+    side: Rowwise | Columnwise,
+    tiles: Sequence[jax.Array],
+    scale: Any,
+    key: Any,
+    program: tuple[jax.Array, jax.Array],
+    width: int,
+    tiling: Tiling,
+    interpret: bool,
+) -> list[jax.Array]:
+    """The output tiles of one operand of one program. `scale` and `key` are refs."""
+    tokens = len(tiles)
+    given = [scale[MULT], scale[DECODE]]
+    if key is not None:
+        given += [_as_int(key[0]), _as_int(key[1]), counters(program, tiles[0].shape, tokens, width)]
+
+    def body(m, words, given):
+        mult, dec, *seed = given
+        random = None
+        if seed:
+            random = q.random_words(m, seed[2], seed[0], seed[1], tokens=tokens, stride=width)
+        if isinstance(side, Columnwise):
+            flags = {"hadamard": side.hadamard, "packed": side.packed}
+            return q.quantize_columns(m, words, mult, dec, random, **flags)
+        return q.quantize_rows(m, words, mult, dec, random)
+
+    outputs = [dtype for count, dtype in side.outputs(tokens) for _ in range(count)]
+    return evaluate(body, tiles, given, outputs=outputs, columns=tiling.columns, interpret=interpret)
 
 
 def _name(rows: Rowwise | None, columns: Columnwise | None) -> str:

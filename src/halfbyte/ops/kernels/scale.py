@@ -9,43 +9,40 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from halfbyte.ops.kernels.machine import FLT_MAX
+from halfbyte.ops.kernels.ptx import FLT_MAX
 
-AMAX, ENCODE, DECODE, MULT = range(4)
+AMAX, ENCODE, DECODE, MULT, GEMM = range(5)
+SIZE = 8
 
 
 def tensor_scale(maxima: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """float32 [4]: amax, S = 2688 / amax with its guards, 1 / S, and S * f32(1/6).
+    """float32 [8]: amax, S = 2688 / amax with its guards, 1 / S, S * f32(1/6), and the factor that a GEMM owes.
 
-    `maxima` holds the bits of float32 magnitudes as int32, in any shape: integer maxima keep inf and NaN. Divisions are
-    exact (`div.rn`), also where XLA's are not. A NaN amax gives NaN scales.
+    The GEMM's factor is 1 / S, or NaN if amax is not finite; the rest is zero. `maxima` holds the bits of float32
+    magnitudes as int32, in any shape: integer maxima keep inf and NaN. Divisions are exact (`div.rn`), also where
+    XLA's are not.
     """
     count = math.prod(maxima.shape)
     padded = max(32, pl.next_power_of_2(count))
 
     def kernel(maxima_ref, out_ref):
         index = lax.iota(jnp.int32, padded)
-        if interpret:
-            bits = maxima_ref[...]
-        else:
-            bits = plgpu.load(maxima_ref.at[jnp.minimum(index, count - 1)])
-        amax = lax.bitcast_convert_type(jnp.max(bits), jnp.float32)
-        amax = jnp.broadcast_to(amax, (4,)) if interpret else jnp.broadcast_to(amax, (32,))
+        bits = maxima_ref[...] if interpret else plgpu.load(maxima_ref.at[jnp.minimum(index, count - 1)])
+        amax = jnp.broadcast_to(lax.bitcast_convert_type(jnp.max(bits), jnp.float32), (SIZE,))
         s = jnp.minimum(_divide(np.float32(2688), amax, interpret), np.float32(FLT_MAX))
         s = jnp.where((amax == np.float32(0)) | (s == np.float32(0)), np.float32(1), s)
         s = jnp.where(amax != amax, amax, s)
         decode = _divide(np.float32(1), s, interpret)
-        lane = lax.iota(jnp.int32, amax.shape[0]) % 4
-        value = jnp.where(lane == AMAX, amax, jnp.where(lane == ENCODE, s, decode))
-        value = jnp.where(lane == MULT, s * np.float32(1 / 6), value)
-        if interpret:
-            out_ref[...] = value
-        else:
-            plgpu.store(out_ref.at[lax.iota(jnp.int32, 32)], value, mask=lax.iota(jnp.int32, 32) < 4)
+        gemm = jnp.where(amax <= np.float32(FLT_MAX), decode, np.float32(np.nan))
+        out = jnp.zeros((SIZE,), jnp.float32)
+        entries = {AMAX: amax, ENCODE: s, DECODE: decode, MULT: s * np.float32(1 / 6), GEMM: gemm}
+        for place, value in entries.items():
+            out = jnp.where(lax.iota(jnp.int32, SIZE) == place, value, out)
+        out_ref[...] = out
 
     return pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((4,), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((SIZE,), jnp.float32),
         compiler_params=plgpu.CompilerParams(num_warps=min(16, max(1, padded // 1024)), num_stages=1),
         interpret=interpret,
         name="tensor_scale",

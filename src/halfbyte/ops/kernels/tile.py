@@ -15,7 +15,8 @@ import numpy as np
 from jax import lax
 
 from halfbyte.ops.kernels.inline import inline_ptx
-from halfbyte.ops.kernels.machine import Ptx, Vector
+from halfbyte.ops.kernels.ptx import Ptx
+from halfbyte.ops.kernels.vector import Vector
 
 
 def evaluate(

@@ -1,0 +1,154 @@
+"""SwiGLU fused into the quantize passes of the MLP, forward and backward.
+
+    s = 1 / (1 + exp(-g)),   a = bf16(g s),   h = bf16(a u)
+    du = bf16(dh a),   dg = bf16(bf16(dh u) (s (1 + g (1 - s))))
+
+Float32 arithmetic between the stated roundings. exp and the reciprocal are the GPU's approximations, a few units in the
+last place from XLA's; the maxima pass and the quantize pass of one tensor run the same code, so that scales and codes
+belong together. Conformance with `reference` is therefore stated on the quantizers' inputs: `activation` returns the h,
+dg and du that the kernels see, and every operand equals `quantize` of those, bit for bit.
+
+Passes over [tokens, hidden]: forward, two reads of g and u and one written operand; backward, two reads of g, u and dh
+and five written operands. h, dg and du never reach memory.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from halfbyte.ops.kernels import layout
+from halfbyte.ops.kernels.layout import BLOCK, Tiling
+from halfbyte.ops.kernels.passes import Columnwise, Rowwise, find_maxima, quantize_made
+from halfbyte.ops.kernels.tile import evaluate
+
+FORWARD_TILING = Tiling(4, 4)
+BACKWARD_MAXIMA_TILING = Tiling(4, 4)
+BACKWARD_TILING = Tiling(4, 4)
+
+
+def _gate(m: Any, g_word: Any) -> tuple[list[Any], list[Any], Any]:
+    """g and sigmoid(g) of both halves, and the word of a."""
+    g = [m.low(g_word), m.high(g_word)]
+    s = [m.sigmoid(x) for x in g]
+    return g, s, m.pack_round(*(m.fmul(x, y) for x, y in zip(g, s, strict=True)))
+
+
+def forward_words(m: Any, g: Sequence[Any], u: Sequence[Any]) -> list[Any]:
+    """h of one token row."""
+    return [m.mul_bf16x2(_gate(m, a)[2], b) for a, b in zip(g, u, strict=True)]
+
+
+def backward_words(m: Any, g: Sequence[Any], u: Sequence[Any], d: Sequence[Any]) -> tuple[list[Any], ...]:
+    """dg, du and h of one token row."""
+    dg, du, h = [], [], []
+    for g_word, u_word, d_word in zip(g, u, d, strict=True):
+        gate, s, a = _gate(m, g_word)
+        through = m.mul_bf16x2(d_word, u_word)
+        slopes = [m.fmul(y, m.ffma(x, m.fsub(1.0, y), 1.0)) for x, y in zip(gate, s, strict=True)]
+        dg.append(m.pack_round(m.fmul(m.low(through), slopes[0]), m.fmul(m.high(through), slopes[1])))
+        du.append(m.mul_bf16x2(d_word, a))
+        h.append(m.mul_bf16x2(a, u_word))
+    return dg, du, h
+
+
+def _forward_made(m: Any, words: Sequence[Any]) -> list[list[Any]]:
+    return [[forward_words(m, words[r], words[BLOCK + r]) for r in range(BLOCK)]]
+
+
+def _backward_made(m: Any, words: Sequence[Any]) -> list[list[Any]]:
+    """dg, du and h, each 16 token rows."""
+    rows = [backward_words(m, words[r], words[BLOCK + r], words[2 * BLOCK + r]) for r in range(BLOCK)]
+    return [[row[i] for row in rows] for i in range(3)]
+
+
+def _tile_maker(made: Callable[..., Any], count: int, tiling: Tiling, interpret: bool) -> Callable[..., Any]:
+    """A function from the tiles of the inputs to the tiles of the `count` tensors that `made` computes."""
+
+    def body(m, words, _):
+        return [row for tensor in made(m, words) for row in tensor]
+
+    def make(tiles: list[jax.Array]) -> list[list[jax.Array]]:
+        outputs = [jnp.bfloat16] * (count * BLOCK)
+        flat = evaluate(body, tiles, [], outputs=outputs, columns=tiling.columns, interpret=interpret)
+        return [flat[i * BLOCK : (i + 1) * BLOCK] for i in range(count)]
+
+    return make
+
+
+def activation(
+    g: jax.Array, u: jax.Array, dh: jax.Array | None = None, *, interpret: bool = False
+) -> tuple[jax.Array, ...]:
+    """(h,), or (dg, du, h) if dh is given: bf16, exactly as the fused passes see them. For checks."""
+    layout.check(g)
+    arrays = [g, u] if dh is None else [g, u, dh]
+    count = 1 if dh is None else 3
+    tiling = FORWARD_TILING
+    make = _tile_maker(_forward_made if dh is None else _backward_made, count, tiling, interpret)
+
+    def kernel(_, refs, __, out_refs, ___):
+        tensors = make([ref[r] for ref in refs for r in range(BLOCK)])
+        for out, tiles in zip(out_refs, tensors, strict=True):
+            for r, tile in enumerate(tiles):
+                out[r] = tile
+
+    run = functools.partial(layout.call, kernel, arrays, [], outputs=[(BLOCK, jnp.bfloat16)] * count)
+    return tuple(run(tiling=tiling, interpret=interpret, name="swiglu_activation"))
+
+
+def forward_maxima(
+    g: jax.Array, u: jax.Array, *, hadamard: bool = True, tiling: Tiling = FORWARD_TILING, interpret: bool = False
+) -> tuple[jax.Array, ...]:
+    """Partial maxima of h, and of its transform along tokens if `hadamard`; as `maxima`."""
+    run = functools.partial(find_maxima, [g, u], _forward_made, 1, hadamard=hadamard)
+    return run(tiling=tiling, interpret=interpret, name="swiglu_forward_maxima")
+
+
+def quantize_forward(
+    g: jax.Array,
+    u: jax.Array,
+    *,
+    rows: Rowwise | None = None,
+    columns: Columnwise | None = None,
+    tiling: Tiling = FORWARD_TILING,
+    interpret: bool = False,
+) -> tuple[jax.Array, ...]:
+    """The operands of h asked for, in one read of g and u, as `quantize` gives them."""
+    jobs: list[tuple[Rowwise | Columnwise, int]] = [(side, 0) for side in (rows, columns) if side is not None]
+    make = _tile_maker(_forward_made, 1, tiling, interpret)
+    return quantize_made([g, u], make, jobs, tiling=tiling, interpret=interpret, name="swiglu_forward")
+
+
+def backward_maxima(
+    g: jax.Array,
+    u: jax.Array,
+    dh: jax.Array,
+    *,
+    hadamard: bool = True,
+    tiling: Tiling = BACKWARD_MAXIMA_TILING,
+    interpret: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Partial maxima of dg, of its transform, of du, of its transform (without the transforms unless `hadamard`)."""
+    run = functools.partial(find_maxima, [g, u, dh], _backward_made, 2, hadamard=hadamard)
+    return run(tiling=tiling, interpret=interpret, name="swiglu_backward_maxima")
+
+
+def quantize_backward(
+    g: jax.Array,
+    u: jax.Array,
+    dh: jax.Array,
+    *,
+    dg: tuple[Rowwise, Columnwise],
+    du: tuple[Rowwise, Columnwise],
+    h: Columnwise,
+    tiling: Tiling = BACKWARD_TILING,
+    interpret: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Five operands in one read of g, u and dh: dg by rows and by columns, du by rows and by columns, h by columns."""
+    jobs: list[tuple[Rowwise | Columnwise, int]] = [(dg[0], 0), (dg[1], 0), (du[0], 1), (du[1], 1), (h, 2)]
+    make = _tile_maker(_backward_made, 3, tiling, interpret)
+    order = (4, 0, 1, 2, 3)  # h first: its registers are free for the others
+    run = functools.partial(quantize_made, [g, u, dh], make, jobs, order=order)
+    return run(tiling=tiling, interpret=interpret, name="swiglu_backward")
