@@ -34,8 +34,12 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/mypy
 
+# Ratios measured in one run. The GPU's benchmarks join in where there is one.
+BENCHMARKS := benchmarks/quantize.py benchmarks/train_cpu.py \
+  $(if $(wildcard /dev/nvidiactl),benchmarks/gpu_kernels.py)
+
 bench: $(VENV)/.base
-	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || exit 1; done
+	@for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file $(ARGS) || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
