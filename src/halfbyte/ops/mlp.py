@@ -24,10 +24,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from halfbyte.ops.backends import BACKENDS, Backend, choose
 from halfbyte.ops.backends.gemm import dgrad_axes, fprop_axes, wgrad_axes
-from halfbyte.ops.operand import Kept, Operand, keep, load, quantize_operand
+from halfbyte.ops.operand import Kept, Operand, keep
+from halfbyte.ops.passes import Ask, XlaPasses, ask
 from halfbyte.ops.problem import Problem, target
-from halfbyte.ops.qdot import SAVED, multiply, operand_key, token_block
-from halfbyte.ops.swiglu import swiglu, swiglu_backward
+from halfbyte.ops.qdot import SAVED, token_block
 from halfbyte.ops.weight import QWeight, quantize_weight, weight_operand
 from halfbyte.recipe import Recipe, site_key
 from halfbyte.sharding import WeightSharding
@@ -97,23 +97,17 @@ class _Site:
     weight: QWeight
     key: jax.Array | None
 
-    def operand(self, x: jax.Array, role: str) -> Operand:
-        """An activation or gradient as the operand `role`: blocked along its features for fprop and dgrad, along tokens
-        for wgrad.
-        """
-        policy = getattr(self.recipe, role)
-        axis = -2 if role.startswith("wgrad") else -1
-        return quantize_operand(x, policy, axis=axis, key=operand_key(self.key, policy, role))
+    def ask(self, role: str, *, kept: bool = False) -> Ask:
+        return ask(self.recipe, role, self.key, kept=kept)
 
     def fprop(self, left: Operand, like: jax.Array) -> jax.Array:
-        return multiply(self.backend, left, weight_operand(self.weight, "fprop_w"), fprop_axes(like), like.dtype)
+        return self.backend.gemm(left, weight_operand(self.weight, "fprop_w"), fprop_axes(like), like.dtype)
 
-    def dgrad(self, dy: jax.Array) -> jax.Array:
-        left = self.operand(dy, "dgrad_dy")
-        return multiply(self.backend, left, weight_operand(self.weight, "dgrad_w"), dgrad_axes(dy), dy.dtype)
+    def dgrad(self, left: Operand, like: jax.Array) -> jax.Array:
+        return self.backend.gemm(left, weight_operand(self.weight, "dgrad_w"), dgrad_axes(like), like.dtype)
 
-    def wgrad(self, left: Operand, dy: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        dw = multiply(self.backend, left, self.operand(dy, "wgrad_dy"), wgrad_axes(dy), dtype)
+    def wgrad(self, left: Operand, right: Operand, like: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        dw = self.backend.gemm(left, right, wgrad_axes(like), dtype)
         return dw if self.weight.sharding is None else lax.with_sharding_constraint(dw, self.weight.sharding.stored)
 
 
@@ -126,42 +120,44 @@ def _sites(plan: Plan, anchors, codes, keys) -> tuple[_Site, ...]:
     )
 
 
-def _shared(role: str, first: _Site, second: _Site) -> bool:
-    """Whether gate and up read one and the same operand of x: equal policies and no random bits of their own."""
-    policy = getattr(first.recipe, role)
-    return policy == getattr(second.recipe, role) and not policy.stochastic
+def _passes(plan: Plan) -> XlaPasses:
+    """The passes of the one backend of all three linears; plain ones if they differ."""
+    return BACKENDS[plan.backends[0]].passes if len(set(plan.backends)) == 1 else XlaPasses()
 
 
-def _x_operands(x: jax.Array, role: str, gate: _Site, up: _Site) -> tuple[Operand, ...]:
-    """One operand if gate and up share it, else two."""
-    first = gate.operand(x, role)
-    return (first,) if _shared(role, gate, up) else (first, up.operand(x, role))
+def _x_asks(role: str, gate: _Site, up: _Site, *, kept: bool = False) -> list[Ask]:
+    """One operand of x if gate and up read the same (equal policies, no random bits of their own), else two."""
+    policy = getattr(gate.recipe, role)
+    shared = policy == getattr(up.recipe, role) and not policy.stochastic
+    return [site.ask(role, kept=kept) for site in ((gate,) if shared else (gate, up))]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mlp(plan: Plan, x, anchors, codes, keys):
     gate, up, down = _sites(plan, anchors, codes, keys)
-    rows = _x_operands(x, "fprop_x", gate, up)
-    h = swiglu(gate.fprop(rows[0], x), up.fprop(rows[-1], x))
-    return down.fprop(down.operand(h, "fprop_x"), h)
+    passes = _passes(plan)
+    rows = passes.quantize(x, _x_asks("fprop_x", gate, up))
+    (h,) = passes.swiglu(gate.fprop(rows[0], x), up.fprop(rows[-1], x), [down.ask("fprop_x")])
+    return down.fprop(h, x)
 
 
 def _mlp_fwd(plan: Plan, x, anchors, codes, keys):
     gate, up, down = _sites(plan, anchors, codes, keys)
     for site in (gate, up, down):
         choose(site.backend.name, _problem(site.recipe, x, site.weight, training=True))
-    rows = _x_operands(x, "fprop_x", gate, up)
+    passes = _passes(plan)
+    row_asks = _x_asks("fprop_x", gate, up)
+    operands = passes.quantize(x, [*row_asks, *_x_asks("wgrad_x", gate, up, kept=True)])
+    rows, columns = operands[: len(row_asks)], operands[len(row_asks) :]
     g, u = gate.fprop(rows[0], x), up.fprop(rows[-1], x)
-    h = swiglu(g, u)
-    y = down.fprop(down.operand(h, "fprop_x"), h)
-    columns = tuple(keep(o) for o in _x_operands(x, "wgrad_x", gate, up))
+    (h,) = passes.swiglu(g, u, [down.ask("fprop_x")])
     again = (g, u) if plan.mode == "fast" else tuple(keep(o) for o in rows)
-    columns, again = jax.tree.map(lambda leaf: checkpoint_name(leaf, SAVED), (columns, again))
+    saved = jax.tree.map(lambda leaf: checkpoint_name(leaf, SAVED), (tuple(keep(o) for o in columns), again))
     masters = tuple(
         None if r.dgrad_w.format.quantized and (plan.mode == "fast" or r.fprop_w.format.quantized) else a
         for r, a in zip(plan.recipes, anchors, strict=True)
     )
-    return y, (columns, again, masters, codes, keys)
+    return down.fprop(h, x), (saved, masters, codes, keys)
 
 
 def _recomputed(
@@ -170,21 +166,25 @@ def _recomputed(
     """(g, u): as kept, or from the kept fprop operands of x by the same GEMMs."""
     if plan.mode == "fast":
         return again  # type: ignore[return-value]
-    rows = [load(kept, site.recipe.fprop_x) for kept, site in zip(again, (gate, up), strict=False)]
+    rows = [_passes(plan).load(kept, site.recipe.fprop_x) for kept, site in zip(again, (gate, up), strict=False)]
     return gate.fprop(rows[0], like), up.fprop(rows[-1], like)
 
 
 def _mlp_bwd(plan: Plan, residuals, dy):
-    columns, again, masters, codes, keys = residuals
+    (columns, again), masters, codes, keys = residuals
     gate, up, down = _sites(plan, masters, codes, keys)
+    passes, dtypes = _passes(plan), plan.weight_dtypes
     g, u = _recomputed(plan, again, gate, up, dy)
-    dh = down.dgrad(dy)
-    dwd = down.wgrad(down.operand(swiglu(g, u), "wgrad_x"), dy, plan.weight_dtypes[2])
-    dg, du = swiglu_backward(g, u, dh)
-    x_columns = [load(kept, site.recipe.wgrad_x) for kept, site in zip(columns, (gate, up), strict=False)]
-    dwg = gate.wgrad(x_columns[0], dg, plan.weight_dtypes[0])
-    dwu = up.wgrad(x_columns[-1], du, plan.weight_dtypes[1])
-    dx = gate.dgrad(dg) + up.dgrad(du)
+    dy_row, dy_column = passes.quantize(dy, [down.ask("dgrad_dy"), down.ask("wgrad_dy")])
+    dh = down.dgrad(dy_row, dy)
+    (dg_row, dg_column), (du_row, du_column), (h_column,) = passes.swiglu_backward(
+        g, u, dh, *([site.ask("dgrad_dy"), site.ask("wgrad_dy")] for site in (gate, up)), [down.ask("wgrad_x")]
+    )
+    x_columns = [passes.load(kept, site.recipe.wgrad_x) for kept, site in zip(columns, (gate, up), strict=False)]
+    dwg = gate.wgrad(x_columns[0], dg_column, dy, dtypes[0])
+    dwu = up.wgrad(x_columns[-1], du_column, dy, dtypes[1])
+    dwd = down.wgrad(h_column, dy_column, dy, dtypes[2])
+    dx = gate.dgrad(dg_row, dy) + up.dgrad(du_row, dy)
     return dx, (dwg, dwu, dwd), None, None
 
 

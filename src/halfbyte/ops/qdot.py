@@ -19,13 +19,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
-from halfbyte.formats.bits import round_bfloat16
-from halfbyte.ops.backends import BACKENDS, Backend, choose
-from halfbyte.ops.backends.gemm import Contraction, dgrad_axes, fprop_axes, wgrad_axes
-from halfbyte.ops.operand import Operand, keep, load, quantize_operand
+from halfbyte.ops.backends import BACKENDS, choose
+from halfbyte.ops.backends.gemm import dgrad_axes, fprop_axes, wgrad_axes
+from halfbyte.ops.operand import Operand, keep
+from halfbyte.ops.passes import ask
 from halfbyte.ops.problem import Problem, target
 from halfbyte.ops.weight import QWeight, quantize_weight, weight_operand
-from halfbyte.recipe import OperandPolicy, Recipe, role_key
+from halfbyte.recipe import Recipe
 from halfbyte.sharding import WeightSharding
 
 SAVED = "quantized"  # the checkpoint name of packed residuals: a remat policy may save them by it
@@ -95,59 +95,34 @@ def token_block(recipe: Recipe) -> int:
     return max(16 if p.hadamard else p.format.block or 1 for p in policies)
 
 
-def operand_key(key: jax.Array | None, policy: OperandPolicy, role: str) -> jax.Array | None:
-    """The key of one operand, None where its rounding needs none."""
-    return role_key(key, role) if policy.stochastic and key is not None else None
-
-
-def multiply(backend: Backend, left: Operand, right: Operand, axes: Contraction, dtype: jnp.dtype) -> jax.Array:
-    """One GEMM of the recipe: sums, times the operands' factors in float32, rounded once to `dtype`."""
-    y = backend.gemm(left, right, axes)
-    factors = [o.decode_scale for o in (left, right) if o.decode_scale is not None]
-    if factors:
-        y = y * functools.reduce(jnp.multiply, factors)
-    return narrow(y, dtype)
-
-
-def narrow(y: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """float32 y in `dtype`; the rounding to bfloat16 is one that the compiler keeps."""
-    return round_bfloat16(y).astype(dtype) if dtype == jnp.bfloat16 else y.astype(dtype)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _linear(plan: Plan, x, anchor, codes, key):
-    return _fprop(plan, x, anchor, codes, key)
+    (row,) = BACKENDS[plan.backend].passes.quantize(x, [ask(plan.recipe, "fprop_x", key)])
+    return _fprop(plan, row, x, anchor, codes)
 
 
-def _fprop(plan: Plan, x, anchor, codes, key):
-    recipe = plan.recipe
-    left = quantize_operand(x, recipe.fprop_x, axis=-1, key=operand_key(key, recipe.fprop_x, "fprop_x"))
-    fprop, dgrad = codes
-    right = weight_operand(QWeight(anchor, fprop, dgrad, recipe, plan.sharding), "fprop_w")
-    return multiply(BACKENDS[plan.backend], left, right, fprop_axes(x), plan.out_dtype)
+def _fprop(plan: Plan, left: Operand, like: jax.Array, anchor, codes) -> jax.Array:
+    right = weight_operand(QWeight(anchor, *codes, plan.recipe, plan.sharding), "fprop_w")
+    return BACKENDS[plan.backend].gemm(left, right, fprop_axes(like), plan.out_dtype)
 
 
 def _linear_fwd(plan: Plan, x, anchor, codes, key):
-    recipe = plan.recipe
+    recipe, backend = plan.recipe, BACKENDS[plan.backend]
     inputs, outputs = anchor.shape
-    problem = Problem(recipe, math.prod(x.shape[:-1]), inputs, outputs, device=target())
-    choose(plan.backend, problem)  # the backward GEMMs must be served too
-    kept = keep(quantize_operand(x, recipe.wgrad_x, axis=-2, key=operand_key(key, recipe.wgrad_x, "wgrad_x")))
-    kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, SAVED), kept)
+    choose(plan.backend, Problem(recipe, math.prod(x.shape[:-1]), inputs, outputs, device=target()))  # backward, too
+    row, column = backend.passes.quantize(x, [ask(recipe, "fprop_x", key), ask(recipe, "wgrad_x", key, kept=True)])
+    kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, SAVED), keep(column))
     master = None if recipe.dgrad_w.format.quantized else anchor  # read again by dgrad
-    return _fprop(plan, x, anchor, codes, key), (kept, master, codes, key, jnp.zeros((0,), x.dtype))
+    return _fprop(plan, row, x, anchor, codes), (kept, master, codes, key, jnp.zeros((0,), x.dtype))
 
 
 def _linear_bwd(plan: Plan, residuals, dy):
     kept, master, codes, key, like_x = residuals
     recipe, backend = plan.recipe, BACKENDS[plan.backend]
-    fprop, dgrad = codes
-    weight = QWeight(master, fprop, dgrad, recipe, plan.sharding)
-    dgrad_left = quantize_operand(dy, recipe.dgrad_dy, axis=-1, key=operand_key(key, recipe.dgrad_dy, "dgrad_dy"))
-    dx = multiply(backend, dgrad_left, weight_operand(weight, "dgrad_w"), dgrad_axes(dy), like_x.dtype)
-    wgrad_left = load(kept, recipe.wgrad_x)
-    wgrad_right = quantize_operand(dy, recipe.wgrad_dy, axis=-2, key=operand_key(key, recipe.wgrad_dy, "wgrad_dy"))
-    dw = multiply(backend, wgrad_left, wgrad_right, wgrad_axes(dy), plan.weight_dtype)
+    weight = weight_operand(QWeight(master, *codes, recipe, plan.sharding), "dgrad_w")
+    row, column = backend.passes.quantize(dy, [ask(recipe, "dgrad_dy", key), ask(recipe, "wgrad_dy", key)])
+    dx = backend.gemm(row, weight, dgrad_axes(dy), like_x.dtype)
+    dw = backend.gemm(backend.passes.load(kept, recipe.wgrad_x), column, wgrad_axes(dy), plan.weight_dtype)
     if plan.sharding is not None:
         dw = lax.with_sharding_constraint(dw, plan.sharding.stored)
     return dx, dw, None, None

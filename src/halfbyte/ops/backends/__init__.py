@@ -4,27 +4,30 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 from halfbyte.devices import native_training
 from halfbyte.ops.backends import carrier, native, reference
 from halfbyte.ops.backends.gemm import Contraction
 from halfbyte.ops.operand import Operand
+from halfbyte.ops.passes import XlaPasses
 from halfbyte.ops.problem import Problem
 from halfbyte.recipe import ROLES
 
-Gemm = Callable[[Operand, Operand, Contraction], jax.Array]
+Gemm = Callable[[Operand, Operand, Contraction, jnp.dtype], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
     """`unsupported(problem)` says why it cannot serve, or None.
 
-    `gemm` multiplies two operands, in float32, without their factors.
+    `gemm` multiplies two operands: exact products, float32 sums, their factors, one rounding. `passes` make operands.
     """
 
     name: str
     unsupported: Callable[[Problem], str | None]
     gemm: Gemm
+    passes: XlaPasses = XlaPasses()
 
 
 BACKENDS = {m.NAME: Backend(m.NAME, m.unsupported, m.gemm) for m in (reference, carrier, native)}

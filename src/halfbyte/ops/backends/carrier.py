@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from halfbyte.ops.backends.gemm import Contraction, contraction_last, dot, result_shape
+from halfbyte.ops.backends.gemm import Contraction, alpha, contraction_last, dot, finish, result_shape
 from halfbyte.ops.operand import Operand
 from halfbyte.ops.problem import Problem
 
@@ -26,8 +26,12 @@ def _wide(a: jax.Array, b: jax.Array, axes: Contraction) -> jax.Array:
     return dot(a.astype(jnp.float32), b.astype(jnp.float32), axes)
 
 
-def _narrow(a: jax.Array, b: jax.Array, axes: Contraction) -> jax.Array:
-    return dot(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), axes)
+def narrow_gemm(a: jax.Array, b: jax.Array, axes: Contraction, factor: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+    """A bfloat16 GEMM. Without a factor its own epilogue makes the one rounding; with one, that waits for the float32 sums."""
+    a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
+    if factor is None:
+        return lax.dot_general(a, b, (axes, ((), ())), preferred_element_type=dtype)
+    return finish(dot(a, b, axes), factor, dtype)
 
 
 def _eight_bit(operand: Operand) -> bool:
@@ -48,11 +52,17 @@ def _f8(a: Operand, b: Operand, axes: Contraction) -> jax.Array:
     return dot(left, right, ((1,), (1,))).reshape(result_shape(codes[0].shape, codes[1].shape, axes))
 
 
-def gemm(left: Operand, right: Operand, axes: Contraction) -> jax.Array:
-    """float32 sums of exact products, without the operands' factors."""
+def gemm(left: Operand, right: Operand, axes: Contraction, dtype: jnp.dtype) -> jax.Array:
+    """Exact products, float32 sums, the operands' factors, one rounding to `dtype`."""
+    factor = alpha(left, right)
     if _eight_bit(left) and _eight_bit(right):
-        return lax.platform_dependent(
+        sums = lax.platform_dependent(
             left, right, cuda=lambda a, b: _f8(a, b, axes), default=lambda a, b: _wide(a.values(), b.values(), axes)
         )
-    a, b = left.values(), right.values()
-    return lax.platform_dependent(a, b, cpu=lambda a, b: _wide(a, b, axes), default=lambda a, b: _narrow(a, b, axes))
+        return finish(sums, factor, dtype)
+    return lax.platform_dependent(
+        left.values(),
+        right.values(),
+        cpu=lambda a, b: finish(_wide(a, b, axes), factor, dtype),
+        default=lambda a, b: narrow_gemm(a, b, axes, factor, dtype),
+    )

@@ -1,10 +1,14 @@
-"""The three GEMMs of a linear as contractions: which axes are summed."""
+"""The three GEMMs of a linear as contractions: which axes are summed, and how float32 sums become the result."""
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from halfbyte.formats.bits import round_bfloat16
+from halfbyte.ops.operand import Operand
 
 Contraction = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -41,3 +45,15 @@ def result_shape(left: tuple[int, ...], right: tuple[int, ...], axes: Contractio
     return tuple(
         n for shape, summed in zip((left, right), axes, strict=True) for i, n in enumerate(shape) if i not in summed
     )
+
+
+def alpha(left: Operand, right: Operand) -> jax.Array | None:
+    """The factor of a GEMM's float32 sums: the product of both operands' decode scales, None for 1."""
+    factors = [o.decode_scale for o in (left, right) if o.decode_scale is not None]
+    return functools.reduce(jnp.multiply, factors) if factors else None
+
+
+def finish(sums: jax.Array, factor: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+    """float32 sums times the factor, rounded once to `dtype`; the rounding to bfloat16 is one that the compiler keeps."""
+    y = sums if factor is None else sums * factor
+    return round_bfloat16(y).astype(dtype) if dtype == jnp.bfloat16 else y.astype(dtype)

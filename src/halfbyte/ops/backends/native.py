@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from halfbyte.formats import QTensor, ScaleRule
-from halfbyte.ops.backends.gemm import Contraction, contraction_last, result_shape
+from halfbyte.ops.backends.gemm import Contraction, alpha, contraction_last, finish, result_shape
 from halfbyte.ops.operand import Operand
 from halfbyte.ops.problem import Problem
 from halfbyte.recipe import GEMMS
@@ -35,12 +35,13 @@ def unsupported(problem: Problem) -> str | None:
     return None
 
 
-def gemm(left: Operand, right: Operand, axes: Contraction) -> jax.Array:
-    """float32 sums of exact products, without the operands' factors."""
+def gemm(left: Operand, right: Operand, axes: Contraction, dtype: jnp.dtype) -> jax.Array:
+    """Exact products, float32 sums, the operands' factors, one rounding to `dtype`."""
     codes = [o.codes() for o in (left, right)]
     (a, a_scales), (b, b_scales) = (_rows(q, summed) for q, summed in zip(codes, axes, strict=True))
     y = jax.nn.scaled_matmul(a, b, a_scales, b_scales, preferred_element_type=jnp.float32)
-    return y.reshape(result_shape(codes[0].shape, codes[1].shape, axes))
+    y = y.reshape(result_shape(codes[0].shape, codes[1].shape, axes))
+    return finish(y, alpha(left, right), dtype)
 
 
 def _rows(tensor: QTensor, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from halfbyte.ops.backends.gemm import Contraction, dot
+from halfbyte.ops.backends.gemm import Contraction, alpha, dot, finish
 from halfbyte.ops.operand import Operand
 from halfbyte.ops.problem import Problem
 
@@ -19,8 +19,7 @@ def unsupported(problem: Problem) -> str | None:
     return None
 
 
-def gemm(left: Operand, right: Operand, axes: Contraction) -> jax.Array:
-    """float32 sums of exact products, without the operands' factors."""
-    return dot(
-        left.values().astype(jnp.float32), right.values().astype(jnp.float32), axes, precision=lax.Precision.HIGHEST
-    )
+def gemm(left: Operand, right: Operand, axes: Contraction, dtype: jnp.dtype) -> jax.Array:
+    """Exact products, float32 sums, the operands' factors, one rounding to `dtype`."""
+    wide = (o.values().astype(jnp.float32) for o in (left, right))
+    return finish(dot(*wide, axes, precision=lax.Precision.HIGHEST), alpha(left, right), dtype)
