@@ -204,7 +204,7 @@ def pass_cases(shapes: list[tuple[int, int]]) -> list[Case]:
                 cases.append(Case(name, shape, tiling_name(tiling), make, sets, (2 + written) * elements))
         packed_sets = [_packed(s) for s in sets[:2]]
         cases.append(Case("unpack", shape, "c4 w4", lambda: K.unpack, packed_sets, 2.5625 * elements))
-        partial_maxima = [(jnp.ones((shape[0] // 16, shape[1] // 512), jnp.int32),)] * 4
+        partial_maxima = [(jnp.full((shape[0] // 16, shape[1] // 512), i, jnp.int32),) for i in range(32)]
         cases.append(
             Case("tensor_scale", shape, "", lambda: K.tensor_scale, partial_maxima, shape[0] * shape[1] / 2048)
         )

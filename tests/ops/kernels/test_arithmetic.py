@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from halfbyte.ops.kernels import arithmetic
+from halfbyte.ops.kernels import arithmetic, swiglu
 from halfbyte.ops.kernels.vector import Vector
 
 T, N = 64, 256
@@ -128,3 +128,23 @@ def test_square(kind):
     assert np.max(arithmetic.amax_float(m, rows)) == amax
     got = arithmetic.quantize_square(m, rows, *scales(amax))
     same_bits(array(got, ml_dtypes.bfloat16), oracle.quantize(w, amax, axis=1, block2d=True)[2])
+
+
+def cut(x):
+    return x.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def test_swiglu_words():
+    """The stated roundings, with NumPy's float32 exp in both: every bit."""
+    rng, m = np.random.default_rng(9), Vector(4, np)
+    g, u, d = ((rng.standard_normal((T, N)) * s).astype(ml_dtypes.bfloat16) for s in (3.0, 1.0, 1e-3))
+    rows = [words(x, 4, 16) for x in (g, u, d)]
+    made = [swiglu.backward_words(m, *(r[t] for r in rows)) for t in range(16)]
+    h = [swiglu.forward_words(m, rows[0][t], rows[1][t]) for t in range(16)]
+    g, u, d = (x.astype(np.float32) for x in (g, u, d))
+    s = np.float32(1) / (np.float32(1) + np.exp(-g))
+    a = cut(g * s)
+    wanted = [cut(cut(d * u) * (s * (1 + g * (1 - s)))), cut(d * a), cut(a * u)]
+    for i, want in enumerate(wanted):
+        same_bits(array([row[i] for row in made], ml_dtypes.bfloat16), want.astype(ml_dtypes.bfloat16))
+    same_bits(array(h, ml_dtypes.bfloat16), wanted[2].astype(ml_dtypes.bfloat16))

@@ -1,5 +1,6 @@
 """GPU kernels for the quantize passes and the GEMM epilogue. Each module says what it cannot take."""
 
+from halfbyte.ops.kernels.gemm import GemmTiling, matmul
 from halfbyte.ops.kernels.layout import Tiling, unsupported
 from halfbyte.ops.kernels.passes import Columnwise, Rowwise, maxima, quantize, unpack
 from halfbyte.ops.kernels.scale import amax_bits, tensor_scale
@@ -8,12 +9,14 @@ from halfbyte.ops.kernels.weights import quantize_weight, weight_maxima
 
 __all__ = [
     "Columnwise",
+    "GemmTiling",
     "Rowwise",
     "Tiling",
     "activation",
     "amax_bits",
     "backward_maxima",
     "forward_maxima",
+    "matmul",
     "maxima",
     "quantize",
     "quantize_backward",

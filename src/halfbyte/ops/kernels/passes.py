@@ -153,7 +153,7 @@ def quantize_made(
     width = arrays[0].shape[1]
     shapes = [side.outputs(tokens) for side, _ in jobs]
     keyed = [i for i, (side, _) in enumerate(jobs) if side.key is not None]
-    scalars = [side.scale for side, _ in jobs] + [jobs[i][0].key for i in keyed]
+    scalars = [side.scale for side, _ in jobs] + [side.key for side, _ in jobs if side.key is not None]
 
     def kernel(program, refs, scalar_refs, out_refs, _):
         tensors = make([ref[r] for ref in refs for r in range(tokens)])

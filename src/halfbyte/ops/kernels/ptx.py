@@ -6,8 +6,8 @@ operations that map one to one onto PTX instructions, most of which serve two bf
 runs on
 
 - `Ptx`, which writes the instructions as text; the text becomes one inline-assembly block of a Pallas Triton kernel;
-- `Vector` (`vector.py`), which evaluates the same operations on arrays. Pallas interpret mode uses it, so the tests of the bodies run
-  on any machine. It flushes denormals where its platform does.
+- `Vector` (`vector.py`), which evaluates the same operations on arrays. Pallas interpret mode uses it, so the tests of
+  the bodies run on any machine.
 
 A *lane* is one GPU thread. It holds `columns` neighbouring elements of every token row of its tile, as words of two
 bf16 (the even column in the low half); `16 // columns` consecutive lanes hold one block of 16 columns.

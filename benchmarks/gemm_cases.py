@@ -1,0 +1,104 @@
+"""Checks and timings of the GEMM with alpha on its accumulator, against XLA with and without alpha."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from gpu_kernels import Case, random_array
+from jax import lax
+from kernel_cases import all_equal, scale_of
+
+from halfbyte.ops.kernels import gemm
+from halfbyte.ops.kernels.gemm import GemmTiling
+from halfbyte.ops.kernels.scale import GEMM
+
+CONTRACTED = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}
+# (layout, m, n, k): the GEMMs of an MLP of 2048 x 8192 with 16384 tokens, and of 4096 x 14336 with 8192
+PROBLEMS = (
+    ("nn", 16384, 8192, 2048),
+    ("nn", 16384, 2048, 8192),
+    ("nt", 16384, 8192, 2048),
+    ("nt", 16384, 2048, 8192),
+    ("tn", 2048, 8192, 16384),
+    ("tn", 8192, 2048, 16384),
+    ("nn", 8192, 14336, 4096),
+    ("nn", 8192, 4096, 14336),
+    ("nt", 8192, 14336, 4096),
+    ("nt", 8192, 4096, 14336),
+    ("tn", 4096, 14336, 8192),
+    ("tn", 14336, 4096, 8192),
+)
+VARIANTS = {
+    "n w8": GemmTiling(),
+    "n w8 f1": GemmTiling(in_flight=1),
+    "n w16 f1": GemmTiling(in_flight=1, width=16),
+    "n minor-m w8 f1": GemmTiling(in_flight=1, minor="m"),
+    "m w8 f1": GemmTiling(in_flight=1, split="m"),
+    "m minor-m w8 f1": GemmTiling(in_flight=1, split="m", minor="m"),
+    "64x256 m w8 f1": GemmTiling(64, 256, in_flight=1, split="m"),
+    "256x64 n w8 f1": GemmTiling(256, 64, in_flight=1, split="n"),
+}
+
+
+def shapes_of(layout: str, m: int, n: int, k: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    return ((k, m) if layout == "tn" else (m, k)), ((n, k) if layout == "nt" else (k, n))
+
+
+def dot(a: jax.Array, b: jax.Array, layout: str, dtype: Any) -> jax.Array:
+    left, right = CONTRACTED[layout]
+    return lax.dot_general(a, b, (((left,), (right,)), ((), ())), preferred_element_type=dtype)
+
+
+def checks(threads: int) -> dict[str, str]:
+    """Small integers: every partial sum is exact, so alpha and one rounding decide every bit."""
+    rng, results = np.random.default_rng(0), {}
+    left, right = scale_of(3.7), scale_of(0.31)
+    alpha = np.float32(left[GEMM]) * np.float32(right[GEMM])
+    m, n, k = 512, 768, 256
+    products = {"nn": lambda a, b: a @ b, "nt": lambda a, b: a @ b.T, "tn": lambda a, b: a.T @ b}
+    for layout in CONTRACTED:
+        values = [rng.integers(-6, 7, shape).astype(ml_dtypes.bfloat16) for shape in shapes_of(layout, m, n, k)]
+        product = products[layout](*(v.astype(np.float32) for v in values))
+        for dtype in (jnp.bfloat16, jnp.float32):
+            name = f"gemm_{layout}:{jnp.dtype(dtype).name}"
+            try:
+                fn = jax.jit(_mosaic(layout, dtype, gemm.TILINGS[layout])())
+                got = fn(*map(jnp.asarray, values), left, right)
+                results[name] = all_equal([(got, (product * alpha).astype(dtype))])
+            except Exception as error:  # reported as a failed check
+                results[name] = f"{type(error).__name__}: {str(error)[:400]}"
+    return results
+
+
+def cases(shapes: list[tuple[int, int]]) -> list[Case]:
+    out = []
+    scale = scale_of(5.0)
+    for layout, m, n, k in PROBLEMS:
+        a_shape, b_shape = shapes_of(layout, m, n, k)
+        sets = [(random_array(a_shape, i), random_array(b_shape, 9 + i), scale, scale) for i in range(2)]
+        dtype = jnp.float32 if layout == "tn" else jnp.bfloat16
+        for name, make in _variants(layout, dtype).items():
+            out.append(Case(f"gemm_{layout}", (m, n, k), name, make, sets, 2.0 * m * n * k, unit="TFLOP/s"))
+    return out
+
+
+def _variants(layout: str, dtype: Any) -> dict[str, Callable[[], Any]]:
+    def scaled(a, b, s, t):
+        return (dot(a, b, layout, jnp.float32) * (s[GEMM] * t[GEMM])).astype(dtype)
+
+    made: dict[str, Callable[[], Any]] = {
+        "xla, no alpha": lambda: lambda a, b, s, t: dot(a, b, layout, dtype),
+        "xla, alpha": lambda: scaled,
+    }
+    for name, tiling in VARIANTS.items():
+        made[name] = _mosaic(layout, dtype, tiling)
+    return made
+
+
+def _mosaic(layout: str, dtype: Any, tiling: GemmTiling) -> Callable[[], Any]:
+    if dtype == jnp.float32:
+        tiling = gemm.with_float32_output(tiling)
+    return lambda: lambda a, b, s, t: gemm.matmul(a, b, s, t, layout=layout, out_dtype=dtype, tiling=tiling)

@@ -1,0 +1,248 @@
+"""bf16 GEMM for Hopper (Mosaic GPU) whose float32 accumulator is multiplied by a device scalar before its one rounding.
+
+    out = round(alpha * (A . B)),   alpha = left * right
+
+cuBLAS takes alpha from the host only, so XLA either writes a float32 result and reads it back to scale it, or takes a
+slower GEMM. Here alpha costs one multiply an element in the epilogue. Three layouts serve the three GEMMs of a linear,
+none of which moves its operands first:
+
+    "nn"  FPROP  x [m, k]   w [k, n]
+    "nt"  DGRAD  dy [m, k]  w [n, k]
+    "tn"  WGRAD  x [k, m]   dy [k, n]
+
+One warpgroup feeds shared memory through the copy engine, two multiply; a block stays on its multiprocessor and walks
+over output tiles in a snake, so that neighbours share operands in L2.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from halfbyte.ops.kernels.scale import GEMM, SIZE
+
+LAYOUTS = ("nn", "nt", "tn")
+MULTIPROCESSORS = 132  # of an H100 or H200 module, where no device is at hand to ask
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmTiling:
+    """Tile of one warpgroup, and how the blocks of the grid share the work.
+
+    `split` says along which output dim the two warpgroups lie; `minor` along which the snake runs first, `width` tiles
+    wide. `in_flight` multiplications may be unfinished when the next one is issued.
+    """
+
+    m: int = 128
+    n: int = 128
+    k: int = 64
+    stages: int = 4
+    epilogue_m: int = 64
+    epilogue_n: int = 64
+    split: str = "n"
+    minor: str = "n"
+    width: int = 8
+    in_flight: int = 0
+
+    @property
+    def block(self) -> tuple[int, int]:
+        return self.m * (2 if self.split == "m" else 1), self.n * (2 if self.split == "n" else 1)
+
+
+TILINGS = {"nn": GemmTiling(), "nt": GemmTiling(), "tn": GemmTiling()}
+
+
+def with_float32_output(tiling: GemmTiling) -> GemmTiling:
+    """`tiling` with half as wide an epilogue, so that float32 results fit beside the operands in shared memory."""
+    return dataclasses.replace(tiling, epilogue_n=32)
+
+
+def default_tiling(layout: str, out_dtype: Any) -> GemmTiling:
+    tiling = TILINGS[layout]
+    return with_float32_output(tiling) if jnp.dtype(out_dtype) == jnp.float32 else tiling
+
+
+def dims(a_shape: tuple[int, ...], b_shape: tuple[int, ...], layout: str) -> tuple[int, int, int]:
+    """m, n, k of a product; raises if the shapes do not match."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    k, m = a_shape if layout == "tn" else a_shape[::-1]
+    n, k_right = b_shape if layout == "nt" else b_shape[::-1]
+    if k != k_right:
+        raise ValueError(f"layout {layout!r} contracts dims of {k} and {k_right}: shapes {a_shape} and {b_shape}")
+    return m, n, k
+
+
+def unsupported(
+    m: int,
+    n: int,
+    k: int,
+    *,
+    layout: str = "nn",
+    out_dtype: Any = jnp.bfloat16,
+    capability: tuple[int, int] | None = None,
+) -> str | None:
+    """Why the GEMM kernel cannot serve, or None."""
+    tiling = default_tiling(layout, out_dtype)
+    if capability is not None and capability[0] != 9:
+        return f"the GEMM kernel is written for compute capability 9.0, got {capability[0]}.{capability[1]}"
+    for name, size, tile in (("m", m, tiling.block[0]), ("n", n, tiling.block[1]), ("k", k, tiling.k)):
+        if size % tile:
+            return f"the GEMM kernel needs {name} to be a multiple of {tile}, got {size}"
+    return None
+
+
+def matmul(
+    a: jax.Array,
+    b: jax.Array,
+    left: jax.Array,
+    right: jax.Array,
+    *,
+    layout: str = "nn",
+    out_dtype: Any = jnp.bfloat16,
+    tiling: GemmTiling | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """alpha * (A . B) in `out_dtype` (bfloat16 or float32), rounded once; alpha = left[GEMM] * right[GEMM] in float32.
+
+    a and b are bf16; left and right the vectors of `tensor_scale`, so that a non-finite operand makes the result NaN.
+    `interpret` computes the same through XLA, on any device.
+    """
+    m, n, k = dims(a.shape, b.shape, layout)
+    tiling = tiling or default_tiling(layout, out_dtype)
+    for name, size, tile in (("m", m, tiling.block[0]), ("n", n, tiling.block[1]), ("k", k, tiling.k)):
+        if size % tile:
+            raise ValueError(f"the GEMM kernel needs {name} to be a multiple of {tile}, got {size}; use the XLA path")
+    if left.shape != (SIZE,) or right.shape != (SIZE,):
+        raise ValueError(f"scales must be vectors of tensor_scale, shape ({SIZE},), got {left.shape} and {right.shape}")
+    if interpret:
+        return _through_xla(a, b, left[GEMM] * right[GEMM], layout, out_dtype)
+    run = plgpu.kernel(
+        functools.partial(_kernel, tiling=tiling, layout=layout, sizes=(m, n, k)),
+        out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
+        grid=(_multiprocessors(),),
+        grid_names=("block",),
+        num_threads=3,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )
+    return run(a, b, left, right)
+
+
+def _through_xla(a: jax.Array, b: jax.Array, alpha: jax.Array, layout: str, out_dtype: Any) -> jax.Array:
+    summed = (0 if layout == "tn" else 1,), (1 if layout == "nt" else 0,)
+    y = lax.dot_general(a, b, (summed, ((), ())), preferred_element_type=jnp.float32) * alpha
+    if jnp.dtype(out_dtype) == jnp.bfloat16:
+        y = lax.reduce_precision(y, 8, 7)  # a rounding that XLA does not remove
+    return y.astype(out_dtype)
+
+
+def _multiprocessors() -> int:
+    try:
+        return int(jax.local_devices()[0].core_count)
+    except (AttributeError, RuntimeError):
+        return MULTIPROCESSORS
+
+
+def _kernel(a, b, left, right, out, *, tiling: GemmTiling, layout: str, sizes: tuple[int, int, int]):
+    m, n, k = sizes
+    block_m, block_n = tiling.block
+    turned_a, turned_b = layout == "tn", layout == "nt"
+    tiles = (m // block_m, n // block_n)
+    in_order, out_order = _transforms(tiling.k, jnp.bfloat16), _transforms(tiling.epilogue_n, out.dtype)
+
+    def pipeline(multiply, context):
+        shape_a = (tiling.k, block_m) if turned_a else (block_m, tiling.k)
+        shape_b = (block_n, tiling.k) if turned_b else (tiling.k, block_n)
+        return plgpu.emit_pipeline_warp_specialized(
+            multiply,
+            grid=(k // tiling.k,),
+            memory_registers=40,
+            in_specs=[
+                _operand(shape_a, (lambda i: (i, 0)) if turned_a else (lambda i: (0, i)), in_order, tiling.in_flight),
+                _operand(shape_b, (lambda i: (0, i)) if turned_b else (lambda i: (i, 0)), in_order, tiling.in_flight),
+            ],
+            wg_axis="warpgroup",
+            num_compute_wgs=2,
+            max_concurrent_steps=tiling.stages,
+            compute_context=context,
+        )
+
+    slots = min(2, (tiling.m * tiling.n) // (tiling.epilogue_m * tiling.epilogue_n))
+    stage_shape = (2, slots, tiling.epilogue_m, tiling.epilogue_n)
+
+    @functools.partial(
+        pl.run_scoped,
+        buffers=pipeline(_nothing, _nothing).get_allocations(a, b),
+        staged=plgpu.SMEM(stage_shape, out.dtype, transforms=out_order),
+        collective_axes="warpgroup",
+    )
+    def _(buffers, staged):
+        warpgroup = lax.axis_index("warpgroup")
+        alpha = left[GEMM] * right[GEMM]
+
+        @plgpu.nd_loop((tiles[0] * tiles[1],), collective_axes="block")
+        def _(loop):
+            i, j = plgpu.planar_snake(loop.index[0], tiles, 0 if tiling.minor == "m" else 1, tiling.width)
+            rows, columns = pl.ds(i * block_m, block_m), pl.ds(j * block_n, block_n)
+            own_m = pl.ds(warpgroup * tiling.m, tiling.m) if tiling.split == "m" else slice(None)
+            own_n = pl.ds(warpgroup * tiling.n, tiling.n) if tiling.split == "n" else slice(None)
+            target = out.at[rows, columns].at[own_m, own_n]
+
+            def multiply(_, a_tile, b_tile, sums):
+                left_tile = plgpu.transpose_ref(a_tile.at[:, own_m], (1, 0)) if turned_a else a_tile.at[own_m]
+                right_tile = plgpu.transpose_ref(b_tile.at[own_n], (1, 0)) if turned_b else b_tile.at[:, own_n]
+                plgpu.wgmma(sums, left_tile, right_tile)
+                plgpu.wgmma_wait(tiling.in_flight)
+                return sums
+
+            def context(run):
+                @functools.partial(pl.run_scoped, sums=plgpu.ACC((tiling.m, tiling.n), jnp.float32))
+                def _(sums):
+                    run(sums)
+                    _write(sums[...], alpha, staged, target, warpgroup, tiling, out.dtype)
+
+            pipeline(multiply, context)(
+                a.at[:, rows] if turned_a else a.at[rows, :],
+                b.at[columns, :] if turned_b else b.at[:, columns],
+                allocations=buffers,
+            )
+
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _write(sums, alpha, staged, target, warpgroup, tiling: GemmTiling, dtype):
+    """Scales and rounds the accumulator once, and sends it out in small tiles through two slots of shared memory."""
+    result = (sums * alpha).astype(dtype)
+    across = tiling.n // tiling.epilogue_n
+    slots = min(2, (tiling.m * tiling.n) // (tiling.epilogue_m * tiling.epilogue_n))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for index in range((tiling.m // tiling.epilogue_m) * across):
+        i, j = divmod(index, across)
+        rows = slice(i * tiling.epilogue_m, (i + 1) * tiling.epilogue_m)
+        columns = slice(j * tiling.epilogue_n, (j + 1) * tiling.epilogue_n)
+        slot = index % slots
+        plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+        staged[warpgroup, slot] = result[rows, columns]
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staged.at[warpgroup, slot], target.at[rows, columns])
+
+
+def _operand(shape: tuple[int, int], index: Any, transforms: Any, in_flight: int) -> Any:
+    return plgpu.BlockSpec(shape, index, transforms=transforms, memory_space=plgpu.SMEM, delay_release=in_flight)
+
+
+def _transforms(columns: int, dtype: Any) -> tuple[Any, ...]:
+    """The swizzled order of shared memory for tiles at least `columns` wide."""
+    size = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(columns * size * 8)
+    return plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Stands for a body where only the pipeline's allocations are asked for."""
