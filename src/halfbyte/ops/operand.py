@@ -57,6 +57,7 @@ def to_bfloat16(x: jax.Array) -> jax.Array:
     return x if x.dtype == jnp.bfloat16 else round_bfloat16(x.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
+@jax.named_scope("quantize")
 def quantize_operand(x: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None) -> Operand:
     """x under `policy`, blocked and transformed along `axis` (-1 or -2), the axis that the GEMM contracts.
 
@@ -86,6 +87,7 @@ def keep(operand: Operand) -> Kept:
     return operand.quantized if isinstance(operand.quantized, Packed) else Packed.of(operand.quantized)
 
 
+@jax.named_scope("quantize")
 def load(kept: Kept, policy: OperandPolicy) -> Operand:
     """The operand of `keep`, bit for bit."""
     if not isinstance(kept, Packed):

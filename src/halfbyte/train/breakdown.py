@@ -127,8 +127,7 @@ def _stack_frames(text: str) -> dict[int, str]:
             return []
         location = tables["FileLocations"].get(number(entry, "file_location_id"), "")
         file = tables["FileNames"].get(number(location, "file_name_id"), "")
-        parent = number(entry, "parent_frame_id")
-        return [file] + (files(parent, depth + 1) if parent != frame else [])
+        return [file, *files(number(entry, "parent_frame_id") - 1, depth + 1)]  # written one too high; 0 is no parent
 
     # Only the innermost frame of our own package: callers further out would make everything `attention` or `quantize`.
     return {

@@ -209,9 +209,9 @@ class Loop:
         self.outputs.write(row)
         self._guard(finished)
 
-    def _drain(self, **extra: Any) -> None:
+    def _drain(self) -> None:
         """Wait for the newest step and write its row."""
-        self._emit(self.late.flush(), **extra)
+        self._emit(self.late.flush())
         self.late.restart_clock()
 
     def _guard(self, finished: Finished) -> None:
@@ -249,11 +249,12 @@ class Loop:
             self._save()
 
     def _validate(self) -> None:
+        finished = self.late.flush()  # before validation, which is not part of the step's time
         found = validate(self.session.source, self.mesh, self.evaluate, self.state.params)
         self.result.validation = found
-        self._drain(
-            validation_loss=found["all"], **{f"validation_loss/{name}": found[name] for name in found if name != "all"}
-        )
+        by_source = {f"validation_loss/{name}": value for name, value in found.items() if name != "all"}
+        self._emit(finished, validation_loss=found["all"], **by_source)
+        self.late.restart_clock()
         text = "  ".join(f"{name} {value:.4f}" for name, value in found.items() if name != "all" or len(found) > 2)
         self._note(f"validation after step {self.step}: {text}")
 

@@ -178,7 +178,7 @@ def table(manifest: Manifest) -> Table:
         padding=(0, 1, 0, 0),
         show_edge=False,
     )
-    for name in ("linear", "layers", "k × n", "fprop", "dgrad", "wgrad", "runs", "FLOPs"):
+    for name in ("linear", "layers", "k×n", "fprop", "dgrad", "wgrad", "runs", "FLOPs"):
         rows.add_column(name, justify="right" if name == "FLOPs" else "left", no_wrap=True)
     for site in manifest.sites:
         in_layers = site.path.startswith("layers/")
@@ -186,7 +186,7 @@ def table(manifest: Manifest) -> Table:
         rows.add_row(
             site.path.removeprefix("layers/"),
             f"{site.layers[0]}-{site.layers[1] - 1}" if in_layers else "-",
-            f"{site.k} × {site.n}",
+            f"{site.k}×{site.n}",
             *(_cell(site.gemms[gemm]) for gemm in GEMMS),
             f"{', '.join(executions)} ({site.backend})" if executions else site.backend,
             f"{100 * site.flops / manifest.step_flops:.1f}%",

@@ -1,0 +1,118 @@
+"""Runs by name: each is a function that returns a frozen config. A new run is a new function.
+
+Learning rates fall with size as the Llama 3 report and the small-model literature have it; batches are those of the
+published NVFP4 runs where there is one.
+"""
+
+import difflib
+from collections.abc import Callable
+
+from halfbyte import models
+from halfbyte.optim import OptimizerConfig
+from halfbyte.train import CheckpointConfig, LogConfig, TrainConfig, ValidationConfig
+
+
+def demo() -> TrainConfig:
+    """A small Llama on the embedded corpus: minutes on a laptop."""
+    return TrainConfig(
+        name="demo",
+        model=models.preset("demo"),
+        data="demo",
+        steps=400,
+        batch=8,
+        seq=128,
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup=0.05, final=0.02, weight_decay=0.1),
+        validation=ValidationConfig(every=100, batches=0),
+        checkpoint=CheckpointConfig(every=100),
+        log=LogConfig(every=10),
+    )
+
+
+def _small(name: str, *, learning_rate: float, batch: int, seq: int) -> TrainConfig:
+    return TrainConfig(
+        name=name,
+        model=models.preset(name),
+        data="synthetic",
+        steps=10_000,
+        batch=batch,
+        seq=seq,
+        optimizer=OptimizerConfig(learning_rate=learning_rate, warmup=0.05),
+        validation=ValidationConfig(every=500),
+    )
+
+
+def llama_60m() -> TrainConfig:
+    """60M parameters: the smallest of the low-precision literature."""
+    return _small("llama-60m", learning_rate=2e-3, batch=64, seq=1024)
+
+
+def llama_125m() -> TrainConfig:
+    """125M parameters."""
+    return _small("llama-125m", learning_rate=1.5e-3, batch=64, seq=2048)
+
+
+def llama_350m() -> TrainConfig:
+    """350M parameters."""
+    return _small("llama-350m", learning_rate=1e-3, batch=128, seq=2048)
+
+
+def _large(name: str, *, mesh: str, batch: int, seq: int, learning_rate: float, remat: str) -> TrainConfig:
+    return TrainConfig(
+        name=name,
+        model=models.preset(name),
+        data="synthetic",
+        mesh=mesh,
+        steps=10_000,
+        batch=batch,
+        seq=seq,
+        remat=remat,  # type: ignore[arg-type]
+        optimizer=OptimizerConfig(learning_rate=learning_rate, warmup=0.01),
+        checkpoint=CheckpointConfig(every=500, keep_last=2, keep_every=5000),
+        watchdog_s=1800.0,
+    )
+
+
+def llama3_2_1b() -> TrainConfig:
+    """1.24B parameters, one device."""
+    return _large("llama3.2-1b", mesh="", batch=8, seq=4096, learning_rate=5e-4, remat="none")
+
+
+def llama3_8b() -> TrainConfig:
+    """8.03B parameters; FSDP over all devices, 4 sequences of 8192 each on 8 of them."""
+    return _large("llama3-8b", mesh="", batch=32, seq=8192, learning_rate=3e-4, remat="quantized")
+
+
+def llama3_1_70b() -> TrainConfig:
+    """70.6B parameters on 64 devices."""
+    return _large("llama3.1-70b", mesh="fsdp=16,tensor=4", batch=32, seq=8192, learning_rate=1.5e-4, remat="full")
+
+
+def llama3_1_405b() -> TrainConfig:
+    """405.9B parameters on 128 devices."""
+    return _large("llama3.1-405b", mesh="fsdp=32,tensor=4", batch=32, seq=8192, learning_rate=8e-5, remat="full")
+
+
+RUNS: dict[str, Callable[[], TrainConfig]] = {
+    "demo": demo,
+    "llama-60m": llama_60m,
+    "llama-125m": llama_125m,
+    "llama-350m": llama_350m,
+    "llama3.2-1b": llama3_2_1b,
+    "llama3-8b": llama3_8b,
+    "llama3.1-70b": llama3_1_70b,
+    "llama3.1-405b": llama3_1_405b,
+}
+
+
+def names() -> list[str]:
+    """Names of all runs, smallest first."""
+    return list(RUNS)
+
+
+def run_config(name: str) -> TrainConfig:
+    """The config of a run by name; ValueError with the nearest names."""
+    if name not in RUNS:
+        near = difflib.get_close_matches(name, RUNS, n=2, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ValueError(f"no run is called {name!r}; {hint}runs: {', '.join(RUNS)}")
+    return RUNS[name]()

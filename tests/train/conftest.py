@@ -1,0 +1,24 @@
+"""Makes the tiny run importable, compiles quickly, and gives all tests of this folder one cache of compiled
+programs."""
+
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(autouse=True, scope="package")
+def quick_compiles():
+    """Compiling is most of what these tests cost: leave out the optimizations that only make programs fast."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="session")
+def compile_cache(tmp_path_factory):
+    """Directory of compiled programs, shared by the subprocesses of this session."""
+    return tmp_path_factory.mktemp("compiled")

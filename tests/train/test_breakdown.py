@@ -1,0 +1,97 @@
+"""Oracles: a program written by hand, intervals counted by hand, and a real trace of this machine."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from halfbyte.train.breakdown import breakdown, merge, parse_program, shares
+from halfbyte.train.capture import Capture, ProfileConfig
+
+PROGRAM = """HloModule jit_step, is_scheduled=true
+
+FileNames
+1 "/a/halfbyte/ops/attention.py"
+2 "/a/halfbyte/formats/quantization.py"
+3 "/a/jax/core.py"
+
+FunctionNames
+1 "f"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=10}
+2 {file_name_id=2 function_name_id=1 line=10}
+3 {file_name_id=3 function_name_id=1 line=10}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=3 parent_frame_id=5}
+4 {file_location_id=2 parent_frame_id=1}
+
+%fused (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %round = f32[8]{0} floor(%p), metadata={op_name="jit(step)/floor" stack_frame_id=2}
+}
+
+%fused.dot (q: f32[8,8]) -> f32[8,8] {
+  %q = f32[8,8]{1,0} parameter(0)
+  ROOT %dot.7 = f32[8,8]{1,0} dot(%q, %q), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %fusion.1 = f32[8]{0} fusion(%a), kind=kLoop, calls=%fused
+  %fusion.2 = f32[8,8]{1,0} fusion(%a), kind=kOutput, calls=%fused.dot
+  %scores = f32[8,8]{1,0} dot(%a, %a), metadata={op_name="jit(step)/dot" stack_frame_id=1}
+  %gemm.3 = (f32[8,8]{1,0}, s8[4]{0}) custom-call(%a), custom_call_target="__cudnn$blockScaledDot"
+  %ar = f32[8]{0} all-reduce-start(%a), to_apply=%fused
+  %loop = f32[8]{0} while(%a), condition=%fused, body=%fused
+  ROOT %add.9 = f32[8]{0} add(%a, %a)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "name, category",
+    [
+        ("fusion.1", "quantize"),
+        ("fusion.2", "gemm"),
+        ("scores", "attention"),
+        ("gemm.3", "gemm"),
+        ("ar", "communication"),
+        ("loop", None),
+        ("add.9", "other"),
+    ],
+)
+def test_categories(name, category):
+    assert parse_program(PROGRAM).category(name) == category
+
+
+def test_merge():
+    assert merge([(3, 4), (0, 2), (1, 2.5)]) == [(0, 2.5), (3, 4)]
+
+
+def test_hidden_communication_is_not_counted_twice():
+    found = shares({"gemm": [(0, 4)], "communication": [(3, 6)], "other": [(8, 9)]}, (0, 10))
+    assert found == pytest.approx(
+        {"gemm": 0.4, "quantize": 0.0, "attention": 0.0, "other": 0.1, "communication": 0.2, "idle": 0.3}
+    )
+
+
+def test_a_real_trace_of_matmuls_is_mostly_gemm(tmp_path):
+    said = []
+    step = jax.jit(lambda x: x @ x / 300.0).lower(jnp.ones((300, 300))).compile()
+    capture = Capture(ProfileConfig("xprof", 2, 3), tmp_path, say=said.append)
+    x = jnp.ones((300, 300))
+    for number in range(1, 5):
+        capture.before(number)
+        x = step(x)
+        capture.after(number, x, step.as_text)
+    assert sum(capture.shares.values()) == pytest.approx(1.0, abs=1e-6)
+    assert capture.shares["gemm"] > capture.shares["other"]
+    assert "gemm" in said[-1]
+    assert breakdown(next(tmp_path.rglob("*.xplane.pb")), "") != {}
+
+
+def test_profile_range_is_checked():
+    with pytest.raises(ValueError, match="profile_start 5 and profile_stop 3"):
+        ProfileConfig("xprof", 5, 3)

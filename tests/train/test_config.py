@@ -1,0 +1,107 @@
+"""Oracle: what was written. Every named run survives JSON; every bad value names its field."""
+
+import dataclasses
+import json
+
+import pytest
+
+from halfbyte.runs import names, run_config
+from halfbyte.train import TrainConfig, jsonconfig
+from halfbyte.train.resume import ChangedConfig, check_unchanged, refuse_foreign_directory
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_run_survives_json(name, tmp_path):
+    config = run_config(name)
+    jsonconfig.save(config, tmp_path / "config.json")
+    assert jsonconfig.load(TrainConfig, tmp_path / "config.json") == config
+    assert config.model.name == name
+
+
+def test_unknown_run_names_the_nearest():
+    with pytest.raises(ValueError, match=r"did you mean llama3-8b"):
+        run_config("llama3-8")
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("{", "is not JSON"),
+        ("[1]", "one JSON object"),
+        ('{"name": "x", "stepz": 3}', "no field stepz; did you mean steps"),
+        ('{"name": "x", "optimizer": {"learning_rte": 3}}', "no field optimizer.learning_rte"),
+        ('{"name": "x", "steps": "many"}', "steps must be int, got 'many'"),
+        ('{"name": "x"}', "missing 1 required"),
+    ],
+)
+def test_bad_config_files(tmp_path, text, words):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=words):
+        jsonconfig.load(TrainConfig, tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"recipe": "nvfp5"}, "nvfp4"),
+        ({"policy": "everything"}, "all_linear"),
+        ({"mesh": "fsdp=0"}, "mesh"),
+        ({"mesh": "fdsp=2"}, "fsdp"),
+        ({"steps": 0}, "steps must be 1 or more"),
+        ({"batch": 16, "accumulate": 3}, "batch 16 does not split into 3"),
+        ({"seq": 100_000}, "max_seq 512"),
+        ({"seed": -1}, "seed"),
+        ({"z_loss": -1.0}, "z_loss"),
+    ],
+)
+def test_bad_values(changes, words):
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(run_config("demo"), **changes)
+
+
+def test_loss_scale_is_a_power_of_two():
+    from halfbyte.train import LossScaleConfig
+
+    assert LossScaleConfig(initial=0.5).initial == 0.5
+    with pytest.raises(ValueError, match="power of two, got 1000"):
+        LossScaleConfig(initial=1000)
+
+
+def test_differences_are_dotted():
+    a = run_config("demo")
+    b = dataclasses.replace(a, recipe="bf16", model=dataclasses.replace(a.model, layers=5))
+    found = jsonconfig.differences(jsonconfig.to_dict(a), jsonconfig.to_dict(b))
+    assert found == [("model.layers", 4, 5), ("recipe", "nvfp4", "bf16")]
+
+
+def test_a_changed_run_is_refused_field_by_field():
+    config = run_config("demo")
+    stored = json.loads(json.dumps(jsonconfig.to_dict(config)))
+    check_unchanged(stored, config, allow=False, say=print)
+    changed = dataclasses.replace(
+        config, recipe="bf16", optimizer=dataclasses.replace(config.optimizer, mu_dtype="bfloat16")
+    )
+    with pytest.raises(ChangedConfig) as error:
+        check_unchanged(stored, changed, allow=False, say=print)
+    assert "optimizer.mu_dtype: float32 -> bfloat16" in str(error.value)
+    assert "recipe: nvfp4 -> bf16" in str(error.value)
+    assert "--allow-change" in str(error.value)
+    said = []
+    check_unchanged(stored, changed, allow=True, say=said.append)
+    assert len(said) == 2
+
+
+def test_free_fields_may_change_and_steps_are_announced():
+    config = run_config("demo")
+    longer = dataclasses.replace(config, steps=999, mesh="fsdp=2", remat="full")
+    said = []
+    check_unchanged(jsonconfig.to_dict(config), longer, allow=False, say=said.append)
+    assert said == ["steps 240 -> 999: the learning-rate schedule now ends at step 999"] or "-> 999" in said[0]
+
+
+def test_a_directory_of_somebody_else_is_refused(tmp_path):
+    refuse_foreign_directory(tmp_path / "new")
+    refuse_foreign_directory(tmp_path)
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ValueError, match=r"holds no run \(found thesis.tex\)"):
+        refuse_foreign_directory(tmp_path)

@@ -1,0 +1,75 @@
+"""Oracle: ANCHORS (65.7% of Llama 3 8B's FLOPs and 78.4% of 405B's are in the MLP at 8192), and the device table."""
+
+import dataclasses
+
+import pytest
+from rich.console import Console
+
+from halfbyte.devices import device
+from halfbyte.runs import run_config
+from halfbyte.train import PrecisionConfig, build_manifest, phases, table
+
+
+def manifest_of(name, where, **changes):
+    config = dataclasses.replace(run_config(name), **changes)
+    (phase, *_) = phases(config)
+    return build_manifest(config, phase.resolved(config), phase.recipe, seq=config.seq, device=device(where))
+
+
+@pytest.mark.parametrize("name, share", [("llama3-8b", 0.657), ("llama3.1-405b", 0.784)])
+def test_share_in_four_bits_is_that_of_the_mlp(name, share):
+    manifest = manifest_of(name, "gb300")
+    assert manifest.share_4bit == pytest.approx(share, abs=5e-4)
+    assert manifest.share_by_multiplier["nvfp4"] == pytest.approx(share, abs=5e-4)
+    assert sum(manifest.share_by_multiplier.values()) == pytest.approx(1.0)
+
+
+def test_native_on_blackwell_emulated_on_hopper():
+    native = {site.path: site for site in manifest_of("llama3-8b", "gb300").sites}
+    emulated = {site.path: site for site in manifest_of("llama3-8b", "h200").sites}
+    for path in ("layers/mlp/gate", "layers/mlp/up", "layers/mlp/down"):
+        assert {gemm.execution for gemm in native[path].gemms.values()} == {"native"}
+        assert {gemm.execution for gemm in emulated[path].gemms.values()} == {"emulated"}
+        assert {gemm.runs_in for gemm in emulated[path].gemms.values()} == {"bf16"}
+    for path in ("layers/attention/q", "head"):
+        assert {gemm.execution for gemm in native[path].gemms.values()} == {"plain"}
+
+
+def test_every_operand_is_named():
+    site = next(site for site in manifest_of("llama3-8b", "gb300").sites if site.path == "layers/mlp/up")
+    assert (site.tokens, site.k, site.n, site.layers) == (32 * 8192, 4096, 14336, (0, 32))
+    fprop, dgrad, wgrad = (site.gemms[name] for name in ("fprop", "dgrad", "wgrad"))
+    assert (fprop.left, fprop.right) == ("nvfp4 1d rne", "nvfp4 2d rne")
+    assert (dgrad.left, dgrad.right) == ("nvfp4 1d stochastic", "nvfp4 2d rne")
+    assert (wgrad.left, wgrad.right) == ("nvfp4 1d rne hadamard", "nvfp4 1d stochastic hadamard")
+
+
+def test_fp8_runs_in_fp8_on_hopper():
+    manifest = manifest_of("llama3-8b", "h200", recipe="fp8", policy="all_linear")
+    assert manifest.share_4bit == 0
+    assert manifest.share_by_multiplier["fp8"] > 0.75
+    peak = device("h200").peak
+    assert peak["bf16"] < manifest.peak(device("h200")) < peak["fp8"]
+
+
+def test_peak_is_unknown_on_a_cpu():
+    assert manifest_of("demo", "cpu").peak(device("cpu")) is None
+
+
+def test_policy_paper_splits_layers():
+    manifest = manifest_of("llama3.1-405b", "gb300", policy="paper")
+    spans = [(site.layers, site.recipe) for site in manifest.sites if site.path == "layers/attention/o"]
+    assert spans == [((0, 2), "bf16"), ((2, 110), "nvfp4"), ((110, 126), "bf16")]
+
+
+def test_a_backend_that_cannot_serve_is_refused_by_path():
+    with pytest.raises(ValueError, match=r"layers/mlp/gate.*native"):
+        manifest_of("demo", "cpu", precision=PrecisionConfig(backend="native"))
+
+
+def test_the_table_fits_eighty_columns(capsys):
+    Console(width=80).print(table(manifest_of("llama3.1-405b", "gb300")))
+    out = capsys.readouterr().out
+    assert "78.4% of FLOPs in 4 bits" in out
+    assert "…" not in out
+    assert max(map(len, out.splitlines())) <= 80

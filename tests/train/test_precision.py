@@ -1,0 +1,46 @@
+"""Oracle: the schedule by hand."""
+
+import dataclasses
+
+import pytest
+
+from halfbyte.recipe import recipe
+from halfbyte.runs import run_config
+from halfbyte.train import PrecisionConfig, phases
+from halfbyte.train.precision import BACKWARD, FORWARD, blend, phase_at
+
+
+def with_switch(**options):
+    return dataclasses.replace(run_config("demo"), steps=200, precision=PrecisionConfig(**options))
+
+
+def test_one_phase_without_a_switch():
+    (phase,) = phases(with_switch())
+    assert (phase.start, phase.stop, phase.recipe.name) == (0, 200, "nvfp4")
+
+
+@pytest.mark.parametrize("at, step", [(0.82, 164), (150, 150), (1, 1)])
+def test_switch_by_fraction_or_step(at, step):
+    first, second = phases(with_switch(switch_at=at, switch_to="fp8"))
+    assert (first.stop, second.start, second.stop) == (step, step, 200)
+    assert second.recipe == recipe("fp8")
+    assert phase_at((first, second), step - 1) is first
+    assert phase_at((first, second), step) is second
+
+
+def test_forward_alone_takes_the_forward_operands():
+    mixed = blend(recipe("nvfp4"), recipe("bf16"), "forward")
+    assert all(getattr(mixed, role) == getattr(recipe("bf16"), role) for role in FORWARD)
+    assert all(getattr(mixed, role) == getattr(recipe("nvfp4"), role) for role in BACKWARD)
+    assert mixed.name == "nvfp4+bf16_forward"
+
+
+def test_backward_alone_takes_the_backward_operands():
+    mixed = blend(recipe("nvfp4"), recipe("bf16"), "backward")
+    assert all(getattr(mixed, role) == getattr(recipe("nvfp4"), role) for role in FORWARD)
+    assert all(getattr(mixed, role) == getattr(recipe("bf16"), role) for role in BACKWARD)
+
+
+def test_a_switch_past_the_end_is_refused():
+    with pytest.raises(ValueError, match="switch_at is step 300, but the run ends at step 200"):
+        phases(with_switch(switch_at=300))

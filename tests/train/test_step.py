@@ -1,0 +1,130 @@
+"""The pure step. Oracles: the same step done another way, and exact equality where arithmetic promises it."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import tiny
+
+from halfbyte.formats import NVFP4, quantize
+from halfbyte.train import LossScaleConfig, PrecisionConfig, create_state, jit_train_step, phases
+from halfbyte.train import run_mesh as mesh_of
+from halfbyte.train.scaling import next_scaler
+from halfbyte.train.source import open_source, to_mesh
+from halfbyte.train.step import gradients, microbatches
+
+
+@functools.cache
+def prepared(config):
+    mesh = mesh_of(config, jax.devices()[:1])
+    step = jit_train_step(config, phases(config)[0].resolved(config), mesh)
+    return mesh, step
+
+
+def run(config, steps=2, batches=None):
+    """(state, list of metrics) after some steps from a fresh state."""
+    mesh, step = prepared(config)
+    state, metrics = create_state(config, mesh), []
+    loader = open_source(config).loader(mesh)
+    for number in range(steps):
+        rows = next(loader) if batches is None else batches[number]
+        state, found = step(state, to_mesh(rows, mesh, batch=config.batch))
+        metrics.append({name: float(value) for name, value in found.items()})
+    loader.close()
+    return state, metrics
+
+
+def equal(a, b):
+    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def test_microbatches_keep_rows_on_their_device():
+    batch = {"tokens": jnp.arange(8)[:, None] * jnp.ones((1, 3), jnp.int32)}
+    split = microbatches(batch, 2)["tokens"]
+    assert split.shape == (2, 4, 3)
+    assert split[1, :, 0].tolist() == [1, 3, 5, 7]
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch():
+    """Uneven numbers of scored tokens: a mean of means would be off by a factor of eight in some rows."""
+    whole = tiny(recipe="bf16", z_loss=1e-3, precision=PrecisionConfig(compute_dtype="float32"))
+    cut = dataclasses.replace(whole, accumulate=4)
+    mesh = mesh_of(whole, jax.devices()[:1])
+    state = create_state(whole, mesh)
+    rows = next(open_source(whole).loader(mesh))
+    few = (np.arange(8)[:, None] % 4 == 1) & (np.arange(32)[None, :] < 29)
+    batch = to_mesh({**rows, "targets": np.where(few, -1, rows["targets"])}, mesh, batch=8)
+
+    def grads(config):
+        resolved = phases(config)[0].resolved(config)
+        key, scale = jax.random.key(0), jnp.float32(1.0)
+        return jax.jit(lambda p, b: gradients(config, resolved, mesh, p, b, key=key, scale=scale))(state.params, batch)
+
+    (one, sums), (four, cut_sums) = grads(whole), grads(cut)
+    assert float(sums["tokens"]) == float(cut_sums["tokens"]) == 2 * 3 + 6 * 32
+    assert float(cut_sums["z_sum"]) == pytest.approx(float(sums["z_sum"]), rel=1e-4)
+    assert float(sums["z_sum"]) > 0
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(four), strict=True):  # operands round to bf16: 2^-8
+        np.testing.assert_allclose(a, b, atol=2**-8 * float(jnp.max(jnp.abs(a))))
+
+
+PLAIN = tiny(recipe="nvfp4")
+SCALED = tiny(recipe="nvfp4", loss_scale=LossScaleConfig(mode="dynamic", initial=2.0**9))
+
+
+def test_a_power_of_two_loss_scale_changes_no_bit():
+    (a, first), (b, second) = run(PLAIN), run(SCALED)
+    assert equal(a.params, b.params)
+    assert equal(a.optimizer, b.optimizer)
+    assert [m["loss"] for m in first] == [m["loss"] for m in second]
+    assert second[0]["loss_scale"] == 512.0
+
+
+@pytest.mark.parametrize("rounding", ["rne", "stochastic"])
+@pytest.mark.parametrize("power", [-20, -3, 1, 15])
+def test_every_code_is_unchanged_by_a_power_of_two(rounding, power):
+    x = jax.random.normal(jax.random.key(1), (64, 128), jnp.bfloat16)
+    key = jax.random.key(2) if rounding == "stochastic" else None
+    before = quantize(x, NVFP4, rounding=rounding, key=key)
+    after = quantize(x * jnp.bfloat16(2.0**power), NVFP4, rounding=rounding, key=key)
+    assert np.array_equal(before.codes, after.codes)
+    assert np.array_equal(np.asarray(before.scales).view(np.uint8), np.asarray(after.scales).view(np.uint8))
+    assert float(after.amax) == float(before.amax) * 2.0**power
+
+
+def test_overflow_skips_the_step_and_halves():
+    """Weights of 1e34 in the head overflow float32 gradients."""
+    mesh, step = prepared(SCALED)
+    state = create_state(SCALED, mesh)
+    state = dataclasses.replace(state, params={**state.params, "head": state.params["head"] * 1e34})
+    before = jax.device_get(state)
+    rows = next(open_source(SCALED).loader(mesh))
+    state, metrics = step(state, to_mesh(rows, mesh, batch=8))
+    assert not np.isfinite(float(metrics["grad_norm"]))
+    assert equal(before.params, state.params)
+    assert equal(before.optimizer, state.optimizer)
+    assert float(state.scaler["scale"]) == 256.0
+    assert int(state.scaler["skipped"]) == 1
+    assert int(state.step) == 1
+
+
+def test_scale_grows_after_good_steps_and_is_bounded():
+    config = LossScaleConfig(mode="dynamic", initial=4.0, growth_interval=2)
+    scaler = {"scale": jnp.float32(4.0), "good_steps": jnp.int32(0), "skipped": jnp.int32(0)}
+    seen = []
+    for finite in (True, True, True, False, True, True):
+        scaler = next_scaler(config, scaler, jnp.asarray(finite))
+        seen.append((float(scaler["scale"]), int(scaler["good_steps"])))
+    assert seen == [(4.0, 1), (8.0, 0), (8.0, 1), (4.0, 0), (4.0, 1), (8.0, 0)]
+    assert (
+        float(next_scaler(config, {**scaler, "scale": jnp.float32(2.0**-24)}, jnp.asarray(False))["scale"]) == 2.0**-24
+    )
+
+
+def test_loss_falls_and_starts_where_it_should():
+    _, metrics = run(PLAIN, steps=6)
+    assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.2
+    assert metrics[0]["loss"] == pytest.approx(np.log(64) + 0.5, rel=0.1)  # ln(vocab) + half the variance of the logits

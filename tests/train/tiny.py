@@ -1,0 +1,28 @@
+"""The smallest run that has everything: two layers, grouped heads, all dims multiples of 16."""
+
+import dataclasses
+
+from halfbyte.models import LlamaConfig
+from halfbyte.optim import OptimizerConfig
+from halfbyte.train import CheckpointConfig, LogConfig, TrainConfig, ValidationConfig
+
+MODEL = LlamaConfig(
+    name="tiny", vocab_size=64, embed=32, mlp=64, layers=2, heads=4, kv_heads=2, head_dim=16, max_seq=64
+)
+
+
+def tiny(**changes) -> TrainConfig:
+    """A run of six steps on synthetic data."""
+    base = TrainConfig(
+        name="tiny",
+        model=MODEL,
+        data="synthetic",
+        steps=6,
+        batch=8,
+        seq=32,
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup=1),
+        validation=ValidationConfig(every=0, batches=1),
+        checkpoint=CheckpointConfig(every=2, keep_last=2),
+        log=LogConfig(tensorboard=False),
+    )
+    return dataclasses.replace(base, **changes)
