@@ -134,6 +134,7 @@ def take_directory(session: Session, stack: ExitStack) -> Checkpoints:
     if session.is_main:
         stack.enter_context(RunLock(session.directory))
         jsonconfig.save(session.config, session.directory / "config.json")
+        session.source.save_facts(session.directory)
         spans = zip(phases(session.config), session.preflight.manifests, strict=True)
         listed = [{"steps": [phase.start + 1, phase.stop], **manifest.to_json()} for phase, manifest in spans]
         text = json.dumps({**listed[0], "phases": listed}, indent=1)

@@ -6,8 +6,10 @@ batch split over `tensor` or
 """
 
 import itertools
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -60,6 +62,15 @@ class Source:
     def _part(self, host: int, hosts: int) -> dict[str, Any]:
         fits = {"seq": self.seq, "vocab_size": self.config.model.vocab_size}
         return {"batch": self.config.batch, "host": host, "hosts": hosts, **fits}
+
+    def save_facts(self, directory: Path) -> None:
+        """Write data.json and tokenizer.json: what reading text with the model takes when the data is elsewhere."""
+        if self.dataset is None:
+            return
+        tokenizer = self.dataset.tokenizer()
+        tokenizer.save(directory / "tokenizer.json")
+        facts = {"seq": self.seq, "eos": tokenizer.eos, "bos": tokenizer.bos}
+        (directory / "data.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
     def describe(self) -> str:
         """One line for the log."""

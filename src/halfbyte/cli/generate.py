@@ -1,0 +1,80 @@
+"""Write text with a trained run.
+
+halfbyte generate RUN --prompt "The state of the union"
+halfbyte generate RUN --prompt "..." --temperature 0.8 --top-p 0.95 --seed 1 --samples 3
+
+Greedy unless --temperature is given. The text appears as it is made and stops at the end of text or after --max-tokens.
+`--prompt -` reads the prompt from standard input."""
+
+import sys
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import tyro
+
+from halfbyte.cli.result import Result
+
+
+@dataclass(frozen=True)
+class Args:
+    run: Annotated[str, tyro.conf.Positional]
+    """Run directory."""
+    prompt: str = ""
+    """Text to continue; empty: a new document; -: read standard input."""
+    max_tokens: int = 100
+    """Tokens to write at most; as many as fit the model, if fewer."""
+    temperature: float = 0.0
+    """0 takes the likeliest token, 1 draws from the model's own distribution."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens that make up this share of probability."""
+    top_k: int = 0
+    """Draw from this many of the likeliest tokens; 0: all."""
+    seed: int = 0
+    samples: int = 1
+    """Texts to write, with seeds SEED, SEED + 1, ..."""
+    recipe: str = ""
+    """Of the forward pass; empty: the recipe that the run trained with."""
+    step: int | None = None
+    """Checkpoint to use; without it, the newest."""
+    mesh: str = ""
+    """AXIS=SIZE,... for a model that one device cannot hold (tensor=8); empty: one device."""
+
+
+def run(args: Args) -> Result:
+    from halfbyte.cli.loading import open_run
+    from halfbyte.evaluation import Generator, Sampling
+
+    sampling = Sampling(args.temperature, args.top_p, args.top_k, args.seed)
+    if args.samples < 1:
+        raise ValueError(f"--samples must be 1 or more, got {args.samples}")
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    loaded = open_run(args.run, recipe_name=args.recipe, mesh=args.mesh, step=args.step)
+    note(loaded.describe())
+    generator = Generator(loaded.model, sampling)
+    room = max(1, loaded.config.model.max_seq - len(loaded.model.tokenizer.encode(prompt, bos=True)))
+    texts = []
+    for number in range(args.samples):
+        made = write_one(generator, prompt, max_tokens=min(args.max_tokens, room), seed=args.seed + number)
+        texts.append({**asdict(made), "tokens_per_s": made.tokens_per_s, "seed": args.seed + number})
+    data: dict[str, Any] = {"run": args.run, "step": loaded.step, "recipe": loaded.recipe, "sampling": asdict(sampling)}
+    return Result({**data, "samples": texts})
+
+
+def write_one(generator: Any, prompt: str, *, max_tokens: int, seed: int) -> Any:
+    """One text, shown as it is made; the prompt dim on a terminal."""
+    dim, plain = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
+    show(f"{dim}{prompt}{plain}")
+    made = generator.write(prompt, max_tokens=max_tokens, seed=seed, show=show)
+    show("\n")
+    speed = f", {made.tokens_per_s:,.0f} tokens/s" if made.tokens_per_s else ""
+    note(f"{len(made.tokens)} tokens, {'end of text' if made.ended else 'cut at the limit'}{speed}, seed {seed}")
+    return made
+
+
+def show(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def note(text: str) -> None:
+    """For people beside the text: on stderr, so that a pipe gets the text alone."""
+    print(text, file=sys.stderr, flush=True)

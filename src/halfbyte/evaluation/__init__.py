@@ -1,0 +1,25 @@
+"""What a trained model can do: text from a prompt, scores on local tasks, and curves of several runs side by side."""
+
+from halfbyte.evaluation.generation import Generated, Generator
+from halfbyte.evaluation.language_model import LanguageModel
+from halfbyte.evaluation.sampling import Sampling
+from halfbyte.evaluation.scoring import Request, Score, Scorer
+from halfbyte.evaluation.task_files import Example, TaskFile, examples, open_task
+from halfbyte.evaluation.tasks import Metric, Result, run_task
+
+__all__ = [
+    "Example",
+    "Generated",
+    "Generator",
+    "LanguageModel",
+    "Metric",
+    "Request",
+    "Result",
+    "Sampling",
+    "Score",
+    "Scorer",
+    "TaskFile",
+    "examples",
+    "open_task",
+    "run_task",
+]

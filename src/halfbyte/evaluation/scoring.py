@@ -1,0 +1,206 @@
+"""Log-probabilities of given tokens, for many requests at once.
+
+A request is a row of tokens whose last `scored` ones are judged given all before them. Rows are padded on the right to
+a few lengths and batches to a few sizes, so that thousands of requests cost a handful of programs; attention is
+causal, so padding behind a row changes nothing in it. Logits exist for a slice of positions at a time.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from halfbyte import models
+from halfbyte.evaluation.language_model import LanguageModel
+from halfbyte.models.embedding import head_weight
+from halfbyte.sharding import axis_size, named_sharding
+
+SHORTEST = 32  # of the padded lengths
+LENGTHS = 4  # padded lengths at most, each half of the next
+LOGIT_BYTES = 2**28  # float32 logits that exist at one time
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    """Tokens of which the last `scored` are judged."""
+
+    tokens: tuple[int, ...]
+    scored: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.scored < len(self.tokens):
+            raise ValueError(f"{self.scored} of {len(self.tokens)} tokens to score: need at least 1, and one before it")
+
+    def within(self, window: int) -> "Request":
+        """The same request if the model can read it at once, else its end: the last `window` + 1 tokens."""
+        if len(self.tokens) <= window + 1:
+            return self
+        return Request(self.tokens[-window - 1 :], min(self.scored, window))
+
+
+@dataclass(frozen=True)
+class Score:
+    """`nll`: negative log-likelihood in nats, summed over `tokens`. `greedy`: each of them was the likeliest."""
+
+    nll: float
+    tokens: int
+    greedy: bool
+
+
+def token_scores(
+    config: models.LlamaConfig, params: models.Params, batch: Batch, ctx: models.Context
+) -> tuple[jax.Array, jax.Array]:
+    """(negative log-likelihood of each target, float32 [batch, seq], 0 where it is -1; whether it is the likeliest
+    token, bool)."""
+    hidden, targets = models.hidden_states(config, params, batch, ctx), batch["targets"]
+    head = head_weight(params).astype(hidden.dtype)
+    rows, seq, width = hidden.shape
+    size = _slice_size(rows, seq, config.vocab_size)
+
+    def visit(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        x, target = part
+        logits = jnp.dot(x, head, preferred_element_type=jnp.float32)  # [rows, size, vocab]
+        logits = ctx.constrain(logits, "batch", None, "vocab")
+        found = jnp.take_along_axis(logits, jnp.maximum(target, 0)[..., None], axis=-1)[..., 0]
+        nll = jax.nn.logsumexp(logits, axis=-1) - found
+        return jnp.where(target >= 0, nll, 0.0), found >= jnp.max(logits, axis=-1)
+
+    if size == seq:
+        return visit((hidden, targets))
+    # [rows, seq, ...] -> [slices, rows, size, ...]
+    parts = (
+        jnp.moveaxis(hidden.reshape(rows, seq // size, size, width), 1, 0),
+        jnp.moveaxis(targets.reshape(rows, seq // size, size), 1, 0),
+    )
+    nll, greedy = lax.map(visit, parts)
+    return tuple(jnp.moveaxis(x, 0, 1).reshape(rows, seq) for x in (nll, greedy))  # type: ignore[return-value]
+
+
+def _slice_size(rows: int, seq: int, vocab: int) -> int:
+    """The largest divisor of `seq` whose logits fit LOGIT_BYTES."""
+    most = max(1, LOGIT_BYTES // (4 * rows * vocab))
+    return next(size for size in range(min(most, seq), 0, -1) if seq % size == 0)
+
+
+class Scorer:
+    """Scores requests with one model, in windows of at most `window` tokens and about `batch_tokens` a program."""
+
+    def __init__(self, model: LanguageModel, *, window: int | None = None, batch_tokens: int = 8192):
+        self.model = model
+        self.window = window or model.seq
+        self.batch_tokens = batch_tokens
+        if not 1 <= self.window <= model.config.max_seq:
+            raise ValueError(
+                f"seq {self.window}: windows lie between 1 and the model's max_seq {model.config.max_seq}"
+            )
+        if batch_tokens < 1:
+            raise ValueError(f"batch_tokens must be 1 or more, got {batch_tokens}")
+        self.compiled: set[tuple[int, int]] = set()
+        self._program = jax.jit(functools.partial(_row_scores, model.config, ctx=model.context))
+        self._sums = jax.jit(functools.partial(_batch_sums, model.config, ctx=model.context))
+
+    def score(self, requests: Sequence[Request], *, advance: Callable[[int], None] | None = None) -> list[Score]:
+        """A score for each request, in order. `advance` is told how many more are done."""
+        scores: list[Score | None] = [None] * len(requests)
+        pending: tuple[list[int], Any] | None = None
+        for numbers, batch in self._batches([request.within(self.window) for request in requests]):
+            running = (numbers, self._program(self.model.params, self._place(batch)))
+            self._collect(pending, requests, scores, advance)  # while the device works on the next
+            pending = running
+        self._collect(pending, requests, scores, advance)
+        return [score for score in scores if score is not None]
+
+    def score_batches(self, batches: Iterable[Batch]) -> tuple[float, int]:
+        """(summed negative log-likelihood, scored tokens) of packed batches, as the loader yields them."""
+        keys = ("tokens", "targets", "segments", "positions")
+        running = [self._sums(self.model.params, self._place({key: batch[key] for key in keys})) for batch in batches]
+        return sum(float(nll) for nll, _ in running), sum(int(count) for _, count in running)
+
+    def _collect(
+        self,
+        pending: tuple[list[int], Any] | None,
+        requests: Sequence[Request],
+        scores: list[Score | None],
+        advance: Callable[[int], None] | None,
+    ) -> None:
+        if pending is None:
+            return
+        numbers, found = pending
+        nll, greedy = (np.asarray(part) for part in jax.device_get(found))
+        for row, number in enumerate(numbers):
+            scored = min(requests[number].scored, self.window)
+            scores[number] = Score(float(nll[row]), scored, bool(greedy[row]))
+        if advance is not None:
+            advance(len(numbers))
+
+    def _batches(self, requests: Sequence[Request]) -> Iterator[tuple[list[int], Batch]]:
+        """(request numbers, padded batch): one shape a padded length, filled in order."""
+        by_length: dict[int, list[int]] = {}
+        lengths = padded_lengths(self.window)
+        for number, request in enumerate(requests):
+            fits = next(length for length in lengths if len(request.tokens) - 1 <= length)
+            by_length.setdefault(fits, []).append(number)
+        for length, numbers in sorted(by_length.items(), reverse=True):
+            rows = self._rows(length, len(numbers))
+            self.compiled.add((rows, length))
+            for start in range(0, len(numbers), rows):
+                chosen = numbers[start : start + rows]
+                yield chosen, pad_batch([requests[number] for number in chosen], rows, length)
+
+    def _rows(self, length: int, wanted: int) -> int:
+        """Rows of a batch: what `batch_tokens` allows, or the power of two that holds all; whole on the mesh."""
+        rows = min(max(1, self.batch_tokens // length), 2 ** math.ceil(math.log2(wanted)))
+        mesh = self.model.context.mesh
+        share = axis_size(mesh, "data") * axis_size(mesh, "fsdp")
+        return -(-rows // share) * share
+
+    def _place(self, batch: Batch) -> Batch:
+        mesh = self.model.context.mesh
+        if mesh is None:
+            return batch
+        where = named_sharding(("batch", "seq"), mesh, self.model.context.rules)
+        return {name: jax.device_put(np.asarray(value, np.int32), where) for name, value in batch.items()}
+
+
+def padded_lengths(window: int) -> list[int]:
+    """The lengths that rows are padded to, shortest first: `window`, half of it, ... in multiples of 16."""
+    lengths = {window}
+    for _ in range(LENGTHS - 1):
+        shorter = -(-min(lengths) // 32) * 16
+        if shorter < SHORTEST or shorter >= min(lengths):
+            break
+        lengths.add(shorter)
+    return sorted(lengths)
+
+
+def pad_batch(requests: Sequence[Request], rows: int, length: int) -> Batch:
+    """`tokens` and `targets`, int32 [rows, length]; the target of what is not scored is -1."""
+    tokens = np.zeros((rows, length), np.int32)
+    targets = np.full((rows, length), -1, np.int32)
+    for row, request in enumerate(requests):
+        ids = np.asarray(request.tokens, np.int32)
+        tokens[row, : len(ids) - 1] = ids[:-1]
+        targets[row, len(ids) - 1 - request.scored : len(ids) - 1] = ids[-request.scored :]
+    return {"tokens": tokens, "targets": targets}
+
+
+def _row_scores(
+    config: models.LlamaConfig, params: models.Params, batch: Batch, *, ctx: models.Context
+) -> tuple[jax.Array, jax.Array]:
+    """(summed nll, all scored tokens greedy) of each row."""
+    nll, greedy = token_scores(config, params, batch, ctx)
+    return jnp.sum(nll, axis=1), jnp.all(greedy | (batch["targets"] < 0), axis=1)
+
+
+def _batch_sums(
+    config: models.LlamaConfig, params: models.Params, batch: Batch, *, ctx: models.Context
+) -> tuple[jax.Array, jax.Array]:
+    _, aux = models.loss_sum(config, params, batch, ctx)
+    return aux["nll_sum"], aux["tokens"]
