@@ -8,4 +8,16 @@ from halfbyte.ops.qdot import qdot
 from halfbyte.ops.rewrite import apply_recipe
 from halfbyte.ops.weight import QWeight, quantize_weight
 
-__all__ = ["BACKENDS", "Problem", "QWeight", "apply_recipe", "choose", "compile_for", "dot_general", "mlp", "qdot", "quantize_weight", "target"]
+__all__ = [
+    "BACKENDS",
+    "Problem",
+    "QWeight",
+    "apply_recipe",
+    "choose",
+    "compile_for",
+    "dot_general",
+    "mlp",
+    "qdot",
+    "quantize_weight",
+    "target",
+]

@@ -15,18 +15,16 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from halfbyte.ops.backends import BACKENDS, Backend, choose
+from halfbyte.ops.backends import BACKENDS, Backend, check_training, choose, problem_of
 from halfbyte.ops.backends.gemm import dgrad_axes, fprop_axes, wgrad_axes
 from halfbyte.ops.operand import Kept, Operand, keep
-from halfbyte.ops.passes import Ask, XlaPasses, ask
-from halfbyte.ops.problem import Problem, target
+from halfbyte.ops.passes import XLA, Ask, XlaPasses, ask
 from halfbyte.ops.qdot import SAVED, token_block
 from halfbyte.ops.weight import QWeight, quantize_weight, weight_operand
 from halfbyte.recipe import Recipe, site_key
@@ -62,16 +60,15 @@ def mlp(
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
     recipes = tuple(recipe[site] for site in SITES) if isinstance(recipe, Mapping) else (recipe,) * 3
     keys = tuple(None if key is None else site_key(key, site) for site in SITES)
-    shardings = weight_shardings or {}
-    weights = [
-        w if isinstance(w, QWeight) else quantize_weight(w, recipe=r, key=k, weight_sharding=shardings.get(site))
-        for site, w, r, k in zip(SITES, (gate, up, down), recipes, keys, strict=True)
-    ]
+    given, named = (gate, up, down), weight_shardings or {}
+    shardings = tuple(w.sharding if isinstance(w, QWeight) else named.get(s) for s, w in zip(SITES, given, strict=True))
     tokens = _token_view(x, recipes)
-    backends = tuple(
-        choose(backend, _problem(r, tokens, w, training=False)).name for r, w in zip(recipes, weights, strict=True)
-    )
-    plan = Plan(backends, recipes, tuple(w.sharding for w in weights), tuple(w.anchor.dtype for w in weights), mode)
+    backends = [choose(backend, problem_of(r, tokens, w, s)) for r, w, s in zip(recipes, given, shardings, strict=True)]
+    weights = [
+        w if isinstance(w, QWeight) else quantize_weight(w, recipe=r, key=k, weight_sharding=s, passes=b.passes)
+        for w, r, k, s, b in zip(given, recipes, keys, shardings, backends, strict=True)
+    ]
+    plan = Plan(tuple(b.name for b in backends), recipes, shardings, tuple(w.anchor.dtype for w in weights), mode)
     y = _mlp(plan, tokens, tuple(w.anchor for w in weights), tuple((w.fprop, w.dgrad) for w in weights), keys)
     return y.reshape(x.shape)
 
@@ -81,11 +78,6 @@ def _token_view(x: jax.Array, recipes: tuple[Recipe, ...]) -> jax.Array:
         return x[None]
     block = math.lcm(*(token_block(r) for r in recipes))
     return x if x.shape[-2] % block == 0 else x.reshape(-1, x.shape[-1])
-
-
-def _problem(recipe: Recipe, x: jax.Array, weight: Any, *, training: bool) -> Problem:
-    inputs, outputs = weight.shape
-    return Problem(recipe, math.prod(x.shape[:-1]), inputs, outputs, device=target(), training=training)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +114,7 @@ def _sites(plan: Plan, anchors, codes, keys) -> tuple[_Site, ...]:
 
 def _passes(plan: Plan) -> XlaPasses:
     """The passes of the one backend of all three linears; plain ones if they differ."""
-    return BACKENDS[plan.backends[0]].passes if len(set(plan.backends)) == 1 else XlaPasses()
+    return BACKENDS[plan.backends[0]].passes if len(set(plan.backends)) == 1 else XLA
 
 
 def _x_asks(role: str, gate: _Site, up: _Site, *, kept: bool = False) -> list[Ask]:
@@ -144,9 +136,9 @@ def _mlp(plan: Plan, x, anchors, codes, keys):
 def _mlp_fwd(plan: Plan, x, anchors, codes, keys):
     gate, up, down = _sites(plan, anchors, codes, keys)
     for site in (gate, up, down):
-        choose(site.backend.name, _problem(site.recipe, x, site.weight, training=True))
+        check_training(site.backend.name, site.recipe, x, site.weight, site.weight.sharding)
     passes = _passes(plan)
-    row_asks = _x_asks("fprop_x", gate, up)
+    row_asks = _x_asks("fprop_x", gate, up, kept=plan.mode == "small")
     operands = passes.quantize(x, [*row_asks, *_x_asks("wgrad_x", gate, up, kept=True)])
     rows, columns = operands[: len(row_asks)], operands[len(row_asks) :]
     g, u = gate.fprop(rows[0], x), up.fprop(rows[-1], x)
@@ -177,8 +169,9 @@ def _mlp_bwd(plan: Plan, residuals, dy):
     g, u = _recomputed(plan, again, gate, up, dy)
     dy_row, dy_column = passes.quantize(dy, [down.ask("dgrad_dy"), down.ask("wgrad_dy")])
     dh = down.dgrad(dy_row, dy)
+    dg_asks, du_asks = ([site.ask("dgrad_dy"), site.ask("wgrad_dy")] for site in (gate, up))
     (dg_row, dg_column), (du_row, du_column), (h_column,) = passes.swiglu_backward(
-        g, u, dh, *([site.ask("dgrad_dy"), site.ask("wgrad_dy")] for site in (gate, up)), [down.ask("wgrad_x")]
+        g, u, dh, dg_asks, du_asks, [down.ask("wgrad_x")]
     )
     x_columns = [passes.load(kept, site.recipe.wgrad_x) for kept, site in zip(columns, (gate, up), strict=False)]
     dwg = gate.wgrad(x_columns[0], dg_column, dy, dtypes[0])

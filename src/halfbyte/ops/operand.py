@@ -13,7 +13,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from halfbyte.formats import Packed, QTensor, random_bytes, store, to_grid, transform_runs
+from halfbyte.formats import Packed, QTensor, key_words, random_bytes, store, to_grid, transform_runs
 from halfbyte.formats.bits import round_bfloat16
 from halfbyte.recipe import OperandPolicy
 
@@ -52,8 +52,13 @@ def gemm_scale(tensor: QTensor | Packed) -> jax.Array:
     return jnp.where(jnp.isfinite(tensor.amax), tensor.decode_scale, jnp.float32(jnp.nan))
 
 
+def key_pair(key: jax.Array | None) -> jax.Array | None:
+    """uint32 [2]: the key as kernels take it; None stays None."""
+    return None if key is None else jnp.stack(key_words(key))
+
+
 def to_bfloat16(x: jax.Array) -> jax.Array:
-    """x as bfloat16, by a rounding that survives: XLA drops a cast to bfloat16 and back when both meet in one program."""
+    """x as bfloat16, by a rounding that survives: XLA drops a cast to bfloat16 and back within one program."""
     return x if x.dtype == jnp.bfloat16 else round_bfloat16(x.astype(jnp.float32)).astype(jnp.bfloat16)
 
 

@@ -1,9 +1,9 @@
 """Quantize passes: what is read once and written as operands.
 
-A GEMM needs its operands quantized, and a tensor is often needed as two: blocked along its features for fprop or dgrad,
-and along tokens for wgrad. A pass takes a tensor (or the tensors from which SwiGLU makes one) and makes all the operands
-that are asked of it. `XlaPasses` is the definition, one operand at a time, for XLA to fuse; a backend with kernels of its
-own answers with other passes and must give the same bits.
+A GEMM needs its operands quantized, and a tensor is often needed as two: blocked along its features for fprop or
+dgrad, and along tokens for wgrad. A pass takes a tensor (or the tensors from which SwiGLU makes one) and makes all the
+operands that are asked of it. `XlaPasses` is the definition, one operand at a time, for XLA to fuse; a backend with
+kernels of its own answers with other passes and must give the same bits.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import jax
 
+from halfbyte.formats import Packed
 from halfbyte.ops.operand import Kept, Operand, load, quantize_operand
 from halfbyte.ops.swiglu import swiglu, swiglu_backward
 from halfbyte.recipe import OperandPolicy, Recipe, role_key
@@ -52,6 +53,13 @@ class XlaPasses:
         dg, du = swiglu_backward(g, u, dh)
         return self.quantize(dg, dg_asks), self.quantize(du, du_asks), self.swiglu(g, u, h_asks)
 
+    def weight(self, w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None) -> Packed | Operand:
+        """A weight, quantized once and read by several GEMMs: packed codes, or the carrier itself."""
+        return Packed.of(quantize_operand(w, policy, axis=axis, key=key).codes())
+
     def load(self, kept: Kept, policy: OperandPolicy) -> Operand:
         """An operand that was kept, bit for bit."""
         return load(kept, policy)
+
+
+XLA = XlaPasses()

@@ -41,6 +41,8 @@ class Problem:
     outputs: int
     device: Device
     training: bool = True
+    dtype: str = "bfloat16"  # of the activations
+    sharded: bool = False  # over more than one device
 
     def contractions(self) -> dict[str, int]:
         """GEMM -> length of the axis it sums over."""

@@ -11,7 +11,6 @@ a number under NVFP4; and of W its codes.
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +18,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
-from halfbyte.ops.backends import BACKENDS, choose
+from halfbyte.ops.backends import BACKENDS, check_training, choose, problem_of
 from halfbyte.ops.backends.gemm import dgrad_axes, fprop_axes, wgrad_axes
 from halfbyte.ops.operand import Operand, keep
 from halfbyte.ops.passes import ask
-from halfbyte.ops.problem import Problem, target
 from halfbyte.ops.weight import QWeight, quantize_weight, weight_operand
 from halfbyte.recipe import Recipe
 from halfbyte.sharding import WeightSharding
@@ -53,26 +51,24 @@ def qdot(
     dtype. `key` is a typed key, folded by the caller with step, layer and site; it is needed where the recipe rounds
     stochastically. `w` may be a `QWeight`. NaN or infinity in an operand makes the whole result NaN.
     """
-    weight = (
-        w if isinstance(w, QWeight) else quantize_weight(w, recipe=recipe, key=key, weight_sharding=weight_sharding)
-    )
-    _check(x, weight, recipe)
+    sharding = w.sharding if isinstance(w, QWeight) else weight_sharding
+    _check(x, w, recipe)
     tokens = token_view(x, recipe)
-    inputs, outputs = weight.shape
-    problem = Problem(recipe, math.prod(tokens.shape[:-1]), inputs, outputs, device=target(), training=False)
-    plan = Plan(
-        choose(backend, problem).name, recipe, weight.sharding, weight.anchor.dtype, jnp.dtype(out_dtype or x.dtype)
-    )
-    y = _linear(plan, tokens, weight.anchor, (weight.fprop, weight.dgrad), key).reshape(*x.shape[:-1], outputs)
+    chosen = choose(backend, problem_of(recipe, tokens, w, sharding))
+    weight = w
+    if not isinstance(weight, QWeight):
+        weight = quantize_weight(weight, recipe=recipe, key=key, weight_sharding=sharding, passes=chosen.passes)
+    plan = Plan(chosen.name, recipe, sharding, weight.anchor.dtype, jnp.dtype(out_dtype or x.dtype))
+    y = _linear(plan, tokens, weight.anchor, (weight.fprop, weight.dgrad), key).reshape(*x.shape[:-1], w.shape[1])
     return y if out_sharding is None else lax.with_sharding_constraint(y, out_sharding)
 
 
-def _check(x: jax.Array, weight: QWeight, recipe: Recipe) -> None:
+def _check(x: jax.Array, weight: jax.Array | QWeight, recipe: Recipe) -> None:
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         raise TypeError(f"qdot takes bfloat16 or float32, got x of {x.dtype}; convert with astype first")
-    if x.ndim == 0 or x.shape[-1] != weight.shape[0]:
+    if len(weight.shape) != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[0]:
         raise ValueError(f"qdot contracts the last axis of x with the first of w, got x {x.shape} and w {weight.shape}")
-    if weight.recipe != recipe:
+    if isinstance(weight, QWeight) and weight.recipe != recipe:
         raise ValueError(
             f"this QWeight was made under recipe {weight.recipe.name}, qdot was asked for {recipe.name}; "
             f"quantize the weight again"
@@ -102,14 +98,13 @@ def _linear(plan: Plan, x, anchor, codes, key):
 
 
 def _fprop(plan: Plan, left: Operand, like: jax.Array, anchor, codes) -> jax.Array:
-    right = weight_operand(QWeight(anchor, *codes, plan.recipe, plan.sharding), "fprop_w")
+    right = weight_operand(QWeight(anchor, codes[0], codes[1], plan.recipe, plan.sharding), "fprop_w")
     return BACKENDS[plan.backend].gemm(left, right, fprop_axes(like), plan.out_dtype)
 
 
 def _linear_fwd(plan: Plan, x, anchor, codes, key):
     recipe, backend = plan.recipe, BACKENDS[plan.backend]
-    inputs, outputs = anchor.shape
-    choose(plan.backend, Problem(recipe, math.prod(x.shape[:-1]), inputs, outputs, device=target()))  # backward, too
+    check_training(plan.backend, recipe, x, anchor, plan.sharding)
     row, column = backend.passes.quantize(x, [ask(recipe, "fprop_x", key), ask(recipe, "wgrad_x", key, kept=True)])
     kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, SAVED), keep(column))
     master = None if recipe.dgrad_w.format.quantized else anchor  # read again by dgrad
@@ -119,7 +114,7 @@ def _linear_fwd(plan: Plan, x, anchor, codes, key):
 def _linear_bwd(plan: Plan, residuals, dy):
     kept, master, codes, key, like_x = residuals
     recipe, backend = plan.recipe, BACKENDS[plan.backend]
-    weight = weight_operand(QWeight(master, *codes, recipe, plan.sharding), "dgrad_w")
+    weight = weight_operand(QWeight(master, codes[0], codes[1], recipe, plan.sharding), "dgrad_w")
     row, column = backend.passes.quantize(dy, [ask(recipe, "dgrad_dy", key), ask(recipe, "wgrad_dy", key)])
     dx = backend.gemm(row, weight, dgrad_axes(dy), like_x.dtype)
     dw = backend.gemm(backend.passes.load(kept, recipe.wgrad_x), column, wgrad_axes(dy), plan.weight_dtype)

@@ -18,7 +18,8 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from halfbyte.formats import Packed
-from halfbyte.ops.operand import Operand, keep, load, quantize_operand
+from halfbyte.ops.operand import Operand, load, quantize_operand
+from halfbyte.ops.passes import XLA, XlaPasses
 from halfbyte.recipe import OperandPolicy, Recipe, role_key
 from halfbyte.sharding import WeightSharding
 
@@ -36,8 +37,8 @@ class QWeight:
     """
 
     anchor: jax.Array
-    fprop: Packed | None
-    dgrad: Packed | None
+    fprop: Packed | Operand | None
+    dgrad: Packed | Operand | None
     recipe: Recipe
     sharding: WeightSharding | None = None
 
@@ -53,28 +54,29 @@ def shares_codes(recipe: Recipe) -> bool:
 
 
 def quantize_weight(
-    w: jax.Array, *, recipe: Recipe, key: jax.Array | None = None, weight_sharding: WeightSharding | None = None
-) -> QWeight:
+    w: jax.Array, *, recipe: Recipe, key: jax.Array | None = None, weight_sharding: WeightSharding | None = None,
+    passes: XlaPasses = XLA,
+) -> QWeight:  # fmt: skip
     """`w` [inputs, outputs] under the recipe's weight policies. Gradients with respect to it go straight to `w`."""
     if w.ndim != 2:
         raise ValueError(
             f"a weight is a matrix [inputs, outputs], got shape {w.shape}; reshape it, or vmap over the leading dims"
         )
     constant = lax.stop_gradient(w)
-    fprop = _quantize(constant, recipe.fprop_w, "fprop_w", key, weight_sharding)
-    dgrad = None if shares_codes(recipe) else _quantize(constant, recipe.dgrad_w, "dgrad_w", key, weight_sharding)
+    fprop = _quantize(constant, recipe, "fprop_w", key, weight_sharding, passes)
+    dgrad = None if shares_codes(recipe) else _quantize(constant, recipe, "dgrad_w", key, weight_sharding, passes)
     return QWeight(w, fprop, dgrad, recipe, weight_sharding)
 
 
 def _quantize(
-    w: jax.Array, policy: OperandPolicy, role: str, key: jax.Array | None, sharding: WeightSharding | None
-) -> Packed | None:
+    w: jax.Array, recipe: Recipe, role: str, key: jax.Array | None, sharding: WeightSharding | None, passes: XlaPasses
+) -> Packed | Operand | None:
+    policy: OperandPolicy = getattr(recipe, role)
     if not policy.format.quantized:
         return None
-    key = role_key(key, role) if policy.stochastic and key is not None else None
-    kept = keep(quantize_operand(w, policy, axis=CONTRACTED[role], key=key))
-    assert isinstance(kept, Packed)
-    return kept if sharding is None else _pin(kept, sharding.stored)
+    role_bits = role_key(key, role) if policy.stochastic and key is not None else None
+    kept = passes.weight(w, policy, axis=CONTRACTED[role], key=role_bits)
+    return _pin(kept, sharding.stored) if sharding is not None and isinstance(kept, Packed) else kept
 
 
 def _pin(kept: Packed, sharding: NamedSharding) -> Packed:
@@ -93,6 +95,8 @@ def weight_operand(weight: QWeight, role: str) -> Operand:
         narrow = quantize_operand(lax.stop_gradient(weight.anchor), policy, axis=CONTRACTED[role], key=None)
         return narrow if sharding is None else dataclasses.replace(narrow, carrier=_gather(narrow.values(), sharding))
     kept = weight.fprop if role == "fprop_w" or weight.dgrad is None else weight.dgrad
+    if isinstance(kept, Operand):
+        return kept
     assert kept is not None
     return load(kept if sharding is None else _pin(kept, sharding.gathered), policy)
 

@@ -1,20 +1,28 @@
 """One op, many backends, each a file. `choose` asks them in order; naming one that cannot serve is an error."""
 
 import dataclasses
+import math
 from collections.abc import Callable
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
 from halfbyte.devices import native_training
-from halfbyte.ops.backends import carrier, native, reference
+from halfbyte.ops.backends import carrier, fused, native, reference
 from halfbyte.ops.backends.gemm import Contraction
 from halfbyte.ops.operand import Operand
-from halfbyte.ops.passes import XlaPasses
-from halfbyte.ops.problem import Problem
-from halfbyte.recipe import ROLES
+from halfbyte.ops.passes import XLA, XlaPasses
+from halfbyte.ops.problem import Problem, target
+from halfbyte.recipe import ROLES, Recipe
+from halfbyte.sharding import WeightSharding
 
 Gemm = Callable[[Operand, Operand, Contraction, jnp.dtype], jax.Array]
+
+
+class Shaped(Protocol):
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,21 +35,24 @@ class Backend:
     name: str
     unsupported: Callable[[Problem], str | None]
     gemm: Gemm
-    passes: XlaPasses = XlaPasses()
+    passes: XlaPasses
 
 
-BACKENDS = {m.NAME: Backend(m.NAME, m.unsupported, m.gemm) for m in (reference, carrier, native)}
+BACKENDS = {m.NAME: Backend(m.NAME, m.unsupported, m.gemm, XLA) for m in (reference, carrier, native)}
+BACKENDS[fused.NAME] = Backend(fused.NAME, fused.unsupported, fused.gemm, fused.FusedPasses())
 
 
 def choose(name: str, problem: Problem) -> Backend:
     """The backend called `name`, or under "auto" the fastest that serves: native where the device trains in these
-    formats, else carrier.
+    formats, fused where its kernels fit, else carrier.
     """
     reason = problem.unblockable()
     if reason is not None:
         raise ValueError(f"recipe {problem.recipe.name}: {reason}")
     if name == "auto":
-        return BACKENDS["native"] if _native_pays(problem) else BACKENDS["carrier"]
+        if _native_pays(problem):
+            return BACKENDS["native"]
+        return BACKENDS["carrier" if fused.unsupported(problem) else "fused"]
     if name not in BACKENDS:
         raise ValueError(f"unknown backend {name!r}; choose auto, {', '.join(BACKENDS)}")
     reason = BACKENDS[name].unsupported(problem)
@@ -50,6 +61,22 @@ def choose(name: str, problem: Problem) -> Backend:
             f"backend {name!r} cannot serve recipe {problem.recipe.name}: {reason}; use backend='auto' or another one"
         )
     return BACKENDS[name]
+
+
+def problem_of(recipe: Recipe, x: jax.Array, weight: Shaped, sharding: WeightSharding | None) -> Problem:
+    """The question that x [tokens..., inputs] times `weight` asks: all three GEMMs, or fprop alone if the tokens cannot
+    be blocked for wgrad (a decoder's single token, say).
+    """
+    inputs, outputs = weight.shape
+    sharded = sharding is not None and sharding.stored.mesh.size > 1
+    tokens = math.prod(x.shape[:-1])
+    problem = Problem(recipe, tokens, inputs, outputs, target(), dtype=x.dtype.name, sharded=sharded)
+    return problem if problem.unblockable() is None else dataclasses.replace(problem, training=False)
+
+
+def check_training(name: str, recipe: Recipe, x: jax.Array, weight: Shaped, sharding: WeightSharding | None) -> None:
+    """Raises where backend `name` cannot serve all three GEMMs."""
+    choose(name, dataclasses.replace(problem_of(recipe, x, weight, sharding), training=True))
 
 
 def _native_pays(problem: Problem) -> bool:

@@ -27,7 +27,7 @@ def _wide(a: jax.Array, b: jax.Array, axes: Contraction) -> jax.Array:
 
 
 def narrow_gemm(a: jax.Array, b: jax.Array, axes: Contraction, factor: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
-    """A bfloat16 GEMM. Without a factor its own epilogue makes the one rounding; with one, that waits for the float32 sums."""
+    """A bfloat16 GEMM. Without a factor its own epilogue makes the one rounding; with one, the float32 sums do."""
     a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
     if factor is None:
         return lax.dot_general(a, b, (axes, ((), ())), preferred_element_type=dtype)

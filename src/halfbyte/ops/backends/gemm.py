@@ -54,6 +54,6 @@ def alpha(left: Operand, right: Operand) -> jax.Array | None:
 
 
 def finish(sums: jax.Array, factor: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
-    """float32 sums times the factor, rounded once to `dtype`; the rounding to bfloat16 is one that the compiler keeps."""
+    """float32 sums times the factor, rounded once to `dtype`, by a rounding that the compiler keeps."""
     y = sums if factor is None else sums * factor
     return round_bfloat16(y).astype(dtype) if dtype == jnp.bfloat16 else y.astype(dtype)

@@ -21,5 +21,5 @@ def unsupported(problem: Problem) -> str | None:
 
 def gemm(left: Operand, right: Operand, axes: Contraction, dtype: jnp.dtype) -> jax.Array:
     """Exact products, float32 sums, the operands' factors, one rounding to `dtype`."""
-    wide = (o.values().astype(jnp.float32) for o in (left, right))
-    return finish(dot(*wide, axes, precision=lax.Precision.HIGHEST), alpha(left, right), dtype)
+    a, b = (o.values().astype(jnp.float32) for o in (left, right))
+    return finish(dot(a, b, axes, precision=lax.Precision.HIGHEST), alpha(left, right), dtype)

@@ -127,11 +127,14 @@ def backward_maxima(
     dh: jax.Array,
     *,
     hadamard: bool = True,
+    tensors: int = 2,
     tiling: Tiling = BACKWARD_MAXIMA_TILING,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Partial maxima of dg, of its transform, of du, of its transform (without the transforms unless `hadamard`)."""
-    run = functools.partial(find_maxima, [g, u, dh], _backward_made, 2, hadamard=hadamard)
+    """Partial maxima of dg, of its transform, of du, of its transform (without the transforms unless `hadamard`), and
+    with `tensors=3` of h as well.
+    """
+    run = functools.partial(find_maxima, [g, u, dh], _backward_made, tensors, hadamard=hadamard)
     return run(tiling=tiling, interpret=interpret, name="swiglu_backward_maxima")
 
 
