@@ -81,7 +81,7 @@ def quiet():
 @pytest.mark.parametrize(("columns", "tokens"), [(8, 8), (4, 16), (2, 16)])
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_rows(kind, columns, tokens, stochastic):
-    x, m = data(kind), Vector(columns, np)
+    x, m = data(kind), Vector(columns)
     amax = np.abs(x.astype(np.float32)).max()
     random = noise_words(m, tokens) if stochastic else None
     got = arithmetic.quantize_rows(m, words(x, columns, tokens), *scales(amax), random)
@@ -93,7 +93,7 @@ def test_rows(kind, columns, tokens, stochastic):
 @pytest.mark.parametrize("hadamard", [False, True])
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_columns(kind, hadamard, stochastic):
-    x, m = data(kind), Vector(4, np)
+    x, m = data(kind), Vector(4)
     source = oracle.hadamard_tokens(x) if hadamard else x.astype(np.float32)
     amax = np.abs(source).max()
     random = noise_words(m, 16) if stochastic else None
@@ -111,7 +111,7 @@ def test_columns(kind, hadamard, stochastic):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_hadamard_amax(kind):
-    x, m = data(kind), Vector(4, np)
+    x, m = data(kind), Vector(4)
     tops = [arithmetic.hadamard_amax(m, [row[k] for row in words(x, 4, 16)]) for k in range(2)]
     got = np.max(tops).astype(ml_dtypes.bfloat16).astype(np.float32)
     assert got == np.abs(oracle.hadamard_tokens(x)).max()
@@ -121,7 +121,7 @@ def test_hadamard_amax(kind):
 def test_square(kind):
     rng = np.random.default_rng(5)
     w = data(kind).astype(np.float32) * (1 + rng.random((T, N), np.float32) * np.float32(1e-3))
-    m = Vector(4, np)
+    m = Vector(4)
     view = w.reshape(T // 16, 16, N // 16, 4, 4)
     rows = [[view[:, r, :, :, k] for k in range(4)] for r in range(16)]
     amax = np.abs(w).max()
@@ -136,7 +136,7 @@ def cut(x):
 
 def test_swiglu_words():
     """The stated roundings, with NumPy's float32 exp in both: every bit."""
-    rng, m = np.random.default_rng(9), Vector(4, np)
+    rng, m = np.random.default_rng(9), Vector(4)
     g, u, d = ((rng.standard_normal((T, N)) * s).astype(ml_dtypes.bfloat16) for s in (3.0, 1.0, 1e-3))
     rows = [words(x, 4, 16) for x in (g, u, d)]
     made = [swiglu.backward_words(m, *(r[t] for r in rows)) for t in range(16)]

@@ -46,6 +46,68 @@ def test_stochastic_columns_take_the_bytes_of_their_element(x):
     operand = kernels.Columnwise(scale(amax), jnp.asarray(KEY), hadamard=False)
     (got,) = kernels.quantize(jnp.asarray(x), columns=operand, tiling=TILING, interpret=True)
     want = oracle.quantize(x, amax, axis=0, noise=noise)[2]
+    same_bits(got, want)
+
+
+def test_one_read_gives_rows_and_packed_columns(x):
+    source = oracle.hadamard_tokens(x)
+    tops = np.abs(x.astype(np.float32)).max(), np.abs(source).max()
+    row, codes, scales = kernels.quantize(
+        jnp.asarray(x),
+        rows=kernels.Rowwise(scale(tops[0]), jnp.asarray(KEY)),
+        columns=kernels.Columnwise(scale(tops[1]), packed=True),
+        tiling=TILING,
+        interpret=True,
+    )
+    want_codes, want_scales, want = oracle.quantize(source, tops[1], axis=0)
+    noise = oracle.random_bytes(T, N, KEY)
+    same_bits(row, oracle.quantize(x, tops[0], axis=1, noise=noise)[2])
+    np.testing.assert_array_equal(codes, oracle.pack_tokens(want_codes))
+    np.testing.assert_array_equal(scales, want_scales)
+    same_bits(kernels.unpack(codes, scales, tiling=TILING, interpret=True), want)
+
+
+def test_weight(x):
+    w = x.astype(np.float32) * np.float32(1.001)
+    parts = kernels.weight_maxima(jnp.asarray(w), tiling=TILING, interpret=True)
+    assert np.asarray(parts).max().view(np.float32) == np.abs(w).max()
+    scales = kernels.tensor_scale(parts, interpret=True)
+    got = kernels.quantize_weight(jnp.asarray(w), scales, tiling=TILING, interpret=True)
+    same_bits(got, oracle.quantize(w, np.abs(w).max(), axis=1, block2d=True)[2])
+
+
+def test_swiglu_operands_are_those_of_the_activation(x):
+    rng = np.random.default_rng(8)
+    g, u, d = (jnp.asarray(rng.standard_normal((T, N)).astype(ml_dtypes.bfloat16)) for _ in range(3))
+    options = {"tiling": TILING, "interpret": True}
+    dg, du, h = (np.asarray(a) for a in kernels.activation(g, u, d, interpret=True))
+    tensors = {"dg": dg, "du": du, "h": h}
+    turned = {name: oracle.hadamard_tokens(a) for name, a in tensors.items()}
+    h_scales = kernels.tensor_scales(*kernels.forward_maxima(g, u, **options), interpret=True)
+    scales = kernels.tensor_scales(*kernels.backward_maxima(g, u, d, **options), interpret=True)
+    assert float(h_scales[1][0]) == np.abs(turned["h"]).max()
+    (row,) = kernels.quantize_forward(g, u, rows=kernels.Rowwise(h_scales[0]), **options)
+    same_bits(row, oracle.quantize(h, np.abs(h.astype(np.float32)).max(), axis=1)[2])
+    key = jnp.asarray(KEY)
+    made = kernels.quantize_backward(
+        g,
+        u,
+        d,
+        dg=(kernels.Rowwise(scales[0], key), kernels.Columnwise(scales[1], key)),
+        du=(kernels.Rowwise(scales[2], key), kernels.Columnwise(scales[3], key)),
+        h=kernels.Columnwise(h_scales[1]),
+        **options,
+    )
+    noise = oracle.random_bytes(T, N, KEY)
+    for i, name in enumerate(("dg", "du")):
+        plain = tensors[name].astype(np.float32)
+        same_bits(made[2 * i], oracle.quantize(plain, np.abs(plain).max(), axis=1, noise=noise)[2])
+        top = np.abs(turned[name]).max()
+        same_bits(made[2 * i + 1], oracle.quantize(turned[name], top, axis=0, noise=noise)[2])
+    same_bits(made[4], oracle.quantize(turned["h"], np.abs(turned["h"]).max(), axis=0)[2])
+
+
+def same_bits(got, want):
     np.testing.assert_array_equal(np.asarray(got).view(np.uint16), want.view(np.uint16))
 
 

@@ -1,6 +1,7 @@
 """The scales of one tensor, from the maxima that the programs of an amax pass left behind."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,31 +23,48 @@ def tensor_scale(maxima: jax.Array, *, interpret: bool = False) -> jax.Array:
     magnitudes as int32, in any shape: integer maxima keep inf and NaN. Divisions are exact (`div.rn`), also where
     XLA's are not.
     """
-    count = math.prod(maxima.shape)
-    padded = max(32, pl.next_power_of_2(count))
+    return tensor_scales(maxima, interpret=interpret)[0]
 
-    def kernel(maxima_ref, out_ref):
-        index = lax.iota(jnp.int32, padded)
-        bits = maxima_ref[...] if interpret else plgpu.load(maxima_ref.at[jnp.minimum(index, count - 1)])
-        amax = jnp.broadcast_to(lax.bitcast_convert_type(jnp.max(bits), jnp.float32), (SIZE,))
-        s = jnp.minimum(_divide(np.float32(2688), amax, interpret), np.float32(FLT_MAX))
-        s = jnp.where((amax == np.float32(0)) | (s == np.float32(0)), np.float32(1), s)
-        s = jnp.where(amax != amax, amax, s)
-        decode = _divide(np.float32(1), s, interpret)
-        gemm = jnp.where(amax <= np.float32(FLT_MAX), decode, np.float32(np.nan))
-        out = jnp.zeros((SIZE,), jnp.float32)
-        entries = {AMAX: amax, ENCODE: s, DECODE: decode, MULT: s * np.float32(1 / 6), GEMM: gemm}
-        for place, value in entries.items():
-            out = jnp.where(lax.iota(jnp.int32, SIZE) == place, value, out)
-        out_ref[...] = out
 
-    return pl.pallas_call(
+def tensor_scales(*maxima: jax.Array, interpret: bool = False) -> tuple[jax.Array, ...]:
+    """`tensor_scale` of several tensors in one launch."""
+    counts = [math.prod(m.shape) for m in maxima]
+
+    def kernel(*refs):
+        for maxima_ref, out_ref, count in zip(refs[: len(counts)], refs[len(counts) :], counts, strict=True):
+            amax = lax.bitcast_convert_type(jnp.max(_read(maxima_ref, count, interpret)), jnp.float32)
+            out_ref[...] = _scale_vector(jnp.broadcast_to(amax, (SIZE,)), interpret)
+
+    warps = min(16, max(1, pl.next_power_of_2(max(counts)) // 512))
+    results = pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((SIZE,), jnp.float32),
-        compiler_params=plgpu.CompilerParams(num_warps=min(16, max(1, padded // 1024)), num_stages=1),
+        out_shape=[jax.ShapeDtypeStruct((SIZE,), jnp.float32)] * len(counts),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
-        name="tensor_scale",
-    )(maxima.reshape(-1))
+        name="tensor_scales",
+    )(*(m.reshape(-1) for m in maxima))
+    return tuple(results)
+
+
+def _read(ref: Any, count: int, interpret: bool) -> jax.Array:
+    """All maxima; Triton tiles are powers of two, so the last one is repeated as often as it takes."""
+    padded = pl.next_power_of_2(count)
+    if interpret or padded == count:
+        return ref[...]
+    return plgpu.load(ref.at[jnp.minimum(lax.iota(jnp.int32, padded), count - 1)])
+
+
+def _scale_vector(amax: jax.Array, interpret: bool) -> jax.Array:
+    s = jnp.minimum(_divide(np.float32(2688), amax, interpret), np.float32(FLT_MAX))
+    s = jnp.where((amax == np.float32(0)) | (s == np.float32(0)), np.float32(1), s)
+    s = jnp.where(amax != amax, amax, s)
+    decode = _divide(np.float32(1), s, interpret)
+    gemm = jnp.where(amax <= np.float32(FLT_MAX), decode, np.float32(np.nan))
+    out = jnp.zeros((SIZE,), jnp.float32)
+    entries = {AMAX: amax, ENCODE: s, DECODE: decode, MULT: s * np.float32(1 / 6), GEMM: gemm}
+    for place, value in entries.items():
+        out = jnp.where(lax.iota(jnp.int32, SIZE) == place, value, out)
+    return out
 
 
 def _divide(a: np.float32, b: jax.Array, interpret: bool) -> jax.Array:

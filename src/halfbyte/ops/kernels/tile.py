@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from halfbyte.ops.kernels.inline import inline_ptx
 from halfbyte.ops.kernels.ptx import Ptx
@@ -81,42 +80,30 @@ def _evaluate_ptx(body: Any, tiles: Any, scalars: Any, outputs: Any, columns: in
 
 
 def _evaluate_vector(body: Any, tiles: Any, scalars: Any, outputs: Any, columns: int) -> list[jax.Array]:
+    """On the host, in NumPy: nothing to compile, and denormals as on the GPU."""
     shape = tiles[0].shape
-    machine = Vector(columns)
-    firsts = [jnp.broadcast_to(s, shape)[:, ::columns] for s in scalars]
-    results = body(machine, [_split(t, columns) for t in tiles], [_known(s) for s in firsts])
-    return [_join(words, shape, d, columns) for words, d in zip(results, outputs, strict=True)]
+
+    def host(*arrays: Any) -> list[np.ndarray]:
+        words = [_split(np.asarray(a), columns) for a in arrays[: len(tiles)]]
+        firsts = [_known(np.broadcast_to(np.asarray(a), shape)[:, ::columns]) for a in arrays[len(tiles) :]]
+        with np.errstate(all="ignore"):
+            results = body(Vector(columns), words, firsts)
+        return [_join(words, shape, d) for words, d in zip(results, outputs, strict=True)]
+
+    return jax.pure_callback(host, [jax.ShapeDtypeStruct(shape, d) for d in outputs], *tiles, *scalars)
 
 
-def _known(x: jax.Array) -> jax.Array:
-    return x if x.dtype == jnp.float32 else x.astype(jnp.uint32)
+def _known(x: np.ndarray) -> np.ndarray:
+    return x if x.dtype == np.float32 else x.astype(np.uint32)
 
 
-def _split(tile: jax.Array, columns: int) -> list[jax.Array]:
+def _split(tile: np.ndarray, columns: int) -> list[np.ndarray]:
     """The words of a tile, each [blocks, lanes]."""
-    lanes = tile.reshape(tile.shape[0], -1, columns)
-    if tile.dtype.itemsize == 4:
-        return [_known(lanes[:, :, i]) for i in range(columns)]
-    per_word = 4 // tile.dtype.itemsize
-    unsigned = {1: jnp.uint8, 2: jnp.uint16}[tile.dtype.itemsize]
-    raw = lax.bitcast_convert_type(lanes, unsigned).astype(jnp.uint32)
-    words = []
-    for first in range(0, columns, per_word):
-        word = raw[:, :, first]
-        for i in range(1, per_word):
-            word = word | (raw[:, :, first + i] << np.uint32(8 * tile.dtype.itemsize * i))
-        words.append(word)
-    return words
+    dtype = np.float32 if tile.dtype == np.float32 else np.uint32
+    lanes = np.ascontiguousarray(tile).view(dtype).reshape(tile.shape[0], tile.shape[1] // columns, -1)
+    return [lanes[:, :, i] for i in range(lanes.shape[2])]
 
 
-def _join(words: Sequence[jax.Array], shape: tuple[int, ...], dtype: Any, columns: int) -> jax.Array:
+def _join(words: Sequence[np.ndarray], shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """The tile whose words are given: the inverse of `_split`."""
-    dtype = jnp.dtype(dtype)
-    if dtype.itemsize == 4:
-        elements = [lax.bitcast_convert_type(w, dtype) for w in words]
-        return jnp.stack(elements, -1).reshape(shape)
-    width = 8 * dtype.itemsize
-    unsigned = {1: jnp.uint8, 2: jnp.uint16}[dtype.itemsize]
-    mask = np.uint32((1 << width) - 1)
-    elements = [((w >> np.uint32(width * i)) & mask).astype(unsigned) for w in words for i in range(32 // width)]
-    return lax.bitcast_convert_type(jnp.stack(elements[:columns], -1).reshape(shape), dtype)
+    return np.ascontiguousarray(np.stack(words, -1)).view(jnp.dtype(dtype)).reshape(shape)

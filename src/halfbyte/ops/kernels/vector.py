@@ -2,31 +2,23 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 
 class Vector:
     """Evaluates the operations of `Ptx` on uint32 and float32 arrays whose last axis is the lanes of one block.
 
-    `xp` is jax.numpy, or numpy, which keeps denormals on every platform and needs no compilation.
+    NumPy arrays: denormals are kept, on every platform, and nothing is compiled.
     """
 
-    def __init__(self, columns: int, xp: Any = jnp):
+    def __init__(self, columns: int):
         self.columns = columns
-        self.xp = xp
-
-    def _view(self, x, dtype):
-        if x.dtype == dtype:
-            return x
-        return x.view(dtype) if isinstance(x, (np.ndarray, np.generic)) else lax.bitcast_convert_type(x, dtype)
 
     def bits(self, x):
-        return np.uint32(x & 0xFFFFFFFF) if isinstance(x, int) else self._view(x, np.dtype(np.uint32))
+        return np.uint32(x & 0xFFFFFFFF) if isinstance(x, int) else x.view(np.uint32)
 
     def real(self, x):
-        return np.float32(x) if isinstance(x, float) else self._view(x, np.dtype(np.float32))
+        return np.float32(x) if isinstance(x, float) else x.view(np.float32)
 
     def and_(self, a, b):
         return self.bits(a) & self.bits(b)
@@ -62,7 +54,7 @@ class Vector:
 
     def max_u16x2(self, a, b):
         (a0, a1), (b0, b1) = self._halves(a), self._halves(b)
-        return self.xp.maximum(a0, b0) | (self.xp.maximum(a1, b1) << np.uint32(16))
+        return np.maximum(a0, b0) | (np.maximum(a1, b1) << np.uint32(16))
 
     def with_sign(self, magnitude, sign):
         return (self.bits(magnitude) & np.uint32(0x7FFF7FFF)) | (self.bits(sign) & np.uint32(0x80008000))
@@ -80,13 +72,13 @@ class Vector:
         return self.real(a) * self.real(b) + self.real(c)
 
     def fabs(self, a):
-        return self.xp.abs(self.real(a))
+        return np.abs(self.real(a))
 
     def fmin(self, a, b):
-        return self.xp.minimum(self.real(a), self.real(b))
+        return np.minimum(self.real(a), self.real(b))
 
     def fmax(self, a, b):
-        return self.xp.maximum(self.real(a), self.real(b))
+        return np.maximum(self.real(a), self.real(b))
 
     fmax_nan = fmax
 
@@ -94,7 +86,7 @@ class Vector:
         return np.float32(1) / self.real(a)
 
     def sigmoid(self, a):
-        return np.float32(1) / (np.float32(1) + self.xp.exp(-self.real(a)))
+        return np.float32(1) / (np.float32(1) + np.exp(-self.real(a)))
 
     def round_grid(self, y, e):
         magic = e * np.float32(6291456)
@@ -102,7 +94,7 @@ class Vector:
 
     def floor_grid(self, y, e):
         step = e * np.float32(0.5)
-        return self.xp.floor(y / step) * step
+        return np.floor(y / step) * step
 
     def low(self, w):
         return self.real(self.shl(w, 16))
@@ -119,7 +111,7 @@ class Vector:
     def _round_bf16(self, bits):
         rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
         nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-        return self.xp.where(nan, bits | np.uint32(0x00400000), rounded)
+        return np.where(nan, bits | np.uint32(0x00400000), rounded)
 
     def mul_bf16x2(self, a, b):
         pairs = [self.fmul(self.low(a), self.low(b)), self.fmul(self.high(a), self.high(b))]
@@ -128,13 +120,13 @@ class Vector:
     def clamp_six(self, p):
         lo, hi = self._halves(self.bits(p) & np.uint32(0x7FFF7FFF))
         six = np.uint32(0x40C0)
-        return self.with_sign(self.xp.minimum(lo, six) | (self.xp.minimum(hi, six) << np.uint32(16)), p)
+        return self.with_sign(np.minimum(lo, six) | (np.minimum(hi, six) << np.uint32(16)), p)
 
     def grid_codes(self, p):
         def code(magnitude):
             normal = (magnitude >> np.uint32(6)) - np.uint32(252)
             small = (magnitude > np.uint32(0)).astype(np.uint32)
-            return self.xp.where(magnitude >= np.uint32(0x3F80), normal, small)
+            return np.where(magnitude >= np.uint32(0x3F80), normal, small)
 
         lo, hi = self._halves(self.bits(p) & np.uint32(0x7FFF7FFF))
         return code(lo) | (code(hi) << np.uint32(16))
@@ -142,7 +134,7 @@ class Vector:
     def grid_values(self, codes):
         def value(code):
             normal = (code << np.uint32(6)) + np.uint32(252 << 6)
-            return self.xp.where(code >= np.uint32(2), normal, code * np.uint32(0x3F00))
+            return np.where(code >= np.uint32(2), normal, code * np.uint32(0x3F00))
 
         lo, hi = self._halves(self.bits(codes) & np.uint32(0x00070007))
         return value(lo) | (value(hi) << np.uint32(16))
@@ -152,20 +144,20 @@ class Vector:
 
     def _e4m3_code(self, a):
         """Nearest E4M3 code by arithmetic: a cast there and back may be removed by the compiler."""
-        a = self.xp.minimum(a, np.float32(448))
-        e = self.xp.maximum(self.real(self.and_(a, 0x7F800000)), np.float32(2.0**-6))
+        a = np.minimum(a, np.float32(448))
+        e = np.maximum(self.real(self.and_(a, 0x7F800000)), np.float32(2.0**-6))
         magic = e * np.float32(1.5 * 2.0**20)
         rounded = (a + magic) - magic
         normal = (self.bits(rounded) >> np.uint32(20)) - np.uint32(960)
         small = (rounded * np.float32(512)).astype(np.int32).astype(np.uint32)
-        return self.xp.where(rounded < np.float32(2.0**-6), small, normal)
+        return np.where(rounded < np.float32(2.0**-6), small, normal)
 
     def e4m3_decode(self, codes):
         return self._e4m3_value(self.and_(codes, 0xFF)), self._e4m3_value(self.and_(self.shr(codes, 8), 0xFF))
 
     def _e4m3_value(self, code):
         small = code.astype(np.int32).astype(np.float32) * np.float32(2.0**-9)
-        return self.xp.where(code < np.uint32(8), small, self.real((code << np.uint32(20)) + np.uint32(960 << 20)))
+        return np.where(code < np.uint32(8), small, self.real((code << np.uint32(20)) + np.uint32(960 << 20)))
 
     def lane_bit(self, bit: int) -> Any:
         return bit
@@ -175,11 +167,11 @@ class Vector:
 
     def select(self, predicate: int, a: Any, b: Any) -> Any:
         pairs = zip(self._lanes(self.bits(a)), self._lanes(self.bits(b)), strict=True)
-        return self.xp.concatenate([p[0] if i & predicate else p[1] for i, p in enumerate(pairs)], -1)
+        return np.concatenate([p[0] if i & predicate else p[1] for i, p in enumerate(pairs)], -1)
 
     def swap(self, x: Any, bit: int) -> Any:
         lanes = self._lanes(self.bits(x))
-        return self.xp.concatenate([lanes[i ^ bit] for i in range(len(lanes))], -1)
+        return np.concatenate([lanes[i ^ bit] for i in range(len(lanes))], -1)
 
     def from_lane(self, x: Any, lane: int) -> Any:
-        return self.xp.broadcast_to(self._lanes(self.bits(x))[lane], x.shape)
+        return np.broadcast_to(self._lanes(self.bits(x))[lane], x.shape)

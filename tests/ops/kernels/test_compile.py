@@ -1,0 +1,74 @@
+"""Every quantize kernel compiles for Hopper and Blackwell, the GEMM for Hopper, with no GPU at hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import topologies
+
+from halfbyte import devices
+from halfbyte.ops import kernels as K
+
+pytestmark = pytest.mark.skipif(
+    tuple(int(n) for n in jax.__version__.split(".")[:2]) >= (0, 11),
+    reason="JAX 0.11 lowers Pallas Triton only where a GPU is present",
+)
+
+
+def shapes(topology):
+    place = jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+    def like(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    return like
+
+
+def topology_of(name):
+    try:
+        config = devices.target_config(devices.DEVICES[name])
+        return topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
+    except Exception as error:
+        pytest.skip(f"the CUDA compiler plugin (extra `plan`) is not installed: {type(error).__name__}")
+
+
+def linear(x, w, dy, key):
+    """The passes of one linear, forward and backward."""
+    x_row, x_column = K.tensor_scales(*K.maxima(x))
+    (w_scale,) = K.tensor_scales(K.weight_maxima(w))
+    dy_row, dy_column = K.tensor_scales(*K.maxima(dy))
+    carriers = K.quantize(x, rows=K.Rowwise(x_row), columns=K.Columnwise(x_column, packed=True))
+    gradients = K.quantize(dy, rows=K.Rowwise(dy_row, key), columns=K.Columnwise(dy_column, key))
+    return carriers[0], K.unpack(*carriers[1:]), K.quantize_weight(w, w_scale), gradients
+
+
+def hidden(g, u, d, key):
+    h_row, h_column = K.tensor_scales(*K.forward_maxima(g, u))
+    scales = K.tensor_scales(*K.backward_maxima(g, u, d))
+    dg = K.Rowwise(scales[0], key), K.Columnwise(scales[1], key)
+    du = K.Rowwise(scales[2], key), K.Columnwise(scales[3], key)
+    forward = K.quantize_forward(g, u, rows=K.Rowwise(h_row))
+    return forward, K.quantize_backward(g, u, d, dg=dg, du=du, h=K.Columnwise(h_column))
+
+
+@pytest.mark.parametrize("name", ["h200", "b200", "gb300"])
+def test_passes_compile(name):
+    like = shapes(topology_of(name))
+    x, key = like(256, 512), like(2, dtype=jnp.uint32)
+    program = jax.jit(linear).lower(x, like(512, 512, dtype=jnp.float32), like(256, 512), key).compile()
+    assert program.as_text().count("__gpu$xla.gpu.triton") >= 8
+
+
+@pytest.mark.parametrize("name", ["h200", "gb300"])
+def test_swiglu_passes_compile(name):
+    like = shapes(topology_of(name))
+    program = jax.jit(hidden).lower(*[like(256, 512)] * 3, like(2, dtype=jnp.uint32)).compile()
+    assert program.as_text().count("__gpu$xla.gpu.triton") >= 6
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn"])
+def test_gemm_compiles_for_hopper(layout):
+    like = shapes(topology_of("h200"))
+    a, b = like(512, 512), like(512, 512)
+    scale = like(8, dtype=jnp.float32)
+    program = jax.jit(lambda a, b, s, t: K.matmul(a, b, s, t, layout=layout)).lower(a, b, scale, scale).compile()
+    assert "mosaic_gpu" in program.as_text()
