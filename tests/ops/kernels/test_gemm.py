@@ -23,6 +23,10 @@ def test_alpha_is_applied_before_the_one_rounding(layout, dtype):
     alpha = np.float32(left[GEMM]) * np.float32(right[GEMM])
     want = PRODUCT[layout](a.astype(np.float32), b.astype(np.float32)) * alpha
     np.testing.assert_array_equal(got, want.astype(dtype))
+    scalars = gemm.matmul(
+        jnp.asarray(a), jnp.asarray(b), left[GEMM], right[GEMM], layout=layout, out_dtype=dtype, interpret=True
+    )
+    np.testing.assert_array_equal(scalars, got)
 
 
 def test_unsupported_says_which_dim():

@@ -108,20 +108,21 @@ def matmul(
     tiling: GemmTiling | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """alpha * (A . B) in `out_dtype` (bfloat16 or float32), rounded once; alpha = left[GEMM] * right[GEMM] in float32.
+    """alpha * (A . B) in `out_dtype` (bfloat16 or float32), rounded once; alpha = left * right in float32.
 
-    a and b are bf16; left and right the vectors of `tensor_scale`, so that a non-finite operand makes the result NaN.
-    `interpret` computes the same through XLA, on any device.
+    a and b are bf16. left and right are float32 scalars on the device, or the vectors of `tensor_scale`, whose factor
+    for GEMMs is taken: NaN for a non-finite operand. `interpret` computes the same through XLA, on any device.
     """
     m, n, k = dims(a.shape, b.shape, layout)
     tiling = tiling or default_tiling(layout, out_dtype)
     for name, size, tile in (("m", m, tiling.block[0]), ("n", n, tiling.block[1]), ("k", k, tiling.k)):
         if size % tile:
             raise ValueError(f"the GEMM kernel needs {name} to be a multiple of {tile}, got {size}; use the XLA path")
-    if left.shape != (SIZE,) or right.shape != (SIZE,):
-        raise ValueError(f"scales must be vectors of tensor_scale, shape ({SIZE},), got {left.shape} and {right.shape}")
+    for name, scale in (("left", left), ("right", right)):
+        if scale.shape not in ((), (SIZE,)):
+            raise ValueError(f"{name} must be a scalar or a vector of tensor_scale, ({SIZE},), got shape {scale.shape}")
     if interpret:
-        return _through_xla(a, b, left[GEMM] * right[GEMM], layout, out_dtype)
+        return _through_xla(a, b, _factor(left) * _factor(right), layout, out_dtype)
     run = plgpu.kernel(
         functools.partial(_kernel, tiling=tiling, layout=layout, sizes=(m, n, k)),
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
@@ -131,7 +132,14 @@ def matmul(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
-    return run(a, b, left, right)
+    return run(a, b, left.reshape(-1), right.reshape(-1))
+
+
+def _factor(scale: Any) -> Any:
+    """The factor that a GEMM owes, from a scalar or a vector of `tensor_scale` (an array or a ref)."""
+    if scale.shape == ():
+        return scale
+    return scale[GEMM if scale.shape == (SIZE,) else 0]
 
 
 def _through_xla(a: jax.Array, b: jax.Array, alpha: jax.Array, layout: str, out_dtype: Any) -> jax.Array:
@@ -184,7 +192,7 @@ def _kernel(a, b, left, right, out, *, tiling: GemmTiling, layout: str, sizes: t
     )
     def _(buffers, staged):
         warpgroup = lax.axis_index("warpgroup")
-        alpha = left[GEMM] * right[GEMM]
+        alpha = _factor(left) * _factor(right)
 
         @plgpu.nd_loop((tiles[0] * tiles[1],), collective_axes="block")
         def _(loop):
