@@ -11,13 +11,13 @@ folded with the call site:
 | a typed key (this step's)        | as it is                             | `site`, else the Linen layer's path  |
 
 A counter of calls would be simpler and wrong: JAX traces a scanned or rematerialised body as often as it likes, so a
-call's number is no property of the call. For the same reason a plain key is refused inside a lifted Linen transform
-(`nn.scan`, `nn.remat`, ...): the layers of a scan share one path, and a key that the scan does not split would give
-them all the same bits.
+call's number is no property of the call. For a similar reason a plain key is refused inside `nn.scan` and `nn.vmap`:
+the layers of a scan share one path, and a key that the scan does not split would give them all the same bits.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ from halfbyte.ops.contraction import DimensionNumbers, linear, refusal
 from halfbyte.recipe import Recipe, site_key
 
 OTHERS = ("error", "plain")
+ONCE = ("remat", "checkpoint", "jit")  # Linen transforms that run a layer once
 
 
 @dataclass(frozen=True)
@@ -135,12 +136,12 @@ class DotGeneral:
                 "pass site= (or "
                 ".at(name)), or key= a stream"
             )
-        if self.site is None and _in_lifted_transform():
+        repeating = _repeating_transforms()
+        if self.site is None and repeating:
             raise ValueError(
-                f"dot_general at {site}: a plain key inside nn.scan, nn.remat or another lifted transform would "
-                "give all layers "
-                "of a scan the same random bits; pass key='NAME' and that rng stream to apply (under nn.scan with "
-                "split_rngs={'NAME': True})"
+                f"dot_general at {site}: a plain key inside nn.{repeating[0]} would give all of its layers the "
+                "same random "
+                "bits; pass key='NAME' and that rng stream to apply, with split_rngs={'NAME': True} for the transform"
             )
 
     def tree_flatten_with_keys(self) -> tuple[list, tuple]:
@@ -211,7 +212,8 @@ def _linen_path() -> str | None:
     return None if module is None else "/".join(module.path)
 
 
-def _in_lifted_transform() -> bool:
-    """Inside nn.scan, nn.remat, ... the layer's scope is rooted at the transform, not at the model."""
+def _repeating_transforms() -> list[str]:
+    """The Linen transforms around the layer that may run it more than once under one path: scan, vmap, ..."""
     module = _linen_module()
-    return module is not None and tuple(module.scope.root.path) != ()
+    around = "" if module is None else "/".join(module.scope.debug_path)  # such as scan(remat(layers))/up
+    return [name for name in re.findall(r"(\w+)\(", around) if name not in ONCE]

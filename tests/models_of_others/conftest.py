@@ -1,0 +1,129 @@
+"""Training for models that nobody here wrote: 100 steps in one jitted scan, in bf16, in NVFP4, and with noise for
+codes.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import halfbyte.ops.operand
+from halfbyte.formats import random_bytes
+from halfbyte.recipe import recipe, step_key
+
+STEPS = 100
+# Compiling is most of a test's time, and the numbers do not depend on how hard LLVM tries.
+QUICK = {"xla_backend_optimization_level": 0}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def promotion_as_others_expect_it():
+    """The strict promotion of our own tests is not for other people's code."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+# Set while a program is traced: a traced flag that makes every quantizer draw its codes at random.
+BROKEN = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quantizers_that_can_break():
+    """Under the flag every quantizer keeps its scales and makes up its codes, as a broken kernel would; else all is
+    as it is.
+
+    A flag, not another program: the good run and the broken one then share a compilation, and differ in nothing else.
+    """
+    real = halfbyte.ops.operand.to_grid
+    values = jnp.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], jnp.float32)
+
+    def breakable(x, fmt, **options):
+        grid = real(x, fmt, **options)
+        made_up = values[random_bytes(jax.random.key(0), grid.values.shape) & 15]
+        return grid._replace(values=jnp.where(BROKEN[-1] if BROKEN else False, made_up, grid.values))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(halfbyte.ops.operand, "to_grid", breakable)
+        yield
+
+
+@pytest.fixture(scope="session")
+def train():
+    """train(loss, params, batch, static) -> run(broken) -> (first loss, mean of the last 10) of 100 Adam steps."""
+
+    def program(loss, params, batch, static):
+        optimizer = optax.adam(0.01)
+
+        def step(state, number):
+            params, moments = state
+            value, gradient = jax.value_and_grad(loss)(params, *batch(jax.random.key(number)), step_key(0, number))
+            updates, moments = optimizer.update(gradient, moments, params)
+            return (optax.apply_updates(params, updates), moments), value
+
+        def whole(params, broken):
+            BROKEN.append(broken)
+            losses = jax.lax.scan(step, (params, optimizer.init(params)), jnp.arange(STEPS))[1]
+            BROKEN.pop()
+            return losses[0], losses[-10:].mean()
+
+        compiled = jax.jit(whole, static_argnums=(1,) if static else (), compiler_options=QUICK)
+        return lambda broken: tuple(float(loss) for loss in compiled(params, broken))
+
+    return program
+
+
+@pytest.fixture(scope="session")
+def verdict(train):
+    """Trains a model in bf16, in NVFP4, and with made-up codes; holds all three to what the recipe promises.
+
+    A model that scans needs the flag `static`: a traced one may not be closed over by the VJP inside a scan.
+    """
+
+    def check(loss_in, params, batch, *, static=False):
+        first, bf16 = train(loss_in(recipe("bf16")), params, batch, static)(False)
+        assert first > 1.3 * bf16, "the task must be learned, or losing nothing would say nothing"
+        run = train(loss_in(recipe("nvfp4")), params, batch, static)
+        (_, nvfp4), (_, noise) = run(False), run(True)
+        assert nvfp4 < 1.05 * bf16
+        assert not noise < 1.05 * bf16
+        print(f"{first:.3f} -> bf16 {bf16:.3f}, nvfp4 {nvfp4:.3f}, made-up codes {noise:.3f}")
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def regression():
+    """A batch of 128: x [128, 32] and a noisy nonlinear function of it [128, 16]; the best squared error is 1."""
+    a, b = (jnp.asarray(np.random.default_rng(i).normal(size=s), jnp.float32) for i, s in ((0, (32, 4)), (1, (4, 16))))
+
+    def batch(key):
+        x = jax.random.normal(key, (128, 32))
+        return x, jnp.tanh(x @ a / 4) @ b + jax.random.normal(jax.random.fold_in(key, 1), (128, 16))
+
+    return batch
+
+
+@pytest.fixture(scope="session")
+def text():
+    """A batch of 8 sequences of 16 tokens of 32 kinds, each drawn from the two before it: [8, 17]."""
+    table = jnp.asarray(
+        np.random.default_rng(2).normal(size=(32, 32, 32)) * 0.5 + np.random.default_rng(3).normal(size=(1, 32, 32)) * 2
+    )
+    table = table.astype(jnp.float32)
+
+    def batch(key):
+        def draw(state, key):
+            before, last = state
+            new = jax.random.categorical(key, table[before, last])
+            return (last, new), new
+
+        first = jax.random.randint(key, (2, 8), 0, 32)
+        return (jax.lax.scan(draw, (first[0], first[1]), jax.random.split(key, 17))[1].T,)
+
+    return batch
+
+
+@pytest.fixture(scope="session")
+def nvfp4():
+    return recipe("nvfp4")
