@@ -19,7 +19,9 @@ from halfbyte.recipe import OperandPolicy
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["carrier", "decode_scale", "quantized"], meta_fields=["policy"]
+    jax.tree_util.register_dataclass,
+    data_fields=["carrier", "decode_scale", "quantized", "vector"],
+    meta_fields=["policy"],
 )
 @dataclasses.dataclass(frozen=True)
 class Operand:
@@ -32,6 +34,7 @@ class Operand:
     decode_scale: jax.Array | None
     quantized: QTensor | Packed | None
     policy: OperandPolicy
+    vector: jax.Array | None = None  # the tensor's scales as the GPU kernels pass them on
 
     def values(self) -> jax.Array:
         """The carrier; made from the codes if need be."""

@@ -7,6 +7,7 @@ bit; for SwiGLU that holds on the numbers that the kernels compute with the GPU'
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import jax
@@ -15,12 +16,13 @@ import jax.numpy as jnp
 from halfbyte.formats import NVFP4, Packed
 from halfbyte.ops import kernels
 from halfbyte.ops.backends.carrier import narrow_gemm
-from halfbyte.ops.backends.gemm import Contraction, alpha
+from halfbyte.ops.backends.gemm import Contraction, alpha, result_shape
 from halfbyte.ops.kernels import Columnwise, Rowwise
-from halfbyte.ops.kernels.scale import AMAX, DECODE
-from halfbyte.ops.operand import Kept, Operand, key_pair
+from halfbyte.ops.kernels.gemm import unsupported as gemm_unsupported
+from halfbyte.ops.kernels.scale import AMAX, DECODE, GEMM, SIZE
+from halfbyte.ops.operand import Kept, Operand, gemm_scale, key_pair
 from halfbyte.ops.passes import Ask, XlaPasses
-from halfbyte.ops.problem import Problem
+from halfbyte.ops.problem import Problem, target
 from halfbyte.recipe import OperandPolicy
 
 NAME = "fused"
@@ -50,8 +52,30 @@ def unsupported(problem: Problem) -> str | None:
 
 
 def gemm(left: Operand, right: Operand, axes: Contraction, dtype: jnp.dtype) -> jax.Array:
-    """Exact products, float32 sums, the operands' factors, one rounding to `dtype`."""
-    return narrow_gemm(left.values(), right.values(), axes, alpha(left, right), dtype)
+    """Exact products, float32 sums, the operands' factors, one rounding to `dtype`.
+
+    The kernel multiplies its float32 accumulator by the factors before it rounds; XLA would write the float32 sums to
+    memory and read them again. Shapes that its tiles do not divide go through XLA, with equal results.
+    """
+    a, b, layout = left.values(), right.values(), _layout(axes)
+    if left.vector is None or right.vector is None or _own_gemm_unsupported(a, b, axes, layout, dtype):
+        return narrow_gemm(a, b, axes, alpha(left, right), dtype)
+    flat = [t.reshape(-1, t.shape[-1]).astype(jnp.bfloat16) for t in (a, b)]
+    y = kernels.matmul(*flat, left.vector, right.vector, layout=layout, out_dtype=dtype)
+    return y.reshape(result_shape(a.shape, b.shape, axes))
+
+
+def _layout(axes: Contraction) -> str:
+    """How the kernel names this GEMM: nn (fprop), nt (dgrad) or tn (wgrad)."""
+    if axes[0] == axes[1] and axes[0][0] == 0:
+        return "tn"
+    return "nn" if axes[1] == (0,) else "nt"
+
+
+def _own_gemm_unsupported(a: jax.Array, b: jax.Array, axes: Contraction, layout: str, dtype: jnp.dtype) -> str | None:
+    m, n = (math.prod(t.shape[i] for i in range(t.ndim) if i not in ax) for t, ax in zip((a, b), axes, strict=True))
+    k = math.prod(a.shape[i] for i in axes[0])
+    return gemm_unsupported(m, n, k, layout=layout, out_dtype=dtype, capability=target().capability)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +141,7 @@ class FusedPasses(XlaPasses):
             return super().weight(w, policy, axis=axis, key=key)
         scale = kernels.tensor_scale(kernels.weight_maxima(w, interpret=self.interpret), interpret=self.interpret)
         carrier = kernels.quantize_weight(w, scale, interpret=self.interpret)
-        return Operand(carrier, _factor(scale[AMAX], scale[DECODE]), None, policy)
+        return Operand(carrier, scale[GEMM], None, policy, scale)
 
     def load(self, kept: Kept, policy: OperandPolicy) -> Operand:
         if not isinstance(kept, Packed) or kept.axis != -2 or kept.format != NVFP4 or kept.scales is None:
@@ -126,12 +150,13 @@ class FusedPasses(XlaPasses):
         flat = [t.reshape(-1, features) for t in (kept.packed, kept.scales)]
         carrier = kernels.unpack(*flat, interpret=self.interpret)
         shape = (*kept.packed.shape[:-2], 2 * kept.packed.shape[-2], features)
-        return Operand(carrier.reshape(shape), _factor(kept.amax, kept.decode_scale), None, policy)
+        factor = gemm_scale(kept)
+        return Operand(carrier.reshape(shape), factor, None, policy, jnp.full((SIZE,), factor))
 
     def _scales(self, tops: Sequence[jax.Array], column: Ask | None) -> tuple[jax.Array, jax.Array]:
         """(row scale, column scale) from the maxima of a tensor and, if the column is transformed, of its transform."""
-        row = kernels.tensor_scale(tops[0], interpret=self.interpret)
-        return row, kernels.tensor_scale(tops[1], interpret=self.interpret) if _transformed(column) else row
+        made = kernels.tensor_scales(*tops[: 1 + _transformed(column)], interpret=self.interpret)
+        return made[0], made[-1]
 
 
 def _sides(asks: Sequence[Ask]) -> tuple[Ask | None, Ask | None]:
@@ -153,10 +178,6 @@ def _columnwise(a: Ask, scale: jax.Array) -> Columnwise:
     return Columnwise(scale, key=key_pair(a.key), hadamard=a.policy.hadamard, packed=a.kept)
 
 
-def _factor(amax: jax.Array, decode_scale: jax.Array) -> jax.Array:
-    return jnp.where(jnp.isfinite(amax), decode_scale, jnp.float32(jnp.nan))
-
-
 def _operands(
     made: Sequence[jax.Array], asks: Sequence[Ask], scales: dict[int, jax.Array], shape: tuple[int, ...]
 ) -> list[Operand]:
@@ -164,11 +185,10 @@ def _operands(
     arrays, by_axis = list(made), {}
     for a in sorted(asks, key=lambda a: -a.axis):
         scale = scales[a.axis]
-        amax, decode = scale[AMAX], scale[DECODE]
         if a.kept:
             codes, blocks = (t.reshape(*shape[:-2], -1, shape[-1]) for t in (arrays.pop(0), arrays.pop(0)))
-            packed = Packed(codes, blocks, amax, decode, NVFP4, "1d", -2)
-            by_axis[a.axis] = Operand(None, _factor(amax, decode), packed, a.policy)
+            packed = Packed(codes, blocks, scale[AMAX], scale[DECODE], NVFP4, "1d", -2)
+            by_axis[a.axis] = Operand(None, scale[GEMM], packed, a.policy, scale)
         else:
-            by_axis[a.axis] = Operand(arrays.pop(0).reshape(shape), _factor(amax, decode), None, a.policy)
+            by_axis[a.axis] = Operand(arrays.pop(0).reshape(shape), scale[GEMM], None, a.policy, scale)
     return [by_axis[a.axis] for a in asks]
