@@ -70,3 +70,14 @@ def test_the_jobset_is_yaml_and_counts_agree():
 @pytest.mark.parametrize("script", ["deploy/train.sbatch", ".ci/run"])
 def test_shell_scripts_parse(script):
     subprocess.run(["bash", "-n", script], cwd=ROOT, check=True)
+
+
+def test_the_maxtext_table_names_flags_that_exist(capsys):
+    from halfbyte.cli.train import parse
+
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    known = capsys.readouterr().out
+    text = (ROOT / "docs" / "from-maxtext.md").read_text(encoding="utf-8").split("## Flags")[1].split("## What")[0]
+    named = set(re.findall(r"(--[a-z][a-z0-9.-]+)", text)) - {"--tokenizer", "--out"}
+    assert [flag for flag in sorted(named) if flag not in known] == []
