@@ -4,8 +4,8 @@ from halfbyte.evaluation.generation import Generated, Generator
 from halfbyte.evaluation.language_model import LanguageModel
 from halfbyte.evaluation.sampling import Sampling
 from halfbyte.evaluation.scoring import Request, Score, Scorer
-from halfbyte.evaluation.task_files import Example, TaskFile, examples, open_task
-from halfbyte.evaluation.tasks import Metric, Result, run_task
+from halfbyte.evaluation.task_files import Example, TaskFile, UnknownFormat, chosen, examples, open_task
+from halfbyte.evaluation.tasks import Metric, Result, first_windows, run_task, validation_result
 
 __all__ = [
     "Example",
@@ -19,7 +19,11 @@ __all__ = [
     "Score",
     "Scorer",
     "TaskFile",
+    "UnknownFormat",
+    "chosen",
     "examples",
+    "first_windows",
     "open_task",
     "run_task",
+    "validation_result",
 ]

@@ -6,7 +6,6 @@ causal, so padding behind a row changes nothing in it. Logits exist for a slice 
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +21,9 @@ from halfbyte.models.embedding import head_weight
 from halfbyte.sharding import axis_size, named_sharding
 
 SHORTEST = 32  # of the padded lengths
-LENGTHS = 4  # padded lengths at most, each half of the next
+LENGTHS = 5  # padded lengths at most, each half of the next
 LOGIT_BYTES = 2**28  # float32 logits that exist at one time
+PACKED = ("tokens", "targets", "segments", "positions")
 Batch = dict[str, Any]
 
 
@@ -117,11 +117,16 @@ class Scorer:
         self._collect(pending, requests, scores, advance)
         return [score for score in scores if score is not None]
 
-    def score_batches(self, batches: Iterable[Batch]) -> tuple[float, int]:
-        """(summed negative log-likelihood, scored tokens) of packed batches, as the loader yields them."""
-        keys = ("tokens", "targets", "segments", "positions")
-        running = [self._sums(self.model.params, self._place({key: batch[key] for key in keys})) for batch in batches]
-        return sum(float(nll) for nll, _ in running), sum(int(count) for _, count in running)
+    def score_batches(self, batches: Iterable[Batch]) -> Iterator[Score]:
+        """The score of each packed batch, as the loader yields them (`greedy` is not looked at, and False)."""
+        pending: Any = None
+        for batch in batches:
+            running = self._sums(self.model.params, self._place({key: batch[key] for key in PACKED}))
+            if pending is not None:
+                yield Score(float(pending[0]), int(pending[1]), False)
+            pending = running
+        if pending is not None:
+            yield Score(float(pending[0]), int(pending[1]), False)
 
     def _collect(
         self,
@@ -148,15 +153,15 @@ class Scorer:
             fits = next(length for length in lengths if len(request.tokens) - 1 <= length)
             by_length.setdefault(fits, []).append(number)
         for length, numbers in sorted(by_length.items(), reverse=True):
-            rows = self._rows(length, len(numbers))
+            rows = self._rows(length)
             self.compiled.add((rows, length))
             for start in range(0, len(numbers), rows):
                 chosen = numbers[start : start + rows]
                 yield chosen, pad_batch([requests[number] for number in chosen], rows, length)
 
-    def _rows(self, length: int, wanted: int) -> int:
-        """Rows of a batch: what `batch_tokens` allows, or the power of two that holds all; whole on the mesh."""
-        rows = min(max(1, self.batch_tokens // length), 2 ** math.ceil(math.log2(wanted)))
+    def _rows(self, length: int) -> int:
+        """Rows of a batch, the same for every task: what `batch_tokens` allows, whole on the mesh."""
+        rows = max(1, self.batch_tokens // length)
         mesh = self.model.context.mesh
         share = axis_size(mesh, "data") * axis_size(mesh, "fsdp")
         return -(-rows // share) * share

@@ -11,7 +11,7 @@ continued by a line "Answer: ", any other by a space; a field `delimiter` says o
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,10 @@ class TaskFile:
     format: Format
 
 
+class UnknownFormat(ValueError):
+    """A readable file that is no task."""
+
+
 class BadRecord(ValueError):
     """What is wrong with one record, without its place."""
 
@@ -65,7 +69,7 @@ def open_task(file: InputFile) -> TaskFile:
         if all(field in record for field in candidate.fields):
             return TaskFile(name, file, candidate)
     known = "; ".join(f"{{{', '.join(candidate.fields)}}}" for candidate in FORMATS)
-    raise ValueError(f"{file.name}, line {number}: fields {', '.join(record)} are no task; tasks have {known}")
+    raise UnknownFormat(f"{file.name}, line {number}: fields {', '.join(record)} are no task; tasks have {known}")
 
 
 def examples(task: TaskFile) -> Iterator[Example]:
@@ -78,6 +82,13 @@ def examples(task: TaskFile) -> Iterator[Example]:
             yield task.format.read(record)
         except BadRecord as problem:
             raise ValueError(f"{task.file.name}, line {number}: {problem}") from None
+
+
+def chosen(items: Sequence[Example], limit: int) -> list[Example]:
+    """`limit` examples, evenly spread over the file (files are often sorted by category); 0: all."""
+    if not 0 < limit < len(items):
+        return list(items)
+    return [items[number * len(items) // limit] for number in range(limit)]
 
 
 def _lines(file: InputFile) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -112,6 +112,15 @@ def text_requests(tokenizer: Tokenizer, example: Example, window: int, stride: i
     return requests
 
 
+def first_windows(tokenizer: Tokenizer, example: Example, count: int, window: int) -> Example:
+    """The beginning of a text: as much as fills `count` windows. 0: all of it."""
+    ids = tokenizer.encode(example.texts[0][1])
+    if not 0 < count * window < len(ids):
+        return example
+    text = tokenizer.decode(ids[: count * window])
+    return Example((("", text),), 0, (len(text),), example.group)
+
+
 # Metrics
 
 Scored = Sequence[tuple[Example, Sequence[Score]]]
@@ -158,6 +167,14 @@ METRICS: dict[str, Callable[[Scored], dict[str, Metric]]] = {
     "pair": choice_metrics,
     "text": text_metrics,
 }
+
+
+def validation_result(name: str, scores: Sequence[Score], *, bytes_per_token: float) -> Result:
+    """The result of a data set's validation split, from the scores of its batches."""
+    nats = ratio([score.nll for score in scores], [score.tokens for score in scores])
+    bits = scaled(nats, 1 / math.log(2) / bytes_per_token)
+    metrics = {"nats_per_token": nats, "bits_per_byte": bits, "ppl": exponential(nats)}
+    return Result(name, "validation", len(scores), sum(score.tokens for score in scores), metrics)
 
 
 def wins(gold: int, scores: Sequence[Score], lengths: Sequence[int] | None) -> bool:

@@ -1,0 +1,199 @@
+"""Score a trained run: validation loss, perplexity of text, and local tasks.
+
+halfbyte eval RUN                                         the validation split of the data it was trained on
+halfbyte eval RUN wikitext2_test.txt.xz                   nats a token, bits a byte, perplexity
+halfbyte eval RUN arc_easy.jsonl.xz blimp.jsonl.xz        accuracy with standard errors
+
+Task files are jsonl, told apart by their fields: multiple choice (query, choices, gold), schemas (context_options,
+continuation, gold), last words (context, continuation), minimal pairs (sentence_good, sentence_bad), text. A directory
+stands for every task in it. Results are added to RUN/evaluations.jsonl."""
+
+import datetime
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from halfbyte.cli.result import Result
+
+if TYPE_CHECKING:
+    from halfbyte import evaluation
+    from halfbyte.cli.loading import LoadedRun
+
+EVALUATIONS = "evaluations.jsonl"
+TASK_METRICS = ("acc", "acc_norm", "ppl")
+TEXT_METRICS = ("nats_per_token", "bits_per_byte", "ppl")
+
+
+@dataclass(frozen=True)
+class Args:
+    run: Annotated[str, tyro.conf.Positional]
+    """Run directory."""
+    files: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """Tasks (.jsonl) and text (.txt), also .xz, .gz, .zst; directories, globs. None: the run's validation split."""
+    limit: int = 0
+    """Examples a task, spread evenly over it; for a text file, windows from its beginning; 0: all."""
+    seq: int = 0
+    """Tokens that the model reads at once; 0: as many as it was trained on."""
+    stride: int = 0
+    """For text: tokens scored in each window; the rest of it is context. 0: all of them."""
+    batch_tokens: int = 8192
+    """Tokens of a batch."""
+    recipe: str = ""
+    """Of the forward pass; empty: the recipe that the run trained with."""
+    step: int | None = None
+    """Checkpoint to use; without it, the newest."""
+    mesh: str = ""
+    """AXIS=SIZE,... over data, fsdp, tensor; empty: one device."""
+    save: bool = True
+    """Add the results to RUN/evaluations.jsonl."""
+
+
+def run(args: Args) -> Result:
+    from halfbyte.cli.loading import open_run
+    from halfbyte.evaluation import Scorer
+
+    if args.limit < 0:
+        raise ValueError(f"--limit must be 0 (all examples) or more, got {args.limit}")
+    tasks = open_tasks(args.files)
+    loaded = open_run(args.run, recipe_name=args.recipe, mesh=args.mesh, step=args.step)
+    scorer = Scorer(loaded.model, window=args.seq or None, batch_tokens=args.batch_tokens)
+    print(loaded.describe(), flush=True)
+    results = []
+    for result in evaluate(args, loaded, scorer, tasks):
+        results.append(result)
+        if args.save:
+            append(loaded.directory / EVALUATIONS, {**settings(args, loaded, scorer), **result.to_json()})
+    print_table(results)
+    if args.save:
+        print(f"added to {loaded.directory / EVALUATIONS}")
+    return Result({**settings(args, loaded, scorer), "results": [result.to_json() for result in results]})
+
+
+def open_tasks(arguments: tuple[str, ...]) -> "list[evaluation.TaskFile]":
+    """The task of every file; in a directory, files that hold no task are named and passed over."""
+    from halfbyte.data.files import find_files
+    from halfbyte.evaluation import UnknownFormat, open_task
+
+    tasks = []
+    for argument in arguments:
+        for file in find_files([argument]):
+            try:
+                tasks.append(open_task(file))
+            except UnknownFormat as problem:
+                if not Path(argument).is_dir():
+                    raise
+                print(f"passed over: {problem}", file=sys.stderr)
+    if arguments and not tasks:
+        raise ValueError(f"no task in {', '.join(arguments)}")
+    return tasks
+
+
+def evaluate(args: Args, loaded: "LoadedRun", scorer: Any, tasks: Any) -> "Iterator[evaluation.Result]":
+    """The result of each task in turn, or of the validation split if there is none."""
+    from halfbyte.evaluation import chosen, examples, first_windows, run_task
+
+    if not tasks:
+        yield from validation(args, loaded, scorer)
+    read = {}  # every file is read before any is scored: a malformed line costs seconds, not the hour before it
+    for task in tasks:
+        items = chosen(list(examples(task)), args.limit)
+        if task.file.kind == "text":
+            items = [first_windows(loaded.model.tokenizer, items[0], args.limit, scorer.window)]
+        read[task.file.path] = items
+    for task in tasks:
+        with progress(task.name) as advance:
+            yield run_task(
+                task.name,
+                task.format.kind,
+                read[task.file.path],
+                scorer,
+                stride=args.stride or None,
+                advance=advance,
+            )
+
+
+def validation(args: Args, loaded: "LoadedRun", scorer: Any) -> "Iterator[evaluation.Result]":
+    """Loss on the validation split, source by source."""
+    from halfbyte import data
+    from halfbyte.cli.loading import open_data
+    from halfbyte.evaluation import validation_result
+
+    dataset = open_data(loaded.config)
+    if dataset is None:
+        raise ValueError("the run was trained on synthetic tokens: there is no validation text; name files to score")
+    rows = max(1, args.batch_tokens // dataset.seq_len)
+    for name in data.validation_sources(dataset):
+        totals = [part.manifest.splits["validation"].get(name) for part in data.dataset.as_mixture(dataset).datasets]
+        size, tokens = (sum(getattr(t, field) for t in totals if t) for field in ("text_bytes", "tokens"))
+        loader = data.loader(dataset, batch=rows, split="validation", source=name, max_batches=args.limit or None)
+        with loader, progress(f"validation/{name}", loader.batches) as advance:
+            scores = []
+            for score in scorer.score_batches(loader):
+                scores.append(score)
+                advance(1)
+        yield validation_result(f"validation/{name}", scores, bytes_per_token=size / tokens)
+
+
+@contextmanager
+def progress(name: str, total: int | None = None) -> Iterator[Any]:
+    """A bar on stderr if that is a terminal; yields the function that moves it."""
+    import rich.progress
+    from rich.console import Console
+
+    columns = (*rich.progress.Progress.get_default_columns(), rich.progress.MofNCompleteColumn())
+    screen = Console(stderr=True)
+    with rich.progress.Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True) as bar:
+        task = bar.add_task(name, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+def settings(args: Args, loaded: "LoadedRun", scorer: Any) -> dict[str, Any]:
+    """What the numbers depend on beside the task."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    fixed = {"limit": args.limit, "seq": scorer.window, "stride": args.stride or scorer.window}
+    return {"time": now, "run": str(loaded.directory), "step": loaded.step, "recipe": loaded.recipe, **fixed}
+
+
+def append(path: Path, record: dict[str, Any]) -> None:
+    from halfbyte.cli.main import plain
+
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(plain(record), allow_nan=False) + "\n")
+
+
+def print_table(results: "list[evaluation.Result]") -> None:
+    """One table of tasks, one of text."""
+    from halfbyte.cli.screen import console, table
+
+    text = [result for result in results if result.kind in ("text", "validation")]
+    tasks = [result for result in results if result not in text]
+    for heading, chosen, names in (("examples", tasks, TASK_METRICS), ("tokens", text, TEXT_METRICS)):
+        shown = [name for name in names if any(name in result.metrics for result in chosen)]
+        rows = [
+            (r.task, f"{getattr(r, heading):,}", *(cell(r.metrics.get(name)) for name in shown), chance(r))
+            for r in chosen
+        ]
+        heads = ("task", heading, *(name.replace("_per_", "/") for name in shown), "chance" if chosen is tasks else "")
+        if rows:
+            console().print(table(heads, rows))
+    for result in results:
+        if result.truncated:
+            print(f"{result.task}: {result.truncated} of {result.examples} examples were cut to the window")
+
+
+def chance(result: "evaluation.Result") -> str:
+    return "" if result.chance is None else f"{result.chance:.3f}"
+
+
+def cell(metric: Any) -> str:
+    """value ± standard error."""
+    if metric is None:
+        return ""
+    form = ".4f" if metric.value < 10 else ".2f" if metric.value < 1e4 else ".2e"
+    return f"{metric.value:{form}}" + ("" if metric.error is None else f" ± {metric.error:{form}}")

@@ -1,0 +1,177 @@
+"""Curves of training runs: read, smoothed, and compared with standard errors.
+
+Runs are compared at equal numbers of tokens. Where two runs saw the same tokens in the same order, most of the noise of
+a loss curve is the noise of its batches, and falls out of the difference; what is left of it still lasts from step to
+step, so the standard error of the mean difference over the last n points is Newey and West's: Bartlett weights over
+4 (n / 100)^(2/9) lags.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from halfbyte.metrics import read_rows
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One run's rows of metrics, in order of step; what is missing or not finite is NaN."""
+
+    name: str
+    rows: tuple[dict[str, Any], ...]
+
+    def column(self, field: str) -> np.ndarray:
+        """A metric at every step, float64."""
+        return np.array([number(row.get(field)) for row in self.rows], np.float64)
+
+    @property
+    def steps(self) -> np.ndarray:
+        return self.column("step")
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return self.column("tokens")
+
+    @property
+    def loss(self) -> np.ndarray:
+        return self.column("loss")
+
+    def validation(self) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, validation loss) where there is one."""
+        loss = self.column("validation_loss")
+        return self.tokens[~np.isnan(loss)], loss[~np.isnan(loss)]
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Mean of (run - baseline) over the last `points` common points, with its standard error; `relative` is of the
+    baseline's mean loss. `interpolated`: the runs were not logged at the same tokens."""
+
+    value: float
+    error: float | None
+    relative: float
+    points: int
+    first_tokens: float
+    last_tokens: float
+    interpolated: bool
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Medians over steps after the first few; `input_wait` is a share of step time."""
+
+    step_time_s: float
+    tokens_per_s_per_device: float
+    tflops_per_device: float
+    mfu: float
+    input_wait: float
+
+
+def number(value: Any) -> float:
+    """A logged value as a float. Diverged runs log "nan" and "inf" as strings, absent values are None."""
+    return math.nan if value is None else float(value)
+
+
+def read_curve(directory: Path, name: str) -> Curve:
+    """metrics.jsonl of a run directory."""
+    path = directory / "metrics.jsonl"
+    if not path.is_file():
+        raise ValueError(f"{directory} is not a run, or has not taken a step: it holds no metrics.jsonl")
+    rows = {row["step"]: row for row in read_rows(path) if "step" in row and "loss" in row}
+    if not rows:
+        raise ValueError(f"{path} holds no step yet; wait for the first one")
+    return Curve(name, tuple(rows[step] for step in sorted(rows)))
+
+
+def smooth(values: np.ndarray, width: float) -> np.ndarray:
+    """Exponential moving average with a time constant of `width` points, without the bias of its start; NaNs are passed
+    over."""
+    if width <= 1:
+        return values.copy()
+    keep = 1 - 1 / width
+    total, weight, out = 0.0, 0.0, np.empty_like(values)
+    for at, value in enumerate(values):
+        if np.isfinite(value):
+            total, weight = keep * total + value, keep * weight + 1
+        out[at] = total / weight if weight else np.nan
+    return out
+
+
+def default_width(points: int) -> int:
+    """Points to smooth over: a fiftieth of the run, 5 at least where there are enough."""
+    return max(1, min(points // 8, max(5, points // 50)))
+
+
+def default_last(points: int) -> int:
+    """Points that count as the end of a run: a tenth of them, 20 at least where there are as many."""
+    return min(points, max(20, points // 10))
+
+
+def aligned(run: Curve, baseline: Curve) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
+    """(tokens, run's loss, baseline's loss, interpolated) where both have a finite loss; the run is interpolated where
+    the two were not logged at the same tokens."""
+    common, mine, theirs = np.intersect1d(run.tokens, baseline.tokens, return_indices=True)
+    interpolated = len(common) < min(10, len(run.rows), len(baseline.rows))
+    if interpolated:
+        good = np.isfinite(run.loss)
+        inside = (baseline.tokens >= run.tokens[0]) & (baseline.tokens <= run.tokens[-1])
+        common, base = baseline.tokens[inside], baseline.loss[inside]
+        values = np.interp(common, run.tokens[good], run.loss[good]) if good.any() else np.full(len(common), np.nan)
+    else:
+        values, base = run.loss[mine], baseline.loss[theirs]
+    finite = np.isfinite(values) & np.isfinite(base)
+    return common[finite], values[finite], base[finite], interpolated
+
+
+def gap(run: Curve, baseline: Curve, *, last: int | None = None) -> Gap | None:
+    """How far the run ends from the baseline; None if they have no point in common."""
+    tokens, values, base, interpolated = aligned(run, baseline)
+    if not len(tokens):
+        return None
+    points = min(last or default_last(len(tokens)), len(tokens))
+    apart = (values - base)[-points:]
+    mean = float(apart.mean())
+    level = float(base[-points:].mean())
+    span = float(tokens[-points]), float(tokens[-1])
+    return Gap(mean, correlated_error(apart), mean / level, points, *span, interpolated)
+
+
+def correlated_error(values: np.ndarray) -> float | None:
+    """Standard error of the mean of values that depend on their neighbours (Newey-West); None for fewer than 3."""
+    many = len(values)
+    if many < 3:
+        return None
+    spread = values - values.mean()
+    lags = int(4 * (many / 100) ** (2 / 9))
+    variance = float(spread @ spread) / many
+    for lag in range(1, min(lags, many - 1) + 1):
+        variance += 2 * (1 - lag / (lags + 1)) * float(spread[lag:] @ spread[:-lag]) / many
+    return math.sqrt(max(variance, 0.0) / (many - 1))
+
+
+def end_of(curve: Curve, last: int | None = None) -> tuple[float, float | None]:
+    """(mean loss over the last points, its standard error)."""
+    loss = curve.loss[np.isfinite(curve.loss)]
+    if not len(loss):
+        return math.nan, None
+    tail = loss[-min(last or default_last(len(loss)), len(loss)) :]
+    return float(tail.mean()), correlated_error(tail)
+
+
+def speed_of(curve: Curve) -> Speed:
+    """Medians of speed, the first tenth of the steps (at most 10) left out."""
+    skip = min(10, len(curve.rows) // 10)
+    columns = {field: curve.column(field)[skip:] for field in Speed.__annotations__ if field != "input_wait"}
+    waited = curve.column("input_wait_s")[skip:] / columns["step_time_s"]
+    return Speed(**{field: median(values) for field, values in columns.items()}, input_wait=median(waited))
+
+
+def median(values: Sequence[float] | np.ndarray) -> float:
+    """The median of what is finite; NaN if nothing is."""
+    array = np.asarray(values, np.float64)
+    array = array[np.isfinite(array)]
+    return float(np.median(array)) if len(array) else math.nan

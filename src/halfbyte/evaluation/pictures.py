@@ -1,0 +1,175 @@
+"""Curves as pictures: a PNG with matplotlib, and a plot of characters for a terminal.
+
+The terminal's plot uses braille characters, 2 x 4 dots each, so that a line of 70 characters shows 140 points.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.text import Text
+
+from halfbyte.evaluation.curves import Curve, Gap, aligned, gap, smooth
+
+# Colours that stay apart for colour-blind readers (Okabe and Ito), and their nearest terminal colours.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+TERMINAL = ("bright_blue", "bright_red", "bright_green", "bright_magenta", "yellow", "bright_cyan", "white")
+DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille character, by row and column
+BRAILLE = 0x2800
+
+
+@dataclass(frozen=True)
+class Line:
+    """Points to draw."""
+
+    name: str
+    x: np.ndarray
+    y: np.ndarray
+
+
+def text_plot(lines: Sequence[Line], *, title: str, width: int = 70, height: int = 14, zero: bool = False) -> Text:
+    """Lines as braille characters with labelled axes and a legend. `zero` draws the line y = 0."""
+    shown = [Line(line.name, *_finite(line.x, line.y)) for line in lines]
+    everything = np.concatenate([line.y for line in shown])
+    if not len(everything):
+        return Text(f"{title}: nothing to draw")
+    low, high = _limits(everything, zero)
+    left, right = (f(np.concatenate([line.x for line in shown])) for f in (np.min, np.max))
+    canvas = np.zeros((height, width), np.int32)
+    colour = np.full((height, width), -1)
+    if zero:
+        _trace(canvas, colour, Line("", np.array([left, right]), np.zeros(2)), -1, (left, right, low, high))
+    for number, line in enumerate(shown):
+        _trace(canvas, colour, line, number % len(TERMINAL), (left, right, low, high))
+    return _assembled(canvas, colour, shown, title=title, limits=(left, right, low, high))
+
+
+def _finite(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    good = np.isfinite(x) & np.isfinite(y)
+    return x[good], y[good]
+
+
+def _limits(values: np.ndarray, zero: bool) -> tuple[float, float]:
+    """From the smallest value to the 99th percentile, so that the first steps do not squeeze all others."""
+    low, high = float(values.min()), float(np.percentile(values, 99))
+    if zero:
+        low, high = min(float(np.percentile(values, 1)), 0.0), max(high, 0.0)
+    room = 0.03 * (high - low) or 0.01 * abs(high) or 1.0
+    return low - room, high + room
+
+
+def _trace(
+    canvas: np.ndarray, colour: np.ndarray, line: Line, number: int, limits: tuple[float, float, float, float]
+) -> None:
+    """Set the dots of a line: for each column of dots, all from the last point's height to this one's."""
+    left, right, low, high = limits
+    rows, columns = canvas.shape[0] * 4, canvas.shape[1] * 2
+    if not len(line.x):
+        return
+    grid = np.linspace(left, right, columns)
+    inside = (grid >= line.x[0]) & (grid <= line.x[-1]) if len(line.x) > 1 else grid >= line.x[0]
+    heights = np.interp(grid, line.x, line.y)
+    places = np.clip(np.round((high - heights) / (high - low) * (rows - 1)), 0, rows - 1).astype(int)
+    before = None
+    for column in np.flatnonzero(inside):
+        first = places[column] if before is None else before
+        for row in range(min(first, places[column]), max(first, places[column]) + 1):
+            canvas[row // 4, column // 2] |= DOTS[row % 4][column % 2]
+            colour[row // 4, column // 2] = number
+        before = places[column]
+
+
+def _assembled(
+    canvas: np.ndarray,
+    colour: np.ndarray,
+    lines: Sequence[Line],
+    *,
+    title: str,
+    limits: tuple[float, float, float, float],
+) -> Text:
+    left, right, low, high = limits
+    height, width = canvas.shape
+    digits = max(0, min(6, 2 - math.floor(math.log10(high - low))))
+    labels = {0: high, height // 2: (high + low) / 2, height - 1: low}
+    margin = max(len(f"{value:.{digits}f}") for value in labels.values())
+    text = Text(title + "\n", style="")
+    for row in range(height):
+        label = f"{labels[row]:.{digits}f}" if row in labels else ""
+        text.append(f"{label:>{margin}} {'┤' if label else '│'}", style="dim")
+        for column in range(width):
+            style = TERMINAL[colour[row, column]] if colour[row, column] >= 0 else "dim"
+            text.append(chr(BRAILLE + int(canvas[row, column])), style=style)
+        text.append("\n")
+    text.append(f"{'':>{margin}} ╰{'─' * width}\n", style="dim")
+    ends = f"{short(left)}{short(right):>{width - len(short(left))}}"
+    text.append(f"{'':>{margin}}  {ends} tokens\n", style="dim")
+    for number, line in enumerate(lines):
+        text.append("  ── ", style=TERMINAL[number % len(TERMINAL)])
+        text.append(line.name)
+    return text
+
+
+def short(value: float) -> str:
+    """1.2M for 1,200,000."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def draw_png(curves: Sequence[Curve], path: Path, *, width: int, last: int | None = None) -> None:
+    """Three panels: loss (faint as logged, strong smoothed, circles validation); its difference from the first run,
+    with a band of two standard errors around the gap over the `last` points; speed."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    figure = Figure(figsize=(9, 9), layout="constrained")
+    FigureCanvasAgg(figure)
+    loss, apart, speed = figure.subplots(3, 1, sharex=True, height_ratios=(3, 2, 1.4))
+    for number, curve in enumerate(curves):
+        colour = COLOURS[number % len(COLOURS)]
+        loss.plot(curve.tokens, curve.loss, color=colour, alpha=0.2, linewidth=0.8)
+        loss.plot(curve.tokens, smooth(curve.loss, width), color=colour, linewidth=1.6, label=curve.name)
+        loss.plot(*curve.validation(), "o", color=colour, markersize=4, markerfacecolor="white")
+        rate = curve.column("tokens_per_s_per_device")
+        speed.plot(curve.tokens, rate, color=colour, alpha=0.2, linewidth=0.8)
+        speed.plot(curve.tokens, smooth(rate, width), color=colour, linewidth=1.6)
+        if number:
+            _draw_gap(apart, curve, curves[0], colour=colour, width=width, last=last)
+    finite = np.concatenate([curve.loss[np.isfinite(curve.loss)] for curve in curves])
+    if len(finite):
+        loss.set_ylim(*_limits(finite, zero=False))
+    apart.axhline(0, color=COLOURS[0], linewidth=1.2)
+    loss.set_ylabel("loss, nats a token")
+    apart.set_ylabel(f"loss minus {curves[0].name}")
+    speed.set_ylabel("tokens/s a device")
+    speed.set_ylim(bottom=0)
+    speed.set_xlabel("tokens")
+    loss.legend(frameon=False, title=f"mean over {width} steps; circles: validation", title_fontsize="small")
+    for axes in (loss, apart, speed):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    speed.xaxis.set_major_formatter(EngFormatter(sep=""))
+    apart.legend(frameon=False, fontsize="small")
+    figure.savefig(path, dpi=130)
+
+
+def _draw_gap(axes: Any, curve: Curve, baseline: Curve, *, colour: str, width: int, last: int | None) -> None:
+    tokens, mine, base, _ = aligned(curve, baseline)
+    end = gap(curve, baseline, last=last)
+    axes.plot(tokens, mine - base, color=colour, alpha=0.2, linewidth=0.8)
+    axes.plot(tokens, smooth(mine - base, width), color=colour, linewidth=1.6, label=_gap_label(curve, end))
+    if end is not None:
+        low, high = (end.value + sign * 2 * (end.error or 0.0) for sign in (-1, 1))
+        axes.fill_between((end.first_tokens, end.last_tokens), low, high, color=colour, alpha=0.25, linewidth=0)
+
+
+def _gap_label(curve: Curve, end: Gap | None) -> str:
+    if end is None:
+        return f"{curve.name}: nothing in common"
+    error = "" if end.error is None else f" ± {end.error:.4f}"
+    return f"{curve.name}: {end.value:+.4f}{error} over the last {end.points} steps"
