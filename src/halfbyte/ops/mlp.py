@@ -14,7 +14,7 @@ Under bf16 `fast` keeps x, g, u and `small` keeps x: as lean as the quantized on
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -58,10 +58,11 @@ def mlp(
     """
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
-    recipes = tuple(recipe[site] for site in SITES) if isinstance(recipe, Mapping) else (recipe,) * 3
+    recipes = _recipes(recipe)
     keys = tuple(None if key is None else site_key(key, site) for site in SITES)
     given, named = (gate, up, down), weight_shardings or {}
     shardings = tuple(w.sharding if isinstance(w, QWeight) else named.get(s) for s, w in zip(SITES, given, strict=True))
+    _check(x, given, recipes)
     tokens = _token_view(x, recipes)
     backends = [choose(backend, problem_of(r, tokens, w, s)) for r, w, s in zip(recipes, given, shardings, strict=True)]
     weights = [
@@ -71,6 +72,31 @@ def mlp(
     plan = Plan(tuple(b.name for b in backends), recipes, shardings, tuple(w.anchor.dtype for w in weights), mode)
     y = _mlp(plan, tokens, tuple(w.anchor for w in weights), tuple((w.fprop, w.dgrad) for w in weights), keys)
     return y.reshape(x.shape)
+
+
+def _recipes(recipe: Recipe | Mapping[str, Recipe]) -> tuple[Recipe, ...]:
+    if isinstance(recipe, Recipe):
+        return (recipe,) * 3
+    if set(recipe) != set(SITES):
+        raise ValueError(f"mlp takes one recipe, or one each for {', '.join(SITES)}; got {', '.join(recipe)}")
+    return tuple(recipe[site] for site in SITES)
+
+
+def _check(x: jax.Array, weights: Sequence[jax.Array | QWeight], recipes: tuple[Recipe, ...]) -> None:
+    if x.dtype not in (jnp.bfloat16, jnp.float32):
+        raise TypeError(f"mlp takes bfloat16 or float32, got x of {x.dtype}; convert with astype first")
+    gate, up, down = (w.shape for w in weights)
+    if x.ndim == 0 or x.shape[-1:] != gate[:1] or gate != up or down != gate[::-1]:
+        raise ValueError(
+            f"mlp needs x [..., embed], gate and up [embed, hidden], down [hidden, embed]; "
+            f"got x {x.shape}, gate {gate}, up {up}, down {down}"
+        )
+    for site, weight, recipe in zip(SITES, weights, recipes, strict=True):
+        if isinstance(weight, QWeight) and weight.recipe != recipe:
+            raise ValueError(
+                f"mlp: the QWeight of {site} was made under recipe {weight.recipe.name}, and the op was asked for "
+                f"{recipe.name}; quantize the weight again"
+            )
 
 
 def _token_view(x: jax.Array, recipes: tuple[Recipe, ...]) -> jax.Array:

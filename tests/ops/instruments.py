@@ -1,0 +1,80 @@
+"""Instruments: what the GEMMs of a running program are given, and how often a program quantizes."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from halfbyte.ops.backends import BACKENDS
+from halfbyte.ops.backends.gemm import Contraction, alpha, finish
+
+# LLVM's optimizer is off: half the compilation time, for tests of what is traced rather than of what is compiled.
+quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """One GEMM at run time: its operands' carriers and decode scales, and float32 `result` before the last rounding."""
+
+    left: np.ndarray
+    right: np.ndarray
+    factor: float
+    result: np.ndarray
+
+
+def gemm_name(axes: Contraction) -> str:
+    left, right = axes
+    if left[0] == 0:
+        return "wgrad"
+    return "fprop" if right == (0,) else "dgrad"
+
+
+@contextlib.contextmanager
+def watched(name: str) -> Iterator[dict[str, Seen]]:
+    """While it lasts, programs that are traced with backend `name` note each GEMM that they run."""
+    real, seen = BACKENDS[name], {}
+
+    def note(gemm, left, right, factor, result):
+        # Copies: the buffers of a callback's arguments belong to the program.
+        seen[gemm] = Seen(*(np.array(a, np.float64) for a in (left, right)), float(factor), np.array(result))
+
+    def gemm(left, right, axes, dtype):
+        exact = real.gemm(left, right, axes, jnp.dtype(jnp.float32))
+        factor = alpha(left, right)
+        factor = jnp.float32(1) if factor is None else factor
+        operands = (o.values().astype(jnp.float32) for o in (left, right))
+        jax.debug.callback(note, gemm_name(axes), *operands, factor, exact)
+        return finish(exact, None, dtype)
+
+    BACKENDS[name] = dataclasses.replace(real, gemm=gemm)
+    try:
+        yield seen
+        jax.effects_barrier()
+    finally:
+        BACKENDS[name] = real
+
+
+def equations(jaxpr) -> Iterator[tuple]:
+    """(equation, how often it runs) of a jaxpr and of all that it calls; a scan's body counts once an iteration."""
+    for eqn in jaxpr.eqns:
+        yield eqn, 1
+        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for inner in _bodies(eqn):
+            for found, count in equations(inner):
+                yield found, count * times
+
+
+def _bodies(eqn) -> Iterator:
+    for param in jax.tree.leaves(list(eqn.params.values())):
+        inner = getattr(param, "jaxpr", param)
+        if hasattr(inner, "eqns"):
+            yield inner
+
+
+def quantizations(fn, *args) -> int:
+    """How many NVFP4 tensors `fn(*args)` quantizes: each finds its scales in one call of the same jitted function."""
+    closed = jax.make_jaxpr(fn)(*args)
+    return sum(n for eqn, n in equations(closed.jaxpr) if eqn.params.get("name") == "_two_level")

@@ -1,0 +1,121 @@
+"""Conformance: every backend over one list of shapes, forward and both gradients, under jit with default flags.
+
+Each GEMM of each backend must be given the operands of the definition bit for bit (the oracle's, which `reference` is
+held to as well in `test_qdot`), and give their product to the accumulation error of float32. A backend that cannot
+serve a case on this machine says why, and the case is skipped with that reason; on an NVIDIA GPU `native` runs too.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import check_linear, tensors
+from instruments import quick
+from shapes import BLOCKS_OF_16, BLOCKS_OF_32
+
+import halfbyte as hb
+from halfbyte import devices, ops
+from halfbyte.ops.backends import BACKENDS, native
+
+CASES = [
+    ("nvfp4", BLOCKS_OF_16[0], "float32"),
+    ("nvfp4", BLOCKS_OF_16[1], "bfloat16"),
+    ("nvfp4", BLOCKS_OF_16[2], "float32"),
+    ("nvfp4", BLOCKS_OF_16[4], "bfloat16"),
+    ("mxfp8", BLOCKS_OF_32[2], "bfloat16"),
+    ("fp8", BLOCKS_OF_16[4], "bfloat16"),
+    ("bf16", BLOCKS_OF_16[3], "bfloat16"),
+]
+B200 = devices.device("b200")
+
+
+def problem(recipe, shape, device=None):
+    return ops.Problem(recipe, shape.tokens, shape.inputs, shape.outputs, device=device or ops.target())
+
+
+@pytest.mark.parametrize("name, shape, dtype", CASES, ids=lambda p: str(p))
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "reference"])
+def test_conformance(backend, name, shape, dtype):
+    recipe = hb.recipe(name)
+    reason = BACKENDS[backend].unsupported(problem(recipe, shape))
+    if reason is not None:
+        pytest.skip(f"{backend}: {reason}")
+    check_linear(recipe, *tensors(shape, dtype), backend=backend)
+
+
+def block_scaled_product(a, b, a_scales, b_scales, preferred_element_type):
+    """What `jax.nn.scaled_matmul` means: operands [1, rows, contraction], scales [1, rows, contraction / block]."""
+
+    def decoded(elements, scales):
+        wide = scales.astype(jnp.float32)
+        return elements.astype(jnp.float32) * jnp.repeat(wide, elements.shape[-1] // scales.shape[-1], axis=-1)
+
+    return jnp.einsum(
+        "bmk,bnk->bmn",
+        decoded(a, a_scales),
+        decoded(b, b_scales),
+        precision="highest",
+        preferred_element_type=preferred_element_type,
+    )
+
+
+@pytest.mark.parametrize("name, shape", [("nvfp4", BLOCKS_OF_16[4]), ("mxfp8", BLOCKS_OF_32[2])])
+def test_native_lays_out_its_operands_right(name, shape, monkeypatch):
+    """On any machine: with the block-scaled primitive replaced by its definition, `native` gives the oracle's GEMMs.
+
+    The float4 and float8 elements and scales that it hands over are decoded here, so a wrong transpose, nibble or scale
+    cannot cancel.
+    """
+    monkeypatch.setattr(jax.nn, "scaled_matmul", block_scaled_product)
+    with ops.compile_for(B200):
+        check_linear(hb.recipe(name), *tensors(shape, "bfloat16"), backend="native", compiler_options=quick)
+
+
+def test_auto_is_native_exactly_where_the_device_trains_in_the_format():
+    shape = BLOCKS_OF_16[4]
+    for device, name, want in (
+        ("b200", "nvfp4", "native"),
+        ("gb300", "nvfp4", "native"),
+        ("b200", "mxfp8", "native"),
+        ("b200", "fp8", "carrier"),
+        ("b200", "bf16", "carrier"),
+    ):
+        found = ops.choose("auto", problem(hb.recipe(name), shape, devices.device(device))).name
+        assert found == want or (want == "carrier" and found == "fused"), (device, name)
+    assert ops.choose("auto", problem(hb.recipe("nvfp4"), shape, devices.device("h100"))).name != "native"
+    odd = dataclasses.replace(problem(hb.recipe("nvfp4"), shape, B200), outputs=48)
+    assert ops.choose("auto", odd).name != "native"  # dgrad sums over 48
+
+
+@pytest.mark.parametrize("gemm, sizes", [("fprop", (64, 48, 64)), ("dgrad", (64, 64, 48)), ("wgrad", (48, 64, 64))])
+def test_native_refuses_contractions_that_are_not_multiples_of_32(gemm, sizes):
+    case = ops.Problem(hb.recipe("nvfp4"), *sizes, device=B200)
+    with pytest.raises(ValueError, match=rf"backend 'native' cannot serve recipe nvfp4: {gemm} sums over 48.*32.*auto"):
+        ops.choose("native", case)
+    assert (native.unsupported(dataclasses.replace(case, training=False)) is None) == (gemm != "fprop")
+
+
+def test_native_says_which_formats_it_lacks():
+    with pytest.raises(ValueError, match="fprop multiplies fp8 by fp8; block-scaled units take one block-scaled"):
+        ops.choose("native", problem(hb.recipe("fp8"), BLOCKS_OF_16[4], B200))
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="on a GPU native serves")
+def test_naming_a_backend_that_cannot_serve_is_an_error():
+    x, w, _ = tensors(BLOCKS_OF_16[4], "bfloat16")
+    with pytest.raises(ValueError, match="'native' cannot serve recipe nvfp4.*NVIDIA GPU.*use carrier"):
+        hb.qdot(x, w, recipe=hb.recipe("nvfp4"), backend="native")
+    with pytest.raises(ValueError, match="unknown backend 'cuda'; choose auto, reference, carrier"):
+        hb.qdot(x, w, recipe=hb.recipe("nvfp4"), backend="cuda")
+
+
+def test_carriers_are_exact_in_bfloat16():
+    """Every E2M1 value times every E4M3 scale, and every 8-bit value: none needs more than bfloat16's 8 bits."""
+    e2m1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    codes = np.arange(127, dtype=np.uint8)
+    e4m3 = codes.view(jnp.float8_e4m3fn).astype(np.float32)
+    products = np.outer(e2m1, e4m3)
+    np.testing.assert_array_equal(products.astype(jnp.bfloat16).astype(np.float32), products)
+    np.testing.assert_array_equal(e4m3.astype(jnp.bfloat16).astype(np.float32), e4m3)
