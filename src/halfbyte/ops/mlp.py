@@ -19,13 +19,12 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from halfbyte.ops.backends import BACKENDS, Backend, check_training, choose, problem_of
 from halfbyte.ops.backends.gemm import dgrad_axes, fprop_axes, wgrad_axes
-from halfbyte.ops.operand import Kept, Operand, keep
+from halfbyte.ops.operand import Kept, Operand, keep, name_saved
 from halfbyte.ops.passes import XLA, Ask, XlaPasses, ask
-from halfbyte.ops.qdot import SAVED, token_block
+from halfbyte.ops.qdot import token_block
 from halfbyte.ops.weight import QWeight, quantize_weight, weight_operand
 from halfbyte.recipe import Recipe, site_key
 from halfbyte.sharding import WeightSharding
@@ -170,7 +169,7 @@ def _mlp_fwd(plan: Plan, x, anchors, codes, keys):
     g, u = gate.fprop(rows[0], x), up.fprop(rows[-1], x)
     (h,) = passes.swiglu(g, u, [down.ask("fprop_x")])
     again = (g, u) if plan.mode == "fast" else tuple(keep(o) for o in rows)
-    saved = jax.tree.map(lambda leaf: checkpoint_name(leaf, SAVED), (tuple(keep(o) for o in columns), again))
+    saved = name_saved((tuple(keep(o) for o in columns), again))
     masters = tuple(
         None if r.dgrad_w.format.quantized and (plan.mode == "fast" or r.fprop_w.format.quantized) else a
         for r, a in zip(plan.recipes, anchors, strict=True)

@@ -9,9 +9,11 @@ quantized operands; the factors multiply its float32 result:
 
 import dataclasses
 import functools
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from halfbyte.formats import Packed, QTensor, key_words, random_bytes, store, to_grid, transform_runs
 from halfbyte.formats.bits import round_bfloat16
@@ -47,6 +49,8 @@ class Operand:
         return self.quantized.unpack() if isinstance(self.quantized, Packed) else self.quantized
 
 
+_Tree = TypeVar("_Tree")
+SAVED = "quantized"  # the checkpoint name of packed residuals: a remat policy may save them by it
 Kept = Packed | jax.Array  # what stays between forward and backward: packed codes, or the bfloat16 tensor itself
 
 
@@ -96,6 +100,11 @@ def keep(operand: Operand) -> Kept:
 
 
 @jax.named_scope("quantize")
+def name_saved(kept: _Tree) -> _Tree:
+    """`kept`, under the name by which a remat policy may save it."""
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, SAVED), kept)
+
+
 def load(kept: Kept, policy: OperandPolicy) -> Operand:
     """The operand of `keep`, bit for bit."""
     if not isinstance(kept, Packed):

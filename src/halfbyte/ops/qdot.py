@@ -15,18 +15,15 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
 from halfbyte.ops.backends import BACKENDS, check_training, choose, problem_of
 from halfbyte.ops.backends.gemm import dgrad_axes, fprop_axes, wgrad_axes
-from halfbyte.ops.operand import Operand, keep
+from halfbyte.ops.operand import Operand, keep, name_saved
 from halfbyte.ops.passes import ask
 from halfbyte.ops.weight import QWeight, quantize_weight, weight_operand
 from halfbyte.recipe import Recipe
 from halfbyte.sharding import WeightSharding
-
-SAVED = "quantized"  # the checkpoint name of packed residuals: a remat policy may save them by it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +85,7 @@ def token_view(x: jax.Array, recipe: Recipe) -> jax.Array:
 def token_block(recipe: Recipe) -> int:
     """How many tokens wgrad's operands block together."""
     policies = (recipe.wgrad_x, recipe.wgrad_dy)
-    return max(16 if p.hadamard else p.format.block or 1 for p in policies)
+    return max(max(16 if p.hadamard else 1, p.format.block or 1) for p in policies)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -106,7 +103,7 @@ def _linear_fwd(plan: Plan, x, anchor, codes, key):
     recipe, backend = plan.recipe, BACKENDS[plan.backend]
     check_training(plan.backend, recipe, x, anchor, plan.sharding)
     row, column = backend.passes.quantize(x, [ask(recipe, "fprop_x", key), ask(recipe, "wgrad_x", key, kept=True)])
-    kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, SAVED), keep(column))
+    kept = name_saved(keep(column))
     master = None if recipe.dgrad_w.format.quantized else anchor  # read again by dgrad
     return _fprop(plan, row, x, anchor, codes), (kept, master, codes, key, jnp.zeros((0,), x.dtype))
 

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from halfbyte.formats import Packed
-from halfbyte.ops.operand import Operand, load, quantize_operand
+from halfbyte.ops.operand import Operand, load, name_saved, quantize_operand
 from halfbyte.ops.passes import XLA, XlaPasses
 from halfbyte.recipe import OperandPolicy, Recipe, role_key
 from halfbyte.sharding import WeightSharding
@@ -76,7 +76,9 @@ def _quantize(
         return None
     role_bits = role_key(key, role) if policy.stochastic and key is not None else None
     kept = passes.weight(w, policy, axis=CONTRACTED[role], key=role_bits)
-    return _pin(kept, sharding.stored) if sharding is not None and isinstance(kept, Packed) else kept
+    if not isinstance(kept, Packed):
+        return kept
+    return name_saved(kept if sharding is None else _pin(kept, sharding.stored))
 
 
 def _pin(kept: Packed, sharding: NamedSharding) -> Packed:
