@@ -1,7 +1,9 @@
 """What a training step costs here, recipe by recipe, in one run: time, rates, memory, and the GEMMs that were compiled.
 
-The step is the trainer's own, with float32 master weights and AdamW, over synthetic tokens of one document a row. Every recipe starts from
-the same state; timings are medians over repeated batches of steps after warm-up. Before any ratio is given, the operands of the backend
+The step is the trainer's own, with float32 master weights and AdamW, over synthetic tokens of one document a row.
+Every recipe starts from
+the same state; timings are medians over repeated batches of steps after warm-up. Before any ratio is given, the
+operands of the backend
 that will run are compared with the definition, bit for bit, inside jit on this device.
 """
 
@@ -68,7 +70,8 @@ def count_gemms(program: str) -> dict[str, int]:
 
 
 def operands_agree(chosen: Recipe, *, tokens: int = 256, features: int = 512) -> dict[str, bool]:
-    """Backend -> whether the operands it hands to its GEMMs equal the definition's, bit for bit, inside jit on this device.
+    """Backend -> whether the operands it hands to its GEMMs equal the definition's, bit for bit, inside jit on this
+    device.
 
     The definition is evaluated in a program of its own, without any GEMM, so that nothing can be fused away.
     """

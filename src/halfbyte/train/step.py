@@ -23,6 +23,7 @@ from halfbyte.sharding import named_sharding
 from .config import TrainConfig
 from .scaling import next_scaler
 from .state import TrainState, abstract_state, make_optimizer
+from .weights import quantize_once, with_anchors
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -55,21 +56,28 @@ def gradients(
     scored = jnp.sum((batch["targets"] >= 0).astype(jnp.float32))
     weight = scale / jnp.maximum(scored, 1.0)
 
+    # Codes do not change between microbatches; with one microbatch the model makes them layer by layer.
+    ready = quantize_once(config, resolved, mesh, params) if config.accumulate > 1 else params
+
     def loss(params: Any, micro: Batch, key: jax.Array) -> tuple[jax.Array, Metrics]:
         context = make_context(config, resolved, mesh, key)
-        total, aux = models.loss_sum(config.model, params, micro, context, z_loss=config.z_loss)
+        weights = with_anchors(ready, params)
+        total, aux = models.loss_sum(config.model, weights, micro, context, z_loss=config.z_loss)
         return total * weight, {name: aux[name] for name in ("nll_sum", "z_sum", "tokens")}
 
-    one = jax.grad(loss, has_aux=True)
+    def one(micro: Batch, key: jax.Array) -> tuple[Any, Metrics]:
+        grads, sums = jax.grad(loss, has_aux=True)(params, micro, key)
+        return lax.with_sharding_constraint(grads, models.param_shardings(config.model, mesh)), sums
+
     if config.accumulate == 1:
-        return one(params, batch, jax.random.fold_in(key, 0))
+        return one(batch, jax.random.fold_in(key, 0))
 
     def add(total: Any, micro: tuple[jax.Array, Batch]) -> tuple[Any, None]:
         index, rows = micro
-        return jax.tree.map(jnp.add, total, one(params, rows, jax.random.fold_in(key, index))), None
+        return jax.tree.map(jnp.add, total, one(rows, jax.random.fold_in(key, index))), None
 
     split = microbatches(batch, config.accumulate)
-    shapes = jax.eval_shape(one, params, {name: x[0] for name, x in split.items()}, key)
+    shapes = jax.eval_shape(one, {name: x[0] for name, x in split.items()}, key)
     start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     return lax.scan(add, start, (jnp.arange(config.accumulate), split))[0]
 

@@ -1,0 +1,45 @@
+"""Several processes are one program: 1 x 4 and 2 x 2 (processes x devices) give identical losses, also across a kill.
+
+Oracle: one process with four devices, never interrupted.
+"""
+
+import signal
+
+import pytest
+from runner import Runner, final_checksums, losses
+from tiny import tiny
+
+from halfbyte.train import CheckpointConfig
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, compile_cache):
+    """(runner, directory of an uninterrupted run on 1 process x 4 devices): nvfp4, accumulation, fsdp and tensor."""
+    folder = tmp_path_factory.mktemp("processes")
+    saves = CheckpointConfig(every=10, keep_last=2)
+    config = tiny(recipe="nvfp4", steps=60, accumulate=2, mesh="fsdp=2,tensor=2", checkpoint=saves)
+    runner = Runner(folder, config, compile_cache)
+    code, output = runner.run(folder / "whole", devices=4)
+    assert code == 0, output
+    return runner, folder / "whole"
+
+
+def test_two_processes_killed_and_restarted_agree_with_one(whole, tmp_path):
+    runner, reference = whole
+    code, output = runner.killed_at(tmp_path / "run", 25, processes=2, devices=2)
+    assert code == -signal.SIGKILL, output
+    code, output = runner.run(tmp_path / "run", processes=2, devices=2)
+    assert code == 0, output
+    assert "resuming" in output
+    assert losses(tmp_path / "run") == losses(reference)
+    assert final_checksums(tmp_path / "run") == final_checksums(reference)
+
+
+def test_sigterm_to_one_stops_all_and_another_layout_goes_on(whole, tmp_path):
+    runner, reference = whole
+    code, output = runner.killed_at(tmp_path / "run", 15, number=signal.SIGTERM, processes=2, devices=2)
+    assert code == 75, output
+    code, output = runner.run(tmp_path / "run", devices=4)
+    assert code == 0, output
+    assert losses(tmp_path / "run") == losses(reference)
+    assert final_checksums(tmp_path / "run") == final_checksums(reference)
