@@ -14,8 +14,8 @@ import pytest
 from jax import lax
 
 from halfbyte.formats import E2M1, NVFP4, hadamard16, pack, quantize, tile_scales, untile_scales
-from halfbyte.formats.bits import float32_bits, float_of_bits
-from halfbyte.formats.elements import encode, round_stochastic_e2m1
+from halfbyte.formats.bits import copy_sign, float32_bits, float_of_bits
+from halfbyte.formats.elements import round_stochastic_e2m1, with_sign
 from halfbyte.formats.noise import philox4x32
 from halfbyte.formats.qtensor import scale_values
 
@@ -128,10 +128,8 @@ def test_stochastic_table(golden_count):
 
     @jax.jit
     def rounded(x_bits, noise):
-        magnitude = float_of_bits(x_bits & jnp.uint32(0x7FFF_FFFF))
-        value = round_stochastic_e2m1(magnitude, noise)
-        signed = lax.bitcast_convert_type(value, jnp.uint32) | (x_bits & jnp.uint32(0x8000_0000))
-        return signed, encode(E2M1, float_of_bits(signed))
+        rounded = round_stochastic_e2m1(float_of_bits(x_bits & jnp.uint32(0x7FFF_FFFF)), noise)
+        return bits(copy_sign(rounded.value, x_bits)), with_sign(E2M1, rounded.code, x_bits)
 
     x = np.broadcast_to(table["x"][:, None], shape).view(np.uint32)
     noise = np.broadcast_to(table["rbits8"].astype(np.uint8), shape)

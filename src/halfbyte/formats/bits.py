@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 MAGNITUDE = 0x7FFF_FFFF
+EXPONENT = 0x7F80_0000
 SIGN = 0x8000_0000
 
 

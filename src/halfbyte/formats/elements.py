@@ -15,13 +15,14 @@ The reference for all of it: OCP Microscaling Formats v1.0, and `ml_dtypes`, wit
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from .bits import MAGNITUDE, SIGN, copy_sign, float32_bits, float_of_bits, power_of_two_below
+from .bits import EXPONENT, MAGNITUDE, SIGN, copy_sign, float32_bits, float_of_bits, power_of_two_below
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,22 +59,33 @@ E4M3 = Element("E4M3", 8, 3, 7, 448.0, np.dtype(ml_dtypes.float8_e4m3fn))
 E5M2 = Element("E5M2", 8, 2, 15, 57344.0, np.dtype(ml_dtypes.float8_e5m2))
 
 
-def round_magnitude(element: Element, magnitude: jax.Array) -> jax.Array:
+class Rounded(NamedTuple):
+    """Magnitudes on an element's grid."""
+
+    value: jax.Array  # float32
+    code: jax.Array  # uint32, without the sign
+
+
+def round_nearest(element: Element, magnitude: jax.Array) -> Rounded:
     """Nearest value of the element's grid, ties to even, for float32 magnitudes; saturates.
 
     NaN becomes `max` in E2M1, and stays NaN in E4M3 and E5M2.
     """
     top = jnp.float32(element.max)
+    bounded = jnp.minimum(magnitude, top) if element.has_nan else jnp.where(magnitude <= top, magnitude, top)
+    lowest = np.float32(element.min_normal).view(np.uint32)
+    binade = jnp.maximum(float32_bits(bounded) & jnp.uint32(EXPONENT), jnp.uint32(lowest))
+    magic = binade + jnp.uint32(((23 - element.mantissa_bits) << 23) + 0x40_0000)  # times 1.5 * 2**(23 - m)
+    shifted = bounded + float_of_bits(magic)
+    # What the sum has more than the magic number, in its last place, are steps of the grid: 2**m to a binade.
+    steps = float32_bits(shifted) - magic
+    code = steps + ((binade - jnp.uint32(lowest)) >> (23 - element.mantissa_bits))
     if element.has_nan:
-        magnitude = jnp.minimum(magnitude, top)
-    else:
-        magnitude = jnp.where(magnitude <= top, magnitude, top)
-    floor = jnp.maximum(power_of_two_below(magnitude), jnp.float32(element.min_normal))
-    magic = floor * jnp.float32(1.5 * 2.0 ** (23 - element.mantissa_bits))
-    return (magnitude + magic) - magic
+        code = jnp.where(jnp.isnan(magnitude), jnp.uint32(element.sign_bit - 1), code)
+    return Rounded(shifted - float_of_bits(magic), code)
 
 
-def round_stochastic_e2m1(magnitude: jax.Array, noise: jax.Array) -> jax.Array:
+def round_stochastic_e2m1(magnitude: jax.Array, noise: jax.Array) -> Rounded:
     """An E2M1 neighbour of each float32 magnitude, the upper one with the probability of its nearness; saturates at 6.
 
     `noise` is uint8. With u = noise / 256: t = a + u * step(a), then t is cut down to the grid at its own step. The
@@ -81,33 +93,32 @@ def round_stochastic_e2m1(magnitude: jax.Array, noise: jax.Array) -> jax.Array:
     """
     magnitude = jnp.where(magnitude <= jnp.float32(6), magnitude, jnp.float32(6))
     step = jnp.maximum(power_of_two_below(magnitude), jnp.float32(1)) * jnp.float32(0.5)
-    shifted = magnitude + step * (noise.astype(jnp.float32) * jnp.float32(1 / 256))
-    cut = float_of_bits(float32_bits(shifted) & jnp.uint32(0xFFC0_0000))  # exponent and one mantissa bit
-    small = jnp.where(shifted >= jnp.float32(0.5), jnp.float32(0.5), jnp.float32(0))
-    return jnp.minimum(jnp.where(shifted < jnp.float32(1), small, cut), jnp.float32(6))
+    shifted = magnitude + step * (noise.astype(jnp.int32).astype(jnp.float32) * jnp.float32(1 / 256))
+    shifted = jnp.minimum(shifted, jnp.float32(6))
+    half = (shifted >= jnp.float32(0.5)).astype(jnp.uint32)
+    cut = float32_bits(shifted) >> 22  # the exponent and one bit of the mantissa; 1.0 is code 2
+    code = jnp.where(shifted < jnp.float32(1), half, cut - jnp.uint32((127 << 1) - 2))
+    return Rounded(decode(E2M1, code), code)
+
+
+def encode(element: Element, x: jax.Array) -> jax.Array:
+    """uint8 codes of the values nearest to x, ties to even, saturating, the sign of zero kept.
+
+    NaN is the largest code of its sign: a NaN in E4M3 and E5M2, 6 in E2M1.
+    """
+    bits = float32_bits(x)
+    return with_sign(element, round_nearest(element, float_of_bits(bits & jnp.uint32(MAGNITUDE))).code, bits)
+
+
+def with_sign(element: Element, code: jax.Array, bits: jax.Array) -> jax.Array:
+    """uint8 codes from those of magnitudes and the float32 bits that hold the sign."""
+    return (code | ((bits & jnp.uint32(SIGN)) >> (32 - element.bits))).astype(jnp.uint8)
 
 
 def round_to(element: Element, x: jax.Array) -> jax.Array:
-    """x (float32) on the element's grid, ties to even, saturating, the sign of zero kept."""
+    """x on the element's grid as float32: the value that `encode` gives the code of."""
     bits = float32_bits(x)
-    return copy_sign(round_magnitude(element, float_of_bits(bits & jnp.uint32(MAGNITUDE))), bits)
-
-
-def encode(element: Element, value: jax.Array) -> jax.Array:
-    """uint8 codes of float32 values that are already on the element's grid. NaN gets the largest code of its sign."""
-    bits = float32_bits(value)
-    magnitude = bits & jnp.uint32(MAGNITUDE)
-    # A normal number's code is its leading bits with the exponent bias exchanged.
-    drop = 23 - element.mantissa_bits
-    normal = (magnitude >> drop) - jnp.uint32((127 - element.bias) << element.mantissa_bits)
-    # A subnormal is a whole number of smallest steps.
-    steps = float_of_bits(magnitude) * jnp.float32(2.0**element.mantissa_bits / element.min_normal)
-    small = magnitude < float32_bits(jnp.float32(element.min_normal))
-    code = jnp.where(small, jnp.where(small, steps, jnp.float32(0)).astype(jnp.int32).astype(jnp.uint32), normal)
-    if element.has_nan:
-        code = jnp.where(magnitude > jnp.uint32(0x7F80_0000), jnp.uint32(0x7F), code)
-    sign = (bits & jnp.uint32(SIGN)) >> (32 - element.bits)
-    return (code | sign).astype(jnp.uint8)
+    return copy_sign(round_nearest(element, float_of_bits(bits & jnp.uint32(MAGNITUDE))).value, bits)
 
 
 def decode(element: Element, codes: jax.Array) -> jax.Array:

@@ -7,119 +7,131 @@ which every device executes exactly:
 
     value = significand * 2**exponent,   2**23 <= significand < 2**24
 
-They are meant for the handful of scalars and the 128-entry tables that a tensor's scale needs, not for whole tensors;
-the exceptions are `lift` and `settle`, which move small numbers out of the subnormal range and back.
+A quotient starts from a few steps of Newton's iteration and is put right by its remainder. The dividends here
+(1, 448, 2688, 57344) have few significant bits, so that dividend * 2**k is zero modulo 2**32, and the remainder is
+minus quotient * divisor, one 32-bit multiplication. Products are of a number with few bits (a scale, an element) by any
+other, and fit in 32 bits.
+
+All of it is meant for the handful of scalars and the 128-entry table that a tensor's scale needs; the exceptions are
+`times` and `lift`, which whole tensors go through.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from .bits import float_of_bits, magnitude_bits
 
 INFINITY_BITS = 0x7F80_0000
 MAX_BITS = 0x7F7F_FFFF  # the largest finite float32
 LIFT = 64  # small numbers are worked on times 2**64
+MIN_EXPONENT = -149  # 2**-149 is the smallest subnormal
 
 
 def _u32(x: int | jax.Array) -> jax.Array:
     return jnp.asarray(x, jnp.uint32)
 
 
-def _significand(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(significand in [2**23, 2**24), exponent) of positive finite floats, subnormals included; (0, ...) for zero."""
-    field = (bits >> 23).astype(jnp.int32)
-    fraction = bits & _u32(0x7F_FFFF)
-    whole = jnp.where(field == 0, fraction, fraction | _u32(0x80_0000))
-    shift = jnp.maximum(lax.clz(whole).astype(jnp.int32) - 8, 0)
-    # The barriers here and below keep XLA from copying this into every one of its uses: ten times the code, and
-    # seconds of compilation.
-    return lax.optimization_barrier((whole << shift.astype(jnp.uint32), jnp.maximum(field, 1) - 150 - shift))
+def _split(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(significand in [2**23, 2**24), exponent) of positive finite floats, subnormals included."""
+    # Read as an integer, a subnormal's bits are its value in units of 2**-149; converting the integer normalizes it.
+    subnormal = bits < _u32(0x80_0000)
+    normal = jnp.where(subnormal, magnitude_bits(bits.astype(jnp.int32).astype(jnp.float32)), bits)
+    exponent = (normal >> 23).astype(jnp.int32) - jnp.where(subnormal, 150 - MIN_EXPONENT, 150)
+    return (normal & _u32(0x7F_FFFF)) | _u32(0x80_0000), exponent
 
 
 def _shift_right_even(x: jax.Array, count: jax.Array) -> jax.Array:
-    """x >> count, rounded half to even; count in [1, 31]."""
+    """x >> count, rounded half to even; x < 2**30, count in [1, 31]."""
     count = count.astype(jnp.uint32)
-    low = x & ((_u32(1) << count) - _u32(1))
-    half = _u32(1) << (count - _u32(1))
     quotient = x >> count
-    up = (low > half) | ((low == half) & (quotient & _u32(1) == _u32(1)))
-    return quotient + up.astype(jnp.uint32)
+    rest, half = x - (quotient << count), _u32(1) << (count - _u32(1))
+    return quotient + ((rest > half) | ((rest == half) & (quotient & _u32(1) == _u32(1)))).astype(jnp.uint32)
 
 
-def _assemble(extended: jax.Array, exponent: jax.Array) -> jax.Array:
-    """Bits of extended * 2**exponent, correctly rounded; `extended` in [2**25, 2**27), its last bit sticky.
+def _pack(significand: jax.Array, exponent: jax.Array) -> jax.Array:
+    """Bits of significand * 2**exponent, for a significand in [2**23, 2**24], or a smaller one at the exponent -149.
 
-    Overflow gives infinity.
+    Too large is infinity.
     """
-    extra = (extended >> 26).astype(jnp.int32)  # one more bit to drop
-    field = exponent + 25 + 127 + extra  # biased exponent of the leading bit
-    subnormal = jnp.maximum(1 - field, 0)
-    rounded = _shift_right_even(extended, jnp.minimum(2 + extra + subnormal, 31))
-    # A carry out of the rounding moves into the exponent field by itself.
-    normal = (jnp.maximum(field, 1) - 1).astype(jnp.uint32) << 23
-    bits = normal + jnp.where(field >= 1, rounded, jnp.minimum(rounded, _u32(0x80_0000)))
-    return jnp.where(field >= 255, _u32(INFINITY_BITS), jnp.minimum(bits, _u32(INFINITY_BITS)))
+    field = exponent - MIN_EXPONENT
+    bits = (field << 23).astype(jnp.uint32) + significand  # the leading bit adds one to the exponent field
+    return jnp.where(field >= 254, _u32(INFINITY_BITS), bits)
 
 
-def divide_bits(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a / b, rounded to nearest even, as bits of non-negative floats. x / 0 and inf / x are infinity, x / inf is 0.
+def _reciprocal(x: jax.Array) -> jax.Array:
+    """1 / x within a few units of the last place, for float32 x in [2**23, 2**24): a guess, then Newton's steps."""
+    guess = float_of_bits(_u32(0x7EF3_11C7) - magnitude_bits(x))
+    for _ in range(3):
+        guess = guess * (jnp.float32(2) - x * guess)
+    return guess
 
-    NaN is not handled.
+
+def _nearest_quotient(dividend: int, divisor: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(quotient in [2**23, 2**24], remainder, shift): the integer nearest to dividend * 2**shift / divisor.
+
+    Both have 24 bits, the dividend at least 9 trailing zeros. There are no ties: half an odd number of that size would
+    need an odd factor that the dividend does not have. The first estimate may be a hundred units off.
     """
-    (ma, ea), (mb, eb) = _significand(a), _significand(b)
-    divisor = jnp.maximum(mb, _u32(1))
-    borrow = (ma < divisor).astype(jnp.uint32)
-    # The device's quotient is off by a few units at most; the remainder, taken modulo 2**32, tells by how many.
-    estimate = ma.astype(jnp.float32) / divisor.astype(jnp.float32)
-    scale = jnp.where(borrow == 1, jnp.float32(2.0**24), jnp.float32(2.0**23))
-    quotient, rest = lax.optimization_barrier(
-        _corrected((estimate * scale).astype(jnp.uint32), ma << (_u32(23) + borrow), divisor)
-    )
-    twice = rest << 1
-    tail = jnp.where(twice >= divisor, _u32(2), _u32(0)) | jnp.where((twice != divisor) & (rest != 0), _u32(1), _u32(0))
-    result = _assemble((quotient << 2) | tail, ea - eb - borrow.astype(jnp.int32) - 25)
-    result = jnp.where((a == 0) | (b == INFINITY_BITS), _u32(0), result)
-    return lax.optimization_barrier(jnp.where((b == 0) | (a == INFINITY_BITS), _u32(INFINITY_BITS), result))
+    borrow = jnp.int32(dividend) < divisor.astype(jnp.int32)
+    signed, wide = divisor.astype(jnp.int32), divisor.astype(jnp.int32).astype(jnp.float32)
+    inverse = _reciprocal(wide)
+    estimate = inverse * jnp.where(borrow, jnp.float32(dividend * 2.0**24), jnp.float32(dividend * 2.0**23))
+    quotient = estimate.astype(jnp.int32)
+    rest = -(quotient * signed)  # modulo 2**32, where dividend * 2**shift is zero; a few divisors at most
+    steps = jnp.round(rest.astype(jnp.float32) * inverse).astype(jnp.int32)
+    quotient, rest = quotient + steps, rest - steps * signed  # about half a divisor at most
+    last = (2 * rest > signed).astype(jnp.int32) - (2 * rest < -signed).astype(jnp.int32)
+    return quotient + last, rest - last * signed, borrow.astype(jnp.int32) + 23
 
 
-def _corrected(estimate: jax.Array, dividend: jax.Array, divisor: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(quotient, remainder) from an estimate that is at most 3 off; `dividend` is known modulo 2**32."""
-    signed = divisor.astype(jnp.int32)
-    quotient = estimate - _u32(3)
-    rest = (dividend - quotient * divisor).astype(jnp.int32)  # 0 <= rest < 7 * divisor
-    for step in (4, 2, 1):
-        up = rest >= signed * step
-        quotient, rest = quotient + jnp.where(up, _u32(step), _u32(0)), rest - jnp.where(up, signed * step, 0)
-    return quotient, rest.astype(jnp.uint32)
+def divide_bits(top: float, bits: jax.Array) -> jax.Array:
+    """top / x, rounded to nearest even, from and to bits of non-negative floats, subnormals included.
+
+    `top` is a constant of at most 15 significant bits between 2**-20 and 2**20. top / 0 is infinity, top / infinity is
+    0; NaN is not handled.
+    """
+    fraction, power = math.frexp(top)
+    dividend = int(fraction * 2**24)
+    assert dividend % 2**9 == 0 and dividend == fraction * 2**24 and abs(power) <= 20, top
+    divisor, exponent = _split(bits)
+    quotient, rest, shift = _nearest_quotient(dividend, divisor)
+    exponent = (power - 24) - exponent - shift
+    # A subnormal result drops bits; the sign of the remainder keeps a tie from being seen where there is none.
+    drop = jnp.clip(MIN_EXPONENT - exponent, 0, 25)
+    significand = _shift_right_even((quotient * 4 + jnp.sign(rest)).astype(jnp.uint32), drop + 2)
+    result = jnp.where(bits == _u32(0), _u32(INFINITY_BITS), _pack(significand, exponent + drop))
+    return jnp.where(bits == _u32(INFINITY_BITS), _u32(0), result)
 
 
-def multiply_bits(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a * b, rounded to nearest even, as bits of non-negative floats. NaN and 0 * inf are not handled."""
-    ma, ea = _significand(a)
-    mb, eb = _significand(b)
-    a1, a0 = ma >> 12, ma & _u32(0xFFF)
-    b1, b0 = mb >> 12, mb & _u32(0xFFF)
-    # ma * mb = high * 2**24 + low, with the cross terms carried.
-    middle = a1 * b0 + a0 * b1 + ((a0 * b0) >> 12)
-    high = a1 * b1 + (middle >> 12)
-    low = ((middle & _u32(0xFFF)) << 12) | ((a0 * b0) & _u32(0xFFF))
-    # 2**22 <= high < 2**24: keep 27 bits (24 from high, 3 from low), the rest sticky.
-    extended = (high << 3) | (low >> 21)
-    extended = lax.optimization_barrier(extended | (low & _u32(0x1F_FFFF) != 0).astype(jnp.uint32))
-    result = _assemble(extended, ea + eb + 21)
-    result = jnp.where((a == 0) | (b == 0), _u32(0), result)
-    return lax.optimization_barrier(jnp.where((a == INFINITY_BITS) | (b == INFINITY_BITS), _u32(INFINITY_BITS), result))
+def multiply_short_bits(short: jax.Array, bits: jax.Array) -> jax.Array:
+    """The product of non-negative finite floats, rounded to nearest even, from and to bits, subnormals included.
+
+    `short` has at most 6 significant bits: a scale, an element, or an E2M1 element times an E4M3 scale.
+    """
+    (a, a_exponent), (b, b_exponent) = _split(short), _split(bits)
+    product, exponent = (a >> 18) * b, a_exponent + b_exponent + 18
+    drop = jnp.where(product >= _u32(1 << 29), 6, 5)  # of 29 or 30 bits, 24 stay; fewer in a subnormal
+    drop = jnp.maximum(drop, MIN_EXPONENT - exponent)
+    result = _pack(_shift_right_even(product, jnp.minimum(drop, 31)), exponent + drop)
+    return jnp.where((short == _u32(0)) | (bits == _u32(0)), _u32(0), result)
 
 
-def divide(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The IEEE quotient of non-negative float32 numbers, subnormals included, inside any jit on any device."""
-    return float_of_bits(divide_bits(magnitude_bits(a), magnitude_bits(b)))
+def times(bits: jax.Array, factor: jax.Array, reduced: jax.Array) -> jax.Array:
+    """|x| * factor from the bits of |x|, with `reduced` = `reduce_factor(factor)`: IEEE wherever the product is normal.
+
+    A subnormal x counts, even on a device that flushes it; a subnormal product may become 0.
+    """
+    subnormal = bits < _u32(0x80_0000)
+    x = jnp.where(subnormal, bits.astype(jnp.int32).astype(jnp.float32), float_of_bits(bits))
+    return x * jnp.where(subnormal, reduced, factor)
 
 
-def multiply(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The IEEE product of non-negative float32 numbers, subnormals included, inside any jit on any device."""
-    return float_of_bits(multiply_bits(magnitude_bits(a), magnitude_bits(b)))
+def reduce_factor(factor: jax.Array) -> jax.Array:
+    """factor * 2**-149, for subnormal numbers in units of 2**-149; 0 where their product is below 2**-100 anyway."""
+    bits, down = magnitude_bits(factor), _u32(-MIN_EXPONENT << 23)
+    return float_of_bits(jnp.where(bits > down + _u32(1 << 23), bits - down, _u32(0)))
 
 
 def lift(magnitude: jax.Array) -> jax.Array:
@@ -127,13 +139,3 @@ def lift(magnitude: jax.Array) -> jax.Array:
     subnormal = magnitude.astype(jnp.int32).astype(jnp.float32) * jnp.float32(2.0 ** (LIFT - 149))
     normal = float_of_bits(magnitude) * jnp.float32(2.0**LIFT)
     return jnp.where(magnitude < _u32(0x80_0000), subnormal, normal)
-
-
-def settle(lifted: jax.Array) -> jax.Array:
-    """Bits of lifted * 2**-64 for a non-negative float32 that is a multiple of 2**(64-149).
-
-    Exact, subnormals included.
-    """
-    subnormal = (lifted * jnp.float32(2.0 ** (149 - LIFT))).astype(jnp.int32).astype(jnp.uint32)
-    normal = magnitude_bits(lifted) - _u32(LIFT << 23)
-    return jnp.where(lifted < jnp.float32(2.0 ** (LIFT - 126)), subnormal, normal)

@@ -11,16 +11,20 @@ rounds alike: signs first, then butterflies (a + b, a - b) at distance 1, 2, 4, 
 signs, so that huge numbers do not overflow on the way; a sum that cancels is +0.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from .bits import SIGN, copy_sign, float32_bits, float_of_bits, magnitude_bits, power_of_two_below, round_bfloat16
-from .exact import LIFT, lift, settle
+from .bits import MAGNITUDE, SIGN, copy_sign, float32_bits, float_of_bits, round_bfloat16
+from .exact import LIFT, lift
 
 SIZE = 16
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-SMALL = 2.0**-60  # runs below this are transformed times 2**64, out of reach of flushed subnormals
+SMALL_BITS = int(np.float32(2.0**-60).view(np.uint32))  # smaller runs are transformed where nothing is flushed
+BFLOAT16_STEPS = 133  # 2**-133 is the smallest bfloat16 subnormal
 
 
 def _butterflies(v: jax.Array, axis: int) -> jax.Array:
@@ -33,31 +37,34 @@ def _butterflies(v: jax.Array, axis: int) -> jax.Array:
         pairs = v.reshape(*lead, SIZE // (2 * distance), 2, distance, *tail)
         a, b = (lax.index_in_dim(pairs, i, axis + 1, keepdims=False) for i in (0, 1))
         v = jnp.stack([a + b, a - b], axis + 1).reshape(v.shape)
-    bits = float32_bits(v)
-    return float_of_bits(jnp.where(bits == jnp.uint32(SIGN), jnp.uint32(0), bits))
+    return v
 
 
-def _plain(v: jax.Array, axis: int) -> jax.Array:
-    return round_bfloat16(_butterflies(v, axis))
+def _signed(magnitude: jax.Array, bits: jax.Array) -> jax.Array:
+    """`magnitude` with the sign of the float32 `bits`; a zero has none."""
+    return jnp.where(bits & jnp.uint32(MAGNITUDE) == 0, magnitude, magnitude | (bits & jnp.uint32(SIGN)))
 
 
-def _careful(v: jax.Array, axis: int) -> jax.Array:
-    """`_plain`, with runs of small numbers transformed times 2**64 and brought back through integers."""
-    bits = float32_bits(v)
-    top = jnp.max(magnitude_bits(v), axis=axis, keepdims=True)
-    small = jnp.broadcast_to(top < float32_bits(jnp.float32(SMALL)), v.shape)
-    lifted = copy_sign(lift(jnp.where(small, magnitude_bits(v), jnp.uint32(0))), bits)
-    wide = _butterflies(lifted, axis)
-    magnitude = jnp.abs(wide)
-    floor = jnp.maximum(power_of_two_below(magnitude), jnp.float32(2.0 ** (LIFT - 126)))
-    magic = floor * jnp.float32(1.5 * 2.0 ** (23 - 7))
-    rounded = settle((magnitude + magic) - magic)
-    return jnp.where(small, copy_sign(float_of_bits(rounded), float32_bits(wide)), _plain(v, axis))
+def _plain(bits: jax.Array, axis: int) -> jax.Array:
+    """float32 bits of the transformed runs, on the bfloat16 grid."""
+    wide = float32_bits(_butterflies(float_of_bits(bits), axis))
+    return _signed(float32_bits(round_bfloat16(float_of_bits(wide & jnp.uint32(MAGNITUDE)))), wide)
 
 
-def _needs_care(v: jax.Array, axis: int) -> jax.Array:
-    top = jnp.max(magnitude_bits(v), axis=axis)
-    return jnp.any((top != 0) & (top < float32_bits(jnp.float32(SMALL))))
+def _with_subnormals(bits: jax.Array, axis: int) -> jax.Array:
+    """`_plain` on a device that flushes subnormals: runs of small numbers are transformed times 2**64, and settled."""
+    magnitude = bits & jnp.uint32(MAGNITUDE)
+    small = jnp.max(magnitude, axis=axis, keepdims=True) < jnp.uint32(SMALL_BITS)
+    small = jnp.broadcast_to(small, bits.shape)
+    lifted = copy_sign(jnp.where(small, lift(magnitude), float_of_bits(magnitude)), bits)
+    wide = float32_bits(_butterflies(lifted, axis))
+    wide_magnitude = float_of_bits(wide & jnp.uint32(MAGNITUDE))
+    rounded = float32_bits(round_bfloat16(wide_magnitude))
+    normal = jnp.where(small, rounded - jnp.uint32(LIFT << 23), rounded)
+    steps = jnp.round(wide_magnitude * jnp.float32(2.0 ** (BFLOAT16_STEPS - LIFT)))  # of a subnormal, half to even
+    subnormal = steps.astype(jnp.int32).astype(jnp.uint32) << 16
+    is_subnormal = small & (wide_magnitude < jnp.float32(2.0 ** (LIFT - 126)))
+    return _signed(jnp.where(is_subnormal, subnormal, normal), wide)
 
 
 def transform_runs(x: jax.Array, *, axis: int = -1) -> jax.Array:
@@ -70,16 +77,11 @@ def transform_runs(x: jax.Array, *, axis: int = -1) -> jax.Array:
             f"pad the axis or leave the transform out of the recipe"
         )
     rounded = x if x.dtype == jnp.bfloat16 else round_bfloat16(x.astype(jnp.float32))
-    v = float_of_bits(float32_bits(rounded)).reshape(*x.shape[:axis], size // SIZE, SIZE, *x.shape[axis + 1 :])
-    inner = axis + 1
-
-    def on_cpu(v):
-        return lax.cond(_needs_care(v, inner), lambda u: _careful(u, inner), lambda u: _plain(u, inner), v)
-
-    y = lax.platform_dependent(v, cpu=on_cpu, default=lambda u: _plain(u, inner))
+    bits = float32_bits(rounded).reshape(*x.shape[:axis], size // SIZE, SIZE, *x.shape[axis + 1 :])
+    on_cpu, elsewhere = (functools.partial(f, axis=axis + 1) for f in (_with_subnormals, _plain))
+    y = lax.platform_dependent(bits, cpu=on_cpu, default=elsewhere)
     # Already on the bfloat16 grid: a shift, not a cast that may flush.
-    bits = lax.bitcast_convert_type(y, jnp.uint32) >> 16
-    return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16).reshape(x.shape)
+    return lax.bitcast_convert_type((y >> 16).astype(jnp.uint16), jnp.bfloat16).reshape(x.shape)
 
 
 def hadamard16(x: jax.Array) -> jax.Array:

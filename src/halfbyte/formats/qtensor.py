@@ -5,14 +5,17 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .bits import copy_sign, float32_bits, float_of_bits, magnitude_bits
 from .blocks import BlockFormat, ScaleRule
 from .elements import E4M3, decode, decode_e8m0
-from .exact import multiply_bits
+from .exact import multiply_short_bits
 from .scales import tensor_scales
 from .views import block_view
+
+TINY_BITS = int(np.float32(2.0**-100).view(np.uint32))  # products with such a scale may be subnormal
 
 
 @functools.partial(
@@ -61,20 +64,28 @@ class QTensor:
         values = decode(self.format.element, self.codes)
         if self.scales is None:
             return values
-        view = block_view(self.shape, self.format, block=self.block, axis=self.axis)
-        return (values.reshape(view.shape) * view.spread(scale_values(self.scales, self.format))).reshape(self.shape)
+        return values * self._spread_scales()
 
     def dequantize(self) -> jax.Array:
         """float32 values; NaN everywhere if the tensor held a NaN. Subnormal results are exact on every device."""
-        carrier = self.carrier()
-        scale = jnp.where(jnp.isnan(self.amax), jnp.float32(jnp.nan), self.decode_scale)
+        assert self.format.element is not None
+        if self.format.tensor_scale:
+            short, scale = self.carrier(), jnp.where(jnp.isnan(self.amax), jnp.float32(jnp.nan), self.decode_scale)
+        else:
+            short, scale = decode(self.format.element, self.codes), self._spread_scales()
 
-        def subnormal_safe(carrier, scale):
-            bits = multiply_bits(magnitude_bits(carrier), jnp.broadcast_to(magnitude_bits(scale), carrier.shape))
-            return copy_sign(float_of_bits(bits), float32_bits(carrier))
+        def with_subnormals(short, scale):
+            bits = multiply_short_bits(magnitude_bits(short), jnp.broadcast_to(magnitude_bits(scale), short.shape))
+            exact = copy_sign(float_of_bits(bits), float32_bits(short))
+            return jnp.where(jnp.isnan(short * scale), jnp.float32(jnp.nan), exact)
 
-        tiny = magnitude_bits(scale) < float32_bits(jnp.float32(2.0**-100))
-        return lax.cond(tiny, subnormal_safe, lambda c, s: c * s, carrier, scale)
+        tiny = jnp.min(magnitude_bits(scale)) < jnp.uint32(TINY_BITS)
+        return lax.cond(tiny, with_subnormals, lambda short, scale: short * scale, short, scale)
+
+    def _spread_scales(self) -> jax.Array:
+        assert self.scales is not None
+        view = block_view(self.shape, self.format, block=self.block, axis=self.axis)
+        return view.spread(scale_values(self.scales, self.format)).reshape(self.shape)
 
 
 @functools.partial(

@@ -17,25 +17,25 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .bits import copy_sign, float32_bits, float_of_bits, magnitude_bits
+from .bits import MAGNITUDE, copy_sign, float32_bits, float_of_bits, magnitude_bits
 from .blocks import BlockFormat
-from .elements import E2M1, Element, encode, round_magnitude, round_stochastic_e2m1
-from .exact import LIFT, lift
+from .elements import E2M1, round_nearest, round_stochastic_e2m1, with_sign
+from .exact import reduce_factor, times
 from .noise import Generator, random_bytes
 from .qtensor import QTensor
-from .scales import SMALL_BITS, BlockScales, block_scales
+from .scales import BlockScales, block_scales
 from .views import BlockView, block_view
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 ROUNDINGS = ("rne", "stochastic")
+RUN = 16
 
 
 class OnGrid(NamedTuple):
-    """A quantized tensor before it is stored: float32 `values` on the element's grid, block scales and the tensor's
-    amax.
-    """
+    """A quantized tensor before it is stored; what nobody reads of it is not computed."""
 
-    values: jax.Array  # x.shape
+    values: jax.Array  # float32 on the element's grid
+    codes: jax.Array  # uint8
     scales: BlockScales
     amax: jax.Array  # float32 scalar
     view: BlockView
@@ -48,12 +48,24 @@ class OnGrid(NamedTuple):
 
 def amax_of(x: jax.Array) -> jax.Array:
     """Largest magnitude as float32; keeps infinity and NaN, and sees subnormals on every device."""
-    return float_of_bits(jnp.max(magnitude_bits(x)))
+    return float_of_bits(_largest(magnitude_bits(x), tuple(range(x.ndim))))
 
 
 def all_finite(x: jax.Array) -> jax.Array:
     """Whether every number of x is finite: one integer maximum over the tensor."""
-    return jnp.max(magnitude_bits(x)) < jnp.uint32(0x7F80_0000)
+    return _largest(magnitude_bits(x), tuple(range(x.ndim))) < jnp.uint32(0x7F80_0000)
+
+
+def _largest(magnitude: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Maximum over `axes`, in steps: one maximum over much of a tensor is several times slower in XLA on a CPU.
+
+    Innermost runs of 16 first; the barrier keeps the compiler from making one step of all.
+    """
+    last = magnitude.ndim - 1
+    if last in axes and len(axes) > 1 and magnitude.shape[last] % RUN == 0:
+        runs = magnitude.reshape(*magnitude.shape[:last], magnitude.shape[last] // RUN, RUN)
+        magnitude = lax.optimization_barrier(jnp.max(runs, axis=-1))
+    return lax.optimization_barrier(jnp.max(magnitude, axis=axes))
 
 
 def to_grid(
@@ -67,49 +79,18 @@ def to_grid(
     assert fmt.element is not None
     view = block_view(x.shape, fmt, block=block, axis=axis)
     bits = float32_bits(x).reshape(view.shape)
-    block_bits = jnp.max(bits & jnp.uint32(0x7FFF_FFFF), axis=view.shared)
+    magnitude = bits & jnp.uint32(MAGNITUDE)
+    block_bits = _largest(magnitude, view.shared)
     amax_bits = jnp.max(block_bits) if amax is None else float32_bits(amax)
     scales = block_scales(block_bits, amax_bits, fmt)
-    tiled_noise = None if noise is None else noise.reshape(view.shape)
-    values = _scale_and_round(bits, block_bits, scales, view, fmt.element, tiled_noise)
-    return OnGrid(values.reshape(x.shape), scales, float_of_bits(amax_bits), view)
-
-
-def _scale_and_round(
-    bits: jax.Array, block_bits: jax.Array, scales: BlockScales, view: BlockView, element: Element,
-    noise: jax.Array | None,
-) -> jax.Array:  # fmt: skip
-    """Elements times their encode scale, rounded.
-
-    On a CPU, blocks of tiny numbers take a path that subnormals survive.
-    """
-
-    def rounded(scaled):
-        grid = round_magnitude(element, scaled) if noise is None else round_stochastic_e2m1(scaled, noise)
-        return copy_sign(grid, bits)
-
-    def plain(bits, block_bits, encode_scale, scale_values):
-        return rounded(float_of_bits(bits & jnp.uint32(0x7FFF_FFFF)) * view.spread(encode_scale))
-
-    def careful(bits, block_bits, encode_scale, scale_values):
-        small = _tiny(block_bits, scale_values)
-        reduced = jnp.where(small, encode_scale * jnp.float32(2.0**-LIFT), encode_scale)
-        magnitude = bits & jnp.uint32(0x7FFF_FFFF)
-        lifted = jnp.where(view.spread(small), lift(magnitude), float_of_bits(magnitude))
-        return rounded(lifted * view.spread(reduced))
-
-    def on_cpu(bits, block_bits, encode_scale, scale_values):
-        care = jnp.any(_tiny(block_bits, scale_values) & (block_bits != 0))
-        return lax.cond(care, careful, plain, bits, block_bits, encode_scale, scale_values)
-
-    return lax.platform_dependent(bits, block_bits, scales.encode, scales.values, cpu=on_cpu, default=plain)
-
-
-def _tiny(block_bits: jax.Array, scale_values: jax.Array) -> jax.Array:
-    """Blocks in which a product with a flushed subnormal could be seen: small numbers, or a scale that underflowed to
-    zero.
-    """
-    return (block_bits < jnp.uint32(SMALL_BITS)) | (scale_values == jnp.float32(0))
+    scaled = times(magnitude, view.spread(scales.encode), view.spread(reduce_factor(scales.encode)))
+    if noise is None:
+        rounded = round_nearest(fmt.element, scaled)
+    else:
+        rounded = round_stochastic_e2m1(scaled, noise.reshape(view.shape))
+    codes = with_sign(fmt.element, rounded.code, bits)
+    values = copy_sign(rounded.value, bits)
+    return OnGrid(values.reshape(x.shape), codes.reshape(x.shape), scales, float_of_bits(amax_bits), view)
 
 
 def quantize(
@@ -132,7 +113,7 @@ def store(grid: OnGrid, fmt: BlockFormat, *, block: str, axis: int = -1) -> QTen
     assert fmt.element is not None
     dtype = fmt.scale_dtype
     scales = None if dtype is None else lax.bitcast_convert_type(grid.scales.codes, dtype)
-    return QTensor(encode(fmt.element, grid.values), scales, grid.amax, grid.scales.tensor_decode, fmt, block, axis)
+    return QTensor(grid.codes, scales, grid.amax, grid.scales.tensor_decode, fmt, block, axis)
 
 
 def check_arguments(x: jax.Array, fmt: BlockFormat, *, rounding: str, key: jax.Array | None) -> None:

@@ -15,20 +15,23 @@ right where XLA's division is not.
 FP8 has one level, S = max / amax. The MX formats have one power of two a block, which is exact by construction.
 """
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .bits import float32_bits, float_of_bits
 from .blocks import BlockFormat, ScaleRule
-from .elements import E4M3, E8M0_BIAS, E8M0_NAN, Element, decode, decode_e8m0, encode, round_magnitude
-from .exact import INFINITY_BITS, LIFT, MAX_BITS, divide_bits, lift, multiply_bits
+from .elements import E4M3, E8M0_BIAS, E8M0_NAN, Element, decode_e8m0, round_nearest
+from .exact import INFINITY_BITS, MAX_BITS, divide_bits, multiply_short_bits, reduce_factor, times
 
-SMALL_BITS = int(np.float32(2.0**-60).view(np.uint32))  # magnitudes below this are worked on times 2**64
-ONE_BITS = 0x3F80_0000
-E4M3_CODES = 128  # non-negative ones
+# float32 bits of the non-negative E4M3 codes; the last, a NaN, is no scale and stands as 0.
+E4M3_BITS = np.append(np.arange(127, dtype=np.uint8).view(E4M3.dtype).astype(np.float32), np.float32(0)).view(np.uint32)
+LANES = E4M3_BITS.size + 2
 
 
 class TensorScales(NamedTuple):
@@ -47,35 +50,65 @@ class BlockScales(NamedTuple):
     tensor_decode: jax.Array  # float32 scalar, 1 / S
 
 
-def _bits(value: float) -> jax.Array:
-    return jnp.uint32(np.float32(value).view(np.uint32))
-
-
-def _encode_scale_bits(amax_bits: jax.Array, top: float) -> jax.Array:
-    ratio = jnp.minimum(divide_bits(_bits(top), amax_bits), jnp.uint32(MAX_BITS))
-    unusable = (amax_bits == 0) | (amax_bits >= jnp.uint32(INFINITY_BITS)) | (ratio == 0)
-    return jnp.where(unusable, jnp.uint32(ONE_BITS), ratio)
-
-
 def tensor_top(fmt: BlockFormat) -> float:
     """What the tensor's amax is mapped to: 2688 for NVFP4, the element's largest value for FP8."""
     assert fmt.element is not None
     return fmt.element.max * (E4M3.max if fmt.scale is ScaleRule.TWO_LEVEL else 1.0)
 
 
+def _encode_scale_bits(amax_bits: jax.Array, top: float) -> jax.Array:
+    return jnp.minimum(divide_bits(top, amax_bits), jnp.uint32(MAX_BITS))
+
+
+def _once(compute: Callable[[jax.Array], jax.Array], unscaled: np.ndarray, amax_bits: jax.Array) -> jax.Array:
+    """compute(amax_bits), or `unscaled` for an amax that gives no scale: zero, infinity, NaN.
+
+    On a CPU it is computed in a loop of one turn: XLA copies plain scalar arithmetic into every consumer, and would do
+    it again for each block. A loop it leaves whole.
+    """
+    usable = (amax_bits != 0) & (amax_bits < jnp.uint32(INFINITY_BITS))
+    start = jnp.asarray(unscaled)
+
+    def in_a_loop(bits: jax.Array, usable: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, usable.astype(jnp.int32), lambda _, made: compute(bits), start)
+
+    def plain(bits: jax.Array, usable: jax.Array) -> jax.Array:
+        return lax.optimization_barrier(jnp.where(usable, compute(bits), start))
+
+    return lax.platform_dependent(amax_bits, usable, cpu=in_a_loop, default=plain)
+
+
+def _two_level_lanes(amax_bits: jax.Array) -> jax.Array:
+    """float32 [130]: the encode scale of every E4M3 code, then 1/S, then S6."""
+    encode_scale = _encode_scale_bits(amax_bits, 2688.0)
+    decode_scale = divide_bits(1.0, encode_scale)
+    reach = multiply_short_bits(jnp.asarray(E4M3_BITS), jnp.broadcast_to(decode_scale, E4M3_BITS.shape))
+    table = jnp.minimum(divide_bits(1.0, reach), jnp.uint32(MAX_BITS))
+    sixth = float32_bits(float_of_bits(encode_scale) * jnp.float32(1 / 6))
+    # One array, not three: what two results share would be compiled twice.
+    lane, padded = jnp.arange(LANES), jnp.pad(table, (0, 2))
+    return float_of_bits(jnp.where(lane == LANES - 2, decode_scale, jnp.where(lane == LANES - 1, sixth, padded)))
+
+
 @jax.jit
 def _two_level(amax_bits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(1/S, S6, encode scale of every E4M3 code) of an NVFP4 tensor.
+    """(1/S, S6, float32 [128] encode scales) of an NVFP4 tensor. Jitted apart so that it is traced once a program."""
+    with np.errstate(divide="ignore"):
+        reciprocals = np.minimum(np.float32(1) / E4M3_BITS.view(np.float32), np.finfo(np.float32).max)
+    lanes = _once(_two_level_lanes, np.append(reciprocals, np.array([1, 1 / 6], np.float32)), amax_bits)
+    return lanes[-2], lanes[-1], lanes[:-2]
 
-    Jitted apart so that it is traced once, not once a tensor.
-    """
-    encode_scale = _encode_scale_bits(amax_bits, 2688.0)
-    decode_scale = divide_bits(jnp.uint32(ONE_BITS), encode_scale)
-    sixth = multiply_bits(encode_scale, _bits(1 / 6))
-    every_scale = decode(E4M3, jnp.arange(E4M3_CODES, dtype=jnp.uint8) % jnp.uint8(127))
-    reach = multiply_bits(float32_bits(every_scale), jnp.broadcast_to(decode_scale, (E4M3_CODES,)))
-    table = jnp.minimum(divide_bits(jnp.uint32(ONE_BITS), reach), jnp.uint32(MAX_BITS))
-    return float_of_bits(decode_scale), float_of_bits(sixth), float_of_bits(table)
+
+@functools.partial(jax.jit, static_argnums=1)
+def _one_level(amax_bits: jax.Array, top: float) -> tuple[jax.Array, jax.Array]:
+    """(S, 1/S) for a tensor's amax that is to become `top`."""
+
+    def compute(amax_bits: jax.Array) -> jax.Array:
+        encode_scale = _encode_scale_bits(amax_bits, top)
+        return float_of_bits(jnp.where(jnp.arange(2) == 0, encode_scale, divide_bits(1.0, encode_scale)))
+
+    lanes = _once(compute, np.ones(2, np.float32), amax_bits)
+    return lanes[0], lanes[1]
 
 
 def tensor_scales(amax: jax.Array, fmt: BlockFormat) -> TensorScales:
@@ -85,8 +118,7 @@ def tensor_scales(amax: jax.Array, fmt: BlockFormat) -> TensorScales:
     """
     if not fmt.tensor_scale:
         return TensorScales(jnp.ones_like(amax), jnp.ones_like(amax))
-    encode_scale = _encode_scale_bits(float32_bits(amax), tensor_top(fmt))
-    return TensorScales(float_of_bits(encode_scale), float_of_bits(divide_bits(jnp.uint32(ONE_BITS), encode_scale)))
+    return TensorScales(*_one_level(float32_bits(amax), tensor_top(fmt)))
 
 
 def block_scales(block_bits: jax.Array, amax_bits: jax.Array, fmt: BlockFormat) -> BlockScales:
@@ -103,13 +135,11 @@ def block_scales(block_bits: jax.Array, amax_bits: jax.Array, fmt: BlockFormat) 
 
 def _two_level_blocks(block_bits: jax.Array, amax_bits: jax.Array) -> BlockScales:
     tensor_decode, sixth, table = _two_level(amax_bits)
-    plain = float_of_bits(block_bits) * sixth
-    small = lift(block_bits) * (sixth * jnp.float32(2.0**-LIFT))
-    scaled = jnp.where(block_bits < jnp.uint32(SMALL_BITS), small, plain)
+    scaled = times(block_bits, sixth, reduce_factor(sixth))
     scaled = jnp.where(scaled <= jnp.float32(E4M3.max), scaled, jnp.float32(E4M3.max))  # infinity and NaN saturate too
-    values = round_magnitude(E4M3, scaled)
-    codes = encode(E4M3, values)
-    return BlockScales(codes, values, table.at[codes].get(mode="promise_in_bounds"), tensor_decode)
+    values, codes = round_nearest(E4M3, scaled)
+    encode_scale = table.at[codes].get(mode="promise_in_bounds")
+    return BlockScales(codes.astype(jnp.uint8), values, encode_scale, tensor_decode)
 
 
 def _power_blocks(block_bits: jax.Array, element: Element, *, round_up: bool) -> BlockScales:
