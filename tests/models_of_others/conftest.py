@@ -63,7 +63,8 @@ def train():
 
         def whole(params, broken):
             BROKEN.append(broken)
-            losses = jax.lax.scan(step, (params, optimizer.init(params)), jnp.arange(STEPS))[1]
+            # A function of its own for each trace: JAX keeps what it traced of a scan's body, the flag with it.
+            losses = jax.lax.scan(lambda *a: step(*a), (params, optimizer.init(params)), jnp.arange(STEPS))[1]
             BROKEN.pop()
             return losses[0], losses[-10:].mean()
 

@@ -1,0 +1,297 @@
+"""apply_recipe. Oracle: the same function with `qdot` written by hand, bit for bit; and reports written down here.
+
+Where only the structure matters, recipes are bf16 or fp8, whose programs compile quickly.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from halfbyte.ops import apply_recipe, qdot
+from halfbyte.recipe import Policy, Rule, layer_key, recipe, site_key, step_key
+
+NVFP4, FP8, BF16 = recipe("nvfp4"), recipe("fp8"), recipe("bf16")
+KEY = step_key(0, 3)
+LAYERS = 4
+QUICK = {"xla_backend_optimization_level": 0}  # compiling is most of the time, and no number depends on it
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape) * shape[-2] ** -0.5
+
+
+PARAMS = {"layers": {"a": normal(0, LAYERS, 16, 32), "b": normal(1, LAYERS, 32, 16)}, "head": normal(2, 16, 32)}
+X = normal(3, 16, 16)
+
+
+def rule(pattern, made, layers=None):
+    return Policy("test", (Rule(pattern, made, layers),))
+
+
+def replaced(fn, policy, *args):
+    return [site.path for site in apply_recipe(fn, policy, key=KEY).report(*args).replaced]
+
+
+def same_bits(ours, by_hand, *args):
+    """Values and gradients of both, in one program."""
+    program = jax.jit(lambda *args: [jax.value_and_grad(f)(*args) for f in (ours, by_hand)], compiler_options=QUICK)
+    jax.tree.map(np.testing.assert_array_equal, *program(*args))
+
+
+def network(dot_a, dot_b, dot_head):
+    """A scan with remat and a custom_jvp activation, then jit; `dot_*` (x, w, layer) say how to multiply."""
+
+    def fn(params, x):
+        def body(x, item):
+            layer, p = item
+            block = jax.checkpoint(lambda x: x + dot_b(jax.nn.relu(dot_a(x, p["a"], layer)), p["b"], layer))
+            return block(x), jnp.sum(x)
+
+        x, sums = lax.scan(body, x, (jnp.arange(LAYERS), params["layers"]))
+        return jnp.mean(jnp.sin(jax.jit(dot_head)(x, params["head"]))) + jnp.sum(sums) * 0.01
+
+    return fn
+
+
+def plain(x, w, _=None):
+    return x @ w
+
+
+PLAIN = network(plain, plain, plain)
+
+
+def test_the_same_bits_as_qdot_by_hand_through_scan_remat_and_jit():
+    def by(made, site):
+        def dot(x, w, layer=None):
+            key = KEY if layer is None else layer_key(KEY, layer)
+            return qdot(x, w, recipe=made, key=site_key(key, site))
+
+        return dot
+
+    policy = Policy("test", (Rule("layers/a", NVFP4), Rule("head", FP8)))
+    same_bits(apply_recipe(PLAIN, policy, key=KEY), network(by(NVFP4, "layers/a"), plain, by(FP8, "head")), PARAMS, X)
+
+
+def test_rules_by_layer_split_the_scan():
+    policy = Policy("test", (Rule("layers/a", BF16, (1, -1)), Rule("layers/b", BF16, (2, None))))
+
+    def by_hand(params, x):
+        sums = []
+        for layer in range(LAYERS):
+            a, b = params["layers"]["a"][layer], params["layers"]["b"][layer]
+            sums.append(jnp.sum(x))
+            hidden = qdot(x, a, recipe=BF16) if 1 <= layer < LAYERS - 1 else x @ a
+            x = x + (qdot(jax.nn.relu(hidden), b, recipe=BF16) if layer >= 2 else jax.nn.relu(hidden) @ b)
+        return jnp.mean(jnp.sin(x @ params["head"])) + jnp.sum(jnp.stack(sums)) * 0.01
+
+    ours = apply_recipe(PLAIN, policy, key=KEY)
+    (a, da), (b, db) = jax.jit(lambda p, x: [jax.value_and_grad(f)(p, x) for f in (ours, by_hand)])(PARAMS, X)
+    # A loop written out is another program: its sums may be in another order, so 1e-5 instead of equal bits.
+    np.testing.assert_allclose(a, b, rtol=1e-5)
+    jax.tree.map(lambda u, v: np.testing.assert_allclose(u, v, rtol=2e-4, atol=1e-5), da, db)
+    assert [(site.path, site.layers, site.runs) for site in ours.report(PARAMS, X).replaced] == [
+        ("layers/a", range(1, 2), 1),
+        ("layers/a", range(2, 3), 1),
+        ("layers/b", range(2, 3), 1),
+        ("layers/b", range(3, 4), 1),
+    ]
+
+
+def test_a_layer_rule_that_covers_all_layers_does_not_split():
+    sites = apply_recipe(PLAIN, rule("layers/a", FP8, (0, None))).report(PARAMS, X).replaced
+    assert [(site.path, site.layers, site.runs) for site in sites] == [("layers/a", range(4), 4)]
+
+
+def test_a_reverse_scan_is_split_from_its_end():
+    def fn(params, x):
+        def body(x, p):
+            return jnp.sin(x @ p), jnp.sum(x)
+
+        x, sums = lax.scan(body, x, params, reverse=True)
+        return jnp.sum(x) + jnp.sum(sums * jnp.arange(1.0, LAYERS + 1))
+
+    weights = normal(5, LAYERS, 16, 16)
+    ours = apply_recipe(fn, rule("params", BF16, (3, 4)))
+
+    def by_hand(params, x):
+        total = jnp.float32(0)
+        for layer in reversed(range(LAYERS)):
+            total = total + jnp.sum(x) * (layer + 1)
+            x = jnp.sin(qdot(x, params[layer], recipe=BF16) if layer == 3 else x @ params[layer])
+        return jnp.sum(x) + total
+
+    a, b = jax.jit(lambda p, x: (ours(p, x), by_hand(p, x)))(weights, X)
+    np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_a_bare_array_has_its_parameter_for_a_name_and_layers_of_a_list_their_numbers():
+    assert replaced(lambda weight, x: x @ weight, rule("weight", FP8), normal(0, 16, 16), X) == ["weight"]
+    layers = [{"w": normal(i, 16, 16)} for i in range(3)]
+
+    def fn(layers, x):
+        for p in layers:
+            x = x @ p["w"]
+        return x
+
+    assert replaced(fn, rule("*/w", FP8, (-2, None)), layers, X) == ["1/w", "2/w"]
+    stacked = normal(4, 3, 16, 16)
+    assert replaced(lambda w, x: x @ w[0] @ w[2], rule("w", FP8, (2, 3)), stacked, X) == ["w#2"]
+
+
+def test_weights_are_followed_through_casts_reshapes_transposes_and_slices():
+    weights = {"qkv": normal(0, 16, 2, 3, 8), "t": normal(1, 32, 16), "cut": normal(2, 16, 64)}
+
+    def fn(p, x):
+        x = x @ p["qkv"].astype(jnp.bfloat16).astype(jnp.float32).reshape(16, 48)[:, :16]
+        x = x @ p["t"].T[:, 16:]
+        left, right = jnp.split(p["cut"], 2, axis=1)
+        return x @ left + jnp.einsum("td,df->tf", x, right)
+
+    assert replaced(fn, rule("*", FP8), weights, X) == ["qkv", "t", "cut", "cut#2"]
+
+
+def test_a_weight_on_the_left_is_transposed_into_place():
+    w = normal(0, 32, 16)
+
+    def fn(w, x):
+        return jnp.sum(jnp.sin(jax.vmap(lambda row: w @ row)(x)))
+
+    same_bits(apply_recipe(fn, BF16), lambda w, x: jnp.sum(jnp.sin(qdot(x, w.T, recipe=BF16))), w, X)
+
+
+def test_what_is_left_alone_and_why():
+    @jax.custom_vjp
+    def special(x, w):
+        return x @ w
+
+    special.defvjp(lambda x, w: (x @ w, (x, w)), lambda res, dy: (dy @ res[1].T, res[0].T @ dy))
+    constant = normal(9, 16, 16)
+
+    def fn(p, x):
+        x = special(x, p["special"]) @ p["head"]
+        x = x @ (p["scaled"] * 2.0) @ constant
+        scores = jnp.einsum("td,sd->ts", x, x)
+        return jnp.einsum("eti,eio->eto", jnp.stack([x, x]), p["experts"]), scores
+
+    weights = {name: normal(i, 16, 16) for i, name in enumerate(("special", "head", "scaled"))}
+    weights["experts"] = normal(7, 2, 16, 16)
+    report = apply_recipe(fn, rule("head", FP8)).report(weights, X)
+    assert [site.path for site in report.replaced] == ["head"]
+    assert [(site.path, site.why_left) for site in report.left] == [
+        ("special", "it is inside custom_vjp_call, whose rules are its own"),
+        (None, "no weight reaches it unchanged"),
+        (None, "no weight reaches it unchanged"),
+        (None, "no weight reaches it unchanged"),
+        ("experts", "it has batch dims, so no operand is a single weight"),
+    ]
+    assert str(report).startswith("apply_recipe: 1 dots replaced, 5 left\n  head  [16, 16] x [16, 16]  -> fp8\n")
+
+
+def test_data_are_no_weights_and_argnums_says_who_is():
+    def fn(x, params):
+        return jnp.sum(x @ params["w"])
+
+    weights = {"w": normal(0, 16, 16)}
+    with pytest.raises(ValueError, match=r"rule 'w' .* matches nothing \(the weights of dots are x\)"):
+        apply_recipe(fn, rule("w", FP8)).report(X, weights)
+    report = apply_recipe(fn, FP8, argnums=1).report(X, weights)
+    assert [site.path for site in report.replaced] == ["w"]
+    with pytest.raises(ValueError, match=r"argnums=\(2,\) names an argument that was not passed by position; got 2"):
+        apply_recipe(fn, FP8, argnums=2).report(X, weights)
+
+
+def test_cond_and_while():
+    def fn(w, x, flag):
+        x = lax.cond(flag, lambda x: x @ w, lambda x: x, x)
+        return lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, jnp.sin(s[1] @ w)), (0, x))[1]
+
+    w = normal(0, 16, 16)
+    ours = apply_recipe(fn, BF16)
+    assert [site.path for site in ours.report(w, X, True).replaced] == ["w", "w#2"]
+
+    def by_hand(w, x, flag):
+        dot = lambda x: qdot(x, w, recipe=BF16)  # noqa: E731
+        x = jnp.where(flag, dot(x), x)
+        return jnp.sin(dot(jnp.sin(dot(x))))
+
+    for flag in (True, False):
+        a, b = jax.jit(lambda *args: (ours(*args), by_hand(*args)))(w, X, jnp.asarray(flag))
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_each_use_layer_and_step_has_its_own_key(monkeypatch):
+    def show_key(x, w, *, key=None, out_dtype=None, **_):
+        words = jax.random.key_data(key)
+        return jnp.zeros((*x.shape[:-1], w.shape[-1]), x.dtype) + (words[0] ^ words[1]).astype(x.dtype)
+
+    monkeypatch.setattr("halfbyte.ops.contraction.qdot", show_key)
+
+    def fn(params, x):
+        once, twice = x @ params["w"], x @ params["w"]
+        _, each = lax.scan(lambda c, p: (c, (x @ p)[0, 0]), 0, params["stack"])
+        _, again = lax.scan(lambda c, _: (c, (x @ params["w"])[0, 0]), 0, None, length=3)
+        _, loop = lax.while_loop(lambda s: s[0] < 1, lambda s: (s[0] + 1, (x @ params["w"])[0, 0]), (0, jnp.float32(0)))
+        return jnp.concatenate([jnp.stack([once[0, 0], twice[0, 0], loop]), each, again])
+
+    params = {"w": normal(0, 16, 16), "stack": normal(1, 4, 16, 16)}
+    steps = [apply_recipe(fn, NVFP4, key=step_key(0, step), show=None)(params, X) for step in range(2)]
+    assert len(set(np.concatenate(steps).tolist())) == 2 * 10
+    np.testing.assert_array_equal(steps[0], apply_recipe(fn, NVFP4, key=lambda: step_key(0, 0), show=None)(params, X))
+
+
+def test_errors_name_the_way_out():
+    with pytest.raises(ValueError, match="holds a recipe that rounds stochastically and needs key="):
+        apply_recipe(PLAIN, rule("*", NVFP4))
+    with pytest.raises(TypeError, match="policy must be a Policy or a Recipe, got 'mlp'"):
+        apply_recipe(PLAIN, "mlp")
+    with pytest.raises(
+        ValueError, match=r"rule 'mlp/\*' .* \(the weights of dots are layers/a, layers/b, head\); change or"
+    ):
+        apply_recipe(PLAIN, rule("mlp/*", FP8)).report(PARAMS, X)
+    shadowed = Policy("test", (Rule("*", FP8), Rule("head", BF16)))
+    with pytest.raises(ValueError, match=r"rule 'head' .* matches nothing \(head: decided as fp8\)"):
+        apply_recipe(PLAIN, shadowed).report(PARAMS, X)
+    with pytest.raises(ValueError, match=r"the dot of head belongs to a backward pass.*grad\(apply_recipe"):
+        apply_recipe(jax.grad(PLAIN), rule("*", FP8)).report(PARAMS, X)
+
+
+def test_a_layer_number_that_cannot_be_known_is_refused():
+    def traced_index(w, x):
+        return lax.fori_loop(0, 4, lambda i, x: x @ w[i], x)
+
+    def grouped(w, x):
+        return lax.scan(lambda x, p: (x @ p[0] @ p[1], None), x, w.reshape(2, 2, 16, 16))[0]
+
+    for fn in (traced_index, grouped):
+        with pytest.raises(ValueError, match=r"the layer number of w is not known at this dot.*select by path alone"):
+            apply_recipe(fn, rule("w", FP8, (1, 3))).report(normal(0, 4, 16, 16), X)
+        assert apply_recipe(fn, FP8).report(normal(0, 4, 16, 16), X).replaced
+
+
+def test_a_shape_that_cannot_be_blocked_says_which_weight():
+    def fn(p, x):
+        return x @ p["odd"]
+
+    with pytest.raises(ValueError, match="needs a multiple of 16") as caught:
+        apply_recipe(fn, NVFP4, key=KEY, show=None)({"odd": normal(0, 24, 16)}, normal(1, 16, 24))
+    assert any("at odd, as recipe 'nvfp4'" in note for note in caught.value.__notes__)
+
+
+def test_the_report_is_printed_once(capsys):
+    def fn(printed_once, x):
+        return x @ printed_once
+
+    for _ in range(2):
+        apply_recipe(fn, BF16)(normal(0, 16, 16), X)
+    assert capsys.readouterr().err.count("printed_once  [16, 16] x [16, 16]  -> bf16") == 1
+
+
+def test_arguments_that_are_no_arrays_stay_as_they_are():
+    def fn(p, x, scale, *, act):
+        assert isinstance(scale, int)
+        return {"y": act(x @ p["w"]) * scale, "none": None}
+
+    out = apply_recipe(fn, BF16, show=None)({"w": normal(0, 16, 16), "name": "layer"}, X, 2, act=jnp.tanh)
+    assert out["y"].shape == (16, 16) and out["none"] is None
