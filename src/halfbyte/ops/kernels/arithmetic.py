@@ -6,7 +6,7 @@ For a block with absolute maximum b in a tensor with scales `mult` = S * f32(1/6
     code = e2m1(x * enc)                         carrier = e2m1(code) * s8, exact in bf16
 
 E2M1 has the step e/2 where e = max(1, 2**floor(log2 |y|)). Rounding to nearest adds and subtracts 1.5 * 2**22 * e; the
-stochastic rounding adds (byte / 256) steps and rounds down by adding 2**22 * e toward zero. Near 2 and 4 both steps
+stochastic rounding adds (byte / 256) steps and truncates by adding 2**22 * e toward zero. Near 2 and 4 both steps
 give the same result, so e may be taken before or after the noise. Values over 6, also the infinities that a block scale
 of zero makes, are clamped after rounding. The sign is put back last, so zero keeps it.
 
@@ -41,8 +41,12 @@ def hadamard16(m: Any, values: Sequence[Any], *, last_stage: bool = True) -> lis
 
 
 def hadamard_words(m: Any, words: Sequence[Any]) -> list[Any]:
-    """The transform of two neighbouring columns, 16 tokens each, rounded to bf16."""
-    low = hadamard16(m, [m.low(w) for w in words])
+    """The transform of two neighbouring columns, 16 tokens each, rounded to bf16.
+
+    The low halves are taken by a permutation, not by the shift that the row side uses: the compiler would share the
+    results and keep 32 registers alive from one operand to the other.
+    """
+    low = hadamard16(m, [m.real(m.prmt(w, 0, 0x1044)) for w in words])
     high = hadamard16(m, [m.high(w) for w in words])
     return [m.pack_round(a, b) for a, b in zip(low, high, strict=True)]
 
@@ -99,20 +103,19 @@ def encode_scale(m: Any, value: Any, dec: Any) -> Any:
 
 def round_pair(m: Any, word: Any, encode: tuple[Any, Any], noise: tuple[Any, Any] | None = None) -> Any:
     """A pair on the E2M1 grid: both halves of `word` times their encode scales, rounded; signs of zeros are lost."""
-    source = word if noise is None else m.and_(word, MAGNITUDE)
-    scaled = m.fmul(m.low(source), encode[0]), m.fmul(m.high(source), encode[1])
-    return round_scaled(m, scaled, noise)
+    return round_scaled(m, (m.fmul(m.low(word), encode[0]), m.fmul(m.high(word), encode[1])), noise)
 
 
 def round_scaled(m: Any, scaled: tuple[Any, Any], noise: tuple[Any, Any] | None = None) -> Any:
-    """The E2M1 grid values of two float32, as one word; with noise the float32 must not be negative."""
+    """The E2M1 grid values of two float32, as one word."""
     rounded = []
     for i, y in enumerate(scaled):
-        e = m.fmax(m.real(m.and_(y, 0x7F800000)), 1.0)
         if noise is None:
+            e = m.fmax(m.real(m.and_(y, 0x7F800000)), 1.0)
             rounded.append(m.round_grid(y, e))
         else:
-            rounded.append(m.floor_grid(m.ffma(noise[i], e, y), e))
+            e = m.fmax_magnitude(m.real(m.and_(y, 0xFF800000)), 1.0)  # e with the sign of y: everything is symmetric
+            rounded.append(m.truncate_grid(m.ffma(noise[i], e, y), e))
     return m.clamp_six(m.pack_exact(*rounded))
 
 

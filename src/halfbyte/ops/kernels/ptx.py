@@ -132,6 +132,10 @@ class Ptx:
     def fmax(self, a, b):
         return self._op("max.f32", "fff", a, b)
 
+    def fmax_magnitude(self, a, b):
+        """The larger magnitude, with the sign of a; b > 0."""
+        return self._op("max.xorsign.abs.f32", "fff", a, b)
+
     def fmax_nan(self, a, b):
         """The larger one; NaN if either is."""
         return self._op("max.NaN.f32", "fff", a, b)
@@ -149,8 +153,8 @@ class Ptx:
         """y to the nearest multiple of e / 2, ties to even, for a power of two e and abs(y) < 2**20 e."""
         return self.ffma(e, -6291456.0, self.ffma(e, 6291456.0, y))
 
-    def floor_grid(self, y, e):
-        """y >= 0 down to a multiple of e / 2."""
+    def truncate_grid(self, y, e):
+        """y toward zero to a multiple of e / 2; e has the sign of y."""
         return self.ffma(e, -4194304.0, self._op("fma.rz.f32", "ffff", e, 4194304.0, y))
 
     # pairs of bf16 in a word

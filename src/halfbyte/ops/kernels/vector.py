@@ -80,6 +80,9 @@ class Vector:
     def fmax(self, a, b):
         return np.maximum(self.real(a), self.real(b))
 
+    def fmax_magnitude(self, a, b):
+        return np.copysign(np.maximum(np.abs(self.real(a)), self.real(b)), a)
+
     fmax_nan = fmax
 
     def reciprocal(self, a):
@@ -92,7 +95,7 @@ class Vector:
         magic = e * np.float32(6291456)
         return (y + magic) - magic
 
-    def floor_grid(self, y, e):
+    def truncate_grid(self, y, e):
         step = e * np.float32(0.5)
         return np.floor(y / step) * step
 
