@@ -14,11 +14,20 @@ TINY = models.LlamaConfig(
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def _float32_products():
     """On a GPU float32 GEMMs are TF32 unless asked; comparisons to the last digits need real ones."""
     with jax.default_matmul_precision("float32"):
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_compilation():
+    """These programs run once or twice: without LLVM's costly passes they compile in a third of the time."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="session")

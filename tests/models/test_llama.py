@@ -25,6 +25,12 @@ def worst(ours, exact):
     return max(np.abs(a - b).max() / np.abs(b).max() for a, b in pairs)
 
 
+def distance(ours, exact):
+    """The norm of the difference of two trees, relative to the second's."""
+    pairs = list(zip(jax.tree.leaves(ours), jax.tree.leaves(exact), strict=True))
+    return np.sqrt(sum(np.sum(np.square(a - b)) for a, b in pairs) / sum(np.sum(np.square(b)) for _, b in pairs))
+
+
 @pytest.fixture(scope="module")
 def exact(tiny, tiny_params, packed_batch):
     """Loss and gradients on one device in float32."""
@@ -69,20 +75,28 @@ def test_loss_is_the_mean_over_scored_tokens_of_the_logits(tiny, tiny_params, pa
 def test_a_packed_document_is_as_if_alone(tiny, tiny_params, packed_batch):
     run = jax.jit(functools.partial(models.apply, tiny, ctx=FLOAT))
     together = run(tiny_params, packed_batch)
-    alone = run(tiny_params, {"tokens": packed_batch["tokens"][:1, 13:28]})
-    np.testing.assert_allclose(np.asarray(together)[0, 13:28], alone[0], atol=2e-5)
+    tokens = np.zeros((4, 32), np.int32)
+    tokens[0, :15] = np.asarray(packed_batch["tokens"])[0, 13:28]
+    alone = run(
+        tiny_params,
+        {
+            "tokens": tokens,
+            "positions": np.tile(np.arange(32, dtype=np.int32), (4, 1)),
+            "segments": np.ones((4, 32), np.int32),
+        }
+        | {"targets": tokens},
+    )
+    np.testing.assert_allclose(np.asarray(together)[0, 13:28], np.asarray(alone)[0, :15], atol=2e-5)
 
 
-def test_bf16_is_near_float32(tiny, tiny_params, packed_batch, exact):
-    loss, grads = with_gradients(tiny, models.Context())(tiny_params, packed_batch)
-    assert float(loss) == pytest.approx(float(exact[0]), rel=2e-3)
+def test_bf16_is_near_float32(exact, rounded):
+    (loss, grads), (exact_loss, exact_grads) = rounded, exact
+    assert float(loss) == pytest.approx(float(exact_loss), rel=2e-3)
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
-    norm = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(exact[1])))
-    away = np.sqrt(sum(np.sum(np.square(a - b)) for a, b in zip(*map(jax.tree.leaves, (grads, exact[1])), strict=True)))
-    assert away < 0.03 * norm  # some twenty roundings of 2^-9 between a weight and the loss
+    assert distance(grads, exact_grads) < 0.03  # some twenty roundings of 2^-9 between a weight and the loss
 
 
-@pytest.mark.parametrize("mesh", ["data=2,fsdp=4", "fsdp=2,tensor=2,context=2"])
+@pytest.mark.parametrize("mesh", ["data=2,fsdp=2,tensor=2", "fsdp=2,tensor=2,context=2"])
 def test_meshes_agree_with_one_device(tiny, tiny_params, packed_batch, exact, mesh):
     mesh = make_mesh(parse_mesh(mesh), jax.devices("cpu"))
     params = jax.device_put(tiny_params, models.param_shardings(tiny, mesh))
@@ -97,13 +111,28 @@ def test_meshes_agree_with_one_device(tiny, tiny_params, packed_batch, exact, me
 
 
 @pytest.fixture(scope="module")
+def rounded(tiny, tiny_params, packed_batch):
+    """Loss and gradients in bf16."""
+    return with_gradients(tiny, models.Context())(tiny_params, packed_batch)
+
+
+@pytest.mark.parametrize("remat", ["dots", "full", "quantized"])
+def test_remat_changes_nothing_but_memory(tiny, tiny_params, packed_batch, rounded, remat):
+    again = with_gradients(tiny, models.Context(remat=remat))(tiny_params, packed_batch)
+    assert float(again[0]) == float(rounded[0])
+    assert (
+        distance(again[1], rounded[1]) < 0.01
+    )  # XLA may skip a rounding to bf16 where it fuses what it computes again
+
+
+@pytest.fixture(scope="module")
 def quantized(tiny):
-    """A function (params, batch, step, remat) -> loss and gradients under NVFP4."""
+    """A function (params, batch, step) -> loss and gradients under NVFP4."""
     resolved = policy("mlp", recipe("nvfp4")).resolve(models.linear_sites(tiny), tiny.layers)
 
-    @functools.partial(jax.jit, static_argnums=3)
-    def run(params, batch, step, remat="none"):
-        ctx = models.Context(policy=resolved, key=step_key(0, step), remat=remat)
+    @jax.jit
+    def run(params, batch, step):
+        ctx = models.Context(policy=resolved, key=step_key(0, step))
         return jax.value_and_grad(lambda p: models.loss(tiny, p, batch, ctx)[0])(params)
 
     return run
@@ -115,15 +144,7 @@ def test_nvfp4_is_near_and_its_bits_come_from_the_step(tiny_params, packed_batch
     again, other = (quantized(tiny_params, packed_batch, step) for step in (0, 1))
     assert worst(again, (loss, grads)) == 0.0
     assert float(other[0]) == float(loss)  # the forward pass rounds to nearest
-    assert worst(other[1], grads) > 0
-
-
-@pytest.mark.parametrize("remat", ["dots", "full", "quantized"])
-def test_remat_changes_nothing_but_memory(tiny_params, packed_batch, quantized, remat):
-    """Stochastic rounding included: what is computed again takes the same random bits."""
-    kept = quantized(tiny_params, packed_batch, 0)
-    again = quantized(tiny_params, packed_batch, 0, remat)
-    assert worst(again, kept) < 1e-3
+    assert distance(other[1], grads) > 0.1
 
 
 def kept_bytes(cfg, params, batch, remat):

@@ -56,7 +56,10 @@ def test_init_is_the_same_on_a_mesh(tiny, tiny_params):
     mesh = make_mesh({"fsdp": 4, "tensor": 2}, jax.devices("cpu"))
     shardings = models.param_shardings(tiny, mesh)
     spread = jax.jit(lambda key: models.init(tiny, key), out_shardings=shardings)(jax.random.key(0))
-    assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b), spread, tiny_params))
+    for a, b in zip(jax.tree.leaves(spread), jax.tree.leaves(tiny_params), strict=True):
+        np.testing.assert_allclose(
+            a, b, rtol=1e-6
+        )  # the same random bits; a vector unit may round their logarithm otherwise
     assert spread["layers"]["mlp"]["up"].sharding.spec == P(None, "fsdp", "tensor")
 
 

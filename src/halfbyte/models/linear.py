@@ -13,6 +13,7 @@ from jax import lax
 from halfbyte import ops
 from halfbyte.models.context import LayerContext
 from halfbyte.models.params import Params
+from halfbyte.models.remat import named
 from halfbyte.recipe import Recipe
 from halfbyte.sharding import WeightSharding
 
@@ -23,9 +24,9 @@ def linear(x: jax.Array, weights: Params, here: LayerContext, group: str, name: 
     """x [..., inputs] times weight `name` of `group` ("attention" or "mlp"), in x's dtype."""
     recipe, sharding = here.recipe(group, name), here.weight_sharding(group, name)
     if is_exact(x, recipe):
-        return exact_dot(x, weights[name], sharding)
+        return named(exact_dot(x, weights[name], sharding))
     key = here.site_key(f"{group}/{name}")
-    return ops.qdot(x, weights[name], recipe=recipe, key=key, backend=here.ctx.backend, weight_sharding=sharding)
+    return named(ops.qdot(x, weights[name], recipe=recipe, key=key, backend=here.ctx.backend, weight_sharding=sharding))
 
 
 def swiglu_mlp(x: jax.Array, weights: Params, here: LayerContext) -> jax.Array:

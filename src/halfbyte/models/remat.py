@@ -3,7 +3,7 @@
 | remat | kept | recomputed |
 |---|---|---|
 | none | all that the VJPs read | nothing |
-| dots | outputs of GEMMs and of attention | norms, rotations, quantized operands, SwiGLU |
+| dots | outputs of linears and of fused attention, packed operands | norms, rotations, SwiGLU |
 | full | the layer's input | everything |
 | quantized | all but the MLP's g, u and h, of which packed operands stay | g and u, inside the MLP's own VJP |
 """
@@ -14,9 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
-# Fused calls that are GEMMs or attention, though they are not `dot_general`.
-FUSED = ("dot_product_attention_fwd", "scaled_matmul")
+from halfbyte.ops.operand import SAVED
+
+LINEAR = "linear"  # the checkpoint name of a linear's output, in the compute dtype
+FUSED_ATTENTION = (
+    "dot_product_attention_fwd"  # cuDNN's primitives: their outputs are the context and the softmax statistics
+)
 
 
 def rematerialized(layer: Callable[..., Any], remat: str) -> Callable[..., Any]:
@@ -28,7 +33,13 @@ def rematerialized(layer: Callable[..., Any], remat: str) -> Callable[..., Any]:
     return layer
 
 
+def named(y: jax.Array) -> jax.Array:
+    """`y`, marked as a linear's output."""
+    return checkpoint_name(y, LINEAR)
+
+
 def _keeps_dots(primitive: Any, *args: Any, **params: Any) -> bool:
-    if primitive.name.startswith(FUSED):
+    # By name and not by `dot_general`: a GEMM's own output is float32, twice the size of what is used.
+    if primitive.name.startswith(FUSED_ATTENTION):
         return True
-    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *args, **params)
+    return jax.checkpoint_policies.save_only_these_names(LINEAR, SAVED)(primitive, *args, **params)

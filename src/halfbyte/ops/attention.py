@@ -174,26 +174,35 @@ def _xla(
     k_segments: jax.Array | None,
     offset: jax.Array | None,
 ) -> jax.Array:
-    queries, keys = q.shape[1], k.shape[1]
+    if q.shape[1] <= QUERY_BLOCK:
+        return _xla_rows(q, k, v, q_segments, k_segments, offset, start=0)
+    # Slices are taken inside what is rematerialized, so that the backward pass keeps q, k and v once for all blocks.
+    blocks = [
+        jax.checkpoint(functools.partial(_xla_rows, start=start))(q, k, v, q_segments, k_segments, offset)
+        for start in range(0, q.shape[1], QUERY_BLOCK)
+    ]
+    return jnp.concatenate(blocks, axis=1)
 
-    @jax.checkpoint
-    def block(
-        q: jax.Array, k: jax.Array, v: jax.Array, qs: jax.Array | None, ks: jax.Array | None, first: jax.Array
-    ) -> jax.Array:
-        return _xla_block(q, k, v, _visible(qs, ks, q.shape[1], k.shape[1], first))
 
-    if queries <= QUERY_BLOCK:
-        visible = _visible(q_segments, k_segments, queries, keys, offset)
-        return _xla_block(q, k, v, visible)
-    out = []
-    for start in range(0, queries, QUERY_BLOCK):
-        rows = slice(start, min(start + QUERY_BLOCK, queries))
-        columns = slice(0, rows.stop if offset is None else keys)  # above the diagonal there is nothing to see
-        first = jnp.int32(start) + (0 if offset is None else offset)
-        qs = None if q_segments is None else q_segments[:, rows]
-        ks = None if k_segments is None else k_segments[:, columns]
-        out.append(block(q[:, rows], k[:, columns], v[:, columns], qs, ks, first))
-    return jnp.concatenate(out, axis=1)
+def _xla_rows(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    q_segments: jax.Array | None,
+    k_segments: jax.Array | None,
+    offset: jax.Array | None,
+    *,
+    start: int,
+) -> jax.Array:
+    """The block of queries that begins at `start`, against the keys up to its end (all of them if the queries are
+    split over devices).
+    """
+    stop = min(start + QUERY_BLOCK, q.shape[1])
+    keys = stop if offset is None else k.shape[1]
+    qs = None if q_segments is None else q_segments[:, start:stop]
+    ks = None if k_segments is None else k_segments[:, :keys]
+    visible = _visible(qs, ks, stop - start, keys, start if offset is None else start + offset)
+    return _xla_block(q[:, start:stop], k[:, :keys], v[:, :keys], visible)
 
 
 def _xla_block(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:

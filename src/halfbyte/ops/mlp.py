@@ -22,7 +22,7 @@ from jax import lax
 
 from halfbyte.ops.backends import BACKENDS, Backend, check_training, choose, problem_of
 from halfbyte.ops.backends.gemm import dgrad_axes, fprop_axes, wgrad_axes
-from halfbyte.ops.operand import Kept, Operand, keep, name_saved
+from halfbyte.ops.operand import Kept, Operand, keep_named, name_saved
 from halfbyte.ops.passes import XLA, Ask, XlaPasses, ask
 from halfbyte.ops.qdot import token_block
 from halfbyte.ops.weight import QWeight, quantize_weight, weight_operand
@@ -168,8 +168,8 @@ def _mlp_fwd(plan: Plan, x, anchors, codes, keys):
     rows, columns = operands[: len(row_asks)], operands[len(row_asks) :]
     g, u = gate.fprop(rows[0], x), up.fprop(rows[-1], x)
     (h,) = passes.swiglu(g, u, [down.ask("fprop_x")])
-    again = (g, u) if plan.mode == "fast" else tuple(keep(o) for o in rows)
-    saved = name_saved((tuple(keep(o) for o in columns), again))
+    again = name_saved((g, u)) if plan.mode == "fast" else tuple(keep_named(o) for o in rows)
+    saved = tuple(keep_named(o) for o in columns), again
     masters = tuple(
         None if r.dgrad_w.format.quantized and (plan.mode == "fast" or r.fprop_w.format.quantized) else a
         for r, a in zip(plan.recipes, anchors, strict=True)

@@ -105,6 +105,15 @@ def name_saved(kept: _Tree) -> _Tree:
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, SAVED), kept)
 
 
+def keep_named(operand: Operand) -> Kept:
+    """`keep`, with packed codes under the name by which a remat policy may save them.
+
+    A tensor that is kept as it came stays the caller's own array, so that linears with one input share the residual.
+    """
+    kept = keep(operand)
+    return name_saved(kept) if operand.policy.format.quantized else kept
+
+
 def load(kept: Kept, policy: OperandPolicy) -> Operand:
     """The operand of `keep`, bit for bit."""
     if not isinstance(kept, Packed):

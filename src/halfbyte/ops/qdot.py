@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 
 from halfbyte.ops.backends import BACKENDS, check_training, choose, problem_of
 from halfbyte.ops.backends.gemm import dgrad_axes, fprop_axes, wgrad_axes
-from halfbyte.ops.operand import Operand, keep, name_saved
+from halfbyte.ops.operand import Operand, keep_named
 from halfbyte.ops.passes import ask
 from halfbyte.ops.weight import QWeight, quantize_weight, weight_operand
 from halfbyte.recipe import Recipe
@@ -103,7 +103,7 @@ def _linear_fwd(plan: Plan, x, anchor, codes, key):
     recipe, backend = plan.recipe, BACKENDS[plan.backend]
     check_training(plan.backend, recipe, x, anchor, plan.sharding)
     row, column = backend.passes.quantize(x, [ask(recipe, "fprop_x", key), ask(recipe, "wgrad_x", key, kept=True)])
-    kept = name_saved(keep(column))
+    kept = keep_named(column)
     master = None if recipe.dgrad_w.format.quantized else anchor  # read again by dgrad
     return _fprop(plan, row, x, anchor, codes), (kept, master, codes, key, jnp.zeros((0,), x.dtype))
 
