@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from halfbyte import data, models
 from halfbyte.checkpoint import Checkpoints, DamagedCheckpoint, Restored
@@ -43,7 +44,7 @@ def open_run(directory: str | Path, *, recipe_name: str = "", mesh: str = "", st
     config = read_config(directory)
     chosen = recipe(recipe_name) if recipe_name else None
     tokenizer, seq = read_tokenizer(directory, config)
-    grid = make_mesh(parse_mesh(mesh)) if mesh else None
+    grid = some_mesh(mesh) if mesh else None
     models.check_mesh(config.model, grid)
     restored = restore_params(directory, config, mesh=grid, step=step)
     chosen = chosen or trained_with(config, restored.step)
@@ -56,6 +57,12 @@ def open_run(directory: str | Path, *, recipe_name: str = "", mesh: str = "", st
     )
     model = LanguageModel(config.model, restored.items["params"], tokenizer, context, seq)
     return LoadedRun(directory, config, model, restored.step, chosen.name)
+
+
+def some_mesh(text: str) -> Mesh:
+    """A mesh over as many of the local devices as `text` names: scoring need not use them all."""
+    shape = parse_mesh(text)
+    return make_mesh(shape, jax.local_devices()[: math.prod(shape.values())])
 
 
 def read_config(directory: Path) -> TrainConfig:

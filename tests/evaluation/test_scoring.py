@@ -1,0 +1,115 @@
+"""Oracle: each request alone, through `models.apply` and a float64 log-softmax."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from halfbyte import models
+from halfbyte.evaluation import Request, Scorer, scoring
+from halfbyte.sharding import make_mesh
+
+RANDOM = np.random.default_rng(0)
+
+
+def request(length, scored):
+    return Request(tuple(RANDOM.integers(0, 257, length).tolist()), scored)
+
+
+REQUESTS = [request(*shape) for shape in ((2, 1), (33, 4), (9, 8), (65, 10), (34, 33), (65, 64), (50, 1), (5, 2))]
+
+
+@pytest.fixture(scope="module")
+def logits_alone(model):
+    """Function of a row of tokens: float64 logits at every position but the last."""
+    run = jax.jit(lambda params, tokens: models.apply(model.config, params, {"tokens": tokens}, model.context))
+
+    def logits(tokens):
+        row = np.zeros((1, 96), np.int32)  # one length, one program
+        row[0, : len(tokens)] = tokens
+        return np.asarray(run(model.params, row), np.float64)[0, : len(tokens) - 1]
+
+    return logits
+
+
+def judged(logits, request):
+    """(summed nll, all greedy) of one request."""
+    top = logits.max(axis=-1, keepdims=True)
+    logp = logits - top - np.log(np.exp(logits - top).sum(axis=-1, keepdims=True))
+    places = np.arange(len(logits))[-request.scored :]
+    targets = np.asarray(request.tokens)[1:][-request.scored :]
+    return -logp[places, targets].sum(), bool(np.all(logp[places].argmax(axis=-1) == targets))
+
+
+@pytest.fixture(scope="module")
+def scorer(model):
+    return Scorer(model, batch_tokens=128)
+
+
+@pytest.fixture(scope="module")
+def scores(scorer):
+    return scorer.score(REQUESTS)
+
+
+def test_scores_are_those_of_each_request_alone(logits_alone, scores):
+    for made, found in zip(REQUESTS, scores, strict=True):
+        nll, _ = judged(logits_alone(made.tokens), made)
+        assert found.nll == pytest.approx(nll, rel=2e-6)  # float32 sums
+        assert found.tokens == made.scored
+
+
+def test_greedy_is_seen_and_missed(logits_alone, scorer):
+    """A continuation that follows the likeliest tokens, and the same with its first token changed."""
+    ids = list(REQUESTS[1].tokens)
+    for _ in range(3):
+        ids.append(int(logits_alone([*ids, 0])[-1].argmax()))
+    follows, misses = Request(tuple(ids), 3), Request((*ids[:-3], (ids[-3] + 1) % 257, *ids[-2:]), 3)
+    assert judged(logits_alone(follows.tokens), follows)[1] and not judged(logits_alone(misses.tokens), misses)[1]
+    assert [score.greedy for score in scorer.score([follows, misses])] == [True, False]
+
+
+def test_few_programs_for_all_lengths(scorer, scores):
+    assert scoring.padded_lengths(64) == [32, 64]
+    assert scorer.compiled == {(4, 32), (2, 64)}
+    assert scoring.padded_lengths(2048) == [128, 256, 512, 1024, 2048]
+    assert scoring.padded_lengths(100) == [32, 64, 100]
+    assert scoring.padded_lengths(20) == [20]
+
+
+def test_what_does_not_fit_loses_its_beginning(scorer):
+    long = request(90, 5)
+    cut = Request(long.tokens[-65:], 5)
+    assert long.within(64) == cut
+    a, b = scorer.score([long, cut])
+    assert a == b
+    assert scorer.score([request(90, 80)])[0].tokens == 64
+
+
+def test_progress_counts_every_request(scorer):
+    done = []
+    scorer.score(REQUESTS, advance=done.append)
+    assert sum(done) == len(REQUESTS)
+
+
+def test_logits_in_slices_are_the_same(model, scores, monkeypatch):
+    monkeypatch.setattr(scoring, "LOGIT_BYTES", 4 * 272 * 4 * 8)  # 8 positions of 4 rows
+    sliced = Scorer(model, batch_tokens=128).score(REQUESTS)
+    np.testing.assert_allclose([s.nll for s in sliced], [s.nll for s in scores], rtol=1e-6)
+    assert [s.greedy for s in sliced] == [s.greedy for s in scores]
+
+
+def test_a_mesh_gives_the_same(model, scores):
+    mesh = make_mesh({"fsdp": 2, "tensor": 1}, jax.devices("cpu")[:2])
+    placed = jax.device_put(model.params, models.param_shardings(model.config, mesh))
+    spread = dataclasses.replace(model, params=placed, context=dataclasses.replace(model.context, mesh=mesh))
+    found = Scorer(spread, batch_tokens=128).score(REQUESTS)
+    np.testing.assert_allclose([s.nll for s in found], [s.nll for s in scores], rtol=1e-5)
+
+
+def test_impossible_requests_are_refused(model):
+    for tokens, scored in (((1,), 1), ((1, 2), 0), ((1, 2), 2)):
+        with pytest.raises(ValueError, match="tokens to score"):
+            Request(tokens, scored)
+    with pytest.raises(ValueError, match="between 1 and the model's max_seq 128"):
+        Scorer(model, window=129)
