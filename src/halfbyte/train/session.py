@@ -54,6 +54,8 @@ def open_session(config: TrainConfig, directory: Path, *, console: Console, allo
         (lambda text: console.print(text, soft_wrap=True, markup=False, highlight=False)) if is_main else _nothing
     )
     refuse_foreign_directory(directory)
+    if is_main and (directory / ".lock").exists():
+        RunLock(directory).close()  # refuse a directory in use before anything is shown
     if (directory / "config.json").exists():
         stored = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         check_unchanged(stored, config, allow=allow_change, say=say)

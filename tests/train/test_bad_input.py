@@ -1,0 +1,165 @@
+"""Bad input through the command itself: one paragraph, exit 2, before any step, nothing overwritten."""
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from tiny import MODEL, tiny
+
+from halfbyte.cli.main import main
+from halfbyte.data import prepare
+from halfbyte.train import jsonconfig
+
+BYTES = dataclasses.replace(MODEL, vocab_size=272)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A small data set of bytes in rows of 32."""
+    folder = tmp_path_factory.mktemp("data")
+    text = folder / "text.jsonl"
+    lines = [json.dumps({"text": f"document {number}: " + "abc def " * 40}) for number in range(60)]
+    text.write_text("\n".join(lines))
+    prepare([text], tokenizer="bytes", out=folder / "out", seq_len=32, val_fraction=0.2)
+    return folder / "out"
+
+
+@pytest.fixture
+def attempt(tmp_path, capfd):
+    """attempt(config, *flags) -> stderr of a refused run; checks exit code 2 and that no step was run."""
+
+    def refused(config, *flags, run_dir=None):
+        file = tmp_path / "in.json"
+        jsonconfig.save(config, file)
+        directory = run_dir or tmp_path / "run"
+        before = snapshot(directory)
+        code = main(["train", "--config", str(file), "--run-dir", str(directory), *flags])
+        error = capfd.readouterr().err
+        assert code == 2, error
+        assert snapshot(directory) == before
+        assert "Traceback" not in error
+        assert error.count("halfbyte:") == 1
+        return " ".join(error.split())
+
+    return refused
+
+
+def snapshot(directory):
+    """Every file under a directory and its content, the lock's aside."""
+    if not directory.exists():
+        return None
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+def with_data(directory, **changes):
+    return tiny(data=str(directory), model=BYTES, **changes)
+
+
+def test_mesh_that_does_not_divide(attempt):
+    assert "devices" in attempt(tiny(mesh="fsdp=3"))
+    assert "kv_heads" in attempt(tiny(mesh="tensor=4,fsdp=2"))
+    assert "the global batch is 4" in attempt(tiny(mesh="data=8", batch=4))
+
+
+def test_shards_that_cut_a_block(attempt):
+    assert "not a multiple of 16" in attempt(tiny(mesh="fsdp=8"))
+
+
+def test_backend_that_cannot_serve(attempt):
+    error = attempt(tiny(), "--precision.backend", "native", "--mesh", "data=8")
+    assert "layers/mlp/gate" in error
+    assert "native" in error
+
+
+def test_model_that_cannot_fit(attempt):
+    huge = dataclasses.replace(MODEL, embed=65536, mlp=262144, layers=64)
+    error = attempt(tiny(model=huge, mesh="data=8"))
+    assert "GiB a device" in error
+    assert "larger mesh" in error
+
+
+def test_missing_and_tiny_data(attempt, prepared, tmp_path):
+    assert "nowhere" in attempt(tiny(data=str(tmp_path / "nowhere")))
+    (tmp_path / "empty").mkdir()
+    assert "empty" in attempt(tiny(data=str(tmp_path / "empty")))
+    assert "fewer than one global batch" in attempt(with_data(prepared, batch=4096, mesh="data=8"))
+
+
+def test_token_outside_the_vocabulary(attempt, prepared):
+    error = attempt(tiny(data=str(prepared), mesh="data=8"))
+    assert "outside the model's vocabulary of 64" in error
+
+
+def test_rows_of_another_length(attempt, prepared):
+    assert "rows of 32 tokens" in attempt(with_data(prepared, seq=64, mesh="data=8"))
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "duplicated", "changed"])
+def test_damaged_shards_are_named_at_start(attempt, prepared, tmp_path, damage):
+    copy = tmp_path / "copy"
+    shutil.copytree(prepared, copy)
+    shard = sorted(copy.glob("*.array_record"))[0]
+    content = shard.read_bytes()
+    if damage == "missing":
+        shard.unlink()
+    elif damage == "truncated":
+        shard.write_bytes(content[:-100])
+    elif damage == "duplicated":
+        shard = shard.with_name("again-" + shard.name)
+        shard.write_bytes(content)
+    else:
+        shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert shard.name in attempt(with_data(copy, mesh="data=8"))
+
+
+def test_unknown_flag_names_the_nearest(capfd):
+    assert main(["train", "--optimizer.learning-rte", "1"]) == 2
+    assert "--optimizer.learning-rate" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["lama3-8b"], "llama3-8b"),
+        (["demo", "--recipe", "nvfp"], "nvfp4"),
+        (["demo", "--config", "x.json"], "not both"),
+        (["--config", "no-such.json"], "no-such.json"),
+        (["demo", "--steps", "0"], "steps must be 1 or more"),
+        (["demo", "--optimizer.warmup", "5000"], "warmup of 5000 steps"),
+    ],
+)
+def test_bad_flags(flags, words, capfd):
+    assert main(["train", *flags]) == 2
+    assert words in capfd.readouterr().err
+
+
+def test_a_directory_that_another_process_holds(attempt, tmp_path):
+    lock = f"l = RunLock({str(tmp_path / 'held')!r}); print(1, flush=True); input()"
+    code = f"from halfbyte.checkpoint.lock import RunLock; {lock}"
+    holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    holder.stdout.readline()
+    jsonconfig.save(tiny(mesh="data=8"), tmp_path / "held" / "config.json")
+    error = attempt(tiny(mesh="data=8"), run_dir=tmp_path / "held")
+    assert f"pid {holder.pid}" in error
+    holder.communicate("")
+
+
+def test_resume_with_another_model_recipe_or_dtype(attempt, tmp_path):
+    config = tiny(mesh="data=8")
+    (tmp_path / "old").mkdir()
+    jsonconfig.save(config, tmp_path / "old" / "config.json")
+    wider = dataclasses.replace(config, model=dataclasses.replace(MODEL, mlp=128), recipe="bf16")
+    error = attempt(wider, "--optimizer.mu-dtype", "bfloat16", run_dir=tmp_path / "old")
+    assert "model.mlp: 64 -> 128" in error
+    assert "recipe: nvfp4 -> bf16" in error
+    assert "optimizer.mu_dtype: float32 -> bfloat16" in error
+    assert "--allow-change" in error
+
+
+def test_a_directory_with_other_files(attempt, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("precious")
+    assert "thesis.tex" in attempt(tiny(), run_dir=tmp_path / "mine")
