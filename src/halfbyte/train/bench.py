@@ -8,6 +8,7 @@ that will run are compared with the definition, bit for bit, inside jit on this 
 """
 
 import dataclasses
+import functools
 import re
 import statistics
 import time
@@ -20,7 +21,7 @@ import numpy as np
 
 from halfbyte import models, ops
 from halfbyte.devices import lookup
-from halfbyte.ops.passes import XLA, ask
+from halfbyte.ops.passes import XLA, XlaPasses, ask
 from halfbyte.recipe import Recipe
 
 from .config import TrainConfig
@@ -70,33 +71,26 @@ def count_gemms(program: str) -> dict[str, int]:
 
 
 def operands_agree(chosen: Recipe, *, tokens: int = 256, features: int = 512) -> dict[str, bool]:
-    """Backend -> whether the operands it hands to its GEMMs equal the definition's, bit for bit, inside jit on this
-    device.
+    """Backend -> whether the operands it hands to its GEMMs equal the definition's, bit for bit, inside jit, here.
 
-    The definition is evaluated in a program of its own, without any GEMM, so that nothing can be fused away.
+    The definition is evaluated one operation at a time, outside jit, so that no compiler can simplify it.
     """
     x = jax.random.normal(jax.random.key(1), (tokens, features), jnp.float32).astype(jnp.bfloat16)
     key = jax.random.key(2)
-    asks = [ask(chosen, role, key) for role in ("fprop_x", "wgrad_x", "dgrad_dy", "wgrad_dy")]
-    groups = [asks[:2], asks[2:]]
-    made: dict[str, list[np.ndarray]] = {}
+    pairs = [[ask(chosen, role, key) for role in roles] for roles in (("fprop_x", "wgrad_x"), ("dgrad_dy", "wgrad_dy"))]
+
+    def operands(passes: XlaPasses, x: jax.Array) -> list[Any]:
+        made = [operand for asks in pairs for operand in passes.quantize(x, asks)]
+        return [(o.values().astype(jnp.float32), o.decode_scale) for o in made]
+
+    expected = jax.tree.leaves(operands(XLA, x))
+    problem = ops.Problem(chosen, tokens, features, features, device=ops.target())
+    agree = {}
     for name, backend in ops.BACKENDS.items():
-        problem = ops.Problem(chosen, tokens, features, features, device=ops.target())
-        if backend.unsupported(problem) is not None:
-            continue
-        run = jax.jit(
-            lambda x, p=backend.passes: [
-                [(o.values().astype(jnp.float32), o.decode_scale) for o in p.quantize(x, g)] for g in groups
-            ]
-        )
-        made[name] = [np.asarray(leaf) for leaf in jax.tree.leaves(run(x))]
-    expected = [
-        np.asarray(leaf)
-        for leaf in jax.tree.leaves(
-            [[(o.values().astype(jnp.float32), o.decode_scale) for o in XLA.quantize(x, g)] for g in groups]
-        )
-    ]
-    return {name: all((a == b).all() for a, b in zip(found, expected, strict=True)) for name, found in made.items()}
+        if backend.unsupported(problem) is None:
+            found = jax.tree.leaves(jax.jit(functools.partial(operands, backend.passes))(x))
+            agree[name] = all(bool((a == b).all()) for a, b in zip(found, expected, strict=True))
+    return agree
 
 
 def measure(config: TrainConfig, *, seq: int, steps: int = 10, repeats: int = 3) -> Measured:
@@ -110,8 +104,13 @@ def measure(config: TrainConfig, *, seq: int, steps: int = 10, repeats: int = 3)
     try:
         state = create_state(config, mesh)
         compiled = step.lower(state, batch).compile()
+        found = compiled.memory_analysis()
         row = dataclasses.replace(
-            row, compile_s=time.perf_counter() - started, **_memory(compiled), gemms=count_gemms(compiled.as_text())
+            row,
+            compile_s=time.perf_counter() - started,
+            temporaries_gib=found.temp_size_in_bytes / GIB,
+            arguments_gib=found.argument_size_in_bytes / GIB,
+            gemms=count_gemms(compiled.as_text()),
         )
         return _timed(row, config, compiled, state, batch, seq=seq, steps=steps, repeats=repeats)
     except jax.errors.JaxRuntimeError as error:
@@ -159,11 +158,6 @@ def _batch(config: TrainConfig, mesh: Any, seq: int) -> dict[str, jax.Array]:
     return {"tokens": jax.device_put(rows[:, :-1], where), "targets": jax.device_put(rows[:, 1:], where)}
 
 
-def _memory(compiled: Any) -> dict[str, float]:
-    found = compiled.memory_analysis()
-    return {"temporaries_gib": found.temp_size_in_bytes / GIB, "arguments_gib": found.argument_size_in_bytes / GIB}
-
-
 def _backends(config: TrainConfig, seq: int) -> str:
     """The backends that the layers' linears get, with how many linears each has."""
     phase = phases(config)[0]
@@ -173,8 +167,11 @@ def _backends(config: TrainConfig, seq: int) -> str:
 
 
 def compare(rows: list[Measured]) -> list[Measured]:
-    """The rows with their speed as a ratio to the bf16 row of the same remat (or the first bf16 row)."""
+    """The rows with their speed as a ratio to bf16 under the same remat, or to the first bf16 row."""
     bases = {row.remat: row.milliseconds for row in rows if row.recipe == "bf16" and row.milliseconds}
     first = next(iter(bases.values()), None)
-    base = lambda row: bases.get(row.remat, first)  # noqa: E731
-    return [dataclasses.replace(r, ratio=base(r) / r.milliseconds) if base(r) and r.milliseconds else r for r in rows]
+    return [dataclasses.replace(row, ratio=_ratio(bases.get(row.remat, first), row.milliseconds)) for row in rows]
+
+
+def _ratio(base: float | None, milliseconds: float | None) -> float | None:
+    return base / milliseconds if base and milliseconds else None
