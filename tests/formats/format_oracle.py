@@ -1,0 +1,132 @@
+"""The formats once more, in NumPy: float32 arithmetic one operation a line, and tables of values instead of bit tricks.
+
+Nothing is shared with the package. Element values come from ml_dtypes' decoding; rounding is a search in the sorted
+table, so that it trusts neither a cast nor an addition.
+"""
+
+import ml_dtypes
+import numpy as np
+
+DTYPES = {"E2M1": ml_dtypes.float4_e2m1fn, "E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2}
+TOP = {"E2M1": 6.0, "E4M3": 448.0, "E5M2": 57344.0}
+EMAX = {"E2M1": 2, "E4M3": 8, "E5M2": 15}
+BITS = {"E2M1": 4, "E4M3": 8, "E5M2": 8}
+MAX = np.finfo(np.float32).max
+
+
+def grid(element):
+    """Finite non-negative values, ascending; the position of a value is its code."""
+    values = np.arange(2 ** (BITS[element] - 1), dtype=np.uint8).view(DTYPES[element]).astype(np.float64)
+    return values[np.isfinite(values) & (values <= TOP[element])]
+
+
+def code_of(x, element):
+    """uint8 codes nearest to float32 x, ties to even, saturating; NaN gets the largest code of its sign."""
+    table = grid(element)
+    magnitude = np.minimum(np.abs(x).astype(np.float64), TOP[element])
+    below = np.clip(np.searchsorted(table, magnitude, side="right") - 1, 0, table.size - 1)
+    above = np.minimum(below + 1, table.size - 1)
+    middle = (table[below] + table[above]) / 2
+    up = (magnitude > middle) | ((magnitude == middle) & (above % 2 == 0))
+    code = np.where(np.isnan(x), 2 ** (BITS[element] - 1) - 1, np.where(up, above, below))
+    return (code + np.signbit(x) * 2 ** (BITS[element] - 1)).astype(np.uint8)
+
+
+def value_of(codes, element):
+    return codes.view(DTYPES[element]).astype(np.float32)
+
+
+def stochastic_code(x, noise):
+    """E2M1 codes: t = |x| + u * step(|x|) in float32, cut down at the step of t, saturated at 6, the sign copied."""
+
+    def step(a):
+        return np.where(a < 2, np.float32(0.5), np.where(a < 4, np.float32(1), np.float32(2)))
+
+    a = np.minimum(np.abs(x), np.float32(6))
+    t = a + noise.astype(np.float32) / np.float32(256) * step(a)
+    cut = np.minimum(np.floor(t / step(t)) * step(t), np.float32(6))
+    return code_of(np.copysign(cut, x), "E2M1")
+
+
+def blocks_of(x, size, square):
+    """x [..., M, N] as [..., blocks of rows, blocks of columns, elements of a block]."""
+    *lead, rows, columns = x.shape
+    tall = size if square else 1
+    tiles = x.reshape(*lead, rows // tall, tall, columns // size, size)
+    return np.moveaxis(tiles, -3, -2).reshape(*lead, rows // tall, columns // size, tall * size)
+
+
+def unblock(tiles, shape, size, square):
+    *lead, rows, columns = shape
+    tall = size if square else 1
+    split = tiles.reshape(*lead, rows // tall, columns // size, tall, size)
+    return np.moveaxis(split, -2, -3).reshape(shape)
+
+
+def nvfp4(x, *, square=False, noise=None):
+    """(codes, E4M3 scale codes, amax, S) of float32 x [..., M, N]."""
+    x = x.astype(np.float32)
+    one = np.float32(1)
+    with np.errstate(all="ignore"):
+        amax = np.abs(x).max()
+        usable = np.isfinite(amax) and amax > 0
+        encode = np.minimum(np.float32(2688) / amax, MAX) if usable else one
+        decode = one / encode
+        mult = encode * np.float32(1 / 6)
+        tiles = blocks_of(x, 16, square)
+        block_amax = np.abs(tiles).max(-1)
+        scales = code_of(np.where(np.isnan(block_amax), MAX, np.minimum(block_amax * mult, MAX)), "E4M3")
+        encode_block = np.minimum(one / (value_of(scales, "E4M3") * decode), MAX)
+        scaled = tiles * encode_block[..., None]
+        if noise is None:
+            codes = code_of(scaled, "E2M1")
+        else:
+            codes = stochastic_code(scaled, blocks_of(noise, 16, square))
+    return unblock(codes, x.shape, 16, square), scales, amax, encode
+
+
+def mx(x, element, *, square=False, round_up=False):
+    """(codes, E8M0 scale codes) of float32 x [..., M, N]; a block with a non-finite number has the scale NaN."""
+    tiles = blocks_of(x.astype(np.float32), 32, square).astype(np.float64)
+    amax = np.abs(tiles).max(-1)
+    finite = np.isfinite(amax)
+    safe = np.where(finite & (amax > 0), amax, 1.0)
+    exponent = np.floor(np.log2(safe)) - EMAX[element]
+    if round_up:  # the least power of two under which nothing exceeds the largest element
+        exponent = exponent + (safe > TOP[element] * np.exp2(exponent))
+    code = np.where(amax == 0, 0, np.clip(exponent + 127, 0, 254))
+    scaled = np.ldexp(tiles, np.where(finite, 127 - code, 0).astype(int)[..., None])  # exact in float64
+    codes = code_of(scaled, element)
+    return unblock(codes, x.shape, 32, square), np.where(finite, code, 255).astype(np.uint8)
+
+
+def fp8(x, element):
+    """(codes, amax, S) of float32 x under one scale."""
+    x = x.astype(np.float32)
+    with np.errstate(all="ignore"):
+        amax = np.abs(x).max()
+        usable = np.isfinite(amax) and amax > 0
+        encode = np.minimum(np.float32(TOP[element]) / amax, MAX) if usable else np.float32(1)
+        return code_of(x * encode, element), amax, encode
+
+
+def random_bytes(words, shape):
+    """Byte t % 4 of word (t // 4) * N + n for element (t, n) of the tensor as [tokens, features]."""
+    features = shape[-1]
+    tokens = int(np.prod(shape[:-1]))
+    t, n = np.arange(tokens)[:, None], np.arange(features)
+    return (words((t // 4) * features + n) >> (8 * (t % 4)).astype(np.uint32)).astype(np.uint8).reshape(shape)
+
+
+def hash_words(number, k0, k1):
+    """The counter hash, in 64-bit integers cut to 32."""
+
+    def cut(value):
+        return value & np.uint64(0xFFFF_FFFF)
+
+    h = cut(cut(number.astype(np.uint64)) * np.uint64(0x9E37_79B9) + np.uint64(k0))
+    h ^= h >> np.uint64(16)
+    h = cut(h * np.uint64(0x7FEB_352D) + np.uint64(k1))
+    h ^= h >> np.uint64(15)
+    h = cut(h * np.uint64(0x846C_A68B))
+    return (h ^ (h >> np.uint64(16))).astype(np.uint32)
