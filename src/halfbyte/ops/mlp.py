@@ -149,6 +149,13 @@ def _x_asks(role: str, gate: _Site, up: _Site, *, kept: bool = False) -> list[As
     return [site.ask(role, kept=kept) for site in ((gate,) if shared else (gate, up))]
 
 
+def _one_operand(gate: _Site, up: _Site) -> bool:
+    """Whether fprop and wgrad read x as one operand: no blocks, no transform, no random bits (bf16, FP8)."""
+    policies = {getattr(site.recipe, role) for site in (gate, up) for role in ("fprop_x", "wgrad_x")}
+    policy = next(iter(policies))
+    return len(policies) == 1 and policy.format.block is None and not (policy.hadamard or policy.stochastic)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mlp(plan: Plan, x, anchors, codes, keys):
     gate, up, down = _sites(plan, anchors, codes, keys)
@@ -163,12 +170,13 @@ def _mlp_fwd(plan: Plan, x, anchors, codes, keys):
     for site in (gate, up, down):
         check_training(site.backend.name, site.recipe, x, site.weight, site.weight.sharding)
     passes = _passes(plan)
-    row_asks = _x_asks("fprop_x", gate, up, kept=plan.mode == "small")
-    operands = passes.quantize(x, [*row_asks, *_x_asks("wgrad_x", gate, up, kept=True)])
-    rows, columns = operands[: len(row_asks)], operands[len(row_asks) :]
+    one = _one_operand(gate, up)
+    row_asks = _x_asks("fprop_x", gate, up, kept=one or plan.mode == "small")
+    operands = passes.quantize(x, [*row_asks, *([] if one else _x_asks("wgrad_x", gate, up, kept=True))])
+    rows, columns = operands[: len(row_asks)], operands[len(row_asks) :] or operands
     g, u = gate.fprop(rows[0], x), up.fprop(rows[-1], x)
     (h,) = passes.swiglu(g, u, [down.ask("fprop_x")])
-    again = name_saved((g, u)) if plan.mode == "fast" else tuple(keep_named(o) for o in rows)
+    again = name_saved((g, u)) if plan.mode == "fast" else () if one else tuple(keep_named(o) for o in rows)
     saved = tuple(keep_named(o) for o in columns), again
     masters = tuple(
         None if r.dgrad_w.format.quantized and (plan.mode == "fast" or r.fprop_w.format.quantized) else a
@@ -178,20 +186,22 @@ def _mlp_fwd(plan: Plan, x, anchors, codes, keys):
 
 
 def _recomputed(
-    plan: Plan, again: tuple[Kept, ...], gate: _Site, up: _Site, like: jax.Array
+    plan: Plan, kept: tuple[tuple[Kept, ...], tuple[Kept, ...]], gate: _Site, up: _Site, like: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """(g, u): as kept, or from the kept fprop operands of x by the same GEMMs."""
+    columns, again = kept
     if plan.mode == "fast":
         return again  # type: ignore[return-value]
-    rows = [_passes(plan).load(kept, site.recipe.fprop_x) for kept, site in zip(again, (gate, up), strict=False)]
+    rows = [_passes(plan).load(k, site.recipe.fprop_x) for k, site in zip(again or columns, (gate, up), strict=False)]
     return gate.fprop(rows[0], like), up.fprop(rows[-1], like)
 
 
 def _mlp_bwd(plan: Plan, residuals, dy):
-    (columns, again), masters, codes, keys = residuals
+    saved, masters, codes, keys = residuals
+    columns, _ = saved
     gate, up, down = _sites(plan, masters, codes, keys)
     passes, dtypes = _passes(plan), plan.weight_dtypes
-    g, u = _recomputed(plan, again, gate, up, dy)
+    g, u = _recomputed(plan, saved, gate, up, dy)
     dy_row, dy_column = passes.quantize(dy, [down.ask("dgrad_dy"), down.ask("wgrad_dy")])
     dh = down.dgrad(dy_row, dy)
     dg_asks, du_asks = ([site.ask("dgrad_dy"), site.ask("wgrad_dy")] for site in (gate, up))

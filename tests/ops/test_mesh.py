@@ -1,0 +1,113 @@
+"""A linear's codes, scales and random bits do not know the mesh: 1x1, 4x1, 2x2, 1x4, and two processes of two devices.
+
+Oracle: the 1x1 mesh, bit for bit, which `test_qdot` ties to the oracle of float64. Results of GEMMs whose contraction
+is sharded differ by the order of their sums, so those are compared with the oracle to its tolerance.
+"""
+
+import functools
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import mesh_program
+import numpy as np
+import oracle
+import pytest
+from checks import KEY, assert_rounded, matrix
+from instruments import quick
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import halfbyte as hb
+from halfbyte.sharding import WeightSharding
+
+MESHES = [(1, 1), (4, 1), (2, 2), (1, 4)]
+
+
+def mesh(shape):
+    devices = jax.devices("cpu")[: shape[0] * shape[1]]
+    return Mesh(np.array(devices).reshape(shape), mesh_program.AXES)
+
+
+@functools.cache
+def operands(shape):
+    return mesh_program.flat(mesh_program.run(mesh(shape)))
+
+
+def assert_equal(got, want):
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        np.testing.assert_array_equal(got[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("shape", MESHES[1:], ids=lambda s: f"{s[0]}x{s[1]}")
+def test_operands_are_the_same_on_every_mesh(shape):
+    assert_equal(operands(shape), operands((1, 1)))
+
+
+def test_the_amax_is_of_the_whole_tensor():
+    """It lies in one corner: a scale of the shard's own would miss it on three devices of four."""
+    for role, tensor in mesh_program.TENSOR_OF.items():
+        if role not in ("wgrad_x", "wgrad_dy"):  # those see it spread over sixteen tokens
+            assert operands((2, 2))[f"{role}.2"] == 30, tensor
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_two_processes_of_two_devices(tmp_path):
+    port, out = free_port(), tmp_path / "operands.npz"
+    source = pathlib.Path(hb.__file__).parents[1]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(source)}
+    command = [sys.executable, mesh_program.__file__]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(port), str(out)],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+    with np.load(out) as saved:
+        assert_equal(dict(saved), operands((1, 1)))
+
+
+def test_fsdp_and_tensor_sharding_of_a_weight():
+    """On 2x2: results of the oracle; dw rests where w does; what is kept of w are shards of codes."""
+    grid = mesh((2, 2))
+    stored, gathered = (NamedSharding(grid, spec) for spec in (P("fsdp", "tensor"), P(None, "tensor")))
+    tokens, outputs = (NamedSharding(grid, spec) for spec in (P("fsdp"), P("fsdp", None, "tensor")))
+    recipe, host = hb.recipe("nvfp4"), mesh_program.tensors()
+    x, dy = (jnp.asarray(host[name], jnp.bfloat16) for name in ("x", "dy"))
+    sharded = jax.device_put((x, host["w"], dy), (tokens, stored, outputs))
+
+    def forward(x, w):
+        def linear(x, w):
+            weight_sharding = WeightSharding(stored, gathered)
+            return hb.qdot(x, w, recipe=recipe, key=KEY, weight_sharding=weight_sharding, out_sharding=outputs)
+
+        return jax.vjp(linear, x, w)
+
+    y, pullback = jax.jit(forward, compiler_options=quick)(*sharded[:2])
+    dx, dw = jax.jit(lambda pullback, dy: pullback(dy), compiler_options=quick)(pullback, sharded[2])
+    assert y.sharding.is_equivalent_to(outputs, 3) and dw.sharding.is_equivalent_to(stored, 2)
+    expected = oracle.linear(matrix(x), host["w"], matrix(dy), recipe, KEY)
+    for result, want in zip((y, dx, dw), expected.values(), strict=True):
+        assert_rounded(result, want)
+    width = mesh_program.WIDTH
+    packed = [
+        leaf for leaf in jax.tree.leaves(pullback) if leaf.dtype == jnp.uint8 and leaf.shape == (width // 2, width)
+    ]
+    assert packed and all(leaf.sharding.shard_shape(leaf.shape) == (width // 4, width // 2) for leaf in packed)

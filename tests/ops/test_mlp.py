@@ -1,0 +1,127 @@
+"""The MLP op is three qdots around SwiGLU, bit for bit, in both modes, and quantizes nothing that it could share.
+
+Oracle: the composition, whose linears `test_qdot` holds to the oracle of float64, and whose SwiGLU is held to its own
+formula here.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import KEY
+from instruments import quantizations, quick
+
+import halfbyte as hb
+from halfbyte.ops.swiglu import swiglu, swiglu_backward
+from halfbyte.recipe import site_key
+
+NVFP4 = hb.recipe("nvfp4")
+# Random bits in fprop, so that gate and up may not share an operand of x; no transforms, which would only cost time.
+UNSHARED = dataclasses.replace(hb.recipe("nvfp4_no_rht"), name="unshared", fprop_x=NVFP4.dgrad_dy)
+MIXED = {"gate": hb.recipe("fp8"), "up": hb.recipe("bf16"), "down": hb.recipe("mxfp8")}
+
+
+@jax.custom_vjp
+def activation(g, u):
+    return swiglu(g, u)
+
+
+activation.defvjp(lambda g, u: (swiglu(g, u), (g, u)), lambda kept, dh: swiglu_backward(*kept, dh))
+
+
+def composed(recipe):
+    recipes = recipe if isinstance(recipe, dict) else dict.fromkeys(("gate", "up", "down"), recipe)
+
+    def run(x, gate, up, down):
+        def linear(x, w, site):
+            return hb.qdot(x, w, recipe=recipes[site], key=site_key(KEY, site))
+
+        return linear(activation(linear(x, gate, "gate"), linear(x, up, "up")), down, "down")
+
+    return run
+
+
+def gradients(fn):
+    return jax.value_and_grad(lambda *a: jnp.sum(fn(*a).astype(jnp.float32) ** 2), (0, 1, 2, 3))
+
+
+def inputs(dtype=jnp.bfloat16, lead=(4, 8)):
+    rng = np.random.default_rng(2)
+    weights = [rng.normal(size=s) / np.sqrt(s[0]) for s in ((32, 64), (32, 64), (64, 32))]
+    return jnp.asarray(rng.normal(size=(*lead, 32)), dtype), *(jnp.asarray(w, jnp.float32) for w in weights)
+
+
+def assert_same_bits(a, b):
+    for left, right in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
+
+
+@functools.cache
+def reference(name):
+    return jax.jit(gradients(composed(RECIPES[name])), compiler_options=quick)(*inputs())
+
+
+RECIPES = {"nvfp4": NVFP4, "unshared": UNSHARED, "mixed": MIXED, "fp8": hb.recipe("fp8"), "bf16": hb.recipe("bf16")}
+
+
+@pytest.mark.parametrize(
+    "name, mode",
+    [("nvfp4", "fast"), ("nvfp4", "small"), ("unshared", "small"), ("mixed", "small"), ("mixed", "fast"),
+     ("fp8", "small"), ("bf16", "fast"), ("bf16", "small")],
+)  # fmt: skip
+def test_the_mlp_is_three_linears_around_swiglu(name, mode):
+    run = gradients(functools.partial(hb.mlp, recipe=RECIPES[name], key=KEY, mode=mode))
+    assert_same_bits(jax.jit(run, compiler_options=quick)(*inputs()), reference(name))
+
+
+def test_quantizations_are_shared():
+    """13 tensors: three weights; x, h and dy by two; dg and du by two. The composition quantizes x twice more.
+
+    `small` makes none of them again: g and u come from the packed operand of x.
+    """
+    fast, small = (
+        quantizations(gradients(functools.partial(hb.mlp, recipe=NVFP4, key=KEY, mode=mode)), *inputs())
+        for mode in ("fast", "small")
+    )
+    assert fast == small == 13
+    assert quantizations(gradients(composed(NVFP4)), *inputs()) == 15
+
+
+def test_weights_quantized_ahead():
+    """As traced: the same program, less the quantization of three weights."""
+    x, *weights = inputs()
+    quantized = jax.eval_shape(lambda *w: [hb.quantize_weight(m, recipe=NVFP4) for m in w], *weights)
+
+    def run(x, *quantized):
+        return hb.mlp(x, *quantized, recipe=NVFP4, key=KEY)
+
+    assert jax.eval_shape(run, x, *quantized).shape == x.shape
+    assert quantizations(run, x, *quantized) == 2
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_swiglu_is_its_formula(dtype):
+    """Against float64: to float32's own exp (2e-6) in float32, and to three bfloat16 roundings in bfloat16."""
+    rng = np.random.default_rng(0)
+    g, u, dh = (jnp.asarray(rng.normal(size=(64, 64)) * 3, dtype) for _ in range(3))
+    h = jax.jit(swiglu)(g, u)
+    dg, du = jax.jit(swiglu_backward)(g, u, dh)
+    assert h.dtype == dg.dtype == du.dtype == dtype
+    wide_g, wide_u, wide_dh = (np.asarray(t.astype(jnp.float32), np.float64) for t in (g, u, dh))
+    s = 1 / (1 + np.exp(-wide_g))
+    silu, slope = wide_g * s, s * (1 + wide_g * (1 - s))
+    tolerance = 2e-6 if dtype == jnp.float32 else 3 * 2.0**-9
+    for got, want in ((h, silu * wide_u), (du, wide_dh * silu), (dg, wide_dh * wide_u * slope)):
+        error = np.abs(np.asarray(got.astype(jnp.float32), np.float64) - want)
+        # The slope passes through zero: what is lost there is relative to the terms that cancel.
+        assert (error <= tolerance * np.maximum(np.abs(want), np.abs(wide_dh * wide_u) * s)).all()
+
+
+def test_swiglu_keeps_its_roundings_inside_jit():
+    """bfloat16 results are bfloat16 values also where a compiler could carry them on in float32."""
+    g, u, _ = (jnp.asarray(np.random.default_rng(1).normal(size=(64, 64)), jnp.bfloat16) for _ in range(3))
+    wide = jax.jit(lambda g, u: swiglu(g, u).astype(jnp.float32) * jnp.float32(1))(g, u)
+    np.testing.assert_array_equal(wide, swiglu(g, u).astype(jnp.float32))
