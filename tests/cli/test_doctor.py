@@ -5,7 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from halfbyte.cli import doctor
 from halfbyte.cli.main import main
+from halfbyte.devices import DEVICES, FORMATS
 from halfbyte.formats import selftest
 
 
@@ -28,6 +30,13 @@ def test_healthy(few_vectors, capfd):
     assert {row["format"] for row in data["formats"]} == {"bf16", "fp8", "mxfp8", "mxfp4", "nvfp4"}
     for words in ("Devices", "Formats", "Self-test", "all 1 quantizers give the stored bits here"):
         assert words in err
+
+
+@pytest.mark.parametrize("device, native", [("cpu", {"bf16"}), ("h200", {"bf16", "fp8"}), ("gb300", set(FORMATS))])
+def test_what_is_native_where(device, native):
+    rows = doctor.format_rows({"table": DEVICES[device]})
+    assert {row["format"] for row in rows if row["training"] == "native"} == native
+    assert all(row["training"] in ("native", "emulated, exact") and row["backend"] for row in rows)
 
 
 def test_a_corrupt_vector_exits_3(few_vectors, capfd):

@@ -18,7 +18,6 @@ PACKAGES = (
 )  # fmt: skip
 GIB = 2**30
 LARGE = 4096  # tokens, inputs and outputs of the GEMM that backends are asked for
-EMULATED = ("reference", "carrier")  # backends that multiply decoded values in bf16 or float32
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,8 @@ def format_rows(device: dict[str, Any]) -> list[dict[str, Any]]:
     for name in FORMATS:
         backend = choose("auto", Problem(recipe(name), LARGE, LARGE, LARGE, device=entry)).name
         units = native_training(entry, name)
-        native = name == "bf16" or (units and backend not in EMULATED)
+        # FP8 codes go into the 8-bit units under every backend; block-scaled formats only under `native`.
+        native = name == "bf16" or (units and (backend == "native" or name == "fp8"))
         hardware = "training" if units else "inference only" if native_inference(entry, name) else "none"
         rows.append(
             {
