@@ -27,6 +27,7 @@ from halfbyte.ops.loss import cross_entropy
 from halfbyte.ops.loss import token_nll as chunked_nll
 from halfbyte.ops.norm import rms_norm
 from halfbyte.ops.rope import apply_rope, rope_frequencies, rope_tables
+from halfbyte.sharding import axis_size
 
 Batch = dict[str, jax.Array]
 Tables = tuple[jax.Array, jax.Array]
@@ -104,8 +105,7 @@ def hidden_states(cfg: LlamaConfig, params: Params, batch: Batch, ctx: Context =
             (layer_slice(params, cfg, segment), layer_numbers(segment)),
             unroll=ctx.unroll,
         )
-    x = rms_norm(x, params["final_norm"], cfg.norm_eps)
-    return ctx.constrain(x, "batch", "seq", "width")
+    return gather_seq(rms_norm(x, params["final_norm"], cfg.norm_eps), ctx)
 
 
 def block(
@@ -124,7 +124,7 @@ def attention_block(
 ) -> jax.Array:
     """Norm, projections, rotation, attention, output projection."""
     ctx = here.ctx
-    h = ctx.constrain(rms_norm(x, weights["norm"], cfg.norm_eps), "batch", "seq", "width")
+    h = gather_seq(rms_norm(x, weights["norm"], cfg.norm_eps), ctx)
 
     def project(name: str, heads: int, axis: str) -> jax.Array:
         # [batch, seq, embed] -> [batch, seq, heads, head_dim]
@@ -143,9 +143,17 @@ def attention_block(
 def mlp_block(cfg: LlamaConfig, weights: Params, x: jax.Array, here: LayerContext) -> jax.Array:
     """Norm and SwiGLU."""
     ctx = here.ctx
-    h = ctx.constrain(rms_norm(x, weights["norm"], cfg.norm_eps), "batch", "seq", "width")
+    h = gather_seq(rms_norm(x, weights["norm"], cfg.norm_eps), ctx)
     y = swiglu_mlp(h, weights, here)
     return ctx.constrain(y, "batch", "residual_seq", "width")
+
+
+def gather_seq(h: jax.Array, ctx: Context) -> jax.Array:
+    """`h`, split along positions as between blocks, gathered to how a block reads it."""
+    if axis_size(ctx.mesh, ctx.rules.mesh_axes("residual_seq")) > axis_size(ctx.mesh, ctx.rules.mesh_axes("seq")):
+        # A compiler that may keep excess precision would gather the norm's float32 numbers: twice the bytes, unrounded.
+        h = lax.optimization_barrier(ctx.constrain(h, "batch", "residual_seq", "width"))
+    return ctx.constrain(h, "batch", "seq", "width")
 
 
 def project_logits(cfg: LlamaConfig, params: Params, hidden: jax.Array, ctx: Context) -> jax.Array:
