@@ -14,7 +14,7 @@ PRODUCT = {"nn": lambda a, b: a @ b, "nt": lambda a, b: a @ b.T, "tn": lambda a,
 @pytest.mark.parametrize("layout", gemm.LAYOUTS)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_alpha_is_applied_before_the_one_rounding(layout, dtype):
-    m, n, k = 128, 256, 64
+    m, n, k = 256, 256, 64
     rng = np.random.default_rng(0)
     a = rng.integers(-6, 7, (k, m) if layout == "tn" else (m, k)).astype(ml_dtypes.bfloat16)
     b = rng.integers(-6, 7, (n, k) if layout == "nt" else (k, n)).astype(ml_dtypes.bfloat16)
@@ -30,8 +30,8 @@ def test_alpha_is_applied_before_the_one_rounding(layout, dtype):
 
 
 def test_unsupported_says_which_dim():
-    assert "n to be a multiple of 256, got 100" in gemm.unsupported(128, 100, 64)
-    assert "capability 9.0" in gemm.unsupported(128, 256, 64, capability=(10, 0))
-    assert gemm.unsupported(128, 256, 64, capability=(9, 0)) is None
+    assert "n to be a multiple of 128, got 100" in gemm.unsupported(256, 100, 64)
+    assert "capability 9.0" in gemm.unsupported(256, 256, 64, capability=(10, 0))
+    assert gemm.unsupported(256, 256, 64, capability=(9, 0)) is None
     with pytest.raises(ValueError, match="contracts dims of 64 and 32"):
         gemm.dims((128, 64), (32, 256), "nn")
