@@ -122,6 +122,11 @@ def test_a_value_of_the_wrong_type_exits_2(hello, capfd):
     assert "--steps" in capfd.readouterr().err
 
 
+def test_examples_in_a_docstring_keep_their_lines():
+    shown = cli.help_text("Do it.\n\nhalfbyte do A\nhalfbyte do B   again\n\nSome text\nthat is filled.\n")
+    assert shown == "Do it.\n\nhalfbyte do A\n\nhalfbyte do B   again\n\nSome text\nthat is filled."
+
+
 def test_what_a_command_may_return():
     assert cli.as_result(None) == Result({})
     assert cli.as_result({"a": 1}) == Result({"a": 1})

@@ -39,6 +39,7 @@ import importlib
 import json
 import math
 import os
+import re
 import sys
 import textwrap
 import traceback
@@ -154,8 +155,14 @@ def parse_flags(name: str, module: ModuleType, flags: list[str]) -> Any:
         return module.parse(flags)
     import tyro
 
-    description = f"{(module.__doc__ or '').strip()}\n\n--json: one JSON object on stdout, everything else on stderr."
+    description = f"{help_text(module.__doc__ or '')}\n\n--json: one JSON object on stdout, everything else on stderr."
     return tyro.cli(module.Args, prog=f"halfbyte {name}", description=description, args=flags)
+
+
+def help_text(doc: str) -> str:
+    """A docstring as the parser should show it: text is filled, but each example command keeps a line of its own."""
+    lines = [f"\n{line.strip()}\n" if line.lstrip().startswith("halfbyte ") else line for line in doc.splitlines()]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
 
 
 def as_result(returned: Any) -> Result:
