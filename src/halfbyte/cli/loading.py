@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def restore_params(directory: Path, config: TrainConfig, *, mesh: Any, step: int
     if mesh is None:
         here = SingleDeviceSharding(jax.local_devices()[0])
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), abstract)
-    store = Checkpoints(folder)
+    store = Checkpoints(folder, say=lambda text: print(text, file=sys.stderr, flush=True))
     try:
         return _restore(store, directory, {"params": abstract}, step)
     finally:

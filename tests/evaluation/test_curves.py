@@ -1,0 +1,129 @@
+"""Oracles: closed forms and simulated noise of known correlation; the picture is a picture."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from halfbyte.evaluation import curves, pictures
+
+
+def curve(name, losses, *, tokens_per_step=100, **columns):
+    rows = [
+        {"step": step, "tokens": step * tokens_per_step, "loss": loss, "step_time_s": 0.5, "input_wait_s": 0.05,
+         "tokens_per_s_per_device": 200.0, "tflops_per_device": 1.0, "mfu": None,
+         **{field: values[step - 1] for field, values in columns.items()}}
+        for step, loss in enumerate(losses, 1)
+    ]  # fmt: skip
+    return curves.Curve(name, tuple(rows))
+
+
+def test_smoothing_keeps_constants_and_passes_over_nan():
+    flat = np.full(20, 3.0)
+    np.testing.assert_allclose(curves.smooth(flat, 5), flat)
+    broken = flat.copy()
+    broken[7] = np.nan
+    np.testing.assert_allclose(curves.smooth(broken, 5), flat)
+    np.testing.assert_array_equal(curves.smooth(np.arange(4.0), 1), np.arange(4.0))
+    # three points by hand, weights 1, 1/2, 1/4
+    assert curves.smooth(np.array([4.0, 2.0, 1.0]), 2)[2] == pytest.approx((1 + 2 / 2 + 4 / 4) / 1.75)
+
+
+def test_the_gap_of_paired_runs():
+    noise = np.random.default_rng(0).normal(0, 0.3, 200)
+    base, other = curve("a", 3 + noise), curve("b", 3.01 + noise)
+    found = curves.gap(other, base)
+    assert found.value == pytest.approx(0.01) and found.error == pytest.approx(0.0, abs=1e-12)
+    assert found.points == 20 and (found.first_tokens, found.last_tokens) == (18_100.0, 20_000.0)
+    assert found.relative == pytest.approx(0.01 / (3 + noise[-20:].mean()))
+    assert curves.gap(other, base, last=50).points == 50
+    assert not found.interpolated
+
+
+def test_a_longer_run_is_compared_where_both_are():
+    base, longer = curve("a", np.full(50, 3.0)), curve("b", np.linspace(4, 2, 100))
+    found = curves.gap(longer, base)
+    assert found.last_tokens == 5_000.0
+    assert found.value == pytest.approx(np.linspace(4, 2, 100)[30:50].mean() - 3.0)
+
+
+def test_other_batch_sizes_are_interpolated():
+    line = lambda tokens: 5 - tokens / 10_000  # noqa: E731
+    base = curve("a", [line(100 * s) for s in range(1, 101)])
+    other = curve("b", [line(333 * s) + 0.2 for s in range(1, 31)], tokens_per_step=333)
+    found = curves.gap(other, base)
+    assert found.interpolated and found.value == pytest.approx(0.2)
+
+
+def test_no_common_point():
+    base = curve("a", [3.0, 3.0])
+    late = curves.Curve("b", ({"step": 9, "tokens": 10**9, "loss": 2.0},))
+    assert curves.gap(late, base) is None
+    diverged = curve("c", [math.nan, math.nan])
+    assert curves.gap(diverged, base) is None
+    assert math.isnan(curves.end_of(diverged)[0])
+
+
+@pytest.mark.parametrize("memory", [0.0, 0.6])
+def test_the_error_allows_for_memory(memory):
+    """Means of 300 simulated series with neighbours correlated by `memory` spread as the estimate says, within a
+    quarter: Bartlett weights over a few lags see about 85% of the deviation at 0.6."""
+    random = np.random.default_rng(1)
+    means, errors = [], []
+    for _ in range(300):
+        values = np.zeros(100)
+        for at in range(1, 100):
+            values[at] = memory * values[at - 1] + random.normal()
+        means.append(values.mean())
+        errors.append(curves.correlated_error(values))
+    assert np.mean(errors) == pytest.approx(np.std(means), rel=0.25)
+    assert curves.correlated_error(np.array([1.0, 2.0])) is None
+
+
+def test_speed_is_a_median_without_the_start():
+    times = [9.0] * 10 + [0.5] * 89 + [60.0]
+    found = curves.speed_of(curve("a", np.ones(100), step_time_s=times))
+    assert found.step_time_s == 0.5 and found.input_wait == pytest.approx(0.1)
+    assert math.isnan(found.mfu)
+
+
+def test_reading_a_run(tmp_path):
+    with pytest.raises(ValueError, match="holds no metrics.jsonl"):
+        curves.read_curve(tmp_path, "x")
+    lines = [{"step": 2, "loss": "nan", "tokens": 2}, {"step": 1, "loss": 3.0, "tokens": 1, "validation_loss": 2.5}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 3, "lo')
+    read = curves.read_curve(tmp_path, "x")
+    np.testing.assert_array_equal(read.steps, [1, 2])
+    np.testing.assert_array_equal(read.loss, [3.0, np.nan])
+    assert [part.tolist() for part in read.validation()] == [[1.0], [2.5]]
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="holds no step yet"):
+        curves.read_curve(tmp_path, "x")
+
+
+def test_the_terminal_plot_shows_a_falling_line():
+    x = np.linspace(0, 1e6, 50)
+    text = pictures.text_plot([pictures.Line("run", x, 5 - x / 1e6)], title="loss", width=20, height=5).plain
+    rows = text.splitlines()
+    assert rows[0] == "loss" and "1M tokens" in text and "── run" in text
+    canvas = [row.split("┤" if "┤" in row else "│")[1] for row in rows[1:6]]
+    assert all(len(row) == 20 for row in canvas)
+    first = [next((at for at, char in enumerate(row) if char != "\u2800"), 99) for row in canvas]
+    assert first == sorted(first) and first[0] == 0 and first[-1] > 10
+
+
+def test_a_plot_of_nothing_and_of_one_point():
+    nothing = pictures.Line("x", np.zeros(0), np.zeros(0))
+    assert "nothing to draw" in pictures.text_plot([nothing], title="loss").plain
+    one = pictures.Line("y", np.array([5.0]), np.array([2.0]))
+    assert "── y" in pictures.text_plot([one, nothing], title="loss").plain
+
+
+def test_the_png(tmp_path):
+    noise = np.random.default_rng(0).normal(0, 0.1, 60)
+    base = curve("base", 3 + noise, validation_loss=[None] * 59 + [3.1])
+    broken = curve("broken", np.where(np.arange(60) > 50, np.nan, 3.1 + noise))
+    pictures.draw_png([base, broken, curve("short", [3.0])], tmp_path / "a.png", width=5)
+    data = (tmp_path / "a.png").read_bytes()
+    assert data.startswith(b"\x89PNG") and len(data) > 20_000

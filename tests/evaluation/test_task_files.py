@@ -1,0 +1,117 @@
+"""Task files as people have them: every format, compressed or not, and every way a line can be wrong."""
+
+import gzip
+import json
+import lzma
+
+import pytest
+
+from halfbyte.data.files import find_files
+from halfbyte.evaluation import UnknownFormat, chosen, examples, open_task
+
+CHOICE = {"query": "To open a jar", "choices": ["turn the lid", "sing"], "gold": 0}
+ARC = {"query": "Question: Which is a gas?", "choices": ["iron", "air", "ice", "wood"], "gold": 1}
+BOOLQ = {"query": "Passage: Ice floats.\nQuestion: does ice float?", "choices": ["no", "yes"], "gold": 1}
+SCHEMA = {"context_options": ["Ann told Eve. Ann", "Ann told Eve. Eve"], "continuation": "was told.", "gold": 1}
+WORD = {"context": "he went to pick up", "continuation": " Irina"}
+PAIR = {"sentence_good": "Who left?", "sentence_bad": "Left who?", "linguistics_term": "island_effects", "UID": "x"}
+TEXT = {"text": "a document", "source": "books"}
+
+
+def write(path, records):
+    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+    data = ("\n".join(lines) + "\n").encode()
+    opener = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
+    with opener(path, "wb") as file:
+        file.write(data)
+    return path
+
+
+def read(path):
+    (file,) = find_files([path])
+    task = open_task(file)
+    return task, list(examples(task))
+
+
+@pytest.mark.parametrize(
+    "record, kind, texts, gold",
+    [
+        (CHOICE, "choice", [("To open a jar", " turn the lid"), ("To open a jar", " sing")], 0),
+        (ARC, "choice", [("Question: Which is a gas?\nAnswer:", f" {c}") for c in ARC["choices"]], 1),
+        (BOOLQ, "choice", [(BOOLQ["query"] + "\nAnswer:", " no"), (BOOLQ["query"] + "\nAnswer:", " yes")], 1),
+        (SCHEMA, "schema", [(o, " was told.") for o in SCHEMA["context_options"]], 1),
+        (WORD, "word", [("he went to pick up", " Irina")], 0),
+        (PAIR, "pair", [("", "Who left?"), ("", "Left who?")], 0),
+        (TEXT, "text", [("", "a document")], 0),
+    ],
+)
+def test_formats(tmp_path, record, kind, texts, gold):
+    task, items = read(write(tmp_path / "some_task.jsonl.xz", [record, "", record]))
+    assert (task.name, task.format.kind, len(items)) == ("some_task", kind, 2)
+    assert list(items[0].texts) == texts and items[0].gold == gold
+
+
+def test_lengths_are_of_the_choice_alone_and_groups_are_kept(tmp_path):
+    assert read(write(tmp_path / "a.jsonl", [ARC]))[1][0].lengths == (4, 3, 3, 4)
+    assert read(write(tmp_path / "b.jsonl.gz", [PAIR]))[1][0].group == "island_effects"
+    assert read(write(tmp_path / "c.jsonl", [TEXT]))[1][0].group == "books"
+
+
+def test_spaces_are_not_doubled_and_a_delimiter_can_be_given(tmp_path):
+    spaced = {**CHOICE, "query": "To open a jar "}
+    given = {**CHOICE, "delimiter": " ->"}
+    bare = {"context": "pick up", "continuation": "Irina"}
+    assert read(write(tmp_path / "a.jsonl", [spaced]))[1][0].texts[0] == ("To open a jar", " turn the lid")
+    assert read(write(tmp_path / "b.jsonl", [given]))[1][0].texts[1] == ("To open a jar ->", "sing")
+    assert read(write(tmp_path / "c.jsonl", [bare]))[1][0].texts[0] == ("pick up", " Irina")
+
+
+def test_plain_text_is_one_document(tmp_path):
+    with lzma.open(tmp_path / "book.txt.xz", "wb") as file:
+        file.write(" = Title = \n\nnaïve\n".encode())
+    task, items = read(tmp_path / "book.txt.xz")
+    assert task.name == "book" and items[0].texts == (("", " = Title = \n\nnaïve\n"),)
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        ("{", "line 3: not JSON"),
+        ("[1]", "line 3: list instead of a JSON object"),
+        ({"query": "x", "choices": ["a", "b"]}, "line 3: 'gold' is missing; .* 0 to 1"),
+        ({**CHOICE, "gold": 2}, "line 3: 'gold' is 2; .* 0 to 1"),
+        ({**CHOICE, "gold": True}, "line 3: 'gold' is True"),
+        ({**CHOICE, "choices": ["one"]}, "line 3: 'choices' is .* two or more"),
+        ({**CHOICE, "choices": ["a", 7]}, r"line 3: 'choices\[1\]' is 7"),
+        ({**CHOICE, "query": " "}, "line 3: 'query' is ' '; it must be a string that is not empty"),
+        ({**CHOICE, "delimiter": 3}, "line 3: 'delimiter' is 3"),
+        ({"sentence_good": "x", "sentence_bad": "y"}, "line 3: 'query' is missing"),
+        ('{"query": "\\ud800", "choices": ["a", "b"], "gold": 0}', "line 3: 'query' is not valid Unicode"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path, bad, message):
+    path = write(tmp_path / "task.jsonl", [CHOICE, "", bad, CHOICE])
+    with pytest.raises(ValueError, match=f"task.jsonl, {message}"):
+        read(path)
+
+
+def test_files_that_are_no_task(tmp_path):
+    with pytest.raises(UnknownFormat, match=r"a.jsonl, line 1: fields question, answer are no task; .*query, choices"):
+        read(write(tmp_path / "a.jsonl", [{"question": "?", "answer": "!"}]))
+    with pytest.raises(ValueError, match=r"b.jsonl: the file is empty"):
+        read(write(tmp_path / "b.jsonl", []))
+    (tmp_path / "c.txt").write_bytes(b"fine\n\xff\xfe")
+    with pytest.raises(ValueError, match=r"c.txt, line 2: not UTF-8"):
+        read(tmp_path / "c.txt")
+    (tmp_path / "d.txt").touch()
+    with pytest.raises(ValueError, match=r"d.txt: the file is empty"):
+        read(tmp_path / "d.txt")
+    (tmp_path / "e.jsonl.xz").write_bytes(lzma.compress(b'{"text": "x"}\n' * 9)[:-20])
+    with pytest.raises(ValueError, match=r"e.jsonl.xz: damaged or cut short"):
+        read(tmp_path / "e.jsonl.xz")
+
+
+def test_a_limit_is_spread_over_the_file(tmp_path):
+    _, items = read(write(tmp_path / "a.jsonl", [{"text": str(number)} for number in range(10)]))
+    assert [item.texts[0][1] for item in chosen(items, 4)] == ["0", "2", "5", "7"]
+    assert chosen(items, 0) == chosen(items, 99) == items
