@@ -1,6 +1,6 @@
 """GB/s of every quantize kernel against a plain copy in the same run, and TFLOP/s of the GEMMs, bits checked first.
 
-    python benchmarks/gpu_kernels.py --out kernels.json [--only passes,swiglu,weights,gemm] [--shapes 16384x2048,...]
+    python benchmarks/gpu_kernels.py --out kernels.json [--only passes,weights,swiglu,gemm,f8] [--shapes 16384x2048,...]
 
 Bytes are compulsory ones: each input read once, each output written once, in the form that the GEMM consumes. Every
 kernel is compared bit for bit, inside jit, with the NumPy oracle of the tests before anything is timed; a kernel that
@@ -153,12 +153,13 @@ def environment() -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, default=None)
-    parser.add_argument("--only", default="passes,weights,swiglu,gemm")
+    parser.add_argument("--only", default="passes,weights,swiglu,gemm,f8")
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--budget", type=float, default=240.0, help="seconds after which no further group starts")
     args = parser.parse_args()
     shapes = [tuple(int(n) for n in s.split("x")) for s in args.shapes.split(",")]
+    import f8_cases
     import gemm_cases
     import kernel_cases
     import swiglu_cases
@@ -168,6 +169,7 @@ def main() -> int:
         "weights": (kernel_cases.weight_checks, kernel_cases.weight_cases),
         "swiglu": (swiglu_cases.checks, swiglu_cases.cases),
         "gemm": (gemm_cases.checks, gemm_cases.cases),
+        "f8": (f8_cases.checks, f8_cases.cases),
     }
 
     started, rows = time.time(), []

@@ -1,5 +1,6 @@
 """GPU kernels for the quantize passes and the GEMM epilogue. Each module says what it cannot take."""
 
+from halfbyte.ops.kernels import f8
 from halfbyte.ops.kernels.gemm import GemmTiling, matmul
 from halfbyte.ops.kernels.layout import Tiling, unsupported
 from halfbyte.ops.kernels.passes import Columnwise, Rowwise, maxima, quantize, unpack
@@ -15,6 +16,7 @@ __all__ = [
     "activation",
     "amax_bits",
     "backward_maxima",
+    "f8",
     "forward_maxima",
     "matmul",
     "maxima",

@@ -199,6 +199,15 @@ class Ptx:
         self.lines.append(f"cvt.u32.u16 {out.name}, {half.name};")
         return out
 
+    def f8_word(self, values, element: str):
+        """Four float32 as bytes of E4M3 or E5M2, nearest even, saturating, with their signs; the first is lowest."""
+        texts = [self._text(v, "f") for v in values]
+        halves, out = [self.reg("h"), self.reg("h")], self.reg("r")
+        for half, (lo, hi) in zip(halves, (texts[:2], texts[2:]), strict=True):
+            self.lines.append(f"cvt.rn.satfinite.{element}x2.f32 {half.name}, {hi}, {lo};")
+        self.lines.append(f"mov.b32 {out.name}, {{{halves[0].name}, {halves[1].name}}};")
+        return out
+
     def e4m3_decode(self, codes):
         """The two float32 values of a pair of E4M3 codes."""
         text = self._text(codes, "r")

@@ -14,26 +14,27 @@ from halfbyte.ops.kernels.ptx import FLT_MAX
 
 AMAX, ENCODE, DECODE, MULT, GEMM = range(5)
 SIZE = 8
+NVFP4_TOP = 2688.0
 
 
-def tensor_scale(maxima: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """float32 [8]: amax, S = 2688 / amax with its guards, 1 / S, S * f32(1/6), and the factor that a GEMM owes.
+def tensor_scale(maxima: jax.Array, *, top: float = NVFP4_TOP, interpret: bool = False) -> jax.Array:
+    """float32 [8]: amax, S = top / amax with its guards, 1 / S, S * f32(1/6), and the factor that a GEMM owes.
 
-    The GEMM's factor is 1 / S, or NaN if amax is not finite; the rest is zero. `maxima` holds the bits of float32
-    magnitudes as int32, in any shape: integer maxima keep inf and NaN. Divisions are exact (`div.rn`), also where
-    XLA's are not.
+    `top` is 2688 for NVFP4, the element's largest value for FP8. The GEMM's factor is 1 / S, or NaN if amax is not
+    finite; the rest is zero. `maxima` holds the bits of float32 magnitudes as int32, in any shape: integer maxima keep
+    inf and NaN. Divisions are exact (`div.rn`), also where XLA's are not.
     """
-    return tensor_scales(maxima, interpret=interpret)[0]
+    return tensor_scales(maxima, top=top, interpret=interpret)[0]
 
 
-def tensor_scales(*maxima: jax.Array, interpret: bool = False) -> tuple[jax.Array, ...]:
+def tensor_scales(*maxima: jax.Array, top: float = NVFP4_TOP, interpret: bool = False) -> tuple[jax.Array, ...]:
     """`tensor_scale` of several tensors in one launch."""
     counts = [math.prod(m.shape) for m in maxima]
 
     def kernel(*refs):
         for maxima_ref, out_ref, count in zip(refs[: len(counts)], refs[len(counts) :], counts, strict=True):
             amax = lax.bitcast_convert_type(jnp.max(_read(maxima_ref, count, interpret)), jnp.float32)
-            out_ref[...] = _scale_vector(jnp.broadcast_to(amax, (SIZE,)), interpret)
+            out_ref[...] = _scale_vector(jnp.broadcast_to(amax, (SIZE,)), top, interpret)
 
     warps = min(16, max(1, pl.next_power_of_2(max(counts)) // 512))
     results = pl.pallas_call(
@@ -54,12 +55,12 @@ def _read(ref: Any, count: int, interpret: bool) -> jax.Array:
     return plgpu.load(ref.at[jnp.minimum(lax.iota(jnp.int32, padded), count - 1)])
 
 
-def _scale_vector(amax: jax.Array, interpret: bool) -> jax.Array:
-    s = jnp.minimum(_divide(np.float32(2688), amax, interpret), np.float32(FLT_MAX))
-    s = jnp.where((amax == np.float32(0)) | (s == np.float32(0)), np.float32(1), s)
-    s = jnp.where(amax != amax, amax, s)
+def _scale_vector(amax: jax.Array, top: float, interpret: bool) -> jax.Array:
+    s = jnp.minimum(_divide(np.float32(top), amax, interpret), np.float32(FLT_MAX))
+    finite = amax <= np.float32(FLT_MAX)
+    s = jnp.where((amax == np.float32(0)) | (s == np.float32(0)) | ~finite, np.float32(1), s)
     decode = _divide(np.float32(1), s, interpret)
-    gemm = jnp.where(amax <= np.float32(FLT_MAX), decode, np.float32(np.nan))
+    gemm = jnp.where(finite, decode, np.float32(np.nan))
     out = jnp.zeros((SIZE,), jnp.float32)
     entries = {AMAX: amax, ENCODE: s, DECODE: decode, MULT: s * np.float32(1 / 6), GEMM: gemm}
     for place, value in entries.items():

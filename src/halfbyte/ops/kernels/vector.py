@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 
@@ -154,6 +155,12 @@ class Vector:
         normal = (self.bits(rounded) >> np.uint32(20)) - np.uint32(960)
         small = (rounded * np.float32(512)).astype(np.int32).astype(np.uint32)
         return np.where(rounded < np.float32(2.0**-6), small, normal)
+
+    def f8_word(self, values, element: str):
+        dtype, top = (ml_dtypes.float8_e4m3fn, 448.0) if element == "e4m3" else (ml_dtypes.float8_e5m2, 57344.0)
+        clipped = [np.clip(self.real(v), np.float32(-top), np.float32(top)).astype(dtype) for v in values]
+        b = [c.view(np.uint8).astype(np.uint32) for c in clipped]
+        return b[0] | (b[1] << np.uint32(8)) | (b[2] << np.uint32(16)) | (b[3] << np.uint32(24))
 
     def e4m3_decode(self, codes):
         return self._e4m3_value(self.and_(codes, 0xFF)), self._e4m3_value(self.and_(self.shr(codes, 8), 0xFF))

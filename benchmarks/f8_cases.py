@@ -1,0 +1,99 @@
+"""Checks and timings of the FP8 casts, and of the 8-bit GEMM over their codes."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from gpu_kernels import Case, random_array
+from jax import lax
+from kernel_cases import KINDS, all_equal, special
+
+from halfbyte.ops import kernels as K
+from halfbyte.ops.kernels import f8
+from halfbyte.ops.kernels.scale import GEMM
+
+TYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
+TILINGS = (f8.F8Tiling(), f8.F8Tiling(128, 128, 8), f8.F8Tiling(64, 64, 4), f8.F8Tiling(128, 32, 4))
+
+
+def codes(x: np.ndarray, element: str) -> np.ndarray:
+    x, top = x.astype(np.float32), np.float32(f8.TOPS[element])
+    amax = np.abs(x).max()
+    with np.errstate(all="ignore"):
+        s = np.minimum(top / amax, np.finfo(np.float32).max) if amax else np.float32(1)
+    return np.clip(x * s, -top, top).astype(TYPES[element])
+
+
+def checks(threads: int) -> dict[str, str]:
+    results = {}
+    for element in f8.TOPS:
+        try:
+            fn = jax.jit(lambda x, e=element: f8.cast(x, K.tensor_scale(*_tops(x), top=f8.TOPS[e]), element=e))
+            bad = {}
+            for kind in KINDS:
+                x = special(kind)
+                plain, turned = fn(jnp.asarray(x))
+                want = codes(x, element)
+                verdict = all_equal([(plain, want), (turned, np.ascontiguousarray(want.T))])
+                if verdict != "equal":
+                    bad[f"f8_cast:{element} {kind}"] = verdict
+            results.update(bad or {f"f8_cast:{element} all kinds": "equal"})
+        except Exception as error:  # reported as a failed check
+            results[f"f8_cast:{element}"] = f"{type(error).__name__}: {str(error)[:400]}"
+    return results
+
+
+def _tops(x: jax.Array) -> tuple[jax.Array, ...]:
+    return K.maxima(x, hadamard=False)
+
+
+def cases(shapes: list[tuple[int, int]]) -> list[Case]:
+    out = []
+    for shape in shapes:
+        elements = float(np.prod(shape))
+        scale = K.tensor_scale(K.amax_bits(jnp.float32(5.0)), top=448.0)
+        xs = [(random_array(shape, i), scale) for i in range(4)]
+        three = [tuple(random_array(shape, 3 * i + j) for j in range(3)) + (scale,) for i in range(2)]
+        out.append(Case("copy", shape, "jnp.copy", lambda: lambda x, s: jnp.copy(x), xs, 4 * elements))
+        for t in TILINGS:
+            name = f"{t.rows}x{t.columns} w{t.warps}"
+            out.append(Case("f8_cast", shape, name, _cast(t), xs, 4 * elements))
+            out.append(Case("f8_swiglu_backward", shape, name, _backward(t), three, 11 * elements))
+    for m, n, k in ((16384, 8192, 2048), (16384, 2048, 8192), (8192, 14336, 4096), (8192, 4096, 14336)):
+        scale = K.tensor_scale(K.amax_bits(jnp.float32(5.0)), top=448.0)
+        sets = [(_f8((m, k), i), _f8((n, k), i), scale, scale) for i in range(2)]
+        for name, fn in {"float32 out, alpha": _scaled, "dequantized operands": _dequantized}.items():
+            out.append(Case("f8_gemm", (m, n, k), name, _constant(fn), sets, 2.0 * m * n * k, unit="TFLOP/s"))
+    return out
+
+
+def _f8(shape: tuple[int, int], seed: int) -> jax.Array:
+    return random_array(shape, seed, jnp.float8_e4m3fn)
+
+
+def _constant(value: Any) -> Any:
+    return lambda: value
+
+
+def _cast(t: f8.F8Tiling) -> Any:
+    return lambda: lambda x, s: f8.cast(x, s, tiling=t)
+
+
+def _backward(t: f8.F8Tiling) -> Any:
+    return lambda: lambda g, u, d, s: f8.cast_backward(g, u, d, [s, s, s], tiling=t)
+
+
+def _scaled(a, b, s, t):
+    y = lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32) * (s[GEMM] * t[GEMM])
+    return lax.reduce_precision(y, 8, 7).astype(jnp.bfloat16)
+
+
+def _dequantized(a, b, s, t):
+    """Written as XLA's rewriter wants it: scales on the operands, a bf16 result. It should become one f8 GEMM."""
+    left, right = (
+        a.astype(jnp.bfloat16) * s[GEMM].astype(jnp.bfloat16),
+        b.astype(jnp.bfloat16) * t[GEMM].astype(jnp.bfloat16),
+    )
+    return lax.dot_general(left, right, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)

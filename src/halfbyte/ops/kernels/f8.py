@@ -1,0 +1,172 @@
+"""FP8 codes of a tensor in both orders from one read: as it lies, and transposed.
+
+    code = f8_rne_saturating(x * S),   S = top / amax of the whole tensor
+
+An 8-bit GEMM on Hopper wants the contraction last on both sides. With one scale a tensor the codes of x and of x^T are
+the same numbers, so FPROP reads the codes of x [tokens, inputs] and WGRAD those of x^T, and likewise for dy and W.
+Each program casts a tile and writes it twice; the transposition goes through shared memory.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from halfbyte.ops.kernels.scale import ENCODE
+from halfbyte.ops.kernels.swiglu import backward_words, forward_words
+from halfbyte.ops.kernels.tile import evaluate
+
+ELEMENTS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
+TOPS = {"e4m3": 448.0, "e5m2": 57344.0}
+COLUMNS = 4  # elements of one assembly block: four codes make one word
+
+
+@dataclasses.dataclass(frozen=True)
+class F8Tiling:
+    rows: int = 128
+    columns: int = 64
+    warps: int = 4
+
+
+TILING = F8Tiling()
+
+
+def unsupported(rows: int, columns: int, *, capability: tuple[int, int] | None = None) -> str | None:
+    """Why the FP8 kernels cannot take a [rows, columns] array, or None."""
+    for name, size, tile in (("rows", rows, TILING.rows), ("columns", columns, TILING.columns)):
+        if size % tile:
+            return f"the FP8 kernels need a multiple of {tile} {name}, got {size}"
+    if capability is not None and capability < (8, 9):
+        return f"the FP8 kernels need compute capability 8.9 or newer, got {capability[0]}.{capability[1]}"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast:
+    """One tensor to cast: which of those made, its element, and the orders wanted."""
+
+    tensor: int
+    element: str
+    plain: bool = True
+    turned: bool = True
+
+
+def cast(
+    x: jax.Array,
+    scale: jax.Array,
+    *,
+    element: str = "e4m3",
+    plain: bool = True,
+    turned: bool = True,
+    tiling: F8Tiling = TILING,
+    interpret: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Codes of x [rows, columns] (bf16 or float32) as float8, and of its transpose [columns, rows], as asked.
+
+    `scale` is the vector of `tensor_scale(..., top=TOPS[element])`.
+    """
+    jobs = [Cast(0, element, plain, turned)]
+    return _run([x], lambda m, words: [words[0]], jobs, [scale], tiling, interpret, "f8_cast")
+
+
+def cast_forward(
+    g: jax.Array,
+    u: jax.Array,
+    scale: jax.Array,
+    *,
+    element: str = "e4m3",
+    plain: bool = True,
+    turned: bool = False,
+    tiling: F8Tiling = TILING,
+    interpret: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Codes of h = silu(g) * u, as `cast` gives them, from one read of g and u."""
+    jobs = [Cast(0, element, plain, turned)]
+    return _run([g, u], lambda m, w: [forward_words(m, *w)], jobs, [scale], tiling, interpret, "f8_swiglu_forward")
+
+
+def cast_backward(
+    g: jax.Array,
+    u: jax.Array,
+    dh: jax.Array,
+    scales: Sequence[jax.Array],
+    *,
+    gradient: str = "e5m2",
+    element: str = "e4m3",
+    tiling: F8Tiling = TILING,
+    interpret: bool = False,
+) -> tuple[jax.Array, ...]:
+    """dg, dg^T, du, du^T in `gradient` and h^T in `element`, from one read; `scales` are those of dg, du and h."""
+    jobs = [Cast(0, gradient), Cast(1, gradient), Cast(2, element, plain=False)]
+    make = lambda m, words: list(backward_words(m, *words))  # noqa: E731
+    return _run([g, u, dh], make, jobs, scales, tiling, interpret, "f8_swiglu_backward")
+
+
+def _run(
+    arrays: Sequence[jax.Array],
+    make: Callable[..., Sequence[Any]],
+    jobs: Sequence[Cast],
+    scales: Sequence[jax.Array],
+    tiling: F8Tiling,
+    interpret: bool,
+    name: str,
+) -> tuple[jax.Array, ...]:
+    rows, columns = arrays[0].shape
+    if rows % tiling.rows or columns % tiling.columns:
+        raise ValueError(f"the FP8 kernels need multiples of {tiling.rows} x {tiling.columns}, got {rows} x {columns}")
+
+    def body(m, words, encodes):
+        made = make(m, words)
+        return [[_code_word(m, made[job.tensor], encodes[job.tensor], job.element)] for job in jobs]
+
+    def kernel(*refs):
+        inputs, given, outs = refs[: len(arrays)], refs[len(arrays) : len(arrays) + len(scales)], list(refs)
+        outs = outs[len(arrays) + len(scales) :]
+        encodes = [ref[ENCODE] for ref in given]
+        tiles = evaluate(
+            body,
+            [ref[...] for ref in inputs],
+            encodes,
+            outputs=[jnp.int8] * len(jobs),
+            columns=COLUMNS,
+            interpret=interpret,
+        )
+        for job, tile in zip(jobs, tiles, strict=True):
+            if job.plain:
+                outs.pop(0)[...] = tile
+            if job.turned:
+                outs.pop(0)[...] = tile.T
+
+    block = pl.BlockSpec((tiling.rows, tiling.columns), lambda j, i: (i, j))
+    block_turned = pl.BlockSpec((tiling.columns, tiling.rows), lambda j, i: (j, i))
+    specs, shapes, elements = [], [], []
+    for job in jobs:
+        for wanted, spec, shape in ((job.plain, block, (rows, columns)), (job.turned, block_turned, (columns, rows))):
+            if wanted:
+                specs.append(spec)
+                shapes.append(jax.ShapeDtypeStruct(shape, jnp.int8))
+                elements.append(ELEMENTS[job.element])
+    whole = [pl.BlockSpec(s.shape, functools.partial(lambda n, *_: (0,) * n, s.ndim)) for s in scales]
+    made = pl.pallas_call(
+        kernel,
+        grid=(columns // tiling.columns, rows // tiling.rows),
+        in_specs=[*[block] * len(arrays), *whole],
+        out_specs=specs,
+        out_shape=shapes,
+        compiler_params=plgpu.CompilerParams(num_warps=tiling.warps, num_stages=1),
+        interpret=interpret,
+        name=name,
+    )(*arrays, *scales)
+    return tuple(lax.bitcast_convert_type(a, e) for a, e in zip(made, elements, strict=True))
+
+
+def _code_word(m: Any, words: Sequence[Any], encode: Any, element: str) -> Any:
+    """Four codes from two words of bf16 pairs, or from four float32."""
+    values = words if len(words) == COLUMNS else [half(w) for w in words for half in (m.low, m.high)]
+    return m.f8_word([m.fmul(v, encode) for v in values], element)

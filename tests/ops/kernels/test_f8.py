@@ -1,0 +1,57 @@
+"""FP8 casts in interpret mode against NumPy and ml_dtypes: every code, in both orders."""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from halfbyte.ops import kernels
+from halfbyte.ops.kernels import f8
+
+TILING = f8.F8Tiling(32, 16, 1)
+TYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
+
+
+def codes(x, element):
+    """The definition: S = top / amax, x * S in float32, nearest even, saturating."""
+    x = x.astype(np.float32)
+    amax = np.abs(x).max()
+    s = np.float32(f8.TOPS[element]) / amax if amax else np.float32(1)
+    top = np.float32(f8.TOPS[element])
+    return np.clip(x * s, -top, top).astype(TYPES[element]).view(np.uint8)
+
+
+def scale(x, element):
+    amax = np.abs(x.astype(np.float32)).max()
+    bits = kernels.amax_bits(jnp.asarray(amax))
+    return kernels.tensor_scale(bits, top=f8.TOPS[element], interpret=True)
+
+
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32])
+def test_cast(element, dtype):
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal((64, 32)) * np.exp2(rng.integers(-20, 2, (64, 32)))).astype(dtype)
+    plain, turned = f8.cast(jnp.asarray(x), scale(x, element), element=element, tiling=TILING, interpret=True)
+    assert plain.dtype == TYPES[element] and turned.shape == (32, 64)
+    np.testing.assert_array_equal(np.asarray(plain).view(np.uint8), codes(x, element))
+    np.testing.assert_array_equal(np.asarray(turned).view(np.uint8), codes(x, element).T)
+
+
+def test_swiglu_casts_are_those_of_the_activation():
+    rng = np.random.default_rng(1)
+    g, u, d = (jnp.asarray(rng.standard_normal((64, 128)).astype(ml_dtypes.bfloat16)) for _ in range(3))
+    made = [np.asarray(a) for a in kernels.activation(g, u, d, interpret=True)]
+    elements = ("e5m2", "e5m2", "e4m3")
+    scales = [scale(x, e) for x, e in zip(made, elements, strict=True)]
+    got = f8.cast_backward(g, u, d, scales, tiling=TILING, interpret=True)
+    dg, du, h = (codes(x, e) for x, e in zip(made, elements, strict=True))
+    for a, b in zip(got, (dg, dg.T, du, du.T, h.T), strict=True):
+        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), b)
+    (row,) = f8.cast_forward(g, u, scales[2], tiling=TILING, interpret=True)
+    np.testing.assert_array_equal(np.asarray(row).view(np.uint8), h)
+
+
+def test_unsupported():
+    assert "multiple of 128 rows, got 100" in f8.unsupported(100, 128)
+    assert f8.unsupported(256, 128, capability=(9, 0)) is None
