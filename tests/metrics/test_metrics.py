@@ -99,6 +99,7 @@ def test_panel_draws_on_a_terminal():
     assert "50.0%" in text
     assert "checkpoint written" in text
     assert "█" in text
+    assert "tok/s/dev" in text
 
 
 def test_small_things():

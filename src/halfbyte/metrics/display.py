@@ -121,7 +121,10 @@ class Panel:
         head.add_column(ratio=1)
         head.add_column(justify="right")
         head.add_row(Text(self._title, style="bold"), Text(self._progress(done), style="dim"))
-        bar = ProgressBar(total=max(1, self._steps), completed=done, complete_style="cyan", finished_style="green")
+        bar = Table.grid(expand=True)  # a bar alone does not end its line
+        bar.add_row(
+            ProgressBar(total=max(1, self._steps), completed=done, complete_style="cyan", finished_style="green")
+        )
         if self._row is None:
             return Group(Text(), head, bar, Text("compiling the first step ...", style="yellow"))
         return Group(Text(), head, bar, self._numbers(self._row), self._curve())
