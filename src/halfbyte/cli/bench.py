@@ -126,9 +126,9 @@ def cells(row: Any) -> tuple[str, ...]:
 
     gemms = ", ".join(f"{count} {name}" for name, count in row.gemms.items() if count)
     return (
-        row.recipe, row.remat, number(row.milliseconds, ".1f"), number(row.tokens_per_s, ",.0f"), number(row.tflops, ".1f"),
-        number(row.mfu, ".1%"), number(row.ratio, ".3f"), number(row.temporaries_gib, ".2f"), number(row.peak_gib, ".2f"),
-        gemms, row.note or row.backends,
+        row.recipe, row.remat, number(row.milliseconds, ".1f"), number(row.tokens_per_s, ",.0f"),
+        number(row.tflops, ".1f"), number(row.mfu, ".1%"), number(row.ratio, ".3f"),
+        number(row.temporaries_gib, ".2f"), number(row.peak_gib, ".2f"), gemms, row.note or row.backends,
     )  # fmt: skip
 
 

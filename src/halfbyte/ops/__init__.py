@@ -1,6 +1,6 @@
 """Operations: the quantized linear and MLP with their backends, and the plain pieces of a transformer."""
 
-from halfbyte.ops.backends import BACKENDS, choose
+from halfbyte.ops.backends import BACKENDS, choose, passed_over
 from halfbyte.ops.dot_general import dot_general
 from halfbyte.ops.mlp import mlp
 from halfbyte.ops.problem import Problem, compile_for, target
@@ -17,6 +17,7 @@ __all__ = [
     "compile_for",
     "dot_general",
     "mlp",
+    "passed_over",
     "qdot",
     "quantize_weight",
     "target",

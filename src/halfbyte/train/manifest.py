@@ -7,9 +7,11 @@ the same
 call that the step makes.
 """
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import jax
 from rich import box
 from rich.table import Table
 
@@ -18,6 +20,7 @@ from halfbyte.devices import Device, native_training
 from halfbyte.metrics import mixed_peak
 from halfbyte.models.flops import FLOPS_FORMULA
 from halfbyte.recipe import GEMMS, OperandPolicy, Recipe, Resolved
+from halfbyte.sharding import parse_mesh
 
 from .config import TrainConfig
 
@@ -52,6 +55,8 @@ class Site:
     gemms: dict[str, Gemm]
     flops: float
     """Of one step, all layers of the segment, three GEMMs."""
+    passed_over: dict[str, str]
+    """Faster backends that cannot serve this linear, each with the reason."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,9 @@ def _spans(site: models.GemmSite, resolved: Resolved, layers: int) -> list[tuple
 def _describe(
     site: models.GemmSite, layers: tuple[int, int], chosen: Recipe, config: TrainConfig, device: Device
 ) -> Site:
-    problem = ops.Problem(recipe=chosen, tokens=site.tokens, inputs=site.k, outputs=site.n, device=device)
+    problem = ops.Problem(
+        chosen, site.tokens, site.k, site.n, device, dtype=config.precision.compute_dtype, sharded=_sharded(config)
+    )
     try:
         backend = ops.choose(config.precision.backend, problem).name if chosen.quantized else "xla"
     except ValueError as error:
@@ -137,8 +144,15 @@ def _describe(
             runs_in=runs_in,
             execution=_execution(policies, runs_in),
         )
+    passed_over = ops.passed_over(problem, backend) if chosen.quantized else {}
     flops = 6.0 * (layers[1] - layers[0]) * site.tokens * site.k * site.n * config.accumulate
-    return Site(site.path, layers, site.tokens, site.k, site.n, chosen.name, backend, gemms, flops)
+    return Site(site.path, layers, site.tokens, site.k, site.n, chosen.name, backend, gemms, flops, passed_over)
+
+
+def _sharded(config: TrainConfig) -> bool:
+    """Whether the run spans several devices."""
+    shape = parse_mesh(config.mesh)
+    return math.prod(shape.values()) > 1 if shape else len(jax.devices()) > 1
 
 
 def _multiplier(policies: tuple[OperandPolicy, OperandPolicy], backend: str, device: Device) -> str:
@@ -201,6 +215,14 @@ def caption(manifest: Manifest) -> str:
     for site in {site.recipe: site for site in manifest.sites if site.backend != "xla"}.values():
         for gemm, found in site.gemms.items():
             lines.append(f"{site.recipe} {gemm}: {found.left}  ×  {found.right}")
+    lines += sorted(
+        {
+            f"{backend} does not serve {site.path.removeprefix('layers/')}: {reason}"
+            for site in manifest.sites
+            for backend, reason in site.passed_over.items()
+            if not manifest.device.startswith("cpu")
+        }
+    )
     multipliers = ", ".join(f"{name} {100 * share:.1f}%" for name, share in manifest.share_by_multiplier.items())
     tokens = manifest.sites[0].tokens
     return "\n".join(

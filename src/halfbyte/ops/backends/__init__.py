@@ -63,6 +63,17 @@ def choose(name: str, problem: Problem) -> Backend:
     return BACKENDS[name]
 
 
+def passed_over(problem: Problem, chosen: str) -> dict[str, str]:
+    """Faster backend -> why it does not serve this problem, for those that "auto" would have preferred to `chosen`."""
+    reasons = {
+        native.NAME: native.unsupported(problem) or "the device has no units that train in these formats",
+        fused.NAME: fused.unsupported(problem),
+    }
+    order = list(reasons)
+    preferred = order[: order.index(chosen)] if chosen in order else order
+    return {name: reason for name in preferred if (reason := reasons[name]) is not None}
+
+
 def problem_of(recipe: Recipe, x: jax.Array, weight: Shaped, sharding: WeightSharding | None) -> Problem:
     """The question that x [tokens..., inputs] times `weight` asks: all three GEMMs, or fprop alone if the tokens cannot
     be blocked for wgrad (a decoder's single token, say).

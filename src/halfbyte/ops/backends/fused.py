@@ -60,8 +60,8 @@ def gemm(left: Operand, right: Operand, axes: Contraction, dtype: jnp.dtype) -> 
     a, b, layout = left.values(), right.values(), _layout(axes)
     if left.vector is None or right.vector is None or _own_gemm_unsupported(a, b, axes, layout, dtype):
         return narrow_gemm(a, b, axes, alpha(left, right), dtype)
-    flat = [t.reshape(-1, t.shape[-1]).astype(jnp.bfloat16) for t in (a, b)]
-    y = kernels.matmul(*flat, left.vector, right.vector, layout=layout, out_dtype=dtype)
+    x, w = (t.reshape(-1, t.shape[-1]).astype(jnp.bfloat16) for t in (a, b))
+    y = kernels.matmul(x, w, left.vector, right.vector, layout=layout, out_dtype=dtype)
     return y.reshape(result_shape(a.shape, b.shape, axes))
 
 
