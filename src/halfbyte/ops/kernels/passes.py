@@ -128,7 +128,7 @@ def quantize(
         lambda tiles: [tiles],
         [(side, 0) for side in sides],
         tokens=ROW_TOKENS if alone else BLOCK,
-        tiling=tiling or (ROW_TILING if alone else BOTH_TILING),
+        tiling=tiling or (ROW_TILING if alone and x.shape[1] % (32 * ROW_TILING.columns) == 0 else BOTH_TILING),
         interpret=interpret,
         name=_name(rows, columns),
     )

@@ -1,0 +1,71 @@
+"""The fused backend against the definition, bit for bit: interpreted on a CPU, compiled on a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from halfbyte import devices
+from halfbyte.ops.backends import fused
+from halfbyte.ops.backends.fused import FusedPasses
+from halfbyte.ops.operand import Operand, keep
+from halfbyte.ops.passes import XLA, ask
+from halfbyte.ops.problem import Problem
+from halfbyte.recipe import recipe
+
+NVFP4 = recipe("nvfp4")
+KEY = jax.random.key(5)
+PASSES = FusedPasses(interpret=jax.default_backend() != "gpu")
+X = jax.random.normal(jax.random.key(0), (2, 16, 128), jnp.float32).astype(jnp.bfloat16)
+
+
+def same(found: Operand, expected: Operand) -> bool:
+    a, b = (np.asarray(o.values().astype(jnp.float32)) for o in (found, expected))
+    return bool((a == b).all()) and float(found.decode_scale) == float(expected.decode_scale)
+
+
+@pytest.mark.parametrize("roles", [("fprop_x", "wgrad_x"), ("dgrad_dy", "wgrad_dy"), ("fprop_x",)])
+def test_operands_equal_the_definition(roles) -> None:
+    asks = [ask(NVFP4, role, KEY) for role in roles]
+    found = jax.jit(lambda x: PASSES.quantize(x, asks))(X)
+    expected = jax.jit(lambda x: XLA.quantize(x, asks))(X)
+    assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_kept_operand_is_packed_as_the_definition_packs_it_and_loads_back() -> None:
+    asks = [ask(NVFP4, "fprop_x", KEY), ask(NVFP4, "wgrad_x", KEY, kept=True)]
+    found, expected = (jax.jit(lambda x, p=p: p.quantize(x, asks)[1])(X) for p in (PASSES, XLA))
+    a, b = keep(found), keep(expected)
+    assert (a.packed == b.packed).all() and (a.scales == b.scales).all() and a.amax == b.amax
+    assert same(PASSES.load(a, NVFP4.wgrad_x), expected)
+
+
+def test_a_weight_equals_the_definition() -> None:
+    w = jax.random.normal(jax.random.key(1), (128, 256), jnp.float32)
+    found = PASSES.weight(w, NVFP4.fprop_w, axis=-2, key=None)
+    expected = XLA.load(XLA.weight(w, NVFP4.fprop_w, axis=-2, key=None), NVFP4.fprop_w)
+    assert same(found, expected)
+
+
+H200 = devices.device("h200")
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({"device": devices.device("cpu")}, "NVIDIA"),
+        ({"sharded": True}, "sharded"),
+        ({"dtype": "float32"}, "bfloat16"),
+        ({"recipe": recipe("mxfp4")}, "mxfp4"),
+        ({"recipe": recipe("nvfp4_rht_everywhere")}, "Hadamard"),
+        ({"inputs": 96}, "128"),
+        ({"tokens": 24}, "16"),
+    ],
+)
+def test_it_says_why_it_cannot_serve(change, reason) -> None:
+    given = {"recipe": NVFP4, "tokens": 256, "inputs": 256, "outputs": 512, "device": H200} | change
+    assert reason in fused.unsupported(Problem(**given))
+
+
+def test_it_serves_nvfp4_on_one_hopper_gpu() -> None:
+    assert fused.unsupported(Problem(NVFP4, 256, 256, 512, H200)) is None

@@ -1,0 +1,68 @@
+"""The measurements of `halfbyte bench`: counting, ratios, and the check of bits that guards them."""
+
+import dataclasses
+
+import pytest
+
+from halfbyte import ops
+from halfbyte.cli.main import main
+from halfbyte.ops.passes import XlaPasses
+from halfbyte.recipe import recipe
+from halfbyte.train import bench
+
+PROGRAM = """
+  %a = (f32[8,8]{1,0}, s8[4]{0}) custom-call(%x), custom_call_target="__cudnn$blockScaledDot"
+  %b = bf16[8,8]{1,0} custom-call(%x), custom_call_target="__cublas$lt$matmul$f8"
+  %c = bf16[8,8]{1,0} custom-call(%x), custom_call_target="__cublas$gemm"
+  %d = bf16[8,8]{1,0} custom-call(%x), custom_call_target="__cublas$lt$matmul"
+  %e = bf16[8,8]{1,0} custom-call(%x), custom_call_target="mosaic_gpu_v2"
+  %f = f32[8,8]{1,0} dot(%x, %y), lhs_contracting_dims={1}
+"""
+
+
+def row(name: str, milliseconds: float | None, remat: str = "none") -> bench.Measured:
+    return bench.Measured(name, "mlp", remat, "", milliseconds=milliseconds)
+
+
+def test_gemms_are_counted_by_what_multiplies() -> None:
+    assert bench.count_gemms(PROGRAM) == {"fp4": 1, "f8": 1, "bf16": 3, "own": 1}
+
+
+def test_ratios_are_to_bf16_of_the_same_remat() -> None:
+    rows = [row("bf16", 100.0), row("nvfp4", 125.0), row("bf16", 200.0, "full"), row("nvfp4", 160.0, "full")]
+    assert [r.ratio for r in bench.compare(rows)] == [1.0, 0.8, 1.0, 1.25]
+
+
+def test_no_ratio_without_a_baseline_or_a_time() -> None:
+    assert bench.compare([row("nvfp4", 100.0)])[0].ratio is None
+    assert bench.compare([row("bf16", 100.0), row("nvfp4", None)])[1].ratio is None
+
+
+@pytest.fixture(scope="module")
+def agreement() -> dict[str, bool]:
+    return bench.operands_agree(recipe("nvfp4"), tokens=32, features=128)
+
+
+def test_operands_of_every_backend_here_equal_the_definition(agreement: dict[str, bool]) -> None:
+    assert {"reference", "carrier"} <= set(agreement) and all(agreement.values())
+
+
+class Broken(XlaPasses):
+    """Passes whose first operand is off by a factor."""
+
+    def quantize(self, x, asks):
+        first, *rest = super().quantize(x, asks)
+        return [dataclasses.replace(first, carrier=first.values() * 2), *rest]
+
+
+def test_a_backend_that_differs_is_found_and_no_ratio_is_printed(monkeypatch, capsys) -> None:
+    broken = dataclasses.replace(ops.BACKENDS["carrier"], passes=Broken())
+    monkeypatch.setitem(ops.BACKENDS, "carrier", broken)
+    monkeypatch.setattr(bench, "measure", lambda config, **_: row(config.recipe, 10.0))
+    monkeypatch.setattr(bench, "operands_agree", lambda r: AGREE(r, tokens=32, features=128))
+    assert main(["bench", "demo", "--recipes", "bf16,mxfp8", "--seq", "32"]) == 3
+    shown = capsys.readouterr().out
+    assert "carrier DIFFER" in shown and "no ratio is given" in shown and "1.000" not in shown
+
+
+AGREE = bench.operands_agree
