@@ -19,7 +19,7 @@ QUICK = {"xla_backend_optimization_level": 0}  # compiling is most of the time, 
 
 
 def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape) * shape[-2] ** -0.5
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * shape[-2] ** -0.5, jnp.float32)
 
 
 PARAMS = {"layers": {"a": normal(0, LAYERS, 16, 32), "b": normal(1, LAYERS, 32, 16)}, "head": normal(2, 16, 32)}
