@@ -166,7 +166,6 @@ def report(args: Args, result: "RunResult", console: "Console") -> dict[str, Any
     """What was reached: losses beside the n-gram models, a sample, and what to try next."""
     import jax
 
-    from halfbyte.cli.sampling import sample_text
     from halfbyte.train import open_source
 
     say = _printer(console)
@@ -176,7 +175,7 @@ def report(args: Args, result: "RunResult", console: "Console") -> dict[str, Any
     if dataset is not None and args.run.validation.batches == 0 and result.validation:
         data["baselines"] = _baselines(dataset, result, say)
     if dataset is not None and args.sample and jax.process_count() == 1:
-        prompt, text = sample_text(args.run, result.params, dataset)
+        prompt, text = sample_text(args, result.params, dataset)
         data["sample"] = prompt + text
         console.print("sample: ", style="bold", end="")
         console.print(prompt, style="dim", end="", markup=False, highlight=False)
@@ -184,6 +183,16 @@ def report(args: Args, result: "RunResult", console: "Console") -> dict[str, Any
         say("")
     _next_steps(args, result, say)
     return data
+
+
+def sample_text(args: Args, params: Any, dataset: Any) -> tuple[str, str]:
+    """(prompt, a few words after it), in bf16, drawn with the seed of the run."""
+    from halfbyte.evaluation import Generator, LanguageModel, Sampling
+    from halfbyte.models import Context
+
+    model = LanguageModel(args.run.model, params, dataset.tokenizer(), Context(), args.run.seq or dataset.seq_len)
+    found = Generator(model, Sampling(temperature=0.7, top_p=0.9)).write("The", max_tokens=60, seed=args.run.seed)
+    return found.prompt, found.text
 
 
 def _baselines(dataset: Any, result: "RunResult", say: Any) -> dict[str, float]:
