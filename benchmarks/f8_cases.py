@@ -64,8 +64,11 @@ def cases(shapes: list[tuple[int, int]]) -> list[Case]:
     for m, n, k in ((16384, 8192, 2048), (16384, 2048, 8192), (8192, 14336, 4096), (8192, 4096, 14336)):
         scale = K.tensor_scale(K.amax_bits(jnp.float32(5.0)), top=448.0)
         sets = [(_f8((m, k), i), _f8((n, k), i), scale, scale) for i in range(2)]
-        for name, fn in {"float32 out, alpha": _scaled, "dequantized operands": _dequantized}.items():
-            out.append(Case("f8_gemm", (m, n, k), name, _constant(fn), sets, 2.0 * m * n * k, unit="TFLOP/s"))
+        for name, fn in {"float32 out, alpha": _scaled, "scales on the operands": _dequantized}.items():
+            for options in ({}, {"xla_gpu_enable_triton_gemm": False}):
+                label = name + (", cuBLAS" if options else "")
+                work = 2.0 * m * n * k
+                out.append(Case("f8_gemm", (m, n, k), label, _constant(fn), sets, work, "TFLOP/s", options))
     return out
 
 
@@ -91,9 +94,7 @@ def _scaled(a, b, s, t):
 
 
 def _dequantized(a, b, s, t):
-    """Written as XLA's rewriter wants it: scales on the operands, a bf16 result. It should become one f8 GEMM."""
-    left, right = (
-        a.astype(jnp.bfloat16) * s[GEMM].astype(jnp.bfloat16),
-        b.astype(jnp.bfloat16) * t[GEMM].astype(jnp.bfloat16),
-    )
+    """As XLA's rewriter wants it: with its Triton GEMMs off this is one f8 GEMM that takes the float32 scales."""
+    left = a.astype(jnp.bfloat16) * s[GEMM].astype(jnp.bfloat16)
+    right = b.astype(jnp.bfloat16) * t[GEMM].astype(jnp.bfloat16)
     return lax.dot_general(left, right, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)

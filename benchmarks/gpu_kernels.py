@@ -42,6 +42,7 @@ class Case:
     inputs: list[tuple[Any, ...]]
     work: float  # bytes, or floating-point operations
     unit: str = "GB/s"
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the compiler
 
 
 def chained(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,7 +52,7 @@ def chained(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def compile_case(case: Case) -> Any:
     abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), case.inputs)
-    return jax.jit(chained(case.make())).lower(abstract).compile()
+    return jax.jit(chained(case.make())).lower(abstract).compile(compiler_options=case.options or None)
 
 
 def seconds(program: Any, sets: list[Any]) -> float:
