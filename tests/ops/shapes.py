@@ -26,6 +26,7 @@ BLOCKS_OF_16 = (
     Linear((5, 16), 272, 32),  # 17 blocks, 80 tokens
     Linear((4, 8), 48, 32),  # blocks of tokens straddle the sequences
     Linear((2, 64), 64, 32),  # everything is a multiple of 32: native serves it
+    Linear((2, 32), 128, 256),  # widths are multiples of 128: fused serves it
 )
 # MX formats share a scale between 32.
 BLOCKS_OF_32 = (

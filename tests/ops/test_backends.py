@@ -18,12 +18,13 @@ from shapes import BLOCKS_OF_16, BLOCKS_OF_32
 import halfbyte as hb
 from halfbyte import devices, ops
 from halfbyte.ops.backends import BACKENDS, native
+from halfbyte.ops.backends.fused import FusedPasses
 
 CASES = [
     ("nvfp4", BLOCKS_OF_16[0], "float32"),
     ("nvfp4", BLOCKS_OF_16[1], "bfloat16"),
     ("nvfp4", BLOCKS_OF_16[2], "float32"),
-    ("nvfp4", BLOCKS_OF_16[4], "bfloat16"),
+    ("nvfp4", BLOCKS_OF_16[5], "bfloat16"),
     ("mxfp8", BLOCKS_OF_32[2], "bfloat16"),
     ("fp8", BLOCKS_OF_16[4], "bfloat16"),
     ("bf16", BLOCKS_OF_16[3], "bfloat16"),
@@ -43,6 +44,19 @@ def test_conformance(backend, name, shape, dtype):
     if reason is not None:
         pytest.skip(f"{backend}: {reason}")
     check_linear(recipe, *tensors(shape, dtype), backend=backend)
+
+
+def test_fused_passes_in_interpret_mode(monkeypatch):
+    """On any machine: the bodies of the quantize kernels run on the host, and give every GEMM the right operands.
+
+    The GEMM kernel has no interpreter: `carrier` multiplies.
+    """
+    interpreted = dataclasses.replace(
+        BACKENDS["carrier"], name="fused", passes=FusedPasses(interpret=True), unsupported=lambda problem: None
+    )
+    monkeypatch.setitem(BACKENDS, "fused", interpreted)
+    x, w, dy = tensors(BLOCKS_OF_16[5], "bfloat16")
+    check_linear(hb.recipe("nvfp4"), x, w, dy, backend="fused", compiler_options=quick)
 
 
 def block_scaled_product(a, b, a_scales, b_scales, preferred_element_type):

@@ -41,8 +41,8 @@ def linear(x, w, **options):
     return hb.qdot(x, w, recipe=NVFP4, key=KEY, **options)
 
 
-def mlp(x, gate, up, down, mode="fast"):
-    return hb.mlp(x, gate, up, down, recipe=NVFP4, key=KEY, mode=mode)
+def mlp(x, gate, up, down):
+    return hb.mlp(x, gate, up, down, recipe=NVFP4, key=KEY)
 
 
 def program(fn, device, shapes, *, mesh_shape=(1,), specs=None):
@@ -79,10 +79,10 @@ def test_a_linear_is_three_native_gemms_and_no_other(device):
     assert not OTHER_GEMM.search(text)
 
 
-@pytest.mark.parametrize("device, mode, gemms", [("b200", "fast", 9), ("gb300", "small", 11)])
-def test_the_mlp_is_nine_native_gemms_and_two_more_when_it_recomputes(device, mode, gemms):
-    text = program(functools.partial(mlp, mode=mode), device, MLP)
-    assert native_gemms(text) == gemms
+@pytest.mark.parametrize("device", ["b200", "gb300"])
+def test_the_mlp_is_nine_native_gemms_and_no_other(device):
+    text = program(mlp, device, MLP)
+    assert native_gemms(text) == 9
     assert not OTHER_GEMM.search(text)
 
 

@@ -71,7 +71,7 @@ def finite(results):
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "fp8"])
 def test_what_is_not_finite_is_never_hidden(name, bad):
     """One bad number makes NaN of every result of a GEMM that reads its tensor, and of no other."""
-    x, w, dy = tensors(BLOCKS_OF_16[-1], "bfloat16")
+    x, w, dy = tensors(BLOCKS_OF_16[4], "bfloat16")
     run = compiled(name)
     for tensors_, poisoned in (
         ((x.at[1, 3, 5].set(bad), w, dy), [True, False, True]),
@@ -83,7 +83,7 @@ def test_what_is_not_finite_is_never_hidden(name, bad):
 
 
 def test_random_bits_follow_the_key():
-    x, w, dy = tensors(BLOCKS_OF_16[-1], "bfloat16")
+    x, w, dy = tensors(BLOCKS_OF_16[4], "bfloat16")
     run = compiled("nvfp4")
     step = step_key(0, 1)
     first = run(x, w, dy, site_key(layer_key(step, 0), "gate"))
@@ -133,24 +133,24 @@ def test_hadamard_operands_cancel_exactly_where_nothing_is_rounded():
 
 
 def test_hadamard_operands_cancel_to_rounding():
-    """Each transformed operand is rounded to bfloat16 once: 2^-9 of a number, so 2^-8 of the norms for a product."""
-    x, w, dy = (t.astype(jnp.float32) for t in tensors(BLOCKS_OF_16[-1], "bfloat16"))
+    """Each transformed operand is rounded to bfloat16 once: 2^-8 of a number, so 2^-7 of the norms for a product."""
+    x, w, dy = (t.astype(jnp.float32) for t in tensors(BLOCKS_OF_16[4], "bfloat16"))
     w = w.astype(jnp.bfloat16).astype(jnp.float32)
     _, _, dw = transformed()(x, w, dy)
     x, dy = matrix(x), matrix(dy)
     bound = np.linalg.norm(x, axis=0)[:, None] * np.linalg.norm(dy, axis=0)
-    assert (np.abs(np.asarray(dw) - x.T @ dy) <= 2.0**-8 * bound).all()
+    assert (np.abs(np.asarray(dw) - x.T @ dy) <= 2.0**-7 * bound).all()
 
 
 def test_a_vector_and_one_token_are_linears_too():
     """Forward alone asks nothing of the number of tokens."""
-    x, w, _ = tensors(BLOCKS_OF_16[-1], "bfloat16")
+    x, w, _ = tensors(BLOCKS_OF_16[4], "bfloat16")
     run = jax.jit(functools.partial(hb.qdot, recipe=hb.recipe("nvfp4")), compiler_options=quick)
     np.testing.assert_array_equal(run(x[0, :1], w)[0], run(x[0, 0], w))
 
 
 def test_out_dtype_is_the_unrounded_result():
-    x, w, _ = tensors(BLOCKS_OF_16[-1], "bfloat16")
+    x, w, _ = tensors(BLOCKS_OF_16[4], "bfloat16")
     run = functools.partial(hb.qdot, recipe=hb.recipe("fp8"))
     wide = jax.jit(functools.partial(run, out_dtype=jnp.float32))(x, w)
     assert wide.dtype == jnp.float32
