@@ -87,9 +87,9 @@ def test_what_does_not_fit_loses_its_beginning(scorer):
 
 
 def test_progress_counts_every_request(scorer):
-    done = []
-    scorer.score(REQUESTS, advance=done.append)
-    assert sum(done) == len(REQUESTS)
+    seen = []
+    scorer.score(REQUESTS, watch=lambda done, total: seen.append((done, total)))
+    assert seen == sorted(seen) and seen[-1] == (len(REQUESTS), len(REQUESTS)) and len(seen) > 2
 
 
 def test_logits_in_slices_are_the_same(model, scores, monkeypatch):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Args:
-    runs: Annotated[tuple[str, ...], tyro.conf.Positional]
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN RUN ...")]
     """Run directories; the first is the baseline."""
     last: int = 0
     """Logged steps that count as the end of a run; 0: a tenth of those in common, at least 20."""

@@ -32,9 +32,9 @@ TEXT_METRICS = ("nats_per_token", "bits_per_byte", "ppl")
 
 @dataclass(frozen=True)
 class Args:
-    run: Annotated[str, tyro.conf.Positional]
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run directory."""
-    files: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    files: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[FILE ...]")] = ()
     """Tasks (.jsonl) and text (.txt), also .xz, .gz, .zst; directories, globs. None: the run's validation split."""
     limit: int = 0
     """Examples a task, spread evenly over it; for a text file, windows from its beginning; 0: all."""
@@ -107,14 +107,14 @@ def evaluate(args: Args, loaded: "LoadedRun", scorer: Any, tasks: Any) -> "Itera
             items = [first_windows(loaded.model.tokenizer, items[0], args.limit, scorer.window)]
         read[task.file.path] = items
     for task in tasks:
-        with progress(task.name) as advance:
+        with progress(task.name) as watch:
             yield run_task(
                 task.name,
                 task.format.kind,
                 read[task.file.path],
                 scorer,
                 stride=args.stride or None,
-                advance=advance,
+                watch=watch,
             )
 
 
@@ -132,25 +132,25 @@ def validation(args: Args, loaded: "LoadedRun", scorer: Any) -> "Iterator[evalua
         totals = [part.manifest.splits["validation"].get(name) for part in data.dataset.as_mixture(dataset).datasets]
         size, tokens = (sum(getattr(t, field) for t in totals if t) for field in ("text_bytes", "tokens"))
         loader = data.loader(dataset, batch=rows, split="validation", source=name, max_batches=args.limit or None)
-        with loader, progress(f"validation/{name}", loader.batches) as advance:
+        with loader, progress(f"validation/{name}") as watch:
             scores = []
             for score in scorer.score_batches(loader):
                 scores.append(score)
-                advance(1)
+                watch(len(scores), loader.batches)
         yield validation_result(f"validation/{name}", scores, bytes_per_token=size / tokens)
 
 
 @contextmanager
-def progress(name: str, total: int | None = None) -> Iterator[Any]:
-    """A bar on stderr if that is a terminal; yields the function that moves it."""
+def progress(name: str) -> Iterator[Any]:
+    """A bar on stderr if that is a terminal; yields the function that sets it to (done, of all)."""
     import rich.progress
     from rich.console import Console
 
     columns = (*rich.progress.Progress.get_default_columns(), rich.progress.MofNCompleteColumn())
     screen = Console(stderr=True)
     with rich.progress.Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True) as bar:
-        task = bar.add_task(name, total=total)
-        yield lambda count: bar.advance(task, count)
+        task = bar.add_task(name, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def settings(args: Args, loaded: "LoadedRun", scorer: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from halfbyte.cli.result import Result
 
 @dataclass(frozen=True)
 class Args:
-    run: Annotated[str, tyro.conf.Positional]
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run directory."""
     prompt: str = ""
     """Text to continue; empty: a new document; -: read standard input."""

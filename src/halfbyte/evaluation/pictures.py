@@ -104,8 +104,8 @@ def _assembled(
             text.append(chr(BRAILLE + int(canvas[row, column])), style=style)
         text.append("\n")
     text.append(f"{'':>{margin}} ╰{'─' * width}\n", style="dim")
-    ends = f"{short(left)}{short(right):>{width - len(short(left))}}"
-    text.append(f"{'':>{margin}}  {ends} tokens\n", style="dim")
+    first, last = short(left), f"{short(right)} tokens"
+    text.append(f"{'':>{margin}}  {first}{last:>{width - len(first)}}\n", style="dim")
     for number, line in enumerate(lines):
         text.append("  ── ", style=TERMINAL[number % len(TERMINAL)])
         text.append(line.name)

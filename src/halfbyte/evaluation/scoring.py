@@ -25,6 +25,7 @@ LENGTHS = 5  # padded lengths at most, each half of the next
 LOGIT_BYTES = 2**28  # float32 logits that exist at one time
 PACKED = ("tokens", "targets", "segments", "positions")
 Batch = dict[str, Any]
+Watch = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -106,15 +107,15 @@ class Scorer:
         self._program = jax.jit(functools.partial(_row_scores, model.config, ctx=model.context))
         self._sums = jax.jit(functools.partial(_batch_sums, model.config, ctx=model.context))
 
-    def score(self, requests: Sequence[Request], *, advance: Callable[[int], None] | None = None) -> list[Score]:
-        """A score for each request, in order. `advance` is told how many more are done."""
+    def score(self, requests: Sequence[Request], *, watch: Watch | None = None) -> list[Score]:
+        """A score for each request, in order. `watch` is told (requests done, of all) after each batch."""
         scores: list[Score | None] = [None] * len(requests)
         pending: tuple[list[int], Any] | None = None
         for numbers, batch in self._batches([request.within(self.window) for request in requests]):
             running = (numbers, self._program(self.model.params, self._place(batch)))
-            self._collect(pending, requests, scores, advance)  # while the device works on the next
+            self._collect(pending, requests, scores, watch)  # while the device works on the next
             pending = running
-        self._collect(pending, requests, scores, advance)
+        self._collect(pending, requests, scores, watch)
         return [score for score in scores if score is not None]
 
     def score_batches(self, batches: Iterable[Batch]) -> Iterator[Score]:
@@ -133,7 +134,7 @@ class Scorer:
         pending: tuple[list[int], Any] | None,
         requests: Sequence[Request],
         scores: list[Score | None],
-        advance: Callable[[int], None] | None,
+        watch: Watch | None,
     ) -> None:
         if pending is None:
             return
@@ -142,8 +143,8 @@ class Scorer:
         for row, number in enumerate(numbers):
             scored = min(requests[number].scored, self.window)
             scores[number] = Score(float(nll[row]), scored, bool(greedy[row]))
-        if advance is not None:
-            advance(len(numbers))
+        if watch is not None:
+            watch(sum(score is not None for score in scores), len(scores))
 
     def _batches(self, requests: Sequence[Request]) -> Iterator[tuple[list[int], Batch]]:
         """(request numbers, padded batch): one shape a padded length, filled in order."""

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from halfbyte.data import Tokenizer
-from halfbyte.evaluation.scoring import Request, Score, Scorer
+from halfbyte.evaluation.scoring import Request, Score, Scorer, Watch
 from halfbyte.evaluation.task_files import Example
 
 
@@ -54,7 +54,7 @@ def run_task(
     scorer: Scorer,
     *,
     stride: int | None = None,
-    advance: Callable[[int], None] | None = None,
+    watch: Watch | None = None,
 ) -> Result:
     """Every example scored. `stride` is for text: how far each window starts after the last, and what it scores."""
     if not items:
@@ -62,7 +62,7 @@ def run_task(
     make = text_requests if kind == "text" else task_requests
     requests = [make(scorer.model.tokenizer, example, scorer.window, stride or scorer.window) for example in items]
     flat = [request for made in requests for request in made]
-    found = iter(scorer.score(flat, advance=advance))
+    found = iter(scorer.score(flat, watch=watch))
     scores = [[next(found) for _ in made] for made in requests]
     metrics = METRICS[kind]
     names = sorted({example.group for example in items} - {""})
