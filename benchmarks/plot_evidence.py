@@ -1,0 +1,83 @@
+"""Pictures of the measurements under docs/evidence: step time of each recipe, and loss curves where there are any.
+
+python benchmarks/plot_evidence.py          writes docs/evidence/speed.svg and docs/evidence/loss.svg
+"""
+
+import json
+import pathlib
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+EVIDENCE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "evidence"
+COLORS = {"bf16": "#8a8f98", "fp8": "#e08e2b", "nvfp4": "#2f6fde"}
+plt.rcParams.update({"svg.hashsalt": "halfbyte", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+
+
+def speed() -> None:
+    """Tokens a second of every measured step, with the ratio to bf16 of its own run."""
+    files = sorted(EVIDENCE.glob("step_*.json"))
+    figure, axes = plt.subplots(figsize=(8, 0.9 + 0.75 * len(files)), layout="constrained")
+    labels, place = [], 0.0
+    for file in files:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        rows = [row for row in found["rows"] if row["tokens_per_s"]]
+        for row in rows:
+            share = row["ratio"] or 0.0
+            axes.barh(place, share, color=COLORS.get(row["recipe"], "#555"), height=0.8)
+            text = f"{row['recipe']} {share:.3f}x   {row['tokens_per_s']:,.0f} tokens/s, {row['mfu']:.1%} MFU"
+            axes.text(0.01, place, text, va="center", color="white", fontsize=8)
+            place += 0.85
+        args = found["args"]
+        layers = f", {args['layers']} layers" if args["layers"] else ""
+        loop = "unrolled" if args["unroll"] == 0 else "looped"
+        labels.append(
+            (
+                place - 0.85 * (len(rows) + 1) / 2,
+                f"{args['model']}{layers}\nseq {args['seq']}, {args['policy']}, {loop}",
+            )
+        )
+        place += 0.5
+    axes.set_yticks([at for at, _ in labels], [label for _, label in labels])
+    axes.invert_yaxis()
+    axes.axvline(1.0, color="#444", linewidth=0.8, linestyle=":")
+    axes.set_xlabel("speed of a whole training step, as a ratio to bf16 in the same run (one H200)")
+    figure.savefig(EVIDENCE / "speed.svg", metadata={"Date": None})
+
+
+def smooth(values: list[float], width: int = 20) -> list[float]:
+    """Running mean over the last `width` values."""
+    return [sum(values[max(0, i - width + 1) : i + 1]) / (i + 1 - max(0, i - width + 1)) for i in range(len(values))]
+
+
+def loss() -> None:
+    """Training loss of each arm, and its gap to bf16, where loss_*.json exist."""
+    arms = {
+        f.stem.removeprefix("loss_"): json.loads(f.read_text(encoding="utf-8"))
+        for f in sorted(EVIDENCE.glob("loss_*.json"))
+    }
+    if not arms:
+        return
+    figure, (curves, gaps) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=[2, 1], layout="constrained")
+    base = smooth(arms["bf16"]["loss"])
+    for name, arm in arms.items():
+        millions = [t / 1e6 for t in arm["tokens"]]
+        curves.plot(
+            millions, smooth(arm["loss"]), color=COLORS.get(name), label=f"{name}, validation {arm['validation']:.4f}"
+        )
+        if name != "bf16":
+            gaps.plot(millions, [a - b for a, b in zip(smooth(arm["loss"]), base, strict=True)], color=COLORS.get(name))
+    curves.set_ylabel("training loss, nats (mean of 20 steps)")
+    curves.legend(frameon=False)
+    gaps.axhline(0, color="#444", linewidth=0.8, linestyle=":")
+    gaps.set_ylim(-0.05, 0.15)
+    gaps.set_ylabel("gap to bf16, nats")
+    gaps.set_xlabel("million tokens")
+    figure.savefig(EVIDENCE / "loss.svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    speed()
+    loss()
