@@ -9,7 +9,7 @@ import pytest
 from runner import Runner, final_checksums, losses
 from tiny import tiny
 
-from halfbyte.train import CheckpointConfig
+from halfbyte.train import CheckpointConfig, LossScaleConfig
 
 STEPS = 240
 
@@ -19,7 +19,8 @@ def whole(request, tmp_path_factory, compile_cache):
     """(runner, directory of an uninterrupted run), with gradient accumulation."""
     folder = tmp_path_factory.mktemp(request.param)
     save_often = CheckpointConfig(every=40, keep_last=2)
-    config = tiny(recipe=request.param, steps=STEPS, accumulate=2, checkpoint=save_often)
+    scale = LossScaleConfig(mode="dynamic", initial=8.0, growth_interval=70)  # doubles before and after the kill
+    config = tiny(recipe=request.param, steps=STEPS, accumulate=2, checkpoint=save_often, loss_scale=scale)
     runner = Runner(folder, config, compile_cache)
     code, output = runner.run(folder / "whole")
     assert code == 0, output

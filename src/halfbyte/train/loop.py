@@ -24,13 +24,13 @@ from .resume import Start, begin
 from .session import (
     Outputs,
     Session,
+    check_native_gemms,
     make_meter,
     open_display,
     open_session,
     open_sinks,
     show_start,
     take_directory,
-    test_native_gemms,
 )
 from .signals import StopRequest
 from .source import to_mesh
@@ -74,7 +74,7 @@ def train(
         use_compile_cache(Path(config.compile_cache))
     session = open_session(config, directory, console=console, allow_change=allow_change)
     show_start(session)
-    test_native_gemms(session)
+    check_native_gemms(session)
     with ExitStack() as stack:
         store = take_directory(session, stack)
         start = begin(config, session.mesh, store, say=session.say)

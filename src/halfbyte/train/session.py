@@ -105,7 +105,7 @@ def _peak_text(session: Session) -> str:
     )
 
 
-def test_native_gemms(session: Session) -> None:
+def check_native_gemms(session: Session) -> None:
     """Compare each native GEMM direction with `carrier`, once a recipe, where the device has native 4-bit units."""
     for phase, manifest in zip(phases(session.config), session.preflight.manifests, strict=True):
         if any(site.backend == "native" for site in manifest.sites):

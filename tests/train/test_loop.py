@@ -1,0 +1,119 @@
+"""The host loop on a tiny run. Oracles: the files it leaves, and each other's numbers."""
+
+import dataclasses
+import io
+import json
+
+import jax
+import pytest
+from rich.console import Console
+from tiny import tiny
+
+from halfbyte import ops
+from halfbyte.metrics import read_rows
+from halfbyte.optim import OptimizerConfig
+from halfbyte.recipe import recipe
+from halfbyte.train import (
+    CheckpointConfig,
+    Diverged,
+    LogConfig,
+    LossScaleConfig,
+    PrecisionConfig,
+    ProfileConfig,
+    SelfTestFailed,
+    TrainConfig,
+    ValidationConfig,
+    jsonconfig,
+    native_gemms_agree,
+    train,
+)
+
+
+def run(config, directory, **options):
+    """(result, what was printed)."""
+    out = io.StringIO()
+    return train(config, directory, console=Console(file=out, width=100), **options), out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run with everything: a precision switch, validation, checkpoints, a profile, dynamic loss scale,
+    TensorBoard."""
+    config = tiny(
+        recipe="bf16",
+        mesh="data=8",
+        precision=PrecisionConfig(switch_at=4, switch_to="fp8"),
+        validation=ValidationConfig(every=3, batches=1),
+        checkpoint=CheckpointConfig(every=2, keep_last=1, keep_every=4),
+        loss_scale=LossScaleConfig(mode="dynamic", initial=4.0, growth_interval=3),
+        log=LogConfig(tensorboard=True),
+    )
+    directory = tmp_path_factory.mktemp("runs") / "tiny"
+    return config, directory, *run(config, directory, profile=ProfileConfig("xprof", 2, 3))
+
+
+def test_the_run_directory(finished):
+    config, directory, result, _ = finished
+    assert jsonconfig.load(TrainConfig, directory / "config.json") == config
+    assert sorted(int(path.name) for path in (directory / "checkpoints").iterdir()) == [4, 6]
+    assert any((directory / "tensorboard").iterdir())
+    assert result.step == 6
+    manifest = json.loads((directory / "manifest.json").read_text())
+    assert [phase["recipe"] for phase in manifest["phases"]] == ["bf16", "fp8"]
+    assert [phase["steps"] for phase in manifest["phases"]] == [[1, 4], [5, 6]]
+
+
+def test_one_row_a_step(finished):
+    _, directory, result, _ = finished
+    rows = read_rows(directory / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["tokens"] for row in rows] == [256 * step for step in range(1, 7)]
+    assert [row["step"] for row in rows if "validation_loss" in row] == [3, 6]
+    assert rows[-1]["validation_loss"] == result.validation["all"] == rows[-1]["validation_loss/synthetic"]
+    assert rows[-1]["loss"] == result.loss
+    assert rows[0]["mfu"] is None
+    assert rows[0]["flops_formula"]
+    assert [row["loss_scale"] for row in rows] == [4.0, 4.0, 4.0, 8.0, 8.0, 8.0]
+    assert all(row["input_wait_s"] >= 0 and row["step_time_s"] > 0 for row in rows)
+
+
+def test_what_people_read(finished):
+    _, _directory, result, text = finished
+    assert "PRECISION SWITCH after step 4: bf16 -> fp8" in text
+    assert "0.0% of FLOPs in 4 bits" in text
+    assert "validation after step 6: synthetic" in text
+    assert f"loss {result.loss:.6f}" in text
+    assert "step time, steps 2 to 3: gemm" in text
+    assert sum(result.breakdown.values()) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_a_finished_run_is_left_alone(finished):
+    config, directory, result, _ = finished
+    again, text = run(config, directory)
+    assert "the run is complete at step 6; raise --steps" in text
+    assert len(read_rows(directory / "metrics.jsonl")) == 6
+    for a, b in zip(jax.tree.leaves(again.params), jax.tree.leaves(result.params), strict=True):
+        assert (a == b).all()
+
+
+def test_a_diverged_run_stops_loudly(tmp_path):
+    config = tiny(recipe="bf16", mesh="data=8", optimizer=OptimizerConfig(learning_rate=1e38, warmup=0))
+    config = dataclasses.replace(config, checkpoint=CheckpointConfig(every=1))
+    with pytest.raises(Diverged, match=r"step 2: loss .*nan.*the checkpoint of step 1 is good"):
+        run(config, tmp_path / "run")
+    assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+
+
+def test_native_self_test_passes_and_fails(monkeypatch):
+    """No native unit here: `reference` takes its place; then one whose gradients are all zero."""
+    deviations = native_gemms_agree(recipe("nvfp4"), candidate="reference")
+    assert set(deviations) == {"fprop", "dgrad", "wgrad"}
+    real = ops.qdot
+
+    def broken(x, w, *, backend, **options):
+        y = real(x, w, backend="carrier", **options)
+        return y if backend == "carrier" else jax.lax.stop_gradient(y) + 0 * y
+
+    monkeypatch.setattr(ops, "qdot", broken)
+    with pytest.raises(SelfTestFailed, match=r"dgrad off by 1.*--precision.backend carrier"):
+        native_gemms_agree(recipe("nvfp4"), candidate="native")
