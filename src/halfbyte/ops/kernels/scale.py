@@ -1,5 +1,6 @@
 """The scales of one tensor, from the maxima that the programs of an amax pass left behind."""
 
+import functools
 import math
 from typing import Any
 
@@ -70,7 +71,7 @@ def _scale_vector(amax: jax.Array, top: float, interpret: bool) -> jax.Array:
 
 def _divide(a: np.float32, b: jax.Array, interpret: bool) -> jax.Array:
     if interpret:
-        return a / b
+        return jax.pure_callback(functools.partial(_divide_numpy, a), jax.ShapeDtypeStruct(b.shape, b.dtype), b)
     return plgpu.elementwise_inline_asm(
         "div.rn.f32 $0, $1, $2;",
         args=[jnp.full(b.shape, a, jnp.float32), b],
@@ -78,6 +79,11 @@ def _divide(a: np.float32, b: jax.Array, interpret: bool) -> jax.Array:
         pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct(b.shape, jnp.float32)],
     )[0]
+
+
+def _divide_numpy(a: np.float32, b: Any) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return np.asarray(a / np.asarray(b), np.float32)
 
 
 def amax_bits(amax: jax.Array) -> jax.Array:

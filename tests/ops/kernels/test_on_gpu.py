@@ -1,0 +1,107 @@
+"""The kernels themselves, compiled and inside jit with default flags, against the oracle: every bit. Needs a GPU."""
+
+import jax
+import jax.numpy as jnp
+import kernel_oracle as oracle
+import ml_dtypes
+import numpy as np
+import pytest
+
+from halfbyte import devices
+from halfbyte.ops import kernels as K
+from halfbyte.ops.kernels import f8, gemm
+
+T, N = 256, 1024
+KEY, KEY2 = np.array([0x12345678, 0x9ABCDEF0], np.uint32), np.array([7, 11], np.uint32)
+KINDS = ["normal", "wide", "zero_scales", "subnormal", "huge"]
+
+
+def capability():
+    return devices.lookup(jax.devices()[0]).capability
+
+
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "gpu", reason="needs an NVIDIA GPU of compute capability 9.0 or newer"
+)
+
+
+@pytest.fixture(autouse=True)
+def _hopper():
+    if capability() is None or capability() < (9, 0):
+        pytest.skip("needs an NVIDIA GPU of compute capability 9.0 or newer")
+
+
+def data(kind):
+    rng = np.random.default_rng(KINDS.index(kind))
+    x = rng.standard_normal((T, N)).astype(np.float32)
+    if kind == "wide":
+        x *= np.exp2(rng.integers(-24, 12, (T, N))).astype(np.float32)
+    if kind == "zero_scales":
+        x *= np.float32(1e-6)
+        x[5, 7] = 50.0
+    x *= np.float32({"subnormal": 1e-39, "huge": 3e37}.get(kind, 1))
+    return x.astype(ml_dtypes.bfloat16)
+
+
+@jax.jit
+def linear(x, k0, k1):
+    row, column = K.tensor_scales(*K.maxima(x))
+    both = K.quantize(x, rows=K.Rowwise(row, k0), columns=K.Columnwise(column, k1))
+    codes, scales = K.quantize(x, columns=K.Columnwise(column, packed=True))
+    return *both, codes, scales, K.unpack(codes, scales)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_operands(kind):
+    x = data(kind)
+    turned = oracle.hadamard_tokens(x)
+    with np.errstate(all="ignore"):
+        noise = [oracle.random_bytes(T, N, k) for k in (KEY, KEY2)]
+        row = oracle.quantize(x, np.abs(x.astype(np.float32)).max(), axis=1, noise=noise[0])[2]
+        column = oracle.quantize(turned, np.abs(turned).max(), axis=0, noise=noise[1])[2]
+        codes, scales, nearest = oracle.quantize(turned, np.abs(turned).max(), axis=0)
+    got = linear(jnp.asarray(x), jnp.asarray(KEY), jnp.asarray(KEY2))
+    for a, b in zip(got, (row, column, oracle.pack_tokens(codes), scales, nearest), strict=True):
+        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), b.view(np.uint8))
+
+
+def test_weight():
+    w = data("wide").astype(np.float32) * np.float32(1.001)
+    got = jax.jit(lambda w: K.quantize_weight(w, K.tensor_scale(K.weight_maxima(w))))(jnp.asarray(w))
+    want = oracle.quantize(w, np.abs(w).max(), axis=1, block2d=True)[2]
+    np.testing.assert_array_equal(np.asarray(got).view(np.uint16), want.view(np.uint16))
+
+
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+def test_f8_cast(element):
+    x = data("wide")
+    run = jax.jit(
+        lambda x: f8.cast(x, K.tensor_scale(K.maxima(x, hadamard=False)[0], top=f8.TOPS[element]), element=element)
+    )
+    plain, turned = run(jnp.asarray(x))
+    top = np.float32(f8.TOPS[element])
+    scaled = x.astype(np.float32) * (top / np.abs(x.astype(np.float32)).max())
+    want = np.clip(scaled, -top, top).astype(f8.ELEMENTS[element])
+    np.testing.assert_array_equal(np.asarray(plain).view(np.uint8), want.view(np.uint8))
+    np.testing.assert_array_equal(np.asarray(turned).view(np.uint8), want.view(np.uint8).T)
+
+
+@pytest.mark.parametrize("layout", gemm.LAYOUTS)
+def test_gemm_rounds_once(layout):
+    """Small integers: every partial sum is exact, so alpha and the one rounding decide every bit."""
+    m, n, k = 512, 512, 256
+    if gemm.unsupported(m, n, k, layout=layout, capability=capability()):
+        pytest.skip("the GEMM kernel is written for compute capability 9.0")
+    rng = np.random.default_rng(0)
+    a = rng.integers(-6, 7, (k, m) if layout == "tn" else (m, k)).astype(ml_dtypes.bfloat16)
+    b = rng.integers(-6, 7, (n, k) if layout == "nt" else (k, n)).astype(ml_dtypes.bfloat16)
+    left, right = jnp.float32(0.37), jnp.float32(1.93e-3)
+    got = jax.jit(lambda a, b, s, t: gemm.matmul(a, b, s, t, layout=layout))(
+        jnp.asarray(a), jnp.asarray(b), left, right
+    )
+    turned = [
+        v.astype(np.float32).T if flip else v.astype(np.float32)
+        for v, flip in ((a, layout == "tn"), (b, layout == "nt"))
+    ]
+    want = ((turned[0] @ turned[1]) * (np.float32(left) * np.float32(right))).astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(np.asarray(got).view(np.uint16), want.view(np.uint16))
