@@ -9,7 +9,7 @@ from halfbyte.data.tokenizer import byte_tokenizer
 from halfbyte.evaluation import LanguageModel
 
 CONFIG = models.LlamaConfig(
-    name="tiny", vocab_size=272, embed=32, mlp=64, layers=2, heads=2, kv_heads=1, head_dim=16, max_seq=128,
+    name="tiny", vocab_size=288, embed=32, mlp=64, layers=2, heads=4, kv_heads=2, head_dim=16, max_seq=128,
     rope_theta=10_000.0,
 )  # fmt: skip
 

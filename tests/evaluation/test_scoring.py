@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from halfbyte import models
-from halfbyte.evaluation import Request, Scorer, scoring
+from halfbyte.evaluation import SCORING_RULES, Request, Scorer, scoring
 from halfbyte.sharding import make_mesh
 
 RANDOM = np.random.default_rng(0)
@@ -93,16 +93,17 @@ def test_progress_counts_every_request(scorer):
 
 
 def test_logits_in_slices_are_the_same(model, scores, monkeypatch):
-    monkeypatch.setattr(scoring, "LOGIT_BYTES", 4 * 272 * 4 * 8)  # 8 positions of 4 rows
+    monkeypatch.setattr(scoring, "LOGIT_BYTES", 4 * 288 * 4 * 8)  # 8 positions of 4 rows
     sliced = Scorer(model, batch_tokens=128).score(REQUESTS)
     np.testing.assert_allclose([s.nll for s in sliced], [s.nll for s in scores], rtol=1e-6)
     assert [s.greedy for s in sliced] == [s.greedy for s in scores]
 
 
 def test_a_mesh_gives_the_same(model, scores):
-    mesh = make_mesh({"fsdp": 2, "tensor": 1}, jax.devices("cpu")[:2])
+    mesh = make_mesh({"fsdp": 2, "tensor": 2}, jax.devices("cpu")[:4])
     placed = jax.device_put(model.params, models.param_shardings(model.config, mesh))
-    spread = dataclasses.replace(model, params=placed, context=dataclasses.replace(model.context, mesh=mesh))
+    context = dataclasses.replace(model.context, mesh=mesh, rules=SCORING_RULES)
+    spread = dataclasses.replace(model, params=placed, context=context)
     found = Scorer(spread, batch_tokens=128).score(REQUESTS)
     np.testing.assert_allclose([s.nll for s in found], [s.nll for s in scores], rtol=1e-5)
 

@@ -56,12 +56,12 @@ class Args:
 
 def run(args: Args) -> Result:
     from halfbyte.cli.loading import open_run
-    from halfbyte.evaluation import Scorer
+    from halfbyte.evaluation import SCORING_RULES, Scorer
 
     if args.limit < 0:
         raise ValueError(f"--limit must be 0 (all examples) or more, got {args.limit}")
     tasks = open_tasks(args.files)
-    loaded = open_run(args.run, recipe_name=args.recipe, mesh=args.mesh, step=args.step)
+    loaded = open_run(args.run, recipe_name=args.recipe, mesh=args.mesh, rules=SCORING_RULES, step=args.step)
     scorer = Scorer(loaded.model, window=args.seq or None, batch_tokens=args.batch_tokens)
     print(loaded.describe(), flush=True)
     results = []

@@ -42,13 +42,13 @@ class Args:
 
 def run(args: Args) -> Result:
     from halfbyte.cli.loading import open_run
-    from halfbyte.evaluation import Generator, Sampling
+    from halfbyte.evaluation import WRITING_RULES, Generator, Sampling
 
     sampling = Sampling(args.temperature, args.top_p, args.top_k, args.seed)
     if args.samples < 1:
         raise ValueError(f"--samples must be 1 or more, got {args.samples}")
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    loaded = open_run(args.run, recipe_name=args.recipe, mesh=args.mesh, step=args.step)
+    loaded = open_run(args.run, recipe_name=args.recipe, mesh=args.mesh, rules=WRITING_RULES, step=args.step)
     note(loaded.describe())
     generator = Generator(loaded.model, sampling)
     room = max(1, loaded.config.model.max_seq - len(loaded.model.tokenizer.encode(prompt, bos=True)))

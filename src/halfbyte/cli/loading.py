@@ -15,7 +15,7 @@ from halfbyte import data, models
 from halfbyte.checkpoint import Checkpoints, DamagedCheckpoint, Restored
 from halfbyte.evaluation import LanguageModel
 from halfbyte.recipe import Recipe, recipe, step_key
-from halfbyte.sharding import make_mesh, parse_mesh
+from halfbyte.sharding import Rules, make_mesh, parse_mesh
 from halfbyte.train import TrainConfig, jsonconfig, phases, resolve
 from halfbyte.train.precision import phase_at
 
@@ -36,8 +36,10 @@ class LoadedRun:
         return f"{self.directory}: {self.config.model.name}, {size:,} parameters, step {self.step}, {self.recipe}"
 
 
-def open_run(directory: str | Path, *, recipe_name: str = "", mesh: str = "", step: int | None = None) -> LoadedRun:
-    """The newest whole checkpoint of the run (or that of `step`), on one device or on `mesh`.
+def open_run(
+    directory: str | Path, *, recipe_name: str = "", mesh: str = "", rules: Rules, step: int | None = None
+) -> LoadedRun:
+    """The newest whole checkpoint of the run (or that of `step`), on one device or on `mesh` by `rules`.
 
     The forward pass runs under the recipe that the run trained with at that step, or under `recipe_name`.
     """
@@ -46,13 +48,14 @@ def open_run(directory: str | Path, *, recipe_name: str = "", mesh: str = "", st
     chosen = recipe(recipe_name) if recipe_name else None
     tokenizer, seq = read_tokenizer(directory, config)
     grid = some_mesh(mesh) if mesh else None
-    models.check_mesh(config.model, grid)
-    restored = restore_params(directory, config, mesh=grid, step=step)
+    models.check_mesh(config.model, grid, rules=rules)
+    restored = restore_params(directory, config, mesh=grid, rules=rules, step=step)
     chosen = chosen or trained_with(config, restored.step)
     context = models.Context(
         policy=resolve(config.model, config.policy, chosen) if chosen.quantized else None,
         key=step_key(config.seed, restored.step),
         mesh=grid,
+        rules=rules,
         backend=config.precision.backend,
         compute_dtype=jnp.dtype(config.precision.compute_dtype),
     )
@@ -80,12 +83,14 @@ def trained_with(config: TrainConfig, step: int) -> Recipe:
     return phase_at(phases(config), min(max(step, 1), config.steps) - 1).recipe
 
 
-def restore_params(directory: Path, config: TrainConfig, *, mesh: Any, step: int | None) -> Restored:
+def restore_params(
+    directory: Path, config: TrainConfig, *, mesh: Mesh | None, rules: Rules, step: int | None
+) -> Restored:
     """Weights alone, verified. A damaged newest checkpoint is named, and the one before it is used."""
     folder = directory / "checkpoints"
     if not folder.is_dir():
         raise ValueError(f"{directory} has no checkpoint yet; train it first (`halfbyte train --run-dir {directory}`)")
-    abstract = models.abstract_params(config.model, mesh)
+    abstract = models.abstract_params(config.model, mesh, rules)
     if mesh is None:
         here = SingleDeviceSharding(jax.local_devices()[0])
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), abstract)

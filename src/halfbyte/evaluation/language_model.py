@@ -1,10 +1,15 @@
 """A trained model as evaluation sees it: weights, tokenizer, and the precision its forward pass runs in."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from halfbyte.data import Tokenizer
 from halfbyte.models import Context, LlamaConfig, Params
+from halfbyte.sharding import DEFAULT_RULES
+
+# On a mesh, weights rest as in training. Scored rows are split over data and fsdp, never along positions, whose number
+# is not the mesh's to choose; a text that is written is one row, on all devices.
+SCORING_RULES = DEFAULT_RULES.replace(seq=(), residual_seq=())
+WRITING_RULES = SCORING_RULES.replace(batch=())
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,3 @@ class LanguageModel:
                 f"the tokenizer has {self.tokenizer.vocab_size} ids, but model {self.config.name} knows only "
                 f"{self.config.vocab_size}; use the tokenizer that the model was trained with"
             )
-
-    def with_params(self, params: Any) -> "LanguageModel":
-        """The same model with other weights."""
-        return LanguageModel(self.config, params, self.tokenizer, self.context, self.seq)

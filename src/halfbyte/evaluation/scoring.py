@@ -163,8 +163,7 @@ class Scorer:
     def _rows(self, length: int) -> int:
         """Rows of a batch, the same for every task: what `batch_tokens` allows, whole on the mesh."""
         rows = max(1, self.batch_tokens // length)
-        mesh = self.model.context.mesh
-        share = axis_size(mesh, "data") * axis_size(mesh, "fsdp")
+        share = axis_size(self.model.context.mesh, self.model.context.rules.mesh_axes("batch"))
         return -(-rows // share) * share
 
     def _place(self, batch: Batch) -> Batch:
