@@ -3,4 +3,14 @@
 import pathlib
 import sys
 
+import jax
+import pytest
+
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+
+@pytest.fixture
+def on_cpu():
+    """For tests that compare the bits of two programs: a GPU may choose another order of summation in each."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield

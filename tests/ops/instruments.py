@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import jax
@@ -46,7 +47,7 @@ def watched(name: str) -> Iterator[dict[str, Seen]]:
         factor = alpha(left, right)
         factor = jnp.float32(1) if factor is None else factor
         operands = (o.values().astype(jnp.float32) for o in (left, right))
-        jax.debug.callback(note, gemm_name(axes), *operands, factor, exact)
+        jax.debug.callback(functools.partial(note, gemm_name(axes)), *operands, factor, exact)
         return finish(exact, None, dtype)
 
     BACKENDS[name] = dataclasses.replace(real, gemm=gemm)

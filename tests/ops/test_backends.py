@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import check_linear, tensors
+from checks import TOLERANCE, check_linear, tensors
 from instruments import quick
 from shapes import BLOCKS_OF_16, BLOCKS_OF_32
 
@@ -43,7 +43,9 @@ def test_conformance(backend, name, shape, dtype):
     reason = BACKENDS[backend].unsupported(problem(recipe, shape))
     if reason is not None:
         pytest.skip(f"{backend}: {reason}")
-    check_linear(recipe, *tensors(shape, dtype), backend=backend)
+    # The 8-bit units of a GPU sum with about 14 bits.
+    tolerance = 2.0**-12 if name == "fp8" and jax.default_backend() == "gpu" else TOLERANCE
+    check_linear(recipe, *tensors(shape, dtype), backend=backend, tolerance=tolerance)
 
 
 def test_fused_passes_in_interpret_mode(monkeypatch):

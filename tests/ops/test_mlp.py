@@ -76,6 +76,7 @@ def reference(name):
 @pytest.mark.parametrize(
     "name, mode", [("nvfp4", "fast"), ("nvfp4", "small"), ("mixed", "small"), ("fp8", "small"), ("bf16", "small")]
 )
+@pytest.mark.usefixtures("on_cpu")
 def test_the_mlp_is_three_linears_around_swiglu(name, mode):
     run = gradients(functools.partial(hb.mlp, recipe=RECIPES[name], key=KEY, mode=mode))
     assert_same_bits(jax.jit(run, compiler_options=quick)(*inputs()), reference(name))

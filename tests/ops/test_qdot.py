@@ -142,6 +142,7 @@ def test_hadamard_operands_cancel_to_rounding():
     assert (np.abs(np.asarray(dw) - x.T @ dy) <= 2.0**-7 * bound).all()
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_a_vector_and_one_token_are_linears_too():
     """Forward alone asks nothing of the number of tokens."""
     x, w, _ = tensors(BLOCKS_OF_16[4], "bfloat16")
@@ -149,6 +150,7 @@ def test_a_vector_and_one_token_are_linears_too():
     np.testing.assert_array_equal(run(x[0, :1], w)[0], run(x[0, 0], w))
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_out_dtype_is_the_unrounded_result():
     x, w, _ = tensors(BLOCKS_OF_16[4], "bfloat16")
     run = functools.partial(hb.qdot, recipe=hb.recipe("fp8"))

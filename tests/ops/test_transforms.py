@@ -17,6 +17,8 @@ import halfbyte as hb
 from halfbyte.ops.operand import SAVED
 from halfbyte.recipe import layer_key
 
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
 NVFP4 = hb.recipe("nvfp4")
 LAYERS, WIDTH, TOKENS = 3, 32, 32
 LINEAR = 5  # quantizations of one linear, forward and backward
