@@ -21,7 +21,6 @@ from halfbyte.formats import (
     all_finite,
     amax_of,
     quantize,
-    random_bytes,
     round_up_scales,
     to_grid,
 )  # fmt: skip
@@ -173,9 +172,8 @@ def test_a_given_amax_replaces_the_tensors_own():
 
 def test_what_is_on_the_grid_is_what_is_stored(hard_tensors):
     """`to_grid` gives values and codes of the same numbers."""
-    for fmt in (NVFP4, MXFP8):
-        values, codes = jax.jit(lambda x, fmt=fmt: to_grid(x, fmt)[:2])(hard_tensors[0])
-        same(values, oracle.value_of(np.asarray(codes), fmt.element.name), fmt.name)
+    values, codes = jax.jit(lambda x: to_grid(x, MXFP8)[:2])(hard_tensors[0])
+    same(values, oracle.value_of(np.asarray(codes), "E4M3"), "values")
 
 
 @pytest.fixture
@@ -283,12 +281,3 @@ def test_the_catalogue():
         "nvfp4": 4.5, "mxfp4": 4.25, "mxfp8": 8.25, "mxfp8_e5m2": 8.25, "fp8": 8, "fp8_e5m2": 8, "bf16": 16,
     }  # fmt: skip
     assert [f.name for f in FORMATS.values() if f.tensor_scale] == ["nvfp4", "fp8", "fp8_e5m2"]
-
-
-def test_noise_is_drawn_from_the_key_alone(hard_tensors):
-    """The same bytes whether drawn inside `quantize` or before it."""
-    key = jax.random.wrap_key_data(jnp.asarray(KEY))
-    noise = jax.jit(lambda key: random_bytes(key, (64, 64)))(key)
-    x = hard_tensors[0]
-    drawn = compiled(NVFP4, rounding="stochastic")(hard_tensors).codes[0]
-    same(jax.jit(lambda x, noise: to_grid(x, NVFP4, noise=noise).codes)(x, noise), np.asarray(drawn), "codes")

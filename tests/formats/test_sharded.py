@@ -37,3 +37,15 @@ def test_any_mesh(rows, columns):
         np.testing.assert_array_equal(found[0], codes)
         np.testing.assert_array_equal(np.asarray(found[1]).view(np.uint8), scales)
         assert found[2] == amax
+
+
+def test_a_shard_alone_is_its_own_tensor():
+    """Inside shard_map each device quantizes what it holds, with its own amax."""
+    devices = jax.devices("cpu")
+    if len(devices) < 2:
+        pytest.skip(f"needs 2 CPU devices, found {len(devices)}")
+    mesh, spec = Mesh(np.array(devices[:2]), ("rows",)), PartitionSpec("rows")
+    x = np.random.default_rng(9).standard_normal((32, 64)).astype(np.float32) * np.repeat([1, 1e-3], 16)[:, None]
+    x = x.astype(np.float32)
+    codes = jax.jit(jax.shard_map(lambda x: quantize(x, NVFP4).codes, mesh=mesh, in_specs=spec, out_specs=spec))(x)
+    np.testing.assert_array_equal(codes, np.concatenate([oracle.nvfp4(half)[0] for half in (x[:16], x[16:])]))

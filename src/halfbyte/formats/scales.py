@@ -70,7 +70,9 @@ def _once(compute: Callable[[jax.Array], jax.Array], unscaled: np.ndarray, amax_
     start = jnp.asarray(unscaled)
 
     def in_a_loop(bits: jax.Array, usable: jax.Array) -> jax.Array:
-        return lax.fori_loop(0, usable.astype(jnp.int32), lambda _, made: compute(bits), start)
+        turns = usable.astype(jnp.int32)
+        # A start that depends on the tensor varies over a mesh as the result does, which shard_map asks for.
+        return lax.fori_loop(0, turns, lambda _, made: compute(bits), jnp.where(usable, jnp.zeros_like(start), start))
 
     def plain(bits: jax.Array, usable: jax.Array) -> jax.Array:
         return lax.optimization_barrier(jnp.where(usable, compute(bits), start))
