@@ -224,8 +224,8 @@ def _kernel(a, b, left, right, out, *, tiling: GemmTiling, layout: str, sizes: t
             target = out.at[rows, columns].at[own_m, own_n]
 
             def multiply(_, a_tile, b_tile, sums):
-                left_tile = plgpu.transpose_ref(a_tile.at[:, own_m], (1, 0)) if turned_a else a_tile.at[own_m]
-                right_tile = plgpu.transpose_ref(b_tile.at[own_n], (1, 0)) if turned_b else b_tile.at[:, own_n]
+                left_tile = _transposed(a_tile.at[:, own_m], (1, 0)) if turned_a else a_tile.at[own_m]
+                right_tile = _transposed(b_tile.at[own_n], (1, 0)) if turned_b else b_tile.at[:, own_n]
                 plgpu.wgmma(sums, left_tile, right_tile)
                 plgpu.wgmma_wait(tiling.in_flight)
                 return sums
@@ -282,6 +282,11 @@ def _transforms(columns: int, dtype: Any) -> tuple[Any, ...]:
     size = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(columns * size * 8)
     return plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
+
+
+def _transposed(ref: Any, order: tuple[int, ...]) -> Any:
+    """A view of a reference with its dims in `order`: a method since JAX 0.11, a function before."""
+    return ref.transpose(*order) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, order)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
