@@ -3,10 +3,17 @@
 import io
 import json
 import shutil
+from types import SimpleNamespace
 
+import jax
 import pytest
 
+from halfbyte import models
 from halfbyte.cli.main import main
+from halfbyte.cli.train import Args, sample_text
+from halfbyte.data.tokenizer import byte_tokenizer
+from halfbyte.sharding import make_mesh
+from halfbyte.train import TrainConfig
 
 
 def generate(capfd, *flags):
@@ -86,3 +93,19 @@ def test_the_data_may_be_gone(tiny_run, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr("halfbyte.cli.loading.open_data", lambda config: pytest.fail("opened the data"))
     code, _, _ = generate(capfd, tiny_run, "--recipe", "bf16", "--max-tokens", 1)
     assert code == 0
+
+
+def test_the_sample_at_the_end_of_training_on_a_mesh():
+    """Weights as training leaves them, over two devices; a model too short for sixty tokens gets fewer."""
+    config = TrainConfig(
+        name="tiny",
+        model=models.LlamaConfig(
+            name="tiny", vocab_size=288, embed=32, mlp=64, layers=1, heads=2, kv_heads=2, head_dim=16, max_seq=16
+        ),
+    )
+    mesh = make_mesh({"fsdp": 2}, jax.devices("cpu")[:2])
+    shardings = models.param_shardings(config.model, mesh)
+    params = jax.jit(lambda key: models.init(config.model, key), out_shardings=shardings)(jax.random.key(0))
+    dataset = SimpleNamespace(tokenizer=byte_tokenizer, seq_len=16)
+    prompt, text = sample_text(Args(run=config), params, dataset)
+    assert prompt == "The" and len(text) <= 12

@@ -187,11 +187,14 @@ def report(args: Args, result: "RunResult", console: "Console") -> dict[str, Any
 
 def sample_text(args: Args, params: Any, dataset: Any) -> tuple[str, str]:
     """(prompt, a few words after it), in bf16, drawn with the seed of the run."""
-    from halfbyte.evaluation import Generator, LanguageModel, Sampling
+    from halfbyte.evaluation import WRITING_RULES, Generator, LanguageModel, Sampling
     from halfbyte.models import Context
 
-    model = LanguageModel(args.run.model, params, dataset.tokenizer(), Context(), args.run.seq or dataset.seq_len)
-    found = Generator(model, Sampling(temperature=0.7, top_p=0.9)).write("The", max_tokens=60, seed=args.run.seed)
+    mesh = params["embed"].sharding.mesh
+    context = Context(mesh=mesh if mesh.size > 1 else None, rules=WRITING_RULES)
+    model = LanguageModel(args.run.model, params, dataset.tokenizer(), context, args.run.seq or dataset.seq_len)
+    tokens = min(60, args.run.model.max_seq - len(model.tokenizer.encode("The", bos=True)))
+    found = Generator(model, Sampling(temperature=0.7, top_p=0.9)).write("The", max_tokens=tokens, seed=args.run.seed)
     return found.prompt, found.text
 
 
