@@ -286,7 +286,7 @@ def _transforms(columns: int, dtype: Any) -> tuple[Any, ...]:
 
 def _transposed(ref: Any, order: tuple[int, ...]) -> Any:
     """A view of a reference with its dims in `order`: a method since JAX 0.11, a function before."""
-    return ref.transpose(*order) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, order)
+    return ref.transpose(order) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, order)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
