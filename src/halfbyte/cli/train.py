@@ -222,4 +222,5 @@ def _next_steps(args: Args, result: "RunResult", say: Any) -> None:
     say(f"  halfbyte train {args.run.name} --recipe {other}     the same run in {other}, to compare")
     say(f'  halfbyte generate {result.directory} --prompt "..."')
     say(f"  halfbyte train --run-dir {result.directory} --steps {2 * args.run.steps}     go on where this stopped")
-    say("  halfbyte data prepare FILES --tokenizer bpe:4096 --out DIR && halfbyte train --data DIR     your own text")
+    prepare = f"--tokenizer bpe:{args.run.model.vocab_size} --seq-len {args.run.seq or 2048} --out DIR"
+    say(f"  halfbyte data prepare FILES {prepare} && halfbyte train {args.run.name} --data DIR     your own text")

@@ -5,6 +5,7 @@ numbers of step n are read.
 """
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,6 +115,7 @@ class Loop:
         self.capture = Capture(profile, session.directory / "profile", say=session.say)
         self.phases = phases(self.config)
         self.program: Any = None
+        self.evaluate: Any = None
         self.meter: Throughput | None = None
         self.last_saved: int | None = start.step if start.resumed else None
         self.skips_in_a_row = 0
@@ -158,8 +160,7 @@ class Loop:
                 f"PRECISION SWITCH after step {self.step}: {before.recipe.name} -> {phase.recipe.name}; compiling"
             )
         began = time.monotonic()
-        self.program = self._compile(phase)
-        self.evaluate = make_eval_step(self.config, phase.resolved(self.config), self.mesh)
+        self.program, self.evaluate = self._compile(phase)
         self.meter = make_meter(self.session, self.phases.index(phase))
         needed = self.program.memory_analysis()
         total = (needed.argument_size_in_bytes + needed.temp_size_in_bytes) / GIB if needed else 0.0
@@ -168,10 +169,18 @@ class Loop:
             self.outputs.display = open_display(self.session, self.outputs.stack)
         self.late.restart_clock()
 
-    def _compile(self, phase: Phase) -> Any:
-        step = jit_train_step(self.config, phase.resolved(self.config), self.mesh)
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
-        return step.lower(shapes, abstract_batch(self.config, self.mesh, seq=self.session.source.seq)).compile()
+    def _compile(self, phase: Phase) -> tuple[Any, Any]:
+        """(train step, validation step), compiled side by side: a compiler mostly keeps to one core."""
+        resolved = phase.resolved(self.config)
+        state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
+        batch = abstract_batch(self.config, self.mesh, seq=self.session.source.seq)
+        step = jit_train_step(self.config, resolved, self.mesh).lower(state, batch)
+        check = make_eval_step(self.config, resolved, self.mesh).lower(state.params, batch)
+        if jax.process_count() > 1:  # processes must compile in the same order
+            return step.compile(), check.compile()
+        with ThreadPoolExecutor(1) as beside:
+            evaluate = beside.submit(check.compile)
+            return step.compile(), evaluate.result()
 
     def _one_step(self, loader: Any) -> None:
         began = time.perf_counter()
