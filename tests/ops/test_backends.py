@@ -43,7 +43,6 @@ def test_conformance(backend, name, shape, dtype):
     reason = BACKENDS[backend].unsupported(problem(recipe, shape))
     if reason is not None:
         pytest.skip(f"{backend}: {reason}")
-    # The 8-bit units of a GPU sum with about 14 bits.
     # Hopper's FP8 units align products to the largest and cut them at 14 bits; 4.0e-4 of the magnitudes was measured.
     tolerance = 2.0**-11 if name == "fp8" and jax.default_backend() == "gpu" else TOLERANCE
     check_linear(recipe, *tensors(shape, dtype), backend=backend, tolerance=tolerance)
