@@ -26,8 +26,11 @@ def test_smoothing_keeps_constants_and_passes_over_nan():
     broken[7] = np.nan
     np.testing.assert_allclose(curves.smooth(broken, 5), flat)
     np.testing.assert_array_equal(curves.smooth(np.arange(4.0), 1), np.arange(4.0))
-    # three points by hand, weights 1, 1/2, 1/4
-    assert curves.smooth(np.array([4.0, 2.0, 1.0]), 2)[2] == pytest.approx((1 + 2 / 2 + 4 / 4) / 1.75)
+    np.testing.assert_allclose(curves.smooth(np.array([4.0, 2.0, 1.0, 3.0, 5.0]), 3), [3, 7 / 3, 2, 3, 4])
+    np.testing.assert_allclose(curves.smooth(np.array([4.0, 2.0, 1.0]), 2), [3, 1.5, 1])
+    assert np.isnan(curves.smooth(np.array([np.nan, np.nan, 1.0]), 1)).tolist() == [True, True, False]
+    line = np.linspace(5, 3, 50)
+    np.testing.assert_allclose(curves.smooth(line, 9)[4:-4], line[4:-4])  # no lag
 
 
 def test_the_gap_of_paired_runs():

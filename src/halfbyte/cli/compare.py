@@ -230,6 +230,8 @@ def print_fields(screen: Any, title: str, fields: Mapping[str, Sequence[Any]], l
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return _with_error(value["value"], value["error"])
+    from halfbyte.cli.eval import cell
+
+    if isinstance(value, Mapping) and value["value"] is not None:
+        return cell(value["value"], value["error"])
     return "-" if value is None else str(value)

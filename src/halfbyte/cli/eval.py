@@ -176,7 +176,7 @@ def print_table(results: "list[evaluation.Result]") -> None:
     for heading, chosen, names in (("examples", tasks, TASK_METRICS), ("tokens", text, TEXT_METRICS)):
         shown = [name for name in names if any(name in result.metrics for result in chosen)]
         rows = [
-            (r.task, f"{getattr(r, heading):,}", *(cell(r.metrics.get(name)) for name in shown), chance(r))
+            (r.task, f"{getattr(r, heading):,}", *(metric_cell(r, name) for name in shown), chance(r))
             for r in chosen
         ]
         heads = ("task", heading, *(name.replace("_per_", "/") for name in shown), "chance" if chosen is tasks else "")
@@ -191,9 +191,12 @@ def chance(result: "evaluation.Result") -> str:
     return "" if result.chance is None else f"{result.chance:.3f}"
 
 
-def cell(metric: Any) -> str:
+def metric_cell(result: "evaluation.Result", name: str) -> str:
+    metric = result.metrics.get(name)
+    return "" if metric is None else cell(metric.value, metric.error)
+
+
+def cell(value: float, error: float | None) -> str:
     """value ± standard error."""
-    if metric is None:
-        return ""
-    form = ".4f" if metric.value < 10 else ".2f" if metric.value < 1e4 else ".2e"
-    return f"{metric.value:{form}}" + ("" if metric.error is None else f" ± {metric.error:{form}}")
+    form = ".4f" if value < 10 else ".2f" if value < 1e4 else ".2e"
+    return f"{value:{form}}" + ("" if error is None else f" ± {error:{form}}")

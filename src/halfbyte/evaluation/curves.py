@@ -87,18 +87,17 @@ def read_curve(directory: Path, name: str) -> Curve:
     return Curve(name, tuple(rows[step] for step in sorted(rows)))
 
 
-def smooth(values: np.ndarray, width: float) -> np.ndarray:
-    """Exponential moving average with a time constant of `width` points, without the bias of its start; NaNs are passed
+def smooth(values: np.ndarray, width: int) -> np.ndarray:
+    """The mean over the `width` points around each (fewer at the ends, so that the curve does not lag); NaNs are passed
     over."""
-    if width <= 1:
-        return values.copy()
-    keep = 1 - 1 / width
-    total, weight, out = 0.0, 0.0, np.empty_like(values)
-    for at, value in enumerate(values):
-        if np.isfinite(value):
-            total, weight = keep * total + value, keep * weight + 1
-        out[at] = total / weight if weight else np.nan
-    return out
+    finite = np.isfinite(values)
+    before, after = (width - 1) // 2, width // 2
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    places = np.arange(len(values))
+    first, last = np.maximum(places - before, 0), np.minimum(places + after + 1, len(values))
+    many = counts[last] - counts[first]
+    return np.where(many > 0, (sums[last] - sums[first]) / np.maximum(many, 1), np.nan)
 
 
 def default_width(points: int) -> int:
