@@ -74,7 +74,8 @@ def show_start(session: Session) -> None:
     """The head of the log: what will run, where, in which precision."""
     config, preflight = session.config, session.preflight
     device = lookup(jax.devices()[0])
-    where = f"{len(jax.devices())} x {device.name}, {jax.process_count()} process(es)"
+    processes = f", {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    where = f"{len(jax.devices())} x {device.name}{processes}"
     shape = format_mesh(dict(session.mesh.shape)) or "one device"
     size = models.count_params(config.model)
     session.say(f"{config.name}: {config.model.name}, {size:,} parameters, on {where}, mesh {shape}")
@@ -93,16 +94,14 @@ def show_start(session: Session) -> None:
             if len(preflight.manifests) > 1:
                 session.say(f"steps {phase.start + 1} to {phase.stop}:")
             session.console.print(table(manifest))
-    session.say(f"TFLOP/s by {preflight.manifests[0].flops_formula}; MFU against {_peak_text(session)}")
+    session.say(f"TFLOP/s counted by {preflight.manifests[0].flops_formula}; {_peak_text(session)}")
 
 
 def _peak_text(session: Session) -> str:
     peak = session.preflight.manifests[0].peak(lookup(jax.devices()[0]))
-    return (
-        f"{peak / 1e12:,.0f} TFLOP/s, the dense peak of this mix of formats"
-        if peak
-        else "nothing: no peak is known here"
-    )
+    if peak is None:
+        return "MFU n/a: the peak of this device is not in the table"
+    return f"MFU against {peak / 1e12:,.0f} TFLOP/s, the dense peak of this mix of formats"
 
 
 def check_native_gemms(session: Session) -> None:
