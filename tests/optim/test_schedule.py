@@ -28,6 +28,7 @@ def test_wsd():
     assert np.all(r[9:80] == 1.0)
     assert r[-1] == pytest.approx(0.0, abs=1e-7)
     assert np.all(np.diff(r[82:]) < 0)
+    assert np.all(r >= 0)
 
 
 def test_constant_without_warmup():

@@ -145,7 +145,7 @@ class Panel:
         return table
 
     def _curve(self) -> Text:
-        width = max(10, min(self._console.width - 24, 100))
+        width = max(10, min(self._console.width - 34, 100))
         points = resample([loss for loss in self._losses if loss - loss == 0], width)
         if len(points) < 2:
             return Text()

@@ -25,7 +25,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Schedule:
 
     def rate(step: jax.Array) -> jax.Array:
         with jax.numpy_dtype_promotion("standard"):  # optax mixes the int32 step with floats
-            return jnp.asarray(joined(step), jnp.float32)
+            return jnp.maximum(jnp.asarray(joined(step), jnp.float32), 0.0)  # a linear decay may round below 0
 
     return rate
 
