@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -77,8 +77,10 @@ def test_mx_formats_are_idempotent(fmt, x):
 
 @given(x=any_finite)
 def test_rounded_up_scales_keep_the_values(x):
+    """Except next to the end of float32: 1.75 * 2**127 rounds to 4 * 2**126, which is infinity."""
     fmt = round_up_scales(MXFP4)
     values = run(x, fmt)[-1]
+    assume(np.isfinite(values).all())
     np.testing.assert_array_equal(run(values, fmt)[-1], values)
 
 
