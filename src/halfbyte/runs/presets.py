@@ -18,12 +18,12 @@ def demo() -> TrainConfig:
         name="demo",
         model=models.preset("demo"),
         data="demo",
-        steps=300,
+        steps=340,
         batch=8,
         seq=128,
         optimizer=OptimizerConfig(learning_rate=1e-2, schedule="wsd", warmup=0.03, decay=0.97, final=0.0),
-        validation=ValidationConfig(every=150, batches=0),
-        checkpoint=CheckpointConfig(every=150),
+        validation=ValidationConfig(every=170, batches=0),
+        checkpoint=CheckpointConfig(every=170),
         log=LogConfig(every=10),
     )
 
