@@ -64,8 +64,9 @@ def cases(shapes: list[tuple[int, int]]) -> list[Case]:
     for m, n, k in ((16384, 8192, 2048), (16384, 2048, 8192), (8192, 14336, 4096), (8192, 4096, 14336)):
         scale = K.tensor_scale(K.amax_bits(jnp.float32(5.0)), top=448.0)
         sets = [(_f8((m, k), i), _f8((n, k), i), scale, scale) for i in range(2)]
-        for name, fn in {"float32 out, alpha": _scaled, "scales on the operands": _dequantized}.items():
-            for options in ({}, {"xla_gpu_enable_triton_gemm": False}):
+        ways = {"float32 out, alpha": _scaled, "scales on the operands": _dequantized, "the same, split sums": _split}
+        for name, fn in ways.items():
+            for options in ({}, {"xla_gpu_enable_triton_gemm": False})[fn is _split :]:
                 label = name + (", cuBLAS" if options else "")
                 work = 2.0 * m * n * k
                 out.append(Case("f8_gemm", (m, n, k), label, _constant(fn), sets, work, "TFLOP/s", options))
@@ -93,8 +94,14 @@ def _scaled(a, b, s, t):
     return lax.reduce_precision(y, 8, 7).astype(jnp.bfloat16)
 
 
-def _dequantized(a, b, s, t):
+def _split(a, b, s, t):
+    """The 8-bit units' short sums added up in float32 more often: cuBLAS without its fast accumulation."""
+    return _dequantized(a, b, s, t, lax.Precision.HIGHEST)
+
+
+def _dequantized(a, b, s, t, precision=None):
     """As XLA's rewriter wants it: with its Triton GEMMs off this is one f8 GEMM that takes the float32 scales."""
     left = a.astype(jnp.bfloat16) * s[GEMM].astype(jnp.bfloat16)
     right = b.astype(jnp.bfloat16) * t[GEMM].astype(jnp.bfloat16)
-    return lax.dot_general(left, right, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
+    axes = (((1,), (1,)), ((), ()))
+    return lax.dot_general(left, right, axes, precision=precision, preferred_element_type=jnp.bfloat16)

@@ -22,7 +22,6 @@ def _float32_products():
         yield
 
 
-
 def oracle(q, k, v, segments):
     q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
     group = q.shape[2] // k.shape[2]

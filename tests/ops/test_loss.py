@@ -18,7 +18,6 @@ def _float32_products():
         yield
 
 
-
 def naive(hidden, head, targets, z_loss):
     logits = jnp.dot(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
     lse = jax.nn.logsumexp(logits, axis=-1)

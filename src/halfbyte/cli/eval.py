@@ -176,8 +176,7 @@ def print_table(results: "list[evaluation.Result]") -> None:
     for heading, chosen, names in (("examples", tasks, TASK_METRICS), ("tokens", text, TEXT_METRICS)):
         shown = [name for name in names if any(name in result.metrics for result in chosen)]
         rows = [
-            (r.task, f"{getattr(r, heading):,}", *(metric_cell(r, name) for name in shown), chance(r))
-            for r in chosen
+            (r.task, f"{getattr(r, heading):,}", *(metric_cell(r, name) for name in shown), chance(r)) for r in chosen
         ]
         heads = ("task", heading, *(name.replace("_per_", "/") for name in shown), "chance" if chosen is tasks else "")
         if rows:

@@ -98,9 +98,7 @@ class Scorer:
         self.window = window or model.seq
         self.batch_tokens = batch_tokens
         if not 1 <= self.window <= model.config.max_seq:
-            raise ValueError(
-                f"seq {self.window}: windows lie between 1 and the model's max_seq {model.config.max_seq}"
-            )
+            raise ValueError(f"seq {self.window}: windows lie between 1 and the model's max_seq {model.config.max_seq}")
         if batch_tokens < 1:
             raise ValueError(f"batch_tokens must be 1 or more, got {batch_tokens}")
         self.compiled: set[tuple[int, int]] = set()

@@ -25,7 +25,7 @@ from halfbyte.ops.backends.gemm import dgrad_axes, fprop_axes, wgrad_axes
 from halfbyte.ops.operand import Kept, Operand, keep_named, name_saved
 from halfbyte.ops.passes import XLA, Ask, XlaPasses, ask
 from halfbyte.ops.qdot import token_block
-from halfbyte.ops.weight import QWeight, quantize_weight, weight_operand
+from halfbyte.ops.weight import QWeight, quantize_weight, weight_operand, without_transposes
 from halfbyte.recipe import Recipe, site_key
 from halfbyte.sharding import WeightSharding
 
@@ -171,7 +171,7 @@ def _mlp_fwd(plan: Plan, x, anchors, codes, keys):
         check_training(site.backend.name, site.recipe, x, site.weight, site.weight.sharding)
     passes = _passes(plan)
     one = _one_operand(gate, up)
-    row_asks = _x_asks("fprop_x", gate, up, kept=one or plan.mode == "small")
+    row_asks = _x_asks("fprop_x", gate, up, kept=plan.mode == ("fast" if one else "small"))
     operands = passes.quantize(x, [*row_asks, *([] if one else _x_asks("wgrad_x", gate, up, kept=True))])
     rows, columns = operands[: len(row_asks)], operands[len(row_asks) :] or operands
     g, u = gate.fprop(rows[0], x), up.fprop(rows[-1], x)
@@ -182,7 +182,7 @@ def _mlp_fwd(plan: Plan, x, anchors, codes, keys):
         None if r.dgrad_w.format.quantized and (plan.mode == "fast" or r.fprop_w.format.quantized) else a
         for r, a in zip(plan.recipes, anchors, strict=True)
     )
-    return down.fprop(h, x), (saved, masters, codes, keys)
+    return down.fprop(h, x), (saved, masters, without_transposes(codes), keys)
 
 
 def _recomputed(

@@ -22,7 +22,7 @@ from halfbyte.recipe import OperandPolicy
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["carrier", "decode_scale", "quantized", "vector"],
+    data_fields=["carrier", "decode_scale", "quantized", "vector", "turned"],
     meta_fields=["policy"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +37,13 @@ class Operand:
     quantized: QTensor | Packed | None
     policy: OperandPolicy
     vector: jax.Array | None = None  # the tensor's scales as the GPU kernels pass them on
+    turned: jax.Array | None = None  # the carrier as a matrix, transposed: 8-bit GEMMs want the contraction last
 
     def values(self) -> jax.Array:
-        """The carrier; made from the codes if need be."""
+        """The carrier; made from the codes or the transpose if need be."""
         if self.carrier is not None:
             return self.carrier
-        return self.codes().carrier()
+        return self.codes().carrier() if self.turned is None else self.turned.T
 
     def codes(self) -> QTensor:
         assert self.quantized is not None, "an operand without codes has a carrier"
@@ -51,7 +52,9 @@ class Operand:
 
 _Tree = TypeVar("_Tree")
 SAVED = "quantized"  # the checkpoint name of packed residuals: a remat policy may save them by it
-Kept = Packed | jax.Array  # what stays between forward and backward: packed codes, or the bfloat16 tensor itself
+Kept = (
+    Packed | Operand | jax.Array
+)  # between forward and backward: packed codes, 8-bit codes, the bfloat16 tensor itself
 
 
 def gemm_scale(tensor: QTensor | Packed) -> jax.Array:
@@ -93,10 +96,15 @@ def quantize_operand(x: jax.Array, policy: OperandPolicy, *, axis: int, key: jax
 
 
 def keep(operand: Operand) -> Kept:
-    """The operand as it is kept for the backward pass: 4.5 bits a number under NVFP4."""
-    if operand.quantized is None:
+    """The operand as it is kept for the backward pass: 4.5 bits a number under NVFP4.
+
+    Of two orders only the transpose stays, the one that wgrad reads.
+    """
+    if operand.quantized is not None:
+        return operand.quantized if isinstance(operand.quantized, Packed) else Packed.of(operand.quantized)
+    if not operand.policy.format.quantized:
         return operand.values()
-    return operand.quantized if isinstance(operand.quantized, Packed) else Packed.of(operand.quantized)
+    return operand if operand.turned is None else dataclasses.replace(operand, carrier=None)
 
 
 @jax.named_scope("quantize")
@@ -116,6 +124,8 @@ def keep_named(operand: Operand) -> Kept:
 
 def load(kept: Kept, policy: OperandPolicy) -> Operand:
     """The operand of `keep`, bit for bit."""
+    if isinstance(kept, Operand):
+        return kept
     if not isinstance(kept, Packed):
         return Operand(kept, None, None, policy)
     tensor = kept.unpack()

@@ -21,7 +21,7 @@ from halfbyte.ops.backends import BACKENDS, check_training, choose, problem_of
 from halfbyte.ops.backends.gemm import dgrad_axes, fprop_axes, wgrad_axes
 from halfbyte.ops.operand import Operand, keep_named
 from halfbyte.ops.passes import ask
-from halfbyte.ops.weight import QWeight, quantize_weight, weight_operand
+from halfbyte.ops.weight import QWeight, quantize_weight, weight_operand, without_transposes
 from halfbyte.recipe import Recipe
 from halfbyte.sharding import WeightSharding
 
@@ -105,7 +105,7 @@ def _linear_fwd(plan: Plan, x, anchor, codes, key):
     row, column = backend.passes.quantize(x, [ask(recipe, "fprop_x", key), ask(recipe, "wgrad_x", key, kept=True)])
     kept = keep_named(column)
     master = None if recipe.dgrad_w.format.quantized else anchor  # read again by dgrad
-    return _fprop(plan, row, x, anchor, codes), (kept, master, codes, key, jnp.zeros((0,), x.dtype))
+    return _fprop(plan, row, x, anchor, codes), (kept, master, without_transposes(codes), key, jnp.zeros((0,), x.dtype))
 
 
 def _linear_bwd(plan: Plan, residuals, dy):

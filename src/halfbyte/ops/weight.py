@@ -12,6 +12,7 @@ are what the backward pass keeps.
 
 import dataclasses
 import functools
+from typing import TypeVar
 
 import jax
 from jax import lax
@@ -23,6 +24,7 @@ from halfbyte.ops.passes import XLA, XlaPasses
 from halfbyte.recipe import OperandPolicy, Recipe, role_key
 from halfbyte.sharding import WeightSharding
 
+_Tree = TypeVar("_Tree")
 CONTRACTED = {"fprop_w": -2, "dgrad_w": -1}  # the axis of W [inputs, outputs] that each GEMM sums over
 
 
@@ -101,6 +103,15 @@ def weight_operand(weight: QWeight, role: str) -> Operand:
         return kept
     assert kept is not None
     return load(kept if sharding is None else _pin(kept, sharding.gathered), policy)
+
+
+def without_transposes(codes: _Tree) -> _Tree:
+    """The codes as the backward pass keeps them: dgrad reads a weight as it lies."""
+    return jax.tree.map(
+        lambda o: dataclasses.replace(o, turned=None) if isinstance(o, Operand) else o,
+        codes,
+        is_leaf=lambda o: isinstance(o, Operand),
+    )
 
 
 def _gather(w: jax.Array, sharding: WeightSharding) -> jax.Array:

@@ -29,7 +29,7 @@ from .manifest import build_manifest
 from .precision import phases
 from .preflight import run_mesh
 from .state import create_state
-from .step import batch_sharding, jit_train_step
+from .step import batch_sharding, compile_train_step, jit_train_step
 
 GIB = 2**30
 GEMM_CALLS = {
@@ -104,7 +104,7 @@ def measure(config: TrainConfig, *, seq: int, steps: int = 10, repeats: int = 3)
     started = time.perf_counter()
     try:
         state = create_state(config, mesh)
-        compiled = step.lower(state, batch).compile()
+        compiled = compile_train_step(step.lower(state, batch))
         found = compiled.memory_analysis()
         row = dataclasses.replace(
             row,

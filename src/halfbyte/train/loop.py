@@ -36,7 +36,7 @@ from .session import (
 from .signals import StopRequest
 from .source import to_mesh
 from .state import TrainState
-from .step import abstract_batch, jit_train_step, make_eval_step
+from .step import abstract_batch, compile_train_step, jit_train_step, make_eval_step
 from .validation import validate
 from .watchdog import Watchdog
 
@@ -177,10 +177,10 @@ class Loop:
         step = jit_train_step(self.config, resolved, self.mesh).lower(state, batch)
         check = make_eval_step(self.config, resolved, self.mesh).lower(state.params, batch)
         if jax.process_count() > 1:  # processes must compile in the same order
-            return step.compile(), check.compile()
+            return compile_train_step(step), check.compile()
         with ThreadPoolExecutor(1) as beside:
             evaluate = beside.submit(check.compile)
-            return step.compile(), evaluate.result()
+            return compile_train_step(step), evaluate.result()
 
     def _one_step(self, loader: Any) -> None:
         began = time.perf_counter()

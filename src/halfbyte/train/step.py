@@ -8,6 +8,7 @@ scale. Random bits
 come from (seed, step, microbatch, layer, site, role).
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from halfbyte import models, optim
+from halfbyte.ops.backends import fp8
 from halfbyte.recipe import Resolved, step_key
 from halfbyte.sharding import named_sharding
 
@@ -92,7 +94,10 @@ def make_train_step(config: TrainConfig, resolved: Resolved, mesh: Mesh) -> Trai
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         scale, rate = state.scaler["scale"], rate_at(state.step)
         key = step_key(config.seed, state.step)
-        grads, sums = gradients(config, resolved, mesh, state.params, batch, key=key, scale=scale)
+        with fp8.one_call() if uses_fp8(resolved) else contextlib.nullcontext():
+            grads, sums = gradients(config, resolved, mesh, state.params, batch, key=key, scale=scale)
+        # Unrolled layers leave a gradient in pieces. Joined once here, or else in each of the update's outputs.
+        grads = lax.optimization_barrier(grads) if config.unroll != 1 else grads
         grads = jax.tree.map(lambda g: g * (1.0 / scale), grads)
         norm = optim.global_norm(grads)
         finite = jnp.isfinite(norm)
@@ -140,15 +145,34 @@ def jit_train_step(config: TrainConfig, resolved: Resolved, mesh: Mesh) -> Any:
         make_train_step(config, resolved, mesh),
         donate_argnums=0,
         out_shardings=(shardings, everywhere),
-        compiler_options=compiler_options(mesh),
+        compiler_options=compiler_options(mesh, resolved),
     )
 
 
-def compiler_options(mesh: Mesh) -> dict[str, Any] | None:
+def compiler_options(mesh: Mesh, resolved: Resolved) -> dict[str, Any] | None:
     """What XLA is told for this program. On a GPU its dynamic-slice fusion is off: it computes a GEMM whose result is
-    both read at once and stacked for the backward pass twice, 8% of a step.
+    both read at once and stacked for the backward pass twice, 8% of a step. FP8 has options of its own.
     """
-    return {"xla_gpu_enable_dynamic_slice_fusion": False} if mesh.devices.flat[0].platform in ("gpu", "cuda") else None
+    if mesh.devices.flat[0].platform not in ("gpu", "cuda"):
+        return None
+    return {"xla_gpu_enable_dynamic_slice_fusion": False, **(fp8.COMPILER_OPTIONS if uses_fp8(resolved) else {})}
+
+
+def uses_fp8(resolved: Resolved) -> bool:
+    """Whether a linear multiplies 8-bit codes with one scale a tensor."""
+    return any(fp8.serves(recipe) for segment in resolved.segments for recipe in segment.recipes.values())
+
+
+def compile_train_step(lowered: Any) -> Any:
+    """The step compiled, and its 8-bit GEMMs found to be 8-bit: any other would have rounded their scales."""
+    compiled = lowered.compile()
+    strays = fp8.stray_gemms(compiled.as_text())
+    if strays:
+        raise RuntimeError(
+            f"XLA compiled {len(strays)} GEMMs of the fp8 backend as something else, with rounded scales; train with "
+            f"--precision.backend carrier and report this line: {strays[0][:300]}"
+        )
+    return compiled
 
 
 def lower_train_step(config: TrainConfig, resolved: Resolved, mesh: Mesh, *, seq: int) -> Any:

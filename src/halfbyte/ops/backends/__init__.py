@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from halfbyte.devices import native_training
-from halfbyte.ops.backends import carrier, fused, native, reference
+from halfbyte.ops.backends import carrier, fp8, fused, native, reference
 from halfbyte.ops.backends.gemm import Contraction
 from halfbyte.ops.operand import Operand
 from halfbyte.ops.passes import XLA, XlaPasses
@@ -40,11 +40,12 @@ class Backend:
 
 BACKENDS = {m.NAME: Backend(m.NAME, m.unsupported, m.gemm, XLA) for m in (reference, carrier, native)}
 BACKENDS[fused.NAME] = Backend(fused.NAME, fused.unsupported, fused.gemm, fused.FusedPasses())
+BACKENDS[fp8.NAME] = Backend(fp8.NAME, fp8.unsupported, fp8.gemm, fp8.F8Passes())
 
 
 def choose(name: str, problem: Problem) -> Backend:
     """The backend called `name`, or under "auto" the fastest that serves: native where the device trains in these
-    formats, fused where its kernels fit, else carrier.
+    formats, the one with kernels for them where those fit, else carrier.
     """
     reason = problem.unblockable()
     if reason is not None:
@@ -52,7 +53,8 @@ def choose(name: str, problem: Problem) -> Backend:
     if name == "auto":
         if _native_pays(problem):
             return BACKENDS["native"]
-        return BACKENDS["carrier" if fused.unsupported(problem) else "fused"]
+        own = _with_kernels(problem)
+        return BACKENDS[carrier.NAME if own.unsupported(problem) else own.name]
     if name not in BACKENDS:
         raise ValueError(f"unknown backend {name!r}; choose auto, {', '.join(BACKENDS)}")
     reason = BACKENDS[name].unsupported(problem)
@@ -65,9 +67,10 @@ def choose(name: str, problem: Problem) -> Backend:
 
 def passed_over(problem: Problem, chosen: str) -> dict[str, str]:
     """Faster backend -> why it does not serve this problem, for those that "auto" would have preferred to `chosen`."""
+    own = _with_kernels(problem)
     reasons = {
         native.NAME: native.unsupported(problem) or "the device has no units that train in these formats",
-        fused.NAME: fused.unsupported(problem),
+        own.name: own.unsupported(problem),
     }
     order = list(reasons)
     preferred = order[: order.index(chosen)] if chosen in order else order
@@ -88,6 +91,11 @@ def problem_of(recipe: Recipe, x: jax.Array, weight: Shaped, sharding: WeightSha
 def check_training(name: str, recipe: Recipe, x: jax.Array, weight: Shaped, sharding: WeightSharding | None) -> None:
     """Raises where backend `name` cannot serve all three GEMMs."""
     choose(name, dataclasses.replace(problem_of(recipe, x, weight, sharding), training=True))
+
+
+def _with_kernels(problem: Problem) -> Backend:
+    """The backend whose kernels are written for this recipe's formats."""
+    return BACKENDS[fp8.NAME if fp8.serves(problem.recipe) else fused.NAME]
 
 
 def _native_pays(problem: Problem) -> bool:

@@ -1,0 +1,217 @@
+"""`fp8`: real 8-bit GEMMs in all three directions, and no transpose between them.
+
+A GPU's 8-bit GEMM wants the contraction last on both sides: x and W^T for fprop, dy and W for dgrad, x^T and dy^T for
+wgrad. With one scale a tensor the codes of a tensor and of its transpose are the same numbers, so each pass reads a
+tensor once for its maximum and once to write its codes in the orders that are asked, with SwiGLU inside
+(`ops.kernels.f8`).
+
+XLA has an 8-bit GEMM that takes both decode scales as float32 device scalars, applies them to its float32 sums and
+rounds once. It only writes it for products of dequantized bfloat16 operands, and only if its Triton GEMMs are off:
+otherwise the same lines would round the scales. `one_call` is for programs that are compiled with `COMPILER_OPTIONS`
+and then read with `stray_gemms`: the trainer's. Elsewhere the sums come back as float32 and a second pass multiplies.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from halfbyte.formats import FP8, FP8_E5M2, BlockFormat
+from halfbyte.ops import kernels
+from halfbyte.ops.backends.gemm import Contraction, alpha, contraction_last, dot, finish
+from halfbyte.ops.kernels import f8
+from halfbyte.ops.kernels.scale import GEMM
+from halfbyte.ops.operand import Operand
+from halfbyte.ops.passes import Ask, XlaPasses
+from halfbyte.ops.problem import Problem
+from halfbyte.recipe import ROLES, OperandPolicy, Recipe
+
+NAME = "fp8"
+ELEMENTS = {FP8: "e4m3", FP8_E5M2: "e5m2"}
+COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_allow_excess_precision": True}
+SCOPE = "f8_call"  # the name that GEMMs with scales carry in a compiled program
+_one_call: contextvars.ContextVar[bool] = contextvars.ContextVar("one_call", default=False)
+
+
+def unsupported(problem: Problem) -> str | None:
+    """Needs one NVIDIA GPU with 8-bit units, bfloat16 activations, FP8 on both sides of every GEMM, and sizes that the
+    kernels' tiles divide.
+    """
+    if problem.device.capability is None:
+        return f"its GEMMs are for NVIDIA GPUs, this is {problem.device.name}"
+    if problem.sharded:
+        return "its kernels read a whole array on one device, and this program is sharded"
+    if problem.dtype != "bfloat16":
+        return f"its kernels read bfloat16 activations, got {problem.dtype}"
+    if not serves(problem.recipe):
+        return f"recipe {problem.recipe.name} is not FP8 with one scale a tensor on both sides of every GEMM"
+    for rows, columns in (
+        (problem.tokens, problem.inputs),
+        (problem.tokens, problem.outputs),
+        (problem.inputs, problem.outputs),
+    ):
+        for kernel in (kernels.unsupported, f8.unsupported):
+            reason = kernel(rows, columns, capability=problem.device.capability)
+            if reason is not None:
+                return reason
+    return None
+
+
+def serves(recipe: Recipe) -> bool:
+    """Whether all six operands are FP8 as it lies: one scale, no transform, nearest rounding."""
+    return all(_plain(getattr(recipe, role)) for role in ROLES)
+
+
+def _plain(policy: OperandPolicy) -> bool:
+    return policy.format in ELEMENTS and not (policy.hadamard or policy.stochastic)
+
+
+@contextlib.contextmanager
+def one_call() -> Iterator[None]:
+    """What is traced inside will be compiled with `COMPILER_OPTIONS`, so its GEMMs may take the scales themselves."""
+    token = _one_call.set(True)
+    try:
+        yield
+    finally:
+        _one_call.reset(token)
+
+
+def stray_gemms(program: str) -> list[str]:
+    """Lines of a compiled program where a GEMM that was given its scales is something else than an 8-bit call."""
+    other = re.compile(r'custom_call_target="__cublas\$(?!lt\$matmul\$f8)|"kind":"__triton\w*gemm|(?<!%)\bdot\(')
+    return [line.strip() for line in program.splitlines() if SCOPE in line and other.search(line)]
+
+
+def gemm(left: Operand, right: Operand, axes: Contraction, dtype: jnp.dtype) -> jax.Array:
+    """Exact products, sums in the units' own precision (docs/numerics.md), the factors, one rounding to `dtype`."""
+    (a, a_free), (b, b_free) = (_matrix(o, summed) for o, summed in zip((left, right), axes, strict=True))
+    if _one_call.get() and left.decode_scale is not None and right.decode_scale is not None:
+        y = _scaled_dot(a, b, left.decode_scale, right.decode_scale, dtype)
+    else:
+        y = finish(dot(a, b, ((1,), (1,))), alpha(left, right), dtype)
+    return y.reshape(*a_free, *b_free)
+
+
+@jax.named_scope(SCOPE)
+def _scaled_dot(a: jax.Array, b: jax.Array, s: jax.Array, t: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """(a * s) . (b * t) in the words of XLA's rewriter, which makes one call of it and hands it s and t as float32."""
+    left, right = (codes.astype(jnp.bfloat16) * scale.astype(jnp.bfloat16) for codes, scale in ((a, s), (b, t)))
+    return lax.dot_general(left, right, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+
+
+def _matrix(operand: Operand, summed: tuple[int, ...]) -> tuple[jax.Array, tuple[int, ...]]:
+    """(the codes as float8 [rows, contraction], the shape of the rows)."""
+    if operand.quantized is not None:
+        tensor = operand.codes()
+        element = tensor.format.element
+        assert element is not None
+        codes = lax.bitcast_convert_type(tensor.codes, element.dtype)
+        return contraction_last(codes, summed), tuple(n for i, n in enumerate(codes.shape) if i not in summed)
+    turned = 0 in summed
+    if turned and operand.turned is not None:
+        return operand.turned, operand.turned.shape[:1]
+    codes = operand.values()
+    if turned:  # only one order was kept
+        return codes.reshape(-1, codes.shape[-1]).T, codes.shape[-1:]
+    return codes.reshape(-1, codes.shape[-1]), codes.shape[:-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class F8Passes(XlaPasses):
+    """The passes as kernels. `interpret` runs them on any machine, slowly, for tests.
+
+    A row to be kept is the operand of wgrad too, so it comes in both orders.
+    """
+
+    interpret: bool = False
+
+    def quantize(self, x: jax.Array, asks: Sequence[Ask]) -> list[Operand]:
+        if not _one_tensor(asks):
+            return super().quantize(x, asks)
+        flat = x.reshape(-1, x.shape[-1])
+        scale = self._scale(kernels.maxima(flat, hadamard=False, interpret=self.interpret)[0], asks[0].policy.format)
+        made = f8.cast(flat, scale, interpret=self.interpret, **_orders(asks))
+        return _operands(made, asks, scale, x.shape)
+
+    def swiglu(self, g: jax.Array, u: jax.Array, asks: Sequence[Ask]) -> list[Operand]:
+        if not _one_tensor(asks):
+            return super().swiglu(g, u, asks)
+        flat = [t.reshape(-1, t.shape[-1]) for t in (g, u)]
+        top = kernels.forward_maxima(*flat, hadamard=False, interpret=self.interpret)[0]
+        scale = self._scale(top, asks[0].policy.format)
+        made = f8.cast_forward(flat[0], flat[1], scale, interpret=self.interpret, **_orders(asks))
+        return _operands(made, asks, scale, g.shape)
+
+    def swiglu_backward(self, g, u, dh, dg_asks, du_asks, h_asks):
+        gradients = {a.policy.format for a in (*dg_asks, *du_asks)}
+        pairs = all([a.axis for a in asks] == [-1, -2] for asks in (dg_asks, du_asks))
+        if len(gradients) > 1 or not pairs or [a.axis for a in h_asks] != [-2]:
+            return super().swiglu_backward(g, u, dh, dg_asks, du_asks, h_asks)
+        flat = [t.reshape(-1, t.shape[-1]) for t in (g, u, dh)]
+        tops = kernels.backward_maxima(*flat, hadamard=False, tensors=3, interpret=self.interpret)
+        formats = (dg_asks[0].policy.format, du_asks[0].policy.format, h_asks[0].policy.format)
+        scales = [self._scale(top, fmt) for top, fmt in zip(tops, formats, strict=True)]
+        made = f8.cast_backward(
+            flat[0],
+            flat[1],
+            flat[2],
+            scales,
+            gradient=ELEMENTS[formats[0]],
+            element=ELEMENTS[formats[2]],
+            interpret=self.interpret,
+        )
+        return (
+            _operands(made[:2], dg_asks, scales[0], g.shape),
+            _operands(made[2:4], du_asks, scales[1], g.shape),
+            _operands(made[4:], h_asks, scales[2], g.shape),
+        )
+
+    def weight(self, w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None):
+        """Both orders: W^T is what fprop reads, W what dgrad reads."""
+        if not _plain(policy) or w.dtype != jnp.float32 or f8.unsupported(*w.shape) is not None:
+            return super().weight(w, policy, axis=axis, key=key)
+        scale = self._scale(kernels.weight_maxima(w, interpret=self.interpret), policy.format)
+        plain, turned = f8.cast(w, scale, element=ELEMENTS[policy.format], interpret=self.interpret)
+        return Operand(plain, scale[GEMM], None, policy, turned=turned)
+
+    def _scale(self, maxima: jax.Array, fmt: BlockFormat) -> jax.Array:
+        return kernels.tensor_scale(maxima, top=f8.TOPS[ELEMENTS[fmt]], interpret=self.interpret)
+
+
+def _one_tensor(asks: Sequence[Ask]) -> bool:
+    """Whether one cast answers: the same plain policy for all, each order at most once."""
+    axes = [a.axis for a in asks]
+    return len({a.policy for a in asks}) == 1 and _plain(asks[0].policy) and len(set(axes)) == len(axes)
+
+
+def _orders(asks: Sequence[Ask]) -> dict:
+    return {
+        "element": ELEMENTS[asks[0].policy.format],
+        "plain": any(a.axis == -1 for a in asks),
+        "turned": any(a.axis == -2 or a.kept for a in asks),
+    }
+
+
+def _operands(
+    made: Sequence[jax.Array], asks: Sequence[Ask], scale: jax.Array, shape: tuple[int, ...]
+) -> list[Operand]:
+    """What a cast wrote, plain codes first, as operands in the order asked."""
+    codes = list(made)
+    plain = codes.pop(0).reshape(shape) if any(a.axis == -1 for a in asks) else None
+    turned = codes[0] if codes else None
+    lone = len(asks) == 1
+    return [
+        Operand(
+            plain if a.axis == -1 else None,
+            scale[GEMM],
+            None,
+            a.policy,
+            turned=turned if lone or a.axis == -2 else None,
+        )
+        for a in asks
+    ]

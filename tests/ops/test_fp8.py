@@ -1,0 +1,143 @@
+"""The fp8 backend against the definition, bit for bit: interpreted on a CPU, compiled on a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from halfbyte import devices, ops
+from halfbyte.ops.backends import fp8
+from halfbyte.ops.backends.fp8 import F8Passes
+from halfbyte.ops.backends.gemm import dgrad_axes, fprop_axes, wgrad_axes
+from halfbyte.ops.operand import Operand, keep, load
+from halfbyte.ops.passes import XLA, ask
+from halfbyte.ops.problem import Problem
+from halfbyte.recipe import recipe
+
+FP8 = recipe("fp8")
+PASSES = F8Passes(interpret=jax.default_backend() != "gpu")
+H200 = devices.device("h200")
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
+
+
+X = normal(0, 2, 64, 128).astype(jnp.bfloat16)
+
+
+def same(found: Operand, expected: Operand) -> bool:
+    want = np.asarray(expected.values().astype(jnp.float32))
+    got = np.asarray(found.values().astype(jnp.float32)).reshape(want.shape)
+    return bool((got == want).all()) and float(found.decode_scale) == float(expected.decode_scale)
+
+
+@pytest.mark.parametrize(
+    "roles, kept", [(("fprop_x", "wgrad_x"), True), (("dgrad_dy", "wgrad_dy"), False), (("fprop_x",), True)]
+)
+def test_operands_equal_the_definition(roles, kept) -> None:
+    asks = [ask(FP8, role, None, kept=kept) for role in roles]
+    found = jax.jit(lambda x: PASSES.quantize(x, asks))(X)
+    expected = jax.jit(lambda x: XLA.quantize(x, asks))(X)
+    assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_lone_kept_row_comes_in_both_orders_and_keeps_the_transpose() -> None:
+    (row,) = PASSES.quantize(X, [ask(FP8, "fprop_x", None, kept=True)])
+    kept = load(keep(row), FP8.wgrad_x)
+    assert row.carrier.shape == X.shape and kept.carrier is None
+    assert (kept.turned.astype(jnp.float32).T.reshape(X.shape) == row.carrier.astype(jnp.float32)).all()
+
+
+def test_swiglu_operands_equal_those_of_the_numbers_it_makes() -> None:
+    g, u, dh = (normal(i, 128, 128).astype(jnp.bfloat16) for i in (1, 2, 3))
+    pair = [ask(FP8, role, None) for role in ("dgrad_dy", "wgrad_dy")]
+    (forward,) = PASSES.swiglu(g, u, [ask(FP8, "fprop_x", None)])
+    dg, du, (h,) = PASSES.swiglu_backward(g, u, dh, pair, pair, [ask(FP8, "wgrad_x", None)])
+    assert same(h, forward)
+    for row, column in (dg, du):
+        assert same(row, column) and row.carrier.dtype == jnp.float8_e5m2
+    if jax.default_backend() == "cpu":  # a GPU's exp differs in last digits between programs
+        expected = XLA.swiglu_backward(g, u, dh, pair, pair, [ask(FP8, "wgrad_x", None)])
+        assert all(same(a, b) for a, b in zip((*dg, *du, h), jax.tree.leaves(expected, is_leaf=_operand), strict=True))
+
+
+def _operand(node) -> bool:
+    return isinstance(node, Operand)
+
+
+def test_a_weight_comes_in_both_orders() -> None:
+    w = normal(1, 128, 256)
+    found = PASSES.weight(w, FP8.fprop_w, axis=-2, key=None)
+    expected = XLA.load(XLA.weight(w, FP8.fprop_w, axis=-2, key=None), FP8.fprop_w)
+    assert same(found, expected) and same(
+        Operand(None, found.decode_scale, None, found.policy, turned=found.turned), expected
+    )
+
+
+@pytest.mark.parametrize("one_call", [False, True])
+def test_three_gemms_equal_reference_up_to_the_order_of_the_sum(one_call) -> None:
+    """One factor of each product is 0 or a power of two in one place, so that every sum has one term: exact."""
+    from halfbyte.ops.backends import reference
+
+    w, dy = normal(2, 128, 256), normal(3, 2, 64, 256).astype(jnp.bfloat16)
+    spots = jnp.zeros((128, 128), jnp.float32).at[jnp.arange(128), jnp.arange(128)[::-1]].set(0.75).reshape(2, 64, 128)
+
+    def gemms(passes, gemm, x, w, dy):
+        x_row, x_column = passes.quantize(x, [ask(FP8, "fprop_x", None), ask(FP8, "wgrad_x", None, kept=True)])
+        dy_row, dy_column = passes.quantize(dy, [ask(FP8, "dgrad_dy", None), ask(FP8, "wgrad_dy", None)])
+        weight = passes.load(passes.weight(w, FP8.fprop_w, axis=-2, key=None), FP8.fprop_w)
+        kept = passes.load(keep(x_column), FP8.wgrad_x)
+        return (
+            gemm(x_row, weight, fprop_axes(x), jnp.dtype(jnp.bfloat16)),
+            gemm(dy_row, weight, dgrad_axes(dy), jnp.dtype(jnp.bfloat16)),
+            gemm(kept, dy_column, wgrad_axes(dy), jnp.dtype(jnp.float32)),
+        )
+
+    def ours(*args):
+        if not one_call:
+            return gemms(PASSES, fp8.gemm, *args)
+        with fp8.one_call():
+            return gemms(PASSES, fp8.gemm, *args)
+
+    x = spots.astype(jnp.bfloat16)
+    on_gpu = jax.default_backend() == "gpu"
+    if one_call and not on_gpu:
+        pytest.skip("XLA has the call for GPUs alone; test_blackwell's compiler checks its text")
+    options = fp8.COMPILER_OPTIONS if one_call else None
+    program = jax.jit(ours, compiler_options=options).lower(x, w, dy).compile()
+    assert not fp8.stray_gemms(program.as_text())
+    found = program(x, w, dy)
+    expected = jax.jit(lambda *a: gemms(XLA, reference.gemm, *a))(x, w, dy)
+    assert (found[0] == expected[0]).all() and (found[2] == expected[2]).all()
+    error = np.abs(np.asarray(found[1], np.float32) - np.asarray(expected[1], np.float32)).max()
+    assert error <= 2**-7 * np.abs(np.asarray(expected[1], np.float32)).max()
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({"device": devices.device("cpu")}, "NVIDIA"),
+        ({"sharded": True}, "sharded"),
+        ({"dtype": "float32"}, "bfloat16"),
+        ({"recipe": recipe("nvfp4")}, "nvfp4"),
+        ({"inputs": 96}, "128"),
+        ({"tokens": 48}, "128"),
+    ],
+)
+def test_it_says_why_it_cannot_serve(change, reason) -> None:
+    given = {"recipe": FP8, "tokens": 256, "inputs": 256, "outputs": 512, "device": H200} | change
+    assert reason in fp8.unsupported(Problem(**given))
+
+
+def test_auto_takes_it_for_fp8_on_one_hopper_gpu() -> None:
+    problem = Problem(FP8, 256, 256, 512, H200)
+    assert ops.choose("auto", problem).name == "fp8"
+    assert "fused" not in ops.passed_over(problem, "fp8")
+
+
+def test_a_stray_gemm_is_found_by_its_scope() -> None:
+    good = '%c = custom-call(%a), custom_call_target="__cublas$lt$matmul$f8", metadata={op_name="f/f8_call/dot_general"}'
+    bad = good.replace("$f8", "")
+    other = bad.replace("f8_call", "attention")
+    assert fp8.stray_gemms("\n".join([good, bad, other])) == [bad]
