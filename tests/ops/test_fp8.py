@@ -137,7 +137,7 @@ def test_auto_takes_it_for_fp8_on_one_hopper_gpu() -> None:
 
 
 def test_a_stray_gemm_is_found_by_its_scope() -> None:
-    good = '%c = custom-call(%a), custom_call_target="__cublas$lt$matmul$f8", metadata={op_name="f/f8_call/dot_general"}'
+    good = '%c = custom-call(%a), custom_call_target="__cublas$lt$matmul$f8", metadata={op_name="f8_call/dot_general"}'
     bad = good.replace("$f8", "")
     other = bad.replace("f8_call", "attention")
     assert fp8.stray_gemms("\n".join([good, bad, other])) == [bad]
