@@ -36,7 +36,7 @@ lint: $(VENV)/.test
 
 # Ratios measured in one run. The GPU's benchmarks join in where there is one.
 BENCHMARKS := benchmarks/quantize.py benchmarks/train_cpu.py \
-  $(if $(wildcard /dev/nvidiactl),benchmarks/gpu_kernels.py)
+  $(if $(wildcard /dev/nvidiactl),benchmarks/gpu_kernels.py benchmarks/emulations.py)
 
 bench: $(VENV)/.base
 	@for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file $(ARGS) || exit 1; done

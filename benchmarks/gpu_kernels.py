@@ -55,12 +55,12 @@ def compile_case(case: Case) -> Any:
     return jax.jit(chained(case.make())).lower(abstract).compile(compiler_options=case.options or None)
 
 
-def seconds(program: Any, sets: list[Any]) -> float:
-    """Median seconds of one call of the kernel, from five batches after two warm-up runs."""
+def seconds(program: Any, sets: list[Any], *, wait: Callable[[Any], Any] = jax.block_until_ready) -> float:
+    """Median seconds of one call of the kernel, from five batches after two warm-up runs; `wait` ends each."""
     for _ in range(2):
-        jax.block_until_ready(program(sets))
+        wait(program(sets))
     start = time.perf_counter()
-    jax.block_until_ready(program(sets))
+    wait(program(sets))
     once = time.perf_counter() - start
     repeats = int(np.clip(0.03 / max(once, 1e-6), 2, 40))
     samples = []
@@ -68,7 +68,7 @@ def seconds(program: Any, sets: list[Any]) -> float:
         start = time.perf_counter()
         for _ in range(repeats):
             result = program(sets)
-        jax.block_until_ready(result)
+        wait(result)
         samples.append((time.perf_counter() - start) / (repeats * len(sets)))
     return float(np.median(samples))
 

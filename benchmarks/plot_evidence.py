@@ -1,10 +1,14 @@
 """Pictures of the measurements under docs/evidence: step time of each recipe, and loss curves where there are any.
 
 python benchmarks/plot_evidence.py          writes docs/evidence/speed.svg and docs/evidence/loss.svg
+
+The table of emulations in docs/speed.md is filled from evidence/emulations_h200.json, if that is there.
 """
 
 import json
 import pathlib
+import re
+from typing import Any
 
 import matplotlib
 
@@ -78,6 +82,35 @@ def loss() -> None:
     figure.savefig(EVIDENCE / "loss.svg", metadata={"Date": None})
 
 
+def emulations() -> None:
+    """The table between the marks of docs/speed.md, from evidence/emulations_h200.json."""
+    source, page = EVIDENCE / "emulations_h200.json", EVIDENCE.parent / "speed.md"
+    if not source.exists():
+        return
+    found = json.loads(source.read_text(encoding="utf-8"))
+    lines = ["| linear | program | forward | | forward + backward | | differing | noise |", "|---" * 8 + "|"]
+    lines += [emulation_line(row) for row in found["rows"]]
+    where = found["environment"]
+    lines += ["", f"{where['device']}, JAX {where['jax']}, PyTorch {where['torch']}, commit {where['commit'][:7]}."]
+    text = page.read_text(encoding="utf-8")
+    marks = re.compile(r"(<!-- emulations:.*?-->\n).*?(<!-- end of emulations -->)", re.DOTALL)
+    page.write_text(marks.sub(lambda m: m[1] + "\n".join(lines) + "\n" + m[2], text), encoding="utf-8")
+
+
+def emulation_line(row: dict[str, Any]) -> str:
+    def number(value: float | None, form: str, unit: str = "") -> str:
+        return "" if value is None else format(value, form) + unit
+
+    cells = [
+        " x ".join(map(str, row["shape"])), f"{row['framework']}: {row['name']}",
+        number(row["forward_ms"], ".2f", " ms") or row["note"], number(row["forward_ratio"], ".2f", "x"),
+        number(row["both_ms"], ".2f", " ms"), number(row["both_ratio"], ".2f", "x"),
+        number(row["differing"], ","), number(row["noise"], ".3f"),
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
 if __name__ == "__main__":
+    emulations()
     speed()
     loss()
