@@ -11,6 +11,7 @@ from halfbyte.ops.backends.fused import FusedPasses
 from halfbyte.ops.operand import Operand, keep
 from halfbyte.ops.passes import XLA, ask
 from halfbyte.ops.problem import Problem
+from halfbyte.ops.weight import QWeight, keep_weight, remake_weight
 from halfbyte.recipe import recipe
 
 NVFP4 = recipe("nvfp4")
@@ -45,6 +46,16 @@ def test_a_weight_equals_the_definition() -> None:
     found = PASSES.weight(w, NVFP4.fprop_w, axis=-2, key=None)
     expected = XLA.load(XLA.weight(w, NVFP4.fprop_w, axis=-2, key=None), NVFP4.fprop_w)
     assert same(found, expected)
+
+
+def test_a_weight_is_made_again_from_its_master_and_its_scales() -> None:
+    w = jax.random.normal(jax.random.key(1), (128, 256), jnp.float32)
+    made = QWeight(w, PASSES.weight(w, NVFP4.fprop_w, axis=-2, key=None), None, NVFP4)
+    kept = keep_weight(made, PASSES, masters=False)
+    assert kept.anchor is w
+    assert sum(leaf.size for leaf in jax.tree.leaves(kept) if leaf is not w) <= 9  # the scales, and one more float
+    again = remake_weight(kept, PASSES)
+    assert (again.fprop.carrier == made.fprop.carrier).all() and same(again.fprop, made.fprop)
 
 
 H200 = devices.device("h200")

@@ -1,4 +1,4 @@
-"""The MLP op is three qdots around SwiGLU, bit for bit, in both modes, and quantizes nothing that it could share.
+"""The MLP op is three qdots around SwiGLU, bit for bit, in every mode, and quantizes nothing that it could share.
 
 Oracle: the composition, whose linears `test_qdot` holds to the oracle of float64, and whose SwiGLU is held to its own
 formula here.
@@ -74,7 +74,16 @@ def reference(name):
 
 
 @pytest.mark.parametrize(
-    "name, mode", [("nvfp4", "fast"), ("nvfp4", "small"), ("mixed", "small"), ("fp8", "small"), ("bf16", "small")]
+    "name, mode",
+    [
+        ("nvfp4", "fast"),
+        ("nvfp4", "small"),
+        ("mixed", "small"),
+        ("fp8", "small"),
+        ("bf16", "small"),
+        ("nvfp4", "input"),
+        ("fp8", "input"),
+    ],
 )
 @pytest.mark.usefixtures("on_cpu")
 def test_the_mlp_is_three_linears_around_swiglu(name, mode):

@@ -55,20 +55,22 @@ def test_a_lone_linear_keeps_its_input_packed():
 def test_weights_are_kept_as_codes():
     """What does not grow with the tokens: 4 bits and a share of a tile's scale for each weight, and the scalars.
 
-    `fused`, which auto takes on one GPU, keeps the bfloat16 carrier instead: its GEMMs read it as it is.
+    `fused`, which auto takes on one GPU, keeps the tensor's scales and makes the carrier again: see test_fused.
     """
     fn = functools.partial(hb.qdot, recipe=hb.recipe("nvfp4"), key=KEY, backend="carrier")
     fixed = kept_bytes(fn, 1024, (WIDTH, HIDDEN)) - 1024 * linear("nvfp4")
     assert WIDTH * HIDDEN * (4 + 8 / 256) / 8 <= fixed <= WIDTH * HIDDEN * (4 + 8 / 256) / 8 + 64
 
 
-@pytest.mark.parametrize("mode", ["fast", "small"])
+@pytest.mark.parametrize("mode", ["fast", "small", "input"])
 def test_the_mlp_keeps_what_its_page_says(mode):
     expected = {
         ("bf16", "fast"): 2 * (WIDTH + 2 * HIDDEN),  # x, g, u
         ("bf16", "small"): 2 * WIDTH,  # x
         ("nvfp4", "fast"): 4.5 / 8 * WIDTH + 2 * 2 * HIDDEN,  # x for wgrad, packed; g, u
         ("nvfp4", "small"): 2 * 4.5 / 8 * WIDTH,  # x for fprop and x for wgrad, packed
+        ("bf16", "input"): 2 * WIDTH,
+        ("nvfp4", "input"): 2 * WIDTH,
     }
     for name in ("bf16", "nvfp4"):
         assert mlp(name, mode) == expected[name, mode]

@@ -41,7 +41,7 @@ def swiglu_mlp(x: jax.Array, weights: Params, here: LayerContext) -> jax.Array:
         *(weights[name] for name in MLP_SITES),
         recipe=recipes,
         key=here.site_key("mlp"),
-        mode="small" if here.ctx.remat == "quantized" else "fast",
+        mode="input" if here.ctx.remat == "quantized" else "fast",
         backend=here.ctx.backend,
         weight_shardings=shardings or None,
     )

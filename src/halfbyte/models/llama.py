@@ -21,7 +21,7 @@ from halfbyte.models.context import PLAIN, Context, LayerContext, key_of_layer, 
 from halfbyte.models.embedding import embed_tokens, head_weight
 from halfbyte.models.linear import linear, swiglu_mlp
 from halfbyte.models.params import Params, param_specs
-from halfbyte.models.remat import rematerialized
+from halfbyte.models.remat import flattened, rematerialized, streamed
 from halfbyte.ops.attention import attention
 from halfbyte.ops.loss import cross_entropy
 from halfbyte.ops.loss import token_nll as chunked_nll
@@ -100,7 +100,7 @@ def hidden_states(cfg: LlamaConfig, params: Params, batch: Batch, ctx: Context =
             return block(cfg, weights, x, tables, here, attend), None
 
         x, _ = lax.scan(
-            rematerialized(body, ctx.remat),
+            rematerialized(body, ctx.remat, looped=ctx.unroll == 1),
             x,
             (layer_slice(params, cfg, segment), layer_numbers(segment)),
             unroll=ctx.unroll,
@@ -114,7 +114,7 @@ def block(
     """One transformer block, [batch, seq, embed] -> the same. `attend(q, k, v)` is given rotated q and k."""
     ctx = here.ctx
     x = x + attention_block(cfg, weights["attention"], x, tables, here, attend)
-    x = ctx.constrain(x, "batch", "residual_seq", "width")
+    x = streamed(ctx.constrain(x, "batch", "residual_seq", "width"))
     x = x + mlp_block(cfg, weights["mlp"], x, here)
     return ctx.constrain(x, "batch", "residual_seq", "width")
 
@@ -134,9 +134,13 @@ def attention_block(
     q = apply_rope(project("q", cfg.heads, "heads"), tables)
     k = apply_rope(project("k", cfg.kv_heads, "kv_heads"), tables)
     v = project("v", cfg.kv_heads, "kv_heads")
-    out = attend(q, k, v).reshape(*x.shape[:2], cfg.heads * cfg.head_dim)
-    out = ctx.constrain(out, "batch", "seq", "heads")
-    y = linear(out, weights, here, "attention", "o")
+    out = attend(*(streamed(t) for t in (q, k, v)))
+
+    def project_back(out: jax.Array) -> jax.Array:
+        return linear(ctx.constrain(out, "batch", "seq", "heads"), weights, here, "attention", "o")
+
+    # [batch, seq, heads, head_dim] -> [batch, seq, heads * head_dim] -> [batch, seq, embed]
+    y = flattened(project_back, out, (*x.shape[:2], cfg.heads * cfg.head_dim))
     return ctx.constrain(y, "batch", "residual_seq", "width")
 
 

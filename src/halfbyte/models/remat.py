@@ -4,8 +4,11 @@
 |---|---|---|
 | none | all that the VJPs read | nothing |
 | dots | outputs of linears and of fused attention, packed operands | norms, rotations, SwiGLU |
+| quantized | the inputs of both norms; q, k, v; attention's output; scales | operands, the MLP's g and u |
 | full | the layer's input | everything |
-| quantized | all but the MLP's g, u and h, of which packed operands stay | g and u, inside the MLP's own VJP |
+
+`quantized` makes again what costs passes over memory and no GEMM, and of the GEMMs only those of gate and up, whose
+results are most of what a layer keeps.
 """
 
 from __future__ import annotations
@@ -14,23 +17,29 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from halfbyte.ops.operand import SAVED
+from halfbyte.ops.operand import SAVED, SCALES
 
 LINEAR = "linear"  # the checkpoint name of a linear's output, in the compute dtype
+STREAM = "stream"  # of the stream between the halves of a layer, and of what attention reads
 FUSED_ATTENTION = (
     "dot_product_attention_fwd"  # cuDNN's primitives: their outputs are the context and the softmax statistics
 )
 
 
-def rematerialized(layer: Callable[..., Any], remat: str) -> Callable[..., Any]:
-    """`layer` (a scan body) with what `remat` says kept for its backward pass."""
-    if remat == "full":
-        return jax.checkpoint(layer, prevent_cse=False)  # the scan already keeps the two passes apart
-    if remat == "dots":
-        return jax.checkpoint(layer, prevent_cse=False, policy=_keeps_dots)
-    return layer
+def rematerialized(layer: Callable[..., Any], remat: str, *, looped: bool = True) -> Callable[..., Any]:
+    """`layer` (a scan body) with what `remat` says kept for its backward pass.
+
+    A loop keeps the two passes apart; where the layers are unrolled (not `looped`) a barrier must, or the compiler
+    finds that what is computed again is there already.
+    """
+    if remat == "none":
+        return layer
+    policies = {"dots": _keeps_dots, "quantized": _keeps_stream, "full": None}
+    return jax.checkpoint(layer, prevent_cse=not looped, policy=policies[remat])
 
 
 def named(y: jax.Array) -> jax.Array:
@@ -38,8 +47,37 @@ def named(y: jax.Array) -> jax.Array:
     return checkpoint_name(y, LINEAR)
 
 
+def streamed(x: jax.Array) -> jax.Array:
+    """`x`, rounded to its dtype for good and marked as part of the stream.
+
+    What a remat policy saves is rounded, what it does not save a compiler may carry on with excess precision; with the
+    rounding here, the model computes the same under every policy.
+    """
+    bits = jnp.finfo(x.dtype)
+    return checkpoint_name(lax.reduce_precision(x, exponent_bits=bits.nexp, mantissa_bits=bits.nmant), STREAM)
+
+
+def flattened(fn: Callable[[jax.Array], jax.Array], x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """fn(x reshaped to `shape`), where the backward pass keeps x, if anyone does, and no reshaped copy beside it."""
+    return jax.checkpoint(lambda x: fn(x.reshape(shape)), prevent_cse=False, policy=_keeps_all_but_views)(x)
+
+
+def _keeps_all_but_views(primitive: Any, *args: Any, **params: Any) -> bool:
+    return bool(primitive.name != "reshape")
+
+
 def _keeps_dots(primitive: Any, *args: Any, **params: Any) -> bool:
     # By name and not by `dot_general`: a GEMM's own output is float32, twice the size of what is used.
-    if primitive.name.startswith(FUSED_ATTENTION):
-        return True
-    return jax.checkpoint_policies.save_only_these_names(LINEAR, SAVED)(primitive, *args, **params)
+    return _fused_attention(primitive) or _SAVES_DOTS(primitive, *args, **params)
+
+
+def _keeps_stream(primitive: Any, *args: Any, **params: Any) -> bool:
+    return _fused_attention(primitive) or _SAVES_STREAM(primitive, *args, **params)
+
+
+def _fused_attention(primitive: Any) -> bool:
+    return bool(primitive.name.startswith(FUSED_ATTENTION))
+
+
+_SAVES_DOTS = jax.checkpoint_policies.save_only_these_names(LINEAR, SAVED, SCALES)
+_SAVES_STREAM = jax.checkpoint_policies.save_only_these_names(STREAM, SCALES)

@@ -51,7 +51,7 @@ def attention(
     """
     chosen = choose_attention(q.shape, q.dtype, implementation=implementation, mesh=mesh, packed=segments is not None)
     local = functools.partial(_local, implementation=chosen)
-    if mesh is None:
+    if mesh is None or mesh.size == 1:  # inside shard_map the backward pass would keep the result a second time
         return local(q, k, v, segments, segments, None)
     context = rules.spec(("seq",), mesh)
     offset = functools.partial(_query_offset, axes=context)

@@ -7,8 +7,10 @@ and decides what the backward pass keeps:
 |---------|---------------------------------------------|-------------------------------------|
 | `fast`  | wgrad's operand of x (packed), g, u         | h                                   |
 | `small` | fprop's and wgrad's operands of x (packed)  | g, u (two GEMMs), h                 |
+| `input` | x as it came                                | the operands of x, g, u, h          |
 
-Under bf16 `fast` keeps x, g, u and `small` keeps x: as lean as the quantized ones.
+`input` is for a caller whose remat policy makes x again, and then keeps nothing at all. Under bf16 `fast` keeps x, g, u
+and the others keep x: as lean as the quantized ones.
 """
 
 import dataclasses
@@ -25,13 +27,13 @@ from halfbyte.ops.backends.gemm import dgrad_axes, fprop_axes, wgrad_axes
 from halfbyte.ops.operand import Kept, Operand, keep_named, name_saved
 from halfbyte.ops.passes import XLA, Ask, XlaPasses, ask
 from halfbyte.ops.qdot import token_block
-from halfbyte.ops.weight import QWeight, quantize_weight, weight_operand, without_transposes
+from halfbyte.ops.weight import QWeight, keep_weight, quantize_weight, remake_weight, weight_operand
 from halfbyte.recipe import Recipe, site_key
 from halfbyte.sharding import WeightSharding
 
 SITES = ("gate", "up", "down")
-MODES = ("fast", "small")
-Weights = tuple[jax.Array | QWeight, jax.Array | QWeight, jax.Array | QWeight]
+MODES = ("fast", "small", "input")
+Saved = jax.Array | tuple[tuple[Kept, ...], tuple[Kept, ...]]  # x, or its operands for wgrad and what is for g and u
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,13 +130,14 @@ class _Site:
         return dw if self.weight.sharding is None else lax.with_sharding_constraint(dw, self.weight.sharding.stored)
 
 
-def _sites(plan: Plan, anchors, codes, keys) -> tuple[_Site, ...]:
-    return tuple(
-        _Site(BACKENDS[b], r, QWeight(a, fprop, dgrad, r, s), k)
-        for b, r, s, a, (fprop, dgrad), k in zip(
-            plan.backends, plan.recipes, plan.shardings, anchors, codes, keys, strict=True
-        )
-    )
+def _sites(plan: Plan, weights: Sequence[QWeight], keys) -> tuple[_Site, ...]:
+    each = zip(plan.backends, weights, keys, strict=True)
+    return tuple(_Site(BACKENDS[b], w.recipe, w, k) for b, w, k in each)
+
+
+def _weights(plan: Plan, anchors, codes) -> list[QWeight]:
+    each = zip(plan.recipes, plan.shardings, anchors, codes, strict=True)
+    return [QWeight(a, fprop, dgrad, r, s) for r, s, a, (fprop, dgrad) in each]
 
 
 def _passes(plan: Plan) -> XlaPasses:
@@ -158,7 +161,7 @@ def _one_operand(gate: _Site, up: _Site) -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mlp(plan: Plan, x, anchors, codes, keys):
-    gate, up, down = _sites(plan, anchors, codes, keys)
+    gate, up, down = _sites(plan, _weights(plan, anchors, codes), keys)
     passes = _passes(plan)
     rows = passes.quantize(x, _x_asks("fprop_x", gate, up))
     (h,) = passes.swiglu(gate.fprop(rows[0], x), up.fprop(rows[-1], x), [down.ask("fprop_x")])
@@ -166,49 +169,66 @@ def _mlp(plan: Plan, x, anchors, codes, keys):
 
 
 def _mlp_fwd(plan: Plan, x, anchors, codes, keys):
-    gate, up, down = _sites(plan, anchors, codes, keys)
+    gate, up, down = _sites(plan, _weights(plan, anchors, codes), keys)
     for site in (gate, up, down):
         check_training(site.backend.name, site.recipe, x, site.weight, site.weight.sharding)
     passes = _passes(plan)
-    one = _one_operand(gate, up)
-    row_asks = _x_asks("fprop_x", gate, up, kept=plan.mode == ("fast" if one else "small"))
-    operands = passes.quantize(x, [*row_asks, *([] if one else _x_asks("wgrad_x", gate, up, kept=True))])
-    rows, columns = operands[: len(row_asks)], operands[len(row_asks) :] or operands
+    rows, columns = _x_operands(passes, x, gate, up, mode=plan.mode)
     g, u = gate.fprop(rows[0], x), up.fprop(rows[-1], x)
     (h,) = passes.swiglu(g, u, [down.ask("fprop_x")])
-    again = name_saved((g, u)) if plan.mode == "fast" else () if one else tuple(keep_named(o) for o in rows)
-    saved = tuple(keep_named(o) for o in columns), again
-    masters = tuple(
-        None if r.dgrad_w.format.quantized and (plan.mode == "fast" or r.fprop_w.format.quantized) else a
-        for r, a in zip(plan.recipes, anchors, strict=True)
-    )
-    return down.fprop(h, x), (saved, masters, without_transposes(codes), keys)
+    saved: Saved = x
+    if plan.mode != "input":
+        again = name_saved((g, u)) if plan.mode == "fast" else tuple(keep_named(o) for o in rows)
+        saved = tuple(keep_named(o) for o in columns), () if rows is columns and plan.mode == "small" else again
+    stays = tuple(keep_weight(s.weight, s.backend.passes, masters=_reads_master(plan, s)) for s in (gate, up, down))
+    return down.fprop(h, x), (saved, stays, keys)
 
 
-def _recomputed(
-    plan: Plan, kept: tuple[tuple[Kept, ...], tuple[Kept, ...]], gate: _Site, up: _Site, like: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """(g, u): as kept, or from the kept fprop operands of x by the same GEMMs."""
-    columns, again = kept
-    if plan.mode == "fast":
-        return again  # type: ignore[return-value]
-    rows = [_passes(plan).load(k, site.recipe.fprop_x) for k, site in zip(again or columns, (gate, up), strict=False)]
-    return gate.fprop(rows[0], like), up.fprop(rows[-1], like)
+def _reads_master(plan: Plan, site: _Site) -> bool:
+    """Whether the backward pass reads the weight itself: by dgrad, or by fprop once more, in bf16."""
+    again = plan.mode != "fast" and not site.recipe.fprop_w.format.quantized
+    return again or not site.recipe.dgrad_w.format.quantized
+
+
+def _x_operands(
+    passes: XlaPasses, x: jax.Array, gate: _Site, up: _Site, *, mode: str, backward: bool = False
+) -> tuple[list[Operand], list[Operand]]:
+    """(fprop's, wgrad's) operands of x; one and the same list if both read one. Forward under `input` makes no second,
+    which nobody would read.
+    """
+    one, keep = _one_operand(gate, up), mode != "input"
+    row_kept = (mode == "fast" or backward) if one else mode == "small"
+    row_asks = _x_asks("fprop_x", gate, up, kept=row_kept)
+    second = not one and (keep or backward)
+    made = passes.quantize(x, [*row_asks, *(_x_asks("wgrad_x", gate, up, kept=keep) if second else [])])
+    rows, columns = made[: len(row_asks)], made[len(row_asks) :]
+    return rows, columns if second else rows
+
+
+def _restored(plan: Plan, saved: Saved, gate: _Site, up: _Site) -> tuple[list[Operand], list[Operand]]:
+    """What `_x_operands` made, loaded or made again; under `fast` fprop's are not needed and not there."""
+    passes = _passes(plan)
+    if isinstance(saved, jax.Array):
+        return _x_operands(passes, saved, gate, up, mode=plan.mode, backward=True)
+    columns, again = saved
+    kept_rows = () if plan.mode == "fast" else again or columns
+    rows = [passes.load(k, site.recipe.fprop_x) for k, site in zip(kept_rows, (gate, up), strict=False)]
+    return rows, [passes.load(k, site.recipe.wgrad_x) for k, site in zip(columns, (gate, up), strict=False)]
 
 
 def _mlp_bwd(plan: Plan, residuals, dy):
-    saved, masters, codes, keys = residuals
-    columns, _ = saved
-    gate, up, down = _sites(plan, masters, codes, keys)
+    saved, stays, keys = residuals
+    weights = [remake_weight(w, BACKENDS[b].passes) for w, b in zip(stays, plan.backends, strict=True)]
+    gate, up, down = _sites(plan, weights, keys)
     passes, dtypes = _passes(plan), plan.weight_dtypes
-    g, u = _recomputed(plan, saved, gate, up, dy)
+    rows, x_columns = _restored(plan, saved, gate, up)
+    g, u = saved[1] if plan.mode == "fast" else (gate.fprop(rows[0], dy), up.fprop(rows[-1], dy))
     dy_row, dy_column = passes.quantize(dy, [down.ask("dgrad_dy"), down.ask("wgrad_dy")])
     dh = down.dgrad(dy_row, dy)
     dg_asks, du_asks = ([site.ask("dgrad_dy"), site.ask("wgrad_dy")] for site in (gate, up))
     (dg_row, dg_column), (du_row, du_column), (h_column,) = passes.swiglu_backward(
         g, u, dh, dg_asks, du_asks, [down.ask("wgrad_x")]
     )
-    x_columns = [passes.load(kept, site.recipe.wgrad_x) for kept, site in zip(columns, (gate, up), strict=False)]
     dwg = gate.wgrad(x_columns[0], dg_column, dy, dtypes[0])
     dwu = up.wgrad(x_columns[-1], du_column, dy, dtypes[1])
     dwd = down.wgrad(h_column, dy_column, dy, dtypes[2])

@@ -52,6 +52,7 @@ class Operand:
 
 _Tree = TypeVar("_Tree")
 SAVED = "quantized"  # the checkpoint name of packed residuals: a remat policy may save them by it
+SCALES = "scales"  # of the scales of a tensor or the statistics of a row: a few bytes that spare a pass over the tensor
 Kept = (
     Packed | Operand | jax.Array
 )  # between forward and backward: packed codes, 8-bit codes, the bfloat16 tensor itself
@@ -108,9 +109,9 @@ def keep(operand: Operand) -> Kept:
 
 
 @jax.named_scope("quantize")
-def name_saved(kept: _Tree) -> _Tree:
+def name_saved(kept: _Tree, name: str = SAVED) -> _Tree:
     """`kept`, under the name by which a remat policy may save it."""
-    return jax.tree.map(lambda leaf: checkpoint_name(leaf, SAVED), kept)
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), kept)
 
 
 def keep_named(operand: Operand) -> Kept:

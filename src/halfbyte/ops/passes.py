@@ -57,6 +57,17 @@ class XlaPasses:
         """A weight, quantized once and read by several GEMMs: packed codes, or the carrier itself."""
         return Packed.of(quantize_operand(w, policy, axis=axis, key=key).codes())
 
+    def keep_weight(self, made: Packed | Operand) -> Packed | Operand:
+        """What the backward pass keeps of a weight: no transpose, for dgrad reads it as it lies.
+
+        One that is left without carrier and codes is made again from the master.
+        """
+        return dataclasses.replace(made, turned=None) if isinstance(made, Operand) else made
+
+    def weight_again(self, w: jax.Array, kept: Operand) -> Operand:
+        """The weight that `keep_weight` stripped, bit for bit, from its master w."""
+        raise NotImplementedError("these passes keep their weights as they are")
+
     def load(self, kept: Kept, policy: OperandPolicy) -> Operand:
         """An operand that was kept, bit for bit."""
         return load(kept, policy)

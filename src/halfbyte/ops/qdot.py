@@ -21,7 +21,7 @@ from halfbyte.ops.backends import BACKENDS, check_training, choose, problem_of
 from halfbyte.ops.backends.gemm import dgrad_axes, fprop_axes, wgrad_axes
 from halfbyte.ops.operand import Operand, keep_named
 from halfbyte.ops.passes import ask
-from halfbyte.ops.weight import QWeight, quantize_weight, weight_operand, without_transposes
+from halfbyte.ops.weight import QWeight, keep_weight, quantize_weight, remake_weight, weight_operand
 from halfbyte.recipe import Recipe
 from halfbyte.sharding import WeightSharding
 
@@ -104,14 +104,15 @@ def _linear_fwd(plan: Plan, x, anchor, codes, key):
     check_training(plan.backend, recipe, x, anchor, plan.sharding)
     row, column = backend.passes.quantize(x, [ask(recipe, "fprop_x", key), ask(recipe, "wgrad_x", key, kept=True)])
     kept = keep_named(column)
-    master = None if recipe.dgrad_w.format.quantized else anchor  # read again by dgrad
-    return _fprop(plan, row, x, anchor, codes), (kept, master, without_transposes(codes), key, jnp.zeros((0,), x.dtype))
+    weight = QWeight(anchor, codes[0], codes[1], recipe, plan.sharding)
+    stays = keep_weight(weight, backend.passes, masters=not recipe.dgrad_w.format.quantized)
+    return _fprop(plan, row, x, anchor, codes), (kept, stays, key, jnp.zeros((0,), x.dtype))
 
 
 def _linear_bwd(plan: Plan, residuals, dy):
-    kept, master, codes, key, like_x = residuals
+    kept, stays, key, like_x = residuals
     recipe, backend = plan.recipe, BACKENDS[plan.backend]
-    weight = weight_operand(QWeight(master, codes[0], codes[1], recipe, plan.sharding), "dgrad_w")
+    weight = weight_operand(remake_weight(stays, backend.passes), "dgrad_w")
     row, column = backend.passes.quantize(dy, [ask(recipe, "dgrad_dy", key), ask(recipe, "wgrad_dy", key)])
     dx = backend.gemm(row, weight, dgrad_axes(dy), like_x.dtype)
     dw = backend.gemm(backend.passes.load(kept, recipe.wgrad_x), column, wgrad_axes(dy), plan.weight_dtype)

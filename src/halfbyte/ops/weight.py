@@ -12,7 +12,7 @@ are what the backward pass keeps.
 
 import dataclasses
 import functools
-from typing import TypeVar
+from typing import Any, TypeGuard
 
 import jax
 from jax import lax
@@ -24,7 +24,6 @@ from halfbyte.ops.passes import XLA, XlaPasses
 from halfbyte.recipe import OperandPolicy, Recipe, role_key
 from halfbyte.sharding import WeightSharding
 
-_Tree = TypeVar("_Tree")
 CONTRACTED = {"fprop_w": -2, "dgrad_w": -1}  # the axis of W [inputs, outputs] that each GEMM sums over
 
 
@@ -38,7 +37,7 @@ class QWeight:
     Made by `quantize_weight`; `qdot` takes it in place of the matrix.
     """
 
-    anchor: jax.Array
+    anchor: Any  # float32 or bfloat16 [inputs, outputs]; None among residuals if the backward pass does not read it
     fprop: Packed | Operand | None
     dgrad: Packed | Operand | None
     recipe: Recipe
@@ -46,7 +45,8 @@ class QWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.anchor.shape
+        shape: tuple[int, ...] = self.anchor.shape
+        return shape
 
 
 def shares_codes(recipe: Recipe) -> bool:
@@ -89,6 +89,26 @@ def _pin(kept: Packed, sharding: NamedSharding) -> Packed:
     return dataclasses.replace(kept, packed=pin(kept.packed), scales=None if kept.scales is None else pin(kept.scales))
 
 
+def keep_weight(weight: QWeight, passes: XlaPasses, *, masters: bool) -> QWeight:
+    """The weight as the backward pass keeps it; its anchor only if it is read again: by bf16 GEMMs (`masters`), or to
+    make again what the passes leave out.
+    """
+    fprop, dgrad = (None if c is None else passes.keep_weight(c) for c in (weight.fprop, weight.dgrad))
+    again = _stripped(fprop) or _stripped(dgrad)
+    return dataclasses.replace(weight, anchor=weight.anchor if masters or again else None, fprop=fprop, dgrad=dgrad)
+
+
+def remake_weight(kept: QWeight, passes: XlaPasses) -> QWeight:
+    """The weight of `keep_weight`, bit for bit."""
+    codes = (kept.fprop, kept.dgrad)
+    fprop, dgrad = (passes.weight_again(kept.anchor, c) if _stripped(c) else c for c in codes)
+    return dataclasses.replace(kept, fprop=fprop, dgrad=dgrad)
+
+
+def _stripped(codes: Packed | Operand | None) -> TypeGuard[Operand]:
+    return isinstance(codes, Operand) and codes.carrier is None and codes.quantized is None
+
+
 def weight_operand(weight: QWeight, role: str) -> Operand:
     """The weight as the right operand of fprop or dgrad.
 
@@ -103,15 +123,6 @@ def weight_operand(weight: QWeight, role: str) -> Operand:
         return kept
     assert kept is not None
     return load(kept if sharding is None else _pin(kept, sharding.gathered), policy)
-
-
-def without_transposes(codes: _Tree) -> _Tree:
-    """The codes as the backward pass keeps them: dgrad reads a weight as it lies."""
-    return jax.tree.map(
-        lambda o: dataclasses.replace(o, turned=None) if isinstance(o, Operand) else o,
-        codes,
-        is_leaf=lambda o: isinstance(o, Operand),
-    )
 
 
 def _gather(w: jax.Array, sharding: WeightSharding) -> jax.Array:

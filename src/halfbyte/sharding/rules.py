@@ -102,7 +102,7 @@ def weight_sharding(
 
 
 def constrain(x: jax.Array, axes: Sequence[str | None], mesh: Mesh | None, rules: Rules = DEFAULT_RULES) -> jax.Array:
-    """`x`, held to the sharding of `axes`; unchanged without a mesh."""
-    if mesh is None:
+    """`x`, held to the sharding of `axes`; unchanged without a mesh, or with one of a single device."""
+    if mesh is None or mesh.size == 1:
         return x
     return jax.lax.with_sharding_constraint(x, named_sharding(axes, mesh, rules))

@@ -20,7 +20,7 @@ from halfbyte.ops.backends.gemm import Contraction, alpha, result_shape
 from halfbyte.ops.kernels import Columnwise, Rowwise
 from halfbyte.ops.kernels.gemm import unsupported as gemm_unsupported
 from halfbyte.ops.kernels.scale import AMAX, DECODE, GEMM, SIZE
-from halfbyte.ops.operand import Kept, Operand, gemm_scale, key_pair
+from halfbyte.ops.operand import SCALES, Kept, Operand, gemm_scale, key_pair, name_saved
 from halfbyte.ops.passes import Ask, XlaPasses
 from halfbyte.ops.problem import Problem, target
 from halfbyte.recipe import OperandPolicy
@@ -139,9 +139,18 @@ class FusedPasses(XlaPasses):
         plain = policy.format == NVFP4 and policy.block == "2d" and not (policy.hadamard or policy.stochastic)
         if not plain or w.dtype != jnp.float32 or kernels.unsupported(*w.shape) is not None:
             return super().weight(w, policy, axis=axis, key=key)
-        scale = kernels.tensor_scale(kernels.weight_maxima(w, interpret=self.interpret), interpret=self.interpret)
+        tops = kernels.weight_maxima(w, interpret=self.interpret)
+        scale = name_saved(kernels.tensor_scale(tops, interpret=self.interpret), SCALES)
         carrier = kernels.quantize_weight(w, scale, interpret=self.interpret)
         return Operand(carrier, scale[GEMM], None, policy, scale)
+
+    def keep_weight(self, made: Packed | Operand) -> Packed | Operand:
+        """A carrier is four times as large as its codes, and its master is there anyway: the tensor's scales stay."""
+        return dataclasses.replace(made, carrier=None) if isinstance(made, Operand) else made
+
+    def weight_again(self, w: jax.Array, kept: Operand) -> Operand:
+        assert kept.vector is not None, "a weight's carrier is made from its master and its scales"
+        return dataclasses.replace(kept, carrier=kernels.quantize_weight(w, kept.vector, interpret=self.interpret))
 
     def load(self, kept: Kept, policy: OperandPolicy) -> Operand:
         if not isinstance(kept, Packed) or kept.axis != -2 or kept.format != NVFP4 or kept.scales is None:
