@@ -130,3 +130,10 @@ def hash_words(number, k0, k1):
     h ^= h >> np.uint64(15)
     h = cut(h * np.uint64(0x846C_A68B))
     return (h ^ (h >> np.uint64(16))).astype(np.uint32)
+
+
+def key_words(k0, k1):
+    """The words of a key as the hash takes them: four Feistel rounds, with the first digits of pi."""
+    for constant in (0x243F_6A88, 0x85A3_08D3, 0x1319_8A2E, 0x0370_7344):
+        k0, k1 = k1, k0 ^ hash_words(np.array(k1), constant, constant)
+    return k0, k1

@@ -105,17 +105,29 @@ def fp8_quantize(x: np.ndarray, dtype: type, top: float) -> np.ndarray:
     return nearest_fp8(x.astype(np.float32) * scale, dtype, top).view(np.uint8)
 
 
+def hash_words(number: np.ndarray, k0: int, k1: int) -> np.ndarray:
+    """The counter hash, in 64-bit integers cut to 32."""
+    wrap = np.uint64(0xFFFF_FFFF)
+    h = (number.astype(np.uint64) * np.uint64(0x9E37_79B9) + np.uint64(k0)) & wrap
+    h ^= h >> np.uint64(16)
+    h = (h * np.uint64(0x7FEB_352D) + np.uint64(k1)) & wrap
+    h ^= h >> np.uint64(15)
+    h = (h * np.uint64(0x846C_A68B)) & wrap
+    return h ^ (h >> np.uint64(16))
+
+
+def mixed(key: np.ndarray) -> tuple[int, int]:
+    """The key's words after four Feistel rounds of the hash."""
+    k0, k1 = map(int, key)
+    for constant in (0x243F_6A88, 0x85A3_08D3, 0x1319_8A2E, 0x0370_7344):
+        k0, k1 = k1, k0 ^ int(hash_words(np.array(k1), constant, constant))
+    return k0, k1
+
+
 def random_bytes(shape: tuple[int, int], key: np.ndarray) -> np.ndarray:
     """Byte t % 4 of the word numbered (t // 4) * N + n for element (t, n)."""
     tokens, features = shape
-    number = (np.arange(tokens)[:, None] // 4 * features + np.arange(features)).astype(np.uint64)
-    wrap = np.uint64(0xFFFF_FFFF)
-    h = (number * np.uint64(0x9E37_79B9) + np.uint64(key[0])) & wrap
-    h ^= h >> np.uint64(16)
-    h = (h * np.uint64(0x7FEB_352D) + np.uint64(key[1])) & wrap
-    h ^= h >> np.uint64(15)
-    h = (h * np.uint64(0x846C_A68B)) & wrap
-    h ^= h >> np.uint64(16)
+    h = hash_words(np.arange(tokens)[:, None] // 4 * features + np.arange(features), *mixed(key))
     return (h >> (8 * (np.arange(tokens)[:, None] % 4)).astype(np.uint64)).astype(np.uint8)
 
 

@@ -31,7 +31,8 @@ def test_any_mesh(rows, columns):
     x = np.random.default_rng(9).standard_normal(SHAPE).astype(np.float32)
     x[17, 90] = 40  # in one shard; the tensor's amax is everyone's
     sharded = jax.device_put(x, NamedSharding(mesh, PartitionSpec("rows", "columns")))
-    noise = oracle.random_bytes(lambda n: oracle.hash_words(n, *KEY), SHAPE)
+    words = oracle.key_words(*KEY)
+    noise = oracle.random_bytes(lambda n: oracle.hash_words(n, *words), SHAPE)
     expected = [oracle.nvfp4(x), oracle.nvfp4(x, square=True), oracle.nvfp4(x, noise=noise)]
     for found, (codes, scales, amax, _) in zip(jax.jit(everything)(sharded), expected):
         np.testing.assert_array_equal(found[0], codes)

@@ -63,17 +63,24 @@ def stochastic(magnitude: np.ndarray, byte: np.ndarray) -> np.ndarray:
     return np.minimum(np.floor(moved / step(moved)) * step(moved), 6).astype(np.float64)
 
 
-def random_bytes(key: jax.Array, rows: int, columns: int) -> np.ndarray:
-    """Byte row % 4 of word (row // 4) * columns + column of the counter hash."""
-    k0, k1 = np.asarray(jax.random.key_data(key)).astype(np.uint64)
-    row, column = np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij")
+def hash_words(number: np.ndarray, k0: np.uint64, k1: np.uint64) -> np.ndarray:
+    """The counter hash, in 64-bit integers cut to 32."""
     mask = np.uint64(0xFFFF_FFFF)
-    h = ((row // 4 * columns + column).astype(np.uint64) * np.uint64(0x9E3779B9) + k0) & mask
+    h = (number.astype(np.uint64) * np.uint64(0x9E3779B9) + k0) & mask
     h ^= h >> np.uint64(16)
     h = (h * np.uint64(0x7FEB352D) + k1) & mask
     h ^= h >> np.uint64(15)
     h = (h * np.uint64(0x846CA68B)) & mask
-    h ^= h >> np.uint64(16)
+    return h ^ (h >> np.uint64(16))
+
+
+def random_bytes(key: jax.Array, rows: int, columns: int) -> np.ndarray:
+    """Byte row % 4 of word (row // 4) * columns + column of the counter hash, under the mixed words of the key."""
+    k0, k1 = np.asarray(jax.random.key_data(key)).astype(np.uint64)
+    for constant in np.array([0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], np.uint64):
+        k0, k1 = k1, k0 ^ hash_words(k1, constant, constant)
+    row, column = np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij")
+    h = hash_words(row // 4 * columns + column, k0, k1)
     return (h >> (row % 4 * 8).astype(np.uint64)).astype(np.uint8)
 
 

@@ -7,7 +7,8 @@ them:
 
 - `COUNTER_HASH` (default): two multiply-xorshift rounds with one half of the key added before each. Key and counter
   meet in the first round and again in the second, so that the streams of two keys are not permutations of each other.
-  About ten integer instructions a word.
+  About ten integer instructions a word. That is little after the second half comes in: halves that differ in a few
+  bits give correlated streams. So the key is mixed first, once a tensor (`key_words`).
 - `THREEFRY`: `jax.random.bits`, ten times slower on a CPU, for whoever distrusts the first.
 - `PHILOX`: Philox-4x32-10, the generator of cuRAND and of Transformer Engine's kernels.
 
@@ -29,11 +30,23 @@ class Generator(enum.Enum):
     PHILOX = "philox"
 
 
-def key_words(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The key's two uint32 words, for generators that are seeded with numbers.
+ROUNDS = (0x243F_6A88, 0x85A3_08D3, 0x1319_8A2E, 0x0370_7344)  # the first digits of pi
 
-    `key` is a typed key or raw uint32 key data.
+
+def key_words(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The two uint32 words that the counter hash takes of a key, typed or raw.
+
+    Four Feistel rounds of the hash itself: one to one, and any two keys, be they jax.random.key(0) and key(1), differ
+    in half of the bits.
     """
+    k0, k1 = _data_words(key)
+    for constant in ROUNDS:
+        k0, k1 = k1, k0 ^ hash_words(k1, jnp.uint32(constant), jnp.uint32(constant))
+    return k0, k1
+
+
+def _data_words(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The first and the last word of the key's data: all there is of a threefry key."""
     data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
     return data[..., 0], data[..., -1]
 
@@ -82,11 +95,10 @@ def _counter(shape: tuple[int, ...]) -> jax.Array:
 def _words(key: jax.Array, shape: tuple[int, ...], generator: Generator) -> jax.Array:
     if generator is Generator.THREEFRY:
         return jax.random.bits(key, shape, jnp.uint32)
-    k0, k1 = key_words(key)
     if generator is Generator.COUNTER_HASH:
-        return hash_words(_counter(shape), k0, k1)
+        return hash_words(_counter(shape), *key_words(key))
     zero = jnp.zeros(shape, jnp.uint32)
-    return philox4x32((_counter(shape), zero, zero, zero), (k0, k1))[0]
+    return philox4x32((_counter(shape), zero, zero, zero), _data_words(key))[0]
 
 
 def random_bytes(key: jax.Array, shape: tuple[int, ...], *, generator: Generator = Generator.COUNTER_HASH) -> jax.Array:
