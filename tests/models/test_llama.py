@@ -1,5 +1,6 @@
 """Oracles: the model itself, run another way (a document alone, one device, no remat, one segment); statistics."""
 
+import dataclasses
 import functools
 
 import jax
@@ -70,6 +71,16 @@ def test_loss_is_the_mean_over_scored_tokens_of_the_logits(tiny, tiny_params, pa
     assert float(aux["tokens"]) == (targets >= 0).sum()
     assert float(aux["nll"]) == pytest.approx(nll.sum() / (targets >= 0).sum(), rel=1e-6)
     assert float(total) == pytest.approx(float(aux["nll"] + aux["z_loss"]), rel=1e-6) and float(aux["z_loss"]) > 0
+
+
+@pytest.mark.parametrize("name", ["bf16", "nvfp4"])
+def test_layers_one_after_another_are_the_loop(tiny, tiny_params, packed_batch, name):
+    chosen = policy("mlp", recipe(name)).resolve(models.linear_sites(tiny), tiny.layers)
+    ctx = models.Context(policy=chosen, key=step_key(0, 0))
+    loop = with_gradients(tiny, ctx)(tiny_params, packed_batch)
+    flat = with_gradients(tiny, dataclasses.replace(ctx, unroll=tiny.layers))(tiny_params, packed_batch)
+    assert float(flat[0]) == pytest.approx(float(loop[0]), rel=1e-4)
+    assert distance(flat[1], loop[1]) < 0.02
 
 
 def test_a_packed_document_is_as_if_alone(tiny, tiny_params, packed_batch):

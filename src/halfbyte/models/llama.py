@@ -22,6 +22,7 @@ from halfbyte.models.embedding import embed_tokens, head_weight
 from halfbyte.models.linear import linear, swiglu_mlp
 from halfbyte.models.params import Params, param_specs
 from halfbyte.models.remat import flattened, rematerialized, streamed
+from halfbyte.models.unrolled import unstack
 from halfbyte.ops.attention import attention
 from halfbyte.ops.loss import cross_entropy
 from halfbyte.ops.loss import token_nll as chunked_nll
@@ -99,13 +100,23 @@ def hidden_states(cfg: LlamaConfig, params: Params, batch: Batch, ctx: Context =
             here = LayerContext(ctx, specs, recipes, key_of_layer(ctx, number))
             return block(cfg, weights, x, tables, here, attend), None
 
-        x, _ = lax.scan(
-            rematerialized(body, ctx.remat, looped=ctx.unroll == 1),
-            x,
-            (layer_slice(params, cfg, segment), layer_numbers(segment)),
-            unroll=ctx.unroll,
-        )
+        layer = rematerialized(body, ctx.remat, looped=ctx.unroll == 1)
+        x = through_layers(layer, x, params, cfg, segment, unroll=ctx.unroll)
     return gather_seq(rms_norm(x, params["final_norm"], cfg.norm_eps), ctx)
+
+
+def through_layers(
+    body: Any, x: jax.Array, params: Params, cfg: LlamaConfig, segment: Any, *, unroll: int
+) -> jax.Array:
+    """x after a segment's layers: a loop, or one layer after another if `unroll` covers them all."""
+    layers = layer_slice(params, cfg, segment)
+    count = segment.stop - segment.start
+    if unroll < count or count == 1:
+        return lax.scan(body, x, (layers, layer_numbers(segment)), unroll=unroll)[0]
+    traced_once = jax.jit(body)
+    for layer, number in zip(unstack(layers, count), layer_numbers(segment), strict=True):
+        x, _ = traced_once(x, (layer, number))
+    return x
 
 
 def block(

@@ -96,8 +96,6 @@ def make_train_step(config: TrainConfig, resolved: Resolved, mesh: Mesh) -> Trai
         key = step_key(config.seed, state.step)
         with fp8.one_call() if uses_fp8(resolved) else contextlib.nullcontext():
             grads, sums = gradients(config, resolved, mesh, state.params, batch, key=key, scale=scale)
-        # Unrolled layers leave a gradient in pieces. Joined once here, or else in each of the update's outputs.
-        grads = lax.optimization_barrier(grads) if config.unroll != 1 else grads
         grads = jax.tree.map(lambda g: g * (1.0 / scale), grads)
         norm = optim.global_norm(grads)
         finite = jnp.isfinite(norm)

@@ -25,7 +25,6 @@ from halfbyte.formats import FP8, FP8_E5M2, BlockFormat
 from halfbyte.ops import kernels
 from halfbyte.ops.backends.gemm import Contraction, alpha, contraction_last, dot, finish
 from halfbyte.ops.kernels import f8
-from halfbyte.ops.kernels.scale import GEMM
 from halfbyte.ops.operand import Operand
 from halfbyte.ops.passes import Ask, XlaPasses
 from halfbyte.ops.problem import Problem
@@ -35,6 +34,7 @@ NAME = "fp8"
 ELEMENTS = {FP8: "e4m3", FP8_E5M2: "e5m2"}
 COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_allow_excess_precision": True}
 SCOPE = "f8_call"  # the name that GEMMs with scales carry in a compiled program
+LAST: Contraction = ((1,), (1,))
 _one_call: contextvars.ContextVar[bool] = contextvars.ContextVar("one_call", default=False)
 
 
@@ -82,26 +82,44 @@ def one_call() -> Iterator[None]:
 
 
 def stray_gemms(program: str) -> list[str]:
-    """Lines of a compiled program where a GEMM that was given its scales is something else than an 8-bit call."""
+    """Lines of a compiled program where a GEMM that was given its scales is something else than an 8-bit call, or where
+    such a scale is rounded.
+    """
     other = re.compile(r'custom_call_target="__cublas\$(?!lt\$matmul\$f8)|"kind":"__triton\w*gemm|(?<!%)\bdot\(')
-    return [line.strip() for line in program.splitlines() if SCOPE in line and other.search(line)]
+    rounded = re.compile(r"= bf16\[1?\]\S* convert\(")
+    lines = [line for line in program.splitlines() if SCOPE in line]
+    return [line.strip() for line in lines if other.search(line) or rounded.search(line)]
 
 
 def gemm(left: Operand, right: Operand, axes: Contraction, dtype: jnp.dtype) -> jax.Array:
-    """Exact products, sums in the units' own precision (docs/numerics.md), the factors, one rounding to `dtype`."""
+    """Exact products, the factors on their sums, one rounding to `dtype`.
+
+    Hopper's 8-bit units keep about 14 bits of a running sum. fprop takes them as they are; the gradients' sums are
+    split and added up in float32, an eighth slower: the choice of Transformer Engine.
+    """
+    precision = None if _is_fprop(axes) else lax.Precision.HIGHEST
     (a, a_free), (b, b_free) = (_matrix(o, summed) for o, summed in zip((left, right), axes, strict=True))
     if _one_call.get() and left.decode_scale is not None and right.decode_scale is not None:
-        y = _scaled_dot(a, b, left.decode_scale, right.decode_scale, dtype)
+        y = _scaled_dot(a, b, left.decode_scale, right.decode_scale, precision, dtype)
     else:
-        y = finish(dot(a, b, ((1,), (1,))), alpha(left, right), dtype)
+        y = finish(dot(a, b, LAST, precision=precision), alpha(left, right), dtype)
     return y.reshape(*a_free, *b_free)
 
 
 @jax.named_scope(SCOPE)
-def _scaled_dot(a: jax.Array, b: jax.Array, s: jax.Array, t: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _scaled_dot(
+    a: jax.Array, b: jax.Array, s: jax.Array, t: jax.Array, precision: lax.Precision | None, dtype: jnp.dtype
+) -> jax.Array:
     """(a * s) . (b * t) in the words of XLA's rewriter, which makes one call of it and hands it s and t as float32."""
+    s, t = lax.optimization_barrier((s, t))  # bare scalars: then the casts to bfloat16 cancel
     left, right = (codes.astype(jnp.bfloat16) * scale.astype(jnp.bfloat16) for codes, scale in ((a, s), (b, t)))
-    return lax.dot_general(left, right, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+    y = lax.dot_general(left, right, (LAST, ((), ())), precision=precision, preferred_element_type=dtype)
+    return lax.optimization_barrier(y)  # a reader in float32 would otherwise get sums that were never rounded
+
+
+def _is_fprop(axes: Contraction) -> bool:
+    """x over its last axis with W over its first; dgrad sums over W's last, wgrad over the first axes of both."""
+    return 0 not in axes[0] and 0 in axes[1]
 
 
 def _matrix(operand: Operand, summed: tuple[int, ...]) -> tuple[jax.Array, tuple[int, ...]]:
@@ -134,18 +152,19 @@ class F8Passes(XlaPasses):
         if not _one_tensor(asks):
             return super().quantize(x, asks)
         flat = x.reshape(-1, x.shape[-1])
-        scale = self._scale(kernels.maxima(flat, hadamard=False, interpret=self.interpret)[0], asks[0].policy.format)
+        top = kernels.maxima(flat, hadamard=False, interpret=self.interpret)[0]
+        scale, factor = self._scale(top, asks[0].policy.format)
         made = f8.cast(flat, scale, interpret=self.interpret, **_orders(asks))
-        return _operands(made, asks, scale, x.shape)
+        return _operands(made, asks, factor, x.shape)
 
     def swiglu(self, g: jax.Array, u: jax.Array, asks: Sequence[Ask]) -> list[Operand]:
         if not _one_tensor(asks):
             return super().swiglu(g, u, asks)
         flat = [t.reshape(-1, t.shape[-1]) for t in (g, u)]
         top = kernels.forward_maxima(*flat, hadamard=False, interpret=self.interpret)[0]
-        scale = self._scale(top, asks[0].policy.format)
+        scale, factor = self._scale(top, asks[0].policy.format)
         made = f8.cast_forward(flat[0], flat[1], scale, interpret=self.interpret, **_orders(asks))
-        return _operands(made, asks, scale, g.shape)
+        return _operands(made, asks, factor, g.shape)
 
     def swiglu_backward(self, g, u, dh, dg_asks, du_asks, h_asks):
         gradients = {a.policy.format for a in (*dg_asks, *du_asks)}
@@ -155,7 +174,7 @@ class F8Passes(XlaPasses):
         flat = [t.reshape(-1, t.shape[-1]) for t in (g, u, dh)]
         tops = kernels.backward_maxima(*flat, hadamard=False, tensors=3, interpret=self.interpret)
         formats = (dg_asks[0].policy.format, du_asks[0].policy.format, h_asks[0].policy.format)
-        scales = [self._scale(top, fmt) for top, fmt in zip(tops, formats, strict=True)]
+        scales, factors = zip(*(self._scale(top, fmt) for top, fmt in zip(tops, formats, strict=True)), strict=True)
         made = f8.cast_backward(
             flat[0],
             flat[1],
@@ -166,21 +185,21 @@ class F8Passes(XlaPasses):
             interpret=self.interpret,
         )
         return (
-            _operands(made[:2], dg_asks, scales[0], g.shape),
-            _operands(made[2:4], du_asks, scales[1], g.shape),
-            _operands(made[4:], h_asks, scales[2], g.shape),
+            _operands(made[:2], dg_asks, factors[0], g.shape),
+            _operands(made[2:4], du_asks, factors[1], g.shape),
+            _operands(made[4:], h_asks, factors[2], g.shape),
         )
 
     def weight(self, w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None):
         """Both orders: W^T is what fprop reads, W what dgrad reads."""
         if not _plain(policy) or w.dtype != jnp.float32 or f8.unsupported(*w.shape) is not None:
             return super().weight(w, policy, axis=axis, key=key)
-        scale = self._scale(kernels.weight_maxima(w, interpret=self.interpret), policy.format)
+        scale, factor = self._scale(kernels.weight_maxima(w, interpret=self.interpret), policy.format)
         plain, turned = f8.cast(w, scale, element=ELEMENTS[policy.format], interpret=self.interpret)
-        return Operand(plain, scale[GEMM], None, policy, turned=turned)
+        return Operand(plain, factor, None, policy, turned=turned)
 
-    def _scale(self, maxima: jax.Array, fmt: BlockFormat) -> jax.Array:
-        return kernels.tensor_scale(maxima, top=f8.TOPS[ELEMENTS[fmt]], interpret=self.interpret)
+    def _scale(self, maxima: jax.Array, fmt: BlockFormat) -> tuple[jax.Array, jax.Array]:
+        return kernels.scale_and_factor(maxima, top=f8.TOPS[ELEMENTS[fmt]], interpret=self.interpret)
 
 
 def _one_tensor(asks: Sequence[Ask]) -> bool:
@@ -198,7 +217,7 @@ def _orders(asks: Sequence[Ask]) -> dict:
 
 
 def _operands(
-    made: Sequence[jax.Array], asks: Sequence[Ask], scale: jax.Array, shape: tuple[int, ...]
+    made: Sequence[jax.Array], asks: Sequence[Ask], factor: jax.Array, shape: tuple[int, ...]
 ) -> list[Operand]:
     """What a cast wrote, plain codes first, as operands in the order asked."""
     codes = list(made)
@@ -208,7 +227,7 @@ def _operands(
     return [
         Operand(
             plain if a.axis == -1 else None,
-            scale[GEMM],
+            factor,
             None,
             a.policy,
             turned=turned if lone or a.axis == -2 else None,

@@ -4,7 +4,7 @@ from halfbyte.ops.kernels import f8
 from halfbyte.ops.kernels.gemm import GemmTiling, matmul
 from halfbyte.ops.kernels.layout import Tiling, unsupported
 from halfbyte.ops.kernels.passes import Columnwise, Rowwise, maxima, quantize, unpack
-from halfbyte.ops.kernels.scale import amax_bits, tensor_scale, tensor_scales
+from halfbyte.ops.kernels.scale import amax_bits, scale_and_factor, tensor_scale, tensor_scales
 from halfbyte.ops.kernels.swiglu import activation, backward_maxima, forward_maxima, quantize_backward, quantize_forward
 from halfbyte.ops.kernels.weights import quantize_weight, weight_maxima
 
@@ -24,6 +24,7 @@ __all__ = [
     "quantize_backward",
     "quantize_forward",
     "quantize_weight",
+    "scale_and_factor",
     "tensor_scale",
     "tensor_scales",
     "unpack",

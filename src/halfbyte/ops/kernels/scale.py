@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,17 +31,37 @@ def tensor_scale(maxima: jax.Array, *, top: float = NVFP4_TOP, interpret: bool =
 
 def tensor_scales(*maxima: jax.Array, top: float = NVFP4_TOP, interpret: bool = False) -> tuple[jax.Array, ...]:
     """`tensor_scale` of several tensors in one launch."""
+    return _launch(maxima, top, interpret)[: len(maxima)]
+
+
+def scale_and_factor(maxima: jax.Array, *, top: float, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
+    """`tensor_scale`, and its last entry as a scalar of its own, for a GEMM that reads a scalar from memory."""
+    vector, factor = _launch((maxima,), top, interpret)
+    return vector, factor.reshape(())
+
+
+def _launch(maxima: Sequence[jax.Array], top: float, interpret: bool) -> tuple[jax.Array, ...]:
+    """The scale vectors of all tensors, then their GEMM factors [1]."""
     counts = [math.prod(m.shape) for m in maxima]
+    n = len(counts)
 
     def kernel(*refs):
-        for maxima_ref, out_ref, count in zip(refs[: len(counts)], refs[len(counts) :], counts, strict=True):
+        for maxima_ref, out_ref, factor_ref, count in zip(
+            refs[:n], refs[n : 2 * n], refs[2 * n :], counts, strict=True
+        ):
             amax = lax.bitcast_convert_type(jnp.max(_read(maxima_ref, count, interpret)), jnp.float32)
-            out_ref[...] = _scale_vector(jnp.broadcast_to(amax, (SIZE,)), top, interpret)
+            entries = _entries(jnp.broadcast_to(amax, (SIZE,)), top, interpret)
+            out = jnp.zeros((SIZE,), jnp.float32)
+            for place, value in entries.items():
+                out = jnp.where(lax.iota(jnp.int32, SIZE) == place, value, out)
+            out_ref[...] = out
+            bits = jnp.max(lax.bitcast_convert_type(entries[GEMM], jnp.int32))  # equal in all places; keeps NaN
+            factor_ref[0] = lax.bitcast_convert_type(bits, jnp.float32)
 
     warps = min(16, max(1, pl.next_power_of_2(max(counts)) // 512))
     results = pl.pallas_call(
         kernel,
-        out_shape=[jax.ShapeDtypeStruct((SIZE,), jnp.float32)] * len(counts),
+        out_shape=[jax.ShapeDtypeStruct((SIZE,), jnp.float32)] * n + [jax.ShapeDtypeStruct((1,), jnp.float32)] * n,
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
         name="tensor_scales",
@@ -56,17 +77,14 @@ def _read(ref: Any, count: int, interpret: bool) -> jax.Array:
     return plgpu.load(ref.at[jnp.minimum(lax.iota(jnp.int32, padded), count - 1)])
 
 
-def _scale_vector(amax: jax.Array, top: float, interpret: bool) -> jax.Array:
+def _entries(amax: jax.Array, top: float, interpret: bool) -> dict[int, jax.Array]:
+    """Place in the scale vector -> its value, each repeated over the vector."""
     s = jnp.minimum(_divide(np.float32(top), amax, interpret), np.float32(FLT_MAX))
     finite = amax <= np.float32(FLT_MAX)
     s = jnp.where((amax == np.float32(0)) | (s == np.float32(0)) | ~finite, np.float32(1), s)
     decode = _divide(np.float32(1), s, interpret)
     gemm = jnp.where(finite, decode, np.float32(np.nan))
-    out = jnp.zeros((SIZE,), jnp.float32)
-    entries = {AMAX: amax, ENCODE: s, DECODE: decode, MULT: s * np.float32(1 / 6), GEMM: gemm}
-    for place, value in entries.items():
-        out = jnp.where(lax.iota(jnp.int32, SIZE) == place, value, out)
-    return out
+    return {AMAX: amax, ENCODE: s, DECODE: decode, MULT: s * np.float32(1 / 6), GEMM: gemm}
 
 
 def _divide(a: np.float32, b: jax.Array, interpret: bool) -> jax.Array:

@@ -1,0 +1,43 @@
+"""A stack of layers as separate layers, without a loop.
+
+`lax.scan(..., unroll=all)` returns the gradient of a stack as a concatenation of its layers'. A compiler fuses that
+with whatever reads it, once for each reader, and until then all pieces stay. Here each layer's gradient is written
+into its place as soon as it is there.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def unstack(stacked: Any, count: int) -> list[Any]:
+    """The `count` layers of a tree of stacked arrays [count, ...]."""
+    leaves, structure = jax.tree.flatten(stacked)
+    pieces = [_unstack(leaf, count) if _differentiated(leaf) else list(leaf) for leaf in leaves]
+    return [jax.tree.unflatten(structure, layer) for layer in zip(*pieces, strict=True)]
+
+
+def _differentiated(leaf: jax.Array) -> bool:
+    return leaf.dtype in (jnp.float32, jnp.bfloat16)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _unstack(stacked: jax.Array, count: int) -> list[jax.Array]:
+    return [stacked[i] for i in range(count)]
+
+
+def _forward(stacked: jax.Array, count: int) -> tuple[list[jax.Array], None]:
+    return _unstack(stacked, count), None
+
+
+def _backward(count: int, _: None, pieces: list[jax.Array]) -> tuple[jax.Array]:
+    joined = lax.empty((count, *pieces[0].shape), pieces[0].dtype)
+    for i in reversed(range(count)):  # in the order in which a backward pass makes them
+        joined = lax.dynamic_update_index_in_dim(joined, pieces[i], i, 0)
+    return (joined,)
+
+
+_unstack.defvjp(_forward, _backward)
