@@ -58,11 +58,18 @@ def gemm(left: Operand, right: Operand, axes: Contraction, dtype: jnp.dtype) -> 
     memory and read them again. Shapes that its tiles do not divide go through XLA, with equal results.
     """
     a, b, layout = left.values(), right.values(), _layout(axes)
-    if left.vector is None or right.vector is None or _own_gemm_unsupported(a, b, axes, layout, dtype):
+    if _own_gemm_unsupported(a, b, axes, layout, dtype):
         return narrow_gemm(a, b, axes, alpha(left, right), dtype)
     x, w = (t.reshape(-1, t.shape[-1]).astype(jnp.bfloat16) for t in (a, b))
-    y = kernels.matmul(x, w, left.vector, right.vector, layout=layout, out_dtype=dtype)
+    y = kernels.matmul(x, w, _factors(left), _factors(right), layout=layout, out_dtype=dtype)
     return y.reshape(result_shape(a.shape, b.shape, axes))
+
+
+def _factors(operand: Operand) -> jax.Array:
+    """The scale vector as the GEMM kernel reads it, for operands of other passes (weights quantized once a step) too."""
+    if operand.vector is not None:
+        return operand.vector
+    return jnp.full((SIZE,), jnp.float32(1) if operand.decode_scale is None else operand.decode_scale)
 
 
 def _layout(axes: Contraction) -> str:
@@ -160,7 +167,7 @@ class FusedPasses(XlaPasses):
         carrier = kernels.unpack(*flat, interpret=self.interpret)
         shape = (*kept.packed.shape[:-2], 2 * kept.packed.shape[-2], features)
         factor = gemm_scale(kept)
-        return Operand(carrier.reshape(shape), factor, None, policy, jnp.full((SIZE,), factor))
+        return Operand(carrier.reshape(shape), factor, None, policy)
 
     def _scales(self, tops: Sequence[jax.Array], column: Ask | None) -> tuple[jax.Array, jax.Array]:
         """(row scale, column scale) from the maxima of a tensor and, if the column is transformed, of its transform."""
