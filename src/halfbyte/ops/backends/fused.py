@@ -66,7 +66,7 @@ def gemm(left: Operand, right: Operand, axes: Contraction, dtype: jnp.dtype) -> 
 
 
 def _factors(operand: Operand) -> jax.Array:
-    """The scale vector as the GEMM kernel reads it, for operands of other passes (weights quantized once a step) too."""
+    """The scale vector as the GEMM kernel reads it, also for operands of other passes: weights made once a step."""
     if operand.vector is not None:
         return operand.vector
     return jnp.full((SIZE,), jnp.float32(1) if operand.decode_scale is None else operand.decode_scale)
