@@ -33,6 +33,11 @@ def test_ratios_are_to_bf16_of_the_same_remat() -> None:
     assert [r.ratio for r in bench.compare(rows)] == [1.0, 0.8, 1.0, 1.25]
 
 
+def test_ratios_of_unequal_batches_are_of_the_time_a_sequence_takes() -> None:
+    rows = [dataclasses.replace(row("bf16", 100.0), batch=10), dataclasses.replace(row("nvfp4", 100.0), batch=8)]
+    assert [r.ratio for r in bench.compare(rows)] == [1.0, 0.8]
+
+
 def test_no_ratio_without_a_baseline_or_a_time() -> None:
     assert bench.compare([row("nvfp4", 100.0)])[0].ratio is None
     assert bench.compare([row("bf16", 100.0), row("nvfp4", None)])[1].ratio is None

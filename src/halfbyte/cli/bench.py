@@ -18,12 +18,14 @@ from halfbyte.cli.screen import console, table
 COLUMNS = (
     "recipe",
     "remat",
+    "batch",
     "ms",
     "tokens/s",
     "TFLOP/s",
     "MFU",
     "vs bf16",
     "temp GiB",
+    "activations",
     "peak GiB",
     "GEMMs compiled",
     "linears",
@@ -52,6 +54,10 @@ class Args:
     """As in `halfbyte train`; empty: fsdp over all devices."""
     steps: int = 10
     repeats: int = 3
+    largest_batch: bool = False
+    """Instead of one batch for all: find for each recipe and remat the largest that fits, and run it."""
+    memory_gib: float = 0.0
+    """What --largest-batch may fill on a device; 0: what the allocator of this one has."""
     synthetic: bool = True
     """Random tokens; the only source there is for a speed run."""
     state: Literal["float32", "bfloat16"] = "float32"
@@ -79,9 +85,7 @@ def run(args: Args) -> Result:
     for remat in args.remat.split(","):
         for r in chosen:
             console().print(f"measuring {r.name}, remat {remat} ...")
-            rows.append(
-                bench.measure(config_of(args, r.name, remat), seq=seq_of(args), steps=args.steps, repeats=args.repeats)
-            )
+            rows.append(measured(args, config_of(args, r.name, remat)))
     rows = bench.compare(rows) if passed else rows
     console().print(table(COLUMNS, map(cells, rows), title=title(args)))
     for name, found in checks.items():
@@ -96,6 +100,30 @@ def run(args: Args) -> Result:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     return Result(data, DONE if passed else NOT_PASSED)
+
+
+def measured(args: Args, config: Any) -> Any:
+    """The row of one recipe under one remat: at the batch that was asked for, or at the largest that fits."""
+    from halfbyte.train import bench
+
+    if not args.largest_batch:
+        return bench.measure(config, seq=seq_of(args), steps=args.steps, repeats=args.repeats)
+    limit = memory_limit(args)
+    return bench.measure_largest(config, seq=seq_of(args), limit=limit, say=console().print)
+
+
+def memory_limit(args: Args) -> int:
+    """Bytes of a device that a step may fill."""
+    import jax
+
+    from halfbyte.train.preflight import memory_of
+
+    if args.memory_gib < 0:
+        raise BadInput(f"memory-gib must be 0 (as the device has) or more, got {args.memory_gib}")
+    limit = int(args.memory_gib * 2**30) or memory_of(jax.local_devices()[0])
+    if limit is None:
+        raise BadInput("this device does not say how much memory its allocator has; give --memory-gib")
+    return limit
 
 
 def seq_of(args: Args) -> int:
@@ -126,9 +154,10 @@ def cells(row: Any) -> tuple[str, ...]:
 
     gemms = ", ".join(f"{count} {name}" for name, count in row.gemms.items() if count)
     return (
-        row.recipe, row.remat, number(row.milliseconds, ".1f"), number(row.tokens_per_s, ",.0f"),
+        row.recipe, row.remat, str(row.batch), number(row.milliseconds, ".1f"), number(row.tokens_per_s, ",.0f"),
         number(row.tflops, ".1f"), number(row.mfu, ".1%"), number(row.ratio, ".3f"),
-        number(row.temporaries_gib, ".2f"), number(row.peak_gib, ".2f"), gemms, row.note or row.backends,
+        number(row.temporaries_gib, ".2f"), number(row.activations_gib, ".2f"), number(row.peak_gib, ".2f"),
+        gemms, row.note or row.backends,
     )  # fmt: skip
 
 
@@ -138,7 +167,8 @@ def title(args: Args) -> str:
     from halfbyte.devices import lookup
 
     layers = f", {args.layers} layers" if args.layers else ""
-    size = f"batch {config_of(args, 'bf16', 'none').batch}, seq {seq_of(args)}, policy {args.policy}"
+    batch = "the largest batch" if args.largest_batch else f"batch {config_of(args, 'bf16', 'none').batch}"
+    size = f"{batch}, seq {seq_of(args)}, policy {args.policy}"
     return f"{args.model}{layers}, {size}, on {len(jax.devices())} x {lookup(jax.devices()[0]).name}"
 
 

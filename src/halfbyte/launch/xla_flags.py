@@ -35,11 +35,17 @@ EVERY_GPU = (
     Setting("xla_gpu_all_gather_combine_threshold_bytes", str(GIB), "one gather a layer, not one a weight"),
     Setting("xla_gpu_reduce_scatter_combine_threshold_bytes", str(GIB), "the same for gradients"),
     Setting("xla_gpu_all_reduce_combine_threshold_bytes", str(GIB), "the same for replicated parameters"),
-    Setting("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92", "the default of 0.75 leaves a quarter of the card unused"),
 )
 # Hopper only: NVIDIA's tuning guide for JAX advises against a single queue on Blackwell.
 HOPPER = (Setting("CUDA_DEVICE_MAX_CONNECTIONS", "1", "collectives launch before the GEMM they hide behind"),)
-MANY_GPUS = (Setting("NCCL_NVLS_ENABLE", "1", "reductions inside the NVLink switch"),)
+# The rest of the card is for the CUDA context and the kernels; NCCL takes its buffers from there as well.
+ONE_GPU = (
+    Setting("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.97", "the default of 0.75 leaves a quarter of the card unused"),
+)
+MANY_GPUS = (
+    Setting("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92", "the default of 0.75 leaves a quarter of the card unused"),
+    Setting("NCCL_NVLS_ENABLE", "1", "reductions inside the NVLink switch"),
+)
 
 
 def recommended(device: str, *, several: bool) -> tuple[Setting, ...]:
@@ -48,7 +54,7 @@ def recommended(device: str, *, several: bool) -> tuple[Setting, ...]:
     if not any(word in name for word in ("NVIDIA", "H100", "H200", "B200", "B300")):
         return ()
     family = HOPPER if any(word in name for word in ("H100", "H200")) else ()
-    return EVERY_GPU + family + (MANY_GPUS if several else ())
+    return EVERY_GPU + family + (MANY_GPUS if several else ONE_GPU)
 
 
 def visible_gpus() -> list[str]:

@@ -13,6 +13,7 @@ import re
 import statistics
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,11 +26,12 @@ from halfbyte.ops.passes import XLA, XlaPasses, ask
 from halfbyte.recipe import Recipe
 
 from .config import TrainConfig
+from .fitting import bytes_needed, compile_step, fit_batch
 from .manifest import build_manifest
 from .precision import phases
-from .preflight import run_mesh
-from .state import create_state
-from .step import batch_sharding, compile_train_step, jit_train_step
+from .preflight import run_mesh, shard_bytes
+from .state import abstract_state, create_state
+from .step import batch_sharding
 
 GIB = 2**30
 GEMM_CALLS = {
@@ -50,6 +52,7 @@ class Measured:
     policy: str
     remat: str
     backends: str
+    batch: int = 0
     milliseconds: float | None = None
     spread: float = 0.0
     tokens_per_s: float | None = None
@@ -57,6 +60,9 @@ class Measured:
     mfu: float | None = None
     ratio: float | None = None
     temporaries_gib: float | None = None
+    activations_gib: float | None = None  # temporaries without the float32 gradients
+    needed_gib: float | None = None  # arguments and temporaries
+    limit_gib: float | None = None  # what the batch was fitted to
     arguments_gib: float | None = None
     peak_gib: float | None = None
     compile_s: float | None = None
@@ -94,36 +100,73 @@ def operands_agree(chosen: Recipe, *, tokens: int = 256, features: int = 512) ->
     return agree
 
 
-def measure(config: TrainConfig, *, seq: int, steps: int = 10, repeats: int = 3) -> Measured:
-    """The step of `config` on synthetic tokens: `repeats` timings of `steps` steps each."""
+def measure(
+    config: TrainConfig, *, seq: int, steps: int = 10, repeats: int = 3, warmup: int = 3, compiled: Any = None
+) -> Measured:
+    """The step of `config` on synthetic tokens: `repeats` timings of `steps` steps each (of `compiled`, if given)."""
     mesh = run_mesh(config)
-    resolved = phases(config)[0].resolved(config)
-    row = Measured(config.recipe, config.policy, config.remat, _backends(config, seq))
-    step = jit_train_step(config, resolved, mesh)
-    batch = _batch(config, mesh, seq)
+    row = _row(config, seq)
     started = time.perf_counter()
     try:
-        state = create_state(config, mesh)
-        compiled = compile_train_step(step.lower(state, batch))
-        found = compiled.memory_analysis()
-        row = dataclasses.replace(
-            row,
-            compile_s=time.perf_counter() - started,
-            temporaries_gib=found.temp_size_in_bytes / GIB,
-            arguments_gib=found.argument_size_in_bytes / GIB,
-            gemms=count_gemms(compiled.as_text()),
-        )
-        return _timed(row, config, compiled, state, batch, seq=seq, steps=steps, repeats=repeats)
+        if compiled is None:
+            compiled = compile_step(config, mesh, seq=seq)
+            row = dataclasses.replace(row, compile_s=time.perf_counter() - started)
+        row = _of_program(row, compiled, gradients=shard_bytes(abstract_state(config, mesh).params))
+        state, batch = create_state(config, mesh), _batch(config, mesh, seq)
+        return _timed(row, config, compiled, state, batch, seq=seq, steps=steps, repeats=repeats, warmup=warmup)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return dataclasses.replace(row, note="out of memory: " + str(error).splitlines()[0][:120])
 
 
-def _timed(
-    row: Measured, config: TrainConfig, compiled: Any, state: Any, batch: Any, *, seq: int, steps: int, repeats: int
+def measure_largest(
+    config: TrainConfig, *, seq: int, limit: int, say: Callable[[str], None] = lambda _: None
 ) -> Measured:
-    for _ in range(3):
+    """The step at the largest batch that needs at most `limit` bytes a device, executed there to prove it.
+
+    A device that cannot run what the compiler says would fit (its allocator's memory in pieces) is asked for less.
+    """
+    mesh = run_mesh(config)
+    fit = fit_batch(config, mesh, seq=seq, limit=limit, say=say)
+    if not fit.batch:
+        smallest = min(fit.needed)
+        short = f"batch {smallest} needs {fit.needed[smallest] / GIB:.2f} GiB"
+        return dataclasses.replace(_row(config, seq), batch=0, limit_gib=limit / GIB, note=short)
+    unit = min(fit.needed)
+    compiled = fit.compiled
+    for batch in range(fit.batch, 0, -unit):
+        at = dataclasses.replace(config, batch=batch)
+        row = measure(at, seq=seq, steps=2, repeats=1, warmup=1, compiled=compiled)
+        compiled = None
+        if row.milliseconds is not None or batch <= fit.batch - 2 * unit:
+            break
+        say(f"  batch {batch} did not run: {row.note}")
+    return dataclasses.replace(row, limit_gib=limit / GIB)
+
+
+def _row(config: TrainConfig, seq: int) -> Measured:
+    return Measured(config.recipe, config.policy, config.remat, _backends(config, seq), config.batch)
+
+
+def _of_program(row: Measured, compiled: Any, *, gradients: int) -> Measured:
+    """`row` with what the compiled program says of itself; `gradients` are a device's, in bytes."""
+    found = compiled.memory_analysis()
+    return dataclasses.replace(
+        row,
+        temporaries_gib=found.temp_size_in_bytes / GIB,
+        activations_gib=(found.temp_size_in_bytes - gradients) / GIB,
+        arguments_gib=found.argument_size_in_bytes / GIB,
+        needed_gib=bytes_needed(compiled) / GIB,
+        gemms=count_gemms(compiled.as_text()),
+    )
+
+
+def _timed(
+    row: Measured, config: TrainConfig, compiled: Any, state: Any, batch: Any,
+    *, seq: int, steps: int, repeats: int, warmup: int,
+) -> Measured:  # fmt: skip
+    for _ in range(warmup):
         state, metrics = compiled(state, batch)
     jax.block_until_ready(metrics)
     times = []
@@ -169,10 +212,14 @@ def _backends(config: TrainConfig, seq: int) -> str:
 
 def compare(rows: list[Measured]) -> list[Measured]:
     """The rows with their speed as a ratio to bf16 under the same remat, or to the first bf16 row."""
-    bases = {row.remat: row.milliseconds for row in rows if row.recipe == "bf16" and row.milliseconds}
+    bases = {row.remat: each for row in rows if row.recipe == "bf16" and (each := _per_sequence(row))}
     first = next(iter(bases.values()), None)
-    return [dataclasses.replace(row, ratio=_ratio(bases.get(row.remat, first), row.milliseconds)) for row in rows]
+    return [dataclasses.replace(row, ratio=_ratio(bases.get(row.remat, first), _per_sequence(row))) for row in rows]
 
 
-def _ratio(base: float | None, milliseconds: float | None) -> float | None:
-    return base / milliseconds if base and milliseconds else None
+def _per_sequence(row: Measured) -> float | None:
+    return row.milliseconds / (row.batch or 1) if row.milliseconds else None
+
+
+def _ratio(base: float | None, found: float | None) -> float | None:
+    return base / found if base and found else None

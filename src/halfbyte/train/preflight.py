@@ -99,9 +99,13 @@ def estimate_memory(config: TrainConfig, mesh: Mesh, *, seq: int) -> MemoryEstim
     model, tensor = config.model, axis_size(mesh, "tensor")
     stream = 2 * model.embed // tensor  # bf16, sequence-sharded over tensor between blocks
     inside = 2 * ((model.heads + 2 * model.kv_heads) * model.head_dim * 2 + model.mlp * 3) // tensor + 4 * stream
-    kept = {"full": stream, "dots": stream + inside, "none": stream + inside * 2, "quantized": stream + inside}[
-        config.remat
-    ]
+    attended = 2 * 2 * (model.heads + model.kv_heads) * model.head_dim // tensor  # q, k, v and the output
+    kept = {
+        "full": stream,
+        "dots": stream + inside,
+        "none": stream + inside * 2,
+        "quantized": 2 * stream + attended,
+    }[config.remat]
     accumulator = 2 if config.accumulate > 1 else 1
     return MemoryEstimate(
         state=shard_bytes(state),

@@ -1,0 +1,68 @@
+"""The largest batch that fits a stated memory.
+
+Oracle: the compiled programs themselves. The batch found needs at most the limit, the next one needs more.
+"""
+
+import dataclasses
+import json
+
+import pytest
+from tiny import tiny
+
+from halfbyte.cli.main import main
+from halfbyte.train import bench
+from halfbyte.train.fitting import bytes_needed, compile_step, search
+from halfbyte.train.preflight import run_mesh
+
+SEQ = 32
+TINY_RUN = tiny(recipe="bf16", remat="full")
+
+
+@pytest.mark.parametrize("limit", [99, 100, 101, 5_000, 123_456])
+@pytest.mark.parametrize("unit", [1, 8])
+def test_the_search_ends_between_a_batch_that_fits_and_one_that_does_not(limit, unit) -> None:
+    """A need like a step's: flat at first, where gradients hide the activations, then a line."""
+
+    def needed(batch: int) -> int:
+        return 90 + max(10 + batch, 3 * batch - 40)
+
+    found, asked = search(needed, limit=limit, unit=unit)
+    assert found % unit == 0 and (found == 0 or needed(found) <= limit) and needed(found + unit) > limit
+    assert len(asked) <= 6
+
+
+@pytest.mark.slow
+def test_the_batch_found_runs_and_the_next_needs_more() -> None:
+    mesh = run_mesh(TINY_RUN)
+    limit = bytes_needed(compile_step(dataclasses.replace(TINY_RUN, batch=2 * mesh.size), mesh, seq=SEQ))
+    said: list[str] = []
+    row = bench.measure_largest(TINY_RUN, seq=SEQ, limit=limit, say=said.append)
+    assert row.batch >= 2 * mesh.size and row.milliseconds is not None
+    assert row.needed_gib <= row.limit_gib == limit / 2**30
+    assert row.activations_gib < row.temporaries_gib
+    assert any(f"batch {row.batch + mesh.size} needs" in line for line in said)
+
+
+def test_nothing_fits_and_the_row_says_what_was_missing() -> None:
+    row = bench.measure_largest(TINY_RUN, seq=SEQ, limit=1000)
+    assert row.batch == 0 and row.milliseconds is None and "needs" in row.note
+
+
+def test_the_command_reports_it(tmp_path, monkeypatch, capsys) -> None:
+    def found(config, *, seq, limit, say) -> bench.Measured:
+        return bench.Measured(
+            config.recipe, "mlp", config.remat, "", 24, milliseconds=9.0, needed_gib=0.4, limit_gib=limit / 2**30
+        )
+
+    monkeypatch.setattr(bench, "measure_largest", found)
+    out = tmp_path / "fits.json"
+    flags = ["--recipes", "bf16", "--remat", "none,full", "--largest-batch", "--memory-gib", "0.5", "--out", str(out)]
+    assert main(["bench", "demo", *flags]) == 0
+    assert "the largest batch" in capsys.readouterr().out
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["remat"], row["batch"], row["limit_gib"]) for row in rows] == [("none", 24, 0.5), ("full", 24, 0.5)]
+
+
+def test_a_negative_memory_is_refused(capsys) -> None:
+    assert main(["bench", "demo", "--recipes", "bf16", "--largest-batch", "--memory-gib", "-1"]) == 2
+    assert "memory-gib" in capsys.readouterr().err
