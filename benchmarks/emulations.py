@@ -41,7 +41,7 @@ from gpu_kernels import environment, random_array, seconds, warm_clocks  # noqa:
 from halfbyte import ops  # noqa: E402
 from halfbyte.cli.screen import console, table  # noqa: E402
 from halfbyte.formats import NVFP4, QTensor, hadamard16, quantize, random_bytes, store, to_grid  # noqa: E402
-from halfbyte.ops.backends import choose  # noqa: E402
+from halfbyte.ops.backends import choose, fp8  # noqa: E402
 from halfbyte.recipe import recipe  # noqa: E402
 from halfbyte.train.bench import operands_agree  # noqa: E402
 
@@ -79,6 +79,7 @@ class Case:
     row: Row
     forward: Program | None
     both: Program | None
+    backend: str = ""  # of Halfbyte
 
 
 @dataclasses.dataclass
@@ -121,7 +122,7 @@ def halfbyte_cases(shape: tuple[int, int, int]) -> Iterator[Case]:
             problem = ops.Problem(recipe(name), *shape, ops.target(), dtype="bfloat16")
             served = choose(backend, problem).name
             row = Row(shape, "Halfbyte", f"qdot {name}, {backend}", note=f"backend {served}")
-            if not agree[served]:
+            if not agree.get(served):
                 row.note = f"not run: operands of {served} differ from the definition"
                 yield Case(row, None, None)
                 continue
@@ -135,7 +136,7 @@ def halfbyte_cases(shape: tuple[int, int, int]) -> Iterator[Case]:
             def forward(x: jax.Array, w: jax.Array, name: str = name, backend: str = backend) -> jax.Array:
                 return ops.qdot(x, w, recipe=recipe(name), key=jax.random.key(3), backend=backend)
 
-            yield Case(row, forward, with_gradients(forward))
+            yield Case(row, forward, with_gradients(forward), served)
 
 
 def scaled_cases(shape: tuple[int, int, int]) -> Iterator[Case]:
@@ -159,8 +160,15 @@ def config(mode: Any, x: jax.Array) -> Any:
     return jax.nn.get_scaled_dot_general_config(mode, scale)
 
 
-def compile_jax(program: Program, *args: jax.Array) -> Program:
-    return jax.jit(program).lower(*args).compile()
+def compile_jax(program: Program, backend: str, args: tuple[jax.Array, ...]) -> Program:
+    """The program compiled; for the fp8 backend as the trainer compiles it."""
+    if backend != fp8.NAME:
+        return jax.jit(program).lower(*args).compile()
+    with fp8.one_call():
+        compiled = jax.jit(program).lower(*args).compile(compiler_options=fp8.COMPILER_OPTIONS)
+    if fp8.stray_gemms(compiled.as_text()):
+        raise RuntimeError("XLA compiled an 8-bit GEMM as something else")
+    return compiled
 
 
 def measure_jax(cases: list[Case], data: Data, threads: int) -> np.ndarray | None:
@@ -168,8 +176,11 @@ def measure_jax(cases: list[Case], data: Data, threads: int) -> np.ndarray | Non
     forward, both = (data.x, data.w), (data.x, data.w, data.dy)
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         jobs = [
-            [(pool.submit(compile_jax, f, *args), args) if f else None for f, args in programs]
-            for programs in [((c.forward, forward), (c.both, both)) for c in cases]
+            [
+                (pool.submit(compile_jax, program, case.backend, args), args) if program else None
+                for program, args in ((case.forward, forward), (case.both, both))
+            ]
+            for case in cases
         ]
     if jax.default_backend() == "gpu":
         warm_clocks()

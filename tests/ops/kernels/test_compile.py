@@ -1,12 +1,16 @@
 """Every quantize kernel compiles for Hopper and Blackwell, the GEMM for Hopper, with no GPU at hand."""
 
+import re
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import topologies
 
-from halfbyte import devices
+from halfbyte import devices, ops
 from halfbyte.ops import kernels as K
+from halfbyte.recipe import recipe
 
 pytestmark = pytest.mark.skipif(
     tuple(int(n) for n in jax.__version__.split(".")[:2]) >= (0, 11),
@@ -56,6 +60,31 @@ def test_passes_compile(name):
     x, key = like(256, 512), like(2, dtype=jnp.uint32)
     program = jax.jit(linear).lower(x, like(512, 512, dtype=jnp.float32), like(256, 512), key).compile()
     assert program.as_text().count("__gpu$xla.gpu.triton") >= 8
+
+
+def three_linears(x, w, dy, seed):
+    """q, k, v of one x, each on its own line, with their gradients."""
+    key, nvfp4 = jax.random.key(seed), recipe("nvfp4")
+
+    def project(x, w):
+        q = ops.qdot(x, w, recipe=nvfp4, key=key)
+        k = ops.qdot(x, w + 1, recipe=nvfp4, key=key)
+        v = ops.qdot(x, w + 2, recipe=nvfp4, key=key)
+        return q, k, v
+
+    y, pull = jax.vjp(project, x, w)
+    return y, pull((dy, dy + 1, dy + 2))
+
+
+def test_an_input_of_three_linears_is_quantized_once():
+    like = shapes(topology_of("h200"))
+    args = like(256, 512), like(512, 512, dtype=jnp.float32), like(256, 512), like(dtype=jnp.uint32)
+    with ops.compile_for(devices.device("h200")):
+        text = jax.jit(three_linears).lower(*args).compile().as_text()
+    names = Counter(re.findall(r'gpu.triton".*?, name = "(\w+)"', text))
+    assert names["quantize_rows_columns_hadamard_packed"] == names["unpack"] == 1
+    assert names["quantize_rows_stochastic_columns_stochastic_hadamard"] == 3  # dy of each
+    assert names["maxima"] == 4
 
 
 @pytest.mark.parametrize("name", ["h200", "gb300"])

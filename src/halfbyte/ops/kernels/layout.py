@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 BLOCK = 16
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +45,15 @@ def fit(tiling: Tiling, columns: int) -> Tiling:
     while warps > 1 and columns % (32 * tiling.columns * warps):
         warps //= 2
     return dataclasses.replace(tiling, warps=warps)
+
+
+def once(*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Traces and lowers a pass once for all its calls with the same shapes and options.
+
+    A kernel's code holds the source lines of the call that it was traced for, and XLA merges only calls with equal
+    code: without this, three linears that quantize the same x on three lines would do it three times.
+    """
+    return lambda fn: jax.jit(fn, static_argnames=static)
 
 
 def check(x: jax.Array) -> None:

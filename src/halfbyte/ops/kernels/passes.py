@@ -59,6 +59,7 @@ class Columnwise:
         return [(tokens // 2, jnp.int8), (tokens // BLOCK, jnp.int8)] if self.packed else [(tokens, jnp.bfloat16)]
 
 
+@layout.once("hadamard", "tiling", "interpret")
 def maxima(
     x: jax.Array, *, hadamard: bool = True, tiling: Tiling = AMAX_TILING, interpret: bool = False
 ) -> tuple[jax.Array, ...]:
@@ -107,6 +108,7 @@ def _tops(m: Any, rows: Sequence[Sequence[Any]], hadamard: bool) -> list[list[An
     return out
 
 
+@layout.once("tiling", "interpret")
 def quantize(
     x: jax.Array,
     *,
@@ -226,6 +228,7 @@ def counters(program: tuple[jax.Array, jax.Array], shape: tuple[int, ...], token
     return column + first
 
 
+@layout.once("tiling", "interpret")
 def unpack(
     codes: jax.Array, scales: jax.Array, *, tiling: Tiling = UNPACK_TILING, interpret: bool = False
 ) -> jax.Array:

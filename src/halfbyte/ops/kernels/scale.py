@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from halfbyte.ops.kernels import layout
 from halfbyte.ops.kernels.ptx import FLT_MAX
 
 AMAX, ENCODE, DECODE, MULT, GEMM = range(5)
@@ -29,6 +30,7 @@ def tensor_scale(maxima: jax.Array, *, top: float = NVFP4_TOP, interpret: bool =
     return tensor_scales(maxima, top=top, interpret=interpret)[0]
 
 
+@layout.once("top", "interpret")
 def tensor_scales(*maxima: jax.Array, top: float = NVFP4_TOP, interpret: bool = False) -> tuple[jax.Array, ...]:
     """`tensor_scale` of several tensors in one launch."""
     return _launch(maxima, top, interpret)[: len(maxima)]
