@@ -45,6 +45,11 @@ class Context:
     loss_chunk: int | None = None
     unroll: int = 1
 
+    @property
+    def looped(self) -> bool:
+        """Whether layers are turns of a loop, one each: their passes cannot meet in one piece of program."""
+        return self.unroll == 1
+
     def __post_init__(self) -> None:
         if self.remat not in REMAT:
             raise ValueError(f"remat must be one of {', '.join(REMAT)}, got {self.remat!r}")
@@ -80,6 +85,11 @@ class LayerContext:
         """Where that linear's weight rests and where it is used; None without a mesh."""
         spec: ParamSpec = self.specs["layers"][group][name]
         return weight_sharding(spec.axes[1:], self.ctx.mesh, self.ctx.rules)
+
+    @property
+    def weights_kept(self) -> str:
+        """Without a loop a layer's weights are slices, copies of the master, and better kept as codes."""
+        return "master" if self.ctx.looped else "codes"
 
     def site_key(self, site: str) -> jax.Array | None:
         """The key of one site of this layer, None if the step has none."""

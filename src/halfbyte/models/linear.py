@@ -26,7 +26,17 @@ def linear(x: jax.Array, weights: Params, here: LayerContext, group: str, name: 
     if is_exact(x, recipe):
         return named(exact_dot(x, weights[name], sharding))
     key = here.site_key(f"{group}/{name}")
-    return named(ops.qdot(x, weights[name], recipe=recipe, key=key, backend=here.ctx.backend, weight_sharding=sharding))
+    return named(
+        ops.qdot(
+            x,
+            weights[name],
+            recipe=recipe,
+            key=key,
+            backend=here.ctx.backend,
+            weight_sharding=sharding,
+            weights_kept=here.weights_kept,
+        )
+    )
 
 
 def swiglu_mlp(x: jax.Array, weights: Params, here: LayerContext) -> jax.Array:
@@ -44,6 +54,7 @@ def swiglu_mlp(x: jax.Array, weights: Params, here: LayerContext) -> jax.Array:
         mode="input" if here.ctx.remat == "quantized" else "fast",
         backend=here.ctx.backend,
         weight_shardings=shardings or None,
+        weights_kept=here.weights_kept,
     )
 
 

@@ -100,7 +100,7 @@ def hidden_states(cfg: LlamaConfig, params: Params, batch: Batch, ctx: Context =
             here = LayerContext(ctx, specs, recipes, key_of_layer(ctx, number))
             return block(cfg, weights, x, tables, here, attend), None
 
-        layer = rematerialized(body, ctx.remat, looped=ctx.unroll == 1)
+        layer = rematerialized(body, ctx.remat, looped=ctx.looped)
         x = through_layers(layer, x, params, cfg, segment, unroll=ctx.unroll)
     return gather_seq(rms_norm(x, params["final_norm"], cfg.norm_eps), ctx)
 

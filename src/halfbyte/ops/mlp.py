@@ -27,7 +27,7 @@ from halfbyte.ops.backends.gemm import dgrad_axes, fprop_axes, wgrad_axes
 from halfbyte.ops.operand import Kept, Operand, keep_named, name_saved
 from halfbyte.ops.passes import XLA, Ask, XlaPasses, ask
 from halfbyte.ops.qdot import token_block
-from halfbyte.ops.weight import QWeight, keep_weight, quantize_weight, remake_weight, weight_operand
+from halfbyte.ops.weight import WEIGHTS_KEPT, QWeight, keep_weight, quantize_weight, remake_weight, weight_operand
 from halfbyte.recipe import Recipe, site_key
 from halfbyte.sharding import WeightSharding
 
@@ -45,20 +45,24 @@ class Plan:
     shardings: tuple[WeightSharding | None, ...]
     weight_dtypes: tuple[jnp.dtype, ...]
     mode: str
+    weights_kept: str
 
 
 def mlp(
     x: jax.Array, gate: jax.Array | QWeight, up: jax.Array | QWeight, down: jax.Array | QWeight, *,
     recipe: Recipe | Mapping[str, Recipe], key: jax.Array | None = None, mode: str = "fast", backend: str = "auto",
-    weight_shardings: Mapping[str, WeightSharding] | None = None,
+    weight_shardings: Mapping[str, WeightSharding] | None = None, weights_kept: str = "master",
 ) -> jax.Array:  # fmt: skip
     """SwiGLU MLP of x [..., embed] with gate, up [embed, hidden] and down [hidden, embed], in x's dtype.
 
     `recipe` is one for all three linears or one each by the names gate, up, down; `key` is folded by those names.
-    `mode` chooses what the backward pass keeps.
+    `mode` chooses what the backward pass keeps. Weights stay as packed codes; where a backend has none but a carrier,
+    it is made again from the `master`, or with `weights_kept="codes"` stays, for a master that is itself a copy.
     """
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+    if weights_kept not in WEIGHTS_KEPT:
+        raise ValueError(f"weights_kept must be one of {', '.join(WEIGHTS_KEPT)}, got {weights_kept!r}")
     recipes = _recipes(recipe)
     keys = tuple(None if key is None else site_key(key, site) for site in SITES)
     given, named = (gate, up, down), weight_shardings or {}
@@ -70,7 +74,8 @@ def mlp(
         w if isinstance(w, QWeight) else quantize_weight(w, recipe=r, key=k, weight_sharding=s, passes=b.passes)
         for w, r, k, s, b in zip(given, recipes, keys, shardings, backends, strict=True)
     ]
-    plan = Plan(tuple(b.name for b in backends), recipes, shardings, tuple(w.anchor.dtype for w in weights), mode)
+    dtypes = tuple(w.anchor.dtype for w in weights)
+    plan = Plan(tuple(b.name for b in backends), recipes, shardings, dtypes, mode, weights_kept)
     y = _mlp(plan, tokens, tuple(w.anchor for w in weights), tuple((w.fprop, w.dgrad) for w in weights), keys)
     return y.reshape(x.shape)
 
@@ -180,14 +185,15 @@ def _mlp_fwd(plan: Plan, x, anchors, codes, keys):
     if plan.mode != "input":
         again = name_saved((g, u)) if plan.mode == "fast" else tuple(keep_named(o) for o in rows)
         saved = tuple(keep_named(o) for o in columns), () if rows is columns and plan.mode == "small" else again
-    stays = tuple(keep_weight(s.weight, s.backend.passes, masters=_reads_master(plan, s)) for s in (gate, up, down))
+    stays = tuple(_kept_weight(plan, site) for site in (gate, up, down))
     return down.fprop(h, x), (saved, stays, keys)
 
 
-def _reads_master(plan: Plan, site: _Site) -> bool:
-    """Whether the backward pass reads the weight itself: by dgrad, or by fprop once more, in bf16."""
+def _kept_weight(plan: Plan, site: _Site) -> QWeight:
+    """With its master if the backward pass reads it: dgrad, or fprop once more, in bf16; or to make codes again."""
     again = plan.mode != "fast" and not site.recipe.fprop_w.format.quantized
-    return again or not site.recipe.dgrad_w.format.quantized
+    masters = again or not site.recipe.dgrad_w.format.quantized
+    return keep_weight(site.weight, site.backend.passes if plan.weights_kept == "master" else XLA, masters=masters)
 
 
 def _x_operands(
@@ -218,7 +224,7 @@ def _restored(plan: Plan, saved: Saved, gate: _Site, up: _Site) -> tuple[list[Op
 
 def _mlp_bwd(plan: Plan, residuals, dy):
     saved, stays, keys = residuals
-    weights = [remake_weight(w, BACKENDS[b].passes) for w, b in zip(stays, plan.backends, strict=True)]
+    weights = [remake_weight(w, BACKENDS[b].passes, after=dy) for w, b in zip(stays, plan.backends, strict=True)]
     gate, up, down = _sites(plan, weights, keys)
     passes, dtypes = _passes(plan), plan.weight_dtypes
     rows, x_columns = _restored(plan, saved, gate, up)

@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding
 from halfbyte.ops.backends import BACKENDS, check_training, choose, problem_of
 from halfbyte.ops.backends.gemm import dgrad_axes, fprop_axes, wgrad_axes
 from halfbyte.ops.operand import Operand, keep_named
-from halfbyte.ops.passes import ask
-from halfbyte.ops.weight import QWeight, keep_weight, quantize_weight, remake_weight, weight_operand
+from halfbyte.ops.passes import XLA, ask
+from halfbyte.ops.weight import WEIGHTS_KEPT, QWeight, keep_weight, quantize_weight, remake_weight, weight_operand
 from halfbyte.recipe import Recipe
 from halfbyte.sharding import WeightSharding
 
@@ -35,19 +35,23 @@ class Plan:
     sharding: WeightSharding | None
     weight_dtype: jnp.dtype
     out_dtype: jnp.dtype
+    weights_kept: str
 
 
 def qdot(
     x: jax.Array, w: jax.Array | QWeight, *, recipe: Recipe, key: jax.Array | None = None, backend: str = "auto",
     weight_sharding: WeightSharding | None = None, out_sharding: NamedSharding | None = None,
-    out_dtype: jnp.dtype | None = None,
+    out_dtype: jnp.dtype | None = None, weights_kept: str = "master",
 ) -> jax.Array:  # fmt: skip
     """x [..., inputs] times w [inputs, outputs], in x's dtype; every GEMM, forward and backward, as the recipe says.
 
     float32 sums, the tensor scales applied to them, one rounding to the result's dtype. The weight gradient has w's
     dtype. `key` is a typed key, folded by the caller with step, layer and site; it is needed where the recipe rounds
-    stochastically. `w` may be a `QWeight`. NaN or infinity in an operand makes the whole result NaN.
+    stochastically. `w` may be a `QWeight`; `weights_kept` as for `mlp`. NaN or infinity in an operand makes the whole
+    result NaN.
     """
+    if weights_kept not in WEIGHTS_KEPT:
+        raise ValueError(f"weights_kept must be one of {', '.join(WEIGHTS_KEPT)}, got {weights_kept!r}")
     sharding = w.sharding if isinstance(w, QWeight) else weight_sharding
     _check(x, w, recipe)
     tokens = token_view(x, recipe)
@@ -55,7 +59,7 @@ def qdot(
     weight = w
     if not isinstance(weight, QWeight):
         weight = quantize_weight(weight, recipe=recipe, key=key, weight_sharding=sharding, passes=chosen.passes)
-    plan = Plan(chosen.name, recipe, sharding, weight.anchor.dtype, jnp.dtype(out_dtype or x.dtype))
+    plan = Plan(chosen.name, recipe, sharding, weight.anchor.dtype, jnp.dtype(out_dtype or x.dtype), weights_kept)
     y = _linear(plan, tokens, weight.anchor, (weight.fprop, weight.dgrad), key).reshape(*x.shape[:-1], w.shape[1])
     return y if out_sharding is None else lax.with_sharding_constraint(y, out_sharding)
 
@@ -105,14 +109,15 @@ def _linear_fwd(plan: Plan, x, anchor, codes, key):
     row, column = backend.passes.quantize(x, [ask(recipe, "fprop_x", key), ask(recipe, "wgrad_x", key, kept=True)])
     kept = keep_named(column)
     weight = QWeight(anchor, codes[0], codes[1], recipe, plan.sharding)
-    stays = keep_weight(weight, backend.passes, masters=not recipe.dgrad_w.format.quantized)
+    passes = backend.passes if plan.weights_kept == "master" else XLA
+    stays = keep_weight(weight, passes, masters=not recipe.dgrad_w.format.quantized)
     return _fprop(plan, row, x, anchor, codes), (kept, stays, key, jnp.zeros((0,), x.dtype))
 
 
 def _linear_bwd(plan: Plan, residuals, dy):
     kept, stays, key, like_x = residuals
     recipe, backend = plan.recipe, BACKENDS[plan.backend]
-    weight = weight_operand(remake_weight(stays, backend.passes), "dgrad_w")
+    weight = weight_operand(remake_weight(stays, backend.passes, after=dy), "dgrad_w")
     row, column = backend.passes.quantize(dy, [ask(recipe, "dgrad_dy", key), ask(recipe, "wgrad_dy", key)])
     dx = backend.gemm(row, weight, dgrad_axes(dy), like_x.dtype)
     dw = backend.gemm(backend.passes.load(kept, recipe.wgrad_x), column, wgrad_axes(dy), plan.weight_dtype)

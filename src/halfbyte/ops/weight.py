@@ -89,6 +89,9 @@ def _pin(kept: Packed, sharding: NamedSharding) -> Packed:
     return dataclasses.replace(kept, packed=pin(kept.packed), scales=None if kept.scales is None else pin(kept.scales))
 
 
+WEIGHTS_KEPT = ("master", "codes")
+
+
 def keep_weight(weight: QWeight, passes: XlaPasses, *, masters: bool) -> QWeight:
     """The weight as the backward pass keeps it; its anchor only if it is read again: by bf16 GEMMs (`masters`), or to
     make again what the passes leave out.
@@ -98,11 +101,18 @@ def keep_weight(weight: QWeight, passes: XlaPasses, *, masters: bool) -> QWeight
     return dataclasses.replace(weight, anchor=weight.anchor if masters or again else None, fprop=fprop, dgrad=dgrad)
 
 
-def remake_weight(kept: QWeight, passes: XlaPasses) -> QWeight:
-    """The weight of `keep_weight`, bit for bit."""
-    codes = (kept.fprop, kept.dgrad)
-    fprop, dgrad = (passes.weight_again(kept.anchor, c) if _stripped(c) else c for c in codes)
-    return dataclasses.replace(kept, fprop=fprop, dgrad=dgrad)
+def remake_weight(kept: QWeight, passes: XlaPasses, *, after: jax.Array) -> QWeight:
+    """The weight of `keep_weight`, bit for bit, and not before `after` is there: a compiler that sees all layers would
+    else make the weights of all of them first.
+    """
+
+    def again(codes: Packed | Operand | None) -> Packed | Operand | None:
+        if not _stripped(codes):
+            return codes
+        late, _ = lax.optimization_barrier((codes, after))
+        return passes.weight_again(kept.anchor, late)
+
+    return dataclasses.replace(kept, fprop=again(kept.fprop), dgrad=again(kept.dgrad))
 
 
 def _stripped(codes: Packed | Operand | None) -> TypeGuard[Operand]:
