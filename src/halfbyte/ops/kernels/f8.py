@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from halfbyte.ops.kernels import layout
 from halfbyte.ops.kernels.scale import ENCODE
 from halfbyte.ops.kernels.swiglu import backward_words, forward_words
 from halfbyte.ops.kernels.tile import evaluate
@@ -34,12 +35,13 @@ class F8Tiling:
     warps: int = 4
 
 
-TILING = F8Tiling()
+TILING = F8Tiling(64, 64, 4)
+BACKWARD_TILING = F8Tiling(128, 128, 8)
 
 
 def unsupported(rows: int, columns: int, *, capability: tuple[int, int] | None = None) -> str | None:
     """Why the FP8 kernels cannot take a [rows, columns] array, or None."""
-    for name, size, tile in (("rows", rows, TILING.rows), ("columns", columns, TILING.columns)):
+    for name, size, tile in (("rows", rows, BACKWARD_TILING.rows), ("columns", columns, BACKWARD_TILING.columns)):
         if size % tile:
             return f"the FP8 kernels need a multiple of {tile} {name}, got {size}"
     if capability is not None and capability < (8, 9):
@@ -57,6 +59,7 @@ class Cast:
     turned: bool = True
 
 
+@layout.once("element", "plain", "turned", "tiling", "interpret")
 def cast(
     x: jax.Array,
     scale: jax.Array,
@@ -99,7 +102,7 @@ def cast_backward(
     *,
     gradient: str = "e5m2",
     element: str = "e4m3",
-    tiling: F8Tiling = TILING,
+    tiling: F8Tiling = BACKWARD_TILING,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
     """dg, dg^T, du, du^T in `gradient` and h^T in `element`, from one read; `scales` are those of dg, du and h."""

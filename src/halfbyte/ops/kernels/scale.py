@@ -36,6 +36,7 @@ def tensor_scales(*maxima: jax.Array, top: float = NVFP4_TOP, interpret: bool = 
     return _launch(maxima, top, interpret)[: len(maxima)]
 
 
+@layout.once("top", "interpret")
 def scale_and_factor(maxima: jax.Array, *, top: float, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
     """`tensor_scale`, and its last entry as a scalar of its own, for a GEMM that reads a scalar from memory."""
     vector, factor = _launch((maxima,), top, interpret)
