@@ -1,6 +1,6 @@
-"""Pictures of the measurements under docs/evidence: step time of each recipe, and loss curves where there are any.
+"""Pictures of the measurements under docs/evidence: speed.svg, frontier.svg and loss.svg.
 
-python benchmarks/plot_evidence.py          writes docs/evidence/speed.svg and docs/evidence/loss.svg
+    python benchmarks/plot_evidence.py
 
 The table of emulations in docs/speed.md is filled from evidence/emulations_h200.json, if that is there.
 """
@@ -8,6 +8,7 @@ The table of emulations in docs/speed.md is filled from evidence/emulations_h200
 import json
 import pathlib
 import re
+import statistics
 from typing import Any
 
 import matplotlib
@@ -57,29 +58,66 @@ def smooth(values: list[float], width: int = 20) -> list[float]:
 
 
 def loss() -> None:
-    """Training loss of each arm, and its gap to bf16, where loss_*.json exist."""
+    """Training loss of each arm (thin: a seed, thick: their mean), and its gap to bf16 at equal seeds."""
     arms = {
-        f.stem.removeprefix("loss_"): json.loads(f.read_text(encoding="utf-8"))
+        f.stem.removeprefix("loss_"): json.loads(f.read_text(encoding="utf-8"))["runs"]
         for f in sorted(EVIDENCE.glob("loss_*.json"))
     }
-    if not arms:
-        return
     figure, (curves, gaps) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=[2, 1], layout="constrained")
-    base = smooth(arms["bf16"]["loss"])
-    for name, arm in arms.items():
-        millions = [t / 1e6 for t in arm["tokens"]]
-        curves.plot(
-            millions, smooth(arm["loss"]), color=COLORS.get(name), label=f"{name}, validation {arm['validation']:.4f}"
-        )
-        if name != "bf16":
-            gaps.plot(millions, [a - b for a, b in zip(smooth(arm["loss"]), base, strict=True)], color=COLORS.get(name))
+    base = {run["seed"]: smooth(run["loss"]) for run in arms["bf16"]}
+    for name, runs in arms.items():
+        millions = [t / 1e6 for t in runs[0]["tokens"]]
+        each = [smooth(run["loss"]) for run in runs]
+        validation = statistics.mean(run["validation"] for run in runs)
+        label = f"{name}, {len(runs)} seeds, validation {validation:.4f}"
+        curves.plot(millions, mean_of(each), color=COLORS.get(name), label=label)
+        if name == "bf16":
+            continue
+        differences = [
+            [a - b for a, b in zip(curve, base[run["seed"]], strict=True)]
+            for curve, run in zip(each, runs, strict=True)
+        ]
+        for difference in differences:
+            gaps.plot(millions, difference, color=COLORS.get(name), linewidth=0.5, alpha=0.6)
+        gaps.plot(millions, mean_of(differences), color=COLORS.get(name))
     curves.set_ylabel("training loss, nats (mean of 20 steps)")
     curves.legend(frameon=False)
     gaps.axhline(0, color="#444", linewidth=0.8, linestyle=":")
-    gaps.set_ylim(-0.05, 0.15)
+    gaps.set_ylim(-0.1, 0.15)
     gaps.set_ylabel("gap to bf16, nats")
     gaps.set_xlabel("million tokens")
     figure.savefig(EVIDENCE / "loss.svg", metadata={"Date": None})
+
+
+def mean_of(curves: list[list[float]]) -> list[float]:
+    """The mean curve."""
+    return [statistics.mean(values) for values in zip(*curves, strict=True)]
+
+
+def frontier() -> None:
+    """Step time against activation temporaries, each relative to bf16 *fast* of the same run."""
+    files = sorted(EVIDENCE.glob("frontier_*.json"))
+    figure, axes = plt.subplots(1, len(files), figsize=(4.4 * len(files), 3.6), squeeze=False, layout="constrained")
+    for file, panel in zip(files, axes[0], strict=True):
+        found = json.loads(file.read_text(encoding="utf-8"))
+        rows = [row for row in found["rows"] if row["milliseconds"]]
+        base = next(row for row in rows if row["recipe"] == "bf16" and row["remat"] == "none")
+        for row in rows:
+            memory = row["activations_gib"] / base["activations_gib"]
+            time = row["milliseconds"] / base["milliseconds"]
+            mode = "fast" if row["remat"] == "none" else "small"
+            panel.plot(
+                memory, time, "o" if mode == "fast" else "s", color=COLORS.get(row["recipe"], "#555"), markersize=8
+            )
+            text = f"{row['recipe']} {mode}\n{row['activations_gib']:.1f} GiB, {row['milliseconds']:.0f} ms"
+            panel.annotate(text, (memory, time), textcoords="offset points", xytext=(9, -4), fontsize=8)
+        panel.axvline(0.6, color="#444", linewidth=0.8, linestyle=":")
+        args = found["args"]
+        layers = f", {args['layers']} layers" if args["layers"] else ""
+        panel.set_title(f"{args['model']}{layers}, batch {args['batch']} x {args['seq']}", fontsize=10)
+        panel.set(xlim=(0, 1.45), ylim=(0.95, 1.35), xlabel="activation temporaries, of bf16 fast")
+    axes[0][0].set_ylabel("step time, of bf16 fast")
+    figure.savefig(EVIDENCE / "frontier.svg", metadata={"Date": None})
 
 
 def emulations() -> None:
@@ -113,4 +151,5 @@ def emulation_line(row: dict[str, Any]) -> str:
 if __name__ == "__main__":
     emulations()
     speed()
+    frontier()
     loss()
