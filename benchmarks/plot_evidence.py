@@ -58,7 +58,7 @@ def smooth(values: list[float], width: int = 20) -> list[float]:
 
 
 def loss() -> None:
-    """Training loss of each arm (thin: a seed, thick: their mean), and its gap to bf16 at equal seeds."""
+    """Training loss of each arm and seed, and its gap to bf16 at equal seeds (thick: their mean)."""
     arms = {
         f.stem.removeprefix("loss_"): json.loads(f.read_text(encoding="utf-8"))["runs"]
         for f in sorted(EVIDENCE.glob("loss_*.json"))
@@ -68,9 +68,10 @@ def loss() -> None:
     for name, runs in arms.items():
         millions = [t / 1e6 for t in runs[0]["tokens"]]
         each = [smooth(run["loss"]) for run in runs]
-        validation = statistics.mean(run["validation"] for run in runs)
-        label = f"{name}, {len(runs)} seeds, validation {validation:.4f}"
-        curves.plot(millions, mean_of(each), color=COLORS.get(name), label=label)
+        for run, curve in zip(runs, each, strict=True):
+            style = dict(zip(range(3), ("-", "--", ":"), strict=True))[run["seed"] % 3]
+            label = f"{name}, seed {run['seed']}, validation {run['validation']:.3f}"
+            curves.plot(millions, curve, style, color=COLORS.get(name), linewidth=1, label=label)
         if name == "bf16":
             continue
         differences = [
@@ -109,13 +110,15 @@ def frontier() -> None:
             panel.plot(
                 memory, time, "o" if mode == "fast" else "s", color=COLORS.get(row["recipe"], "#555"), markersize=8
             )
-            text = f"{row['recipe']} {mode}\n{row['activations_gib']:.1f} GiB, {row['milliseconds']:.0f} ms"
-            panel.annotate(text, (memory, time), textcoords="offset points", xytext=(9, -4), fontsize=8)
+            text = f"{row['recipe']} {mode}: {row['activations_gib']:.1f} GiB, {row['milliseconds']:.0f} ms"
+            slowest = max(r["milliseconds"] for r in rows if r["remat"] == row["remat"])
+            offset = (0, 10 if row["milliseconds"] == slowest else -16)
+            panel.annotate(text, (memory, time), textcoords="offset points", xytext=offset, fontsize=8, ha="center")
         panel.axvline(0.6, color="#444", linewidth=0.8, linestyle=":")
         args = found["args"]
         layers = f", {args['layers']} layers" if args["layers"] else ""
         panel.set_title(f"{args['model']}{layers}, batch {args['batch']} x {args['seq']}", fontsize=10)
-        panel.set(xlim=(0, 1.45), ylim=(0.95, 1.35), xlabel="activation temporaries, of bf16 fast")
+        panel.set(xlim=(0, 1.4), ylim=(0.97, 1.16), xlabel="activation temporaries, of bf16 fast")
     axes[0][0].set_ylabel("step time, of bf16 fast")
     figure.savefig(EVIDENCE / "frontier.svg", metadata={"Date": None})
 
