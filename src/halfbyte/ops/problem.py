@@ -44,6 +44,14 @@ class Problem:
     dtype: str = "bfloat16"  # of the activations
     sharded: bool = False  # over more than one device
 
+    def without_kernels(self) -> str | None:
+        """Why GPU kernels of our own cannot serve it whatever its recipe, or None."""
+        if self.device.capability is None:
+            return f"its kernels are for NVIDIA GPUs, this is {self.device.name}"
+        if self.sharded:
+            return "its kernels read a whole array on one device, and this program is sharded"
+        return None if self.dtype == "bfloat16" else f"its kernels read bfloat16 activations, got {self.dtype}"
+
     def contractions(self) -> dict[str, int]:
         """GEMM -> length of the axis it sums over."""
         sizes = {"fprop": self.inputs, "dgrad": self.outputs, "wgrad": self.tokens}

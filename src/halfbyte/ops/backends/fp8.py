@@ -42,12 +42,9 @@ def unsupported(problem: Problem) -> str | None:
     """Needs one NVIDIA GPU with 8-bit units, bfloat16 activations, FP8 on both sides of every GEMM, and sizes that the
     kernels' tiles divide.
     """
-    if problem.device.capability is None:
-        return f"its GEMMs are for NVIDIA GPUs, this is {problem.device.name}"
-    if problem.sharded:
-        return "its kernels read a whole array on one device, and this program is sharded"
-    if problem.dtype != "bfloat16":
-        return f"its kernels read bfloat16 activations, got {problem.dtype}"
+    reason = problem.without_kernels()
+    if reason is not None:
+        return reason
     if not serves(problem.recipe):
         return f"recipe {problem.recipe.name} is not FP8 with one scale a tensor on both sides of every GEMM"
     for rows, columns in (

@@ -32,12 +32,9 @@ COLUMNS = ("wgrad_x", "wgrad_dy")
 
 def unsupported(problem: Problem) -> str | None:
     """Needs one Hopper or newer NVIDIA GPU, bfloat16 tensors in NVFP4, and sizes that the kernels' tiles divide."""
-    if problem.device.capability is None:
-        return f"its kernels are for NVIDIA GPUs, this is {problem.device.name}"
-    if problem.sharded:
-        return "its kernels read a whole array on one device, and this program is sharded"
-    if problem.dtype != "bfloat16":
-        return f"its kernels read bfloat16 activations, got {problem.dtype}"
+    reason = problem.without_kernels()
+    if reason is not None:
+        return reason
     for role in ROWS + COLUMNS:
         policy = getattr(problem.recipe, role)
         if policy.format != NVFP4 or (role in ROWS and policy.hadamard):
