@@ -44,8 +44,15 @@ class Generator:
 
     def __init__(self, model: LanguageModel, sampling: Sampling = GREEDY):
         self.model, self.sampling = model, sampling
+        self._params = jax.jit(self._quantized)(model.params)
         self._prefill = jax.jit(self._first, static_argnames="size")
         self._decode = jax.jit(self._next, donate_argnums=1)
+
+    def _quantized(self, params: Any) -> Any:
+        context = self.model.context
+        if context.policy is None:
+            return params
+        return models.quantize_weights(self.model.config, params, context.policy, context.mesh, context.rules)
 
     def _first(self, params: Any, ids: jax.Array, key: jax.Array, *, size: int) -> tuple[jax.Array, models.Cache]:
         logits, cache = models.prefill(self.model.config, params, ids, None, self.model.context, size=size)
@@ -60,11 +67,11 @@ class Generator:
         self._check_length(len(prompt), max_tokens)
         key = jax.random.key(self.sampling.seed if seed is None else seed)
         ids = jnp.asarray([prompt], jnp.int32)
-        token, cache = self._prefill(self.model.params, ids, key, size=len(prompt) + max_tokens)
+        token, cache = self._prefill(self._params, ids, key, size=len(prompt) + max_tokens)
         for index in range(1, max_tokens + 1):
             known = token
             if index < max_tokens:
-                token, cache = self._decode(self.model.params, cache, token, key, jnp.int32(index))
+                token, cache = self._decode(self._params, cache, token, key, jnp.int32(index))
             found = int(known[0])
             yield found
             if found == self.model.tokenizer.eos_id:

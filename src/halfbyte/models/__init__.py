@@ -19,6 +19,7 @@ from halfbyte.models.params import (
     param_shardings,
     param_specs,
 )
+from halfbyte.models.quantized import quantize_weights, with_anchors
 
 __all__ = [
     "REMAT",
@@ -50,5 +51,7 @@ __all__ = [
     "prefill",
     "preset",
     "presets",
+    "quantize_weights",
     "token_nll",
+    "with_anchors",
 ]

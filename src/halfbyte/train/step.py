@@ -25,7 +25,6 @@ from halfbyte.sharding import named_sharding
 from .config import TrainConfig
 from .scaling import next_scaler
 from .state import TrainState, abstract_state, make_optimizer
-from .weights import quantize_once, with_anchors
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -60,11 +59,12 @@ def gradients(
     weight = scale / jnp.maximum(scored, 1.0)
 
     # Codes do not change between microbatches; with one microbatch the model makes them layer by layer.
-    ready = quantize_once(config, resolved, mesh, params) if config.accumulate > 1 else params
+    once = config.accumulate > 1
+    ready = models.quantize_weights(config.model, params, resolved, mesh) if once else params
 
     def loss(params: Any, micro: Batch, key: jax.Array) -> tuple[jax.Array, Metrics]:
         context = make_context(config, resolved, mesh, key)
-        weights = with_anchors(ready, params)
+        weights = models.with_anchors(ready, params)
         total, aux = models.loss_sum(config.model, weights, micro, context, z_loss=config.z_loss)
         return total * weight, {name: aux[name] for name in ("nll_sum", "z_sum", "tokens")}
 

@@ -1,11 +1,11 @@
-"""Weights quantized once a step, for all of its microbatches.
+"""Parameters whose weights are quantized once: for all microbatches of a step, for all tokens that are generated.
 
-Weights do not change between the microbatches of a step, so their 4-bit codes need not be made again. A stacked
-weight [layers, in, out] becomes a
-stacked `QWeight`, which the model's linears take in place of the matrix; its gradient goes to the master weight. The
-codes are those that each
-microbatch would have made, so nothing changes but the time it takes.
+A stacked weight [layers, in, out] becomes a stacked `QWeight`, which the model's linears take in place of the matrix;
+its gradient goes to the master weight. The codes are those that each use would have made, so nothing changes but the
+time it takes.
 """
+
+from __future__ import annotations
 
 import dataclasses
 from typing import Any
@@ -13,11 +13,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from halfbyte import models, ops
+from halfbyte import ops
+from halfbyte.models.config import LlamaConfig
+from halfbyte.models.params import Params, ParamSpec, param_specs
 from halfbyte.recipe import WEIGHTS, Recipe, Resolved
-from halfbyte.sharding import weight_sharding
-
-from .config import TrainConfig
+from halfbyte.sharding import DEFAULT_RULES, Rules, weight_sharding
 
 
 def is_qweight(node: Any) -> bool:
@@ -25,15 +25,17 @@ def is_qweight(node: Any) -> bool:
     return isinstance(node, ops.QWeight)
 
 
-def quantize_once(config: TrainConfig, resolved: Resolved, mesh: Mesh, params: Any) -> Any:
+def quantize_weights(
+    cfg: LlamaConfig, params: Params, resolved: Resolved, mesh: Mesh | None = None, rules: Rules = DEFAULT_RULES
+) -> Params:
     """`params` with a QWeight wherever a linear has one recipe in all layers and quantizes its weight without noise."""
-    specs = models.param_specs(config.model)
+    specs = param_specs(cfg)
 
-    def visit(path: str, weight: Any, spec: models.ParamSpec) -> Any:
+    def visit(path: str, weight: Any, spec: ParamSpec) -> Any:
         recipe = _only_recipe(resolved, path)
         if recipe is None:
             return weight
-        sharding = weight_sharding(spec.axes[1:], mesh)
+        sharding = weight_sharding(spec.axes[1:], mesh, rules)
         return jax.vmap(lambda w: ops.quantize_weight(w, recipe=recipe, weight_sharding=sharding))(weight)
 
     layers = {
@@ -54,10 +56,11 @@ def _only_recipe(resolved: Resolved, path: str) -> Recipe | None:
     return None if any(getattr(recipe, role).stochastic for role in WEIGHTS) else recipe
 
 
-def with_anchors(ready: Any, params: Any) -> Any:
+def with_anchors(ready: Params, params: Params) -> Params:
     """`ready` with the master weights of `params` as anchors: what is differentiated is `params`."""
 
     def join(kept: Any, weight: Any) -> Any:
         return dataclasses.replace(kept, anchor=weight) if is_qweight(kept) else weight
 
-    return jax.tree.map(join, ready, params, is_leaf=is_qweight)
+    joined: Params = jax.tree.map(join, ready, params, is_leaf=is_qweight)
+    return joined
