@@ -148,9 +148,25 @@ def test_auto_takes_it_for_fp8_on_one_hopper_gpu() -> None:
 def test_a_stray_gemm_is_found_by_its_scope() -> None:
     good = '%c = custom-call(%a), custom_call_target="__cublas$lt$matmul$f8", metadata={op_name="f8_call/dot_general"}'
     bad = good.replace("$f8", "")
+    fused = '%f = bf16[8,8] fusion(%a), metadata={op_name="f8_call/dot"}, backend_config={"kind":"__KIND"}'
+    kinds = [fused.replace("KIND", kind) for kind in ("triton_nested_gemm_fusion", "cudnn$fusion", "triton")]
     other = bad.replace("f8_call", "attention")
     rounded = '%s = bf16[1]{0} convert(%slice), metadata={op_name="f8_call/convert_element_type"}'
-    assert fp8.stray_gemms("\n".join([good, bad, other, rounded])) == [bad, rounded]
+    assert fp8.stray_gemms("\n".join([good, bad, *kinds, other, rounded])) == [bad, *kinds[:2], rounded]
+
+
+def test_a_function_traced_inside_one_call_is_traced_again_outside() -> None:
+    """JAX keeps what it traced. The GEMM of a program with the options, in one without them, would round its scales."""
+    linear = jax.jit(lambda x, w: ops.qdot(x, w, recipe=FP8))
+    x, w = jax.ShapeDtypeStruct((256, 128), jnp.bfloat16), jax.ShapeDtypeStruct((128, 256), jnp.float32)
+
+    def takes_scales() -> bool:
+        return "optimization_barrier" in str(jax.make_jaxpr(linear)(x, w))
+
+    with ops.compile_for(H200):
+        with fp8.one_call():
+            inside = takes_scales()
+        assert (inside, takes_scales()) == (True, False)
 
 
 @pytest.mark.parametrize("amax, factor", [(3.5, 1 / 128), (0.0, 1.0), (np.inf, np.nan), (np.nan, np.nan)])

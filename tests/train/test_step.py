@@ -14,7 +14,7 @@ from halfbyte.train import LossScaleConfig, PrecisionConfig, create_state, jit_t
 from halfbyte.train import run_mesh as mesh_of
 from halfbyte.train.scaling import next_scaler
 from halfbyte.train.source import open_source, to_mesh
-from halfbyte.train.step import gradients, microbatches
+from halfbyte.train.step import compile_train_step, gradients, microbatches
 
 
 @functools.cache
@@ -128,3 +128,27 @@ def test_loss_falls_and_starts_where_it_should():
     _, metrics = run(PLAIN, steps=6)
     assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.2
     assert metrics[0]["loss"] == pytest.approx(np.log(64) + 0.5, rel=0.1)  # ln(vocab) + half the variance of the logits
+
+
+class Program:
+    """A lowered step and its compiled text, as JAX hands them out."""
+
+    def __init__(self, names: str, compiled: str) -> None:
+        self.names, self.compiled = names, compiled
+
+    def as_text(self, debug_info: bool = False) -> str:
+        return self.names if debug_info else self.compiled
+
+    def compile(self) -> "Program":
+        return Program("", self.compiled)
+
+
+def test_a_program_whose_8_bit_gemms_cannot_be_told_is_refused():
+    call = '%c = custom-call(%a), custom_call_target="__cublas$lt$matmul$f8"'
+    named = call + ', metadata={op_name="f8_call/dot_general"}'
+    assert compile_train_step(Program("f8_call/dot_general", named)).as_text() == named
+    assert compile_train_step(Program("dot_general", call)).as_text() == call  # none was given its scales
+    with pytest.raises(RuntimeError, match="dropped the names"):
+        compile_train_step(Program("f8_call/dot_general", call))
+    with pytest.raises(RuntimeError, match="1 GEMMs of the fp8 backend as something else"):
+        compile_train_step(Program("f8_call/dot_general", named.replace("$f8", "")))

@@ -168,7 +168,13 @@ def uses_fp8(resolved: Resolved) -> bool:
 def compile_train_step(lowered: Any) -> Any:
     """The step compiled, and its 8-bit GEMMs found to be 8-bit: any other would have rounded their scales."""
     compiled = lowered.compile()
-    strays = fp8.stray_gemms(compiled.as_text())
+    text = compiled.as_text()
+    if fp8.SCOPE in lowered.as_text(debug_info=True) and fp8.SCOPE not in text:
+        raise RuntimeError(
+            "XLA dropped the names of the fp8 backend's GEMMs, and nobody can tell whether their scales are rounded; "
+            "train with --precision.backend carrier, or empty the compilation cache if this program came from one"
+        )
+    strays = fp8.stray_gemms(text)
     if strays:
         raise RuntimeError(
             f"XLA compiled {len(strays)} GEMMs of the fp8 backend as something else, with rounded scales; train with "

@@ -12,10 +12,9 @@ and then read with `stray_gemms`: the trainer's. Elsewhere the sums come back as
 """
 
 import contextlib
-import contextvars
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +34,7 @@ ELEMENTS = {FP8: "e4m3", FP8_E5M2: "e5m2"}
 COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_allow_excess_precision": True}
 SCOPE = "f8_call"  # the name that GEMMs with scales carry in a compiled program
 LAST: Contraction = ((1,), (1,))
-_one_call: contextvars.ContextVar[bool] = contextvars.ContextVar("one_call", default=False)
+_one_call = jax.make_user_context(False)  # JAX traces a function anew where it differs
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -68,21 +67,22 @@ def _plain(policy: OperandPolicy) -> bool:
     return policy.format in ELEMENTS and not (policy.hadamard or policy.stochastic)
 
 
-@contextlib.contextmanager
-def one_call() -> Iterator[None]:
-    """What is traced inside will be compiled with `COMPILER_OPTIONS`, so its GEMMs may take the scales themselves."""
-    token = _one_call.set(True)
-    try:
-        yield
-    finally:
-        _one_call.reset(token)
+def one_call() -> contextlib.AbstractContextManager[None]:
+    """What is traced inside will be compiled with `COMPILER_OPTIONS`, so its GEMMs may take the scales themselves.
+
+    A function that was traced outside is traced again inside, and the other way round: neither gets the other's GEMMs.
+    """
+    context: contextlib.AbstractContextManager[None] = _one_call(True)
+    return context
 
 
 def stray_gemms(program: str) -> list[str]:
     """Lines of a compiled program where a GEMM that was given its scales is something else than an 8-bit call, or where
     such a scale is rounded.
     """
-    other = re.compile(r'custom_call_target="__cublas\$(?!lt\$matmul\$f8)|"kind":"__triton\w*gemm|(?<!%)\bdot\(')
+    other = re.compile(
+        r'custom_call_target="__cublas\$(?!lt\$matmul\$f8)|"kind":"__(?:triton\w*gemm|cudnn|custom)|(?<!%)\bdot\('
+    )
     rounded = re.compile(r"= bf16\[1?\]\S* convert\(")
     lines = [line for line in program.splitlines() if SCOPE in line]
     return [line.strip() for line in lines if other.search(line) or rounded.search(line)]
@@ -96,7 +96,7 @@ def gemm(left: Operand, right: Operand, axes: Contraction, dtype: jnp.dtype) -> 
     """
     precision = None if _is_fprop(axes) else lax.Precision.HIGHEST
     (a, a_free), (b, b_free) = (_matrix(o, summed) for o, summed in zip((left, right), axes, strict=True))
-    if _one_call.get() and left.decode_scale is not None and right.decode_scale is not None:
+    if _one_call.value and left.decode_scale is not None and right.decode_scale is not None:
         y = _scaled_dot(a, b, left.decode_scale, right.decode_scale, precision, dtype)
     else:
         y = finish(dot(a, b, LAST, precision=precision), alpha(left, right), dtype)
