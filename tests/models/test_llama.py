@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from halfbyte import models
+from halfbyte import models, ops
+from halfbyte.devices import device
 from halfbyte.recipe import Policy, Rule, policy, recipe, step_key
 from halfbyte.sharding import make_mesh, parse_mesh
 
@@ -81,6 +82,21 @@ def test_layers_one_after_another_are_the_loop(tiny, tiny_params, packed_batch, 
     flat = with_gradients(tiny, dataclasses.replace(ctx, unroll=tiny.layers))(tiny_params, packed_batch)
     assert float(flat[0]) == pytest.approx(float(loop[0]), rel=1e-4)
     assert distance(flat[1], loop[1]) < 0.02
+
+
+@pytest.mark.parametrize("backend, name", [("fp8", "fp8"), ("fused", "nvfp4")])
+def test_a_backend_may_be_named_that_has_only_the_formats_of_some_linears(backend, name):
+    """Policy `mlp` leaves attention's linears in bf16, which neither backend knows."""
+    cfg = models.LlamaConfig(
+        name="divisible", vocab_size=256, embed=128, mlp=256, layers=2, heads=2, kv_heads=2, head_dim=64, max_seq=128
+    )
+    chosen = policy("mlp", recipe(name)).resolve(models.linear_sites(cfg), cfg.layers)
+    ctx = models.Context(policy=chosen, key=step_key(0, 0), backend=backend, attention="xla")
+    params = jax.eval_shape(functools.partial(models.init, cfg), jax.random.key(0))
+    batch = dict.fromkeys(("tokens", "targets"), jax.ShapeDtypeStruct((2, 128), jnp.int32))
+    with ops.compile_for(device("h200")):
+        found = jax.eval_shape(jax.grad(lambda p, b: models.loss(cfg, p, b, ctx)[0]), params, batch)
+    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, params)
 
 
 def test_a_packed_document_is_as_if_alone(tiny, tiny_params, packed_batch):

@@ -86,6 +86,11 @@ class LayerContext:
         spec: ParamSpec = self.specs["layers"][group][name]
         return weight_sharding(spec.axes[1:], self.ctx.mesh, self.ctx.rules)
 
+    def backend(self, *recipes: Recipe) -> str:
+        """The run's backend. Those with formats of their own are not for linears that quantize nothing: XLA's are."""
+        plain = not any(recipe.quantized for recipe in recipes) and self.ctx.backend != "reference"
+        return "auto" if plain else self.ctx.backend
+
     @property
     def weights_kept(self) -> str:
         """Without a loop a layer's weights are slices, copies of the master, and better kept as codes."""

@@ -32,7 +32,7 @@ def linear(x: jax.Array, weights: Params, here: LayerContext, group: str, name: 
             weights[name],
             recipe=recipe,
             key=key,
-            backend=here.ctx.backend,
+            backend=here.backend(recipe),
             weight_sharding=sharding,
             weights_kept=here.weights_kept,
         )
@@ -52,7 +52,7 @@ def swiglu_mlp(x: jax.Array, weights: Params, here: LayerContext) -> jax.Array:
         recipe=recipes,
         key=here.site_key("mlp"),
         mode="input" if here.ctx.remat == "quantized" else "fast",
-        backend=here.ctx.backend,
+        backend=here.backend(*recipes.values()),
         weight_shardings=shardings or None,
         weights_kept=here.weights_kept,
     )

@@ -18,7 +18,7 @@ class PrecisionConfig:
     """How the recipe is carried out, and when it changes."""
 
     backend: str = "auto"
-    """Of the quantized GEMMs: auto, reference, carrier, fused or native."""
+    """Of the quantized GEMMs: auto, reference, carrier, fused, fp8 or native."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of activations."""
     switch_at: float = 0.0
