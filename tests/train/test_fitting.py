@@ -4,6 +4,7 @@ Oracle: the compiled programs themselves. The batch found needs at most the limi
 """
 
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -11,7 +12,7 @@ from tiny import tiny
 
 from halfbyte.cli.main import main
 from halfbyte.train import bench
-from halfbyte.train.fitting import bytes_needed, compile_step, search
+from halfbyte.train.fitting import FARTHEST, MOST, bytes_needed, compile_step, search
 from halfbyte.train.preflight import run_mesh
 
 SEQ = 32
@@ -29,6 +30,14 @@ def test_the_search_ends_between_a_batch_that_fits_and_one_that_does_not(limit, 
     found, asked = search(needed, limit=limit, unit=unit)
     assert found % unit == 0 and (found == 0 or needed(found) <= limit) and needed(found + unit) > limit
     assert len(asked) <= 6
+
+
+@pytest.mark.parametrize("unit", [1, 3, 24])
+def test_a_need_that_does_not_grow_is_followed_in_steps_and_in_whole_units(unit) -> None:
+    found, asked = search(lambda batch: 100, limit=10**9, unit=unit)
+    assert found + unit == MOST // unit * unit and not any(batch % unit for batch in asked)
+    tried = sorted(asked)
+    assert all(b <= FARTHEST * a for a, b in itertools.pairwise(tried))
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from .state import abstract_state
 from .step import abstract_batch, compile_train_step, jit_train_step
 
 MOST = 1 << 16  # sequences: a search that gets here was given a wrong limit
+FARTHEST = 32  # times the largest batch known to fit: two batches that need the same memory say nothing of the third
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +73,7 @@ def search(needed: Callable[[int], int], *, limit: int, unit: int = 1) -> tuple[
     while True:
         sizes[guess] = needed(guess)
         low = max(b for b, size in sizes.items() if size <= limit)
-        high = min((b for b, size in sizes.items() if size > limit), default=MOST)
+        high = min((b for b, size in sizes.items() if size > limit), default=MOST // unit * unit)
         if high - low <= unit:
             del sizes[0]
             return low, sizes
@@ -93,4 +94,4 @@ def _next(sizes: dict[int, int], low: int, high: int, limit: int, unit: int) -> 
     a, b = (low, high) if above else below[-2:]
     slope = (sizes[b] - sizes[a]) / (b - a)
     meets = a + int((limit - sizes[a]) / max(slope, 1.0)) // unit * unit
-    return min(max(meets, low + unit), high - unit)
+    return min(max(meets, low + unit), high - unit, FARTHEST * low if low else high)
