@@ -55,7 +55,8 @@ class Args:
     steps: int = 10
     repeats: int = 3
     largest_batch: bool = False
-    """Instead of one batch for all: find for each recipe and remat the largest that fits, and run it."""
+    """Instead of one batch for all: find for each recipe and remat the largest that fits, and run it for two steps
+    (--batch, --steps and --repeats do not count)."""
     memory_gib: float = 0.0
     """What --largest-batch may fill on a device; 0: what the allocator of this one has."""
     synthetic: bool = True

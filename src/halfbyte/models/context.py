@@ -27,8 +27,8 @@ class Context:
     key: the step's key; needed only if a recipe rounds stochastically and gradients are taken.
     remat: `none` keeps what the backward pass reads; `dots` keeps the outputs of GEMMs and of attention; `full` keeps
     each layer's input;
-        `quantized` keeps the inputs of both norms, q, k, v and attention's output, and makes norms, operands, gate and
-        up again.
+        `quantized` keeps the inputs of both norms, q, k, v and fused attention's output, and makes norms, operands,
+        gate and up again (and attention, where XLA computes it).
     compute_dtype: of activations. bfloat16, or float32 to compare with another implementation.
     loss_chunk: a device's tokens whose logits exist at one time (None: about 1 GiB of them).
     unroll: layers a scan iteration.

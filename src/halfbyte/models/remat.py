@@ -4,7 +4,7 @@
 |---|---|---|
 | none | all that the VJPs read | nothing |
 | dots | outputs of linears and of fused attention, packed operands | norms, rotations, SwiGLU |
-| quantized | the inputs of both norms; q, k, v; attention's output; scales | operands, the MLP's g and u |
+| quantized | the inputs of both norms; q, k, v; fused attention's output; scales | operands, the MLP's g and u |
 | full | the layer's input | everything |
 
 `quantized` makes again what costs passes over memory and no GEMM, and of the GEMMs only those of gate and up, whose
