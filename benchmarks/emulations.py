@@ -13,7 +13,6 @@ under a 4-bit format, near 0 for a program from which a compiler has removed the
 import argparse
 import concurrent.futures
 import dataclasses
-import functools
 import importlib.util
 import json
 import os
@@ -43,7 +42,7 @@ from halfbyte.cli.screen import console, table  # noqa: E402
 from halfbyte.formats import NVFP4, QTensor, hadamard16, quantize, random_bytes, store, to_grid  # noqa: E402
 from halfbyte.ops.backends import choose, fp8  # noqa: E402
 from halfbyte.recipe import recipe  # noqa: E402
-from halfbyte.train.bench import operands_agree  # noqa: E402
+from halfbyte.train.bench import differing  # noqa: E402
 
 SHAPES = "16384x4096x14336,16384x2048x8192"  # tokens x inputs x outputs: linears of an 8B and of a 1B Llama
 BASE, EAGER, COMPILED = "bf16 matmul", "nvfp4 emulation, eager", "nvfp4 emulation, torch.compile"
@@ -109,37 +108,31 @@ def plain(x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.matmul(x, w.astype(jnp.bfloat16), preferred_element_type=jnp.bfloat16)
 
 
-@functools.cache
-def bits_of(name: str) -> dict[str, bool]:
-    """Backend -> whether its operands under that recipe equal the definition's, here."""
-    return operands_agree(recipe(name))
-
-
-def halfbyte_cases(shape: tuple[int, int, int]) -> Iterator[Case]:
+def halfbyte_cases(shape: tuple[int, int, int], data: Data) -> Iterator[Case]:
     for name in ("nvfp4", "fp8"):
-        agree, timed = bits_of(name), set()
+        timed = set()
         for backend in ("auto", "carrier"):
             problem = ops.Problem(recipe(name), *shape, ops.target(), dtype="bfloat16")
-            served = choose(backend, problem).name
-            row = Row(shape, "Halfbyte", f"qdot {name}, {backend}", note=f"backend {served}")
-            if not agree.get(served):
-                row.note = f"not run: operands of {served} differ from the definition"
+            served = choose(backend, problem)
+            row = Row(shape, "Halfbyte", f"qdot {name}, {backend}", note=f"backend {served.name}")
+            if served.name in timed:
+                row.note = f"not run: auto is {served.name} here"
                 yield Case(row, None, None)
                 continue
-            if served in timed:
-                row.note = f"not run: auto is {served} here"
+            timed.add(served.name)
+            row.differing = differing(recipe(name), served.passes, data.x, data.dy, data.w)
+            if row.differing:
+                row.note = f"not run: operands of {served.name} differ from the definition"
                 yield Case(row, None, None)
                 continue
-            row.differing = 0
-            timed.add(served)
 
             def forward(x: jax.Array, w: jax.Array, name: str = name, backend: str = backend) -> jax.Array:
                 return ops.qdot(x, w, recipe=recipe(name), key=jax.random.key(3), backend=backend)
 
-            yield Case(row, forward, with_gradients(forward), served)
+            yield Case(row, forward, with_gradients(forward), served.name)
 
 
-def scaled_cases(shape: tuple[int, int, int]) -> Iterator[Case]:
+def scaled_cases(shape: tuple[int, int, int], data: Data) -> Iterator[Case]:
     """`jax.nn.scaled_dot_general`: forward only, because its backward pass under nvfp4 is a plain matmul."""
     for mode in ("nvfp4", "mxfp8"):
 
@@ -332,7 +325,7 @@ def measure_shape(
     rows: list[Row] = []
     for part, make in (("halfbyte", halfbyte_cases), ("scaled", scaled_cases)):
         if part not in skip:
-            cases += make(shape)
+            cases += make(shape, data)
     base = measure_jax(cases, data, threads)
     rows += [case.row for case in cases]
     if "torch" in skip:

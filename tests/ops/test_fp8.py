@@ -1,6 +1,7 @@
 """The fp8 backend against the definition, bit for bit: interpreted on a CPU, compiled on a GPU."""
 
 import contextlib
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -177,3 +178,38 @@ def test_the_factor_is_that_of_the_scale_vector(amax, factor) -> None:
         interpret=PASSES.interpret,
     )
     np.testing.assert_array_equal([vector[scale.GEMM], found], [np.float32(factor)] * 2)
+
+
+@pytest.mark.parametrize("mode", ["fast", "small", "input"])
+def test_an_mlp_computes_what_carrier_computes(monkeypatch, mode) -> None:
+    """All nine GEMMs and both casts of each tensor, forward and backward, through the backend as `auto` chooses it."""
+    interpreted = dataclasses.replace(ops.BACKENDS["fp8"], passes=PASSES)
+    monkeypatch.setitem(ops.BACKENDS, "fp8", interpreted)
+    x = normal(5, 128, 128).astype(jnp.bfloat16)
+    weights = [normal(6 + i, *shape) * 0.1 for i, shape in enumerate(((128, 256), (128, 256), (256, 128)))]
+
+    def gradients(backend):
+        def loss(*args):
+            return jnp.sum(ops.mlp(*args, recipe=FP8, mode=mode, backend=backend).astype(jnp.float32) ** 2)
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(x, *weights)
+
+    with ops.compile_for(H200):
+        found = gradients("auto")
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(gradients("carrier")), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.linalg.norm(a - b) <= 2**-9 * np.linalg.norm(b)
+
+
+def test_a_function_traced_for_one_device_is_traced_again_for_another() -> None:
+    chosen = []
+
+    @jax.jit
+    def f(x):
+        chosen.append(ops.target().name)
+        return x
+
+    for device in ("h200", "b200", "h200"):
+        with ops.compile_for(devices.device(device)):
+            f.lower(X)
+    assert chosen == ["h200", "b200"]

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from halfbyte import ops
@@ -58,6 +60,20 @@ class Broken(XlaPasses):
     def quantize(self, x, asks):
         first, *rest = super().quantize(x, asks)
         return [dataclasses.replace(first, carrier=first.values() * 2), *rest]
+
+
+class BrokenWeight(XlaPasses):
+    """Passes that quantize another weight."""
+
+    def weight(self, w, policy, **options):
+        return super().weight(w * 1.01, policy, **options)
+
+
+def test_a_wrong_weight_is_found_and_counted() -> None:
+    x, dy, w = (jax.random.normal(jax.random.key(i), (32, 128), jnp.float32) for i in range(3))
+    x, dy = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16)
+    assert bench.differing(recipe("fp8"), XlaPasses(), x, dy, w) == 0
+    assert bench.differing(recipe("fp8"), BrokenWeight(), x, dy, w) >= 2  # at least both scales
 
 
 def test_a_backend_that_differs_is_found_and_no_ratio_is_printed(monkeypatch, capsys) -> None:

@@ -1,31 +1,26 @@
 """The question a backend is asked before anything is traced: can you serve this linear, on that device?"""
 
 import contextlib
-import contextvars
 import dataclasses
-from collections.abc import Iterator
 
 import jax
 
 from halfbyte.devices import Device, lookup
 from halfbyte.recipe import GEMMS, Recipe
 
-_target: contextvars.ContextVar[Device | None] = contextvars.ContextVar("target", default=None)
+_target = jax.make_user_context(None)  # JAX traces a function anew where it differs
 
 
-@contextlib.contextmanager
-def compile_for(device: Device) -> Iterator[None]:
+def compile_for(device: Device) -> contextlib.AbstractContextManager[None]:
     """Backends are chosen for `device` instead of this machine's: for programs compiled here and run elsewhere."""
-    token = _target.set(device)
-    try:
-        yield
-    finally:
-        _target.reset(token)
+    context: contextlib.AbstractContextManager[None] = _target(device)
+    return context
 
 
 def target() -> Device:
     """The device that programs traced now are meant for."""
-    return _target.get() or lookup(jax.devices()[0])
+    chosen: Device | None = _target.value
+    return chosen or lookup(jax.devices()[0])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,9 @@ import numpy as np
 
 from halfbyte import models, ops
 from halfbyte.devices import lookup
+from halfbyte.ops.operand import Operand
 from halfbyte.ops.passes import XLA, XlaPasses, ask
+from halfbyte.ops.weight import CONTRACTED, quantize_weight, weight_operand
 from halfbyte.recipe import Recipe
 
 from .config import TrainConfig
@@ -77,27 +79,45 @@ def count_gemms(program: str) -> dict[str, int]:
 
 
 def operands_agree(chosen: Recipe, *, tokens: int = 256, features: int = 512) -> dict[str, bool]:
-    """Backend -> whether the operands it hands to its GEMMs equal the definition's, bit for bit, inside jit, here.
-
-    The definition's operands are made one a program, so that nothing is fused with them.
-    """
-    x = jax.random.normal(jax.random.key(1), (tokens, features), jnp.float32).astype(jnp.bfloat16)
-    key = jax.random.key(2)
-    pairs = [[ask(chosen, role, key) for role in roles] for roles in (("fprop_x", "wgrad_x"), ("dgrad_dy", "wgrad_dy"))]
-
-    def operands(passes: XlaPasses, x: jax.Array) -> list[Any]:
-        made = [operand for asks in pairs for operand in passes.quantize(x, asks)]
-        return [(o.values().astype(jnp.float32), o.decode_scale) for o in made]
-
-    alone = [jax.jit(functools.partial(XLA.quantize, asks=[a]))(x)[0] for asks in pairs for a in asks]
-    expected = jax.tree.leaves([(o.values().astype(jnp.float32), o.decode_scale) for o in alone])
+    """Backend -> whether the operands it hands to its GEMMs equal the definition's, bit for bit, inside jit, here."""
+    x, dy, w = (
+        jax.random.normal(jax.random.key(seed), (rows, features), jnp.float32).astype(dtype)
+        for seed, rows, dtype in ((1, tokens, jnp.bfloat16), (2, tokens, jnp.bfloat16), (3, features, jnp.float32))
+    )
     problem = ops.Problem(chosen, tokens, features, features, device=ops.target())
-    agree = {}
-    for name, backend in ops.BACKENDS.items():
-        if backend.unsupported(problem) is None:
-            found = jax.tree.leaves(jax.jit(functools.partial(operands, backend.passes))(x))
-            agree[name] = all(bool((a == b).all()) for a, b in zip(found, expected, strict=True))
-    return agree
+    serving = [backend for backend in ops.BACKENDS.values() if backend.unsupported(problem) is None]
+    return {backend.name: differing(chosen, backend.passes, x, dy, w) == 0 for backend in serving}
+
+
+def differing(chosen: Recipe, passes: XlaPasses, x: jax.Array, dy: jax.Array, w: jax.Array) -> int:
+    """How many numbers, tensor scales included, of the six operands that `passes` make of a linear's x, dy and w differ
+    from the definition's. The definition's are made one a program, so that nothing is fused with them.
+    """
+    key = jax.random.key(2)
+    pairs = ((x, ("fprop_x", "wgrad_x")), (dy, ("dgrad_dy", "wgrad_dy")))
+    found, expected = [], []
+    for tensor, roles in pairs:
+        asks = [ask(chosen, role, key) for role in roles]
+        found += jax.jit(functools.partial(passes.quantize, asks=asks))(tensor)
+        expected += [jax.jit(functools.partial(XLA.quantize, asks=[a]))(tensor)[0] for a in asks]
+    for role in CONTRACTED:
+        found.append(jax.jit(functools.partial(_weight, chosen, role, passes, key))(w))
+        expected.append(jax.jit(functools.partial(_weight, chosen, role, XLA, key))(w))
+    return sum(_distance(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def _weight(chosen: Recipe, role: str, passes: XlaPasses, key: jax.Array, w: jax.Array) -> Operand:
+    return weight_operand(quantize_weight(w, recipe=chosen, key=key, passes=passes), role)
+
+
+def _distance(found: Operand, right: Operand) -> int:
+    """How many numbers differ, in every order in which `found` has them."""
+    want = right.values().astype(jnp.float32)
+    orders = [found.values()] if found.turned is None else [found.values(), found.turned.T]
+    count = sum(int(jnp.sum(order.astype(jnp.float32) != want)) for order in orders)
+    if found.decode_scale is None or right.decode_scale is None:
+        return count + (found.decode_scale is not right.decode_scale)
+    return count + (float(found.decode_scale) != float(right.decode_scale))
 
 
 def measure(
