@@ -51,7 +51,7 @@ def test_a_weight_equals_the_definition() -> None:
 def test_a_weight_is_made_again_from_its_master_and_its_scales() -> None:
     w = jax.random.normal(jax.random.key(1), (128, 256), jnp.float32)
     made = QWeight(w, PASSES.weight(w, NVFP4.fprop_w, axis=-2, key=None), None, NVFP4)
-    kept = keep_weight(made, PASSES, masters=False)
+    kept = keep_weight(made, PASSES, kept="master", masters=False)
     assert kept.anchor is w
     assert sum(leaf.size for leaf in jax.tree.leaves(kept) if leaf is not w) <= 9  # the scales, and one more float
     again = remake_weight(kept, PASSES, after=w)

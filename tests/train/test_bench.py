@@ -72,8 +72,9 @@ class BrokenWeight(XlaPasses):
 def test_a_wrong_weight_is_found_and_counted() -> None:
     x, dy, w = (jax.random.normal(jax.random.key(i), (32, 128), jnp.float32) for i in range(3))
     x, dy = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16)
-    assert bench.differing(recipe("fp8"), XlaPasses(), x, dy, w) == 0
-    assert bench.differing(recipe("fp8"), BrokenWeight(), x, dy, w) >= 2  # at least both scales
+    right = bench.definition(recipe("fp8"), x, dy, w)
+    assert bench.differing(recipe("fp8"), XlaPasses(), x, dy, w, right) == 0
+    assert bench.differing(recipe("fp8"), BrokenWeight(), x, dy, w, right) >= 2  # at least both scales
 
 
 def test_a_backend_that_differs_is_found_and_no_ratio_is_printed(monkeypatch, capsys) -> None:

@@ -144,11 +144,13 @@ class Program:
 
 
 def test_a_program_whose_8_bit_gemms_cannot_be_told_is_refused():
+    config = tiny(recipe="fp8")
+    resolved = phases(config)[0].resolved(config)
     call = '%c = custom-call(%a), custom_call_target="__cublas$lt$matmul$f8"'
     named = call + ', metadata={op_name="f8_call/dot_general"}'
-    assert compile_train_step(Program("f8_call/dot_general", named)).as_text() == named
-    assert compile_train_step(Program("dot_general", call)).as_text() == call  # none was given its scales
+    assert compile_train_step(Program("f8_call/dot_general", named), resolved).as_text() == named
+    assert compile_train_step(Program("dot_general", call), resolved).as_text() == call  # none was given its scales
     with pytest.raises(RuntimeError, match="dropped the names"):
-        compile_train_step(Program("f8_call/dot_general", call))
+        compile_train_step(Program("f8_call/dot_general", call), resolved)
     with pytest.raises(RuntimeError, match="1 GEMMs of the fp8 backend as something else"):
-        compile_train_step(Program("f8_call/dot_general", named.replace("$f8", "")))
+        compile_train_step(Program("f8_call/dot_general", named.replace("$f8", "")), resolved)

@@ -134,7 +134,7 @@ def config_differences(folders: Sequence[Path]) -> dict[str, list[Any]]:
 
 
 def evaluations(folders: Sequence[Path]) -> dict[str, list[Any]]:
-    """ "task metric" -> its newest value in each run, for tasks that more than one run has."""
+    """Task and metric -> its newest value in each run, for tasks that more than one run has."""
     from halfbyte.cli.eval import EVALUATIONS
     from halfbyte.metrics import read_rows
 

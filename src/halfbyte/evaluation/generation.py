@@ -44,7 +44,7 @@ class Generator:
 
     def __init__(self, model: LanguageModel, sampling: Sampling = GREEDY):
         self.model, self.sampling = model, sampling
-        self._params = jax.jit(self._quantized)(model.params)
+        self._params = self._quantized(model.params)
         self._prefill = jax.jit(self._first, static_argnames="size")
         self._decode = jax.jit(self._next, donate_argnums=1)
 

@@ -36,7 +36,13 @@ def quantize_weights(
         if recipe is None:
             return weight
         sharding = weight_sharding(spec.axes[1:], mesh, rules)
-        return jax.vmap(lambda w: ops.quantize_weight(w, recipe=recipe, weight_sharding=sharding))(weight)
+
+        @jax.jit  # of the codes alone: a master that a program returns would be a copy
+        @jax.vmap
+        def codes(w: jax.Array) -> ops.QWeight:
+            return dataclasses.replace(ops.quantize_weight(w, recipe=recipe, weight_sharding=sharding), anchor=None)
+
+        return dataclasses.replace(codes(weight), anchor=weight)
 
     layers = {
         group: {

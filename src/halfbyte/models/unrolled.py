@@ -16,11 +16,11 @@ from jax import lax
 def unstack(stacked: Any, count: int) -> list[Any]:
     """The `count` layers of a tree of stacked arrays [count, ...]."""
     leaves, structure = jax.tree.flatten(stacked)
-    pieces = [_unstack(leaf, count) if _differentiated(leaf) else list(leaf) for leaf in leaves]
+    pieces = [_unstack(leaf, count) if _may_have_gradient(leaf) else list(leaf) for leaf in leaves]
     return [jax.tree.unflatten(structure, layer) for layer in zip(*pieces, strict=True)]
 
 
-def _differentiated(leaf: jax.Array) -> bool:
+def _may_have_gradient(leaf: jax.Array) -> bool:
     return leaf.dtype in (jnp.float32, jnp.bfloat16)
 
 

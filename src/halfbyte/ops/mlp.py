@@ -27,7 +27,7 @@ from halfbyte.ops.backends.gemm import dgrad_axes, fprop_axes, wgrad_axes
 from halfbyte.ops.operand import Kept, Operand, keep_named, name_saved
 from halfbyte.ops.passes import XLA, Ask, XlaPasses, ask
 from halfbyte.ops.qdot import token_block
-from halfbyte.ops.weight import WEIGHTS_KEPT, QWeight, keep_weight, quantize_weight, remake_weight, weight_operand
+from halfbyte.ops.weight import QWeight, check_kept, keep_weight, quantize_weight, remake_weight, weight_operand
 from halfbyte.recipe import Recipe, site_key
 from halfbyte.sharding import WeightSharding
 
@@ -61,8 +61,7 @@ def mlp(
     """
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
-    if weights_kept not in WEIGHTS_KEPT:
-        raise ValueError(f"weights_kept must be one of {', '.join(WEIGHTS_KEPT)}, got {weights_kept!r}")
+    check_kept(weights_kept)
     recipes = _recipes(recipe)
     keys = tuple(None if key is None else site_key(key, site) for site in SITES)
     given, named = (gate, up, down), weight_shardings or {}
@@ -193,7 +192,7 @@ def _kept_weight(plan: Plan, site: _Site) -> QWeight:
     """With its master if the backward pass reads it: dgrad, or fprop once more, in bf16; or to make codes again."""
     again = plan.mode != "fast" and not site.recipe.fprop_w.format.quantized
     masters = again or not site.recipe.dgrad_w.format.quantized
-    return keep_weight(site.weight, site.backend.passes if plan.weights_kept == "master" else XLA, masters=masters)
+    return keep_weight(site.weight, site.backend.passes, kept=plan.weights_kept, masters=masters)
 
 
 def _x_operands(

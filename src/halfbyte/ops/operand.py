@@ -53,9 +53,7 @@ class Operand:
 _Tree = TypeVar("_Tree")
 SAVED = "quantized"  # the checkpoint name of packed residuals: a remat policy may save them by it
 SCALES = "scales"  # of the scales of a tensor or the statistics of a row: a few bytes that spare a pass over the tensor
-Kept = (
-    Packed | Operand | jax.Array
-)  # between forward and backward: packed codes, 8-bit codes, the bfloat16 tensor itself
+Kept = Packed | Operand | jax.Array  # until the backward pass: packed codes, 8-bit codes, the bfloat16 tensor itself
 
 
 def gemm_scale(tensor: QTensor | Packed) -> jax.Array:

@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding
 from halfbyte.ops.backends import BACKENDS, check_training, choose, problem_of
 from halfbyte.ops.backends.gemm import dgrad_axes, fprop_axes, wgrad_axes
 from halfbyte.ops.operand import Operand, keep_named
-from halfbyte.ops.passes import XLA, ask
-from halfbyte.ops.weight import WEIGHTS_KEPT, QWeight, keep_weight, quantize_weight, remake_weight, weight_operand
+from halfbyte.ops.passes import ask
+from halfbyte.ops.weight import QWeight, check_kept, keep_weight, quantize_weight, remake_weight, weight_operand
 from halfbyte.recipe import Recipe
 from halfbyte.sharding import WeightSharding
 
@@ -50,8 +50,7 @@ def qdot(
     stochastically. `w` may be a `QWeight`; `weights_kept` as for `mlp`. NaN or infinity in an operand makes the whole
     result NaN.
     """
-    if weights_kept not in WEIGHTS_KEPT:
-        raise ValueError(f"weights_kept must be one of {', '.join(WEIGHTS_KEPT)}, got {weights_kept!r}")
+    check_kept(weights_kept)
     sharding = w.sharding if isinstance(w, QWeight) else weight_sharding
     _check(x, w, recipe)
     tokens = token_view(x, recipe)
@@ -109,8 +108,8 @@ def _linear_fwd(plan: Plan, x, anchor, codes, key):
     row, column = backend.passes.quantize(x, [ask(recipe, "fprop_x", key), ask(recipe, "wgrad_x", key, kept=True)])
     kept = keep_named(column)
     weight = QWeight(anchor, codes[0], codes[1], recipe, plan.sharding)
-    passes = backend.passes if plan.weights_kept == "master" else XLA
-    stays = keep_weight(weight, passes, masters=not recipe.dgrad_w.format.quantized)
+    masters = not recipe.dgrad_w.format.quantized
+    stays = keep_weight(weight, backend.passes, kept=plan.weights_kept, masters=masters)
     return _fprop(plan, row, x, anchor, codes), (kept, stays, key, jnp.zeros((0,), x.dtype))
 
 

@@ -92,10 +92,16 @@ def _pin(kept: Packed, sharding: NamedSharding) -> Packed:
 WEIGHTS_KEPT = ("master", "codes")
 
 
-def keep_weight(weight: QWeight, passes: XlaPasses, *, masters: bool) -> QWeight:
+def check_kept(weights_kept: str) -> None:
+    if weights_kept not in WEIGHTS_KEPT:
+        raise ValueError(f"weights_kept must be one of {', '.join(WEIGHTS_KEPT)}, got {weights_kept!r}")
+
+
+def keep_weight(weight: QWeight, passes: XlaPasses, *, kept: str, masters: bool) -> QWeight:
     """The weight as the backward pass keeps it; its anchor only if it is read again: by bf16 GEMMs (`masters`), or to
-    make again what the passes leave out.
+    make again what the passes leave out. Where codes are `kept` they leave nothing out.
     """
+    passes = passes if kept == "master" else XLA
     fprop, dgrad = (None if c is None else passes.keep_weight(c) for c in (weight.fprop, weight.dgrad))
     again = _stripped(fprop) or _stripped(dgrad)
     return dataclasses.replace(weight, anchor=weight.anchor if masters or again else None, fprop=fprop, dgrad=dgrad)

@@ -23,7 +23,7 @@ import numpy as np
 from halfbyte import models, ops
 from halfbyte.devices import lookup
 from halfbyte.ops.operand import Operand
-from halfbyte.ops.passes import XLA, XlaPasses, ask
+from halfbyte.ops.passes import XLA, Ask, XlaPasses, ask
 from halfbyte.ops.weight import CONTRACTED, quantize_weight, weight_operand
 from halfbyte.recipe import Recipe
 
@@ -86,28 +86,41 @@ def operands_agree(chosen: Recipe, *, tokens: int = 256, features: int = 512) ->
     )
     problem = ops.Problem(chosen, tokens, features, features, device=ops.target())
     serving = [backend for backend in ops.BACKENDS.values() if backend.unsupported(problem) is None]
-    return {backend.name: differing(chosen, backend.passes, x, dy, w) == 0 for backend in serving}
+    right = definition(chosen, x, dy, w)
+    counts = {passes: differing(chosen, passes, x, dy, w, right) for passes in {b.passes for b in serving}}
+    return {backend.name: counts[backend.passes] == 0 for backend in serving}
 
 
-def differing(chosen: Recipe, passes: XlaPasses, x: jax.Array, dy: jax.Array, w: jax.Array) -> int:
-    """How many numbers, tensor scales included, of the six operands that `passes` make of a linear's x, dy and w differ
-    from the definition's. The definition's are made one a program, so that nothing is fused with them.
+def definition(chosen: Recipe, x: jax.Array, dy: jax.Array, w: jax.Array) -> list[Operand]:
+    """The six operands of a linear's x, dy and w, made one a program, so that nothing is fused with them."""
+    tensors = [(tensor, a) for tensor, asks in _asks(chosen, x, dy) for a in asks]
+    made = [jax.jit(functools.partial(XLA.quantize, asks=[a]))(tensor)[0] for tensor, a in tensors]
+    return made + _weights(chosen, XLA, w)
+
+
+def differing(
+    chosen: Recipe, passes: XlaPasses, x: jax.Array, dy: jax.Array, w: jax.Array, right: list[Operand]
+) -> int:
+    """How many numbers, tensor scales included, of the six operands that `passes` make differ from `right`, those of
+    the definition.
     """
-    key = jax.random.key(2)
-    pairs = ((x, ("fprop_x", "wgrad_x")), (dy, ("dgrad_dy", "wgrad_dy")))
-    found, expected = [], []
-    for tensor, roles in pairs:
-        asks = [ask(chosen, role, key) for role in roles]
+    found = []
+    for tensor, asks in _asks(chosen, x, dy):
         found += jax.jit(functools.partial(passes.quantize, asks=asks))(tensor)
-        expected += [jax.jit(functools.partial(XLA.quantize, asks=[a]))(tensor)[0] for a in asks]
-    for role in CONTRACTED:
-        found.append(jax.jit(functools.partial(_weight, chosen, role, passes, key))(w))
-        expected.append(jax.jit(functools.partial(_weight, chosen, role, XLA, key))(w))
-    return sum(_distance(a, b) for a, b in zip(found, expected, strict=True))
+    return sum(_distance(a, b) for a, b in zip(found + _weights(chosen, passes, w), right, strict=True))
 
 
-def _weight(chosen: Recipe, role: str, passes: XlaPasses, key: jax.Array, w: jax.Array) -> Operand:
-    return weight_operand(quantize_weight(w, recipe=chosen, key=key, passes=passes), role)
+def _asks(chosen: Recipe, x: jax.Array, dy: jax.Array) -> list[tuple[jax.Array, list[Ask]]]:
+    pairs = ((x, ("fprop_x", "wgrad_x")), (dy, ("dgrad_dy", "wgrad_dy")))
+    return [(tensor, [ask(chosen, role, jax.random.key(2)) for role in roles]) for tensor, roles in pairs]
+
+
+def _weights(chosen: Recipe, passes: XlaPasses, w: jax.Array) -> list[Operand]:
+    return [jax.jit(functools.partial(_weight, chosen, role, passes))(w) for role in CONTRACTED]
+
+
+def _weight(chosen: Recipe, role: str, passes: XlaPasses, w: jax.Array) -> Operand:
+    return weight_operand(quantize_weight(w, recipe=chosen, key=jax.random.key(2), passes=passes), role)
 
 
 def _distance(found: Operand, right: Operand) -> int:

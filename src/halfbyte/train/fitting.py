@@ -34,9 +34,10 @@ class Fit:
 
 def compile_step(config: TrainConfig, mesh: Mesh, *, seq: int) -> Any:
     """The step over plain rows (no segments), compiled from shapes alone."""
-    step = jit_train_step(config, phases(config)[0].resolved(config), mesh)
+    resolved = phases(config)[0].resolved(config)
+    step = jit_train_step(config, resolved, mesh)
     batch = {name: abstract_batch(config, mesh, seq=seq)[name] for name in ("tokens", "targets")}
-    return compile_train_step(step.lower(abstract_state(config, mesh), batch))
+    return compile_train_step(step.lower(abstract_state(config, mesh), batch), resolved)
 
 
 def bytes_needed(compiled: Any) -> int:

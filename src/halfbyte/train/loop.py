@@ -177,10 +177,10 @@ class Loop:
         step = jit_train_step(self.config, resolved, self.mesh).lower(state, batch)
         check = make_eval_step(self.config, resolved, self.mesh).lower(state.params, batch)
         if jax.process_count() > 1:  # processes must compile in the same order
-            return compile_train_step(step), check.compile()
+            return compile_train_step(step, resolved), check.compile()
         with ThreadPoolExecutor(1) as beside:
             evaluate = beside.submit(check.compile)
-            return compile_train_step(step), evaluate.result()
+            return compile_train_step(step, resolved), evaluate.result()
 
     def _one_step(self, loader: Any) -> None:
         began = time.perf_counter()

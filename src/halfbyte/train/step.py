@@ -8,7 +8,6 @@ scale. Random bits
 come from (seed, step, microbatch, layer, site, role).
 """
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -94,7 +93,7 @@ def make_train_step(config: TrainConfig, resolved: Resolved, mesh: Mesh) -> Trai
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         scale, rate = state.scaler["scale"], rate_at(state.step)
         key = step_key(config.seed, state.step)
-        with fp8.one_call() if uses_fp8(resolved) else contextlib.nullcontext():
+        with fp8.one_call():
             grads, sums = gradients(config, resolved, mesh, state.params, batch, key=key, scale=scale)
         grads = jax.tree.map(lambda g: g * (1.0 / scale), grads)
         norm = optim.global_norm(grads)
@@ -165,9 +164,11 @@ def uses_fp8(resolved: Resolved) -> bool:
     return any(fp8.serves(recipe) for segment in resolved.segments for recipe in segment.recipes.values())
 
 
-def compile_train_step(lowered: Any) -> Any:
+def compile_train_step(lowered: Any, resolved: Resolved) -> Any:
     """The step compiled, and its 8-bit GEMMs found to be 8-bit: any other would have rounded their scales."""
     compiled = lowered.compile()
+    if not uses_fp8(resolved):
+        return compiled
     text = compiled.as_text()
     if fp8.SCOPE in lowered.as_text(debug_info=True) and fp8.SCOPE not in text:
         raise RuntimeError(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from halfbyte.ops.backends.gemm import Contraction, alpha, contraction_last, dot, finish, result_shape
+from halfbyte.ops.backends.gemm import Contraction, alpha, dot, f8_matrix, finish, result_shape
 from halfbyte.ops.operand import Operand
 from halfbyte.ops.problem import Problem
 
@@ -40,15 +40,9 @@ def _eight_bit(operand: Operand) -> bool:
 
 
 def _f8(a: Operand, b: Operand, axes: Contraction) -> jax.Array:
-    """An 8-bit GEMM wants the contraction last on both sides.
-
-    The transposes fuse with the quantization that makes the codes.
-    """
+    """An 8-bit GEMM. The transposes of its operands fuse with the quantization that makes the codes."""
     codes = [o.codes() for o in (a, b)]
-    left, right = (
-        contraction_last(lax.bitcast_convert_type(q.codes, q.format.element.dtype), summed)  # type: ignore[union-attr]
-        for q, summed in zip(codes, axes, strict=True)
-    )
+    left, right = (f8_matrix(q, summed) for q, summed in zip(codes, axes, strict=True))
     return dot(left, right, ((1,), (1,))).reshape(result_shape(codes[0].shape, codes[1].shape, axes))
 
 

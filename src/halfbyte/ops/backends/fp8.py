@@ -22,7 +22,7 @@ from jax import lax
 
 from halfbyte.formats import FP8, FP8_E5M2, BlockFormat
 from halfbyte.ops import kernels
-from halfbyte.ops.backends.gemm import Contraction, alpha, contraction_last, dot, finish
+from halfbyte.ops.backends.gemm import Contraction, alpha, dot, f8_matrix, finish
 from halfbyte.ops.kernels import f8
 from halfbyte.ops.operand import Operand
 from halfbyte.ops.passes import Ask, XlaPasses
@@ -123,10 +123,7 @@ def _matrix(operand: Operand, summed: tuple[int, ...]) -> tuple[jax.Array, tuple
     """(the codes as float8 [rows, contraction], the shape of the rows)."""
     if operand.quantized is not None:
         tensor = operand.codes()
-        element = tensor.format.element
-        assert element is not None
-        codes = lax.bitcast_convert_type(tensor.codes, element.dtype)
-        return contraction_last(codes, summed), tuple(n for i, n in enumerate(codes.shape) if i not in summed)
+        return f8_matrix(tensor, summed), tuple(n for i, n in enumerate(tensor.shape) if i not in summed)
     turned = 0 in summed
     if turned and operand.turned is not None:
         return operand.turned, operand.turned.shape[:1]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from halfbyte.formats import QTensor
 from halfbyte.formats.bits import round_bfloat16
 from halfbyte.ops.operand import Operand
 
@@ -38,6 +39,12 @@ def contraction_last(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """x as a matrix [rows, contraction]."""
     free = [i for i in range(x.ndim) if i not in axes]
     return x.transpose(*free, *axes).reshape(math.prod(x.shape[i] for i in free), -1)
+
+
+def f8_matrix(tensor: QTensor, axes: tuple[int, ...]) -> jax.Array:
+    """The codes of an FP8 tensor as float8 [rows, contraction]: an 8-bit GEMM wants the contraction last."""
+    assert tensor.format.element is not None
+    return contraction_last(lax.bitcast_convert_type(tensor.codes, tensor.format.element.dtype), axes)
 
 
 def result_shape(left: tuple[int, ...], right: tuple[int, ...], axes: Contraction) -> tuple[int, ...]:
