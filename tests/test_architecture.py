@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "halfbyte"
 
 LAYERS = (
-    ("formats", "devices"),
+    ("formats", "devices", "inputs"),
     ("recipe", "sharding"),
     ("ops",),
     ("models", "data", "optim", "checkpoint", "metrics"),

@@ -1,0 +1,28 @@
+"""What comes from outside, looked at before it is used: files, numbers, names and paths.
+
+Every limit is stated here or beside the reader that has it, and everything that is refused is a ValueError: the
+command line turns it into one paragraph and exit code 2. `docs/security.md` says what this protects from and what not.
+"""
+
+from .names import check_output, check_run_name, printable
+from .numbers import check_real, check_whole
+from .reading import MOST_DEPTH, MOST_JSON, UnreadableFile, parse_json, read_bytes, read_json, read_text
+from .writing import no_follow, refuse_links, replace_file
+
+__all__ = [
+    "MOST_DEPTH",
+    "MOST_JSON",
+    "UnreadableFile",
+    "check_output",
+    "check_real",
+    "check_run_name",
+    "check_whole",
+    "no_follow",
+    "parse_json",
+    "printable",
+    "read_bytes",
+    "read_json",
+    "read_text",
+    "refuse_links",
+    "replace_file",
+]

@@ -1,0 +1,58 @@
+"""Names and paths of what is written, and text of unknown origin as a terminal may show it."""
+
+import os
+import re
+import unicodedata
+from pathlib import Path
+
+LONGEST_NAME = 255 - 40
+"""Bytes of one part of a path: file systems take 255, and a name in the making carries a prefix and a suffix."""
+LONGEST_PATH = 4096 - 512
+"""Bytes of a whole path, with room for what lies under it."""
+
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_OVERRIDES = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u2028\u2029")
+
+
+def printable(text: str) -> str:
+    """`text` with control characters, direction overrides and lone surrogates spelled out (`\\x1b`), so that it can
+    neither move the cursor nor hide. Newlines and tabs stay."""
+    if text.isprintable():
+        return text
+    return "".join(map(_visible, text))
+
+
+def _visible(char: str) -> str:
+    if char in "\n\t" or (char not in _OVERRIDES and unicodedata.category(char) not in ("Cc", "Cs")):
+        return char
+    code = ord(char)
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+
+
+def check_run_name(name: str) -> None:
+    """ValueError unless `name` can be a part of a directory's name: it must not lead out of the run root."""
+    if not _RUN_NAME.fullmatch(name) or ".." in name:
+        raise ValueError(
+            f"name must be 1 to 100 of the characters A-Z a-z 0-9 . _ -, without '..', and begin with a letter or a "
+            f"digit, got {name[:120]!r}; where a run is written is said by --run-dir"
+        )
+
+
+def check_output(path: str | os.PathLike[str], *, flag: str) -> Path:
+    """The path as it may be written to; ValueError, naming the flag, when no file system could hold it."""
+    text = os.fspath(path)
+    if not text:
+        raise ValueError(f"{flag} is empty; name a directory")
+    if any(unicodedata.category(char) == "Cc" for char in text):
+        raise ValueError(f"{flag} {text!r}: the path holds a control character; take another name")
+    try:
+        encoded = os.fsencode(text)
+    except UnicodeEncodeError:
+        raise ValueError(f"{flag} {text!r}: the path is not valid Unicode; take another name") from None
+    longest = max(map(len, encoded.split(b"/")))
+    if longest > LONGEST_NAME or len(os.fsencode(os.path.abspath(text))) > LONGEST_PATH:
+        raise ValueError(
+            f"{flag} {text[:40]}...: the path is too long ({len(encoded):,} bytes, its longest part {longest:,}); "
+            f"a part may have {LONGEST_NAME} and the whole {LONGEST_PATH:,}"
+        )
+    return Path(text).expanduser()

@@ -1,0 +1,50 @@
+"""Files written without following what somebody else may have laid at their place."""
+
+import contextlib
+import errno
+import os
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def no_follow(path: str, flags: int) -> int:
+    """An `opener` for `open` that refuses a symbolic link at the last part of the path."""
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError(f"{path} is a symbolic link, and what it points to is not written; remove it") from None
+        raise
+
+
+def replace_file(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Write `content` and rename it to `path`: a reader sees the old file or the new one, also after a power cut.
+
+    The temporary name is new and unguessable; a symbolic link at `path` is replaced, never followed. When it fails (a
+    full disk), `path` is as it was and nothing is left behind.
+    """
+    path = Path(path)
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        with open(temporary, "xb", opener=no_follow) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def refuse_links(directory: Path, names: Iterable[str], *, flag: str) -> None:
+    """ValueError if one of `names` in `directory` is a symbolic link: a run must not write outside its directory."""
+    for name in names:
+        if (directory / name).is_symlink():
+            target = os.readlink(directory / name)
+            raise ValueError(
+                f"{flag} {directory}: {name} is a symbolic link to {target}; a run writes into its own directory only: "
+                "remove the link, or give another directory"
+            )

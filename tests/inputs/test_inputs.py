@@ -1,0 +1,158 @@
+"""Readers and writers of what comes from outside. Oracle: Python's own json for what is accepted, the file system
+itself for what is followed."""
+
+import contextlib
+import json
+import os
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halfbyte import inputs
+from halfbyte.inputs.reading import nesting
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+)
+
+
+def depth_of(value):
+    """The definition: by recursion over what was parsed."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if inside is None else 1 + max(map(depth_of, inside), default=0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(values)
+def test_what_json_writes_is_read_back(value):
+    text = json.dumps(value)
+    assert inputs.parse_json(text, what="x") == value
+    assert nesting(text.encode()) == depth_of(value)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200) | st.text(alphabet='[]{}",:\\ 01eNa', max_size=200).map(str.encode))
+def test_bytes_are_read_as_json_reads_them_or_refused(content):
+    with contextlib.suppress(inputs.UnreadableFile):  # no other error passes
+        assert inputs.parse_json(content, what="the file") == json.loads(content.decode())
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":', '[{"b":['])
+def test_depth_is_refused_before_it_is_parsed(opening):
+    with pytest.raises(inputs.UnreadableFile, match="levels deep"):
+        inputs.parse_json(opening * 300_000, what="x")
+
+
+def test_brackets_in_strings_are_no_depth_and_a_torn_string_takes_no_time():
+    assert inputs.parse_json(json.dumps(["[" * 5000]), what="x") == ["[" * 5000]
+    with pytest.raises(inputs.UnreadableFile):
+        inputs.parse_json('"' + '\\"' * 2_000_000, what="x")  # quadratic in a naive scanner: minutes
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ('{"a": 1, "a": 2}', "twice"),
+        ("[NaN]", "NaN"),
+        ("[-Infinity]", "Infinity"),
+        (b"\xff", "not UTF-8"),
+        ("[" + "1" * 5000 + "]", "not JSON"),
+        ('"\ud800"', "not UTF-8"),
+    ],
+)
+def test_what_python_would_take_is_refused(text, words):
+    with pytest.raises(inputs.UnreadableFile, match=words):
+        inputs.parse_json(text, what="x")
+
+
+def test_size_is_looked_at_first(tmp_path):
+    (tmp_path / "big").write_bytes(b" " * 101)
+    with pytest.raises(inputs.UnreadableFile, match="more than 100 bytes"):
+        inputs.read_json(tmp_path / "big", most=100)
+    with pytest.raises(inputs.UnreadableFile, match="more than the 100"):
+        inputs.parse_json(b" " * 101, what="x", most=100)
+
+
+def test_a_pipe_and_a_device_are_no_files(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(inputs.UnreadableFile, match="not a regular file"):
+            inputs.read_bytes(path)
+
+
+def test_whole_numbers_and_finite_ones():
+    inputs.check_whole("steps", 5, least=1)
+    for value in (0, -1, 2**31, 1.0, True, 10**4000):
+        with pytest.raises(ValueError, match="steps must be 1"):
+            inputs.check_whole("steps", value, least=1)
+    inputs.check_real("rate", 1e-3, holds=True, wanted="above 0")
+    for value in (float("nan"), float("inf"), -float("inf"), "1", None):
+        with pytest.raises(ValueError, match="rate must be above 0"):
+            inputs.check_real("rate", value, holds=True, wanted="above 0")
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "../x", "a..b", ".hidden", "a\0b", "x" * 101, "-rf", "a b", "é"])
+def test_names_that_lead_elsewhere(name):
+    with pytest.raises(ValueError, match="name must be"):
+        inputs.check_run_name(name)
+
+
+@pytest.mark.parametrize("path", ["", "a\0b", "x" * 300, "a/" * 3000, "run\x1b[31m", "\ud800"])
+def test_paths_that_no_file_system_holds(path):
+    with pytest.raises(ValueError, match="--out"):
+        inputs.check_output(path, flag="--out")
+
+
+def test_text_that_would_move_the_cursor():
+    assert inputs.printable("plain, naïve 数\n\t") == "plain, naïve 数\n\t"
+    assert inputs.printable("\x1b[2J\r\x9b\u202e\x7f") == "\\x1b[2J\\x0d\\x9b\\u202e\\x7f"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text())
+def test_printable_text_has_no_control_characters(text):
+    shown = inputs.printable(text)
+    assert not any((ord(c) < 32 and c not in "\n\t") or 0x7F <= ord(c) < 0xA0 for c in shown)
+    shown.encode()  # no lone surrogate
+
+
+def test_a_file_is_replaced_and_a_link_is_not_followed(tmp_path):
+    victim, path = tmp_path / "victim", tmp_path / "config.json"
+    victim.write_text("precious")
+    path.symlink_to(victim)
+    inputs.replace_file(path, "new")
+    assert victim.read_text() == "precious"
+    assert path.read_text() == "new" and not path.is_symlink()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "victim"]
+
+
+def test_a_lock_that_is_a_link_is_refused(tmp_path):
+    (tmp_path / ".lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="symbolic link"):
+        open(tmp_path / ".lock", "a+", opener=inputs.no_follow).close()
+    assert not (tmp_path / "elsewhere").exists()
+    with pytest.raises(ValueError, match=".lock is a symbolic link"):
+        inputs.refuse_links(tmp_path, [".lock"], flag="--run-dir")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs RLIMIT_FSIZE")
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
+    import resource
+    import signal
+
+    path = tmp_path / "config.json"
+    inputs.replace_file(path, "old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            inputs.replace_file(path, "x" * 5000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
