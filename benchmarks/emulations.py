@@ -37,12 +37,11 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from gpu_kernels import environment, random_array, seconds, warm_clocks  # noqa: E402
 
-from halfbyte import ops  # noqa: E402
+from halfbyte import conformance, ops  # noqa: E402
 from halfbyte.cli.screen import console, table  # noqa: E402
 from halfbyte.formats import NVFP4, QTensor, hadamard16, quantize, random_bytes, store, to_grid  # noqa: E402
 from halfbyte.ops.backends import choose, fp8  # noqa: E402
 from halfbyte.recipe import recipe  # noqa: E402
-from halfbyte.train import bench  # noqa: E402
 
 SHAPES = "16384x4096x14336,16384x2048x8192"  # tokens x inputs x outputs: linears of an 8B and of a 1B Llama
 BASE, EAGER, COMPILED = "bf16 matmul", "nvfp4 emulation, eager", "nvfp4 emulation, torch.compile"
@@ -110,7 +109,7 @@ def plain(x: jax.Array, w: jax.Array) -> jax.Array:
 
 def halfbyte_cases(shape: tuple[int, int, int], data: Data) -> Iterator[Case]:
     for name in ("nvfp4", "fp8"):
-        timed, right = set(), bench.definition(recipe(name), data.x, data.dy, data.w)
+        timed, right = set(), conformance.definition(recipe(name), data.x, data.dy, data.w)
         for backend in ("auto", "carrier"):
             problem = ops.Problem(recipe(name), *shape, ops.target(), dtype="bfloat16")
             served = choose(backend, problem)
@@ -120,7 +119,7 @@ def halfbyte_cases(shape: tuple[int, int, int], data: Data) -> Iterator[Case]:
                 yield Case(row, None, None)
                 continue
             timed.add(served.name)
-            row.differing = bench.differing(recipe(name), served.passes, data.x, data.dy, data.w, right)
+            row.differing = conformance.differing(recipe(name), served.passes, data.x, data.dy, data.w, right)
             if row.differing:
                 row.note = f"not run: operands of {served.name} differ from the definition"
                 yield Case(row, None, None)

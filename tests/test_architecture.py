@@ -15,12 +15,12 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "halfbyte"
 
 LAYERS = (
-    ("formats", "devices", "inputs"),
+    ("formats", "devices", "inputs", "program"),
     ("recipe", "sharding"),
     ("ops",),
-    ("models", "data", "optim", "checkpoint", "metrics"),
+    ("models", "data", "optim", "checkpoint", "metrics", "profiling", "conformance"),
     ("train", "evaluation"),
-    ("parity", "diagnosis", "planner", "export", "launch"),
+    ("bench", "launch"),
     ("cli", "runs"),
 )
 LAYER_OF = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
@@ -151,6 +151,10 @@ def repository_files() -> list[Path]:
 
 def test_imports_point_down_the_layers():
     assert layer_violations(SOURCE) == []
+
+
+def test_no_layer_names_a_room_that_does_not_exist():
+    assert [room for room in LAYER_OF if not (SOURCE / room).is_dir()] == []
 
 
 def test_no_import_cycles():

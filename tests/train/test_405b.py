@@ -16,10 +16,10 @@ import pytest
 from halfbyte import models, ops
 from halfbyte.devices import device, topology
 from halfbyte.ops.attention import cudnn_version
+from halfbyte.program import parse_program, weighted_calls
 from halfbyte.runs import run_config
 from halfbyte.train import abstract_state, check, lower_train_step, phases, run_mesh
 from halfbyte.train.preflight import estimate_memory
-from halfbyte.train.program import parse_program, weighted_calls
 
 LAYERS = 126
 needs_plugin = pytest.mark.skipif(

@@ -9,22 +9,18 @@ import pytest
 from rich.console import Console
 from tiny import tiny
 
-from halfbyte import ops
 from halfbyte.metrics import read_rows
 from halfbyte.optim import OptimizerConfig
-from halfbyte.recipe import recipe
+from halfbyte.profiling import ProfileConfig
 from halfbyte.train import (
     CheckpointConfig,
     Diverged,
     LogConfig,
     LossScaleConfig,
     PrecisionConfig,
-    ProfileConfig,
-    SelfTestFailed,
     TrainConfig,
     ValidationConfig,
     jsonconfig,
-    native_gemms_agree,
     train,
 )
 
@@ -102,18 +98,3 @@ def test_a_diverged_run_stops_loudly(tmp_path):
     with pytest.raises(Diverged, match=r"step 2: loss .*nan.*the checkpoint of step 1 is good"):
         run(config, tmp_path / "run")
     assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
-
-
-def test_native_self_test_passes_and_fails(monkeypatch):
-    """No native unit here: `reference` takes its place; then one whose gradients are all zero."""
-    deviations = native_gemms_agree(recipe("nvfp4"), candidate="reference")
-    assert set(deviations) == {"fprop", "dgrad", "wgrad"}
-    real = ops.qdot
-
-    def broken(x, w, *, backend, **options):
-        y = real(x, w, backend="carrier", **options)
-        return y if backend == "carrier" else jax.lax.stop_gradient(y) + 0 * y
-
-    monkeypatch.setattr(ops, "qdot", broken)
-    with pytest.raises(SelfTestFailed, match=r"dgrad off by 1.*--precision.backend carrier"):
-        native_gemms_agree(recipe("nvfp4"), candidate="native")

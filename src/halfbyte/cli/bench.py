@@ -76,11 +76,11 @@ def run(args: Args) -> Result:
     ):
         console().print(line)
     launch.start(launch.DistributedConfig(), say=console().print)
+    from halfbyte import bench, conformance
     from halfbyte.recipe import recipe
-    from halfbyte.train import bench
 
     chosen = [recipe(name) for name in args.recipes.split(",")]
-    checks = {r.name: bench.operands_agree(r) for r in chosen if r.quantized}
+    checks = {r.name: conformance.operands_agree(r) for r in chosen if r.quantized}
     passed = all(all(found.values()) for found in checks.values())
     rows: list[bench.Measured] = []
     for remat in args.remat.split(","):
@@ -105,7 +105,7 @@ def run(args: Args) -> Result:
 
 def measured(args: Args, config: Any) -> Any:
     """The row of one recipe under one remat: at the batch that was asked for, or at the largest that fits."""
-    from halfbyte.train import bench
+    from halfbyte import bench
 
     if not args.largest_batch:
         return bench.measure(config, seq=seq_of(args), steps=args.steps, repeats=args.repeats)

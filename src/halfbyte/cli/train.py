@@ -17,7 +17,7 @@ import tyro
 
 from halfbyte.cli.result import DONE, FAILED, NOT_PASSED, PREEMPTED, Result
 from halfbyte.launch.cluster import DistributedConfig
-from halfbyte.train.capture import ProfileConfig
+from halfbyte.profiling import ProfileConfig
 from halfbyte.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -113,7 +113,8 @@ def _printer(console: "Console") -> Any:
 
 
 def _train(args: Args, console: "Console", *, main: bool) -> Result:
-    from halfbyte.train import Diverged, SelfTestFailed, train
+    from halfbyte.conformance import SelfTestFailed
+    from halfbyte.train import Diverged, train
 
     directory = run_directory(args)
     try:

@@ -1,6 +1,5 @@
 """Training: config, state, the pure step, and the host loop around it."""
 
-from .capture import ProfileConfig
 from .config import (
     CheckpointConfig,
     LogConfig,
@@ -10,10 +9,9 @@ from .config import (
     ValidationConfig,
 )
 from .loop import Diverged, RunResult, train
-from .manifest import Manifest, build_manifest, table
 from .precision import Phase, phases, resolve
+from .precision_manifest import Manifest, build_manifest, table
 from .preflight import MemoryEstimate, check, estimate_memory, run_mesh
-from .selftest import SelfTestFailed, native_gemms_agree
 from .source import Source, open_source
 from .state import TrainState, abstract_state, create_state
 from .step import abstract_batch, jit_train_step, lower_train_step, make_eval_step, make_train_step
@@ -27,9 +25,7 @@ __all__ = [
     "MemoryEstimate",
     "Phase",
     "PrecisionConfig",
-    "ProfileConfig",
     "RunResult",
-    "SelfTestFailed",
     "Source",
     "TrainConfig",
     "TrainState",
@@ -44,7 +40,6 @@ __all__ = [
     "lower_train_step",
     "make_eval_step",
     "make_train_step",
-    "native_gemms_agree",
     "open_source",
     "phases",
     "resolve",

@@ -15,8 +15,8 @@ import jax
 from rich.console import Console
 
 from halfbyte.metrics import Finished, OneStepLate, Throughput
+from halfbyte.profiling import Capture, ProfileConfig
 
-from .capture import Capture, ProfileConfig
 from .config import TrainConfig
 from .jsonconfig import to_dict
 from .precision import Phase, phase_at, phases

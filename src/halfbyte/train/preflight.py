@@ -12,8 +12,8 @@ from halfbyte.devices import Device
 from halfbyte.sharding import axis_size, format_mesh, make_mesh, parse_mesh
 
 from .config import TrainConfig
-from .manifest import Manifest, build_manifest
 from .precision import phases
+from .precision_manifest import Manifest, build_manifest
 from .state import TrainState, abstract_state
 
 GIB = 2**30

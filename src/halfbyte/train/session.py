@@ -13,17 +13,17 @@ from rich.console import Console
 
 from halfbyte import models
 from halfbyte.checkpoint import Checkpoints, RunLock
+from halfbyte.conformance import native_gemms_agree
 from halfbyte.devices import lookup
 from halfbyte.metrics import Display, Jsonl, Sink, TensorBoard, Throughput, WandB, make_display
 from halfbyte.sharding import format_mesh
 
 from . import jsonconfig
 from .config import TrainConfig
-from .manifest import table
 from .precision import phases
+from .precision_manifest import table
 from .preflight import GIB, Preflight, check, memory_of, run_mesh
 from .resume import check_unchanged, refuse_foreign_directory
-from .selftest import native_gemms_agree
 from .source import Source, open_source
 
 Say = Callable[[str], None]

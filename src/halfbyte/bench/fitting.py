@@ -13,11 +13,8 @@ from typing import Any
 from jax.sharding import Mesh
 
 from halfbyte.sharding import axis_size
-
-from .config import TrainConfig
-from .precision import phases
-from .state import abstract_state
-from .step import abstract_batch, compile_train_step, jit_train_step
+from halfbyte.train import TrainConfig, abstract_batch, abstract_state, jit_train_step, phases
+from halfbyte.train.step import compile_train_step
 
 MOST = 1 << 16  # sequences: a search that gets here was given a wrong limit
 FARTHEST = 32  # times the largest batch known to fit: two batches that need the same memory say nothing of the third

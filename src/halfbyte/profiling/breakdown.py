@@ -1,17 +1,15 @@
 """Where a step's time goes, from an xprof trace: GEMM, quantize, attention, communication, other, idle.
 
 A trace names the HLO instruction of every event. The compiled program says what that instruction is: its opcode, what
-its fusion contains, and the lines
-of source it came from. Time is counted on one device's timeline, each moment once: computation first, then the
-communication that no computation
-hides, then idle. So the parts add up to the wall time.
+its fusion contains, and the lines of source it came from. Time is counted on one device's timeline, each moment once:
+computation first, then the communication that no computation hides, then idle. So the parts add up to the wall time.
 """
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .program import parse_program
+from halfbyte.program import parse_program
 
 CATEGORIES = ("gemm", "quantize", "attention", "other", "communication", "idle")
 Interval = tuple[float, float]

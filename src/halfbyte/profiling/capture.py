@@ -1,8 +1,7 @@
 """`--profile xprof|nsys`: captures steps N..M.
 
 xprof: JAX's profiler writes a trace under `profile/`, and the breakdown of step time is printed from it. nsys: the
-range is marked by the CUDA profiler
-API; the program must be started under nsys, and the command for that is printed.
+range is marked by the CUDA profiler API; the program must be started under nsys, and the command for that is printed.
 """
 
 import ctypes

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from halfbyte import models, ops
+from halfbyte.bench import bytes_needed, compile_step
 from halfbyte.devices import device, topology
 from halfbyte.launch import recommended
 from halfbyte.ops.attention import cudnn_version
 from halfbyte.runs import run_config
 from halfbyte.train import run_mesh
-from halfbyte.train.fitting import bytes_needed, compile_step
 
 pytestmark = [
     pytest.mark.skipif(

@@ -10,10 +10,10 @@ import json
 import pytest
 from tiny import tiny
 
+from halfbyte import bench
+from halfbyte.bench.fitting import FARTHEST, MOST, bytes_needed, compile_step, search
 from halfbyte.cli.main import main
-from halfbyte.train import bench
-from halfbyte.train.fitting import FARTHEST, MOST, bytes_needed, compile_step, search
-from halfbyte.train.preflight import run_mesh
+from halfbyte.train import run_mesh
 
 SEQ = 32
 TINY_RUN = tiny(recipe="bf16", remat="full")

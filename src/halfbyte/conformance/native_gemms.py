@@ -1,8 +1,8 @@
 """Native GEMMs against the carrier backend, in all three directions, before the first step.
 
-A released kernel once rounded every gradient to zero on one chip. Both backends are handed the same 4-bit operands
-and multiply them exactly; what may differ is the order
-of accumulation and the rounding of the result to bfloat16, so each element must agree to 2^-7 of the row's largest.
+A released kernel once rounded every gradient to zero on one chip. Both backends are handed the same 4-bit operands and
+multiply them exactly; what may differ is the order of accumulation and the rounding of the result to bfloat16, so each
+element must agree to 2^-7 of the row's largest.
 """
 
 import jax

@@ -1,14 +1,11 @@
 """What a training step costs here, recipe by recipe, in one run: time, rates, memory, and the GEMMs that were compiled.
 
-The step is the trainer's own, with float32 master weights and AdamW, over synthetic tokens of one document a row.
-Every recipe starts from
-the same state; timings are medians over repeated batches of steps after warm-up. Before any ratio is given, the
-operands of the backend
-that will run are compared with the definition, bit for bit, inside jit on this device.
+The step is the trainer's own, with float32 master weights and AdamW, over synthetic tokens of one document a row. Every
+recipe starts from the same state; timings are medians over repeated batches of steps after warm-up. The command gives
+no ratio unless `conformance` has found the operands of every backend equal to the definition on this device.
 """
 
 import dataclasses
-import functools
 import re
 import statistics
 import time
@@ -17,23 +14,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from halfbyte import models, ops
 from halfbyte.devices import lookup
-from halfbyte.ops.operand import Operand
-from halfbyte.ops.passes import XLA, Ask, XlaPasses, ask
-from halfbyte.ops.weight import CONTRACTED, quantize_weight, weight_operand
-from halfbyte.recipe import Recipe
+from halfbyte.train import TrainConfig, abstract_state, build_manifest, create_state, phases, run_mesh
+from halfbyte.train.preflight import shard_bytes
+from halfbyte.train.step import batch_sharding
 
-from .config import TrainConfig
 from .fitting import bytes_needed, compile_step, fit_batch
-from .manifest import build_manifest
-from .precision import phases
-from .preflight import run_mesh, shard_bytes
-from .state import abstract_state, create_state
-from .step import batch_sharding
 
 GIB = 2**30
 GEMM_CALLS = {
@@ -76,61 +65,6 @@ class Measured:
 def count_gemms(program: str) -> dict[str, int]:
     """GEMM calls in a compiled program's text, by what the hardware multiplies; a loop's body counts once."""
     return {name: len(pattern.findall(program)) for name, pattern in GEMM_CALLS.items()}
-
-
-def operands_agree(chosen: Recipe, *, tokens: int = 256, features: int = 512) -> dict[str, bool]:
-    """Backend -> whether the operands it hands to its GEMMs equal the definition's, bit for bit, inside jit, here."""
-    x, dy, w = (
-        jax.random.normal(jax.random.key(seed), (rows, features), jnp.float32).astype(dtype)
-        for seed, rows, dtype in ((1, tokens, jnp.bfloat16), (2, tokens, jnp.bfloat16), (3, features, jnp.float32))
-    )
-    problem = ops.Problem(chosen, tokens, features, features, device=ops.target())
-    serving = [backend for backend in ops.BACKENDS.values() if backend.unsupported(problem) is None]
-    right = definition(chosen, x, dy, w)
-    counts = {passes: differing(chosen, passes, x, dy, w, right) for passes in {b.passes for b in serving}}
-    return {backend.name: counts[backend.passes] == 0 for backend in serving}
-
-
-def definition(chosen: Recipe, x: jax.Array, dy: jax.Array, w: jax.Array) -> list[Operand]:
-    """The six operands of a linear's x, dy and w, made one a program, so that nothing is fused with them."""
-    tensors = [(tensor, a) for tensor, asks in _asks(chosen, x, dy) for a in asks]
-    made = [jax.jit(functools.partial(XLA.quantize, asks=[a]))(tensor)[0] for tensor, a in tensors]
-    return made + _weights(chosen, XLA, w)
-
-
-def differing(
-    chosen: Recipe, passes: XlaPasses, x: jax.Array, dy: jax.Array, w: jax.Array, right: list[Operand]
-) -> int:
-    """How many numbers, tensor scales included, of the six operands that `passes` make differ from `right`, those of
-    the definition.
-    """
-    found = []
-    for tensor, asks in _asks(chosen, x, dy):
-        found += jax.jit(functools.partial(passes.quantize, asks=asks))(tensor)
-    return sum(_distance(a, b) for a, b in zip(found + _weights(chosen, passes, w), right, strict=True))
-
-
-def _asks(chosen: Recipe, x: jax.Array, dy: jax.Array) -> list[tuple[jax.Array, list[Ask]]]:
-    pairs = ((x, ("fprop_x", "wgrad_x")), (dy, ("dgrad_dy", "wgrad_dy")))
-    return [(tensor, [ask(chosen, role, jax.random.key(2)) for role in roles]) for tensor, roles in pairs]
-
-
-def _weights(chosen: Recipe, passes: XlaPasses, w: jax.Array) -> list[Operand]:
-    return [jax.jit(functools.partial(_weight, chosen, role, passes))(w) for role in CONTRACTED]
-
-
-def _weight(chosen: Recipe, role: str, passes: XlaPasses, w: jax.Array) -> Operand:
-    return weight_operand(quantize_weight(w, recipe=chosen, key=jax.random.key(2), passes=passes), role)
-
-
-def _distance(found: Operand, right: Operand) -> int:
-    """How many numbers differ, in every order in which `found` has them."""
-    want = right.values().astype(jnp.float32)
-    orders = [found.values()] if found.turned is None else [found.values(), found.turned.T]
-    count = sum(int(jnp.sum(order.astype(jnp.float32) != want)) for order in orders)
-    if found.decode_scale is None or right.decode_scale is None:
-        return count + (found.decode_scale is not right.decode_scale)
-    return count + (float(found.decode_scale) != float(right.decode_scale))
 
 
 def measure(

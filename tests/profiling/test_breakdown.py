@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from halfbyte.train.breakdown import breakdown, merge, shares
-from halfbyte.train.capture import Capture, ProfileConfig
-from halfbyte.train.program import parse_program
+from halfbyte.profiling import Capture, ProfileConfig, breakdown
+from halfbyte.profiling.breakdown import merge, shares
+from halfbyte.program import parse_program
 
 PROGRAM = """HloModule jit_step, is_scheduled=true
 

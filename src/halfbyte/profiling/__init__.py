@@ -1,0 +1,6 @@
+"""Steps captured by a profiler, and where their time went."""
+
+from .breakdown import CATEGORIES, breakdown
+from .capture import Capture, ProfileConfig
+
+__all__ = ["CATEGORIES", "Capture", "ProfileConfig", "breakdown"]

@@ -1,0 +1,28 @@
+"""Operands against the definition, bit for bit. Oracle: passes that are broken on purpose are found and counted."""
+
+import jax
+import jax.numpy as jnp
+
+from halfbyte.conformance import definition, differing, operands_agree
+from halfbyte.ops.passes import XlaPasses
+from halfbyte.recipe import recipe
+
+
+def test_operands_of_every_backend_here_equal_the_definition() -> None:
+    found = operands_agree(recipe("nvfp4"), tokens=32, features=128)
+    assert {"reference", "carrier"} <= set(found) and all(found.values())
+
+
+class BrokenWeight(XlaPasses):
+    """Passes that quantize another weight."""
+
+    def weight(self, w, policy, **options):
+        return super().weight(w * 1.01, policy, **options)
+
+
+def test_a_wrong_weight_is_found_and_counted() -> None:
+    x, dy, w = (jax.random.normal(jax.random.key(i), (32, 128), jnp.float32) for i in range(3))
+    x, dy = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16)
+    right = definition(recipe("fp8"), x, dy, w)
+    assert differing(recipe("fp8"), XlaPasses(), x, dy, w, right) == 0
+    assert differing(recipe("fp8"), BrokenWeight(), x, dy, w, right) >= 2  # at least both scales
