@@ -9,9 +9,9 @@ from halfbyte.cli.compare import short_names
 from halfbyte.cli.main import main
 
 
-def make_run(folder, *, recipe, gap, time, steps=100, model=None):
-    noise = np.random.default_rng(0).normal(0, 0.2, steps)
-    own = np.random.default_rng(len(recipe)).normal(0, 0.01, steps)
+def make_run(folder, *, recipe, gap, time=1.0, steps=100, model=None, seed=0, batch=8):
+    noise = np.random.default_rng(seed).normal(0, 0.2, steps)
+    own = np.random.default_rng(100 * seed + len(recipe)).normal(0, 0.01, steps)
     folder.mkdir(parents=True)
     rows = [
         {"step": s, "tokens": 1000 * s, "loss": 3 + noise[s - 1] + gap + own[s - 1], "step_time_s": time,
@@ -20,7 +20,7 @@ def make_run(folder, *, recipe, gap, time, steps=100, model=None):
     ]  # fmt: skip
     rows[-1]["validation_loss"] = 3 + gap
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = {"name": "demo", "recipe": recipe, "batch": 8, "model": {"layers": 4, **(model or {})}}
+    config = {"name": "demo", "recipe": recipe, "batch": batch, "seed": seed, "model": {"layers": 4, **(model or {})}}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "manifest.json").write_text(json.dumps({"device": "cpu"}))
     metric = {"value": 0.5 + gap, "error": 0.01}
@@ -54,7 +54,56 @@ def test_what_people_read(runs, tmp_path, capfd):
     out = capfd.readouterr().out
     for text in ("end of training", "speed, medians", "2.00x", "loss minus base", "model.layers", "arc acc", "25.0%"):
         assert text in out
+    assert "± is within one run, not over seeds" in out
     assert not list(tmp_path.glob("**/*.png"))
+
+
+GAPS = {0: 0.05, 1: 0.06, 2: 0.04}
+
+
+@pytest.fixture
+def seeds(tmp_path):
+    """Three seeds of two arms; the noise of a seed, 0.2 a step, is shared by its two runs alone."""
+    base = [make_run(tmp_path / f"bf16-{s}", recipe="bf16", gap=0.0, seed=s) for s in GAPS]
+    return base, [make_run(tmp_path / f"nvfp4-{s}", recipe="nvfp4", gap=gap, seed=s) for s, gap in GAPS.items()]
+
+
+def compared(capfd, *folders):
+    assert main(["compare", *map(str, folders), "--png", "", "--json"]) == 0
+    return json.loads(capfd.readouterr().out)
+
+
+def test_runs_are_paired_by_seed_and_the_interval_is_over_seeds(seeds, capfd):
+    base, other = seeds
+    found = compared(capfd, base[0], *reversed(other), *base[1:])  # in whatever order they are given
+    assert {r["name"]: r["paired_with"] for r in found["runs"] if r["paired_with"]} == {
+        f"nvfp4-{s}": f"bf16-{s}" for s in GAPS
+    }
+    (arm,) = found["arms"]
+    assert arm["interval_is_over"] == "seeds" and arm["gap"]["count"] == 3
+    # Student's t with two degrees of freedom, 2.92 standard errors; the tolerances are for the runs' own noise.
+    assert arm["gap"]["mean"] == pytest.approx(0.05, abs=0.004)
+    assert arm["gap"]["high"] - arm["gap"]["mean"] == pytest.approx(2.92 * 0.01 / 3**0.5, abs=0.006)
+
+
+def test_two_seeds_have_no_interval_over_seeds(seeds, capfd):
+    base, other = seeds
+    assert main(["compare", *map(str, (*base[:2], *other[:2])), "--png", ""]) == 0
+    assert "single run: no interval over seeds" in capfd.readouterr().out
+
+
+def test_a_run_without_a_baseline_of_its_seed_has_no_gap(seeds, capfd):
+    base, other = seeds
+    found = compared(capfd, base[0], other[1])
+    assert found["runs"][1]["gap"] is None and "no baseline run has its seed 1" in found["arms"][0]["refusal"]
+
+
+def test_unlike_pairs_are_not_averaged(seeds, tmp_path, capfd):
+    base, other = seeds
+    wide = make_run(tmp_path / "wide", recipe="mxfp4", gap=0.01, seed=0, batch=16)
+    found = compared(capfd, *base, *other[:1], wide)
+    refused = next(arm for arm in found["arms"] if arm["name"] == "wide")
+    assert refused["gap"] is None and "batch 8 against 16" in refused["refusal"]
 
 
 def test_a_diverged_run_is_said_to_be_one(runs, capfd):

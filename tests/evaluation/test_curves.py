@@ -127,6 +127,7 @@ def test_the_png(tmp_path):
     noise = np.random.default_rng(0).normal(0, 0.1, 60)
     base = curve("base", 3 + noise, validation_loss=[None] * 59 + [3.1])
     broken = curve("broken", np.where(np.arange(60) > 50, np.nan, 3.1 + noise))
-    pictures.draw_png([base, broken, curve("short", [3.0])], tmp_path / "a.png", width=5)
+    short = curve("short", [3.0])
+    pictures.draw_png([base, broken, short], {c.name: base for c in (broken, short)}, tmp_path / "a.png", width=5)
     data = (tmp_path / "a.png").read_bytes()
     assert data.startswith(b"\x89PNG") and len(data) > 20_000

@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 
-from halfbyte.recipe import recipe
+from halfbyte.recipe import blend, recipe
+from halfbyte.recipe.blends import BACKWARD, FORWARD
 from halfbyte.runs import run_config
 from halfbyte.train import PrecisionConfig, phases
-from halfbyte.train.precision import BACKWARD, FORWARD, blend, phase_at
+from halfbyte.train.precision import phase_at
 
 
 def with_switch(**options):

@@ -1,10 +1,11 @@
-"""Compare training runs: loss curves, final gaps, speed and config, side by side.
+"""Compare training runs: loss curves, gaps paired by seed, speed and config, side by side.
 
 halfbyte compare RUN RUN ...
 
-The first run is the baseline. Losses are compared at equal numbers of tokens; a gap is the mean difference over the
-last steps (--last), with a standard error that allows for neighbouring steps moving together. Prints tables and a plot,
-and writes a PNG."""
+The first run's arm (its recipe and policy) is the baseline. Each other run is compared with the baseline run of the
+same seed, at equal numbers of tokens: a gap is the mean difference over the last steps (--last). The interval of an arm
+is over its seeds, three or more; the error beside a single run is of that run alone and says nothing about another
+seed. Runs that differ in more than precision are shown, and not averaged. Prints tables and a plot; writes a PNG."""
 
 import json
 import math
@@ -19,6 +20,7 @@ from halfbyte.cli.result import Result
 
 if TYPE_CHECKING:
     from halfbyte.evaluation.curves import Curve
+    from halfbyte.parity.pairing import Arm, Pair, Run
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Args:
 def run(args: Args) -> Result:
     from halfbyte.cli.screen import console
     from halfbyte.evaluation import curves, pictures
+    from halfbyte.parity.pairing import Run, pair_up
 
     if len(args.runs) < 2:
         raise ValueError(f"compare takes two or more runs, got {len(args.runs)}; the first is the baseline")
@@ -44,21 +47,27 @@ def run(args: Args) -> Result:
     folders = [Path(name) for name in args.runs]
     loaded = [curves.read_curve(folder, name) for folder, name in zip(folders, short_names(folders), strict=True)]
     width = args.smooth or curves.default_width(max(len(curve.rows) for curve in loaded))
+    runs = [Run(c.name, folder, config_of(folder), c) for c, folder in zip(loaded, folders, strict=True)]
+    arms = pair_up(runs, last=args.last or None)
+    pairs = {pair.run.name: pair for arm in arms for pair in arm.pairs}
     data: dict[str, Any] = {
         "baseline": str(folders[0]),
         "smooth": width,
-        "runs": [summary(curve, loaded[0], folder, args) for curve, folder in zip(loaded, folders, strict=True)],
+        "runs": [summary(run, pairs.get(run.name), args) for run in runs],
+        "arms": [arm_summary(arm) for arm in arms],
         "config": config_differences(folders),
         "evaluations": evaluations(folders),
     }
     screen = console()
     print_summary(screen, data["runs"])
-    print_plots(screen, loaded, width)
+    print_arms(screen, data["arms"], data["runs"][0]["name"])
+    baselines = {name: pair.baseline.curve for name, pair in pairs.items() if pair.baseline}
+    print_plots(screen, loaded, width, baselines)
     print_fields(screen, "evaluations", data["evaluations"], loaded)
     print_fields(screen, "config: fields that differ", data["config"], loaded)
     if args.png:
         Path(args.png).parent.mkdir(parents=True, exist_ok=True)
-        pictures.draw_png(loaded, Path(args.png), width=width, last=args.last or None)
+        pictures.draw_png(loaded, baselines, Path(args.png), width=width, last=args.last or None)
         print(f"picture: {args.png}")
     return Result({**data, "png": args.png or None})
 
@@ -72,28 +81,45 @@ def short_names(folders: Sequence[Path]) -> list[str]:
     return [f"{folder} ({number})" for number, folder in enumerate(folders, 1)]
 
 
-def summary(curve: "Curve", baseline: "Curve", folder: Path, args: Args) -> dict[str, Any]:
-    """What the tables show of one run."""
+def summary(run: "Run", pair: "Pair | None", args: Args) -> dict[str, Any]:
+    """What the tables show of one run; `gap` is against the baseline run of its seed."""
     from halfbyte.evaluation import curves
 
+    curve, folder = run.curve, run.folder
     loss, error = curves.end_of(curve, args.last or None)
-    found = None if curve is baseline else curves.gap(curve, baseline, last=args.last or None)
+    baseline = pair.baseline.curve if pair and pair.baseline else None
     _, validation = curve.validation()
     speed = curves.speed_of(curve)
+    same = baseline is not None and same_work(curve, baseline)
     return {
         "name": curve.name,
         "run": str(folder),
         "device": manifest_of(folder).get("device"),
-        "recipe": config_of(folder).get("recipe"),
+        "recipe": run.config.get("recipe"),
+        "seed": run.config.get("seed"),
         "steps": int(curve.steps[-1]),
         "tokens": int(curve.tokens[-1]),
         "loss": loss,
         "loss_error": error,
         "validation_loss": float(validation[-1]) if len(validation) else None,
-        "gap": asdict(found) if found else None,
+        "paired_with": pair.baseline.name if pair and pair.baseline else None,
+        "refusal": pair.refusal if pair else "",
+        "gap": asdict(pair.gap) if pair and pair.gap else None,
         "not_finite": int(sum(not math.isfinite(value) for value in curve.loss)),
         "speed": asdict(speed),
-        "speedup": curves.speed_of(baseline).step_time_s / speed.step_time_s if same_work(curve, baseline) else None,
+        "speedup": curves.speed_of(baseline).step_time_s / speed.step_time_s if same and baseline else None,
+    }
+
+
+def arm_summary(arm: "Arm") -> dict[str, Any]:
+    """An arm's gap over its seeds."""
+    return {
+        "name": arm.name,
+        "seeds": [pair.run.seed for pair in arm.pairs],
+        "refusal": arm.refusal,
+        "interval_is_over": "seeds" if arm.interval and arm.interval.low is not None else None,
+        "gap": asdict(arm.interval) if arm.interval else None,
+        "relative_percent": asdict(arm.relative) if arm.relative else None,
     }
 
 
@@ -152,27 +178,57 @@ def evaluations(folders: Sequence[Path]) -> dict[str, list[Any]]:
 
 # Printing
 
-ENDS = ("run", "recipe", "steps", "loss", "gap", "gap %", "validation")
+ENDS = ("run", "recipe", "seed", "steps", "loss", "gap", "gap %", "paired with", "validation")
+ARMS = ("arm", "seeds", "gap", "90% interval over seeds", "gap %", "90% interval over seeds")
 SPEEDS = ("run", "device", "step", "tok/s/device", "TFLOP/s/device", "MFU", "input wait", "speed-up")
 
 
 def print_summary(screen: Any, runs: Sequence[Mapping[str, Any]]) -> None:
     from halfbyte.cli.screen import table
 
-    ends = [(r["name"], r["recipe"] or "", f"{r['steps']:,}", *_losses(r)) for r in runs]
-    screen.print(table(ENDS, ends, title="end of training, nats a token"))
+    ends = [(r["name"], r["recipe"] or "", _seed(r), f"{r['steps']:,}", *_losses(r)) for r in runs]
+    screen.print(table(ENDS, ends, title="end of training, nats a token; ± is within one run, not over seeds"))
     for r in runs:
         if r["not_finite"]:
             screen.print(f"{r['name']}: {r['not_finite']} steps have a loss that is not finite")
         if r["gap"] and r["gap"]["interpolated"]:
-            screen.print(f"{r['name']}: logged at other tokens than {runs[0]['name']}; its loss is interpolated")
+            screen.print(f"{r['name']}: logged at other tokens than {r['paired_with']}; its loss is interpolated")
     speeds = [(r["name"], r["device"] or "", *_speeds(r)) for r in runs]
     screen.print(table(SPEEDS, speeds, title="speed, medians"))
 
 
+def print_arms(screen: Any, arms: Sequence[Mapping[str, Any]], baseline: str) -> None:
+    """The gap of each arm over its seeds, or why there is none."""
+    from halfbyte.cli.screen import table
+    from halfbyte.parity.verdict import SINGLE
+
+    def cells(found: Mapping[str, Any], digits: int) -> tuple[str, str]:
+        bounds = SINGLE if found["low"] is None else f"{found['low']:+.{digits}f} to {found['high']:+.{digits}f}"
+        return f"{found['mean']:+.{digits}f}", bounds
+
+    rows = [
+        (arm["name"], len(arm["seeds"]), *cells(arm["gap"], 4), *cells(arm["relative_percent"], 3))
+        for arm in arms
+        if arm["gap"]
+    ]
+    if rows:
+        screen.print(table(ARMS, rows, title=f"gap to {baseline} over seeds: paired differences, Student's t"))
+    for arm in arms:
+        if arm["refusal"]:
+            screen.print(f"not averaged: {arm['refusal']}")
+
+
+def _seed(r: Mapping[str, Any]) -> str:
+    return "" if r["seed"] is None else str(r["seed"])
+
+
 def _losses(r: Mapping[str, Any]) -> tuple[str, ...]:
     gap = r["gap"]
-    apart = ("baseline", "") if gap is None else (_with_error(gap["value"], gap["error"], "+"), _percent(gap))
+    apart = ("baseline", "", "")
+    if gap is not None:
+        apart = (_with_error(gap["value"], gap["error"], "+"), _percent(gap), r["paired_with"])
+    elif r["refusal"]:
+        apart = ("no pair", "", "")
     validation = "" if r["validation_loss"] is None else f"{r['validation_loss']:.4f}"
     return (_with_error(r["loss"], r["loss_error"]), *apart, validation)
 
@@ -203,20 +259,25 @@ def _number(value: float, form: str) -> str:
     return form.format(value) if math.isfinite(value) else "n/a"
 
 
-def print_plots(screen: Any, loaded: "Sequence[Curve]", width: int) -> None:
-    """The losses, and their differences from the first run."""
+def print_plots(screen: Any, loaded: "Sequence[Curve]", width: int, baselines: "Mapping[str, Curve]") -> None:
+    """The losses, and their differences from the baseline of their seed."""
     from halfbyte.evaluation.curves import aligned, smooth
     from halfbyte.evaluation.pictures import Line, text_plot
 
     columns = max(30, min(100, screen.width - 12))
     lines = [Line(curve.name, curve.tokens, smooth(curve.loss, width)) for curve in loaded]
     screen.print(text_plot(lines, title=f"loss, mean over {width} steps", width=columns))
-    apart = [Line(loaded[0].name, loaded[0].tokens[:0], loaded[0].loss[:0])]
-    for curve in loaded[1:]:
-        tokens, mine, base, _ = aligned(curve, loaded[0])
-        apart.append(Line(curve.name, tokens, smooth(mine - base, width)))
+    apart = []
+    for curve in loaded:
+        nothing = Line(curve.name, curve.tokens[:0], curve.loss[:0])
+        if curve.name in baselines:
+            tokens, mine, base, _ = aligned(curve, baselines[curve.name])
+            nothing = Line(curve.name, tokens, smooth(mine - base, width))
+        apart.append(nothing)
     screen.print("")
-    screen.print(text_plot(apart, title=f"loss minus {loaded[0].name}", width=columns, height=8, zero=True))
+    several = len({id(curve) for curve in baselines.values()}) > 1
+    title = f"loss minus {'the baseline of its seed' if several else loaded[0].name}"
+    screen.print(text_plot(apart, title=title, width=columns, height=8, zero=True))
 
 
 def print_fields(screen: Any, title: str, fields: Mapping[str, Sequence[Any]], loaded: "Sequence[Curve]") -> None:

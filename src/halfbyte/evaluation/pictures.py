@@ -4,7 +4,7 @@ The terminal's plot uses braille characters, 2 x 4 dots each, so that a line of 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,9 +120,11 @@ def short(value: float) -> str:
     return f"{value:.3g}"
 
 
-def draw_png(curves: Sequence[Curve], path: Path, *, width: int, last: int | None = None) -> None:
-    """Three panels: loss (faint as logged, strong smoothed, circles validation); its difference from the first run,
-    with a band of two standard errors around the gap over the `last` points; speed."""
+def draw_png(
+    curves: Sequence[Curve], baselines: Mapping[str, Curve], path: Path, *, width: int, last: int | None = None
+) -> None:
+    """Three panels: loss (faint as logged, strong smoothed, circles validation); its difference from the baseline that
+    `baselines` has for its name; speed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
@@ -138,14 +140,14 @@ def draw_png(curves: Sequence[Curve], path: Path, *, width: int, last: int | Non
         rate = curve.column("tokens_per_s_per_device")
         speed.plot(curve.tokens, rate, color=colour, alpha=0.2, linewidth=0.8)
         speed.plot(curve.tokens, smooth(rate, width), color=colour, linewidth=1.6)
-        if number:
-            _draw_gap(apart, curve, curves[0], colour=colour, width=width, last=last)
+        if curve.name in baselines:
+            _draw_gap(apart, curve, baselines[curve.name], colour=colour, width=width, last=last)
     finite = np.concatenate([curve.loss[np.isfinite(curve.loss)] for curve in curves])
     if len(finite):
         loss.set_ylim(*_limits(finite, zero=False))
     apart.axhline(0, color=COLOURS[0], linewidth=1.2)
     loss.set_ylabel("loss, nats a token")
-    apart.set_ylabel(f"loss minus {curves[0].name}")
+    apart.set_ylabel("loss minus the baseline's")
     speed.set_ylabel("tokens/s a device")
     speed.set_ylim(bottom=0)
     speed.set_xlabel("tokens")
@@ -154,7 +156,8 @@ def draw_png(curves: Sequence[Curve], path: Path, *, width: int, last: int | Non
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     speed.xaxis.set_major_formatter(EngFormatter(sep=""))
-    apart.legend(frameon=False, fontsize="small")
+    if baselines:
+        apart.legend(frameon=False, fontsize="small")
     figure.savefig(path, dpi=130)
 
 
@@ -164,12 +167,10 @@ def _draw_gap(axes: Any, curve: Curve, baseline: Curve, *, colour: str, width: i
     axes.plot(tokens, mine - base, color=colour, alpha=0.2, linewidth=0.8)
     axes.plot(tokens, smooth(mine - base, width), color=colour, linewidth=1.6, label=_gap_label(curve, end))
     if end is not None:
-        low, high = (end.value + sign * 2 * (end.error or 0.0) for sign in (-1, 1))
-        axes.fill_between((end.first_tokens, end.last_tokens), low, high, color=colour, alpha=0.25, linewidth=0)
+        axes.plot((end.first_tokens, end.last_tokens), (end.value, end.value), color=colour, linewidth=3, alpha=0.5)
 
 
 def _gap_label(curve: Curve, end: Gap | None) -> str:
     if end is None:
         return f"{curve.name}: nothing in common"
-    error = "" if end.error is None else f" ± {end.error:.4f}"
-    return f"{curve.name}: {end.value:+.4f}{error} over the last {end.points} steps"
+    return f"{curve.name}: {end.value:+.4f} over the last {end.points} steps of this run"

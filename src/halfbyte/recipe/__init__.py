@@ -3,14 +3,17 @@
 import sys
 from types import ModuleType
 
+from halfbyte.recipe.blends import PARTS, blend
 from halfbyte.recipe.keys import layer_key, role_key, site_key, step_key
-from halfbyte.recipe.layers import Policy, RecipeMap, Resolved, Rule, Segment, policy, policy_names
+from halfbyte.recipe.layers import Policy, RecipeMap, Resolved, Rule, Segment, policy_names
 from halfbyte.recipe.operands import GEMMS, GRADIENTS, ROLES, WEIGHTS, OperandPolicy, Recipe, difference
 from halfbyte.recipe.presets import aliases, neighbour, recipe, recipe_names
+from halfbyte.recipe.rules import policy, read_policy
 
 __all__ = [
     "GEMMS",
     "GRADIENTS",
+    "PARTS",
     "ROLES",
     "WEIGHTS",
     "OperandPolicy",
@@ -21,11 +24,13 @@ __all__ = [
     "Rule",
     "Segment",
     "aliases",
+    "blend",
     "difference",
     "layer_key",
     "neighbour",
     "policy",
     "policy_names",
+    "read_policy",
     "recipe",
     "recipe_names",
     "role_key",

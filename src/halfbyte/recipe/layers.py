@@ -154,12 +154,12 @@ _POLICIES: dict[str, tuple[tuple[str, tuple[Bound, Bound] | None], ...]] = {
 }
 
 
-def policy(name: str, recipe: Recipe) -> Policy:
-    """The named policy with its linears in `recipe`: `mlp` (as published), `all_linear`, or `paper` (all linears except
-    those of the first 2 and the last round(0.13 L) layers)."""
+def named_rules(name: str, recipe: Recipe) -> tuple[Rule, ...]:
+    """The rules of a named policy with its linears in `recipe`: `mlp` (as published), `all_linear`, or `paper` (all
+    linears except those of the first 2 and the last round(0.13 L) layers)."""
     if name not in _POLICIES:
         raise ValueError(f"no policy named {name!r}; the policies are {', '.join(_POLICIES)}")
-    return Policy(name, tuple(Rule(pattern, recipe, layers) for pattern, layers in _POLICIES[name]))
+    return tuple(Rule(pattern, recipe, layers) for pattern, layers in _POLICIES[name])
 
 
 def policy_names() -> list[str]:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import difflib
 
-from halfbyte.formats import FP8, FP8_E5M2, MXFP4, MXFP8, NVFP4, BlockFormat
+from halfbyte.formats import E2M1, FP8, FP8_E5M2, MXFP4, MXFP8, NVFP4, BlockFormat, ScaleRule
+from halfbyte.recipe.blends import blend, split_blend
 from halfbyte.recipe.operands import GEMMS, GRADIENTS, ROLES, WEIGHTS, Recipe
 
 _PRESETS: dict[str, Recipe] = {}
 _NEIGHBOUR: dict[str, str] = {}
+
+# No published format: E2M1 as FP8 is scaled, so that most of a tensor rounds to zero.
+FP4_ONE_SCALE = BlockFormat("fp4_one_scale", E2M1, None, ScaleRule.NONE)
 
 # MaxText's names for the same recipes, so that a MaxText user's command carries over.
 _ALIASES = {
@@ -84,10 +88,20 @@ mxfp4 = _preset(
     "the same ingredients on blocks of 32 with E8M0 scales, which have no 2D form",
     nvfp4_no_2d.with_operands(ROLES, format=MXFP4),
 )
+fp4_one_scale = _preset(
+    "fp4_one_scale",
+    bf16,
+    "broken on purpose: 4-bit elements under one scale a tensor, all rounded to nearest; a control that must fail",
+    _formats(bf16, FP4_ONE_SCALE, FP4_ONE_SCALE),
+)
 
 
 def recipe(name: str) -> Recipe:
-    """The recipe of that name or of that MaxText alias; ValueError with the nearest names if there is none."""
+    """The recipe of that name, of that MaxText alias, or of a blend (`nvfp4+bf16_backward`: nvfp4 forward only);
+    ValueError with the nearest names if there is none."""
+    mixed = split_blend(name)
+    if mixed is not None:
+        return blend(recipe(mixed[0]), recipe(mixed[1]), mixed[2])
     found = _PRESETS.get(_ALIASES.get(name, name))
     if found is None:
         near = difflib.get_close_matches(name, [*_PRESETS, *_ALIASES], n=3, cutoff=0.4) or recipe_names()

@@ -9,8 +9,10 @@ from typing import Literal
 
 from halfbyte.models import REMAT, LlamaConfig
 from halfbyte.optim import OptimizerConfig, learning_rate
-from halfbyte.recipe import policy_names, recipe
+from halfbyte.recipe import policy, read_policy, recipe
 from halfbyte.sharding import parse_mesh
+
+TWIN_STRIDE = 1_640_531_527  # odd, so that no small seeds of two twins are the same
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,16 @@ class PrecisionConfig:
     """The recipe from then on."""
     switch_part: Literal["forward", "backward", "both"] = "both"
     """Which GEMMs change: forward is fprop, backward is dgrad and wgrad."""
+    twin: int = 0
+    """A run that is equal but for rounding: other random bits, and master weights that begin a millionth away; 0: none.
+    What two of them differ by is noise."""
 
     def __post_init__(self) -> None:
         recipe(self.switch_to)
         if self.switch_at < 0:
             raise ValueError(f"precision.switch_at must be 0 (never), a fraction or a step, got {self.switch_at}")
+        if self.twin < 0:
+            raise ValueError(f"precision.twin must be 0 (none) or the number of the twin, got {self.twin}")
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,7 @@ class TrainConfig:
     recipe: str = "nvfp4"
     """bf16, fp8, mxfp8, mxfp4, nvfp4, nvfp4_no_rht, ... (`halfbyte recipes`)"""
     policy: str = "mlp"
-    """Which linears: mlp, all_linear or paper."""
+    """Which linears: mlp, all_linear or paper, rules such as "all_linear; layers[-4:]=bf16", or @FILE."""
     mesh: str = ""
     """AXIS=SIZE,... over data, fsdp, tensor, context; empty: fsdp over all devices."""
     data: str = "demo"
@@ -123,8 +130,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         recipe(self.recipe)
         parse_mesh(self.mesh)
-        if self.policy not in policy_names():
-            raise ValueError(f"policy must be one of {', '.join(policy_names())}, got {self.policy!r}")
+        object.__setattr__(self, "policy", read_policy(self.policy))  # the rules, not the file, are what a run is
+        policy(self.policy, recipe(self.recipe))
         if self.remat not in REMAT:
             raise ValueError(f"remat must be one of {', '.join(REMAT)}, got {self.remat!r}")
         for name in ("steps", "batch", "accumulate"):
@@ -144,6 +151,11 @@ class TrainConfig:
         learning_rate(self.optimizer, self.steps)
         if self.z_loss < 0:
             raise ValueError(f"z_loss must be 0 or more, got {self.z_loss}")
+
+    @property
+    def rounding_seed(self) -> int:
+        """Seed of the random bits of rounding; initialisation and data order have `seed` itself."""
+        return (self.seed + TWIN_STRIDE * self.precision.twin) % 2**31
 
 
 GUARDED = (

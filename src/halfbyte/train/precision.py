@@ -5,18 +5,13 @@ loss gap to a third
 (arXiv 2509.25149). A switch is a new compiled step; phases are known before the first one.
 """
 
-import dataclasses
 from dataclasses import dataclass
 
 from halfbyte.models import LlamaConfig, linear_sites
 from halfbyte.optim import span
-from halfbyte.recipe import Recipe, Resolved, policy, recipe
+from halfbyte.recipe import Recipe, Resolved, blend, policy, recipe
 
 from .config import TrainConfig
-
-FORWARD = ("fprop_x", "fprop_w")
-BACKWARD = ("dgrad_dy", "dgrad_w", "wgrad_x", "wgrad_dy")
-PARTS = {"forward": FORWARD, "backward": BACKWARD, "both": FORWARD + BACKWARD}
 
 
 @dataclass(frozen=True)
@@ -32,17 +27,9 @@ class Phase:
         return resolve(config.model, config.policy, self.recipe)
 
 
-def resolve(model: LlamaConfig, policy_name: str, chosen: Recipe) -> Resolved:
-    """Recipes by segment of layers and by path."""
-    return policy(policy_name, chosen).resolve(linear_sites(model), model.layers)
-
-
-def blend(base: Recipe, other: Recipe, part: str) -> Recipe:
-    """`base` with the operands of one part of training (forward, backward or both) taken from `other`."""
-    if part == "both":
-        return other
-    taken = {role: getattr(other, role) for role in PARTS[part]}
-    return dataclasses.replace(base, name=f"{base.name}+{other.name}_{part}", **taken)
+def resolve(model: LlamaConfig, policy_text: str, chosen: Recipe) -> Resolved:
+    """Recipes by segment of layers and by path. Rules that name a recipe of their own keep it, whatever `chosen` is."""
+    return policy(policy_text, chosen).resolve(linear_sites(model), model.layers)
 
 
 def phases(config: TrainConfig) -> tuple[Phase, ...]:

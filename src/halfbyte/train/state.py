@@ -16,6 +16,8 @@ from halfbyte.recipe import site_key, step_key
 
 from .config import TrainConfig
 
+NUDGE = 2.0**-20  # of a twin's master weights
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +53,8 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 def init_state(config: TrainConfig) -> TrainState:
     """A fresh state; jit it with `state_shardings` as out_shardings. Depends on the seed alone, on any mesh."""
     params = models.init(config.model, site_key(step_key(config.seed, 0), "init"))
+    if config.precision.twin:
+        params = nudged(params, site_key(step_key(config.rounding_seed, 0), "twin"))
     scale = config.loss_scale.initial if config.loss_scale.mode == "dynamic" else 1.0
     scaler = {
         "scale": jnp.asarray(scale, jnp.float32),
@@ -58,6 +62,16 @@ def init_state(config: TrainConfig) -> TrainState:
         "skipped": jnp.zeros((), jnp.int32),
     }
     return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config).init(params), scaler)
+
+
+def nudged(params: Any, key: jax.Array) -> Any:
+    """Every master weight a millionth larger or smaller, at random: below what bfloat16 can hold, and enough for two
+    runs to part."""
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(key, len(leaves))
+    signs = [jax.random.rademacher(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves, strict=True)]
+    moved = [leaf * (1 + NUDGE * sign) for leaf, sign in zip(leaves, signs, strict=True)]
+    return jax.tree.unflatten(structure, moved)
 
 
 def abstract_state(config: TrainConfig, mesh: Mesh) -> TrainState:

@@ -92,7 +92,7 @@ def make_train_step(config: TrainConfig, resolved: Resolved, mesh: Mesh) -> Trai
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         scale, rate = state.scaler["scale"], rate_at(state.step)
-        key = step_key(config.seed, state.step)
+        key = step_key(config.rounding_seed, state.step)
         with fp8.one_call():
             grads, sums = gradients(config, resolved, mesh, state.params, batch, key=key, scale=scale)
         grads = jax.tree.map(lambda g: g * (1.0 / scale), grads)
@@ -194,7 +194,7 @@ def make_eval_step(config: TrainConfig, resolved: Resolved, mesh: Mesh) -> Any:
     """Jitted (params, batch) -> (sum of nll, scored tokens). Forward only, under the recipe of the phase."""
 
     def evaluate(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        context = make_context(config, resolved, mesh, step_key(config.seed, 0))
+        context = make_context(config, resolved, mesh, step_key(config.rounding_seed, 0))
         _, aux = models.loss_sum(config.model, params, batch, context)
         return aux["nll_sum"], aux["tokens"]
 

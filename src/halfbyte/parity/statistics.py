@@ -1,0 +1,135 @@
+"""What can be said about a gap from a few paired runs.
+
+In one seed both arms start from the same weights and read the same batches, so their difference d is free of most
+noise. What is left (how training amplifies rounding) is drawn anew with each seed, so the population that a claim is
+about is that of *seeds*, and the interval is Student's over the d of S seeds:
+
+    mean(d) +- t(S - 1) * sd(d) / sqrt(S)
+
+Steps or evaluations inside one run are no replicates: they share initialisation and data order, and an interval over
+them says how well this one run is known, not where the next would fall.
+
+Equivalence (TOST): to show |gap| < margin at level alpha is to reject gap <= -margin and gap >= margin, each at alpha;
+that is the case exactly when the 1 - 2 alpha interval lies inside the margin. With alpha = 5% the interval is the 90%
+one. A gap of exactly the margin passes with probability 5% at most, and fails with probability 5% at most.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import stdtr, stdtrit
+
+ALPHA = 0.05
+LEVEL = 1 - 2 * ALPHA
+FEWEST_SEEDS = 3  # t has 6.3 standard errors with two: no interval that anybody would act on
+POWER = 0.8
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Mean of `count` paired differences and Student's interval of `level` around it; no bounds below FEWEST_SEEDS."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    sd: float | None
+    count: int
+    level: float = LEVEL
+
+
+def t_quantile(probability: float, freedom: int) -> float:
+    """Student's t."""
+    return float(stdtrit(freedom, probability))
+
+
+def over_seeds(differences: Sequence[float] | np.ndarray, level: float = LEVEL) -> Interval:
+    """The interval over paired differences, one a seed."""
+    d = np.asarray(differences, np.float64)
+    if not len(d) or not np.isfinite(d).all():
+        raise ValueError(f"an interval over seeds needs finite differences, one a seed, got {d.tolist()}")
+    sd = float(d.std(ddof=1)) if len(d) > 1 else None
+    if len(d) < FEWEST_SEEDS or sd is None:
+        return Interval(float(d.mean()), None, None, sd, len(d), level)
+    half = t_quantile(0.5 + level / 2, len(d) - 1) * sd / math.sqrt(len(d))
+    mean = float(d.mean())
+    return Interval(mean, mean - half, mean + half, sd, len(d), level)
+
+
+def equivalence_p(found: Interval, margin: float) -> float | None:
+    """The p value of 'the gap is as large as the margin': the larger of the two one-sided tests."""
+    if found.sd is None or found.low is None:
+        return None
+    if found.sd == 0:
+        return 0.0 if abs(found.mean) < margin else 1.0
+    error = found.sd / math.sqrt(found.count)
+    return max(float(stdtr(found.count - 1, -(margin - sign * found.mean) / error)) for sign in (-1, 1))
+
+
+def seeds_needed(found: Interval, margin: float, *, most: int = 64, power: float = POWER) -> int | None:
+    """Seeds with which the interval would lie wholly on one side of the margin with probability `power`, if mean and
+    spread are what they are now; None if that is more than `most` (the gap is about the margin itself)."""
+    if found.sd is None:
+        return FEWEST_SEEDS
+    room = abs(abs(found.mean) - margin)
+    for count in range(max(FEWEST_SEEDS, found.count + 1), most + 1):
+        quantiles = t_quantile(1 - ALPHA, count - 1) + t_quantile(power, count - 1)
+        if quantiles * found.sd / math.sqrt(count) <= room:
+            return count
+    return None
+
+
+def moving_block_bootstrap(
+    values: Sequence[float] | np.ndarray, *, level: float = LEVEL, draws: int = 2000, block: int | None = None
+) -> tuple[float, float] | None:
+    """An interval of the mean *within one run* of neighbouring values that move together: blocks of them are drawn
+    with replacement. It says nothing about another seed. None for fewer than 4 values."""
+    x = np.asarray(values, np.float64)
+    n = len(x)
+    if n < 4:
+        return None
+    size = min(block or max(2, round(n ** (1 / 3) * 1.5)), n)
+    random = np.random.default_rng(0)
+    starts = random.integers(0, n - size + 1, size=(draws, -(-n // size)))
+    places = (starts[..., None] + np.arange(size)).reshape(draws, -1)[:, :n]
+    means = x[places].mean(axis=1)
+    tail = (1 - level) / 2
+    low, high = np.quantile(means, [tail, 1 - tail])
+    return float(low), float(high)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A straight line fitted through points, with the standard errors that its residuals give."""
+
+    intercept: float
+    slope: float
+    covariance: tuple[tuple[float, float], tuple[float, float]] | None
+    freedom: int
+
+    def at(self, x: np.ndarray) -> np.ndarray:
+        """Fitted values."""
+        return self.intercept + self.slope * np.asarray(x, np.float64)
+
+    def half_width(self, x: np.ndarray, level: float = LEVEL) -> np.ndarray | None:
+        """Half the interval of the fitted mean; None with fewer than three points."""
+        if self.covariance is None or self.freedom < 1:
+            return None
+        x = np.asarray(x, np.float64)
+        (a, b), (_, c) = self.covariance
+        return t_quantile(0.5 + level / 2, self.freedom) * np.sqrt(np.maximum(a + 2 * b * x + c * x * x, 0.0))
+
+
+def fit_line(x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray) -> Line:
+    """Least squares."""
+    a, b = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    design = np.stack([np.ones_like(a), a], axis=1)
+    found, *_ = np.linalg.lstsq(design, b, rcond=None)
+    freedom = len(a) - 2
+    covariance = None
+    if freedom > 0 and np.ptp(a) > 0:
+        residual = b - design @ found
+        raw = np.linalg.inv(design.T @ design) * float(residual @ residual) / freedom
+        covariance = ((float(raw[0, 0]), float(raw[0, 1])), (float(raw[1, 0]), float(raw[1, 1])))
+    return Line(float(found[0]), float(found[1]), covariance, freedom)

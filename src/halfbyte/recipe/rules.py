@@ -1,0 +1,91 @@
+"""Policies as text: what a person types after `--policy`, or keeps in a file.
+
+    all_linear; layers[-4:]=bf16; mlp/down=mxfp8
+
+Rules are separated by `;` or by lines, and read like a list of exceptions: the **last** one that matches a linear
+decides. A linear that none matches stays in bf16. A rule is WHERE or WHERE=RECIPE; without a recipe it takes the run's.
+
+    WHERE    a named policy (mlp, all_linear, paper), or [layers[START:STOP]/]GLOB
+    GLOB     attention/q, mlp/*, */down, *        under layers/, which may be left out; `*` crosses slashes
+    START    a layer (negative: from the end) or a fraction with a point (0.25, -0.15); empty: the first
+    STOP     the same, not included; empty: the last. layers[7] is one layer
+
+`@FILE` is the text of a file; `#` begins a comment there.
+"""
+
+import re
+from pathlib import Path
+
+from halfbyte.recipe.layers import LAYERS, Bound, Policy, Rule, named_rules, policy_names
+from halfbyte.recipe.operands import Recipe
+from halfbyte.recipe.presets import recipe as recipe_of
+
+SPAN = re.compile(r"^layers\[([^\]]*)\](?:/(.+))?$")
+
+
+def read_policy(text: str) -> str:
+    """The policy itself: `@FILE` is read, comments and blank lines left out; other text comes back as it is."""
+    if not text.startswith("@"):
+        return text
+    path = Path(text[1:])
+    if not path.is_file():
+        raise ValueError(f"policy: there is no file {path}; give rules (`mlp/*=nvfp4`), a name, or @FILE")
+    lines = (line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
+    return "; ".join(line.rstrip(";").strip() for line in lines if line)
+
+
+def policy(text: str, default: Recipe) -> Policy:
+    """The policy that `text` names or describes, rules without a recipe in `default`."""
+    parts = [part.strip() for part in text.split(";") if part.strip()]
+    if not parts:
+        raise ValueError(f"policy is empty; give a name ({', '.join(policy_names())}) or rules such as mlp/*=nvfp4")
+    rules = [rule for part in parts for rule in reversed(_rules(part, default))]
+    return Policy(text, tuple(reversed(rules)))  # a Policy's first match wins, a text's last
+
+
+def _rules(part: str, default: Recipe) -> list[Rule]:
+    where, equals, name = (word.strip() for word in part.partition("="))
+    if equals and not name:
+        raise ValueError(f"policy: rule {part!r} names no recipe after '='")
+    chosen = recipe_of(name) if name else default
+    if where in policy_names():
+        return list(named_rules(where, chosen))
+    span = SPAN.match(where)
+    if span:
+        return [Rule(_under_layers(span[2] or "*"), chosen, _bounds(span[1], part))]
+    if re.fullmatch(r"[\w*?/\[\]!-]+", where) and "layers[" not in where:
+        if "/" not in where and "*" not in where:
+            raise ValueError(
+                f"no policy named {where!r}; the policies are {', '.join(policy_names())}, "
+                "and rules have paths such as mlp/down, attention/*, layers[-4:]"
+            )
+        return [Rule(_under_layers(where), chosen)]
+    raise ValueError(
+        f"policy: cannot read rule {part!r}; a rule is WHERE=RECIPE with WHERE such as mlp/*, attention/q, "
+        f"layers[-4:], layers[0:2]/mlp/down or {', '.join(policy_names())}"
+    )
+
+
+def _under_layers(glob: str) -> str:
+    return glob if glob.startswith(LAYERS) else LAYERS + glob
+
+
+def _bounds(text: str, part: str) -> tuple[Bound, Bound]:
+    start, colon, stop = (word.strip() for word in text.partition(":"))
+    first = _bound(start, part)
+    if colon:
+        return first, _bound(stop, part)
+    if not isinstance(first, int):
+        raise ValueError(f"policy: rule {part!r}: layers[...] takes one layer or START:STOP, got {text!r}")
+    return first, None if first == -1 else first + 1
+
+
+def _bound(word: str, part: str) -> Bound:
+    if not word:
+        return None
+    try:
+        return float(word) if "." in word else int(word)
+    except ValueError:
+        raise ValueError(
+            f"policy: rule {part!r}: a bound is a layer (3, -4) or a fraction of the layers (0.25), got {word!r}"
+        ) from None
