@@ -24,8 +24,8 @@ LAYERS = (
     ("cli", "runs"),
 )
 LAYER_OF = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
-# The one import across a layer: commands start from the runs that people name.
-ACROSS = {("cli", "runs")}
+# Imports across a layer: commands start from the runs that people name, a format names a unit that devices know.
+ACROSS = {("cli", "runs"), ("formats", "devices")}
 LONGEST_FILE = 600
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 # Folders that only exist on somebody's machine.

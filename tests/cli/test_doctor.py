@@ -7,7 +7,7 @@ import pytest
 
 from halfbyte.cli import doctor
 from halfbyte.cli.main import main
-from halfbyte.devices import DEVICES, FORMATS
+from halfbyte.devices import DEVICES, UNITS
 from halfbyte.formats import selftest
 
 
@@ -32,7 +32,7 @@ def test_healthy(few_vectors, capfd):
         assert words in err
 
 
-@pytest.mark.parametrize("device, native", [("cpu", {"bf16"}), ("h200", {"bf16", "fp8"}), ("gb300", set(FORMATS))])
+@pytest.mark.parametrize("device, native", [("cpu", {"bf16"}), ("h200", {"bf16", "fp8"}), ("gb300", set(UNITS))])
 def test_what_is_native_where(device, native):
     rows = doctor.format_rows({"table": DEVICES[device]})
     assert {row["format"] for row in rows if row["training"] == "native"} == native

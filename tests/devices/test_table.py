@@ -10,7 +10,7 @@ import pytest
 
 from halfbyte.devices import (
     DEVICES,
-    FORMATS,
+    UNITS,
     Device,
     device,
     lookup,
@@ -47,12 +47,12 @@ def test_every_fact_is_there_and_has_a_source(name):
     for fact in FACTS:
         assert getattr(entry, fact) is not None, fact
         assert entry.sources[fact], fact
-    for fmt in entry.peak:
-        assert entry.sources[fmt], fmt
+    for unit in entry.peak:
+        assert entry.sources[unit], unit
 
 
 @pytest.mark.parametrize(
-    "name, fmt, system_pflops, gpus",
+    "name, unit, system_pflops, gpus",
     [
         # Dense PFLOP/s of a whole board or rack, as the vendor states them (sparse figures halved).
         ("h100", "bf16", 989.5e-3, 1), ("h100", "fp8", 1979e-3, 1),
@@ -63,8 +63,8 @@ def test_every_fact_is_there_and_has_a_source(name):
         ("gb300", "bf16", 360 / 2, 72), ("gb300", "fp8", 720 / 2, 72), ("gb300", "nvfp4", 1080, 72),
     ],
 )  # fmt: skip
-def test_peaks_are_the_vendors_dense_figures(name, fmt, system_pflops, gpus):
-    assert DEVICES[name].peak[fmt] == pytest.approx(system_pflops * 1e15 / gpus, rel=1e-12)
+def test_peaks_are_the_vendors_dense_figures(name, unit, system_pflops, gpus):
+    assert DEVICES[name].peak[unit] == pytest.approx(system_pflops * 1e15 / gpus, rel=1e-12)
 
 
 def test_hopper_has_no_peak_for_what_it_emulates():
@@ -113,9 +113,9 @@ def test_nvfp4_trains_on_sm_10_0_and_10_3_alone_and_infers_from_10_0():
         "gb300": True,
         "cpu": False,
     }.items():
-        for fmt in ("nvfp4", "NVFP4", "mxfp4", "mxfp8", "mxfp8_e5m2"):
-            assert native_training(DEVICES[name], fmt) is trains
-            assert native_inference(DEVICES[name], fmt) is trains
+        for unit in ("nvfp4", "mxfp4", "mxfp8"):
+            assert native_training(DEVICES[name], unit) is trains
+            assert native_inference(DEVICES[name], unit) is trains
     consumer = lookup(jax_device("NVIDIA GeForce RTX 5090", compute_capability="12.0"))
     assert not native_training(consumer, "nvfp4")
     assert native_inference(consumer, "nvfp4")
@@ -123,27 +123,30 @@ def test_nvfp4_trains_on_sm_10_0_and_10_3_alone_and_infers_from_10_0():
 
 def test_fp8_and_bf16_gates():
     assert native_training(DEVICES["h100"], "fp8")
-    assert native_training(DEVICES["h100"], "fp8_e5m2")
     assert not native_training(DEVICES["cpu"], "fp8")
     assert all(native_training(entry, "bf16") for entry in DEVICES.values())
     assert not native_training(lookup(jax_device("NVIDIA A100-SXM4-80GB", compute_capability="8.0")), "fp8")
 
 
+def test_no_unit_is_emulated_everywhere():
+    assert not any(native_training(entry, None) or native_inference(entry, None) for entry in DEVICES.values())
+
+
 def test_clear_errors():
     with pytest.raises(ValueError, match="unknown device 'b2000'; did you mean b200"):
         device("b2000")
-    with pytest.raises(ValueError, match="unknown format 'int3'"):
+    with pytest.raises(ValueError, match="unknown unit 'int3'"):
         native_training(DEVICES["b200"], "int3")
     with pytest.raises(ValueError, match="no source for the peak of \\['fp8'\\]"):
         Device(name="x", description="x", platform="cuda", peak={"fp8": 1.0})
-    with pytest.raises(ValueError, match="peak of unknown formats"):
+    with pytest.raises(ValueError, match="peak of unknown units"):
         Device(name="x", description="x", platform="cuda", peak={"fp3": 1.0}, sources={"fp3": "nowhere"})
 
 
 def test_entries_are_values():
     assert device("H200") is DEVICES["h200"]
     assert len({DEVICES["h200"], DEVICES["h100"], device("h200")}) == 2
-    assert set(DEVICES["gb300"].peak) == set(FORMATS)
+    assert set(DEVICES["gb300"].peak) == set(UNITS)
     with pytest.raises(TypeError):
         DEVICES["h200"].peak["nvfp4"] = 1.0
 

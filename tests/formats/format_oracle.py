@@ -7,10 +7,13 @@ table, so that it trusts neither a cast nor an addition.
 import ml_dtypes
 import numpy as np
 
-DTYPES = {"E2M1": ml_dtypes.float4_e2m1fn, "E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2}
-TOP = {"E2M1": 6.0, "E4M3": 448.0, "E5M2": 57344.0}
-EMAX = {"E2M1": 2, "E4M3": 8, "E5M2": 15}
-BITS = {"E2M1": 4, "E4M3": 8, "E5M2": 8}
+DTYPES = {
+    "E2M1": ml_dtypes.float4_e2m1fn, "E2M3": ml_dtypes.float6_e2m3fn, "E3M2": ml_dtypes.float6_e3m2fn,
+    "E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2,
+}  # fmt: skip
+TOP = {"E2M1": 6.0, "E2M3": 7.5, "E3M2": 28.0, "E4M3": 448.0, "E5M2": 57344.0}
+EMAX = {"E2M1": 2, "E2M3": 2, "E3M2": 4, "E4M3": 8, "E5M2": 15}
+BITS = {"E2M1": 4, "E2M3": 6, "E3M2": 6, "E4M3": 8, "E5M2": 8}
 MAX = np.finfo(np.float32).max
 
 

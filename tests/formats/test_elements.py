@@ -6,11 +6,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from other_formats import E2M3, E3M2
 
 from halfbyte.formats import E2M1, E4M3, E5M2
 from halfbyte.formats.elements import E8M0_DTYPE, decode, decode_e8m0, encode, encode_e8m0, round_to
 
-ELEMENTS = [E2M1, E4M3, E5M2]
+ELEMENTS = [E2M1, E2M3, E3M2, E4M3, E5M2]
 decoded, encoded, rounded = (jax.jit(f, static_argnums=0) for f in (decode, encode, round_to))
 
 
@@ -44,6 +45,10 @@ class TestSignedElements:
     def test_every_code_decodes_as_in_ml_dtypes(self, element):
         codes = every_code(element)
         np.testing.assert_array_equal(bits(decoded(element, codes)), bits(codes.view(element.dtype).astype(np.float32)))
+
+    def test_the_table_of_magnitudes(self, element):
+        values = every_code(element)[: element.sign_bit].view(element.dtype).astype(np.float32)
+        np.testing.assert_array_equal(bits(element.magnitudes()), bits(values))
 
     def test_every_value_encodes_to_its_code(self, element):
         codes = every_code(element)
@@ -81,7 +86,7 @@ class TestSignedElements:
         if element.has_nan:
             assert np.isnan(values).all()
         else:
-            np.testing.assert_array_equal(values, [6, -6])
+            np.testing.assert_array_equal(values, [element.max, -element.max])
 
     def test_facts(self, element):
         assert element.max == float(ml_dtypes.finfo(element.dtype).max)

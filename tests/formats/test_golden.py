@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from halfbyte.formats import E2M1, NVFP4, hadamard16, pack, quantize, tensor_scales, tile_scales, untile_scales
+from halfbyte.formats import E2M1, NVFP4, hadamard16, pack, quantize, tile_scales, untile_scales
 from halfbyte.formats.bits import copy_sign, float32_bits, float_of_bits
 from halfbyte.formats.elements import round_stochastic_e2m1, with_sign
 from halfbyte.formats.noise import philox4x32
@@ -108,7 +108,7 @@ def compare(found, answers, label):
     return len(answers)
 
 
-encode_scale = jax.jit(lambda amax_bits: bits(tensor_scales(float_of_bits(amax_bits), NVFP4).encode))
+encode_scale = jax.jit(lambda amax_bits: bits(NVFP4.tensor_scales(float_of_bits(amax_bits)).encode))
 one = jax.jit(outputs, static_argnums=(1, 2))
 batched = jax.jit(jax.vmap(outputs, in_axes=(0, None, None)), static_argnums=(1, 2))
 scanned = jax.jit(

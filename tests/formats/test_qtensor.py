@@ -7,8 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from other_formats import MXFP6
 
 from halfbyte.formats import FP8, MXFP4, MXFP8_E5M2, NVFP4, Packed, pack, quantize, tile_scales, unpack, untile_scales
+
+CASES = [(NVFP4, "1d"), (NVFP4, "2d"), (MXFP4, "1d"), (MXFP6, "1d"), (MXFP8_E5M2, "1d"), (FP8, "1d")]
 
 
 @functools.cache
@@ -26,7 +29,7 @@ def spread(scales, size, shape, square):
     return np.repeat(np.repeat(scales, tall, 0), size, 1).reshape(shape)
 
 
-@pytest.mark.parametrize("fmt, block", [(NVFP4, "1d"), (NVFP4, "2d"), (MXFP4, "1d"), (MXFP8_E5M2, "1d"), (FP8, "1d")])
+@pytest.mark.parametrize("fmt, block", CASES)
 def test_dequantize(hard_tensors, fmt, block):
     """element * block scale is exact, times 1/S is rounded once; subnormal results included."""
     made, values, unpacked, _ = compiled(fmt, block)(hard_tensors)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from other_formats import MXFP6
 
 from halfbyte.formats import (
     BF16,
@@ -18,6 +19,7 @@ from halfbyte.formats import (
     MXFP8,
     MXFP8_E5M2,
     NVFP4,
+    BlockFormat,
     all_finite,
     amax_of,
     quantize,
@@ -26,7 +28,7 @@ from halfbyte.formats import (
 )  # fmt: skip
 
 KEY = np.array([0x0123_4567, 0x89AB_CDEF], np.uint32)
-MX = {"mxfp4": "E2M1", "mxfp8": "E4M3", "mxfp8_e5m2": "E5M2"}
+MX = {"mxfp4": "E2M1", "mxfp6": "E3M2", "mxfp8": "E4M3", "mxfp8_e5m2": "E5M2"}
 
 
 @functools.cache
@@ -71,7 +73,7 @@ def test_nvfp4(hard_tensors, block, rounding):
             )
 
 
-@pytest.mark.parametrize("fmt", [MXFP4, MXFP8, MXFP8_E5M2], ids=repr)
+@pytest.mark.parametrize("fmt", [MXFP4, MXFP6, MXFP8, MXFP8_E5M2], ids=repr)
 @pytest.mark.parametrize("up", [False, True], ids=["floor", "up"])
 def test_mx(hard_tensors, fmt, up):
     made = compiled(round_up_scales(fmt) if up else fmt)(hard_tensors)
@@ -271,6 +273,18 @@ class TestErrors:
     def test_not_a_quantized_format(self):
         with pytest.raises(ValueError, match="bf16 is not a quantized format"):
             quantize(jnp.zeros((16, 16)), BF16)
+
+    def test_an_unknown_unit(self):
+        with pytest.raises(ValueError, match="format odd: unknown unit 'fp3'; known: bf16, fp8"):
+            BlockFormat("odd", NVFP4.element, 16, NVFP4.scale, unit="fp3")
+
+    def test_a_block_without_a_scale(self):
+        with pytest.raises(ValueError, match="format odd: block=16 does not fit"):
+            BlockFormat("odd", NVFP4.element, 16, FP8.scale)
+
+    def test_products_that_are_not_exact(self):
+        with pytest.raises(ValueError, match="has 8 significant bits"):
+            BlockFormat("odd", FP8.element, 16, NVFP4.scale)
 
     def test_round_up_of_a_format_without_powers(self):
         with pytest.raises(ValueError, match="nvfp4"):

@@ -17,6 +17,7 @@ from shapes import BLOCKS_OF_16, BLOCKS_OF_32
 
 import halfbyte as hb
 from halfbyte import devices, ops
+from halfbyte.formats import MXFP4, round_up_scales
 from halfbyte.ops.backends import BACKENDS, native
 from halfbyte.ops.backends.fused import FusedPasses
 
@@ -103,6 +104,18 @@ def test_auto_is_native_exactly_where_the_device_trains_in_the_format():
     assert ops.choose("auto", problem(hb.recipe("nvfp4"), shape, devices.device("h100"))).name != "native"
     odd = dataclasses.replace(problem(hb.recipe("nvfp4"), shape, B200), outputs=48)
     assert ops.choose("auto", odd).name != "native"  # dgrad sums over 48
+
+
+def test_auto_goes_by_the_unit_that_a_format_names():
+    """A new name costs nothing, and a format without a unit is emulated on every device."""
+    up, shape = round_up_scales(MXFP4), BLOCKS_OF_32[2]
+    new = {"mxfp4_up": up, "odd": dataclasses.replace(up, name="odd", unit=None)}
+    recipes = {name: hb.Recipe(name, *[hb.OperandPolicy(format)] * 6) for name, format in new.items()}
+    for device in ("h200", "b200"):
+        chosen = {n: ops.choose("auto", problem(r, shape, devices.device(device))).name for n, r in recipes.items()}
+        assert chosen == {"mxfp4_up": "native" if device == "b200" else "carrier", "odd": "carrier"}
+    with pytest.raises(ValueError, match="fprop multiplies odd by odd"):
+        ops.choose("native", problem(recipes["odd"], shape, B200))
 
 
 @pytest.mark.parametrize("gemm, sizes", [("fprop", (64, 48, 64)), ("dgrad", (64, 64, 48)), ("wgrad", (48, 64, 64))])

@@ -86,17 +86,20 @@ def memory_of(jax_device: Any) -> int | None:
 
 
 def format_rows(device: dict[str, Any]) -> list[dict[str, Any]]:
-    """For each format: which backend a large GEMM gets here, whether that is native, and what the hardware has."""
-    from halfbyte.devices import FORMATS, native_inference, native_training
+    """For each unit, and the simplest recipe for it: which backend a large GEMM gets here, whether that is native, and
+    what the hardware has.
+    """
+    from halfbyte.devices import UNITS, native_inference, native_training
     from halfbyte.ops import Problem, choose
-    from halfbyte.recipe import recipe
+    from halfbyte.recipe import recipe, recipe_names
 
     entry, rows = device["table"], []
-    for name in FORMATS:
-        backend = choose("auto", Problem(recipe(name), LARGE, LARGE, LARGE, device=entry)).name
+    for name in UNITS:
+        simplest = next(made for made in map(recipe, recipe_names()) if made.fprop_w.format.unit == name)
+        backend = choose("auto", Problem(simplest, LARGE, LARGE, LARGE, device=entry)).name
         units = native_training(entry, name)
-        # FP8 codes go into the 8-bit units under every backend; block-scaled formats only under `native`.
-        native = name == "bf16" or (units and (backend == "native" or name == "fp8"))
+        # Formats with one scale a tensor go into their unit under every backend, block-scaled ones only under `native`.
+        native = units and (backend == "native" or simplest.fprop_w.format.block is None)
         hardware = "training" if units else "inference only" if native_inference(entry, name) else "none"
         rows.append(
             {

@@ -1,19 +1,22 @@
 """Facts about accelerators, each with its source: one table for MFU, roofline, capability gate and compiler.
 
-`DEVICES` is the table, `lookup` finds the entry of a JAX device, `native_training` and `native_inference` say which
-formats its tensor cores take, `target_config` and `topology` describe it to XLA on a machine that does not have one.
+`DEVICES` is the table, `lookup` finds the entry of a JAX device, `UNITS` are what tensor cores multiply with,
+`native_training` and `native_inference` say which of them a device has, `target_config` and `topology` describe it to
+XLA on a machine that does not have one.
 """
 
 from halfbyte.devices.capability import native_inference, native_training
 from halfbyte.devices.lookup import lookup
 from halfbyte.devices.platform import settle_platform
-from halfbyte.devices.table import DEVICES, FORMATS, Device, device
+from halfbyte.devices.table import DEVICES, Device, device
 from halfbyte.devices.target import target_config, topology
+from halfbyte.devices.units import UNITS, Unit
 
 __all__ = [
     "DEVICES",
-    "FORMATS",
+    "UNITS",
     "Device",
+    "Unit",
     "device",
     "lookup",
     "native_inference",

@@ -1,9 +1,9 @@
-"""The table: capability, SMs, clock, caches, memory, links, and the dense peak per format, with a source for each.
+"""The table: capability, SMs, clock, caches, memory, links, and the dense peak of each unit, with its source.
 
-Peaks are the vendor's dense figures (no 2:4 sparsity), FLOP/s, never derived from clocks. A format that a device has no
-tensor-core instruction for has no peak: what it computes in such a format is emulated, and its utilisation is said
-against the format of the GEMM that really ran. Geometry (SMs, clock, L2, memory, bandwidth) comes from the target
-descriptions that the OpenXLA project publishes, which the compiler itself uses.
+Peaks are the vendor's dense figures (no 2:4 sparsity), FLOP/s, never derived from clocks. A unit that a device does not
+have has no peak: what it computes for it is emulated, and its utilisation is said against the unit that really ran.
+Geometry (SMs, clock, L2, memory, bandwidth) comes from the target descriptions that the OpenXLA project publishes,
+which the compiler itself uses.
 """
 
 import difflib
@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-# The formats that a peak is stated for. mxfp4 and nvfp4 share the FP4 units, mxfp8 and fp8 the FP8 units.
-FORMATS = ("bf16", "fp8", "mxfp8", "mxfp4", "nvfp4")
+from halfbyte.devices.units import UNITS
 
 
 @dataclass(frozen=True)
@@ -40,11 +39,9 @@ class Device:
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        unknown = self.peak.keys() - set(FORMATS)
+        unknown = self.peak.keys() - set(UNITS)
         if unknown:
-            raise ValueError(
-                f"device {self.name}: peak of unknown formats {sorted(unknown)}; known: {', '.join(FORMATS)}"
-            )
+            raise ValueError(f"device {self.name}: peak of unknown units {sorted(unknown)}; known: {', '.join(UNITS)}")
         unsourced = self.peak.keys() - self.sources.keys()
         if unsourced:
             raise ValueError(f"device {self.name}: no source for the peak of {sorted(unsourced)}; cite the datasheet")
@@ -53,7 +50,9 @@ class Device:
 
 
 def _peaks(bf16: float, fp8: float, fp4: float | None = None) -> dict[str, float]:
-    """Dense peaks by format from TFLOP/s; block-scaled formats only where there are FP4 units."""
+    """Dense peaks by unit from TFLOP/s; block-scaled ones only where there is FP4. mxfp4 and nvfp4 share the FP4
+    multipliers, mxfp8 and fp8 the FP8 multipliers.
+    """
     if fp4 is None:
         return {"bf16": bf16 * 1e12, "fp8": fp8 * 1e12}
     fp8_flops, fp4_flops = fp8 * 1e12, fp4 * 1e12

@@ -1,8 +1,8 @@
 """Number formats, exact to the bit: elements, block formats, and the quantization of a tensor.
 
-Read in this order: `elements` (one number), `blocks` (formats as values), `scales` (what a block is multiplied by),
-`quantize` (a tensor), `qtensor` (how it is kept). `exact` and `bits` hold the arithmetic that survives a compiler,
-`noise` the random bytes, `hadamard` the transform.
+Read in this order: `elements` (one number), `scales` (rules for what a block is multiplied by), `blocks` (formats as
+values), `quantize` (a tensor), `qtensor` (how it is kept). `exact` and `bits` hold the arithmetic that survives a
+compiler, `noise` the random bytes, `hadamard` the transform.
 """
 
 from .blocks import (
@@ -15,7 +15,6 @@ from .blocks import (
     MXFP8_E5M2,
     NVFP4,
     BlockFormat,
-    ScaleRule,
     round_up_scales,
 )
 from .elements import E2M1, E4M3, E5M2, Element
@@ -23,12 +22,12 @@ from .hadamard import hadamard16, transform_runs
 from .noise import Generator, key_words, random_bytes
 from .qtensor import Packed, QTensor, pack, unpack
 from .quantize import OnGrid, all_finite, amax_of, quantize, store, to_grid
-from .scales import TensorScales, tensor_scales
+from .scales import ScaleRule, TensorScales
 from .tiling import tile_scales, untile_scales
 
 __all__ = [
     "BF16", "E2M1", "E4M3", "E5M2", "FORMATS", "FP8", "FP8_E5M2", "MXFP4", "MXFP8", "MXFP8_E5M2", "NVFP4",
     "BlockFormat", "Element", "Generator", "OnGrid", "Packed", "QTensor", "ScaleRule", "TensorScales",
     "all_finite", "amax_of", "hadamard16", "key_words", "pack", "quantize", "random_bytes", "round_up_scales", "store",
-    "tensor_scales", "tile_scales", "to_grid", "transform_runs", "unpack", "untile_scales",
+    "tile_scales", "to_grid", "transform_runs", "unpack", "untile_scales",
 ]  # fmt: skip

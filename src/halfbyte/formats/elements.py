@@ -1,4 +1,4 @@
-"""Number formats of one element: E2M1, E4M3, E5M2 and E8M0.
+"""Number formats of one element: E2M1, E4M3, E5M2, any other of their kind, and E8M0.
 
 A code is `sign | exponent | mantissa`. With bias b and m mantissa bits a magnitude is
 
@@ -27,7 +27,11 @@ from .bits import EXPONENT, MAGNITUDE, SIGN, copy_sign, float32_bits, float_of_b
 
 @dataclasses.dataclass(frozen=True)
 class Element:
-    """A signed floating-point element of at most eight bits, saturating at `max`."""
+    """A signed floating-point element of at most eight bits, saturating at `max`.
+
+    Codes above that of `max` are NaN; but the one with all exponent bits and no mantissa bit, if it is above, is
+    infinity. Where `max` has the largest code there is neither.
+    """
 
     name: str
     bits: int
@@ -46,12 +50,38 @@ class Element:
         return int(np.floor(np.log2(self.max)))
 
     @property
-    def has_nan(self) -> bool:
-        return self.bits == 8
-
-    @property
     def sign_bit(self) -> int:
         return 1 << (self.bits - 1)
+
+    @property
+    def max_code(self) -> int:
+        """The code of `max`: 2**mantissa_bits codes to a binade, the subnormals first."""
+        binades = self.max_exponent + self.bias
+        return int((binades - 1 + self.max / 2.0**self.max_exponent) * 2**self.mantissa_bits)
+
+    @property
+    def has_nan(self) -> bool:
+        return self.max_code < self.sign_bit - 1
+
+    @property
+    def infinity_code(self) -> int | None:
+        code = self.sign_bit - (1 << self.mantissa_bits)  # all ones in the exponent
+        return code if code > self.max_code else None
+
+    @property
+    def stored_bits(self) -> int:
+        """Bits that a code takes where it is kept: two codes a byte if they fit, else one."""
+        return 4 if self.bits <= 4 else 8
+
+    def magnitudes(self) -> np.ndarray:
+        """float32 values of the codes without a sign, [sign_bit]; NaN above `max`, infinity where there is one."""
+        codes = np.arange(self.sign_bit)
+        binade, fraction = codes >> self.mantissa_bits, codes % 2**self.mantissa_bits / 2**self.mantissa_bits
+        values = np.ldexp(np.where(binade == 0, fraction, 1 + fraction), np.maximum(binade, 1) - self.bias)
+        values[self.max_code + 1 :] = np.nan
+        if self.infinity_code is not None:
+            values[self.infinity_code] = np.inf
+        return values.astype(np.float32)
 
 
 E2M1 = Element("E2M1", 4, 1, 1, 6.0, np.dtype(ml_dtypes.float4_e2m1fn))
@@ -69,7 +99,7 @@ class Rounded(NamedTuple):
 def round_nearest(element: Element, magnitude: jax.Array) -> Rounded:
     """Nearest value of the element's grid, ties to even, for float32 magnitudes; saturates.
 
-    NaN becomes `max` in E2M1, and stays NaN in E4M3 and E5M2.
+    NaN stays NaN where the element has one (E4M3, E5M2), and becomes `max` where it has none (E2M1).
     """
     top = jnp.float32(element.max)
     bounded = jnp.minimum(magnitude, top) if element.has_nan else jnp.where(magnitude <= top, magnitude, top)
@@ -104,7 +134,7 @@ def round_stochastic_e2m1(magnitude: jax.Array, noise: jax.Array) -> Rounded:
 def encode(element: Element, x: jax.Array) -> jax.Array:
     """uint8 codes of the values nearest to x, ties to even, saturating, the sign of zero kept.
 
-    NaN is the largest code of its sign: a NaN in E4M3 and E5M2, 6 in E2M1.
+    NaN is the largest code of its sign: a NaN where the element has one (E4M3, E5M2), else `max` (6 in E2M1).
     """
     bits = float32_bits(x)
     return with_sign(element, round_nearest(element, float_of_bits(bits & jnp.uint32(MAGNITUDE))).code, bits)
@@ -122,7 +152,7 @@ def round_to(element: Element, x: jax.Array) -> jax.Array:
 
 
 def decode(element: Element, codes: jax.Array) -> jax.Array:
-    """float32 values of uint8 codes; exact. E4M3 and E5M2 keep their NaN (and E5M2 its infinities)."""
+    """float32 values of uint8 codes; exact. Codes of NaN and of infinities become those."""
     codes = codes.astype(jnp.uint32)
     magnitude = codes & jnp.uint32(element.sign_bit - 1)
     mantissa_bits = element.mantissa_bits
@@ -130,10 +160,9 @@ def decode(element: Element, codes: jax.Array) -> jax.Array:
     subnormal = magnitude.astype(jnp.int32).astype(jnp.float32) * jnp.float32(element.min_normal / 2.0**mantissa_bits)
     value = jnp.where(magnitude < jnp.uint32(1 << mantissa_bits), subnormal, normal)
     if element.has_nan:
-        largest = int(np.array(element.max, element.dtype).view(np.uint8))
-        value = jnp.where(magnitude > jnp.uint32(largest), jnp.float32(jnp.nan), value)
-    if element is E5M2:
-        value = jnp.where(magnitude == jnp.uint32(0x7C), jnp.float32(jnp.inf), value)
+        value = jnp.where(magnitude > jnp.uint32(element.max_code), jnp.float32(jnp.nan), value)
+    if element.infinity_code is not None:
+        value = jnp.where(magnitude == jnp.uint32(element.infinity_code), jnp.float32(jnp.inf), value)
     return copy_sign(value, (codes & jnp.uint32(element.sign_bit)) << (32 - element.bits))
 
 

@@ -7,10 +7,10 @@ which every device executes exactly:
 
     value = significand * 2**exponent,   2**23 <= significand < 2**24
 
-A quotient starts from a few steps of Newton's iteration and is put right by its remainder. The dividends here
-(1, 448, 2688, 57344) have few significant bits, so that dividend * 2**k is zero modulo 2**32, and the remainder is
-minus quotient * divisor, one 32-bit multiplication. Products are of a number with few bits (a scale, an element) by any
-other, and fit in 32 bits.
+A quotient starts from a few steps of Newton's iteration and is put right by its remainder. The dividends here (1, and
+what an amax is mapped to: 448, 2688, 57344) have few significant bits, so that dividend * 2**k is zero modulo 2**32,
+and the remainder is minus quotient * divisor, one 32-bit multiplication. Products are of a number with few bits (a
+scale, an element) by any other, and fit in 32 bits.
 
 All of it is meant for the handful of scalars and the 128-entry table that a tensor's scale needs; the exceptions are
 `times` and `lift`, which whole tensors go through.
@@ -26,6 +26,7 @@ from .bits import float_of_bits, magnitude_bits
 INFINITY_BITS = 0x7F80_0000
 MAX_BITS = 0x7F7F_FFFF  # the largest finite float32
 LIFT = 64  # small numbers are worked on times 2**64
+SHORT_BITS = 6  # significant bits of an element times a block scale, at most
 MIN_EXPONENT = -149  # 2**-149 is the smallest subnormal
 
 
@@ -108,10 +109,11 @@ def divide_bits(top: float, bits: jax.Array) -> jax.Array:
 def multiply_short_bits(short: jax.Array, bits: jax.Array) -> jax.Array:
     """The product of non-negative finite floats, rounded to nearest even, from and to bits, subnormals included.
 
-    `short` has at most 6 significant bits: a scale, an element, or an E2M1 element times an E4M3 scale.
+    `short` has at most SHORT_BITS significant bits: a scale, an element, or an E2M1 element times an E4M3 scale.
     """
     (a, a_exponent), (b, b_exponent) = _split(short), _split(bits)
-    product, exponent = (a >> 18) * b, a_exponent + b_exponent + 18
+    spare = 24 - SHORT_BITS
+    product, exponent = (a >> spare) * b, a_exponent + b_exponent + spare
     drop = jnp.where(product >= _u32(1 << 29), 6, 5)  # of 29 or 30 bits, 24 stay; fewer in a subnormal
     drop = jnp.maximum(drop, MIN_EXPONENT - exponent)
     result = _pack(_shift_right_even(product, jnp.minimum(drop, 31)), exponent + drop)

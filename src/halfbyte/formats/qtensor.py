@@ -9,11 +9,9 @@ import numpy as np
 from jax import lax
 
 from .bits import copy_sign, float32_bits, float_of_bits, magnitude_bits
-from .blocks import BlockFormat, ScaleRule
-from .elements import E4M3, decode, decode_e8m0
+from .blocks import BlockFormat
+from .elements import decode
 from .exact import multiply_short_bits
-from .scales import tensor_scales
-from .views import block_view
 
 TINY_BITS = int(np.float32(2.0**-100).view(np.uint32))  # products with such a scale may be subnormal
 
@@ -46,17 +44,17 @@ class QTensor:
     @property
     def encode_scale(self) -> jax.Array:
         """S of the tensor, 1 where the format has no tensor scale."""
-        return tensor_scales(self.amax, self.format).encode
+        return self.format.tensor_scales(self.amax).encode
 
     @property
     def finite(self) -> jax.Array:
         """Whether the tensor held only finite numbers."""
-        return magnitude_bits(self.amax) < jnp.uint32(0x7F80_0000)
+        return jnp.all(magnitude_bits(self.amax) < jnp.uint32(0x7F80_0000))
 
     @property
     def packed(self) -> jax.Array:
-        """uint8, two codes a byte along the blocked axis, the even index in the low nibble; 8-bit codes as they are."""
-        return pack(self.codes, axis=self.axis) if self.format.element and self.format.element.bits == 4 else self.codes
+        """uint8, two 4-bit codes a byte along the blocked axis, the even index in the low nibble; others one a byte."""
+        return pack(self.codes, axis=self.axis) if _two_a_byte(self.format) else self.codes
 
     def carrier(self) -> jax.Array:
         """element(code) * block scale as float32: the tensor without its tensor scale."""
@@ -84,7 +82,8 @@ class QTensor:
 
     def _spread_scales(self) -> jax.Array:
         assert self.scales is not None
-        view = block_view(self.shape, self.format, block=self.block, axis=self.axis)
+        view = self.format.view(self.shape, block=self.block, axis=self.axis)
+        # [view.shape] -> [shape]
         return view.spread(scale_values(self.scales, self.format)).reshape(self.shape)
 
 
@@ -111,17 +110,19 @@ class Packed:
         return cls(tensor.packed, scales, tensor.amax, tensor.decode_scale, tensor.format, tensor.block, tensor.axis)
 
     def unpack(self) -> QTensor:
-        four_bit = self.format.element is not None and self.format.element.bits == 4
-        codes = unpack(self.packed, axis=self.axis) if four_bit else self.packed
+        codes = unpack(self.packed, axis=self.axis) if _two_a_byte(self.format) else self.packed
         dtype = self.format.scale_dtype
         scales = None if self.scales is None or dtype is None else lax.bitcast_convert_type(self.scales, dtype)
         return QTensor(codes, scales, self.amax, self.decode_scale, self.format, self.block, self.axis)
 
 
 def scale_values(scales: jax.Array, fmt: BlockFormat) -> jax.Array:
-    """float32 values of stored block scales (E4M3 or E8M0, or their uint8 codes)."""
-    codes = lax.bitcast_convert_type(scales, jnp.uint8)
-    return decode(E4M3, codes) if fmt.scale is ScaleRule.TWO_LEVEL else decode_e8m0(codes)
+    """float32 values of stored block scales (in the format's scale type, or their uint8 codes)."""
+    return fmt.scale.decode(lax.bitcast_convert_type(scales, jnp.uint8))
+
+
+def _two_a_byte(fmt: BlockFormat) -> bool:
+    return fmt.element is not None and fmt.element.stored_bits == 4
 
 
 def pack(codes: jax.Array, *, axis: int = -1) -> jax.Array:
@@ -132,6 +133,7 @@ def pack(codes: jax.Array, *, axis: int = -1) -> jax.Array:
         raise ValueError(
             f"packing two codes a byte needs an even axis, got {size} (axis {axis} of shape {codes.shape})"
         )
+    # [..., size, ...] -> [..., size / 2, 2, ...]
     pairs = codes.reshape(*codes.shape[:axis], size // 2, 2, *codes.shape[axis + 1 :])
     low, high = (lax.index_in_dim(pairs, i, axis + 1, keepdims=False) for i in (0, 1))
     return low | (high << 4)
@@ -141,4 +143,5 @@ def unpack(packed: jax.Array, *, axis: int = -1) -> jax.Array:
     """The codes of `pack`'s result."""
     axis = axis % packed.ndim
     pairs = jnp.stack([packed & jnp.uint8(0xF), packed >> 4], axis=axis + 1)
+    # [..., bytes, 2, ...] -> [..., 2 * bytes, ...]
     return pairs.reshape(*packed.shape[:axis], 2 * packed.shape[axis], *packed.shape[axis + 1 :])

@@ -23,8 +23,8 @@ from .elements import E2M1, round_nearest, round_stochastic_e2m1, with_sign
 from .exact import reduce_factor, times
 from .noise import Generator, random_bytes
 from .qtensor import QTensor
-from .scales import BlockScales, block_scales
-from .views import BlockView, block_view
+from .scales import Blocks, BlockScales
+from .views import BlockView
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 ROUNDINGS = ("rne", "stochastic")
@@ -37,12 +37,13 @@ class OnGrid(NamedTuple):
     values: jax.Array  # float32 on the element's grid
     codes: jax.Array  # uint8
     scales: BlockScales
-    amax: jax.Array  # float32 scalar
+    amax: jax.Array  # float32, one number for the tensor
     view: BlockView
 
     def carrier(self) -> jax.Array:
         """values * block scale as float32: at most 6 significant bits under NVFP4, so exact in bfloat16 as well."""
         spread = self.view.spread(self.scales.values)
+        # [shape] -> [view.shape] -> [shape]
         return (self.values.reshape(self.view.shape) * spread).reshape(self.values.shape)
 
 
@@ -63,6 +64,7 @@ def _largest(magnitude: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """
     last = magnitude.ndim - 1
     if last in axes and len(axes) > 1 and magnitude.shape[last] % RUN == 0:
+        # [..., n] -> [..., n / 16, 16]
         runs = magnitude.reshape(*magnitude.shape[:last], magnitude.shape[last] // RUN, RUN)
         magnitude = lax.optimization_barrier(jnp.max(runs, axis=-1))
     return lax.optimization_barrier(jnp.max(magnitude, axis=axes))
@@ -77,12 +79,12 @@ def to_grid(
     `amax` overrides the tensor's own (delayed scaling).
     """
     assert fmt.element is not None
-    view = block_view(x.shape, fmt, block=block, axis=axis)
-    bits = float32_bits(x).reshape(view.shape)
+    view = fmt.view(x.shape, block=block, axis=axis)
+    bits = float32_bits(x).reshape(view.shape)  # blocked axes split in two
     magnitude = bits & jnp.uint32(MAGNITUDE)
-    block_bits = _largest(magnitude, view.shared)
-    amax_bits = jnp.max(block_bits) if amax is None else float32_bits(amax)
-    scales = block_scales(block_bits, amax_bits, fmt)
+    largest = _largest(magnitude, view.shared)
+    amax_bits = fmt.scale.amax_bits(largest, view) if amax is None else float32_bits(amax)
+    scales = fmt.scale.find(Blocks(magnitude, largest, amax_bits, view), fmt.element)
     scaled = times(magnitude, view.spread(scales.encode), view.spread(reduce_factor(scales.encode)))
     if noise is None:
         rounded = round_nearest(fmt.element, scaled)
@@ -90,6 +92,7 @@ def to_grid(
         rounded = round_stochastic_e2m1(scaled, noise.reshape(view.shape))
     codes = with_sign(fmt.element, rounded.code, bits)
     values = copy_sign(rounded.value, bits)
+    # [view.shape] -> [shape]
     return OnGrid(values.reshape(x.shape), codes.reshape(x.shape), scales, float_of_bits(amax_bits), view)
 
 
@@ -132,7 +135,7 @@ def check_arguments(x: jax.Array, fmt: BlockFormat, *, rounding: str, key: jax.A
         raise ValueError(
             'rounding="stochastic" needs a key; pass key=jax.random.key(...), folded with step, layer and site'
         )
-    if rounding == "stochastic" and fmt.element is not E2M1:
+    if rounding == "stochastic" and fmt.element != E2M1:
         raise ValueError(
             f'stochastic rounding is defined for E2M1 formats (NVFP4, MXFP4), got {fmt.name}; use rounding="rne"'
         )

@@ -1,22 +1,28 @@
-"""Scales of a tensor and of its blocks, exactly.
+"""Scale rules: how a tensor's scale and those of its blocks are found, exactly.
 
-NVFP4 has two levels. The tensor's encode scale maps its amax to the top of what an E4M3 scale times an E2M1 element can
-hold, 448 * 6 = 2688:
+A rule is a value. It owns the type of a block's scale, what the tensor's largest magnitude is mapped to (`top`), and
+`find`, which may look at the blocks' maxima and at every element. There are three kinds here.
 
-    S = min(2688 / amax, FLT_MAX); 1 if that is zero, or amax is zero or not finite
-    decode scale = 1 / S;   S6 = S * float32(1/6)
-    block scale s = e4m3(min(block_amax * S6, 448))
+`TwoLevel` (NVFP4): an E4M3 scale a block under a float32 scale S of the tensor, which maps the tensor's amax to the
+product of the largest block scale and the largest element, 448 * 6 = 2688:
+
+    S = min(top / amax, FLT_MAX); 1 if that is zero, or amax is zero or not finite
+    decode scale = 1 / S;   mult = S * float32(1 / largest element)
+    block scale s = e4m3(min(block_amax * mult, 448))
     block encode scale = min(1 / (s * (1 / S)), FLT_MAX)
 
 The last line depends on the scale's code alone once S is known, so it is a table of 128 float32 numbers a tensor, made
 with exact integer divisions (`exact`) and looked up: no element and no block is ever divided, which is both faster and
 right where XLA's division is not.
 
-FP8 has one level, S = max / amax. The MX formats have one power of two a block, which is exact by construction.
+`TensorOnly` (FP8): no block scale, S = largest element / amax. `PowerOfTwo` (the MX formats): one power of two a block
+and no scale of the tensor, which is exact by construction.
 """
 
+import abc
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -25,20 +31,25 @@ import numpy as np
 from jax import lax
 
 from .bits import float32_bits, float_of_bits
-from .blocks import BlockFormat, ScaleRule
-from .elements import E4M3, E8M0_BIAS, E8M0_NAN, Element, decode_e8m0, round_nearest
+from .elements import E4M3, E8M0_BIAS, E8M0_DTYPE, E8M0_NAN, Element, decode, decode_e8m0, round_nearest
 from .exact import INFINITY_BITS, MAX_BITS, divide_bits, multiply_short_bits, reduce_factor, times
-
-# float32 bits of the non-negative E4M3 codes; the last, a NaN, is no scale and stands as 0.
-E4M3_BITS = np.append(np.arange(127, dtype=np.uint8).view(E4M3.dtype).astype(np.float32), np.float32(0)).view(np.uint32)
-LANES = E4M3_BITS.size + 2
+from .views import BlockView
 
 
 class TensorScales(NamedTuple):
-    """float32 scalars of one tensor."""
+    """float32, of one tensor."""
 
     encode: jax.Array  # S
     decode: jax.Array  # 1 / S
+
+
+class Blocks(NamedTuple):
+    """A tensor as a rule sees it: the bits of magnitudes, uint32."""
+
+    magnitude: jax.Array  # of every element, [view.shape]
+    largest: jax.Array  # of each block, [view.scale_shape]
+    amax: jax.Array  # of the tensor, as `ScaleRule.amax_bits` gave it or the caller wants it
+    view: BlockView
 
 
 class BlockScales(NamedTuple):
@@ -47,13 +58,156 @@ class BlockScales(NamedTuple):
     codes: jax.Array  # uint8
     values: jax.Array  # float32, the decoded scale
     encode: jax.Array  # float32, what an element is multiplied by
-    tensor_decode: jax.Array  # float32 scalar, 1 / S
+    tensor_decode: jax.Array  # float32, 1 / S
 
 
-def tensor_top(fmt: BlockFormat) -> float:
-    """What the tensor's amax is mapped to: 2688 for NVFP4, the element's largest value for FP8."""
-    assert fmt.element is not None
-    return fmt.element.max * (E4M3.max if fmt.scale is ScaleRule.TWO_LEVEL else 1.0)
+class ScaleRule(abc.ABC):
+    """How scales are found. A rule is a frozen dataclass: it hashes, and equal rules give equal scales."""
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> np.dtype | None:
+        """Of a stored block scale; None if a block has none."""
+
+    @property
+    @abc.abstractmethod
+    def significant_bits(self) -> int:
+        """Of a block scale: what it adds to the element's in their product; a power of two adds none."""
+
+    @abc.abstractmethod
+    def top(self, element: Element) -> float | None:
+        """What the tensor's amax is mapped to; None if the tensor has no scale."""
+
+    @abc.abstractmethod
+    def find(self, blocks: Blocks, element: Element) -> BlockScales:
+        """The scales of a tensor's blocks."""
+
+    @abc.abstractmethod
+    def decode(self, codes: jax.Array) -> jax.Array:
+        """float32 values of the uint8 codes of block scales."""
+
+    def amax_bits(self, largest: jax.Array, view: BlockView) -> jax.Array:
+        """Bits of the amax that the tensor scale is made of, from those of the blocks; one number for a tensor."""
+        return jnp.max(largest)
+
+    def tensor_scales(self, amax: jax.Array, element: Element) -> TensorScales:
+        """S and 1/S of a tensor with this amax; both 1 without a tensor scale, and where amax is zero or not finite."""
+        top = self.top(element)
+        if top is None:
+            return TensorScales(jnp.ones_like(amax), jnp.ones_like(amax))
+        return TensorScales(*_tensor_scales(float32_bits(amax), top))
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorOnly(ScaleRule):
+    """No block scale: the tensor's own maps its amax to the largest element."""
+
+    dtype = None
+    significant_bits = 0
+
+    def top(self, element: Element) -> float:
+        return element.max
+
+    def find(self, blocks: Blocks, element: Element) -> BlockScales:
+        tensor, shape = self.tensor_scales(float_of_bits(blocks.amax), element), blocks.largest.shape
+        blank, ones = jnp.zeros(shape, jnp.uint8), jnp.ones(shape, jnp.float32)
+        return BlockScales(blank, ones, jnp.broadcast_to(tensor.encode, shape), tensor.decode)
+
+    def decode(self, codes: jax.Array) -> jax.Array:
+        return jnp.ones(codes.shape, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoLevel(ScaleRule):
+    """A block scale of the type `scale`, at most `scale_top`, under a float32 scale of the tensor.
+
+    A block's amax is mapped to the largest element. A rule with several `candidates` for that says in `choose` which of
+    them a block takes.
+    """
+
+    scale: Element = E4M3
+    scale_top: float = E4M3.max
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.scale.dtype
+
+    @property
+    def significant_bits(self) -> int:
+        return self.scale.mantissa_bits + 1
+
+    def top(self, element: Element) -> float:
+        return element.max * self.scale_top
+
+    def candidates(self, element: Element) -> tuple[float, ...]:
+        """Element values that a block's amax may be mapped to."""
+        return (element.max,)
+
+    def find(self, blocks: Blocks, element: Element) -> BlockScales:
+        decode_scale, mults, table = _two_level(blocks.amax, self, element)
+        return self.choose(blocks, element, [self._found(blocks.largest, m, table, decode_scale) for m in mults])
+
+    def choose(self, blocks: Blocks, element: Element, found: Sequence[BlockScales]) -> BlockScales:
+        """The scales of all blocks, from those under each candidate."""
+        (only,) = found
+        return only
+
+    def decode(self, codes: jax.Array) -> jax.Array:
+        return decode(self.scale, codes)
+
+    def _found(self, largest: jax.Array, mult: jax.Array, table: jax.Array, decode_scale: jax.Array) -> BlockScales:
+        limit = jnp.float32(self.scale.max)
+        scaled = times(largest, mult, reduce_factor(mult))
+        scaled = jnp.where(scaled <= limit, scaled, limit)  # infinity and NaN saturate too
+        values, codes = round_nearest(self.scale, scaled)
+        encode_scale = table.at[codes].get(mode="promise_in_bounds")
+        return BlockScales(codes.astype(jnp.uint8), values, encode_scale, decode_scale)
+
+
+@dataclasses.dataclass(frozen=True)
+class PowerOfTwo(ScaleRule):
+    """An E8M0 scale a block, NaN for a block with an infinity or a NaN; no scale of the tensor."""
+
+    dtype = E8M0_DTYPE
+    significant_bits = 0
+
+    @abc.abstractmethod
+    def exponent(self, largest: jax.Array, element: Element) -> jax.Array:
+        """int32, biased by 127, not yet clipped to what E8M0 holds, for the bits of a block's amax."""
+
+    def top(self, element: Element) -> None:
+        return None
+
+    def find(self, blocks: Blocks, element: Element) -> BlockScales:
+        code = jnp.clip(self.exponent(blocks.largest, element), 0, 254)
+        broken = blocks.largest >= jnp.uint32(INFINITY_BITS)
+        codes = jnp.where(broken, jnp.int32(E8M0_NAN), code).astype(jnp.uint8)
+        inverse = float_of_bits((jnp.int32(2 * E8M0_BIAS) - code).astype(jnp.uint32) << 23)
+        return BlockScales(codes, decode_e8m0(codes), inverse, jnp.float32(1))
+
+    def decode(self, codes: jax.Array) -> jax.Array:
+        return decode_e8m0(codes)
+
+
+@dataclasses.dataclass(frozen=True)
+class PowerFloor(PowerOfTwo):
+    """floor(log2 amax) - emax, the rule of the OCP text: the largest element of a block may saturate."""
+
+    def exponent(self, largest: jax.Array, element: Element) -> jax.Array:
+        return (largest >> 23).astype(jnp.int32) - element.max_exponent
+
+
+@dataclasses.dataclass(frozen=True)
+class PowerUp(PowerOfTwo):
+    """The least power of two under which no element of the block saturates."""
+
+    def exponent(self, largest: jax.Array, element: Element) -> jax.Array:
+        top_fraction = int(np.float32(element.max / 2.0**element.max_exponent).view(np.uint32)) & 0x7F_FFFF
+        above = largest & jnp.uint32(0x7F_FFFF) > jnp.uint32(top_fraction)
+        return (largest >> 23).astype(jnp.int32) - element.max_exponent + above.astype(jnp.int32)
+
+
+TENSOR_ONLY, TWO_LEVEL, POWER_FLOOR, POWER_UP = TensorOnly(), TwoLevel(), PowerFloor(), PowerUp()
 
 
 def _encode_scale_bits(amax_bits: jax.Array, top: float) -> jax.Array:
@@ -80,29 +234,38 @@ def _once(compute: Callable[[jax.Array], jax.Array], unscaled: np.ndarray, amax_
     return lax.platform_dependent(amax_bits, usable, cpu=in_a_loop, default=plain)
 
 
-def _two_level_lanes(amax_bits: jax.Array) -> jax.Array:
-    """float32 [130]: the encode scale of every E4M3 code, then 1/S, then S6."""
-    encode_scale = _encode_scale_bits(amax_bits, 2688.0)
-    decode_scale = divide_bits(1.0, encode_scale)
-    reach = multiply_short_bits(jnp.asarray(E4M3_BITS), jnp.broadcast_to(decode_scale, E4M3_BITS.shape))
-    table = jnp.minimum(divide_bits(1.0, reach), jnp.uint32(MAX_BITS))
-    sixth = float32_bits(float_of_bits(encode_scale) * jnp.float32(1 / 6))
-    # One array, not three: what two results share would be compiled twice.
-    lane, padded = jnp.arange(LANES), jnp.pad(table, (0, 2))
-    return float_of_bits(jnp.where(lane == LANES - 2, decode_scale, jnp.where(lane == LANES - 1, sixth, padded)))
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _two_level(
+    amax_bits: jax.Array, rule: TwoLevel, element: Element
+) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array]:
+    """(1/S, a mult for each candidate, float32 encode scales by code) of a tensor with two levels of scales.
 
+    Jitted apart so that it is traced once a program.
+    """
+    # A NaN is no scale and stands as 0.
+    scales = np.nan_to_num(rule.scale.magnitudes(), nan=0.0)
+    inverse = np.array([1 / value for value in rule.candidates(element)], np.float32)
 
-@jax.jit
-def _two_level(amax_bits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(1/S, S6, float32 [128] encode scales) of an NVFP4 tensor. Jitted apart so that it is traced once a program."""
+    def compute(amax_bits: jax.Array) -> jax.Array:
+        """float32: the encode scale of every code, then 1/S, then the mults."""
+        encode_scale = _encode_scale_bits(amax_bits, rule.top(element))
+        decode_scale = divide_bits(1.0, encode_scale)
+        reach = multiply_short_bits(jnp.asarray(scales.view(np.uint32)), jnp.broadcast_to(decode_scale, scales.shape))
+        lanes = jnp.pad(jnp.minimum(divide_bits(1.0, reach), jnp.uint32(MAX_BITS)), (0, 1 + inverse.size))
+        mults = [float32_bits(float_of_bits(encode_scale) * jnp.float32(number)) for number in inverse]
+        # One array, not several: what two results share would be compiled twice.
+        for place, extra in enumerate([decode_scale, *mults], scales.size):
+            lanes = jnp.where(jnp.arange(lanes.size) == place, extra, lanes)
+        return float_of_bits(lanes)
+
     with np.errstate(divide="ignore"):
-        reciprocals = np.minimum(np.float32(1) / E4M3_BITS.view(np.float32), np.finfo(np.float32).max)
-    lanes = _once(_two_level_lanes, np.append(reciprocals, np.array([1, 1 / 6], np.float32)), amax_bits)
-    return lanes[-2], lanes[-1], lanes[:-2]
+        reciprocals = np.minimum(np.float32(1) / scales, np.finfo(np.float32).max)
+    lanes = _once(compute, np.concatenate([reciprocals, np.ones(1, np.float32), inverse]), amax_bits)
+    return lanes[scales.size], tuple(lanes[scales.size + 1 + i] for i in range(inverse.size)), lanes[: scales.size]
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _one_level(amax_bits: jax.Array, top: float) -> tuple[jax.Array, jax.Array]:
+def _tensor_scales(amax_bits: jax.Array, top: float) -> tuple[jax.Array, jax.Array]:
     """(S, 1/S) for a tensor's amax that is to become `top`."""
 
     def compute(amax_bits: jax.Array) -> jax.Array:
@@ -111,46 +274,3 @@ def _one_level(amax_bits: jax.Array, top: float) -> tuple[jax.Array, jax.Array]:
 
     lanes = _once(compute, np.ones(2, np.float32), amax_bits)
     return lanes[0], lanes[1]
-
-
-def tensor_scales(amax: jax.Array, fmt: BlockFormat) -> TensorScales:
-    """S and 1/S of a tensor with this amax.
-
-    Both 1 for a format without a tensor scale, and where amax is zero, infinite or NaN.
-    """
-    if not fmt.tensor_scale:
-        return TensorScales(jnp.ones_like(amax), jnp.ones_like(amax))
-    return TensorScales(*_one_level(float32_bits(amax), tensor_top(fmt)))
-
-
-def block_scales(block_bits: jax.Array, amax_bits: jax.Array, fmt: BlockFormat) -> BlockScales:
-    """Scales of blocks whose largest magnitudes have these bits, in a tensor whose amax has those."""
-    assert fmt.element is not None
-    if fmt.scale is ScaleRule.NONE:
-        tensor = tensor_scales(float_of_bits(amax_bits), fmt)
-        blank, ones = jnp.zeros(block_bits.shape, jnp.uint8), jnp.ones(block_bits.shape, jnp.float32)
-        return BlockScales(blank, ones, jnp.broadcast_to(tensor.encode, block_bits.shape), tensor.decode)
-    if fmt.scale is ScaleRule.TWO_LEVEL:
-        return _two_level_blocks(block_bits, amax_bits)
-    return _power_blocks(block_bits, fmt.element, round_up=fmt.scale is ScaleRule.POWER_UP)
-
-
-def _two_level_blocks(block_bits: jax.Array, amax_bits: jax.Array) -> BlockScales:
-    tensor_decode, sixth, table = _two_level(amax_bits)
-    scaled = times(block_bits, sixth, reduce_factor(sixth))
-    scaled = jnp.where(scaled <= jnp.float32(E4M3.max), scaled, jnp.float32(E4M3.max))  # infinity and NaN saturate too
-    values, codes = round_nearest(E4M3, scaled)
-    encode_scale = table.at[codes].get(mode="promise_in_bounds")
-    return BlockScales(codes.astype(jnp.uint8), values, encode_scale, tensor_decode)
-
-
-def _power_blocks(block_bits: jax.Array, element: Element, *, round_up: bool) -> BlockScales:
-    exponent = (block_bits >> 23).astype(jnp.int32) - element.max_exponent  # biased by 127
-    if round_up:
-        top_fraction = int(np.float32(element.max / 2.0**element.max_exponent).view(np.uint32)) & 0x7F_FFFF
-        exponent = exponent + (block_bits & jnp.uint32(0x7F_FFFF) > jnp.uint32(top_fraction)).astype(jnp.int32)
-    code = jnp.clip(exponent, 0, 254)
-    broken = block_bits >= jnp.uint32(INFINITY_BITS)
-    codes = jnp.where(broken, jnp.int32(E8M0_NAN), code).astype(jnp.uint8)
-    inverse = float_of_bits((jnp.int32(2 * E8M0_BIAS) - code).astype(jnp.uint32) << 23)
-    return BlockScales(codes, decode_e8m0(codes), inverse, jnp.float32(1))

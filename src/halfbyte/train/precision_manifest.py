@@ -17,6 +17,7 @@ from rich.table import Table
 
 from halfbyte import models, ops
 from halfbyte.devices import Device, native_training
+from halfbyte.formats import BF16
 from halfbyte.metrics import mixed_peak
 from halfbyte.models.flops import FLOPS_FORMULA
 from halfbyte.recipe import GEMMS, OperandPolicy, Recipe, Resolved
@@ -25,6 +26,7 @@ from halfbyte.sharding import parse_mesh
 from .config import TrainConfig
 
 PLAIN_LIMIT_BITS = 4
+PLAIN = str(BF16.unit)
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Gemm:
     bits: int
     """Of the wider operand's elements."""
     runs_in: str
-    """Format of the multiplier: nvfp4, fp8, bf16, ..."""
+    """The unit that multiplies: nvfp4, fp8, bf16, ..."""
     execution: str
     """plain (bf16 by choice), native or emulated."""
 
@@ -97,7 +99,7 @@ def build_manifest(config: TrainConfig, resolved: Resolved, recipe: Recipe, *, s
             by_multiplier[gemm.runs_in] = by_multiplier.get(gemm.runs_in, 0.0) + entry.flops / 3 / total
             four_bit += entry.flops / 3 / total if gemm.bits == PLAIN_LIMIT_BITS else 0.0
     attention = 1 - sum(by_multiplier.values())
-    by_multiplier["bf16"] = by_multiplier.get("bf16", 0.0) + attention
+    by_multiplier[PLAIN] = by_multiplier.get(PLAIN, 0.0) + attention
     return Manifest(
         device=device.name,
         recipe=recipe.name,
@@ -156,21 +158,19 @@ def _sharded(config: TrainConfig) -> bool:
 
 
 def _multiplier(policies: tuple[OperandPolicy, OperandPolicy], backend: str, device: Device) -> str:
-    """What the hardware multiplies: the format where the backend is native, f8 where both operands are FP8 and the
-    device has it, else bf16."""
-    names = {policy.format.name.removesuffix("_e5m2") for policy in policies}
-    if len(names) == 1:
-        (name,) = names
-        hardware = backend == "native" or (name == "fp8" and backend != "reference")
-        if name != "bf16" and hardware and native_training(device, name):
-            return name
-    return "bf16"
+    """The unit that multiplies: the one both formats name, if the backend uses it and the device trains on it, else
+    bf16. Formats with one scale a tensor go into their unit under every backend but the reference."""
+    left, right = (policy.format for policy in policies)
+    used = backend == "native" or (left.block is None and backend != "reference")
+    if left.unit is not None and left.unit == right.unit and used and native_training(device, left.unit):
+        return left.unit
+    return PLAIN
 
 
 def _execution(policies: tuple[OperandPolicy, OperandPolicy], runs_in: str) -> str:
     if not any(policy.format.quantized for policy in policies):
         return "plain"
-    return "native" if runs_in != "bf16" else "emulated"
+    return "native" if runs_in != PLAIN else "emulated"
 
 
 def _cell(gemm: Gemm) -> str:

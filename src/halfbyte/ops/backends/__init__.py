@@ -99,5 +99,5 @@ def _with_kernels(problem: Problem) -> Backend:
 
 
 def _native_pays(problem: Problem) -> bool:
-    formats = {getattr(problem.recipe, role).format.name for role in ROLES}
-    return all(native_training(problem.device, name) for name in formats) and native.unsupported(problem) is None
+    units = {getattr(problem.recipe, role).format.unit for role in ROLES}
+    return all(native_training(problem.device, unit) for unit in units) and native.unsupported(problem) is None

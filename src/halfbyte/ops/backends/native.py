@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from halfbyte.formats import QTensor, ScaleRule
+from halfbyte.formats import QTensor
 from halfbyte.ops.backends.gemm import Contraction, alpha, contraction_last, finish, result_shape
 from halfbyte.ops.operand import Operand
 from halfbyte.ops.problem import Problem
@@ -28,7 +28,7 @@ def unsupported(problem: Problem) -> str | None:
         return f"jax.nn.scaled_matmul has no implementation for {name}; it needs an NVIDIA GPU (use carrier)"
     for gemm, size in problem.contractions().items():
         left, right = (getattr(problem.recipe, role).format for role in GEMMS[gemm])
-        if left.scale is ScaleRule.NONE or left.scale is not right.scale or left.block != right.block:
+        if left.unit is None or left.block is None or left.unit != right.unit:
             return f"{gemm} multiplies {left} by {right}; block-scaled units take one block-scaled format on both sides"
         if size % MULTIPLE:
             return f"{gemm} sums over {size}, and block-scaled units need a multiple of {MULTIPLE}"
