@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 
-from halfbyte.formats import E2M1, FP8, FP8_E5M2, MXFP4, MXFP8, NVFP4, BlockFormat, ScaleRule
+from halfbyte.formats import E2M1, FP8, FP8_E5M2, MXFP4, MXFP8, NVFP4, BlockFormat
 from halfbyte.recipe.blends import blend, split_blend
 from halfbyte.recipe.operands import GEMMS, GRADIENTS, ROLES, WEIGHTS, Recipe
 
@@ -13,7 +13,7 @@ _PRESETS: dict[str, Recipe] = {}
 _NEIGHBOUR: dict[str, str] = {}
 
 # No published format: E2M1 as FP8 is scaled, so that most of a tensor rounds to zero.
-FP4_ONE_SCALE = BlockFormat("fp4_one_scale", E2M1, None, ScaleRule.NONE)
+FP4_ONE_SCALE = BlockFormat("fp4_one_scale", E2M1, None, FP8.scale)
 
 # MaxText's names for the same recipes, so that a MaxText user's command carries over.
 _ALIASES = {
