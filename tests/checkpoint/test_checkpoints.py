@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from stored import abstract, biggest_files, filled, same, tree
 
 from halfbyte.checkpoint import CheckpointMismatch, Checkpoints, NoGoodCheckpoint, RunDirectoryHeld, RunLock, checksums
 
@@ -16,41 +17,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:coroutine.*was never awaited:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-
-
-def tree(value: int):
-    rng = np.random.default_rng(value)
-    return {
-        "params": {
-            "w": jnp.asarray(rng.normal(size=(64, 48)), jnp.float32),
-            "b": jnp.asarray(rng.normal(size=7), jnp.bfloat16),
-        },
-        "optimizer": {
-            "mu": (jnp.asarray(rng.normal(size=(64, 48)), jnp.float32),),
-            "count": jnp.asarray(value, jnp.int32),
-        },
-    }
-
-
-def abstract(items):
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), items)
-
-
-def same(a, b):
-    return all(jax.tree.leaves(jax.tree.map(lambda x, y: bool(np.array_equal(np.asarray(x), np.asarray(y))), a, b)))
-
-
-def filled(directory, steps=(10, 20), **options):
-    store = Checkpoints(directory, **options)
-    for step in steps:
-        store.save(step, tree(step), extra={"config": {"step": step}, "data": {"next_index": step * 4}})
-    store.wait()
-    return store
-
-
-def biggest_files(directory):
-    files = [path for path in directory.rglob("*") if path.is_file() and path.stat().st_size > 2000]
-    return sorted(files, key=lambda path: -path.stat().st_size)
 
 
 def test_round_trip_with_caller_json(tmp_path):

@@ -1,8 +1,15 @@
 """Checkpoints that notice damage, and the lock that keeps a run directory to one writer."""
 
-from .checksum import checksum, checksums, named_leaves
+from .checksum import checksum, checksums, inspect, named_leaves
 from .lock import RunDirectoryHeld, RunLock
-from .record import CheckpointMismatch, DamagedCheckpoint, Record
+from .record import (
+    CheckpointMismatch,
+    DamagedCheckpoint,
+    PoisonedCheckpoint,
+    Record,
+    UnreadableCheckpoint,
+    describe_with_checksums,
+)
 from .store import Checkpoints, NoGoodCheckpoint, Restored
 
 __all__ = [
@@ -10,11 +17,15 @@ __all__ = [
     "Checkpoints",
     "DamagedCheckpoint",
     "NoGoodCheckpoint",
+    "PoisonedCheckpoint",
     "Record",
     "Restored",
     "RunDirectoryHeld",
     "RunLock",
+    "UnreadableCheckpoint",
     "checksum",
     "checksums",
+    "describe_with_checksums",
+    "inspect",
     "named_leaves",
 ]

@@ -11,11 +11,11 @@ every mesh.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 PRIMES = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1)
@@ -64,16 +64,38 @@ def checksum(x: jax.Array) -> jax.Array:
     return jnp.stack(words)
 
 
+def not_finite(x: jax.Array) -> jax.Array:
+    """int32 scalar: how many values of a float array are NaN or infinite; 0 for any other dtype."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return jnp.zeros((), jnp.int32)
+    return jnp.sum(~jnp.isfinite(x), dtype=jnp.int32)
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """One array as it is in memory: its checksum, sixteen hexadecimal digits, and how many values are not finite."""
+
+    checksum: str
+    not_finite: int
+
+
 @jax.jit
-def _checksums(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return {name: checksum(leaf) for name, leaf in leaves.items()}
+def _inspect(leaves: dict[str, jax.Array]) -> dict[str, tuple[jax.Array, jax.Array]]:
+    return {name: (checksum(leaf), not_finite(leaf)) for name, leaf in leaves.items()}
+
+
+def inspect(tree: Any) -> dict[str, Inspected]:
+    """Every leaf by path, in one pass. Every process of a distributed array must call it, and gets the same."""
+    found = jax.device_get(_inspect(named_leaves(tree)))
+    return {
+        name: Inspected("".join(f"{int(word):08x}" for word in words), int(count))
+        for name, (words, count) in found.items()
+    }
 
 
 def checksums(tree: Any) -> dict[str, str]:
-    """Sixteen hexadecimal digits a leaf, by path. Every process of a distributed array must call it, and gets the
-    same."""
-    words = _checksums(named_leaves(tree))
-    return {name: "".join(f"{int(word):08x}" for word in np.asarray(value)) for name, value in words.items()}
+    """Sixteen hexadecimal digits a leaf, by path."""
+    return {name: found.checksum for name, found in inspect(tree).items()}
 
 
 def disagreements(stored: Mapping[str, str], found: Mapping[str, str]) -> list[str]:

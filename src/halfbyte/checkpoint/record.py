@@ -10,13 +10,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .checksum import checksums, named_leaves
+from .checksum import inspect, named_leaves
 
 LAYOUT = 1
 
 
 class DamagedCheckpoint(Exception):
     """A checkpoint whose bytes are not those that were written. The message names the file or the arrays."""
+
+
+class PoisonedCheckpoint(DamagedCheckpoint):
+    """A checkpoint whose bytes are those that were written, and whose values are not all finite."""
+
+
+class UnreadableCheckpoint(Exception):
+    """A checkpoint that the storage did not give back. It may be whole: it is never set aside."""
 
 
 class CheckpointMismatch(ValueError):
@@ -41,7 +49,7 @@ class Record:
     @classmethod
     def from_json(cls, stored: Any) -> "Record":
         """The record back; DamagedCheckpoint when it is missing or not what was written."""
-        if not isinstance(stored, dict) or "record" not in stored:
+        if not isinstance(stored, dict) or not isinstance(stored.get("record"), str):
             raise DamagedCheckpoint("its record is missing")
         if zlib.crc32(stored["record"].encode()) != stored.get("crc32"):
             raise DamagedCheckpoint("its record does not match its own CRC")
@@ -60,12 +68,30 @@ def describe(items: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def describe_with_checksums(items: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Shape, dtype and checksum of every leaf, by item and path."""
+    """Shape, dtype and checksum of every leaf, by item and path, of what is in memory now. Raises PoisonedCheckpoint,
+    naming the leaves, when a value is not finite: such a state is not worth keeping."""
     described = describe(items)
+    poisoned: dict[str, int] = {}
     for item, tree in items.items():
-        for name, words in checksums(tree).items():
-            described[item][name]["checksum"] = words
+        for name, found in inspect(tree).items():
+            described[item][name]["checksum"] = found.checksum
+            if found.not_finite:
+                poisoned[f"{item}/{name}"] = found.not_finite
+    refuse_poisoned(poisoned)
     return described
+
+
+def refuse_poisoned(not_finite: Mapping[str, int]) -> None:
+    """Raise PoisonedCheckpoint if any leaf holds values that are not finite."""
+    if not_finite:
+        listing = ", ".join(f"{count} in {name}" for name, count in list(not_finite.items())[:4])
+        raise PoisonedCheckpoint(f"it holds values that are not finite: {listing} ({len(not_finite)} arrays)")
+
+
+def one_line(error: BaseException) -> str:
+    """An error's text, on one line of at most 300 characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:300] + "..."
 
 
 def check_fits(record: Record, abstract: Mapping[str, Any]) -> None:

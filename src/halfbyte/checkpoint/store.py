@@ -1,15 +1,15 @@
 """Checkpoints of a run: written by Orbax in the background, verified by our own checksums when they come back.
 
 What Orbax gives: atomic commits (a kill during a save never costs the last good step), async writes, loading onto
-another mesh. What it does not
-give, and is here: a flipped bit is found (checksum an array), a wrong dtype is an error rather than a cast, a damaged
-checkpoint is named, set
-aside and the one before it is used, and a failed write (a full disk) does not poison the next.
+another mesh. What it does not give, and is here: a flipped bit is found (checksum an array), values that are not finite
+are neither saved nor restored, a wrong dtype is an error rather than a cast, a damaged checkpoint is named, set aside
+and the one before it is used, a checkpoint of another step or another run is not taken for this one, an error of the
+storage is tried again and never taken for damage, and a failed write (a full disk) does not poison the next.
 """
 
-import json
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +20,21 @@ import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from .checksum import checksums, disagreements, named_leaves
-from .record import DamagedCheckpoint, Record, check_fits, describe_with_checksums
+from .checksum import disagreements, inspect, named_leaves
+from .files import check_file_list, check_readable, remove_unfinished, write_file_list
+from .record import (
+    DamagedCheckpoint,
+    PoisonedCheckpoint,
+    Record,
+    UnreadableCheckpoint,
+    check_fits,
+    describe_with_checksums,
+    one_line,
+    refuse_poisoned,
+)
 
-FILE_LIST = "halfbyte-files.json"
+READ_ATTEMPTS = 3
+RETRY_PAUSE_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,7 @@ def _warn(message: str) -> None:
 class Checkpoints:
     """The checkpoints under one directory: the last `keep_last`, and every `keep_every`-th step for good.
 
+    `run` is the run's own name for itself: it is written into every checkpoint, and one of another run is refused.
     `say` gets every message a person must see. All processes of a distributed run call every method, in the same order.
     """
 
@@ -57,18 +69,20 @@ class Checkpoints:
         *,
         keep_last: int = 2,
         keep_every: int | None = None,
+        run: str | None = None,
         say: Callable[[str], None] = _warn,
     ):
         self.directory = Path(directory).absolute()
         self._policies = [ocp.training.preservation_policies.LatestN(keep_last)]
         if keep_every:
             self._policies.append(ocp.training.preservation_policies.EveryNSteps(keep_every))
+        self._run = run
         self._say = say
-        self._pending: int | None = None
+        self._pending: tuple[int, Any] | None = None
         self._orbax = self._open()
 
     def _open(self) -> Any:
-        logging.getLogger("absl").setLevel(logging.ERROR)
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # what fails is said here, in one line
         return ocp.training.Checkpointer(
             self.directory,
             preservation_policy=ocp.training.preservation_policies.AnyPreservationPolicy(self._policies),
@@ -82,12 +96,21 @@ class Checkpoints:
     # -----------------------------------------------------------------------------------------------------------------
 
     def save(self, step: int, items: Mapping[str, Any], *, extra: Mapping[str, Any]) -> None:
-        """Start writing `items` (pytrees of arrays by name); returns once the arrays are copied off the device."""
+        """Start writing `items` (pytrees of arrays by name); returns once the arrays are copied off the device.
+
+        Raises PoisonedCheckpoint, and writes nothing, when a value is not finite. A write that fails is said aloud, and
+        the next save starts clean.
+        """
         self.wait()
-        record = Record(step=step, leaves=describe_with_checksums(items), extra=extra)
+        leaves = describe_with_checksums(items)
+        record = Record(step=step, leaves=leaves, extra={**extra, "run": self._run})
         flat = {item: _storable(tree) for item, tree in items.items()}
-        self._orbax.save_checkpointables_async(step, flat, force=True, custom_metadata=record.to_json())
-        self._pending = step
+        try:
+            response = self._orbax.save_checkpointables_async(step, flat, force=True, custom_metadata=record.to_json())
+        except Exception as error:  # Orbax raises whatever the storage raised
+            self._not_written(step, error)
+            return
+        self._pending = (step, response)
 
     def poll(self) -> None:
         """Finish the bookkeeping of a write that has ended; never blocks."""
@@ -99,19 +122,34 @@ class Checkpoints:
         clean."""
         if self._pending is None:
             return True
-        step, self._pending = self._pending, None
+        (step, response), self._pending = self._pending, None
         try:
+            response.result()  # also ends the thread that waits for the write, and closes its files
             self._orbax.wait()
         except Exception as error:  # Orbax raises whatever the storage raised
-            self._say(
-                f"CHECKPOINT of step {step} WAS NOT WRITTEN: {_one_line(error)}; "
-                "training goes on, the next save tries again"
-            )
-            self._orbax = self._open()  # the old object would raise this error once more
+            self._not_written(step, error)
             return False
         if step in self.steps() and jax.process_index() == 0:
-            _write_file_list(self.directory / str(step))
+            self._list_files(step)
         return True
+
+    def _not_written(self, step: int, error: BaseException) -> None:
+        self._say(
+            f"CHECKPOINT of step {step} WAS NOT WRITTEN: {one_line(error)}; training goes on, the next save tries again"
+        )
+        self._orbax = self._open()  # the old object would raise this error once more
+        self.remove_unfinished()
+
+    def _list_files(self, step: int) -> None:
+        try:
+            write_file_list(self.directory / str(step))
+        except OSError as error:  # the checkpoint is committed; without its list the arrays are verified all the same
+            self._say(f"the list of files of checkpoint {step} was not written: {one_line(error)}")
+
+    def remove_unfinished(self) -> None:
+        """Delete what saves that never ended have left on the disk. Only for the one process that holds the run."""
+        if jax.process_index() == 0:
+            remove_unfinished(self.directory)
 
     def close(self) -> bool:
         """Wait for the last write, then let go. False when that write failed."""
@@ -123,53 +161,55 @@ class Checkpoints:
     # -----------------------------------------------------------------------------------------------------------------
 
     def record(self, step: int) -> Record:
-        """What the checkpoint says about itself, without reading arrays. Raises DamagedCheckpoint."""
+        """What the checkpoint says about itself, without reading arrays. Raises DamagedCheckpoint, also for one that
+        belongs to another step or another run."""
         try:
             metadata = self._orbax.checkpointables_metadata(step)
         except Exception as error:  # a bare Exception is what damage looks like from here
-            raise DamagedCheckpoint(f"its metadata cannot be read: {_one_line(error)}") from error
-        return Record.from_json(metadata.custom_metadata)
+            check_readable(self.directory / str(step))
+            raise DamagedCheckpoint(f"its metadata cannot be read: {one_line(error)}") from error
+        record = Record.from_json(metadata.custom_metadata)
+        if record.step != step:
+            raise DamagedCheckpoint(f"it is the checkpoint of step {record.step}, under the name of step {step}")
+        theirs = record.extra.get("run")
+        if self._run is not None and theirs is not None and theirs != self._run:
+            raise DamagedCheckpoint(f"it belongs to another run ({theirs}; this one is {self._run})")
+        return record
 
     def restore(self, step: int, abstract: Mapping[str, Any]) -> Restored:
-        """The items of one step on the shardings of `abstract`, verified. Raises DamagedCheckpoint or
-        CheckpointMismatch."""
-        _check_file_list(self.directory / str(step))
+        """The items of one step on the shardings of `abstract`, verified. Raises DamagedCheckpoint,
+        UnreadableCheckpoint or CheckpointMismatch."""
+        check_file_list(self.directory / str(step))
         record = self.record(step)
         check_fits(record, abstract)
         wanted = {item: _storable(tree) for item, tree in abstract.items()}
         try:
             loaded = self._orbax.load_checkpointables(step, wanted)
         except Exception as error:
-            raise DamagedCheckpoint(f"its arrays cannot be read: {_one_line(error)}") from error
-        for item, flat in loaded.items():
-            stored = {name: leaf["checksum"] for name, leaf in record.leaves[item].items()}
-            found = {name.replace(".", "/"): words for name, words in checksums(flat).items()}
-            wrong = disagreements(stored, found)
-            if wrong:
-                raise DamagedCheckpoint(
-                    f"checksum differs in {', '.join(f'{item}/{name}' for name in wrong[:4])} ({len(wrong)} arrays)"
-                )
+            check_readable(self.directory / str(step))
+            raise DamagedCheckpoint(f"its arrays cannot be read: {one_line(error)}") from error
+        _verify(record, loaded)
         items = {item: _rebuild(tree, loaded[item]) for item, tree in abstract.items()}
         return Restored(step=step, items=items, extra=record.extra)
 
     def restore_latest(self, abstract: Mapping[str, Any]) -> Restored | None:
         """The newest checkpoint that is whole; None only when there has never been one.
 
-        A damaged one is named aloud, moved to `damaged/` and the one before it is tried. Raises NoGoodCheckpoint when
-        none is left, and
-        CheckpointMismatch (nothing moved) when a healthy checkpoint does not fit.
+        A damaged or poisoned one is named aloud and the one before it is tried. Raises NoGoodCheckpoint when none is
+        left, UnreadableCheckpoint (nothing moved) when the storage keeps failing, and CheckpointMismatch (nothing
+        moved) when a healthy checkpoint does not fit.
         """
         refused: dict[int, str] = {}
         for step in reversed(self.steps()):
-            restored, reason = self._try(step, abstract)
+            restored, reason, kind = self._try(step, abstract)
             if restored is not None:
                 return Restored(step=restored.step, items=restored.items, extra=restored.extra, refused=refused)
             refused[step] = reason
-            self._say(f"DAMAGED CHECKPOINT: {self.directory / str(step)}: {reason}")
+            self._say(f"{kind} CHECKPOINT: {self.directory / str(step)}: {reason}")
         if refused:
             listing = "; ".join(f"step {step}: {reason}" for step, reason in refused.items())
             raise NoGoodCheckpoint(
-                f"every checkpoint under {self.directory} is damaged ({listing}); "
+                f"no checkpoint under {self.directory} can be used ({listing}); "
                 "restore one from a copy, or start over with another --run-dir"
             )
         return None
@@ -191,18 +231,56 @@ class Checkpoints:
         self._orbax.close()
         self._orbax = self._open()
 
-    def _try(self, step: int, abstract: Mapping[str, Any]) -> tuple[Restored | None, str]:
-        restored, reason = None, ""
+    def _try(self, step: int, abstract: Mapping[str, Any]) -> tuple[Restored | None, str, str]:
+        """(what was restored or None, why not, in a word)."""
+        restored, reason, kind = None, "", "DAMAGED"
         try:
-            restored = self.restore(step, abstract)
+            restored = self._restore_patiently(step, abstract)
         except DamagedCheckpoint as damage:
             reason = str(damage)
+            kind = "POISONED" if isinstance(damage, PoisonedCheckpoint) else kind
         if jax.process_count() > 1:  # one host's damage is everyone's
             good = multihost_utils.process_allgather(np.asarray(restored is not None))
             if not bool(np.all(good)):
                 hosts = [int(host) for host in np.flatnonzero(~np.asarray(good))]
-                return None, reason or f"damaged as seen by process {', '.join(map(str, hosts))}"
-        return restored, reason
+                return None, reason or f"damaged as seen by process {', '.join(map(str, hosts))}", kind
+        return restored, reason, kind
+
+    def _restore_patiently(self, step: int, abstract: Mapping[str, Any]) -> Restored:
+        """One error of the storage is not damage: it is tried again, and when it stays the run ends with nothing
+        moved."""
+        for attempt in range(1, READ_ATTEMPTS + 1):
+            try:
+                return self.restore(step, abstract)
+            except UnreadableCheckpoint as error:
+                if attempt == READ_ATTEMPTS:
+                    raise UnreadableCheckpoint(
+                        f"the checkpoint of step {step} cannot be read ({error}), after {attempt} attempts; it was "
+                        "left where it is: mend the storage and start again"
+                    ) from error
+                self._say(f"reading the checkpoint of step {step} failed ({error}); trying again")
+            except DamagedCheckpoint as error:
+                # Verified damage stays what it is. A load that failed for another reason may have met a passing error.
+                if attempt == READ_ATTEMPTS or "cannot be read" not in str(error):
+                    raise
+            time.sleep(RETRY_PAUSE_S)
+        raise AssertionError("unreachable")
+
+
+def _verify(record: Record, loaded: Mapping[str, Any]) -> None:
+    """Raise DamagedCheckpoint if an array is not the one that was saved, PoisonedCheckpoint if its values are no
+    numbers."""
+    poisoned: dict[str, int] = {}
+    for item, flat in loaded.items():
+        stored = {name: leaf["checksum"] for name, leaf in record.leaves[item].items()}
+        found = {name.replace(".", "/"): facts for name, facts in inspect(flat).items()}
+        wrong = disagreements(stored, {name: facts.checksum for name, facts in found.items()})
+        if wrong:
+            raise DamagedCheckpoint(
+                f"checksum differs in {', '.join(f'{item}/{name}' for name in wrong[:4])} ({len(wrong)} arrays)"
+            )
+        poisoned |= {f"{item}/{name}": facts.not_finite for name, facts in found.items() if facts.not_finite}
+    refuse_poisoned(poisoned)
 
 
 def _storable(tree: Any) -> dict[str, Any]:
@@ -212,35 +290,3 @@ def _storable(tree: Any) -> dict[str, Any]:
 def _rebuild(abstract: Any, flat: Mapping[str, Any]) -> Any:
     leaves = [flat[name.replace("/", ".")] for name in named_leaves(abstract)]
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:300] + "..."
-
-
-def _sizes(directory: Path) -> dict[str, int]:
-    files = (path for path in sorted(directory.rglob("*")) if path.is_file() and path.name != FILE_LIST)
-    return {str(path.relative_to(directory)): path.stat().st_size for path in files}
-
-
-def _write_file_list(directory: Path) -> None:
-    (directory / FILE_LIST).write_text(json.dumps(_sizes(directory), indent=0, sort_keys=True))
-
-
-def _check_file_list(directory: Path) -> None:
-    """Raise DamagedCheckpoint naming the first file that is missing or has another size. A save cut off before its
-    list was written has none."""
-    listed = directory / FILE_LIST
-    if not listed.exists():
-        return
-    try:
-        expected = json.loads(listed.read_text())
-    except ValueError as error:
-        raise DamagedCheckpoint(f"file {FILE_LIST} is damaged: {_one_line(error)}") from error
-    found = _sizes(directory)
-    for name, size in expected.items():
-        if name not in found:
-            raise DamagedCheckpoint(f"file {name} is missing")
-        if found[name] != size:
-            raise DamagedCheckpoint(f"file {name} has {found[name]} bytes instead of {size}")

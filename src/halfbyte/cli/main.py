@@ -42,6 +42,7 @@ import os
 import re
 import sys
 import textwrap
+import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -52,14 +53,25 @@ from halfbyte.cli.result import BAD_INPUT, DONE, FAILED, Result
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parent
+LEFT_THREADS_S = 5.0
 BAD_PATH = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 # Shown first and in this order by `halfbyte --help`; commands not named here follow by name.
 ORDER = tuple("train generate eval compare parity inspect plan data recipes bench import export doctor".split())
 
 
 def entry() -> None:
-    """The console script."""
-    sys.exit(main())
+    """The console script. A thread that a library has left waiting (Orbax, after a write that failed) does not keep
+    the process."""
+    code = main()
+    if any(not thread.daemon and thread is not threading.main_thread() for thread in threading.enumerate()):
+        _end_in(LEFT_THREADS_S, code)
+    sys.exit(code)
+
+
+def _end_in(seconds: float, code: int) -> None:
+    timer = threading.Timer(seconds, lambda: os._exit(code))
+    timer.daemon = True
+    timer.start()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -78,6 +78,10 @@ class CheckpointConfig:
     keep_every: int = 0
     """Keep every checkpoint whose step is a multiple of this; 0: none."""
 
+    def __post_init__(self) -> None:
+        if self.keep_last < 1:
+            raise ValueError(f"checkpoint.keep_last must be 1 or more, got {self.keep_last}; give 1 to keep the newest")
+
 
 @dataclass(frozen=True)
 class LogConfig:

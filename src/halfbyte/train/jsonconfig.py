@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from halfbyte.inputs import replace_file
+
 Config = TypeVar("Config")
 
 
@@ -59,11 +61,14 @@ def _is_union(hint: Any) -> bool:
     return typing.get_origin(hint) in (typing.Union, types.UnionType)
 
 
+def as_text(config: Any) -> str:
+    """The JSON text of a config, as its file holds it."""
+    return json.dumps(to_dict(config), indent=2) + "\n"
+
+
 def save(config: Any, path: Path) -> None:
     """Write JSON in one rename, so that no reader sees half a file."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(to_dict(config), indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    replace_file(path, as_text(config))
 
 
 def load(kind: type[Config], path: Path) -> Config:

@@ -18,6 +18,7 @@ from halfbyte.metrics import Finished, OneStepLate, Throughput
 from halfbyte.profiling import Capture, ProfileConfig
 
 from .config import TrainConfig
+from .directory import set_rows_aside
 from .jsonconfig import to_dict
 from .precision import Phase, phase_at, phases
 from .preflight import GIB
@@ -30,6 +31,7 @@ from .session import (
     open_display,
     open_session,
     open_sinks,
+    settle_directory,
     show_start,
     take_directory,
 )
@@ -77,11 +79,14 @@ def train(
     show_start(session)
     check_native_gemms(session)
     with ExitStack() as stack:
-        store = take_directory(session, stack)
-        start = begin(config, session.mesh, store, say=session.say)
-        _announce(session, start, existed=(directory / "metrics.jsonl").exists())
+        taken = take_directory(session, stack)
+        start = begin(
+            config, session.mesh, taken.store, content=session.content, allow=session.allow_change, say=session.say
+        )
+        _announce(session, start)
+        settle_directory(session, taken)
         sinks = open_sinks(session, stack, resume_step=start.step if start.resumed else None)
-        outputs = Outputs(stack, store, sinks)
+        outputs = Outputs(stack, taken.store, sinks)
         return Loop(session, outputs, start, profile or ProfileConfig()).run()
 
 
@@ -92,11 +97,14 @@ def use_compile_cache(directory: Path) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _announce(session: Session, start: Start, *, existed: bool) -> None:
+def _announce(session: Session, start: Start) -> None:
     if start.resumed:
         session.say(f"resuming {session.directory} after step {start.step}")
-    elif existed:
-        session.say(f"{session.directory} has no checkpoint yet: STARTING AT STEP 0")
+        return
+    aside = set_rows_aside(session.directory) if session.is_main else None
+    if session.found.exists:
+        kept = f"; the rows of the start before are kept in {aside.name}" if aside else ""
+        session.say(f"{session.directory} has no checkpoint yet: STARTING AT STEP 0{kept}")
     else:
         session.say(f"run directory: {session.directory}")
 
@@ -269,7 +277,7 @@ class Loop:
 
     def _save(self) -> None:
         self._drain()  # a state whose numbers were not looked at is not worth keeping
-        extra = {"config": to_dict(self.config), "data": self.data_state}
+        extra = {"config": to_dict(self.config), "data": self.data_state, "data_set": self.session.content}
         self.outputs.store.save(self.step, self.state.items(), extra=extra)
         self.last_saved = self.step
         self.late.restart_clock()

@@ -1,14 +1,13 @@
 """Going on where a run stopped: the same config or an answer to why not, the newest whole checkpoint, or an error.
 Never step 0 in silence."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
 
-from halfbyte.checkpoint import Checkpoints
+from halfbyte.checkpoint import Checkpoints, Restored
 
 from .config import GUARDED, TrainConfig
 from .jsonconfig import differences, to_dict
@@ -29,22 +28,35 @@ class Start:
     resumed: bool
 
 
-def check_unchanged(stored: Mapping[str, Any], config: TrainConfig, *, allow: bool, say: Callable[[str], None]) -> None:
+def guarded_changes(stored: Mapping[str, Any], config: TrainConfig, *, ignore: Sequence[str] = ()) -> list[str]:
+    """`field: old -> new` for every field that decides what is computed."""
+    return [
+        f"{name}: {_show(old)} -> {_show(new)}"
+        for name, old, new in differences(stored, to_dict(config))
+        if name.split(".")[0] in GUARDED and not _cosmetic(name) and name not in ignore
+    ]
+
+
+def check_unchanged(
+    stored: Mapping[str, Any],
+    config: TrainConfig,
+    *,
+    allow: bool,
+    say: Callable[[str], None],
+    ignore: Sequence[str] = (),
+    what: str = "this run directory was started with another configuration",
+) -> None:
     """Raise ChangedConfig, field by field, when a guarded field differs from the run's own config; with `allow`, say
-    it instead."""
-    current = to_dict(config)
-    changed = differences(stored, current)
-    guarded = [(name, old, new) for name, old, new in changed if name.split(".")[0] in GUARDED and not _cosmetic(name)]
-    lines = [f"{name}: {_show(old)} -> {_show(new)}" for name, old, new in guarded]
+    it instead. `ignore`: fields that are judged elsewhere."""
+    lines = guarded_changes(stored, config, ignore=ignore)
     if lines and not allow:
         listing = "\n  ".join(lines)
         raise ChangedConfig(
-            f"this run directory was started with another configuration:\n  {listing}\n"
-            "give --allow-change to go on with the new values, or another --run-dir"
+            f"{what}:\n  {listing}\ngive --allow-change to go on with the new values, or another --run-dir"
         )
     for line in lines:
         say(f"changed, as allowed: {line}")
-    for name, old, new in changed:
+    for name, old, new in differences(stored, to_dict(config)):
         if name == "steps":
             say(f"steps {old} -> {new}: the learning-rate schedule now ends at step {new}")
 
@@ -57,25 +69,32 @@ def _show(value: Any) -> str:
     return "nothing" if value is None else str(value)
 
 
-def begin(config: TrainConfig, mesh: Mesh, store: Checkpoints, *, say: Callable[[str], None]) -> Start:
-    """The newest whole checkpoint of the run, or a fresh state if it never had one."""
+def begin(
+    config: TrainConfig, mesh: Mesh, store: Checkpoints, *, content: str, allow: bool, say: Callable[[str], None]
+) -> Start:
+    """The newest whole checkpoint of the run, or a fresh state if it never had one. `content` says what the data set
+    holds. Raises ChangedConfig when the checkpoint was made under another config or on other data."""
     if not store.steps():
         return Start(create_state(config, mesh), 0, None, resumed=False)
     restored = store.restore_latest(abstract_state(config, mesh).items())
     assert restored is not None
+    _check_belongs(restored, config, content=content, allow=allow, say=say)
     store.set_aside(restored.refused)
     if restored.refused:
         say(f"GOING BACK to the checkpoint of step {restored.step}; later steps are computed again")
     return Start(TrainState.from_items(restored.items), restored.step, restored.extra["data"], resumed=True)
 
 
-def refuse_foreign_directory(directory: Path) -> None:
-    """Raise ValueError if `directory` holds files but no run: nothing of somebody else's is overwritten."""
-    if not directory.exists():
-        return
-    names = sorted(path.name for path in directory.iterdir() if path.name != ".lock")
-    if names and "config.json" not in names:
-        raise ValueError(
-            f"run directory {directory} is not empty and holds no run (found {', '.join(names[:4])}); "
-            "give another --run-dir"
+def _check_belongs(
+    restored: Restored, config: TrainConfig, *, content: str, allow: bool, say: Callable[[str], None]
+) -> None:
+    """The config that the checkpoint itself carries is the run's; config.json may have been damaged or replaced."""
+    stored = restored.extra.get("data_set")
+    same = f"the checkpoint of step {restored.step} was made with another configuration than this run asks for"
+    ignore = ("data",) if stored is not None else ()
+    check_unchanged(restored.extra["config"], config, allow=allow, say=say, ignore=ignore, what=same)
+    if stored not in (None, content) and not allow:
+        raise ChangedConfig(
+            f"the checkpoint of step {restored.step} was made on other data ({stored}, not {content}); "
+            "give that data set, or --allow-change to go on with this one"
         )

@@ -1,6 +1,5 @@
 """Setting a run up: checks first, then the run directory. Nothing is written before every check has passed."""
 
-import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from halfbyte import models
-from halfbyte.checkpoint import Checkpoints, RunLock
+from halfbyte.checkpoint import Checkpoints
 from halfbyte.conformance import native_gemms_agree
 from halfbyte.devices import lookup
 from halfbyte.metrics import Display, Jsonl, Sink, TensorBoard, Throughput, WandB, make_display
@@ -20,10 +19,11 @@ from halfbyte.sharding import format_mesh
 
 from . import jsonconfig
 from .config import TrainConfig
+from .directory import Found, Taken, check_data, look_at, settle, take
+from .identity import fingerprint
 from .precision import phases
 from .precision_manifest import table
 from .preflight import GIB, Preflight, check, memory_of, run_mesh
-from .resume import check_unchanged, refuse_foreign_directory
 from .source import Source, open_source
 
 Say = Callable[[str], None]
@@ -34,12 +34,20 @@ class Session:
     """A run that may start: everything opened, everything checked."""
 
     config: TrainConfig
-    directory: Path
+    found: Found
+    content: str
+    """What the data set holds, as a hash."""
+    allow_change: bool
     mesh: Mesh
     source: Source
     preflight: Preflight
     console: Console
     is_main: bool
+
+    @property
+    def directory(self) -> Path:
+        """Where the run lives."""
+        return self.found.path
 
     def say(self, text: str) -> None:
         """Print one line, on the main process only."""
@@ -53,17 +61,14 @@ def open_session(config: TrainConfig, directory: Path, *, console: Console, allo
     say: Say = (
         (lambda text: console.print(text, soft_wrap=True, markup=False, highlight=False)) if is_main else _nothing
     )
-    refuse_foreign_directory(directory)
-    if is_main and (directory / ".lock").exists():
-        RunLock(directory).close()  # refuse a directory in use before anything is shown
-    if (directory / "config.json").exists():
-        stored = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        check_unchanged(stored, config, allow=allow_change, say=say)
+    found = look_at(directory, config, allow_change=allow_change, is_main=is_main, say=say)
     mesh = run_mesh(config)
     source = open_source(config)
+    content = fingerprint(source.dataset)
+    check_data(found, content, allow=allow_change, say=say)
     device = lookup(jax.local_devices()[0])
     preflight = check(config, mesh, seq=source.seq, device=device, memory=memory_of(jax.local_devices()[0]))
-    return Session(config, directory, mesh, source, preflight, console, is_main)
+    return Session(config, found, content, allow_change, mesh, source, preflight, console, is_main)
 
 
 def _nothing(text: str) -> None:
@@ -130,27 +135,21 @@ class Outputs:
             self.display.step(row)
 
 
-def take_directory(session: Session, stack: ExitStack) -> Checkpoints:
-    """Lock the run directory, write config.json and manifest.json, open its checkpoints."""
-    if session.is_main:
-        stack.enter_context(RunLock(session.directory))
-        jsonconfig.save(session.config, session.directory / "config.json")
-        session.source.save_facts(session.directory)
-        spans = zip(phases(session.config), session.preflight.manifests, strict=True)
-        listed = [{"steps": [phase.start + 1, phase.stop], **manifest.to_json()} for phase, manifest in spans]
-        text = json.dumps({**listed[0], "phases": listed}, indent=1)
-        (session.directory / "manifest.json").write_text(text + "\n", encoding="utf-8")
-    if jax.process_count() > 1:  # a process that could not have the directory has raised; nobody runs past it
-        from jax.experimental import multihost_utils
+def take_directory(session: Session, stack: ExitStack) -> Taken:
+    """Lock the run directory and open its checkpoints."""
+    return take(session.found, session.config, session.content, stack=stack, is_main=session.is_main, say=session.say)
 
-        multihost_utils.sync_global_devices("halfbyte:directory")
-    keep = session.config.checkpoint
-    return Checkpoints(
-        session.directory / "checkpoints",
-        keep_last=keep.keep_last,
-        keep_every=keep.keep_every or None,
-        say=session.say,
-    )
+
+def settle_directory(session: Session, taken: Taken) -> None:
+    """The checkpoint is restored, nothing can be refused any more: write config.json, manifest.json and the facts of
+    the data."""
+    if not session.is_main:
+        return
+    spans = zip(phases(session.config), session.preflight.manifests, strict=True)
+    listed = [{"steps": [phase.start + 1, phase.stop], **manifest.to_json()} for phase, manifest in spans]
+    manifest = {**listed[0], "phases": listed}
+    settle(session.directory, session.config, taken.identity, manifest, content=session.content)
+    session.source.save_facts(session.directory)
 
 
 def open_sinks(session: Session, stack: ExitStack, *, resume_step: int | None) -> list[Sink]:

@@ -1,0 +1,88 @@
+"""The files of a committed checkpoint: which there are, how large, and the hash of those around the arrays.
+
+Arrays are verified by their own checksums when they are read; the small files around them (names, shapes, shardings)
+are verified here. Damage and a disk that cannot be read are told apart.
+"""
+
+import json
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+from halfbyte.inputs import replace_file
+
+from .record import DamagedCheckpoint, UnreadableCheckpoint, one_line
+
+FILE_LIST = "halfbyte-files.json"
+SMALL = 1 << 20
+ARRAYS = "d"
+"""Where the array database keeps its data; each array has a checksum of its own."""
+UNFINISHED = "*.orbax-checkpoint-tmp*"
+
+
+def write_file_list(directory: Path) -> None:
+    """Write down every file of a committed checkpoint. One rename: a kill leaves the list whole or absent."""
+    replace_file(directory / FILE_LIST, json.dumps(_facts(directory), indent=0, sort_keys=True))
+
+
+def check_file_list(directory: Path) -> None:
+    """Raise DamagedCheckpoint naming the first file that is missing, has another size or another hash. A save cut off
+    before its list was written has none."""
+    listed = directory / FILE_LIST
+    if not listed.exists():
+        return
+    try:
+        expected = json.loads(listed.read_text(encoding="utf-8"))
+        wanted = {name: _entry(value) for name, value in expected.items()}
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"file {FILE_LIST} is damaged: {one_line(error)}") from error
+    except OSError as error:
+        raise UnreadableCheckpoint(f"file {FILE_LIST}: {one_line(error)}") from error
+    found = _facts(directory)
+    for name, (size, digest) in wanted.items():
+        if name not in found:
+            raise DamagedCheckpoint(f"file {name} is missing")
+        if found[name]["bytes"] != size:
+            raise DamagedCheckpoint(f"file {name} has {found[name]['bytes']} bytes instead of {size}")
+        if digest is not None and found[name].get("crc32") != digest:
+            raise DamagedCheckpoint(f"file {name} is not what was written (its CRC differs)")
+
+
+def check_readable(directory: Path) -> None:
+    """Raise UnreadableCheckpoint if the file system cannot give back some file, whatever is in it."""
+    for path in sorted(directory.rglob("*")):
+        try:
+            if path.is_file():
+                with open(path, "rb") as file:
+                    while file.read(1 << 24):
+                        pass
+        except OSError as error:
+            raise UnreadableCheckpoint(f"file {path.relative_to(directory)}: {one_line(error)}") from error
+
+
+def remove_unfinished(directory: Path) -> list[str]:
+    """Delete what saves that never ended have left behind; their names."""
+    left = sorted(directory.glob(UNFINISHED))
+    for path in left:
+        shutil.rmtree(path, ignore_errors=True)
+    return [path.name for path in left]
+
+
+def _entry(value: Any) -> tuple[int, int | None]:
+    """(bytes, CRC or None); lists of earlier versions hold the size alone."""
+    return (value, None) if isinstance(value, int) else (value["bytes"], value.get("crc32"))
+
+
+def _facts(directory: Path) -> dict[str, dict[str, int]]:
+    try:
+        files = [path for path in sorted(directory.rglob("*")) if path.is_file() and FILE_LIST not in path.name]
+        return {str(path.relative_to(directory)): _describe(path) for path in files}
+    except OSError as error:
+        raise UnreadableCheckpoint(one_line(error)) from error
+
+
+def _describe(path: Path) -> dict[str, int]:
+    size = path.stat().st_size
+    hashed = size <= SMALL and path.parent.name != ARRAYS
+    return {"bytes": size, "crc32": zlib.crc32(path.read_bytes())} if hashed else {"bytes": size}
