@@ -2,18 +2,11 @@
 
 import dataclasses
 
+import gpu_program
+
 from halfbyte import bench, conformance, ops
 from halfbyte.cli.main import main
 from halfbyte.ops.passes import XlaPasses
-
-PROGRAM = """
-  %a = (f32[8,8]{1,0}, s8[4]{0}) custom-call(%x), custom_call_target="__cudnn$blockScaledDot"
-  %b = bf16[8,8]{1,0} custom-call(%x), custom_call_target="__cublas$lt$matmul$f8"
-  %c = bf16[8,8]{1,0} custom-call(%x), custom_call_target="__cublas$gemm"
-  %d = bf16[8,8]{1,0} custom-call(%x), custom_call_target="__cublas$lt$matmul"
-  %e = bf16[8,8]{1,0} custom-call(%x), custom_call_target="mosaic_gpu_v2"
-  %f = f32[8,8]{1,0} dot(%x, %y), lhs_contracting_dims={1}
-"""
 
 
 def row(name: str, milliseconds: float | None, remat: str = "none") -> bench.Measured:
@@ -21,7 +14,7 @@ def row(name: str, milliseconds: float | None, remat: str = "none") -> bench.Mea
 
 
 def test_gemms_are_counted_by_what_multiplies() -> None:
-    assert bench.count_gemms(PROGRAM) == {"fp4": 1, "f8": 1, "bf16": 3, "own": 1}
+    assert bench.count_gemms(gpu_program.TEXT) == {"fp4": 1, "f8": 1, "bf16": 2, "own": 1}
 
 
 def test_ratios_are_to_bf16_of_the_same_remat() -> None:

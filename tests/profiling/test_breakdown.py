@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from halfbyte.profiling import Capture, ProfileConfig, breakdown
-from halfbyte.profiling.breakdown import merge, shares
-from halfbyte.program import parse_program
+from halfbyte.profiling.breakdown import Event, Placer, merge, shares
+from halfbyte.program import category, read
 
 PROGRAM = """HloModule jit_step, is_scheduled=true
 
@@ -52,7 +52,7 @@ ENTRY %main (a: f32[8]) -> f32[8] {
 
 
 @pytest.mark.parametrize(
-    "name, category",
+    "name, expected",
     [
         ("fusion.1", "quantize"),
         ("fusion.2", "gemm"),
@@ -63,8 +63,27 @@ ENTRY %main (a: f32[8]) -> f32[8] {
         ("add.9", "other"),
     ],
 )
-def test_categories(name, category):
-    assert parse_program(PROGRAM).category(name) == category
+def test_categories(name, expected):
+    program = read(PROGRAM)
+    assert category(program, program.instructions[name]) == expected
+
+
+@pytest.mark.parametrize(
+    "instruction, kernel, expected",
+    [
+        ("fusion.1", "loop_floor_fusion", "quantize"),  # as a trace names it
+        ("", "fusion_2", "gemm"),  # a kernel in a CUDA graph is named after its instruction
+        ("loop", "fusion_1", "quantize"),
+        ("", "nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN", "gemm"),
+        ("", "cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "attention"),
+        ("", "ncclDevKernel_AllGather_RING_LL", "communication"),
+        ("", "quantize_rows_columns_hadamard", "quantize"),
+        ("", "MemcpyD2D", "other"),
+        ("loop", "loop", None),
+    ],
+)
+def test_events_are_placed_by_instruction_then_by_kernel(instruction, kernel, expected):
+    assert Placer(read(PROGRAM))(Event(instruction, kernel, 0.0, 1.0)) == expected
 
 
 def test_merge():
@@ -90,7 +109,15 @@ def test_a_real_trace_of_matmuls_is_mostly_gemm(tmp_path):
     assert sum(capture.shares.values()) == pytest.approx(1.0, abs=1e-6)
     assert capture.shares["gemm"] > capture.shares["other"]
     assert "gemm" in said[-1]
-    assert breakdown(next(tmp_path.rglob("*.xplane.pb")), "") != {}
+    assert breakdown(next(tmp_path.rglob("*.xplane.pb")), step.as_text()) == capture.shares
+
+
+def test_a_program_that_cannot_be_read_is_said_and_ends_nothing(tmp_path):
+    said = []
+    capture = Capture(ProfileConfig("xprof", 1, 1), tmp_path, say=said.append)
+    capture.before(1)
+    capture.after(1, jax.jit(jnp.sin)(jnp.ones(8)), lambda: "HloModule nothing")
+    assert capture.shares == {} and "no breakdown of step time: the text holds no ENTRY" in said[-1]
 
 
 def test_profile_range_is_checked():

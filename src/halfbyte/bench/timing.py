@@ -6,7 +6,6 @@ no ratio unless `conformance` has found the operands of every backend equal to t
 """
 
 import dataclasses
-import re
 import statistics
 import time
 from collections import Counter
@@ -18,6 +17,7 @@ import numpy as np
 
 from halfbyte import models, ops
 from halfbyte.devices import lookup
+from halfbyte.program import multiplier, read
 from halfbyte.train import TrainConfig, abstract_state, build_manifest, create_state, phases, run_mesh
 from halfbyte.train.preflight import shard_bytes
 from halfbyte.train.step import batch_sharding
@@ -25,14 +25,6 @@ from halfbyte.train.step import batch_sharding
 from .fitting import bytes_needed, compile_step, fit_batch
 
 GIB = 2**30
-GEMM_CALLS = {
-    "fp4": re.compile(r'custom_call_target="__cudnn\$blockScaledDot'),
-    "f8": re.compile(r'custom_call_target="__cublas\$lt\$matmul\$f8'),
-    "bf16": re.compile(
-        r'custom_call_target="__cublas\$(?:gemm|lt\$matmul)"|"kind":"__triton(?:_nested)?_gemm|(?<!%)\bdot\('
-    ),
-    "own": re.compile(r'custom_call_target="mosaic_gpu'),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +54,15 @@ class Measured:
     note: str = ""
 
 
-def count_gemms(program: str) -> dict[str, int]:
-    """GEMM calls in a compiled program's text, by what the hardware multiplies; a loop's body counts once."""
-    return {name: len(pattern.findall(program)) for name, pattern in GEMM_CALLS.items()}
+def count_gemms(text: str) -> dict[str, int]:
+    """GEMMs in a compiled program's text, by what the hardware multiplies; a loop's body counts once."""
+    program = read(text)
+    counts = {"fp4": 0, "f8": 0, "bf16": 0, "own": 0}
+    for found in program.instructions.values():
+        unit = multiplier(program, found)
+        if unit:
+            counts[unit] += 1
+    return counts
 
 
 def measure(

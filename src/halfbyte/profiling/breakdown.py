@@ -5,13 +5,18 @@ its fusion contains, and the lines of source it came from. Time is counted on on
 computation first, then the communication that no computation hides, then idle. So the parts add up to the wall time.
 """
 
+import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfbyte.program import parse_program
+from halfbyte.program import Program, category, category_of_name, read
+from halfbyte.program.categories import CONTAINERS
 
 CATEGORIES = ("gemm", "quantize", "attention", "other", "communication", "idle")
+SHOWN_AS = {"mlp": "other", "optimizer": "other"}
+STREAM = "Stream"  # lines of a GPU's plane that hold kernels; others repeat them, grouped by step or module
 Interval = tuple[float, float]
 
 
@@ -36,26 +41,40 @@ def shares(busy: Mapping[str, list[Interval]], window: Interval) -> dict[str, fl
     1."""
     total, known, seen = window[1] - window[0], 0.0, []
     result = {}
-    for category in CATEGORIES[:-1]:
-        seen += busy.get(category, [])
+    for name in CATEGORIES[:-1]:
+        seen += busy.get(name, [])
         reached = covered(seen)
-        result[category], known = (reached - known) / total, reached
+        result[name], known = (reached - known) / total, reached
     return {**result, "idle": max(0.0, 1 - known / total)}
 
 
-def events_of(trace: Path) -> dict[str, list[tuple[str, float, float]]]:
-    """(instruction, start, stop) in seconds, by device, of every event that names an HLO instruction."""
+@dataclass(frozen=True)
+class Event:
+    """Something that a device did: the HLO instruction if the trace names one, and the kernel's own name. Seconds."""
+
+    instruction: str
+    kernel: str
+    start: float
+    stop: float
+
+
+def events_of(trace: Path) -> dict[str, list[Event]]:
+    """What each device did. On a GPU every event of its streams; on a CPU the events that name an HLO instruction.
+
+    Kernels that run inside a CUDA graph may name no instruction; they are found by their own names.
+    """
     from jax.profiler import ProfileData
 
-    found: dict[str, list[tuple[str, float, float]]] = {}
+    found: dict[str, list[Event]] = {}
     for plane in ProfileData.from_file(str(trace)).planes:
         for line in plane.lines:
+            stream = plane.name.startswith("/device:") and line.name.startswith(STREAM)
             for event in line.events:
                 stats: dict[str, Any] = dict(event.stats)
-                if "hlo_op" in stats:
-                    device = f"{plane.name}:{stats.get('device_ordinal', 0)}"
+                if stream or ("hlo_op" in stats and not plane.name.startswith("/device:")):
+                    device = plane.name if stream else f"{plane.name}:{stats.get('device_ordinal', 0)}"
                     span = (event.start_ns * 1e-9, (event.start_ns + event.duration_ns) * 1e-9)
-                    found.setdefault(device, []).append((str(stats["hlo_op"]), *span))
+                    found.setdefault(device, []).append(Event(str(stats.get("hlo_op", "")), event.name, *span))
     return found
 
 
@@ -65,10 +84,38 @@ def breakdown(trace: Path, program_text: str) -> dict[str, float]:
     if not by_device:
         return {}
     events = by_device[min(by_device)]
-    program = parse_program(program_text)
+    place = Placer(read(program_text))
     busy: dict[str, list[Interval]] = {}
-    for name, start, stop in events:
-        category = program.category(name)
-        if category is not None:
-            busy.setdefault(category, []).append((start, stop))
-    return shares(busy, (min(event[1] for event in events), max(event[2] for event in events)))
+    for event in events:
+        name = place(event)
+        if name is not None:
+            busy.setdefault(SHOWN_AS.get(name, name), []).append((event.start, event.stop))
+    return shares(busy, (min(event.start for event in events), max(event.stop for event in events)))
+
+
+class Placer:
+    """From an event to its category: by the instruction that the trace names, by the instruction that a kernel is
+    named after (XLA writes `fusion.3` as `fusion_3`), or by what libraries call their kernels."""
+
+    def __init__(self, program: Program):
+        self._program = program
+        self._kernels = {_kernel_name(name): found for name, found in program.instructions.items()}
+        self._known: dict[tuple[str, str], str | None] = {}
+
+    def __call__(self, event: Event) -> str | None:
+        """One of the program's categories; None for an event that only contains others."""
+        key = event.instruction, event.kernel
+        if key not in self._known:
+            self._known[key] = self._place(event)
+        return self._known[key]
+
+    def _place(self, event: Event) -> str | None:
+        named = self._program.instructions.get(event.instruction)
+        if named is not None and named.opcode not in CONTAINERS:
+            return category(self._program, named)
+        found = self._kernels.get(_kernel_name(event.kernel))
+        return category(self._program, found) if found else category_of_name(event.kernel)
+
+
+def _kernel_name(name: str) -> str:
+    return re.sub(r"[.\-]", "_", name)

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import jax
 
+from halfbyte.program import Unreadable
+
 from .breakdown import breakdown
 
 
@@ -74,7 +76,10 @@ class Capture:
         steps = f"steps {self._config.profile_start} to {self._config.profile_stop}"
         self._say(f"trace of {steps} in {self._directory} (open with xprof or Perfetto)")
         if traces:
-            self.shares = breakdown(traces[-1], program_text())
+            try:
+                self.shares = breakdown(traces[-1], program_text())
+            except Unreadable as error:  # the run goes on: its trace is there to be read by other means
+                self._say(f"no breakdown of step time: {error}")
         if self.shares:
             parts = "  ".join(f"{name} {100 * share:.1f}%" for name, share in self.shares.items())
             self._say(f"step time, {steps}: {parts}")

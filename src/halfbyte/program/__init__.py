@@ -1,5 +1,38 @@
-"""What a compiled program is made of, read from its text."""
+"""What a compiled program is made of, read from its text: GEMMs, collectives, memory traffic, and their sources."""
 
-from .text import Instruction, Program, parse_program, weighted_calls
+from .categories import CATEGORIES, category, category_of_name
+from .collectives import Collective, Overlap, collectives, hidden_share, overlap
+from .frames import Source
+from .gemms import Gemm, flops_by_kind, gemms, multiplier
+from .groups import axes_of, read_groups
+from .schedule import Launch, launches
+from .text import Array, Instruction, Program, Unreadable, read
+from .traffic import Traffic, traffic, traffic_of_launches
 
-__all__ = ["Instruction", "Program", "parse_program", "weighted_calls"]
+__all__ = [
+    "CATEGORIES",
+    "Array",
+    "Collective",
+    "Gemm",
+    "Instruction",
+    "Launch",
+    "Overlap",
+    "Program",
+    "Source",
+    "Traffic",
+    "Unreadable",
+    "axes_of",
+    "category",
+    "category_of_name",
+    "collectives",
+    "flops_by_kind",
+    "gemms",
+    "hidden_share",
+    "launches",
+    "multiplier",
+    "overlap",
+    "read",
+    "read_groups",
+    "traffic",
+    "traffic_of_launches",
+]

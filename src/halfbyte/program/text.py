@@ -1,168 +1,226 @@
-"""What a compiled program is made of, read from its HLO text.
+"""From the text of a compiled HLO module to its instructions, in the order in which they run.
 
-Each instruction has an opcode, perhaps a custom-call target, the computations it calls, and an origin: the
-operation's name and the file of ours that it
-came from. From these follow its kind (GEMM, quantize, attention, ...) and how often it runs: a call inside a loop
-counts as often as the loop turns.
+A compiled module's text is scheduled: within a computation, instructions run in the order in which they are written.
+Each line is `NAME = RESULTS OPCODE(OPERANDS), ATTRIBUTES`; what is inside parentheses or braces is found by counting
+them, because attributes hold JSON and whole kernels.
 """
 
+import json
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
-COLLECTIVE = re.compile(r"^(all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all|collective-broadcast)")
-GEMM_CALL = re.compile(r"cublas|blockScaledDot|gemm|matmul|onednn", re.IGNORECASE)
-ATTENTION_CALL = re.compile(r"fmha|flash", re.IGNORECASE)
-CONTAINERS = ("while", "conditional", "call", "async-start", "async-done")
-ATTENTION_SOURCE = re.compile(r"attention")
-QUANTIZE_SOURCE = re.compile(r"halfbyte/(formats|ops/kernels)/|ops/(operand|weight)\.py|quantize|hadamard")
+from .frames import NOWHERE, Source, read_frames
+
+BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128} | {
+    name: int(re.findall(r"\d+", name)[0])
+    for name in "s2 u2 s4 u4 s8 u8 s16 u16 s32 u32 s64 u64 f16 f32 f64 f4e2m1fn f8e4m3 f8e4m3fn f8e5m2 f8e8m0fnu "
+    "f8e4m3b11fnuz f8e4m3fnuz f8e5m2fnuz f8e3m4".split()
+}
+CALLED = ("calls", "to_apply", "body", "condition", "called_computations", "branch_computations")
+
+_ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\]")
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
+_LINE = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*)$")
+_CALLS = re.compile(rf"\b(?:{'|'.join(CALLED)})=(?:%?([\w.\-]+)|\{{([^}}]*)\}})")
+_TARGET = re.compile(r'custom_call_target="([^"]+)"')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_SOURCE = re.compile(r'source_file="([^"]*)"(?: source_line=(\d+))?')
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
-@dataclass
+class Unreadable(ValueError):
+    """A program holds something that this reader cannot place; any figure would be wrong."""
+
+
+@dataclass(frozen=True)
+class Array:
+    """One array of a program: its element type, as HLO writes it, and its dims."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """How many elements."""
+        return math.prod(self.dims)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes in memory; elements of less than a byte are packed."""
+        return -(-self.elements * BITS[self.dtype] // 8)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+@dataclass(frozen=True)
 class Instruction:
-    """One HLO instruction: opcode, custom-call target, called computations, and text that tells its origin."""
+    """One line of a program. `operands` are names in the same computation; `results` are flat, tuples opened."""
 
+    name: str
     opcode: str
+    computation: str
+    results: tuple[Array, ...] = ()
+    operands: tuple[str, ...] = ()
+    root: bool = False
     target: str = ""
     calls: tuple[str, ...] = ()
-    origin: str = ""
+    op_name: str = ""
+    source: Source = NOWHERE
     trips: int | None = None
     """Turns of a loop, where the compiler knows."""
+    attributes: str = field(default="", repr=False, compare=False)
+
+    @property
+    def origin(self) -> str:
+        """The operation's name and the line of ours that it came from."""
+        return f"{self.op_name} {self.source}".strip()
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """XLA's own settings of the instruction; empty where there are none or they are a kernel's."""
+        at = self.attributes.find("backend_config=")
+        if at < 0 or not self.attributes.startswith('{"', at + len("backend_config=")):
+            return {}
+        found: dict[str, Any] = json.JSONDecoder().raw_decode(self.attributes[at + len("backend_config=") :])[0]
+        return found
+
+    def called(self, attribute: str) -> str:
+        """The computation that `attribute` (body, condition, ...) names."""
+        found = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
+        if found is None:
+            raise Unreadable(f"{self.name} ({self.opcode}) has no {attribute}")
+        return found.group(1)
 
 
 @dataclass
 class Program:
-    """Instructions by name, and by computation."""
+    """A compiled module: computations by name, each its instructions in the order in which they run."""
 
-    instructions: dict[str, Instruction] = field(default_factory=dict)
-    computations: dict[str, list[str]] = field(default_factory=dict)
+    computations: dict[str, list[Instruction]] = field(default_factory=dict)
     entry: str = ""
+    scheduled: bool = False
 
-    def category(self, name: str) -> str | None:
-        """One of CATEGORIES; None for an instruction that only contains others."""
-        found = self.instructions.get(name)
-        if found is None:
-            return _category_of_unknown(name)
-        if found.opcode in CONTAINERS:
-            return None
-        if COLLECTIVE.match(found.opcode):
-            return "communication"
-        inside = [found, *self._inside(found)]
-        origins = " ".join(part.origin for part in inside)
-        multiplies = any(part.opcode in ("dot", "scaled-dot") or GEMM_CALL.search(part.target) for part in inside)
-        if ATTENTION_SOURCE.search(found.origin) or any(ATTENTION_CALL.search(part.target) for part in inside):
-            return "attention"
-        if multiplies:
-            return "attention" if ATTENTION_SOURCE.search(origins) else "gemm"
-        return "quantize" if QUANTIZE_SOURCE.search(origins) else "other"
+    @cached_property
+    def instructions(self) -> dict[str, Instruction]:
+        """Every instruction by its name."""
+        return {found.name: found for body in self.computations.values() for found in body}
 
-    def _inside(self, instruction: Instruction) -> Iterable[Instruction]:
-        for computation in instruction.calls:
-            for name in self.computations.get(computation, ()):
-                part = self.instructions[name]
-                yield part
-                yield from self._inside(part)
+    @cached_property
+    def _local(self) -> dict[str, dict[str, Instruction]]:
+        return {name: {found.name: found for found in body} for name, body in self.computations.items()}
 
+    def operand(self, of: Instruction, index: int) -> Instruction:
+        """The instruction that makes operand `index` of `of`."""
+        try:
+            return self._local[of.computation][of.operands[index]]
+        except (KeyError, IndexError):
+            raise Unreadable(f"{of.name} ({of.opcode}) has no operand {index} in {of.computation}") from None
 
-def _category_of_unknown(name: str) -> str:
-    if COLLECTIVE.match(name) or "nccl" in name.lower():
-        return "communication"
-    return "gemm" if GEMM_CALL.search(name) else "other"
+    def operand_arrays(self, of: Instruction) -> list[Array]:
+        """All operands of `of`, tuples opened."""
+        return [array for at in range(len(of.operands)) for array in self.operand(of, at).results]
+
+    def inside(self, of: Instruction) -> Iterator[Instruction]:
+        """Every instruction of the computations that `of` calls, and of those that they call."""
+        for computation in of.calls:
+            for found in self.computations.get(computation, ()):
+                yield found
+                yield from self.inside(found)
 
 
-HEAD = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
-LINE = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (?:\(.*?\)|\S+) ([\w\-]+)\(")
-CALLS = re.compile(r"(?:calls|to_apply|body|condition|called_computations)=\{?%?([\w.\-]+)")
-TARGET = re.compile(r'custom_call_target="([^"]+)"')
-OP_NAME = re.compile(r'op_name="([^"]*)"')
-SOURCE = re.compile(r'source_file="([^"]*)"')
-TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-FRAME = re.compile(r"stack_frame_id=(\d+)")
-
-
-def parse_program(text: str) -> Program:
-    """The instructions of an HLO module's text, with their origins."""
-    program, computation = Program(), ""
-    frames = _stack_frames(text)
+def read(text: str) -> Program:
+    """The program of an HLO module's text. Raises Unreadable where a line or a type is not understood."""
+    program = Program(scheduled="is_scheduled=true" in text[: text.find("\n")])
+    frames, computation = read_frames(text), ""
     for line in text.splitlines():
-        head = HEAD.match(line)
-        if head:
-            computation = head.group(1)
-            program.entry = computation if line.startswith("ENTRY") else program.entry
+        if not line.startswith(" ") and (head := _HEAD.match(line)):
+            computation = head.group(2)
+            program.entry = computation if head.group(1) else program.entry
             program.computations[computation] = []
-            continue
-        found = LINE.match(line)
-        if not found or not computation:
-            continue
-        name, opcode = found.groups()
-        target, frame = TARGET.search(line), FRAME.search(line)
-        texts = [match.group(1) for match in (OP_NAME.search(line), SOURCE.search(line)) if match]
-        origin = " ".join(texts) + (" " + frames.get(int(frame.group(1)), "") if frame else "")
-        trips = TRIPS.search(line)
-        program.instructions[name] = Instruction(
-            opcode,
-            target.group(1) if target else "",
-            tuple(CALLS.findall(line)),
-            origin,
-            int(trips.group(1)) if trips else None,
-        )
-        program.computations[computation].append(name)
+        elif line.startswith("}"):
+            computation = ""
+        elif computation and (found := _LINE.match(line)):
+            program.computations[computation].append(_instruction(found, computation, frames))
+    if not program.entry:
+        raise Unreadable("the text holds no ENTRY computation; give the text of a compiled module (compiled.as_text())")
     return program
 
 
-def _stack_frames(text: str) -> dict[int, str]:
-    """Frame number -> the source files on its stack, innermost first, from the tables at the head of a module."""
-    tables: dict[str, dict[int, str]] = {}
-    title = ""
-    for line in text.splitlines():
-        if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
-            title = line
-            tables[title] = {}
-        elif title and (entry := re.match(r"^(\d+) (.*)$", line)):
-            tables[title][int(entry.group(1))] = entry.group(2)
-        elif title and line.startswith(("%", "ENTRY")):
-            break
-
-    def number(entry: str, key: str) -> int:
-        match = re.search(rf"{key}=(\d+)", entry)
-        return int(match.group(1)) if match else 0
-
-    def files(frame: int, depth: int = 0) -> list[str]:
-        entry = tables.get("StackFrames", {}).get(frame)
-        if entry is None or depth > 40:
-            return []
-        location = tables["FileLocations"].get(number(entry, "file_location_id"), "")
-        file = tables["FileNames"].get(number(location, "file_name_id"), "")
-        return [file, *files(number(entry, "parent_frame_id") - 1, depth + 1)]  # written one too high; 0 is no parent
-
-    # Only the innermost frame of our own package: callers further out would make everything `attention` or `quantize`.
-    return {
-        frame: next((file for file in files(frame) if "halfbyte" in file), "")
-        for frame in tables.get("StackFrames", {})
-    }
+def _instruction(found: re.Match[str], computation: str, frames: dict[int, Source]) -> Instruction:
+    name = found.group(2)
+    results, opcode, operands, attributes = _parts(name, found.group(3))
+    target, op_name, trips = (pattern.search(attributes) for pattern in (_TARGET, _OP_NAME, _TRIPS))
+    names = [operands] if opcode == "parameter" else [] if opcode == "constant" else _operand_names(operands)
+    return Instruction(
+        name=name,
+        opcode=opcode,
+        computation=computation,
+        results=arrays(results),
+        operands=tuple(names),
+        root=bool(found.group(1)),
+        target=target.group(1) if target else "",
+        calls=tuple(_called(attributes)),
+        op_name=op_name.group(1) if op_name else "",
+        source=_source(attributes, frames),
+        trips=int(trips.group(1)) if trips else None,
+        attributes=attributes,
+    )
 
 
-def weighted_calls(program: Program, target: str) -> int:
-    """How often a step runs custom calls whose target contains `target`, loops counted by their trip counts.
+def _parts(name: str, line: str) -> tuple[str, str, str, str]:
+    """(results, opcode, operands, attributes) of what stands behind `NAME = `."""
+    end = _closing(line, 0) + 1 if line.startswith("(") else line.index(" ")
+    opcode, bracket, _ = line[end:].partition("(")
+    if not bracket:
+        raise Unreadable(f"cannot read the line of {name}: {line[:120]}")
+    start = end + len(opcode)
+    stop = _closing(line, start)
+    return line[:end], opcode.strip(), line[start + 1 : stop], line[stop + 1 :]
 
-    Raises ValueError for a loop around such a call whose trip count the compiler does not know.
-    """
-    memory: dict[str, int] = {}
 
-    def of_computation(name: str) -> int:
-        if name not in memory:
-            memory[name] = 0
-            memory[name] = sum(
-                of_instruction(program.instructions[part]) for part in program.computations.get(name, ())
+def _closing(text: str, start: int) -> int:
+    """Where the parenthesis that opens at `start` closes. Strings do not occur before attributes."""
+    depth = 0
+    for at in range(start, len(text)):
+        depth += (text[at] == "(") - (text[at] == ")")
+        if depth == 0:
+            return at
+    raise Unreadable(f"a parenthesis is not closed: {text[start : start + 120]}")
+
+
+def _operand_names(text: str) -> list[str]:
+    """Names of operands: `%a, f32[8]{0} %b` and, without the sigil, `a, b`."""
+    if "%" in text:
+        return re.findall(r"%([\w.\-]+)", text)
+    return [part.split()[-1] for part in re.sub(r"/\*.*?\*/", "", text).split(",") if part.strip()]
+
+
+def _called(attributes: str) -> Iterable[str]:
+    head = attributes.partition("backend_config=")[0]
+    for single, several in _CALLS.findall(head):
+        yield from re.findall(r"[\w.\-]+", single or several)
+
+
+def arrays(text: str) -> tuple[Array, ...]:
+    """The arrays of a type, tuples opened."""
+    found = []
+    for dtype, dims in _ARRAY.findall(re.sub(r"/\*.*?\*/", "", text)):
+        if dtype not in BITS:
+            raise Unreadable(
+                f"unknown element type {dtype!r} in {text[:80]}; add its width to halfbyte.program.text.BITS"
             )
-        return memory[name]
+        found.append(Array(dtype, tuple(int(size.lstrip("<=")) for size in dims.split(",") if size)))
+    return tuple(found)
 
-    def of_instruction(found: Instruction) -> int:
-        inside = sum(map(of_computation, found.calls))
-        if found.opcode == "while" and inside:
-            if found.trips is None:
-                raise ValueError(f"a loop around {target} has no known trip count")
-            inside *= found.trips
-        return inside + (target in found.target)
 
-    return of_computation(program.entry)
+def _source(attributes: str, frames: dict[int, Source]) -> Source:
+    frame, file = _FRAME.search(attributes), _SOURCE.search(attributes)
+    if frame and int(frame.group(1)) in frames:
+        return frames[int(frame.group(1))]
+    return Source.of(file.group(1), int(file.group(2) or 0)) if file else NOWHERE

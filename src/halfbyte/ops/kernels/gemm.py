@@ -149,6 +149,7 @@ def matmul(
         cluster_names=("member",),
         num_threads=3,
         thread_name="warpgroup",
+        kernel_name="gemm",  # by which halfbyte.program finds it in compiled programs
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
     return run(a, b, left.reshape(-1), right.reshape(-1))

@@ -1,0 +1,114 @@
+"""Whether a step is placed well on its mesh, read from the compiled program: FLOPs, bytes and memory of one device.
+
+A misplaced program computes the right numbers and makes the right calls: the partitioner gathers what it should have
+left apart, and every device multiplies for its neighbours. What tells is how many FLOPs are multiplied against how many
+are needed, and what travels.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import Mesh
+
+from halfbyte import models
+from halfbyte.devices import Device
+from halfbyte.program import Collective, Gemm, Program, category, collectives, gemms, hidden_share, overlap, read
+from halfbyte.train import TrainConfig
+
+from .fitting import bytes_needed
+
+GATE_UP = ("layers/mlp/gate", "layers/mlp/up")
+AGAIN = {
+    "none": (),
+    "dots": (),
+    "quantized": GATE_UP,
+    "full": (*(f"layers/attention/{name}" for name in "qkvo"), *GATE_UP),
+}
+"""Linears whose forward GEMM the backward pass runs again, by remat policy."""
+WEIGHTS = "fsdp"  # the mesh axis that weights are gathered and gradients scattered over
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One device's part of a step. FLOPs are of the linears; attention's kernels are not in them."""
+
+    needed_flops: float
+    multiplied_flops: int
+    bytes_needed: int
+    gathered: dict[str, int]
+    """Bytes of weights gathered over fsdp, by element type."""
+    wide_gathers: tuple[Collective, ...]
+    """Gathers of a whole weight of the MLP in 16 or more bits an element."""
+    whole_reduces: tuple[Collective, ...]
+    """All-reduces of a whole weight's gradient in float32, which should have been scattered."""
+
+    @property
+    def excess(self) -> float:
+        """FLOPs multiplied for each that is needed; 1.0 is perfect."""
+        return self.multiplied_flops / self.needed_flops
+
+
+def placement(compiled: Any, config: TrainConfig, mesh: Mesh) -> Placement:
+    """How the compiled step of `config` is placed on `mesh`. Raises program.Unreadable where it cannot tell."""
+    program, sizes = read(compiled.as_text()), dict(mesh.shape)
+    found = collectives(program, sizes)
+    weight = config.model.embed * config.model.mlp // sizes.get("tensor", 1)
+    return Placement(
+        needed_flops=sum(needed_flops(config).values()) / mesh.size,
+        multiplied_flops=sum(gemm.flops for gemm in linear_gemms(program)),
+        bytes_needed=bytes_needed(compiled),
+        gathered=gathered_bytes(found),
+        wide_gathers=tuple(each for each in found if _gathers(each, weight, bits=16)),
+        whole_reduces=tuple(each for each in found if _reduces(each, weight)),
+    )
+
+
+def needed_flops(config: TrainConfig) -> dict[str, int]:
+    """GEMM FLOPs of a whole step by linear: forward, both gradients, and what its remat policy repeats."""
+    again = AGAIN[config.remat]
+    sites = models.gemm_sites(config.model, config.batch, config.seq)
+    return {site.path: site.flops // 3 * (4 if site.path in again else 3) for site in sites}
+
+
+def linear_gemms(program: Program) -> list[Gemm]:
+    """The GEMMs of a program that are not attention's."""
+    return [gemm for gemm in gemms(program) if category(program, gemm.instruction) == "gemm"]
+
+
+def gathered_bytes(found: list[Collective]) -> dict[str, int]:
+    """Bytes gathered over fsdp in a step, by element type."""
+    total: dict[str, int] = {}
+    for each in found:
+        if each.kind == "all-gather" and WEIGHTS in each.axes:
+            for array in each.arrays:
+                total[array.dtype] = total.get(array.dtype, 0) + array.bytes * each.group * each.times
+    return total
+
+
+def hidden(program: Program, mesh: Mapping[str, int], device: Device) -> float:
+    """Part of the bytes of FSDP's gathers and reduce-scatters that have, between start and done, GEMMs which at peak
+    last at least as long as the bytes at the link's rate (one direction of NVLink).
+    """
+    if device.nvlink_bandwidth is None or "bf16" not in device.peak:
+        raise ValueError(f"the table knows no peak or no link of {device.name}; name an NVIDIA GPU of the table")
+    bf16 = device.peak["bf16"]
+    peaks = {"dot": bf16, "cublas-f8": device.peak.get("fp8", bf16), "block-scaled": device.peak.get("nvfp4", bf16)}
+    weights = [each for each in overlap(program, mesh) if _of_weights(each.collective)]
+    return hidden_share(weights, flops_per_second=peaks, link=device.nvlink_bandwidth / 2)
+
+
+def _of_weights(each: Collective) -> bool:
+    return each.kind in ("all-gather", "reduce-scatter") and WEIGHTS in each.axes
+
+
+def _gathers(each: Collective, elements: int, *, bits: int) -> bool:
+    if each.kind != "all-gather" or WEIGHTS not in each.axes:
+        return False
+    wide = (array for array in each.arrays if 8 * array.bytes >= bits * array.elements)
+    return any(array.elements * each.group == elements for array in wide)
+
+
+def _reduces(each: Collective, elements: int) -> bool:
+    floats = (array for array in each.arrays if array.dtype == "f32")
+    return each.kind == "all-reduce" and any(array.elements >= elements for array in floats)

@@ -1,0 +1,64 @@
+"""What an instruction is for: GEMM, attention, communication, quantize, MLP, optimizer, or other.
+
+What it does comes first (it multiplies, it calls an attention kernel, it communicates), then where it came from: the
+lines of ours that it and the instructions fused into it were written on. Our own kernels that do not multiply make
+operands: quantize.
+"""
+
+import re
+
+from .collectives import kind_of
+from .gemms import MULTIPLIES, is_attention, is_own_gemm
+from .text import Instruction, Program
+
+CATEGORIES = ("gemm", "quantize", "attention", "mlp", "optimizer", "communication", "other")
+OWN_KERNEL = re.compile(r"^__gpu\$xla\.gpu\.triton$|^triton_kernel_call$|^mosaic_gpu")
+CONTAINERS = ("while", "conditional", "call", "async-start", "async-update", "async-done")
+ATTENTION = re.compile(r"attention")
+ORIGINS = (
+    ("quantize", re.compile(r"\bformats/|ops/kernels/|ops/(?:operand|weight|passes|backends)\b|quantize|hadamard")),
+    ("mlp", re.compile(r"ops/(?:mlp|swiglu|activation|linear)\b")),
+    ("optimizer", re.compile(r"\boptim/|train/(?:step|scaling)\.py")),
+)
+"""Category and what of an origin tells it, the first that fits. An origin is an operation's name and a source line."""
+GEMM_NAME = re.compile(r"cublas|blockScaledDot|gemm|matmul|onednn|nvjet|cutlass|xmma|ynn_fusion|\bdot\b", re.IGNORECASE)
+ATTENTION_NAME = re.compile(r"fmha|flash|attention|sdpa", re.IGNORECASE)
+QUANTIZE_NAME = re.compile(r"quantize|maxima|tensor_scale|swiglu|hadamard", re.IGNORECASE)
+COMMUNICATION_NAME = re.compile(r"nccl|^all-|^reduce-scatter|^collective-|nvshmem", re.IGNORECASE)
+
+
+def category(program: Program, found: Instruction) -> str | None:
+    """One of CATEGORIES; None for an instruction that only contains others or that waits for one."""
+    if found.opcode in CONTAINERS:
+        return None
+    if kind_of(found) or kind_of_done(found):
+        return "communication"
+    inside = [found, *program.inside(found)]
+    if ATTENTION.search(found.origin) or any(is_attention(part) for part in inside):
+        return "attention"
+    origins = " ".join(part.origin for part in inside)
+    if any(_multiplies(part) for part in inside):
+        return "attention" if ATTENTION.search(origins) else "gemm"
+    if OWN_KERNEL.search(found.target):
+        return "quantize"
+    return next((name for name, pattern in ORIGINS if pattern.search(origins)), "other")
+
+
+def category_of_name(name: str) -> str:
+    """The category of a kernel of which only the name is known, as a library or a compiler gives it."""
+    if COMMUNICATION_NAME.search(name):
+        return "communication"
+    if ATTENTION_NAME.search(name):
+        return "attention"
+    if QUANTIZE_NAME.search(name):
+        return "quantize"
+    return "gemm" if GEMM_NAME.search(name) else "other"
+
+
+def kind_of_done(found: Instruction) -> bool:
+    """Whether this waits for a collective."""
+    return found.opcode.endswith("-done") and bool(COMMUNICATION_NAME.search(found.opcode))
+
+
+def _multiplies(part: Instruction) -> bool:
+    return part.opcode in MULTIPLIES or is_own_gemm(part) or bool(GEMM_NAME.search(part.target))

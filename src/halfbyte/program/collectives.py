@@ -1,0 +1,192 @@
+"""The collectives of a program: what travels, between whom, how often, and which GEMMs it can hide behind.
+
+`moved` is the size of the whole thing, as people say it: of the gathered array for an all-gather, of the array before
+it is scattered for a reduce-scatter. `wire` is what one device sends in a ring.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from .gemms import Gemm, gemms_of
+from .groups import Groups, axes_of, read_groups
+from .schedule import Launch, launches, trips
+from .text import Array, Instruction, Program, Unreadable
+
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "collective-permute",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-broadcast",
+)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a step. `axes` are names of the mesh's axes, empty where no mesh was given."""
+
+    instruction: Instruction
+    kind: str
+    arrays: tuple[Array, ...]
+    """What each device hands in."""
+    group: int
+    """Devices that take part together."""
+    axes: tuple[str, ...]
+    asynchronous: bool
+    times: int
+    loops: tuple[str, ...] = ()
+
+    @property
+    def moved_each(self) -> int:
+        """Bytes of the whole array that one call gathers, scatters or reduces."""
+        size = sum(array.bytes for array in self.arrays)
+        return size * self.group if self.kind == "all-gather" else size
+
+    @property
+    def moved(self) -> int:
+        """The same, of a step."""
+        return self.moved_each * self.times
+
+    @property
+    def wire_each(self) -> float:
+        """Bytes that one device sends in one call, over a ring."""
+        share = (self.group - 1) / self.group
+        if self.kind in ("collective-permute", "collective-broadcast"):
+            return float(self.moved_each)
+        return self.moved_each * share * (2 if self.kind == "all-reduce" else 1)
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Element types that travel."""
+        return tuple(sorted({array.dtype for array in self.arrays}))
+
+    def __str__(self) -> str:
+        over = "+".join(self.axes) or f"{self.group} devices"
+        mode = "async" if self.asynchronous else "SYNC"
+        size = f"{self.moved_each / 1e6:,.1f} MB {'+'.join(self.dtypes)}"
+        return f"{self.kind} of {size} over {over}, {self.times} times, {mode}"
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """A collective, and the GEMMs that run between its start and its done (none for a synchronous one)."""
+
+    collective: Collective
+    gemms: tuple[Gemm, ...]
+
+    @property
+    def flops(self) -> int:
+        """FLOPs between start and done of one call."""
+        return sum(gemm.flops for gemm in self.gemms)
+
+
+def kind_of(found: Instruction) -> str | None:
+    """The kind of collective that an instruction is or starts; None for others and for a done."""
+    return next((kind for kind in KINDS if found.opcode in (kind, f"{kind}-start")), None)
+
+
+def collectives(program: Program, mesh: Mapping[str, int] | None = None) -> list[Collective]:
+    """Every collective of a step; with `mesh` (axis -> size, as the program was compiled for) also its axes.
+
+    A permutation in which nobody sends, which XLA writes where a reshard moves nothing, is left out.
+    """
+    starters = {name: found for found in program.instructions.values() if _wraps(found) for name in found.calls}
+    found = (launch for launch in launches(program) if kind_of(launch.instruction))
+    described = (_describe(program, launch, mesh, starters) for launch in found)
+    return [collective for collective in described if collective.group > 0]
+
+
+def overlap(program: Program, mesh: Mapping[str, int] | None = None) -> list[Overlap]:
+    """Every collective of a step with the GEMMs between its start and its done, in the order of the schedule.
+
+    GEMMs are those of one turn of the loop around the collective; a loop between start and done counts whole.
+    """
+    if not program.scheduled:
+        raise Unreadable("the program is not scheduled (is_scheduled=true): the order of its text says nothing")
+    return [Overlap(found, tuple(_between(program, found))) for found in collectives(program, mesh)]
+
+
+def hidden_share(found: Iterable[Overlap], *, flops_per_second: Mapping[str, float], link: float) -> float:
+    """Part of the bytes whose collective has enough GEMMs between start and done to last, at peak, as long as its bytes
+    at the link's rate. `flops_per_second` is by kind of GEMM, with `dot` for those not named; `link` in bytes a second.
+
+    1.0 where nothing travels.
+    """
+    total = hidden = 0.0
+    for each in found:
+        seconds = sum(g.flops / flops_per_second.get(g.kind, flops_per_second["dot"]) for g in each.gemms)
+        total += each.collective.moved
+        hidden += each.collective.moved if seconds >= each.collective.wire_each / link else 0.0
+    return hidden / total if total else 1.0
+
+
+def _wraps(found: Instruction) -> bool:
+    """Whether this is an async-start, which may wrap a collective in a computation of its own."""
+    return found.opcode == "async-start"
+
+
+def _describe(
+    program: Program, launch: Launch, mesh: Mapping[str, int] | None, starters: Mapping[str, Instruction]
+) -> Collective:
+    found = launch.instruction
+    kind = kind_of(found)
+    assert kind is not None
+    groups = read_groups(found.attributes)
+    starter = starters.get(found.computation)
+    waits = found.config.get("collective_backend_config", {}).get("is_sync", False)
+    return Collective(
+        instruction=starter or found,
+        kind=kind,
+        arrays=tuple(program.operand_arrays(found)),
+        group=_size(found, groups, mesh),
+        axes=_axes(groups, mesh),
+        asynchronous=(starter is not None or found.opcode.endswith("-start")) and not waits,
+        times=launch.times,
+        loops=launch.loops,
+    )
+
+
+def _axes(groups: Groups | None, mesh: Mapping[str, int] | None) -> tuple[str, ...]:
+    if mesh is None or groups == ():
+        return ()
+    if groups is None:
+        return tuple(axis for axis, size in mesh.items() if size > 1)
+    return axes_of(groups, mesh)
+
+
+def _size(found: Instruction, groups: Groups | None, mesh: Mapping[str, int] | None) -> int:
+    if groups is not None:
+        return len(groups[0]) if groups else 0
+    if mesh is None:
+        raise Unreadable(f"{found.name} joins all devices, and nobody says how many; give the mesh")
+    size = 1
+    for axis in mesh.values():
+        size *= axis
+    return size
+
+
+def _between(program: Program, collective: Collective) -> list[Gemm]:
+    if not collective.asynchronous:
+        return []
+    start = collective.instruction
+    body = program.computations[start.computation]
+    first = body.index(start)
+    for last in range(first + 1, len(body)):
+        if body[last].opcode.endswith("-done") and start.name in body[last].operands:
+            return [gemm for found in body[first + 1 : last] for gemm in _gemms_under(program, found, 1)]
+    raise Unreadable(f"{start.name} ({start.opcode}) is not done in {start.computation}, where it starts")
+
+
+def _gemms_under(program: Program, found: Instruction, times: int) -> Iterable[Gemm]:
+    """GEMMs of one instruction, loops inside it walked."""
+    if found.opcode == "while":
+        turns = times * trips(program, found)
+        for part in program.computations[found.called("body")]:
+            yield from _gemms_under(program, part, turns)
+    elif found.opcode in ("call", "conditional"):
+        for part in (inner for name in found.calls for inner in program.computations[name]):
+            yield from _gemms_under(program, part, times)
+    else:
+        yield from gemms_of(program, Launch(found, times))

@@ -1,0 +1,72 @@
+"""How often each instruction runs in one execution of a program.
+
+Loops are walked with their trip counts, nested loops multiply, iterations that the compiler peeled off stand outside
+the loop and count once. A loop whose trip count nobody knows, or a branch, makes every figure a guess: Unreadable.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .text import Instruction, Program, Unreadable
+
+CALLS = ("call", "async-start")
+NOTHING = frozenset(
+    "parameter constant get-tuple-element tuple bitcast after-all partition-id replica-id opt-barrier domain "
+    "add-dependency async-update async-done".split()
+)
+"""Opcodes that move no data and start nothing on a device."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """An instruction and how often a step runs it."""
+
+    instruction: Instruction
+    times: int
+    loops: tuple[str, ...] = ()
+    """Names of the loops around it, outermost first."""
+
+
+def launches(program: Program) -> Iterator[Launch]:
+    """Every instruction that does something, loops walked by their trip counts, in the order of the schedule."""
+    yield from _walk(program, program.entry, 1, ())
+
+
+def _walk(program: Program, computation: str, times: int, loops: tuple[str, ...]) -> Iterator[Launch]:
+    for found in program.computations[computation]:
+        if found.opcode == "while":
+            body = found.called("body")
+            yield from _walk(program, body, times * trips(program, found), (*loops, found.name))
+        elif found.opcode == "conditional":
+            yield from _branches(program, found, times, loops)
+        elif found.opcode in CALLS:
+            for called in found.calls:
+                yield from _walk(program, called, times, loops)
+        elif found.opcode not in NOTHING:
+            yield Launch(found, times, loops)
+
+
+def trips(program: Program, loop: Instruction) -> int:
+    """Turns of a loop. Raises Unreadable where the compiler does not know and the loop does anything."""
+    if loop.trips is not None:
+        return loop.trips
+    body = program.computations[loop.called("body")]
+    if all(found.opcode in NOTHING for found in body):
+        return 0
+    raise Unreadable(
+        f"the loop {loop.name} ({loop.origin or 'no source'}) has no known trip count, so that nothing inside it can "
+        "be counted; give it a static length (lax.scan, lax.fori_loop with static bounds)"
+    )
+
+
+def _branches(program: Program, found: Instruction, times: int, loops: tuple[str, ...]) -> Iterator[Launch]:
+    """One branch runs: fine if at most one does anything, else unknown which."""
+    busy = [list(_walk(program, name, times, loops)) for name in found.calls]
+    busy = [branch for branch in busy if branch]
+    if len(busy) > 1:
+        raise Unreadable(
+            f"the branch {found.name} ({found.origin or 'no source'}) may run either of {len(busy)} computations; "
+            "nobody can say which a step takes"
+        )
+    for branch in busy:
+        yield from branch

@@ -1,0 +1,126 @@
+"""Bytes that a program reads from and writes to a device's memory, instruction by instruction.
+
+An instruction reads its operands and writes its results. Three things are smaller than they look: of an array that is
+only sliced, the slices are read; of one that is updated in place, the update is written; and what a fusion makes and
+uses inside itself never leaves the chip. A custom call counts its operands and results. Collectives are not memory
+traffic here (`collectives` has their bytes), and neither is what a kernel reads twice because its caches are small.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .categories import category, kind_of_done
+from .collectives import kind_of
+from .schedule import Launch, launches
+from .text import Instruction, Program
+
+SLICES = ("dynamic-slice", "slice", "gather")
+UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+"""Opcodes that change part of their first operand, and which operand holds the new part."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of a step."""
+
+    read: int = 0
+    written: int = 0
+    launches: int = 0
+
+    @property
+    def total(self) -> int:
+        """Both ways."""
+        return self.read + self.written
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.read + other.read, self.written + other.written, self.launches + other.launches)
+
+
+def traffic(program: Program) -> dict[str, Traffic]:
+    """Bytes of a step by category, loops counted; collectives are left out."""
+    found: dict[str, Traffic] = {}
+    for launch, each in traffic_of_launches(program):
+        name = category(program, launch.instruction) or "other"
+        found[name] = found.get(name, Traffic()) + each
+    return found
+
+
+def traffic_of_launches(program: Program) -> Iterator[tuple[Launch, Traffic]]:
+    """(launch, its bytes in a step) of everything that is no collective and no wait."""
+    for launch in launches(program):
+        found = launch.instruction
+        if kind_of(found) or kind_of_done(found) or found.opcode.endswith("-done"):
+            continue
+        read, written = bytes_of(program, found)
+        yield launch, Traffic(read * launch.times, written * launch.times, launch.times)
+
+
+def bytes_of(program: Program, found: Instruction) -> tuple[int, int]:
+    """(read, written) by one execution of one instruction."""
+    results = sum(array.bytes for array in found.results)
+    if found.opcode == "fusion":
+        return _of_fusion(program, found)
+    if found.opcode in ("dynamic-slice", "slice"):
+        return results, results
+    if found.opcode == "gather":
+        return results + _operand_bytes(program, found, 1), results
+    if found.opcode in UPDATES:
+        part = _operand_bytes(program, found, UPDATES[found.opcode])
+        return part, part
+    if found.opcode in ("iota", "broadcast", "rng-bit-generator"):
+        return sum(array.bytes for array in program.operand_arrays(found)), results
+    if found.opcode == "copy-start":  # results: destination, source, context
+        return found.results[0].bytes, found.results[0].bytes
+    return sum(array.bytes for array in program.operand_arrays(found)), results
+
+
+def _of_fusion(program: Program, found: Instruction) -> tuple[int, int]:
+    (name,) = found.calls[:1]
+    body = program.computations[name]
+    users: dict[str, list[Instruction]] = {}
+    for part in body:
+        for operand in part.operands if part.opcode != "parameter" else ():
+            users.setdefault(operand, []).append(part)
+    parameters = {int(part.operands[0]): part for part in body if part.opcode == "parameter"}
+    read = sum(
+        _read(parameters[at], users, sum(array.bytes for array in parameters[at].results))
+        for at in range(len(found.operands))
+        if at in parameters
+    )
+    return read, sum(_written(program, root) for root in _roots(program, body))
+
+
+def _read(value: Instruction, users: dict[str, list[Instruction]], whole: int) -> int:
+    """Bytes read of a parameter, or of a view of it: slices where only slices and updates in place use it."""
+    total = 0
+    for user in users.get(value.name, ()):
+        first = user.operands[0] == value.name
+        if user.opcode in SLICES and first:
+            total += sum(array.bytes for array in user.results)
+        elif user.opcode in UPDATES and first and user.operands.count(value.name) == 1:
+            continue  # written in part, in place
+        elif user.opcode == "bitcast":
+            total += _read(user, users, whole)
+        else:
+            return whole
+    return min(total, whole)
+
+
+def _roots(program: Program, body: list[Instruction]) -> list[Instruction]:
+    root = next(part for part in body if part.root)
+    if root.opcode != "tuple":
+        return [root]
+    return [program.operand(root, at) for at in range(len(root.operands))]
+
+
+def _written(program: Program, root: Instruction) -> int:
+    part = root
+    while part.opcode in ("bitcast", "copy") and part.operands:
+        part = program.operand(part, 0)
+    if part.opcode in UPDATES:
+        return _operand_bytes(program, part, UPDATES[part.opcode])
+    return sum(array.bytes for array in root.results)
+
+
+def _operand_bytes(program: Program, found: Instruction, at: int) -> int:
+    return sum(array.bytes for array in program.operand(found, at).results)

@@ -1,0 +1,105 @@
+"""GEMMs, collectives, overlap and traffic of a GPU program. Oracle: the text of gpu_program.py, counted by hand."""
+
+import pytest
+from gpu_program import TEXT
+
+from halfbyte.program import (
+    Traffic,
+    Unreadable,
+    category,
+    collectives,
+    flops_by_kind,
+    gemms,
+    hidden_share,
+    multiplier,
+    overlap,
+    read,
+    traffic_of_launches,
+)
+
+EACH = 2 * 64 * 128 * 256
+MESH = {"data": 1, "fsdp": 8, "context": 1, "tensor": 1}
+
+
+@pytest.fixture(scope="module")
+def program():
+    return read(TEXT)
+
+
+def test_flops_by_kind(program):
+    once = dict.fromkeys(("block-scaled", "cublas-f8", "cublas", "mosaic"), EACH)
+    assert flops_by_kind(gemms(program)) == {**once, "triton": 3 * 2 * EACH}
+
+
+def test_what_the_hardware_multiplies(program):
+    names = ("fp4", "f8", "plain", "own", "dot.1", "pass")
+    units = [multiplier(program, program.instructions[name]) for name in names]
+    assert units == ["fp4", "f8", "bf16", "own", "bf16", None]
+
+
+@pytest.mark.parametrize(
+    "old, new, match",
+    [
+        ("jit(step)/gemm/mpmd_map", "jit(step)/anonymous/mpmd_map", "own calls a Mosaic kernel without a name"),
+        ("%v = f4e2m1fn[256,128]", "%v = f4e2m1fn[256,64]", "fp4: .* is no block-scaled GEMM"),
+        ("%own = bf16[64,256]", "%own = bf16[64,255]", "own: .* is no GEMM of two matrices"),
+        ('"__cublas$gemm"', '"__cublas$gemm2"', "plain calls '__cublas\\$gemm2'"),
+        ("%out = bf16[64,256]{1,0} copy(%own)", "%out = bf16[64,256] convolution(%a, %w)", "out is a convolution"),
+    ],
+)  # fmt: skip
+def test_a_gemm_that_cannot_be_placed_is_an_error(old, new, match):
+    assert old in TEXT
+    with pytest.raises(Unreadable, match=match):
+        gemms(read(TEXT.replace(old, new)))
+
+
+def test_collectives(program):
+    found = {each.instruction.name: each for each in collectives(program, MESH)}
+    gather, waiting, scatter = (found[name] for name in ("ag.start", "ag2.start", "rs.start"))
+    assert (gather.kind, gather.times, gather.asynchronous) == ("all-gather", 3, True)
+    assert (gather.axes, gather.moved_each, gather.dtypes) == (("fsdp",), 8 * 64 * 128 * 2, ("bf16",))
+    assert not waiting.asynchronous
+    assert (scatter.kind, scatter.asynchronous) == ("reduce-scatter", True)
+    assert (scatter.moved, scatter.wire_each) == (512 * 64 * 4, 512 * 64 * 4 * 7 / 8)
+
+
+def test_overlap_counts_what_runs_between_start_and_done(program):
+    found = {each.collective.instruction.name: each for each in overlap(program, MESH)}
+    assert found["ag.start"].flops == EACH
+    assert found["ag2.start"].gemms == ()  # synchronous: the GEMM behind its start does not run beside it
+    assert found["rs.start"].flops == 2 * EACH + 3 * 2 * EACH  # two calls, and all of the loop
+
+
+def test_hidden_bytes(program):
+    """A link so fast that everything is hidden but the synchronous gather; one so slow that nothing is."""
+    found = overlap(program, MESH)
+    gathers, scatter = 3 * 8 * 64 * 128 * 2, 512 * 64 * 4
+    peak = {"dot": 1e12}
+    assert hidden_share(found, flops_per_second=peak, link=1e15) == (gathers + scatter) / (2 * gathers + scatter)
+    assert hidden_share(found, flops_per_second=peak, link=1.0) == 0.0
+    assert hidden_share([], flops_per_second=peak, link=1.0) == 1.0
+
+
+def test_traffic(program):
+    found = {launch.instruction.name: each for launch, each in traffic_of_launches(program)}
+    assert found["row.read"] == Traffic(64 * 4 + 4, 64 * 4, 1)  # one row of four, and its number
+    assert found["stack.next"] == Traffic(4 + 64 * 4, 64 * 4, 1)  # the new row alone
+    assert found["pass"] == Traffic(64 * 128 * 2, 64 * 128 // 2 + 64 * 8, 1)
+    assert found["gemm_fusion.1"] == Traffic(3 * 2 * (64 * 128 + 128 * 256), 3 * 2 * 64 * 256, 3)
+    assert not {"ag.start", "ag.done", "inner-scatter"} & set(found)
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("gemm_fusion.1", "gemm"), ("fp4", "gemm"), ("own", "gemm"), ("pass", "quantize"), ("row.read", "quantize"),
+        ("ag.start", "communication"), ("ag.done", "communication"), ("stack.next", "other"), ("loop", None),
+    ],
+)  # fmt: skip
+def test_categories(program, name, expected):
+    assert category(program, program.instructions[name]) == expected
+
+
+def test_an_unscheduled_program_says_nothing_of_overlap():
+    with pytest.raises(Unreadable, match="not scheduled"):
+        overlap(read(TEXT.replace("is_scheduled=true", "is_scheduled=false")), MESH)

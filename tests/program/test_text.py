@@ -1,0 +1,109 @@
+"""Reading a module's text. Oracle: a text written by hand, in the forms that XLA prints."""
+
+import pytest
+
+from halfbyte.program import Array, Source, Unreadable, launches, read
+
+TEXT = """HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
+
+FileNames
+1 "/somewhere/lib/halfbyte/ops/norm.py"
+2 "/somewhere/jax/core.py"
+
+FunctionNames
+1 "rms_norm"
+2 "bind"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=10 end_line=10 column=4 end_column=9}
+2 {file_name_id=2 function_name_id=2 line=77 end_line=77 column=4 end_column=9}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+
+
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p = (s32[], /*index=1*/f32[8]{0:T(256)}) parameter(0)
+  %x = f32[8]{0} get-tuple-element(%p), index=1
+  %i = s32[] get-tuple-element(%p), index=0
+  %sine = f32[8]{0} sine(%x), metadata={op_name="jit(step)/while/body/sin" stack_frame_id=2}
+  ROOT %t = (s32[], f32[8]{0}) tuple(%i, %sine)
+}
+
+%condition (q: (s32[], f32[8])) -> pred[] {
+  %q = (s32[], f32[8]{0}) parameter(0)
+  ROOT %less = pred[] constant(true)
+}
+
+ENTRY %main (a: f32[8], b: f4e2m1fn[3,5]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %b = f4e2m1fn[3,5]{1,0:E(4)} parameter(1)
+  %zero = s32[] constant(0)
+  %start = (s32[], f32[8]{0}) tuple(%zero, %a)
+  %loop = (s32[], f32[8]{0}) while(%start), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"7"}}
+  ROOT %kernel = f32[8]{0} custom-call(f32[8]{0} %a, %b), custom_call_target="triton_kernel_call", metadata={op_name="jit(step)/k" source_file="/x/halfbyte/formats/quantize.py" source_line=12}, backend_config={name = "a ) b", calls=%nothing}
+}
+"""  # noqa: E501
+
+
+@pytest.fixture(scope="module")
+def program():
+    return read(TEXT)
+
+
+def test_computations_and_their_order(program):
+    assert program.entry == "main" and program.scheduled
+    assert list(program.computations) == ["body", "condition", "main"]
+    assert [found.name for found in program.computations["main"]] == ["a", "b", "zero", "start", "loop", "kernel"]
+
+
+def test_types_operands_and_calls(program):
+    loop, kernel = program.instructions["loop"], program.instructions["kernel"]
+    assert loop.results == (Array("s32", ()), Array("f32", (8,)))
+    assert (loop.opcode, loop.operands, set(loop.calls), loop.trips) == ("while", ("start",), {"condition", "body"}, 7)
+    assert (kernel.target, kernel.operands, kernel.calls, kernel.root) == ("triton_kernel_call", ("a", "b"), (), True)
+    assert program.operand_arrays(kernel) == [Array("f32", (8,)), Array("f4e2m1fn", (3, 5))]
+    assert program.instructions["b"].results[0].bytes == 8  # 15 elements of 4 bits
+
+
+def test_sources_are_the_innermost_line_of_ours(program):
+    assert program.instructions["sine"].source == Source("ops/norm.py", 10, "rms_norm")
+    assert program.instructions["kernel"].source == Source("formats/quantize.py", 12)
+    assert "jit(step)/while/body/sin" in program.instructions["sine"].origin
+
+
+def test_a_loop_is_walked_as_often_as_it_turns(program):
+    found = {launch.instruction.name: launch for launch in launches(program)}
+    assert set(found) == {"sine", "kernel"}
+    assert (found["sine"].times, found["sine"].loops, found["kernel"].times) == (7, ("loop",), 1)
+
+
+@pytest.mark.parametrize(
+    "old, new, match",
+    [
+        ('"known_trip_count":{"n":"7"}', '"n":0', "the loop loop .*no known trip count"),
+        ("f4e2m1fn[3,5]{1,0:E(4)}", "f5e1m2[3,5]{1,0}", "unknown element type 'f5e1m2'"),
+        ("ENTRY %main", "%main", "no ENTRY computation"),
+        ("body=%body,", "", "has no body"),
+    ],
+)
+def test_what_cannot_be_read_is_an_error(old, new, match):
+    with pytest.raises(Unreadable, match=match):
+        list(launches(read(TEXT.replace(old, new))))
+
+
+def test_a_branch_is_an_error_if_both_sides_do_something():
+    branch = "  %b2 = f32[8]{0} conditional(%less2, %a, %a), branch_computations={%one, %two}\n"
+    head, body = (
+        "%{0} (p{0}: f32[8]) -> f32[8] {{\n",
+        "  %p{0} = f32[8] parameter(0)\n  ROOT %r{0} = f32[8] {1}\n}}\n\n",
+    )
+    side = head + body
+    lazy = side.format("one", "bitcast(%pone)") + side.format("two", "sine(%ptwo)")
+    busy = side.format("one", "cosine(%pone)") + side.format("two", "sine(%ptwo)")
+    text = TEXT.replace("  %zero = s32[]", branch + "  %zero = s32[]")
+    found = {launch.instruction.name for launch in launches(read(text.replace("ENTRY", lazy + "ENTRY")))}
+    assert "rtwo" in found
+    with pytest.raises(Unreadable, match="the branch b2 .*either of 2"):
+        list(launches(read(text.replace("ENTRY", busy + "ENTRY"))))
