@@ -23,6 +23,13 @@ def test_target_config_states_the_table(name):
         assert fact in text
 
 
+def test_cudnn_is_stated_where_either_compiler_reads_it():
+    """JAX 0.10 beside the device's facts, JAX 0.11 among them."""
+    facts, rest = target_config(DEVICES["b200"]).split("platform_name")
+    assert facts.endswith('\n  dnn_version: "9.15.0"\n}\n')
+    assert "dnn_version_info {\n  major: 9\n  minor: 15\n}" in rest
+
+
 def test_what_cannot_be_compiled_for_is_refused():
     with pytest.raises(ValueError, match="cannot compile for cpu"):
         target_config(DEVICES["cpu"])

@@ -10,8 +10,10 @@ from typing import Any
 from halfbyte.devices.platform import CUDA_PLUGINS
 from halfbyte.devices.table import Device
 
-# The versions the compiled program is for. Block-scaled GEMMs on SM 10.3 and cuDNN attention need cuDNN >= 9.11.
-CUDNN_VERSION = (9, 15)
+# The versions the compiled program is for. Block-scaled GEMMs on SM 10.3 and cuDNN attention need cuDNN >= 9.11. The
+# target states cuDNN's twice: JAX 0.10 reads `dnn_version_info`, JAX 0.11 the device's own `dnn_version`, without which
+# it makes no block-scaled GEMM and says nothing: what should be 4-bit is dequantized.
+CUDNN_VERSION = (9, 15, 0)
 CUDA_VERSION = (12, 9, 0)
 
 _TEMPLATE = """\
@@ -38,6 +40,7 @@ gpu_device_info {{
   }}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
+  dnn_version: "{cudnn[0]}.{cudnn[1]}.{cudnn[2]}"
 }}
 platform_name: "CUDA"
 dnn_version_info {{
