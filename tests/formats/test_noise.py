@@ -74,3 +74,74 @@ def test_a_bit_of_the_key_turns_half_of_the_bits_of_its_words():
     flips = np.asarray(mixed(keys) ^ mixed(turned))  # [keys, turned bits, words]
     share = np.unpackbits(flips.view(np.uint8), axis=-1).mean(0)  # [64, 64]
     assert np.abs(share - 0.5).max() < 0.12  # 4096 shares of 512 coins each: 0.12 is 5.4 standard deviations
+
+
+WINDOWS = [  # global shape, offset, shape
+    ((64, 48), (16, 32), (32, 16)),
+    ((64, 48), (5, 3), (10, 7)),  # within a word
+    ((63, 48), (5, 3), (10, 7)),  # tokens no multiple of four
+    ((4, 16, 8), (1, 4, 0), (2, 8, 8)),
+    ((4, 6, 8), (1, 3, 2), (2, 3, 4)),  # words straddle the leading dims
+    ((40,), (7,), (16,)),
+    ((3, 8, 16), (0, 0, 0), (3, 8, 16)),
+]
+
+
+@pytest.mark.parametrize("generator", list(Generator), ids=lambda g: g.value)
+def test_a_window_is_a_slice_of_the_whole(generator):
+    """With offsets that are known and with offsets that are traced."""
+
+    def draw(offsets, traced):
+        key = jax.random.wrap_key_data(KEY)
+        return [
+            random_bytes(key, shape, generator=generator, offset=tuple(t if traced else o), global_shape=whole)
+            for (whole, o, shape), t in zip(WINDOWS, offsets, strict=True)
+        ]
+
+    offsets = [np.array(offset, np.int32) for _, offset, _ in WINDOWS]
+    for traced in (False, True):
+        found = jax.jit(draw, static_argnums=1)(offsets, traced)
+        for (whole, offset, shape), window in zip(WINDOWS, found, strict=True):
+            place = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+            np.testing.assert_array_equal(window, drawn(whole, generator)[place])
+
+
+def test_a_shard_makes_its_own_bytes():
+    """The end of a tensor of 2**34 elements, which is never made whole; its bytes come from 64-bit numbers."""
+    whole, shape = (2**20 + 4, 2**14), (8, 16)
+    offset = (2**20 - 4, 100)
+    found = jax.jit(lambda o: random_bytes(jax.random.wrap_key_data(KEY), shape, offset=o, global_shape=whole))(offset)
+    token, feature = np.arange(offset[0], offset[0] + 8)[:, None], np.arange(100, 116)
+    number = token // 4 * 2**14 + feature  # int64; the second half is above 2**32
+    assert number[0, 0] < 2**32 <= number[4, 0]
+    low = oracle.hash_words(number, *oracle.key_words(*KEY))
+    np.testing.assert_array_equal(found[:4], (low >> (8 * (token % 4)).astype(np.uint32)).astype(np.uint8)[:4])
+    k0, k1 = oracle.key_words(*KEY)
+    for i, constant in enumerate((0x243F_6A88, 0x85A3_08D3)):
+        mask = oracle.hash_words(np.array(1), constant, constant) ^ oracle.hash_words(np.array(0), constant, constant)
+        k0, k1 = (k0 ^ mask, k1) if i == 0 else (k0, k1 ^ mask)
+    high = oracle.hash_words(number, k0, k1)
+    np.testing.assert_array_equal(found[4:], (high >> (8 * (token % 4)).astype(np.uint32)).astype(np.uint8)[4:])
+
+
+@pytest.mark.parametrize("generator", [Generator.COUNTER_HASH, Generator.PHILOX], ids=lambda g: g.value)
+def test_numbers_do_not_wrap(generator):
+    """At width 16384, tokens t and t + 2**20 have bytes of their own."""
+    whole = (2**21, 2**14)
+    make = jax.jit(
+        lambda t: random_bytes(
+            jax.random.wrap_key_data(KEY), (64, 1024), generator=generator, offset=(t, 0), global_shape=whole
+        )
+    )
+    a, b = (np.asarray(make(t)) for t in (0, 2**20))
+    assert abs((a == b).mean() - 1 / 256) < 0.001  # 65,536 bytes: four standard deviations
+    assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.016
+    np.testing.assert_array_equal(a, drawn((64, 2**14), generator)[:, :1024])
+
+
+def test_a_window_that_does_not_fit():
+    key = jax.random.key(0)
+    with pytest.raises(ValueError, match=r"shape \(8, 8\) at offset \(1, 0\) does not lie in global_shape \(8, 8\)"):
+        random_bytes(key, (8, 8), offset=(1, 0), global_shape=(8, 8))
+    with pytest.raises(ValueError, match="together"):
+        random_bytes(key, (8, 8), offset=(0, 0))

@@ -2,8 +2,9 @@
 
 A tensor is seen as [tokens, features]: all leading dims flattened into tokens. Element (t, n) takes byte t % 4 of the
 32-bit word number (t // 4) * features + n, so one word serves four tokens of a column, and a kernel that holds 16
-tokens in registers draws four words, not sixteen. Words are a function of (key, number) alone. Three generators make
-them:
+tokens in registers draws four words, not sixteen. Numbers have 64 bits; the upper half is 0 in all but the largest
+tensors. Words are a function of (key, number) alone, so a part of a tensor makes its own bytes (`offset`,
+`global_shape`). Three generators make them:
 
 - `COUNTER_HASH` (default): two multiply-xorshift rounds with one half of the key added before each. Key and counter
   meet in the first round and again in the second, so that the streams of two keys are not permutations of each other.
@@ -18,10 +19,14 @@ operands, and the tests measure that for each generator.
 
 import enum
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+Offset = int | jax.Array
 
 
 class Generator(enum.Enum):
@@ -82,35 +87,143 @@ def philox4x32(
     return c0, c1, c2, c3
 
 
-def _counter(shape: tuple[int, ...]) -> jax.Array:
-    """Row-major element numbers of `shape` as uint32, built from iotas so that every shard makes its own."""
+def wide_key(high: jax.Array, k0: jax.Array, k1: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The key words of the counters whose upper 32 bits are `high`: k0 and k1 themselves where that is 0.
+
+    What is added is hashed, because the streams of two keys that differ in a few bits are correlated.
+    """
+
+    def mask(constant: int) -> jax.Array:
+        mixed = hash_words(high, jnp.uint32(constant), jnp.uint32(constant))
+        return mixed ^ hash_words(jnp.zeros_like(high), jnp.uint32(constant), jnp.uint32(constant))
+
+    return k0 ^ mask(ROUNDS[0]), k1 ^ mask(ROUNDS[1])
+
+
+class _Numbers(NamedTuple):
+    """Numbers of words, up to 64 bits."""
+
+    low: jax.Array
+    high: jax.Array | None  # None: all zero
+
+
+def _index(shape: tuple[int, ...], axis: int, offset: Offset) -> jax.Array:
+    """uint32 [shape]: the place along `axis`; from an iota, so that every shard makes its own."""
+    place = lax.broadcasted_iota(jnp.uint32, shape, axis)
+    return place if _is_zero(offset) else place + jnp.asarray(offset).astype(jnp.uint32)
+
+
+def _is_zero(offset: Offset) -> bool:
+    return isinstance(offset, int) and offset == 0
+
+
+def _rows(shape: tuple[int, ...], offset: Sequence[Offset], whole: tuple[int, ...]) -> jax.Array:
+    """uint32 [shape]: the row of each element of a window of `whole` [..., rows, columns], all leading dims counted."""
     number = jnp.zeros(shape, jnp.uint32)
     stride = 1
-    for axis in reversed(range(len(shape))):
-        number = number + lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride % 2**32)
-        stride *= shape[axis]
+    for axis in reversed(range(len(shape) - 1)):
+        number = number + _index(shape, axis, offset[axis]) * jnp.uint32(stride % 2**32)
+        stride *= whole[axis]
     return number
 
 
-def _words(key: jax.Array, shape: tuple[int, ...], generator: Generator) -> jax.Array:
-    if generator is Generator.THREEFRY:
-        return jax.random.bits(key, shape, jnp.uint32)
-    if generator is Generator.COUNTER_HASH:
-        return hash_words(_counter(shape), *key_words(key))
-    zero = jnp.zeros(shape, jnp.uint32)
-    return philox4x32((_counter(shape), zero, zero, zero), _data_words(key))[0]
+def _numbers(rows: jax.Array, offset: Offset, whole: tuple[int, ...]) -> _Numbers:
+    """rows * columns + column, for the columns of a window of `whole` [..., rows, columns]."""
+    columns = whole[-1]
+    column = _index(rows.shape, rows.ndim - 1, offset)
+    if math.prod(whole) <= 2**32:
+        return _Numbers(rows * jnp.uint32(columns % 2**32) + column, None)
+    high, low = _multiply_high_low(columns, rows)
+    return _Numbers(low + column, high + (low + column < low).astype(jnp.uint32))
 
 
-def random_bytes(key: jax.Array, shape: tuple[int, ...], *, generator: Generator = Generator.COUNTER_HASH) -> jax.Array:
-    """uint8 [..., tokens, features] uniform bytes for `shape`; a vector is one token. Equal on every mesh."""
+def _words(key: jax.Array, numbers: _Numbers, generator: Generator) -> jax.Array:
+    low, high = numbers
+    if generator is Generator.PHILOX:
+        zero = jnp.zeros_like(low)
+        return philox4x32((low, zero if high is None else high, zero, zero), _data_words(key))[0]
+    words = key_words(key)
+    return hash_words(low, *(words if high is None else wide_key(high, *words)))
+
+
+def random_bytes(
+    key: jax.Array, shape: tuple[int, ...], *, generator: Generator = Generator.COUNTER_HASH,
+    offset: Sequence[Offset] | None = None, global_shape: tuple[int, ...] | None = None,
+) -> jax.Array:  # fmt: skip
+    """uint8 [..., tokens, features] uniform bytes for `shape`; a vector is one token. Equal on every mesh.
+
+    With `global_shape` and `offset` they are those of a window: what slicing the bytes of a tensor of that shape at
+    `offset` would give, made without the rest of it (except under THREEFRY). An offset may be traced: inside shard_map
+    it is `lax.axis_index(...)` times the shard's size.
+    """
+    offset, whole = _checked_window(shape, offset, global_shape)
     if len(shape) < 2:
-        return random_bytes(key, (1, *shape), generator=generator).reshape(shape)
-    *lead, tokens, features = shape
-    if tokens % 4:  # words straddle the leading dims: flatten them
+        made = random_bytes(key, (1, *shape), generator=generator, offset=(0, *offset), global_shape=(1, *whole))
+        return made.reshape(shape)  # [1, features] -> [features]
+    if generator is Generator.THREEFRY:
+        return _slice(_threefry_bytes(key, whole), offset, shape)
+    if whole[-2] % 4 == 0:
+        return _bytes_by_four(key, shape, offset, whole, generator)
+    if shape == whole:  # words straddle the leading dims: flatten them, [..., tokens, features] -> [rows, features]
         rows = math.prod(shape[:-1])
-        padded = random_bytes(key, (-(-rows // 4) * 4, features), generator=generator)
-        return padded[:rows].reshape(shape)
-    words = _words(key, (*lead, tokens // 4, features), generator)
+        padded = (-(-rows // 4) * 4, shape[-1])
+        return _bytes_by_four(key, padded, (0, 0), padded, generator)[:rows].reshape(shape)
+    tokens = _rows(shape, offset, whole)
+    words = _words(key, _numbers(tokens >> 2, offset[-1], whole), generator)
+    return (words >> ((tokens & jnp.uint32(3)) * jnp.uint32(8))).astype(jnp.uint8)
+
+
+def _bytes_by_four(
+    key: jax.Array, shape: tuple[int, ...], offset: Sequence[Offset], whole: tuple[int, ...], generator: Generator
+) -> jax.Array:
+    """Bytes of a window of `whole` [..., tokens, features], with tokens a multiple of four: a word for each four."""
+    *lead, tokens, features = shape
+    first = offset[-2]
+    # A window may begin within a word: then one more row of words covers it, and the bytes before it are cut off.
+    aligned = isinstance(first, int) and first % 4 == 0 and tokens % 4 == 0
+    count = tokens // 4 if aligned else (tokens + 6) // 4
+    grouped, start = (*lead, count, features), (*offset[:-2], first // 4, offset[-1])
+    whole = (*whole[:-2], whole[-2] // 4, whole[-1])
+    words = _words(key, _numbers(_rows(grouped, start, whole), start[-1], whole), generator)
+    made = _spread(words)
+    return made if aligned else _slice(made, (*[0] * len(lead), first % 4, 0), shape)
+
+
+def _threefry_bytes(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The bytes of a whole tensor from JAX's own generator."""
+    *lead, tokens, features = shape
+    if tokens % 4:  # [..., tokens, features] -> [rows, features]
+        rows = math.prod(shape[:-1])
+        return _spread(jax.random.bits(key, (-(-rows // 4), features), jnp.uint32))[:rows].reshape(shape)
+    return _spread(jax.random.bits(key, (*lead, tokens // 4, features), jnp.uint32))
+
+
+def _spread(words: jax.Array) -> jax.Array:
+    """uint32 [..., rows, features] -> uint8 [..., 4 * rows, features], the low byte first."""
+    *lead, rows, features = words.shape
     shifts = jnp.arange(0, 32, 8, dtype=jnp.uint32).reshape(4, 1)
-    spread = jnp.broadcast_to(words[..., None, :], (*lead, tokens // 4, 4, features))
-    return (spread >> jnp.broadcast_to(shifts, spread.shape)).astype(jnp.uint8).reshape(shape)
+    spread = jnp.broadcast_to(words[..., None, :], (*lead, rows, 4, features))
+    # [..., rows, 4, features] -> [..., 4 * rows, features]
+    return (spread >> jnp.broadcast_to(shifts, spread.shape)).astype(jnp.uint8).reshape(*lead, 4 * rows, features)
+
+
+def _slice(made: jax.Array, offset: Sequence[Offset], shape: tuple[int, ...]) -> jax.Array:
+    if made.shape == shape:
+        return made
+    return lax.dynamic_slice(made, [jnp.asarray(o, jnp.int32) for o in offset], shape)
+
+
+def _checked_window(
+    shape: tuple[int, ...], offset: Sequence[Offset] | None, whole: tuple[int, ...] | None
+) -> tuple[tuple[Offset, ...], tuple[int, ...]]:
+    """`offset` and `global_shape` of `random_bytes`; both None: the window is all of it."""
+    if (offset is None) != (whole is None):
+        raise ValueError("random_bytes takes offset and global_shape together, or neither")
+    if offset is None or whole is None:
+        return (0,) * len(shape), shape
+    known = [(o, n, size) for o, n, size in zip(offset, shape, whole, strict=False) if isinstance(o, int)]
+    if not len(offset) == len(shape) == len(whole) or any(o < 0 or o + n > size for o, n, size in known):
+        raise ValueError(
+            f"random_bytes: a window of shape {shape} at offset {tuple(offset)} does not lie in global_shape {whole}"
+        )
+    return tuple(offset), whole

@@ -113,6 +113,8 @@ def same_bits(got, want):
 
 def test_unsupported_names_the_shape():
     assert "tokens" in kernels.unsupported(40, 256)
+    assert kernels.unsupported(2**20, 2**14) is None
+    assert "32 bits" in kernels.unsupported(2**20 + 16, 2**14)
     assert "columns" in kernels.unsupported(32, 200)
     assert "capability" in kernels.unsupported(32, 256, capability=(8, 0))
     assert kernels.unsupported(32, 256) is None

@@ -36,6 +36,8 @@ def unsupported(tokens: int, columns: int, *, capability: tuple[int, int] | None
         return f"the GPU kernels need a multiple of 128 columns, got {columns}"
     if capability is not None and capability < (9, 0):
         return f"the GPU kernels need compute capability 9.0 or newer, got {capability[0]}.{capability[1]}"
+    if tokens // 4 * columns > 2**32:
+        return f"the GPU kernels number random words with 32 bits, too few for {tokens} x {columns}"
     return None
 
 
