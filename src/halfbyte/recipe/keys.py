@@ -18,8 +18,8 @@ from halfbyte.recipe.operands import ROLES
 KEY_IMPL = "threefry2x32"  # two words a key, whatever generator the user's program has made its default
 
 
-def step_key(seed: int, step: ArrayLike) -> jax.Array:
-    """The typed key of one training step; `step` may be traced."""
+def step_key(seed: ArrayLike, step: ArrayLike) -> jax.Array:
+    """The typed key of one training step; both may be traced."""
     return jax.random.fold_in(jax.random.key(seed, impl=KEY_IMPL), step)
 
 

@@ -4,6 +4,7 @@ The loop owns everything that is not arithmetic. The device never waits for it: 
 numbers of step n are read.
 """
 
+import functools
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -183,7 +184,7 @@ class Loop:
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
         batch = abstract_batch(self.config, self.mesh, seq=self.session.source.seq)
         step = jit_train_step(self.config, resolved, self.mesh).lower(state, batch)
-        check = make_eval_step(self.config, resolved, self.mesh).lower(state.params, batch)
+        check = make_eval_step(self.config, resolved, self.mesh).lower(state.params, state.seed, batch)
         if jax.process_count() > 1:  # processes must compile in the same order
             return compile_train_step(step, resolved), check.compile()
         with ThreadPoolExecutor(1) as beside:
@@ -267,7 +268,7 @@ class Loop:
 
     def _validate(self) -> None:
         finished = self.late.flush()  # before validation, which is not part of the step's time
-        found = validate(self.session.source, self.mesh, self.evaluate, self.state.params)
+        found = validate(self.session.source, self.mesh, functools.partial(self.evaluate, self.state.params, self.state.seed))
         self.result.validation = found
         by_source = {f"validation_loss/{name}": value for name, value in found.items() if name != "all"}
         self._emit(finished, validation_loss=found["all"], **by_source)

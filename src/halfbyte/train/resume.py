@@ -11,7 +11,7 @@ from halfbyte.checkpoint import Checkpoints, Restored
 
 from .config import GUARDED, TrainConfig
 from .jsonconfig import differences, to_dict
-from .state import TrainState, abstract_state, create_state
+from .state import TrainState, abstract_state, create_state, seed_of
 
 
 class ChangedConfig(ValueError):
@@ -82,7 +82,8 @@ def begin(
     store.set_aside(restored.refused)
     if restored.refused:
         say(f"GOING BACK to the checkpoint of step {restored.step}; later steps are computed again")
-    return Start(TrainState.from_items(restored.items), restored.step, restored.extra["data"], resumed=True)
+    state = TrainState.from_items(restored.items, seed=seed_of(config, mesh))
+    return Start(state, restored.step, restored.extra["data"], resumed=True)
 
 
 def _check_belongs(

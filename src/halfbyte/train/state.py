@@ -1,13 +1,16 @@
 """The train state: all that a run needs to go on, besides its config and its place in the data.
 
-Random keys are not in it: they are derived from (seed, step), so nothing random is lost at a restart.
+Random keys are not in it: they are derived from (seed, step), so nothing random is lost at a restart. The seed is in
+it, and so is an argument of every compiled program: one program serves all seeds.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -23,12 +26,13 @@ NUDGE = 2.0**-20  # of a twin's master weights
 @dataclasses.dataclass(frozen=True)
 class TrainState:
     """step: finished steps. params: float32 master weights. optimizer: Adam's count and moments. scaler: loss scale,
-    steps since its last change, steps skipped."""
+    steps since its last change, steps skipped. seed: of the rounding's random bits, uint32; derived from the config."""
 
     step: Any
     params: Any
     optimizer: Any
     scaler: dict[str, Any]
+    seed: Any
 
     def items(self) -> dict[str, Any]:
         """As a checkpoint stores it: the weights apart, so that they can be read alone."""
@@ -39,10 +43,10 @@ class TrainState:
         }
 
     @classmethod
-    def from_items(cls, items: dict[str, Any]) -> "TrainState":
+    def from_items(cls, items: dict[str, Any], *, seed: Any) -> "TrainState":
         """The state back from a checkpoint's items."""
         progress = items["progress"]
-        return cls(progress["step"], items["params"], items["optimizer"], progress["scaler"])
+        return cls(progress["step"], items["params"], items["optimizer"], progress["scaler"], seed)
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
@@ -50,18 +54,26 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     return optim.adamw(config.optimizer, models.decay_mask(config.model))
 
 
-def init_state(config: TrainConfig) -> TrainState:
+def seed_of(config: TrainConfig, mesh: Mesh) -> jax.Array:
+    """The seed of the run's random bits as programs take it: uint32, on every device."""
+    return jax.make_array_from_callback((), NamedSharding(mesh, PartitionSpec()), lambda _: np.uint32(config.rounding_seed))
+
+
+def init_state(config: TrainConfig, seed: jax.Array, rounding_seed: jax.Array) -> TrainState:
     """A fresh state; jit it with `state_shardings` as out_shardings. Depends on the seed alone, on any mesh."""
-    params = models.init(config.model, site_key(step_key(config.seed, 0), "init"))
+    params = models.init(config.model, site_key(step_key(seed, 0), "init"))
     if config.precision.twin:
-        params = nudged(params, site_key(step_key(config.rounding_seed, 0), "twin"))
+        params = nudged(params, site_key(step_key(rounding_seed, 0), "twin"))
     scale = config.loss_scale.initial if config.loss_scale.mode == "dynamic" else 1.0
     scaler = {
         "scale": jnp.asarray(scale, jnp.float32),
         "good_steps": jnp.zeros((), jnp.int32),
         "skipped": jnp.zeros((), jnp.int32),
     }
-    return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config).init(params), scaler)
+    return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config).init(params), scaler, rounding_seed)
+
+
+SEED = jax.ShapeDtypeStruct((), jnp.uint32)
 
 
 def nudged(params: Any, key: jax.Array) -> Any:
@@ -77,7 +89,7 @@ def nudged(params: Any, key: jax.Array) -> Any:
 def abstract_state(config: TrainConfig, mesh: Mesh) -> TrainState:
     """Shapes, dtypes and shardings of the state: what a checkpoint is restored into, and what the planner compiles
     for."""
-    shapes = jax.eval_shape(lambda: init_state(config))
+    shapes = jax.eval_shape(functools.partial(init_state, config), SEED, SEED)
     shardings = state_shardings(shapes, config, mesh)
     return jax.tree.map(lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), shapes, shardings)
 
@@ -97,10 +109,11 @@ def state_shardings(shapes: TrainState, config: TrainConfig, mesh: Mesh) -> Trai
 
     optimizer = jax.tree.map(place, shapes.optimizer, is_leaf=like_params)
     scaler = dict.fromkeys(shapes.scaler, everywhere)
-    return TrainState(everywhere, of_params, optimizer, scaler)
+    return TrainState(everywhere, of_params, optimizer, scaler, everywhere)
 
 
 def create_state(config: TrainConfig, mesh: Mesh) -> TrainState:
     """A fresh state on the mesh, initialised in place: no device ever holds more than its shard."""
-    shapes = jax.eval_shape(lambda: init_state(config))
-    return jax.jit(lambda: init_state(config), out_shardings=state_shardings(shapes, config, mesh))()
+    make = functools.partial(init_state, config)
+    shardings = state_shardings(jax.eval_shape(make, SEED, SEED), config, mesh)
+    return jax.jit(make, out_shardings=shardings)(np.uint32(config.seed), np.uint32(config.rounding_seed))

@@ -92,7 +92,7 @@ def make_train_step(config: TrainConfig, resolved: Resolved, mesh: Mesh) -> Trai
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         scale, rate = state.scaler["scale"], rate_at(state.step)
-        key = step_key(config.rounding_seed, state.step)
+        key = step_key(state.seed, state.step)
         with fp8.one_call():
             grads, sums = gradients(config, resolved, mesh, state.params, batch, key=key, scale=scale)
         grads = jax.tree.map(lambda g: g * (1.0 / scale), grads)
@@ -107,6 +107,7 @@ def make_train_step(config: TrainConfig, resolved: Resolved, mesh: Mesh) -> Trai
             params=keep(params, state.params),
             optimizer=keep(optimizer, state.optimizer),
             scaler=next_scaler(config.loss_scale, state.scaler, finite),
+            seed=state.seed,
         )
         scored = jnp.maximum(sums["tokens"], 1.0)
         metrics = {
@@ -191,10 +192,10 @@ def lower_train_step(config: TrainConfig, resolved: Resolved, mesh: Mesh, *, seq
 
 
 def make_eval_step(config: TrainConfig, resolved: Resolved, mesh: Mesh) -> Any:
-    """Jitted (params, batch) -> (sum of nll, scored tokens). Forward only, under the recipe of the phase."""
+    """Jitted (params, seed, batch) -> (sum of nll, scored tokens). Forward only, under the recipe of the phase."""
 
-    def evaluate(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        context = make_context(config, resolved, mesh, step_key(config.rounding_seed, 0))
+    def evaluate(params: Any, seed: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        context = make_context(config, resolved, mesh, step_key(seed, 0))
         _, aux = models.loss_sum(config.model, params, batch, context)
         return aux["nll_sum"], aux["tokens"]
 

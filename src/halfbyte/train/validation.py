@@ -9,12 +9,12 @@ from jax.sharding import Mesh
 from .source import Source, batches
 
 
-def validate(source: Source, mesh: Mesh, evaluate: Callable[..., Any], params: Any) -> dict[str, float]:
+def validate(source: Source, mesh: Mesh, evaluate: Callable[[Any], Any]) -> dict[str, float]:
     """Loss by source name, and `all`: the mean over the tokens of all sources."""
     results, nll_total, tokens_total = {}, 0.0, 0.0
     for name, start in source.validation(mesh).items():
         loader = start()
-        sums = [evaluate(params, batch) for batch in batches(loader, mesh, batch=source.config.batch)]
+        sums = [evaluate(batch) for batch in batches(loader, mesh, batch=source.config.batch)]
         loader.close()
         nll, tokens = (float(sum(np.asarray(part[i], np.float64) for part in sums)) for i in (0, 1))
         results[name] = nll / max(tokens, 1.0)
