@@ -119,7 +119,9 @@ def halfbyte_cases(shape: tuple[int, int, int], data: Data) -> Iterator[Case]:
                 yield Case(row, None, None)
                 continue
             timed.add(served.name)
-            row.differing = conformance.differing(recipe(name), served.passes, data.x, data.dy, data.w, right)
+            row.differing = conformance.differing(
+                recipe(name), served.passes, served.for_weight, data.x, data.dy, data.w, right
+            )
             if row.differing:
                 row.note = f"not run: operands of {served.name} differ from the definition"
                 yield Case(row, None, None)

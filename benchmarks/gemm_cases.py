@@ -12,7 +12,7 @@ from jax import lax
 from kernel_cases import all_equal, scale_of
 
 from halfbyte.ops.kernels import gemm
-from halfbyte.ops.kernels.gemm import GemmTiling
+from halfbyte.ops.kernels.matmul import GemmTiling
 from halfbyte.ops.kernels.scale import GEMM
 
 CONTRACTED = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}

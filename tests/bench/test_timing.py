@@ -6,7 +6,7 @@ import gpu_program
 
 from halfbyte import bench, conformance, ops
 from halfbyte.cli.main import main
-from halfbyte.ops.passes import XlaPasses
+from halfbyte.ops.passes import Passes
 
 
 def row(name: str, milliseconds: float | None, remat: str = "none") -> bench.Measured:
@@ -32,12 +32,12 @@ def test_no_ratio_without_a_baseline_or_a_time() -> None:
     assert bench.compare([row("bf16", 100.0), row("nvfp4", None)])[1].ratio is None
 
 
-class Broken(XlaPasses):
+class Broken(Passes):
     """Passes whose first operand is off by a factor."""
 
-    def quantize(self, x, asks):
-        first, *rest = super().quantize(x, asks)
-        return [dataclasses.replace(first, carrier=first.values() * 2), *rest]
+    def quantize(self, x, requests):
+        first, *rest = super().quantize(x, requests)
+        return [dataclasses.replace(first, array=first.values() * 2), *rest]
 
 
 def test_a_backend_that_differs_is_found_and_no_ratio_is_printed(monkeypatch, capsys) -> None:

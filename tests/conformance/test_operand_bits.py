@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from halfbyte.conformance import definition, differing, operands_agree
-from halfbyte.ops.passes import XlaPasses
+from halfbyte.ops.passes import XLA, Passes
 from halfbyte.recipe import recipe
 
 
@@ -13,7 +13,7 @@ def test_operands_of_every_backend_here_equal_the_definition() -> None:
     assert {"reference", "carrier"} <= set(found) and all(found.values())
 
 
-class BrokenWeight(XlaPasses):
+class BrokenWeight(Passes):
     """Passes that quantize another weight."""
 
     def weight(self, w, policy, **options):
@@ -24,5 +24,5 @@ def test_a_wrong_weight_is_found_and_counted() -> None:
     x, dy, w = (jax.random.normal(jax.random.key(i), (32, 128), jnp.float32) for i in range(3))
     x, dy = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16)
     right = definition(recipe("fp8"), x, dy, w)
-    assert differing(recipe("fp8"), XlaPasses(), x, dy, w, right) == 0
-    assert differing(recipe("fp8"), BrokenWeight(), x, dy, w, right) >= 2  # at least both scales
+    assert differing(recipe("fp8"), XLA, XLA, x, dy, w, right) == 0
+    assert differing(recipe("fp8"), XLA, BrokenWeight(), x, dy, w, right) >= 2  # at least both scales

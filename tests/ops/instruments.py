@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from halfbyte.ops.backends import BACKENDS
-from halfbyte.ops.backends.gemm import Contraction, alpha, finish
+from halfbyte.ops.gemms import alpha, finish
 
 # LLVM's optimizer is off: half the compilation time, for tests of what is traced rather than of what is compiled.
 quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -26,36 +26,36 @@ class Seen:
     result: np.ndarray
 
 
-def gemm_name(axes: Contraction) -> str:
-    left, right = axes
-    if left[0] == 0:
-        return "wgrad"
-    return "fprop" if right == (0,) else "dgrad"
-
-
 @contextlib.contextmanager
 def watched(name: str) -> Iterator[dict[str, Seen]]:
-    """While it lasts, programs that are traced with backend `name` note each GEMM that they run."""
-    real, seen = BACKENDS[name], {}
+    """While it lasts, programs that are traced note each GEMM that backend `name`, or `carrier` for it, multiplies."""
+    seen: dict[str, Seen] = {}
+    real = {each: BACKENDS[each] for each in {name, "carrier"}}
+    for each in real.values():
+        BACKENDS[each.name] = _noting(each, seen)
+    try:
+        yield seen
+        jax.effects_barrier()
+    finally:
+        BACKENDS.update(real)
+
+
+def _noting(real, seen: dict[str, Seen]):
+    """The backend, with its GEMMs noted."""
 
     def note(gemm, left, right, factor, result):
         # Copies: the buffers of a callback's arguments belong to the program.
         seen[gemm] = Seen(*(np.array(a, np.float64) for a in (left, right)), float(factor), np.array(result))
 
-    def gemm(left, right, axes, dtype):
-        exact = real.gemm(left, right, axes, jnp.dtype(jnp.float32))
+    def multiply(gemm, left, right, dtype):
+        exact = real.gemm(gemm, left, right, jnp.dtype(jnp.float32))
         factor = alpha(left, right)
         factor = jnp.float32(1) if factor is None else factor
         operands = (o.values().astype(jnp.float32) for o in (left, right))
-        jax.debug.callback(functools.partial(note, gemm_name(axes)), *operands, factor, exact)
+        jax.debug.callback(functools.partial(note, gemm.name), *operands, factor, exact)
         return finish(exact, None, dtype)
 
-    BACKENDS[name] = dataclasses.replace(real, gemm=gemm)
-    try:
-        yield seen
-        jax.effects_barrier()
-    finally:
-        BACKENDS[name] = real
+    return dataclasses.replace(real, gemm=multiply)
 
 
 def equations(jaxpr) -> Iterator[tuple]:

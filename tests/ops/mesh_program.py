@@ -32,13 +32,13 @@ def operands(recipe, key):
     """(x, w, dy) -> role -> codes, scales as bytes, amax, and the random bytes of its key."""
     from halfbyte.formats import random_bytes
     from halfbyte.ops.operand import quantize_operand
-    from halfbyte.ops.passes import ask
+    from halfbyte.ops.passes import request
     from halfbyte.recipe import role_key
 
     def one(role, x):
         axis = -2 if role.startswith("wgrad") or role == "fprop_w" else -1
-        wanted = ask(recipe, role, key)
-        made = quantize_operand(x, wanted.policy, axis=axis, key=wanted.key).codes()
+        wanted = request(recipe, role, key)
+        made = quantize_operand(x, wanted.policy, axis=axis, key=wanted.key).codes
         scales = jax.lax.bitcast_convert_type(made.scales, jnp.uint8)
         return made.codes, scales, made.amax, random_bytes(role_key(key, role), x.shape)
 

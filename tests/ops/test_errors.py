@@ -88,7 +88,7 @@ def mlp(x=(2, 32, 64), gate=(64, 96), up=(64, 96), down=(96, 64), dtype=jnp.bflo
 
 def test_the_mlp_names_what_does_not_fit():
     assert mlp().shape == (2, 32, 64)
-    with pytest.raises(ValueError, match="mode must be one of fast, small, input, got 'lean'"):
+    with pytest.raises(ValueError, match="mode must be one of fast, input, got 'lean'"):
         mlp(mode="lean")
     with pytest.raises(ValueError, match="one each for gate, up, down; got gate, up"):
         mlp(recipe={"gate": NVFP4, "up": NVFP4})

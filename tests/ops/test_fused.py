@@ -8,10 +8,11 @@ import pytest
 from halfbyte import devices
 from halfbyte.ops.backends import fused
 from halfbyte.ops.backends.fused import FusedPasses
-from halfbyte.ops.operand import Operand, keep
-from halfbyte.ops.passes import XLA, ask
+from halfbyte.ops.gemms import GEMMS
+from halfbyte.ops.operand import Operand
+from halfbyte.ops.passes import XLA, request
 from halfbyte.ops.problem import Problem
-from halfbyte.ops.weight import QWeight, keep_weight, remake_weight
+from halfbyte.ops.weight import QWeight, keep_weight, restore_weight
 from halfbyte.recipe import recipe
 
 NVFP4 = recipe("nvfp4")
@@ -22,23 +23,22 @@ X = jax.random.normal(jax.random.key(0), (2, 16, 128), jnp.float32).astype(jnp.b
 
 def same(found: Operand, expected: Operand) -> bool:
     a, b = (np.asarray(o.values().astype(jnp.float32)) for o in (found, expected))
-    return bool((a == b).all()) and float(found.decode_scale) == float(expected.decode_scale)
+    return bool((a == b).all()) and float(found.factor) == float(expected.factor)
 
 
 @pytest.mark.parametrize("roles", [("fprop_x", "wgrad_x"), ("dgrad_dy", "wgrad_dy"), ("fprop_x",)])
 def test_operands_equal_the_definition(roles) -> None:
-    asks = [ask(NVFP4, role, KEY) for role in roles]
-    found = jax.jit(lambda x: PASSES.quantize(x, asks))(X)
-    expected = jax.jit(lambda x: XLA.quantize(x, asks))(X)
+    requests = [request(NVFP4, role, KEY) for role in roles]
+    found = jax.jit(lambda x: PASSES.quantize(x, requests))(X)
+    expected = jax.jit(lambda x: XLA.quantize(x, requests))(X)
     assert all(same(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_a_kept_operand_is_packed_as_the_definition_packs_it_and_loads_back() -> None:
-    asks = [ask(NVFP4, "fprop_x", KEY), ask(NVFP4, "wgrad_x", KEY, kept=True)]
-    found, expected = (jax.jit(lambda x, p=p: p.quantize(x, asks)[1])(X) for p in (PASSES, XLA))
-    a, b = keep(found), keep(expected)
+    requests = [request(NVFP4, "fprop_x", KEY), request(NVFP4, "wgrad_x", KEY, kept=True)]
+    a, b = (jax.jit(lambda x, p=p: p.quantize(x, requests)[1])(X) for p in (PASSES, XLA))
     assert (a.packed == b.packed).all() and (a.scales == b.scales).all() and a.amax == b.amax
-    assert same(PASSES.load(a, NVFP4.wgrad_x), expected)
+    assert same(PASSES.load(a, NVFP4.wgrad_x), XLA.load(b, NVFP4.wgrad_x))
 
 
 def test_a_weight_equals_the_definition() -> None:
@@ -51,11 +51,11 @@ def test_a_weight_equals_the_definition() -> None:
 def test_a_weight_is_made_again_from_its_master_and_its_scales() -> None:
     w = jax.random.normal(jax.random.key(1), (128, 256), jnp.float32)
     made = QWeight(w, PASSES.weight(w, NVFP4.fprop_w, axis=-2, key=None), None, NVFP4)
-    kept = keep_weight(made, PASSES, kept="master", masters=False)
+    kept = keep_weight(made, PASSES, kept="master", master=False)
     assert kept.anchor is w
     assert sum(leaf.size for leaf in jax.tree.leaves(kept) if leaf is not w) <= 9  # the scales, and one more float
-    again = remake_weight(kept, PASSES, after=w)
-    assert (again.fprop.carrier == made.fprop.carrier).all() and same(again.fprop, made.fprop)
+    again = restore_weight(kept, PASSES, after=w)
+    assert (again.fprop.array == made.fprop.array).all() and same(again.fprop, made.fprop)
 
 
 H200 = devices.device("h200")
@@ -75,8 +75,10 @@ H200 = devices.device("h200")
 )
 def test_it_says_why_it_cannot_serve(change, reason) -> None:
     given = {"recipe": NVFP4, "tokens": 256, "inputs": 256, "outputs": 512, "device": H200} | change
-    assert reason in fused.unsupported(Problem(**given))
+    assert reason in fused.BACKEND.unable(Problem(**given))
 
 
 def test_it_serves_nvfp4_on_one_hopper_gpu() -> None:
-    assert fused.unsupported(Problem(NVFP4, 256, 256, 512, H200)) is None
+    problem = Problem(NVFP4, 256, 256, 512, H200)
+    assert fused.BACKEND.unable(problem) is None
+    assert [fused.unsupported(problem, gemm) for gemm in GEMMS] == [None] * 3

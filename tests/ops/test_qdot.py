@@ -19,7 +19,7 @@ from shapes import BLOCKS_OF_16, BLOCKS_OF_32
 
 import halfbyte as hb
 from halfbyte.formats import random_bytes
-from halfbyte.ops.passes import ask
+from halfbyte.ops.passes import request
 from halfbyte.recipe import ROLES, layer_key, site_key, step_key
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -105,7 +105,7 @@ def test_no_two_operands_share_random_bits():
     """Steps, layers, sites and roles: the bytes of any two streams agree as often as chance has it, 1 in 256."""
     recipe = hb.recipe("nvfp4_sr_everywhere")
     streams = [
-        random_bytes(ask(recipe, role, site_key(layer_key(step_key(7, step), layer), site)).key, (64, 64))
+        random_bytes(request(recipe, role, site_key(layer_key(step_key(7, step), layer), site)).key, (64, 64))
         for step in (0, 1) for layer in (0, 1) for site in ("gate", "up") for role in ROLES
     ]  # fmt: skip
     streams = np.stack(streams).reshape(len(streams), -1)

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from halfbyte import ops
-from halfbyte.ops.operand import Operand
-from halfbyte.ops.passes import XLA, Ask, XlaPasses, ask
+from halfbyte.ops.operand import EightBit, Operand
+from halfbyte.ops.passes import XLA, Passes, Request, request
 from halfbyte.ops.weight import CONTRACTED, quantize_weight, weight_operand
 from halfbyte.recipe import Recipe
 
@@ -22,49 +22,53 @@ def operands_agree(chosen: Recipe, *, tokens: int = 256, features: int = 512) ->
         for seed, rows, dtype in ((1, tokens, jnp.bfloat16), (2, tokens, jnp.bfloat16), (3, features, jnp.float32))
     )
     problem = ops.Problem(chosen, tokens, features, features, device=ops.target())
-    serving = [backend for backend in ops.BACKENDS.values() if backend.unsupported(problem) is None]
+    serving = [backend for backend in ops.BACKENDS.values() if backend.unable(problem) is None]
     right = definition(chosen, x, dy, w)
-    counts = {passes: differing(chosen, passes, x, dy, w, right) for passes in {b.passes for b in serving}}
-    return {backend.name: counts[backend.passes] == 0 for backend in serving}
+    choices = {backend.name: ops.choose(backend.name, problem) for backend in serving}
+    makers = {name: (choice.passes, choice.for_weight) for name, choice in choices.items()}
+    counts = {made: differing(chosen, *made, x, dy, w, right) for made in set(makers.values())}
+    return {name: counts[made] == 0 for name, made in makers.items()}
 
 
 def definition(chosen: Recipe, x: jax.Array, dy: jax.Array, w: jax.Array) -> list[Operand]:
     """The six operands of a linear's x, dy and w, made one a program, so that nothing is fused with them."""
-    tensors = [(tensor, a) for tensor, asks in _asks(chosen, x, dy) for a in asks]
-    made = [jax.jit(functools.partial(XLA.quantize, asks=[a]))(tensor)[0] for tensor, a in tensors]
+    tensors = [(tensor, a) for tensor, requests in _requests(chosen, x, dy) for a in requests]
+    made = [jax.jit(functools.partial(XLA.quantize, requests=[a]))(tensor)[0] for tensor, a in tensors]
     return made + _weights(chosen, XLA, w)
 
 
 def differing(
-    chosen: Recipe, passes: XlaPasses, x: jax.Array, dy: jax.Array, w: jax.Array, right: list[Operand]
+    chosen: Recipe, passes: Passes, for_weight: Passes, x: jax.Array, dy: jax.Array, w: jax.Array, right: list[Operand]
 ) -> int:
-    """How many numbers, tensor scales included, of the six operands that `passes` make differ from `right`, those of
-    the definition.
+    """How many numbers, tensor scales included, of the six operands that `passes` and `for_weight` make differ from
+    `right`, those of the definition.
     """
     found = []
-    for tensor, asks in _asks(chosen, x, dy):
-        found += jax.jit(functools.partial(passes.quantize, asks=asks))(tensor)
-    return sum(_distance(a, b) for a, b in zip(found + _weights(chosen, passes, w), right, strict=True))
+    for tensor, requests in _requests(chosen, x, dy):
+        found += jax.jit(functools.partial(passes.quantize, requests=requests))(tensor)
+    return sum(_distance(a, b) for a, b in zip(found + _weights(chosen, for_weight, w), right, strict=True))
 
 
-def _asks(chosen: Recipe, x: jax.Array, dy: jax.Array) -> list[tuple[jax.Array, list[Ask]]]:
+def _requests(chosen: Recipe, x: jax.Array, dy: jax.Array) -> list[tuple[jax.Array, list[Request]]]:
     pairs = ((x, ("fprop_x", "wgrad_x")), (dy, ("dgrad_dy", "wgrad_dy")))
-    return [(tensor, [ask(chosen, role, jax.random.key(2)) for role in roles]) for tensor, roles in pairs]
+    return [(tensor, [request(chosen, role, jax.random.key(2)) for role in roles]) for tensor, roles in pairs]
 
 
-def _weights(chosen: Recipe, passes: XlaPasses, w: jax.Array) -> list[Operand]:
+def _weights(chosen: Recipe, passes: Passes, w: jax.Array) -> list[Operand]:
     return [jax.jit(functools.partial(_weight, chosen, role, passes))(w) for role in CONTRACTED]
 
 
-def _weight(chosen: Recipe, role: str, passes: XlaPasses, w: jax.Array) -> Operand:
+def _weight(chosen: Recipe, role: str, passes: Passes, w: jax.Array) -> Operand:
     return weight_operand(quantize_weight(w, recipe=chosen, key=jax.random.key(2), passes=passes), role)
 
 
 def _distance(found: Operand, right: Operand) -> int:
     """How many numbers differ, in every order in which `found` has them."""
     want = right.values().astype(jnp.float32)
-    orders = [found.values()] if found.turned is None else [found.values(), found.turned.T]
+    orders = [found.values()]
+    if isinstance(found, EightBit) and found.rows is not None and found.transposed is not None:
+        orders.append(found.transposed.T)
     count = sum(int(jnp.sum(order.astype(jnp.float32) != want)) for order in orders)
-    if found.decode_scale is None or right.decode_scale is None:
-        return count + (found.decode_scale is not right.decode_scale)
-    return count + (float(found.decode_scale) != float(right.decode_scale))
+    if found.factor is None or right.factor is None:
+        return count + (found.factor is not right.factor)
+    return count + (float(found.factor) != float(right.factor))

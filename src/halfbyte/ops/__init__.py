@@ -1,7 +1,9 @@
 """Operations: the quantized linear and MLP with their backends, and the plain pieces of a transformer."""
 
-from halfbyte.ops.backends import BACKENDS, choose, passed_over
+from halfbyte.ops.activation import ACTIVATIONS, Activation
+from halfbyte.ops.backends import BACKENDS, Backend, Choice, choose, passed_over, serving
 from halfbyte.ops.dot_general import dot_general
+from halfbyte.ops.gemms import GEMMS, Gemm
 from halfbyte.ops.mlp import mlp
 from halfbyte.ops.problem import Problem, compile_for, target
 from halfbyte.ops.qdot import qdot
@@ -9,7 +11,13 @@ from halfbyte.ops.rewrite import apply_recipe
 from halfbyte.ops.weight import QWeight, quantize_weight
 
 __all__ = [
+    "ACTIVATIONS",
     "BACKENDS",
+    "GEMMS",
+    "Activation",
+    "Backend",
+    "Choice",
+    "Gemm",
     "Problem",
     "QWeight",
     "apply_recipe",
@@ -20,5 +28,6 @@ __all__ = [
     "passed_over",
     "qdot",
     "quantize_weight",
+    "serving",
     "target",
 ]

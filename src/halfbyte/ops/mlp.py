@@ -1,16 +1,14 @@
-"""The MLP as one op: y = (silu(x Wg) * (x Wu)) Wd, with its nine GEMMs quantized and its own VJP.
+"""The MLP as one op: y = (a(x Wg) * (x Wu)) Wd, with its nine GEMMs quantized and its own VJP.
 
-It computes what three `qdot`s around `swiglu` compute, bit for bit, but as one op it quantizes x once for gate and up,
-and decides what the backward pass keeps:
+It computes what three `qdot`s around the activation compute, bit for bit, but as one op it quantizes x once for gate
+and up, lets the passes hold the activation, and decides what the backward pass keeps:
 
-| mode    | kept of the activations                     | computed again in the backward pass |
-|---------|---------------------------------------------|-------------------------------------|
-| `fast`  | wgrad's operand of x (packed), g, u         | h                                   |
-| `small` | fprop's and wgrad's operands of x (packed)  | g, u (two GEMMs), h                 |
-| `input` | x as it came                                | the operands of x, g, u, h          |
+| mode    | kept of the activations             | computed again in the backward pass |
+|---------|-------------------------------------|-------------------------------------|
+| `fast`  | wgrad's operand of x (packed), g, u | h                                   |
+| `input` | x as it came                        | the operands of x, g, u, h          |
 
-`input` is for a caller whose remat policy makes x again, and then keeps nothing at all. Under bf16 `fast` keeps x, g, u
-and the others keep x: as lean as the quantized ones.
+`input` is for a caller whose remat policy makes x again, and then keeps nothing at all.
 """
 
 import dataclasses
@@ -20,40 +18,46 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from halfbyte.ops.backends import BACKENDS, Backend, check_training, choose, problem_of
-from halfbyte.ops.backends.gemm import dgrad_axes, fprop_axes, wgrad_axes
-from halfbyte.ops.operand import Kept, Operand, keep_named, name_saved
-from halfbyte.ops.passes import XLA, Ask, XlaPasses, ask
-from halfbyte.ops.qdot import token_block
-from halfbyte.ops.weight import QWeight, check_kept, keep_weight, quantize_weight, remake_weight, weight_operand
+from halfbyte.ops.activation import SILU, Activation
+from halfbyte.ops.linear import Linear, LinearPlan, plan_linear, quantized, token_block, token_view
+from halfbyte.ops.operand import name_saved
+from halfbyte.ops.passes import Made, Passes
+from halfbyte.ops.weight import QWeight, check_kept
 from halfbyte.recipe import Recipe, site_key
 from halfbyte.sharding import WeightSharding
 
 SITES = ("gate", "up", "down")
-MODES = ("fast", "small", "input")
-Saved = jax.Array | tuple[tuple[Kept, ...], tuple[Kept, ...]]  # x, or its operands for wgrad and what is for g and u
+MODES = ("fast", "input")
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is settled before tracing, one entry a site where there are three."""
+    """What is settled before tracing: the three linears, the activation, and what is kept."""
 
-    backends: tuple[str, ...]
-    recipes: tuple[Recipe, ...]
-    shardings: tuple[WeightSharding | None, ...]
-    weight_dtypes: tuple[jnp.dtype, ...]
+    linears: tuple[LinearPlan, ...]
+    activation: Activation
     mode: str
-    weights_kept: str
+
+    def fused_passes(self) -> Passes | None:
+        """The passes that hold the activation: those of all three linears, if they know it; else None."""
+        return fused_passes(self.linears, self.activation)
+
+
+def fused_passes(linears: Sequence[LinearPlan], activation: Activation) -> Passes | None:
+    """The passes of the one backend of gate, up and down, if they compute `activation` too; else None."""
+    passes = linears[0].choice.passes
+    alone = len({plan.choice.name for plan in linears}) == 1
+    return passes if alone and passes.unfused(activation, [plan.recipe for plan in linears]) is None else None
 
 
 def mlp(
     x: jax.Array, gate: jax.Array | QWeight, up: jax.Array | QWeight, down: jax.Array | QWeight, *,
     recipe: Recipe | Mapping[str, Recipe], key: jax.Array | None = None, mode: str = "fast", backend: str = "auto",
-    weight_shardings: Mapping[str, WeightSharding] | None = None, weights_kept: str = "master",
+    activation: Activation = SILU, weight_shardings: Mapping[str, WeightSharding] | None = None,
+    weights_kept: str = "master",
 ) -> jax.Array:  # fmt: skip
-    """SwiGLU MLP of x [..., embed] with gate, up [embed, hidden] and down [hidden, embed], in x's dtype.
+    """Gated MLP of x [..., embed] with gate, up [embed, hidden] and down [hidden, embed], in x's dtype.
 
     `recipe` is one for all three linears or one each by the names gate, up, down; `key` is folded by those names.
     `mode` chooses what the backward pass keeps. Weights stay as packed codes; where a backend has none but a carrier,
@@ -62,19 +66,16 @@ def mlp(
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
     check_kept(weights_kept)
-    recipes = _recipes(recipe)
-    keys = tuple(None if key is None else site_key(key, site) for site in SITES)
-    given, named = (gate, up, down), weight_shardings or {}
-    shardings = tuple(w.sharding if isinstance(w, QWeight) else named.get(s) for s, w in zip(SITES, given, strict=True))
+    recipes, given, shardings = _recipes(recipe), (gate, up, down), weight_shardings or {}
     _check(x, given, recipes)
-    tokens = _token_view(x, recipes)
-    backends = [choose(backend, problem_of(r, tokens, w, s)) for r, w, s in zip(recipes, given, shardings, strict=True)]
-    weights = [
-        w if isinstance(w, QWeight) else quantize_weight(w, recipe=r, key=k, weight_sharding=s, passes=b.passes)
-        for w, r, k, s, b in zip(given, recipes, keys, shardings, backends, strict=True)
-    ]
-    dtypes = tuple(w.anchor.dtype for w in weights)
-    plan = Plan(tuple(b.name for b in backends), recipes, shardings, dtypes, mode, weights_kept)
+    keys = tuple(None if key is None else site_key(key, site) for site in SITES)
+    tokens = token_view(x, math.lcm(*(token_block(r) for r in recipes)))
+    linears = tuple(
+        plan_linear(tokens, w, r, backend=backend, sharding=shardings.get(site), weights_kept=weights_kept)
+        for site, w, r in zip(SITES, given, recipes, strict=True)
+    )
+    weights = [quantized(plan, w, k) for plan, w, k in zip(linears, given, keys, strict=True)]
+    plan = Plan(linears, activation, mode)
     y = _mlp(plan, tokens, tuple(w.anchor for w in weights), tuple((w.fprop, w.dgrad) for w in weights), keys)
     return y.reshape(x.shape)
 
@@ -104,141 +105,86 @@ def _check(x: jax.Array, weights: Sequence[jax.Array | QWeight], recipes: tuple[
             )
 
 
-def _token_view(x: jax.Array, recipes: tuple[Recipe, ...]) -> jax.Array:
-    if x.ndim == 1:
-        return x[None]
-    block = math.lcm(*(token_block(r) for r in recipes))
-    return x if x.shape[-2] % block == 0 else x.reshape(-1, x.shape[-1])
+def _linears(plan: Plan, anchors, codes, keys) -> tuple[Linear, ...]:
+    return tuple(Linear.of(*parts) for parts in zip(plan.linears, anchors, codes, keys, strict=True))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Site:
-    """One of the three linears while it is traced."""
-
-    backend: Backend
-    recipe: Recipe
-    weight: QWeight
-    key: jax.Array | None
-
-    def ask(self, role: str, *, kept: bool = False) -> Ask:
-        return ask(self.recipe, role, self.key, kept=kept)
-
-    def fprop(self, left: Operand, like: jax.Array) -> jax.Array:
-        return self.backend.gemm(left, weight_operand(self.weight, "fprop_w"), fprop_axes(like), like.dtype)
-
-    def dgrad(self, left: Operand, like: jax.Array) -> jax.Array:
-        return self.backend.gemm(left, weight_operand(self.weight, "dgrad_w"), dgrad_axes(like), like.dtype)
-
-    def wgrad(self, left: Operand, right: Operand, like: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        dw = self.backend.gemm(left, right, wgrad_axes(like), dtype)
-        return dw if self.weight.sharding is None else lax.with_sharding_constraint(dw, self.weight.sharding.stored)
+def _share(gate: Linear, up: Linear, role: str) -> bool:
+    """Whether one operand of x serves both."""
+    return gate.passes is up.passes and gate.request(role).same(up.request(role))
 
 
-def _sites(plan: Plan, weights: Sequence[QWeight], keys) -> tuple[_Site, ...]:
-    each = zip(plan.backends, weights, keys, strict=True)
-    return tuple(_Site(BACKENDS[b], w.recipe, w, k) for b, w, k in each)
+def _of_x(x: jax.Array, gate: Linear, up: Linear, *roles: str, kept: tuple[str, ...] = ()) -> tuple[list[Made], ...]:
+    """Gate's and up's operands of x: in one pass, and one operand for both wherever both want the same."""
+    if gate.passes is not up.passes:
+        return gate.quantize(x, *roles, kept=kept), up.quantize(x, *roles, kept=kept)
+    shared = [_share(gate, up, role) for role in roles]
+    own = [role for role, both in zip(roles, shared, strict=True) if not both]
+    requests = [site.request(role, kept=role in kept) for site, of in ((gate, roles), (up, own)) for role in of]
+    made = gate.passes.quantize(x, requests)
+    of_gate, rest = made[: len(roles)], iter(made[len(roles) :])
+    return of_gate, [a if both else next(rest) for a, both in zip(of_gate, shared, strict=True)]
 
 
-def _weights(plan: Plan, anchors, codes) -> list[QWeight]:
-    each = zip(plan.recipes, plan.shardings, anchors, codes, strict=True)
-    return [QWeight(a, fprop, dgrad, r, s) for r, s, a, (fprop, dgrad) in each]
+def _of_h(plan: Plan, g: jax.Array, u: jax.Array, down: Linear) -> Made:
+    """Down's operand of h for fprop."""
+    fused, requests = plan.fused_passes(), [down.request("fprop_x")]
+    made = fused.activate(g, u, requests) if fused else down.passes.quantize(plan.activation.forward(g, u), requests)
+    return made[0]
 
 
-def _passes(plan: Plan) -> XlaPasses:
-    """The passes of the one backend of all three linears; plain ones if they differ."""
-    return BACKENDS[plan.backends[0]].passes if len(set(plan.backends)) == 1 else XLA
-
-
-def _x_asks(role: str, gate: _Site, up: _Site, *, kept: bool = False) -> list[Ask]:
-    """One operand of x if gate and up read the same (equal policies, no random bits of their own), else two."""
-    policy = getattr(gate.recipe, role)
-    shared = policy == getattr(up.recipe, role) and not policy.stochastic
-    return [site.ask(role, kept=kept) for site in ((gate,) if shared else (gate, up))]
-
-
-def _one_operand(gate: _Site, up: _Site) -> bool:
-    """Whether fprop and wgrad read x as one operand: no blocks, no transform, no random bits (bf16, FP8)."""
-    policies = {getattr(site.recipe, role) for site in (gate, up) for role in ("fprop_x", "wgrad_x")}
-    policy = next(iter(policies))
-    return len(policies) == 1 and policy.format.block is None and not (policy.hadamard or policy.stochastic)
+def _of_gradients(plan: Plan, g: jax.Array, u: jax.Array, dh: jax.Array, linears: Sequence[Linear]):
+    """The operands of dg and du for dgrad and wgrad, and of h for wgrad."""
+    gate, up, down = linears
+    dg_wanted, du_wanted = ([site.request(role) for role in ("dgrad_dy", "wgrad_dy")] for site in (gate, up))
+    h_wanted, fused = [down.request("wgrad_x")], plan.fused_passes()
+    if fused:
+        return fused.activate_backward(g, u, dh, dg_wanted, du_wanted, h_wanted)
+    dg, du = plan.activation.backward(g, u, dh)
+    h = plan.activation.forward(g, u)
+    made = gate.passes.quantize(dg, dg_wanted), up.passes.quantize(du, du_wanted)
+    return *made, down.passes.quantize(h, h_wanted)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mlp(plan: Plan, x, anchors, codes, keys):
-    gate, up, down = _sites(plan, _weights(plan, anchors, codes), keys)
-    passes = _passes(plan)
-    rows = passes.quantize(x, _x_asks("fprop_x", gate, up))
-    (h,) = passes.swiglu(gate.fprop(rows[0], x), up.fprop(rows[-1], x), [down.ask("fprop_x")])
-    return down.fprop(h, x)
+    gate, up, down = _linears(plan, anchors, codes, keys)
+    (x_gate,), (x_up,) = _of_x(x, gate, up, "fprop_x")
+    h = _of_h(plan, gate.fprop(x_gate, x.dtype), up.fprop(x_up, x.dtype), down)
+    return down.fprop(h, x.dtype)
 
 
 def _mlp_fwd(plan: Plan, x, anchors, codes, keys):
-    gate, up, down = _sites(plan, _weights(plan, anchors, codes), keys)
-    for site in (gate, up, down):
-        check_training(site.backend.name, site.recipe, x, site.weight, site.weight.sharding)
-    passes = _passes(plan)
-    rows, columns = _x_operands(passes, x, gate, up, mode=plan.mode)
-    g, u = gate.fprop(rows[0], x), up.fprop(rows[-1], x)
-    (h,) = passes.swiglu(g, u, [down.ask("fprop_x")])
-    saved: Saved = x
-    if plan.mode != "input":
-        again = name_saved((g, u)) if plan.mode == "fast" else tuple(keep_named(o) for o in rows)
-        saved = tuple(keep_named(o) for o in columns), () if rows is columns and plan.mode == "small" else again
-    stays = tuple(_kept_weight(plan, site) for site in (gate, up, down))
-    return down.fprop(h, x), (saved, stays, keys)
+    gate, up, down = _linears(plan, anchors, codes, keys)
+    weights = tuple(site.keep(fprop_again=plan.mode == "input") for site in (gate, up, down))
+    roles = ("fprop_x",) if plan.mode == "input" else ("fprop_x", "wgrad_x")
+    (x_gate, *gate_column), (x_up, *up_column) = _of_x(x, gate, up, *roles, kept=("wgrad_x",))
+    g, u = gate.fprop(x_gate, x.dtype), up.fprop(x_up, x.dtype)
+    y = down.fprop(_of_h(plan, g, u, down), x.dtype)
+    columns = gate_column if _share(gate, up, "wgrad_x") else gate_column + up_column
+    return y, (x if plan.mode == "input" else (columns, name_saved((g, u))), weights, keys)
 
 
-def _kept_weight(plan: Plan, site: _Site) -> QWeight:
-    """With its master if the backward pass reads it: dgrad, or fprop once more, in bf16; or to make codes again."""
-    again = plan.mode != "fast" and not site.recipe.fprop_w.format.quantized
-    masters = again or not site.recipe.dgrad_w.format.quantized
-    return keep_weight(site.weight, site.backend.passes, kept=plan.weights_kept, masters=masters)
-
-
-def _x_operands(
-    passes: XlaPasses, x: jax.Array, gate: _Site, up: _Site, *, mode: str, backward: bool = False
-) -> tuple[list[Operand], list[Operand]]:
-    """(fprop's, wgrad's) operands of x; one and the same list if both read one. Forward under `input` makes no second,
-    which nobody would read.
-    """
-    one, keep = _one_operand(gate, up), mode != "input"
-    row_kept = (mode == "fast" or backward) if one else mode == "small"
-    row_asks = _x_asks("fprop_x", gate, up, kept=row_kept)
-    second = not one and (keep or backward)
-    made = passes.quantize(x, [*row_asks, *(_x_asks("wgrad_x", gate, up, kept=keep) if second else [])])
-    rows, columns = made[: len(row_asks)], made[len(row_asks) :]
-    return rows, columns if second else rows
-
-
-def _restored(plan: Plan, saved: Saved, gate: _Site, up: _Site) -> tuple[list[Operand], list[Operand]]:
-    """What `_x_operands` made, loaded or made again; under `fast` fprop's are not needed and not there."""
-    passes = _passes(plan)
-    if isinstance(saved, jax.Array):
-        return _x_operands(passes, saved, gate, up, mode=plan.mode, backward=True)
-    columns, again = saved
-    kept_rows = () if plan.mode == "fast" else again or columns
-    rows = [passes.load(k, site.recipe.fprop_x) for k, site in zip(kept_rows, (gate, up), strict=False)]
-    return rows, [passes.load(k, site.recipe.wgrad_x) for k, site in zip(columns, (gate, up), strict=False)]
+def _restored(plan: Plan, saved, gate: Linear, up: Linear, dtype: jnp.dtype):
+    """((wgrad's operands of x for gate and for up), (g, u)): loaded, or made again from x."""
+    if plan.mode == "fast":
+        columns, products = saved
+        return (gate.load(columns[0], "wgrad_x"), up.load(columns[-1], "wgrad_x")), products
+    (x_gate, gate_column), (x_up, up_column) = _of_x(saved, gate, up, "fprop_x", "wgrad_x")
+    return (gate_column, up_column), (gate.fprop(x_gate, dtype), up.fprop(x_up, dtype))
 
 
 def _mlp_bwd(plan: Plan, residuals, dy):
-    saved, stays, keys = residuals
-    weights = [remake_weight(w, BACKENDS[b].passes, after=dy) for w, b in zip(stays, plan.backends, strict=True)]
-    gate, up, down = _sites(plan, weights, keys)
-    passes, dtypes = _passes(plan), plan.weight_dtypes
-    rows, x_columns = _restored(plan, saved, gate, up)
-    g, u = saved[1] if plan.mode == "fast" else (gate.fprop(rows[0], dy), up.fprop(rows[-1], dy))
-    dy_row, dy_column = passes.quantize(dy, [down.ask("dgrad_dy"), down.ask("wgrad_dy")])
-    dh = down.dgrad(dy_row, dy)
-    dg_asks, du_asks = ([site.ask("dgrad_dy"), site.ask("wgrad_dy")] for site in (gate, up))
-    (dg_row, dg_column), (du_row, du_column), (h_column,) = passes.swiglu_backward(
-        g, u, dh, dg_asks, du_asks, [down.ask("wgrad_x")]
-    )
-    dwg = gate.wgrad(x_columns[0], dg_column, dy, dtypes[0])
-    dwu = up.wgrad(x_columns[-1], du_column, dy, dtypes[1])
-    dwd = down.wgrad(h_column, dy_column, dy, dtypes[2])
-    dx = gate.dgrad(dg_row, dy) + up.dgrad(du_row, dy)
-    return dx, (dwg, dwu, dwd), None, None
+    saved, weights, keys = residuals
+    parts = zip(plan.linears, weights, keys, strict=True)
+    gate, up, down = linears = [Linear.restore(p, w, k, after=dy) for p, w, k in parts]
+    (x_gate, x_up), (g, u) = _restored(plan, saved, gate, up, dy.dtype)
+    dy_row, dy_column = down.quantize(dy, "dgrad_dy", "wgrad_dy")
+    dh = down.dgrad(dy_row, dy.dtype)
+    (dg_row, dg_column), (du_row, du_column), (h_column,) = _of_gradients(plan, g, u, dh, linears)
+    dw = gate.wgrad(x_gate, dg_column), up.wgrad(x_up, du_column), down.wgrad(h_column, dy_column)
+    dx = gate.dgrad(dg_row, dy.dtype) + up.dgrad(du_row, dy.dtype)
+    return dx, dw, None, None
 
 
 _mlp.defvjp(_mlp_fwd, _mlp_bwd)

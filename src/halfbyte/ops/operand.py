@@ -1,15 +1,20 @@
 """What a GEMM consumes, and how a tensor becomes it.
 
-An `Operand` is a matrix as the hardware reads it: a *carrier* whose numbers are element x block scale, exact in the
-carrier's type, and one float32 factor for the whole tensor. A GEMM over carriers computes the true products of the
-quantized operands; the factors multiply its float32 result:
+Every operand stands for a matrix of numbers that the hardware multiplies exactly, and one float32 `factor` for the
+whole tensor, which multiplies the GEMM's float32 sums:
 
-    y = (carrier_left . carrier_right) * (decode_left * decode_right)
+    y = (left . right) * (factor_left * factor_right)
+
+| type        | holds                                                    | made by                       |
+|-------------|----------------------------------------------------------|-------------------------------|
+| `Carrier`   | element x block scale, exact in bfloat16                 | kernels; bf16 tensors         |
+| `Quantized` | the same numbers, and the codes and scales they stand for | the definition                |
+| `EightBit`  | 8-bit codes, as the tensor lies, transposed, or both     | FP8 kernels                   |
 """
 
 import dataclasses
 import functools
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,43 +26,82 @@ from halfbyte.recipe import OperandPolicy
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["carrier", "decode_scale", "quantized", "vector", "turned"],
-    meta_fields=["policy"],
+    jax.tree_util.register_dataclass, data_fields=["array", "factor", "vector"], meta_fields=["policy"]
 )
 @dataclasses.dataclass(frozen=True)
-class Operand:
-    """`carrier` float32 or bfloat16 (None if only the codes were made).
+class Carrier:
+    """`array` float32 or bfloat16; `factor` float32 scalar, None for 1.
 
-    `decode_scale` float32 scalar, None for 1; `quantized` the codes, None under bf16.
+    `vector` is the tensor's scales as GPU kernels pass them on, where a kernel made this operand.
     """
 
-    carrier: jax.Array | None
-    decode_scale: jax.Array | None
-    quantized: QTensor | Packed | None
+    array: jax.Array
+    factor: jax.Array | None
     policy: OperandPolicy
-    vector: jax.Array | None = None  # the tensor's scales as the GPU kernels pass them on
-    turned: jax.Array | None = None  # the carrier as a matrix, transposed: 8-bit GEMMs want the contraction last
+    vector: jax.Array | None = None
 
     def values(self) -> jax.Array:
-        """The carrier; made from the codes or the transpose if need be."""
-        if self.carrier is not None:
-            return self.carrier
-        return self.codes().carrier() if self.turned is None else self.turned.T
-
-    def codes(self) -> QTensor:
-        assert self.quantized is not None, "an operand without codes has a carrier"
-        return self.quantized.unpack() if isinstance(self.quantized, Packed) else self.quantized
+        """The numbers that are multiplied."""
+        return self.array
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array", "factor", "codes"], meta_fields=["policy"])
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """A carrier and its codes; what nobody reads of the two is not computed."""
+
+    array: jax.Array
+    factor: jax.Array
+    policy: OperandPolicy
+    codes: QTensor
+
+    vector: ClassVar[None] = None
+
+    def values(self) -> jax.Array:
+        """The numbers that are multiplied."""
+        return self.array
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["rows", "transposed", "factor"], meta_fields=["policy"]
+)
+@dataclasses.dataclass(frozen=True)
+class EightBit:
+    """float8 codes under one scale: `rows` as the tensor lies, `transposed` as a matrix [features, tokens]; one may be
+    None. An 8-bit GEMM wants the contraction last.
+    """
+
+    rows: jax.Array | None
+    transposed: jax.Array | None
+    factor: jax.Array
+    policy: OperandPolicy
+
+    def values(self) -> jax.Array:
+        """The codes' own numbers, as the tensor lies."""
+        if self.rows is not None:
+            return self.rows
+        assert self.transposed is not None, "8-bit codes come in at least one order"
+        return self.transposed.T  # [features, tokens] -> [tokens, features]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["vector"], meta_fields=["policy"])
+@dataclasses.dataclass(frozen=True)
+class WeightScales:
+    """What a kernel needs beside the master weight to make its carrier again: the tensor's scales, eight numbers."""
+
+    vector: jax.Array
+    policy: OperandPolicy
+
+
+Operand = Carrier | Quantized | EightBit
+Kept = Packed | EightBit | jax.Array  # until the backward pass: packed codes, 8-bit codes, the bfloat16 tensor itself
 _Tree = TypeVar("_Tree")
 SAVED = "quantized"  # the checkpoint name of packed residuals: a remat policy may save them by it
 SCALES = "scales"  # of the scales of a tensor or the statistics of a row: a few bytes that spare a pass over the tensor
-Kept = Packed | Operand | jax.Array  # until the backward pass: packed codes, 8-bit codes, the bfloat16 tensor itself
 
 
-def gemm_scale(tensor: QTensor | Packed) -> jax.Array:
-    """The factor that a GEMM's result owes this operand: its decode scale, NaN if its amax is not finite."""
+def gemm_factor(tensor: QTensor | Packed) -> jax.Array:
+    """The factor that a GEMM's result owes this tensor: its decode scale, NaN if its amax is not finite."""
     return jnp.where(jnp.isfinite(tensor.amax), tensor.decode_scale, jnp.float32(jnp.nan))
 
 
@@ -72,7 +116,7 @@ def to_bfloat16(x: jax.Array) -> jax.Array:
 
 
 @jax.named_scope("quantize")
-def quantize_operand(x: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None) -> Operand:
+def quantize_operand(x: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None) -> Carrier | Quantized:
     """x under `policy`, blocked and transformed along `axis` (-1 or -2), the axis that the GEMM contracts.
 
     The definition for every backend.
@@ -80,7 +124,7 @@ def quantize_operand(x: jax.Array, policy: OperandPolicy, *, axis: int, key: jax
     if policy.hadamard:
         x = transform_runs(x, axis=axis)
     if not policy.format.quantized:
-        return Operand(to_bfloat16(x), None, None, policy)
+        return Carrier(to_bfloat16(x), None, policy)
     noise = None
     if policy.stochastic:
         if key is None:
@@ -90,20 +134,20 @@ def quantize_operand(x: jax.Array, policy: OperandPolicy, *, axis: int, key: jax
             )
         noise = random_bytes(key, x.shape)
     grid = to_grid(x, policy.format, block=policy.block, axis=axis, noise=noise)
-    quantized = store(grid, policy.format, block=policy.block, axis=axis)
-    return Operand(grid.carrier(), gemm_scale(quantized), quantized, policy)
+    codes = store(grid, policy.format, block=policy.block, axis=axis)
+    return Quantized(grid.carrier(), gemm_factor(codes), policy, codes)
 
 
 def keep(operand: Operand) -> Kept:
-    """The operand as it is kept for the backward pass: 4.5 bits a number under NVFP4.
+    """The operand as it is kept for the backward pass: 4.5 bits a number under NVFP4; packed codes under the name by
+    which a remat policy may save them.
 
-    Of two orders only the transpose stays, the one that wgrad reads.
+    A tensor that is kept as it came stays the caller's own array, so that linears with one input share the residual.
     """
-    if operand.quantized is not None:
-        return operand.quantized if isinstance(operand.quantized, Packed) else Packed.of(operand.quantized)
-    if not operand.policy.format.quantized:
-        return operand.values()
-    return operand if operand.turned is None else dataclasses.replace(operand, carrier=None)
+    if isinstance(operand, Carrier):
+        assert not operand.policy.format.quantized, "a pass that makes carriers packs what is to be kept itself"
+        return operand.array
+    return name_saved(Packed.of(operand.codes) if isinstance(operand, Quantized) else operand)
 
 
 @jax.named_scope("quantize")
@@ -112,20 +156,11 @@ def name_saved(kept: _Tree, name: str = SAVED) -> _Tree:
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), kept)
 
 
-def keep_named(operand: Operand) -> Kept:
-    """`keep`, with packed codes under the name by which a remat policy may save them.
-
-    A tensor that is kept as it came stays the caller's own array, so that linears with one input share the residual.
-    """
-    kept = keep(operand)
-    return name_saved(kept) if operand.policy.format.quantized else kept
-
-
 def load(kept: Kept, policy: OperandPolicy) -> Operand:
     """The operand of `keep`, bit for bit."""
-    if isinstance(kept, Operand):
+    if isinstance(kept, EightBit):
         return kept
     if not isinstance(kept, Packed):
-        return Operand(kept, None, None, policy)
-    tensor = kept.unpack()
-    return Operand(tensor.carrier(), gemm_scale(kept), tensor, policy)
+        return Carrier(kept, None, policy)
+    codes = kept.unpack()
+    return Quantized(codes.carrier(), gemm_factor(kept), policy, codes)

@@ -1,76 +1,104 @@
 """Quantize passes: what is read once and written as operands.
 
 A GEMM needs its operands quantized, and a tensor is often needed as two: blocked along its features for fprop or
-dgrad, and along tokens for wgrad. A pass takes a tensor (or the tensors from which SwiGLU makes one) and makes all the
-operands that are asked of it. `XlaPasses` is the definition, one operand at a time, for XLA to fuse; a backend with
-kernels of its own answers with other passes and must give the same bits.
+dgrad, and along tokens for wgrad. A pass takes a tensor (or the tensors from which a gated activation makes one) and
+makes all the operands that are requested of it. `Passes` is the definition, one operand at a time, for XLA to fuse; a
+backend with kernels of its own has other passes, which say beforehand what they cannot make and must give the same
+bits.
 """
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
 from halfbyte.formats import Packed
-from halfbyte.ops.operand import Kept, Operand, load, quantize_operand
-from halfbyte.ops.swiglu import swiglu, swiglu_backward
+from halfbyte.ops.activation import Activation
+from halfbyte.ops.operand import Carrier, EightBit, Kept, Operand, WeightScales, keep, load, quantize_operand
+from halfbyte.ops.problem import Problem
 from halfbyte.recipe import OperandPolicy, Recipe, role_key
+
+ROWS, COLUMNS = -1, -2  # the axis that is blocked: features, for fprop and dgrad; tokens, for wgrad
+QuantizedWeight = Packed | Carrier | EightBit  # read by several GEMMs
+KeptWeight = QuantizedWeight | WeightScales
+Made = Any  # an Operand, or Kept where the request says so
 
 
 @dataclasses.dataclass(frozen=True)
-class Ask:
-    """One operand wanted of a tensor: policy, axis (-1 features, -2 tokens), random bits; `kept` if it is for later."""
+class Request:
+    """One operand wanted of a tensor: policy, axis (ROWS or COLUMNS), random bits; `kept` wants it as a residual."""
 
     policy: OperandPolicy
     axis: int
-    key: jax.Array | None
+    key: jax.Array | None = None
     kept: bool = False
 
+    def same(self, other: "Request") -> bool:
+        """Whether one operand answers both: equal but for random bits, of which there are none."""
+        return (self.policy, self.axis, self.kept) == (other.policy, other.axis, other.kept) and self.key is other.key
 
-def ask(recipe: Recipe, role: str, key: jax.Array | None, *, kept: bool = False) -> Ask:
+
+def request(recipe: Recipe, role: str, key: jax.Array | None, *, kept: bool = False) -> Request:
     """The operand `role` of a linear under `recipe`; `key` is the linear's own."""
     policy = getattr(recipe, role)
-    axis = -2 if role.startswith("wgrad") else -1
-    return Ask(policy, axis, role_key(key, role) if policy.stochastic and key is not None else None, kept)
+    axis = COLUMNS if role.startswith("wgrad") else ROWS
+    return Request(policy, axis, role_key(key, role) if policy.stochastic and key is not None else None, kept)
 
 
-class XlaPasses:
+class Passes:
     """The definition of every pass, in plain JAX."""
 
-    def quantize(self, x: jax.Array, asks: Sequence[Ask]) -> list[Operand]:
-        """The operands asked of x [tokens..., features]."""
-        return [quantize_operand(x, a.policy, axis=a.axis, key=a.key) for a in asks]
+    name = "xla"
 
-    def swiglu(self, g: jax.Array, u: jax.Array, asks: Sequence[Ask]) -> list[Operand]:
-        """The operands asked of h = silu(g) * u."""
-        return self.quantize(swiglu(g, u), asks)
+    def unsupported(self, problem: Problem) -> str | None:
+        """Why these passes cannot make the operands of x and dy, or None."""
+        return None
 
-    def swiglu_backward(
+    def weight_unsupported(self, problem: Problem, policy: OperandPolicy) -> str | None:
+        """Why these passes cannot quantize the weight, or None."""
+        return None
+
+    def unfused(self, activation: Activation, recipes: Sequence[Recipe]) -> str | None:
+        """Why an activation between linears of these recipes (gate, up, down) is not part of these passes, or None."""
+        return "XLA computes the activation, and fuses what it can"
+
+    def quantize(self, x: jax.Array, requests: Sequence[Request]) -> list[Made]:
+        """What is requested of x [tokens..., features]."""
+        made = [quantize_operand(x, r.policy, axis=r.axis, key=r.key) for r in requests]
+        return [keep(operand) if r.kept else operand for operand, r in zip(made, requests, strict=True)]
+
+    def activate(self, g: jax.Array, u: jax.Array, requests: Sequence[Request]) -> list[Made]:
+        """What is requested of h, in one pass with the activation; only where `unfused` is None."""
+        raise AssertionError(f"the {self.name} passes hold no activation")
+
+    def activate_backward(
         self, g: jax.Array, u: jax.Array, dh: jax.Array,
-        dg_asks: Sequence[Ask], du_asks: Sequence[Ask], h_asks: Sequence[Ask],
-    ) -> tuple[list[Operand], list[Operand], list[Operand]]:  # fmt: skip
-        """The operands asked of dg, du and h."""
-        dg, du = swiglu_backward(g, u, dh)
-        return self.quantize(dg, dg_asks), self.quantize(du, du_asks), self.swiglu(g, u, h_asks)
+        dg: Sequence[Request], du: Sequence[Request], h: Sequence[Request],
+    ) -> tuple[list[Made], list[Made], list[Made]]:  # fmt: skip
+        """What is requested of dg, du and h, in one pass; only where `unfused` is None."""
+        raise AssertionError(f"the {self.name} passes hold no activation")
 
-    def weight(self, w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None) -> Packed | Operand:
-        """A weight, quantized once and read by several GEMMs: packed codes, or the carrier itself."""
-        return Packed.of(quantize_operand(w, policy, axis=axis, key=key).codes())
+    def weight(self, w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None) -> QuantizedWeight:
+        """A weight, quantized once and read by several GEMMs: packed codes, or what a kernel multiplies."""
+        made = quantize_operand(w, policy, axis=axis, key=key)
+        assert not isinstance(made, Carrier), "a weight in bf16 is not quantized"
+        return Packed.of(made.codes)
 
-    def keep_weight(self, made: Packed | Operand) -> Packed | Operand:
+    def keep_weight(self, made: QuantizedWeight) -> KeptWeight:
         """What the backward pass keeps of a weight: no transpose, for dgrad reads it as it lies.
 
-        One that is left without carrier and codes is made again from the master.
+        Scales alone mean that `remake_weight` makes it again from the master.
         """
-        return dataclasses.replace(made, turned=None) if isinstance(made, Operand) else made
+        return dataclasses.replace(made, transposed=None) if isinstance(made, EightBit) else made
 
-    def weight_again(self, w: jax.Array, kept: Operand) -> Operand:
-        """The weight that `keep_weight` stripped, bit for bit, from its master w."""
-        raise NotImplementedError("these passes keep their weights as they are")
+    def remake_weight(self, w: jax.Array, scales: WeightScales) -> QuantizedWeight:
+        """The weight of which only scales were kept, bit for bit, from its master w."""
+        raise AssertionError(f"the {self.name} passes keep their weights as they are")
 
     def load(self, kept: Kept, policy: OperandPolicy) -> Operand:
         """An operand that was kept, bit for bit."""
         return load(kept, policy)
 
 
-XLA = XlaPasses()
+XLA = Passes()

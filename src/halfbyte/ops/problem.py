@@ -1,4 +1,4 @@
-"""The question a backend is asked before anything is traced: can you serve this linear, on that device?"""
+"""The question a backend is asked before anything is traced: can you multiply this GEMM, on that device?"""
 
 import contextlib
 import dataclasses
@@ -6,7 +6,8 @@ import dataclasses
 import jax
 
 from halfbyte.devices import Device, lookup
-from halfbyte.recipe import GEMMS, Recipe
+from halfbyte.ops.gemms import FPROP, GEMMS, Gemm
+from halfbyte.recipe import Recipe
 
 _target = jax.make_user_context(None)  # JAX traces a function anew where it differs
 
@@ -37,7 +38,28 @@ class Problem:
     device: Device
     training: bool = True
     dtype: str = "bfloat16"  # of the activations
-    sharded: bool = False  # over more than one device
+    weight_dtype: str = "float32"  # of the master weight
+    sharded: bool = False  # over more than one device, by the compiler
+
+    @property
+    def gemms(self) -> tuple[Gemm, ...]:
+        """The GEMMs asked for."""
+        return GEMMS if self.training else (FPROP,)
+
+    @property
+    def quantized_gemms(self) -> tuple[Gemm, ...]:
+        """Those with a quantized operand."""
+        formats = {gemm: [getattr(self.recipe, role).format for role in gemm.roles] for gemm in self.gemms}
+        return tuple(gemm for gemm in self.gemms if any(fmt.quantized for fmt in formats[gemm]))
+
+    def contraction(self, gemm: Gemm) -> int:
+        """How many products a sum of `gemm` has."""
+        return int(getattr(self, gemm.over))
+
+    def sizes(self, gemm: Gemm) -> tuple[int, int, int]:
+        """(m, n, k): rows and columns of the result, and the contraction."""
+        of = {"fprop": (self.tokens, self.outputs), "dgrad": (self.tokens, self.inputs)}
+        return *of.get(gemm.name, (self.inputs, self.outputs)), self.contraction(gemm)
 
     def without_kernels(self) -> str | None:
         """Why GPU kernels of our own cannot serve it whatever its recipe, or None."""
@@ -47,22 +69,14 @@ class Problem:
             return "its kernels read a whole array on one device, and this program is sharded"
         return None if self.dtype == "bfloat16" else f"its kernels read bfloat16 activations, got {self.dtype}"
 
-    def contractions(self) -> dict[str, int]:
-        """GEMM -> length of the axis it sums over."""
-        sizes = {"fprop": self.inputs, "dgrad": self.outputs, "wgrad": self.tokens}
-        return sizes if self.training else {"fprop": self.inputs}
-
     def unblockable(self) -> str | None:
         """Why the recipe's formats cannot cut this problem into blocks, or None."""
-        for gemm, size in self.contractions().items():
-            for role in GEMMS[gemm]:
-                policy = getattr(self.recipe, role)
-                block = 16 if policy.hadamard else 1
-                block = max(block, policy.format.block or 1)
-                if size % block:
-                    over = {"fprop": "inputs", "dgrad": "outputs", "wgrad": "tokens"}[gemm]
+        for gemm in self.gemms:
+            for role in gemm.roles:
+                policy, size = getattr(self.recipe, role), self.contraction(gemm)
+                if size % policy.run:
                     return (
-                        f"{gemm} sums over {size} {over}, and {role} ({policy}) needs a multiple of {block}; "
-                        f"pad the {over}, or give this linear the bf16 recipe in the layer policy"
+                        f"{gemm} sums over {size} {gemm.over}, and {role} ({policy}) needs a multiple of {policy.run}; "
+                        f"pad the {gemm.over}, or give this linear the bf16 recipe in the layer policy"
                     )
         return None

@@ -17,25 +17,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
-from halfbyte.ops.backends import BACKENDS, check_training, choose, problem_of
-from halfbyte.ops.backends.gemm import dgrad_axes, fprop_axes, wgrad_axes
-from halfbyte.ops.operand import Operand, keep_named
-from halfbyte.ops.passes import ask
-from halfbyte.ops.weight import QWeight, check_kept, keep_weight, quantize_weight, remake_weight, weight_operand
+from halfbyte.ops.linear import Linear, LinearPlan, plan_linear, quantized, token_block, token_view
+from halfbyte.ops.weight import QWeight, check_kept
 from halfbyte.recipe import Recipe
 from halfbyte.sharding import WeightSharding
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is settled before tracing."""
+    """The linear's plan, and the dtype of y."""
 
-    backend: str
-    recipe: Recipe
-    sharding: WeightSharding | None
-    weight_dtype: jnp.dtype
+    linear: LinearPlan
     out_dtype: jnp.dtype
-    weights_kept: str
 
 
 def qdot(
@@ -51,15 +44,13 @@ def qdot(
     result NaN.
     """
     check_kept(weights_kept)
-    sharding = w.sharding if isinstance(w, QWeight) else weight_sharding
     _check(x, w, recipe)
-    tokens = token_view(x, recipe)
-    chosen = choose(backend, problem_of(recipe, tokens, w, sharding))
-    weight = w
-    if not isinstance(weight, QWeight):
-        weight = quantize_weight(weight, recipe=recipe, key=key, weight_sharding=sharding, passes=chosen.passes)
-    plan = Plan(chosen.name, recipe, sharding, weight.anchor.dtype, jnp.dtype(out_dtype or x.dtype), weights_kept)
-    y = _linear(plan, tokens, weight.anchor, (weight.fprop, weight.dgrad), key).reshape(*x.shape[:-1], w.shape[1])
+    tokens = token_view(x, token_block(recipe))
+    linear = plan_linear(tokens, w, recipe, backend=backend, sharding=weight_sharding, weights_kept=weights_kept)
+    weight = quantized(linear, w, key)
+    plan = Plan(linear, jnp.dtype(out_dtype or x.dtype))
+    y = _qdot(plan, tokens, weight.anchor, (weight.fprop, weight.dgrad), key)
+    y = y.reshape(*x.shape[:-1], w.shape[1])  # [tokens..., outputs] -> [..., outputs]
     return y if out_sharding is None else lax.with_sharding_constraint(y, out_sharding)
 
 
@@ -75,54 +66,26 @@ def _check(x: jax.Array, weight: jax.Array | QWeight, recipe: Recipe) -> None:
         )
 
 
-def token_view(x: jax.Array, recipe: Recipe) -> jax.Array:
-    """x as [tokens..., inputs] such that blocks of tokens lie along the next to last axis: unchanged if they fit there,
-    else with all leading dims made one.
-    """
-    if x.ndim == 1:
-        return x[None]
-    block = token_block(recipe)
-    return x if x.shape[-2] % block == 0 else x.reshape(-1, x.shape[-1])
-
-
-def token_block(recipe: Recipe) -> int:
-    """How many tokens wgrad's operands block together."""
-    policies = (recipe.wgrad_x, recipe.wgrad_dy)
-    return max(max(16 if p.hadamard else 1, p.format.block or 1) for p in policies)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(plan: Plan, x, anchor, codes, key):
-    (row,) = BACKENDS[plan.backend].passes.quantize(x, [ask(plan.recipe, "fprop_x", key)])
-    return _fprop(plan, row, x, anchor, codes)
+def _qdot(plan: Plan, x, anchor, codes, key):
+    linear = Linear.of(plan.linear, anchor, codes, key)
+    (row,) = linear.quantize(x, "fprop_x")
+    return linear.fprop(row, plan.out_dtype)
 
 
-def _fprop(plan: Plan, left: Operand, like: jax.Array, anchor, codes) -> jax.Array:
-    right = weight_operand(QWeight(anchor, codes[0], codes[1], plan.recipe, plan.sharding), "fprop_w")
-    return BACKENDS[plan.backend].gemm(left, right, fprop_axes(like), plan.out_dtype)
+def _qdot_fwd(plan: Plan, x, anchor, codes, key):
+    linear = Linear.of(plan.linear, anchor, codes, key)
+    weight = linear.keep()
+    row, column = linear.quantize(x, "fprop_x", "wgrad_x", kept=("wgrad_x",))
+    return linear.fprop(row, plan.out_dtype), (column, weight, key, jnp.zeros((0,), x.dtype))
 
 
-def _linear_fwd(plan: Plan, x, anchor, codes, key):
-    recipe, backend = plan.recipe, BACKENDS[plan.backend]
-    check_training(plan.backend, recipe, x, anchor, plan.sharding)
-    row, column = backend.passes.quantize(x, [ask(recipe, "fprop_x", key), ask(recipe, "wgrad_x", key, kept=True)])
-    kept = keep_named(column)
-    weight = QWeight(anchor, codes[0], codes[1], recipe, plan.sharding)
-    masters = not recipe.dgrad_w.format.quantized
-    stays = keep_weight(weight, backend.passes, kept=plan.weights_kept, masters=masters)
-    return _fprop(plan, row, x, anchor, codes), (kept, stays, key, jnp.zeros((0,), x.dtype))
+def _qdot_bwd(plan: Plan, residuals, dy):
+    column, weight, key, like_x = residuals
+    linear = Linear.restore(plan.linear, weight, key, after=dy)
+    dy_row, dy_column = linear.quantize(dy, "dgrad_dy", "wgrad_dy")
+    dx = linear.dgrad(dy_row, like_x.dtype)
+    return dx, linear.wgrad(linear.load(column, "wgrad_x"), dy_column), None, None
 
 
-def _linear_bwd(plan: Plan, residuals, dy):
-    kept, stays, key, like_x = residuals
-    recipe, backend = plan.recipe, BACKENDS[plan.backend]
-    weight = weight_operand(remake_weight(stays, backend.passes, after=dy), "dgrad_w")
-    row, column = backend.passes.quantize(dy, [ask(recipe, "dgrad_dy", key), ask(recipe, "wgrad_dy", key)])
-    dx = backend.gemm(row, weight, dgrad_axes(dy), like_x.dtype)
-    dw = backend.gemm(backend.passes.load(kept, recipe.wgrad_x), column, wgrad_axes(dy), plan.weight_dtype)
-    if plan.sharding is not None:
-        dw = lax.with_sharding_constraint(dw, plan.sharding.stored)
-    return dx, dw, None, None
-
-
-_linear.defvjp(_linear_fwd, _linear_bwd)
+_qdot.defvjp(_qdot_fwd, _qdot_bwd)

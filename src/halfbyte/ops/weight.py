@@ -12,19 +12,20 @@ are what the backward pass keeps.
 
 import dataclasses
 import functools
-from typing import Any, TypeGuard
+from typing import Any
 
 import jax
 from jax import lax
 from jax.sharding import NamedSharding
 
 from halfbyte.formats import Packed
-from halfbyte.ops.operand import Operand, load, name_saved, quantize_operand
-from halfbyte.ops.passes import XLA, XlaPasses
+from halfbyte.ops.operand import Operand, WeightScales, load, name_saved, quantize_operand
+from halfbyte.ops.passes import XLA, KeptWeight, Passes, QuantizedWeight
 from halfbyte.recipe import OperandPolicy, Recipe, role_key
 from halfbyte.sharding import WeightSharding
 
 CONTRACTED = {"fprop_w": -2, "dgrad_w": -1}  # the axis of W [inputs, outputs] that each GEMM sums over
+WEIGHTS_KEPT = ("master", "codes")
 
 
 @functools.partial(
@@ -34,12 +35,12 @@ CONTRACTED = {"fprop_w": -2, "dgrad_w": -1}  # the axis of W [inputs, outputs] t
 class QWeight:
     """Codes for fprop and for dgrad (None: not quantized, or dgrad shares those of fprop).
 
-    Made by `quantize_weight`; `qdot` takes it in place of the matrix.
+    Made by `quantize_weight`; `qdot` takes it in place of the matrix. Among residuals it may hold scales alone.
     """
 
     anchor: Any  # float32 or bfloat16 [inputs, outputs]; None among residuals if the backward pass does not read it
-    fprop: Packed | Operand | None
-    dgrad: Packed | Operand | None
+    fprop: Any  # QuantizedWeight; KeptWeight among residuals
+    dgrad: Any
     recipe: Recipe
     sharding: WeightSharding | None = None
 
@@ -57,7 +58,7 @@ def shares_codes(recipe: Recipe) -> bool:
 
 def quantize_weight(
     w: jax.Array, *, recipe: Recipe, key: jax.Array | None = None, weight_sharding: WeightSharding | None = None,
-    passes: XlaPasses = XLA,
+    passes: Passes = XLA,
 ) -> QWeight:  # fmt: skip
     """`w` [inputs, outputs] under the recipe's weight policies. Gradients with respect to it go straight to `w`."""
     if w.ndim != 2:
@@ -71,25 +72,23 @@ def quantize_weight(
 
 
 def _quantize(
-    w: jax.Array, recipe: Recipe, role: str, key: jax.Array | None, sharding: WeightSharding | None, passes: XlaPasses
-) -> Packed | Operand | None:
+    w: jax.Array, recipe: Recipe, role: str, key: jax.Array | None, sharding: WeightSharding | None, passes: Passes
+) -> QuantizedWeight | None:
     policy: OperandPolicy = getattr(recipe, role)
     if not policy.format.quantized:
         return None
     role_bits = role_key(key, role) if policy.stochastic and key is not None else None
-    kept = passes.weight(w, policy, axis=CONTRACTED[role], key=role_bits)
-    if not isinstance(kept, Packed):
-        return kept
-    return name_saved(kept if sharding is None else _pin(kept, sharding.stored))
+    made = passes.weight(w, policy, axis=CONTRACTED[role], key=role_bits)
+    if not isinstance(made, Packed):
+        return made
+    return name_saved(made if sharding is None else _pin(made, sharding.stored))
 
 
-def _pin(kept: Packed, sharding: NamedSharding) -> Packed:
-    """`kept` with its codes and scales, as bytes, constrained to the weight's `sharding`."""
+def _pin(packed: Packed, sharding: NamedSharding) -> Packed:
+    """`packed` with its codes and scales, as bytes, constrained to the weight's `sharding`."""
     pin = functools.partial(lax.with_sharding_constraint, shardings=sharding)
-    return dataclasses.replace(kept, packed=pin(kept.packed), scales=None if kept.scales is None else pin(kept.scales))
-
-
-WEIGHTS_KEPT = ("master", "codes")
+    scales = None if packed.scales is None else pin(packed.scales)
+    return dataclasses.replace(packed, packed=pin(packed.packed), scales=scales)
 
 
 def check_kept(weights_kept: str) -> None:
@@ -97,32 +96,28 @@ def check_kept(weights_kept: str) -> None:
         raise ValueError(f"weights_kept must be one of {', '.join(WEIGHTS_KEPT)}, got {weights_kept!r}")
 
 
-def keep_weight(weight: QWeight, passes: XlaPasses, *, kept: str, masters: bool) -> QWeight:
-    """The weight as the backward pass keeps it; its anchor only if it is read again: by bf16 GEMMs (`masters`), or to
+def keep_weight(weight: QWeight, passes: Passes, *, kept: str, master: bool) -> QWeight:
+    """The weight as the backward pass keeps it; its anchor only if it is read again: by a bf16 GEMM (`master`), or to
     make again what the passes leave out. Where codes are `kept` they leave nothing out.
     """
     passes = passes if kept == "master" else XLA
     fprop, dgrad = (None if c is None else passes.keep_weight(c) for c in (weight.fprop, weight.dgrad))
-    again = _stripped(fprop) or _stripped(dgrad)
-    return dataclasses.replace(weight, anchor=weight.anchor if masters or again else None, fprop=fprop, dgrad=dgrad)
+    master = master or any(isinstance(c, WeightScales) for c in (fprop, dgrad))
+    return dataclasses.replace(weight, anchor=weight.anchor if master else None, fprop=fprop, dgrad=dgrad)
 
 
-def remake_weight(kept: QWeight, passes: XlaPasses, *, after: jax.Array) -> QWeight:
+def restore_weight(kept: QWeight, passes: Passes, *, after: jax.Array) -> QWeight:
     """The weight of `keep_weight`, bit for bit, and not before `after` is there: a compiler that sees all layers would
     else make the weights of all of them first.
     """
 
-    def again(codes: Packed | Operand | None) -> Packed | Operand | None:
-        if not _stripped(codes):
+    def restore(codes: KeptWeight | None) -> KeptWeight | None:
+        if not isinstance(codes, WeightScales):
             return codes
         late, _ = lax.optimization_barrier((codes, after))
-        return passes.weight_again(kept.anchor, late)
+        return passes.remake_weight(kept.anchor, late)
 
-    return dataclasses.replace(kept, fprop=again(kept.fprop), dgrad=again(kept.dgrad))
-
-
-def _stripped(codes: Packed | Operand | None) -> TypeGuard[Operand]:
-    return isinstance(codes, Operand) and codes.carrier is None and codes.quantized is None
+    return dataclasses.replace(kept, fprop=restore(kept.fprop), dgrad=restore(kept.dgrad))
 
 
 def weight_operand(weight: QWeight, role: str) -> Operand:
@@ -133,12 +128,12 @@ def weight_operand(weight: QWeight, role: str) -> Operand:
     policy, sharding = getattr(weight.recipe, role), weight.sharding
     if not policy.format.quantized:
         narrow = quantize_operand(lax.stop_gradient(weight.anchor), policy, axis=CONTRACTED[role], key=None)
-        return narrow if sharding is None else dataclasses.replace(narrow, carrier=_gather(narrow.values(), sharding))
-    kept = weight.fprop if role == "fprop_w" or weight.dgrad is None else weight.dgrad
-    if isinstance(kept, Operand):
-        return kept
-    assert kept is not None
-    return load(kept if sharding is None else _pin(kept, sharding.gathered), policy)
+        return narrow if sharding is None else dataclasses.replace(narrow, array=_gather(narrow.array, sharding))
+    codes = weight.fprop if role == "fprop_w" or weight.dgrad is None else weight.dgrad
+    assert codes is not None and not isinstance(codes, WeightScales), "restore a kept weight before a GEMM reads it"
+    if not isinstance(codes, Packed):
+        return codes
+    return load(codes if sharding is None else _pin(codes, sharding.gathered), policy)
 
 
 def _gather(w: jax.Array, sharding: WeightSharding) -> jax.Array:

@@ -23,6 +23,7 @@ ROLES = ("fprop_x", "fprop_w", "dgrad_dy", "dgrad_w", "wgrad_x", "wgrad_dy")
 GEMMS = {"fprop": ("fprop_x", "fprop_w"), "dgrad": ("dgrad_dy", "dgrad_w"), "wgrad": ("wgrad_x", "wgrad_dy")}
 WEIGHTS = ("fprop_w", "dgrad_w")
 GRADIENTS = ("dgrad_dy", "wgrad_dy")
+HADAMARD_SIZE = 16
 BLOCKS = ("1d", "2d")
 ROUNDINGS = ("rne", "stochastic")
 
@@ -66,6 +67,11 @@ class OperandPolicy:
                 f"OperandPolicy.block='2d' exists for blocks of 16 (NVFP4) only, got format {self.format.name}; "
                 "use block='1d'"
             )
+
+    @property
+    def run(self) -> int:
+        """How many neighbours along the contraction are quantized together: whole blocks, whole transforms."""
+        return max(HADAMARD_SIZE if self.hadamard else 1, self.format.block or 1)
 
     @property
     def stochastic(self) -> bool:

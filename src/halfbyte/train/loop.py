@@ -268,7 +268,8 @@ class Loop:
 
     def _validate(self) -> None:
         finished = self.late.flush()  # before validation, which is not part of the step's time
-        found = validate(self.session.source, self.mesh, functools.partial(self.evaluate, self.state.params, self.state.seed))
+        evaluate = functools.partial(self.evaluate, self.state.params, self.state.seed)
+        found = validate(self.session.source, self.mesh, evaluate)
         self.result.validation = found
         by_source = {f"validation_loss/{name}": value for name, value in found.items() if name != "all"}
         self._emit(finished, validation_loss=found["all"], **by_source)

@@ -1,10 +1,9 @@
 """The precision manifest: what every GEMM of the run really is, before it runs.
 
-One entry a linear and segment of layers: its shape, and for each of its three GEMMs the policies of both operands,
-the backend that serves it, what its
-multiplier runs in, and whether that is the format itself (native) or an exact emulation. `auto` is resolved here with
-the same
-call that the step makes.
+One entry a linear and segment of layers: its shape, and for each of its three GEMMs the policies of both operands, the
+passes that make them, the backend that multiplies, what its multiplier runs in, and whether that is the format itself
+(native) or an exact emulation. What XLA does is written as `xla`. `auto` is resolved here with the same call that the
+step makes.
 """
 
 import math
@@ -27,6 +26,8 @@ from .config import TrainConfig
 
 PLAIN_LIMIT_BITS = 4
 PLAIN = str(BF16.unit)
+XLA = "xla"
+BY_XLA = ("carrier", "reference")  # backends whose GEMMs are XLA's
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,10 @@ class Gemm:
     """The unit that multiplies: nvfp4, fp8, bf16, ..."""
     execution: str
     """plain (bf16 by choice), native or emulated."""
+    multiplied_by: str
+    """The backend that multiplies; xla for those that leave it to XLA."""
+    made_by: tuple[str, ...]
+    """The passes that make the left and the right operand."""
 
 
 @dataclass(frozen=True)
@@ -132,23 +137,30 @@ def _describe(
         chosen, site.tokens, site.k, site.n, device, dtype=config.precision.compute_dtype, sharded=_sharded(config)
     )
     try:
-        backend = ops.choose(config.precision.backend, problem).name if chosen.quantized else "xla"
+        choice = ops.choose(config.precision.backend, problem) if chosen.quantized else None
     except ValueError as error:
         raise ValueError(f"{site.path}, layers {layers[0]} to {layers[1] - 1}: {error}") from None
-    gemms = {}
-    for gemm, (left, right) in GEMMS.items():
-        policies = getattr(chosen, left), getattr(chosen, right)
-        runs_in = _multiplier(policies, backend, device)
-        gemms[gemm] = Gemm(
-            left=str(policies[0]),
-            right=str(policies[1]),
-            bits=max(policy.format.element.bits if policy.format.element else 16 for policy in policies),
-            runs_in=runs_in,
-            execution=_execution(policies, runs_in),
-        )
-    passed_over = ops.passed_over(problem, backend) if chosen.quantized else {}
+    gemms = {gemm.name: _gemm(gemm, chosen, choice, device, ahead=config.accumulate > 1) for gemm in problem.gemms}
+    passed_over = {} if choice is None else ops.passed_over(problem, choice.name)
     flops = 6.0 * (layers[1] - layers[0]) * site.tokens * site.k * site.n * config.accumulate
+    backend = XLA if choice is None else choice.name
     return Site(site.path, layers, site.tokens, site.k, site.n, chosen.name, backend, gemms, flops, passed_over)
+
+
+def _gemm(gemm: ops.Gemm, chosen: Recipe, choice: ops.Choice | None, device: Device, *, ahead: bool) -> Gemm:
+    """One GEMM of a linear that `choice` serves (None: XLA, in bf16); weights may be quantized `ahead` of their use."""
+    policies = [getattr(chosen, role) for role in gemm.roles]
+    backend = XLA if choice is None else choice.multiplier(gemm).name
+    runs_in = _multiplier((policies[0], policies[1]), backend, device)
+    return Gemm(
+        left=str(policies[0]),
+        right=str(policies[1]),
+        bits=max(policy.format.element.bits if policy.format.element else 16 for policy in policies),
+        runs_in=runs_in,
+        execution=_execution((policies[0], policies[1]), runs_in),
+        multiplied_by=XLA if backend in BY_XLA else backend,
+        made_by=tuple(XLA if choice is None else choice.maker(role, ahead=ahead) for role in gemm.roles),
+    )
 
 
 def _sharded(config: TrainConfig) -> bool:
@@ -179,6 +191,15 @@ def _cell(gemm: Gemm) -> str:
     return left if left == right else f"{left}×{right}"
 
 
+def _runs(site: Site, executions: list[str]) -> str:
+    """How a linear runs, and what of it is left to XLA although another backend serves it."""
+    if not executions:
+        return site.backend
+    left = [name for name, gemm in site.gemms.items() if gemm.multiplied_by == XLA]
+    others = site.backend not in BY_XLA and left
+    return f"{', '.join(executions)} ({site.backend}{'; ' + ' '.join(left) + ' by xla' if others else ''})"
+
+
 def table(manifest: Manifest) -> Table:
     """The manifest for people; manifest.json has every operand of every GEMM in full."""
     rows = Table(
@@ -202,7 +223,7 @@ def table(manifest: Manifest) -> Table:
             f"{site.layers[0]}-{site.layers[1] - 1}" if in_layers else "-",
             f"{site.k}×{site.n}",
             *(_cell(site.gemms[gemm]) for gemm in GEMMS),
-            f"{', '.join(executions)} ({site.backend})" if executions else site.backend,
+            _runs(site, executions),
             f"{100 * site.flops / manifest.step_flops:.1f}%",
             style="" if executions else "dim",
         )

@@ -56,7 +56,8 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 def seed_of(config: TrainConfig, mesh: Mesh) -> jax.Array:
     """The seed of the run's random bits as programs take it: uint32, on every device."""
-    return jax.make_array_from_callback((), NamedSharding(mesh, PartitionSpec()), lambda _: np.uint32(config.rounding_seed))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.make_array_from_callback((), everywhere, lambda _: np.uint32(config.rounding_seed))
 
 
 def init_state(config: TrainConfig, seed: jax.Array, rounding_seed: jax.Array) -> TrainState:

@@ -8,6 +8,7 @@ scale. Random bits
 come from (seed, step, microbatch, layer, site, role).
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from halfbyte import models, optim
-from halfbyte.ops.backends import fp8
+from halfbyte import models, ops, optim
 from halfbyte.recipe import Resolved, step_key
 from halfbyte.sharding import named_sharding
 
@@ -93,7 +93,9 @@ def make_train_step(config: TrainConfig, resolved: Resolved, mesh: Mesh) -> Trai
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         scale, rate = state.scaler["scale"], rate_at(state.step)
         key = step_key(state.seed, state.step)
-        with fp8.one_call():
+        with contextlib.ExitStack() as stack:
+            for backend in serving(resolved):
+                stack.enter_context(backend.tracing())
             grads, sums = gradients(config, resolved, mesh, state.params, batch, key=key, scale=scale)
         grads = jax.tree.map(lambda g: g * (1.0 / scale), grads)
         norm = optim.global_norm(grads)
@@ -151,37 +153,32 @@ def compiler_options(mesh: Mesh, resolved: Resolved) -> dict[str, Any] | None:
     """What XLA is told for this program. On a GPU its dynamic-slice fusion is off: it computes a GEMM whose result is
     both read at once and stacked for the backward pass twice, 8% of a step. On a single GPU its own rematerialization,
     which begins at 80% of the memory, is put out of reach: in a step that fills the card it computed slices and casts
-    again and saved nothing. FP8 has options of its own.
+    again and saved nothing. A backend may have options of its own.
     """
     if mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return None
     memory = {"xla_gpu_memory_limit_slop_factor": 300} if mesh.size == 1 else {}
-    precision = fp8.COMPILER_OPTIONS if uses_fp8(resolved) else {}
-    return {"xla_gpu_enable_dynamic_slice_fusion": False, **memory, **precision}
+    options: dict[str, Any] = {"xla_gpu_enable_dynamic_slice_fusion": False, **memory}
+    for backend in serving(resolved):
+        options |= backend.compiler_options
+    return options
 
 
-def uses_fp8(resolved: Resolved) -> bool:
-    """Whether a linear multiplies 8-bit codes with one scale a tensor."""
-    return any(fp8.serves(recipe) for segment in resolved.segments for recipe in segment.recipes.values())
+def serving(resolved: Resolved) -> list[ops.Backend]:
+    """The backends that may take part in the step."""
+    return ops.serving(recipe for segment in resolved.segments for recipe in segment.recipes.values())
 
 
 def compile_train_step(lowered: Any, resolved: Resolved) -> Any:
-    """The step compiled, and its 8-bit GEMMs found to be 8-bit: any other would have rounded their scales."""
+    """The step compiled, and read by each backend that takes part: a GEMM that became something else stops the run."""
     compiled = lowered.compile()
-    if not uses_fp8(resolved):
-        return compiled
-    text = compiled.as_text()
-    if fp8.SCOPE in lowered.as_text(debug_info=True) and fp8.SCOPE not in text:
-        raise RuntimeError(
-            "XLA dropped the names of the fp8 backend's GEMMs, and nobody can tell whether their scales are rounded; "
-            "train with --precision.backend carrier, or empty the compilation cache if this program came from one"
-        )
-    strays = fp8.stray_gemms(text)
-    if strays:
-        raise RuntimeError(
-            f"XLA compiled {len(strays)} GEMMs of the fp8 backend as something else, with rounded scales; train with "
-            f"--precision.backend carrier and report this line: {strays[0][:300]}"
-        )
+    for backend in serving(resolved):
+        strays = backend.strays(lowered, compiled)
+        if strays:
+            raise RuntimeError(
+                f"XLA compiled {len(strays)} GEMMs of the {backend.name} backend as something else; train with "
+                f"--precision.backend carrier and report this line: {strays[0][:300]}"
+            )
     return compiled
 
 

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from halfbyte.ops.kernels import arithmetic, swiglu
+from halfbyte.ops.kernels import arithmetic, gated
 from halfbyte.ops.kernels.vector import Vector
 
 T, N = 64, 256
@@ -139,8 +139,8 @@ def test_swiglu_words():
     rng, m = np.random.default_rng(9), Vector(4)
     g, u, d = ((rng.standard_normal((T, N)) * s).astype(ml_dtypes.bfloat16) for s in (3.0, 1.0, 1e-3))
     rows = [words(x, 4, 16) for x in (g, u, d)]
-    made = [swiglu.backward_words(m, *(r[t] for r in rows)) for t in range(16)]
-    h = [swiglu.forward_words(m, rows[0][t], rows[1][t]) for t in range(16)]
+    made = [gated.backward_words(m, *(r[t] for r in rows)) for t in range(16)]
+    h = [gated.forward_words(m, rows[0][t], rows[1][t]) for t in range(16)]
     g, u, d = (x.astype(np.float32) for x in (g, u, d))
     s = np.float32(1) / (np.float32(1) + np.exp(-g))
     a = cut(g * s)

@@ -9,7 +9,8 @@ import pytest
 
 from halfbyte import devices
 from halfbyte.ops import kernels as K
-from halfbyte.ops.kernels import f8, gemm
+from halfbyte.ops.kernels import f8
+from halfbyte.ops.kernels.matmul import LAYOUTS, matmul, unsupported
 
 T, N = 256, 1024
 KEY, KEY2 = np.array([0x12345678, 0x9ABCDEF0], np.uint32), np.array([7, 11], np.uint32)
@@ -86,17 +87,17 @@ def test_f8_cast(element):
     np.testing.assert_array_equal(np.asarray(turned).view(np.uint8), want.view(np.uint8).T)
 
 
-@pytest.mark.parametrize("layout", gemm.LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_gemm_rounds_once(layout):
     """Small integers: every partial sum is exact, so alpha and the one rounding decide every bit."""
     m, n, k = 512, 512, 256
-    if gemm.unsupported(m, n, k, layout=layout, capability=capability()):
+    if unsupported(m, n, k, layout=layout, capability=capability()):
         pytest.skip("the GEMM kernel is written for compute capability 9.0")
     rng = np.random.default_rng(0)
     a = rng.integers(-6, 7, (k, m) if layout == "tn" else (m, k)).astype(ml_dtypes.bfloat16)
     b = rng.integers(-6, 7, (n, k) if layout == "nt" else (k, n)).astype(ml_dtypes.bfloat16)
     left, right = jnp.float32(0.37), jnp.float32(1.93e-3)
-    got = jax.jit(lambda a, b, s, t: gemm.matmul(a, b, s, t, layout=layout))(
+    got = jax.jit(lambda a, b, s, t: matmul(a, b, s, t, layout=layout))(
         jnp.asarray(a), jnp.asarray(b), left, right
     )
     turned = [

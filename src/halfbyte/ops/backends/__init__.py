@@ -1,103 +1,125 @@
-"""One op, many backends, each a file. `choose` asks them in order; naming one that cannot serve is an error."""
+"""One op, many backends, each a file with one `BACKEND` and one entry here.
+
+`choose` asks them: first who makes the operands, then for each GEMM whether the same one multiplies. What it does not,
+`carrier` does over the same operands, and the choice says so. Naming a backend that serves nothing is an error.
+"""
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Iterable
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from halfbyte.devices import native_training
 from halfbyte.ops.backends import carrier, fp8, fused, native, reference
-from halfbyte.ops.backends.gemm import Contraction
-from halfbyte.ops.operand import Operand
-from halfbyte.ops.passes import XLA, XlaPasses
+from halfbyte.ops.backends.backend import Backend
+from halfbyte.ops.gemms import Gemm
+from halfbyte.ops.passes import XLA, Passes
 from halfbyte.ops.problem import Problem, target
-from halfbyte.recipe import ROLES, Recipe
+from halfbyte.recipe import WEIGHTS, Recipe
 from halfbyte.sharding import WeightSharding
 
-Gemm = Callable[[Operand, Operand, Contraction, jnp.dtype], jax.Array]
-
-
-class Shaped(Protocol):
-    @property
-    def shape(self) -> tuple[int, ...]: ...
+# The order in which `auto` asks; `carrier` serves everything. `reference` is asked by name alone.
+PREFERENCE = ("native", "fp8", "fused", "carrier")
+BACKENDS = {module.BACKEND.name: module.BACKEND for module in (reference, carrier, fused, fp8, native)}
 
 
 @dataclasses.dataclass(frozen=True)
-class Backend:
-    """`unsupported(problem)` says why it cannot serve, or None.
-
-    `gemm` multiplies two operands: exact products, float32 sums, their factors, one rounding. `passes` make operands.
+class Choice:
+    """Who serves one linear: backend `name` makes its operands, `multipliers` (GEMM, backend) multiply them, and
+    `weight_passes` quantize the weight: the backend's own, or `xla`.
     """
 
     name: str
-    unsupported: Callable[[Problem], str | None]
-    gemm: Gemm
-    passes: XlaPasses
+    multipliers: tuple[tuple[str, str], ...]
+    weight_passes: str = XLA.name
+
+    @property
+    def passes(self) -> Passes:
+        """What makes the operands of x and dy."""
+        return BACKENDS[self.name].passes
+
+    @property
+    def for_weight(self) -> Passes:
+        """What quantizes the weight."""
+        return XLA if self.weight_passes == XLA.name else self.passes
+
+    def maker(self, role: str, *, ahead: bool = False) -> str:
+        """The passes that make operand `role`; `ahead`: weights are quantized before the step's linears see them."""
+        if role not in WEIGHTS:
+            return self.passes.name
+        return XLA.name if ahead else self.weight_passes
+
+    def multiplier(self, gemm: Gemm) -> Backend:
+        """Who multiplies `gemm`."""
+        return BACKENDS[dict(self.multipliers)[gemm.name]]
 
 
-BACKENDS = {m.NAME: Backend(m.NAME, m.unsupported, m.gemm, XLA) for m in (reference, carrier, native)}
-BACKENDS[fused.NAME] = Backend(fused.NAME, fused.unsupported, fused.gemm, fused.FusedPasses())
-BACKENDS[fp8.NAME] = Backend(fp8.NAME, fp8.unsupported, fp8.gemm, fp8.F8Passes())
-
-
-def choose(name: str, problem: Problem) -> Backend:
-    """The backend called `name`, or under "auto" the fastest that serves: native where the device trains in these
-    formats, the one with kernels for them where those fit, else carrier.
-    """
+def choose(name: str, problem: Problem) -> Choice:
+    """The choice of backend `name`, or under "auto" that of the first in PREFERENCE that serves and pays."""
     reason = problem.unblockable()
     if reason is not None:
         raise ValueError(f"recipe {problem.recipe.name}: {reason}")
     if name == "auto":
-        if _native_pays(problem):
-            return BACKENDS["native"]
-        own = _with_kernels(problem)
-        return BACKENDS[carrier.NAME if own.unsupported(problem) else own.name]
+        return _choice(next(BACKENDS[n] for n in PREFERENCE if _reason(BACKENDS[n], problem) is None), problem)
     if name not in BACKENDS:
         raise ValueError(f"unknown backend {name!r}; choose auto, {', '.join(BACKENDS)}")
-    reason = BACKENDS[name].unsupported(problem)
+    reason = BACKENDS[name].unable(problem)
     if reason is not None:
         raise ValueError(
             f"backend {name!r} cannot serve recipe {problem.recipe.name}: {reason}; use backend='auto' or another one"
         )
-    return BACKENDS[name]
+    return _choice(BACKENDS[name], problem)
+
+
+def _choice(backend: Backend, problem: Problem) -> Choice:
+    def multiplies(gemm: Gemm) -> str:
+        return backend.name if backend.unsupported(problem, gemm) is None else carrier.BACKEND.name
+
+    reasons = [backend.passes.weight_unsupported(problem, getattr(problem.recipe, role)) for role in WEIGHTS]
+    weight_passes = XLA.name if any(reasons) else backend.passes.name
+    return Choice(backend.name, tuple((gemm.name, multiplies(gemm)) for gemm in problem.gemms), weight_passes)
+
+
+def _reason(backend: Backend, problem: Problem) -> str | None:
+    """Why `auto` passes it over."""
+    reason = backend.unable(problem)
+    if reason is not None or all(backend.pays(problem, gemm) for gemm in problem.quantized_gemms):
+        return reason
+    return "the device has no units that train in these formats"
 
 
 def passed_over(problem: Problem, chosen: str) -> dict[str, str]:
-    """Faster backend -> why it does not serve this problem, for those that "auto" would have preferred to `chosen`."""
-    own = _with_kernels(problem)
-    reasons = {
-        native.NAME: native.unsupported(problem) or "the device has no units that train in these formats",
-        own.name: own.unsupported(problem),
-    }
-    order = list(reasons)
-    preferred = order[: order.index(chosen)] if chosen in order else order
-    return {name: reason for name in preferred if (reason := reasons[name]) is not None}
+    """Faster backend -> why it does not serve this problem, for those of its formats that `auto` would have preferred
+    to `chosen`.
+    """
+    preferred = PREFERENCE[: PREFERENCE.index(chosen)] if chosen in PREFERENCE else PREFERENCE[:-1]
+    fitting = [BACKENDS[name] for name in preferred if BACKENDS[name].foreign(problem.recipe) is None]
+    return {backend.name: reason for backend in fitting if (reason := _reason(backend, problem)) is not None}
 
 
-def problem_of(recipe: Recipe, x: jax.Array, weight: Shaped, sharding: WeightSharding | None) -> Problem:
+def problem_of(recipe: Recipe, x: jax.Array, weight: Any, sharding: WeightSharding | None) -> Problem:
     """The question that x [tokens..., inputs] times `weight` asks: all three GEMMs, or fprop alone if the tokens cannot
     be blocked for wgrad (a decoder's single token, say).
     """
     inputs, outputs = weight.shape
     sharded = sharding is not None and sharding.stored.mesh.size > 1
     tokens = math.prod(x.shape[:-1])
-    problem = Problem(recipe, tokens, inputs, outputs, target(), dtype=x.dtype.name, sharded=sharded)
+    dtype = getattr(weight, "anchor", weight).dtype.name
+    problem = Problem(
+        recipe, tokens, inputs, outputs, target(), dtype=x.dtype.name, weight_dtype=dtype, sharded=sharded
+    )
     return problem if problem.unblockable() is None else dataclasses.replace(problem, training=False)
 
 
-def check_training(name: str, recipe: Recipe, x: jax.Array, weight: Shaped, sharding: WeightSharding | None) -> None:
-    """Raises where backend `name` cannot serve all three GEMMs."""
-    choose(name, dataclasses.replace(problem_of(recipe, x, weight, sharding), training=True))
+def check_training(problem: Problem) -> None:
+    """Raises where the tokens of the problem cannot be blocked for the backward pass."""
+    reason = dataclasses.replace(problem, training=True).unblockable()
+    if reason is not None:
+        raise ValueError(f"recipe {problem.recipe.name}: {reason}")
 
 
-def _with_kernels(problem: Problem) -> Backend:
-    """The backend whose kernels are written for this recipe's formats."""
-    return BACKENDS[fp8.NAME if fp8.serves(problem.recipe) else fused.NAME]
-
-
-def _native_pays(problem: Problem) -> bool:
-    units = {getattr(problem.recipe, role).format.unit for role in ROLES}
-    return all(native_training(problem.device, unit) for unit in units) and native.unsupported(problem) is None
+def serving(recipes: Iterable[Recipe]) -> list[Backend]:
+    """The backends that may take part in a program of these recipes."""
+    quantized = [recipe for recipe in recipes if recipe.quantized]
+    return [b for b in BACKENDS.values() if any(b.foreign(recipe) is None for recipe in quantized)]

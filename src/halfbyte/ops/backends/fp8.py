@@ -2,7 +2,7 @@
 
 A GPU's 8-bit GEMM wants the contraction last on both sides: x and W^T for fprop, dy and W for dgrad, x^T and dy^T for
 wgrad. With one scale a tensor the codes of a tensor and of its transpose are the same numbers, so each pass reads a
-tensor once for its maximum and once to write its codes in the orders that are asked, with SwiGLU inside
+tensor once for its maximum and once to write its codes in the orders that are requested, with SwiGLU inside
 (`ops.kernels.f8`).
 
 XLA has an 8-bit GEMM that takes both decode scales as float32 device scalars, applies them to its float32 sums and
@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,49 +23,39 @@ from jax import lax
 
 from halfbyte.formats import FP8, FP8_E5M2, BlockFormat
 from halfbyte.ops import kernels
-from halfbyte.ops.backends.gemm import Contraction, alpha, dot, f8_matrix, finish
+from halfbyte.ops.activation import SILU, Activation
+from halfbyte.ops.backends.backend import Backend
+from halfbyte.ops.backends.carrier import f8_matrix
+from halfbyte.ops.gemms import DGRAD, FPROP, WGRAD, Contraction, Gemm, alpha, dot, finish
 from halfbyte.ops.kernels import f8
-from halfbyte.ops.operand import Operand
-from halfbyte.ops.passes import Ask, XlaPasses
+from halfbyte.ops.operand import EightBit, Operand, Quantized
+from halfbyte.ops.passes import COLUMNS, ROWS, Made, Passes, Request
 from halfbyte.ops.problem import Problem
 from halfbyte.recipe import ROLES, OperandPolicy, Recipe
 
-NAME = "fp8"
 ELEMENTS = {FP8: "e4m3", FP8_E5M2: "e5m2"}
 COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_allow_excess_precision": True}
 SCOPE = "f8_call"  # the name that GEMMs with scales carry in a compiled program
 LAST: Contraction = ((1,), (1,))
+TRANSPOSED = {FPROP: (False, True), DGRAD: (False, False), WGRAD: (True, True)}  # the order that each side is read in
 _one_call = jax.make_user_context(False)  # JAX traces a function anew where it differs
 
 
-def unsupported(problem: Problem) -> str | None:
-    """Needs one NVIDIA GPU with 8-bit units, bfloat16 activations, FP8 on both sides of every GEMM, and sizes that the
-    kernels' tiles divide.
-    """
-    reason = problem.without_kernels()
-    if reason is not None:
-        return reason
-    if not serves(problem.recipe):
-        return f"recipe {problem.recipe.name} is not FP8 with one scale a tensor on both sides of every GEMM"
-    for rows, columns in (
-        (problem.tokens, problem.inputs),
-        (problem.tokens, problem.outputs),
-        (problem.inputs, problem.outputs),
-    ):
-        for kernel in (kernels.unsupported, f8.unsupported):
-            reason = kernel(rows, columns, capability=problem.device.capability)
-            if reason is not None:
-                return reason
-    return None
-
-
-def serves(recipe: Recipe) -> bool:
-    """Whether all six operands are FP8 as it lies: one scale, no transform, nearest rounding."""
-    return all(_plain(getattr(recipe, role)) for role in ROLES)
+def foreign(recipe: Recipe) -> str | None:
+    """Needs FP8 on all six sides, with one scale, no transform, nearest; one format for x and one for dy."""
+    plain = all(_plain(getattr(recipe, role)) for role in ROLES)
+    if plain and recipe.fprop_x == recipe.wgrad_x and recipe.dgrad_dy == recipe.wgrad_dy:
+        return None
+    return f"recipe {recipe.name} is not FP8 with one scale a tensor on both sides of every GEMM"
 
 
 def _plain(policy: OperandPolicy) -> bool:
     return policy.format in ELEMENTS and not (policy.hadamard or policy.stochastic)
+
+
+def unsupported(problem: Problem, gemm: Gemm) -> str | None:
+    """What its passes can make it can multiply."""
+    return None
 
 
 def one_call() -> contextlib.AbstractContextManager[None]:
@@ -74,6 +65,14 @@ def one_call() -> contextlib.AbstractContextManager[None]:
     """
     context: contextlib.AbstractContextManager[None] = _one_call(True)
     return context
+
+
+def strays(lowered: Any, compiled: Any) -> list[str]:
+    """`stray_gemms` of a compiled program; or one line that says that nobody can tell, because the names are gone."""
+    text = compiled.as_text()
+    if SCOPE not in text and SCOPE in lowered.as_text(debug_info=True):
+        return [f"XLA dropped the name {SCOPE}; empty the compilation cache if this program came from one"]
+    return stray_gemms(text)
 
 
 def stray_gemms(program: str) -> list[str]:
@@ -88,19 +87,21 @@ def stray_gemms(program: str) -> list[str]:
     return [line.strip() for line in lines if other.search(line) or rounded.search(line)]
 
 
-def gemm(left: Operand, right: Operand, axes: Contraction, dtype: jnp.dtype) -> jax.Array:
+def multiply(gemm: Gemm, left: Operand, right: Operand, dtype: jnp.dtype) -> jax.Array:
     """Exact products, the factors on their sums, one rounding to `dtype`.
 
     Hopper's 8-bit units keep about 14 bits of a running sum. fprop takes them as they are; the gradients' sums are
     split and added up in float32, an eighth slower: the choice of Transformer Engine.
     """
-    precision = None if _is_fprop(axes) else lax.Precision.HIGHEST
-    (a, a_free), (b, b_free) = (_matrix(o, summed) for o, summed in zip((left, right), axes, strict=True))
-    if _one_call.value and left.decode_scale is not None and right.decode_scale is not None:
-        y = _scaled_dot(a, b, left.decode_scale, right.decode_scale, precision, dtype)
+    precision = None if gemm is FPROP else lax.Precision.HIGHEST
+    (a, a_free), (b, b_free) = (
+        _matrix(o, transposed) for o, transposed in zip((left, right), TRANSPOSED[gemm], strict=True)
+    )
+    if _one_call.value and left.factor is not None and right.factor is not None:
+        y = _scaled_dot(a, b, left.factor, right.factor, precision, dtype)
     else:
         y = finish(dot(a, b, LAST, precision=precision), alpha(left, right), dtype)
-    return y.reshape(*a_free, *b_free)
+    return y.reshape(*a_free, *b_free)  # [rows, rows] -> [free dims of left, free dims of right]
 
 
 @jax.named_scope(SCOPE)
@@ -114,117 +115,121 @@ def _scaled_dot(
     return lax.optimization_barrier(y)  # a reader in float32 would otherwise get sums that were never rounded
 
 
-def _is_fprop(axes: Contraction) -> bool:
-    """x over its last axis with W over its first; dgrad sums over W's last, wgrad over the first axes of both."""
-    return 0 not in axes[0] and 0 in axes[1]
-
-
-def _matrix(operand: Operand, summed: tuple[int, ...]) -> tuple[jax.Array, tuple[int, ...]]:
+def _matrix(operand: Operand, transposed: bool) -> tuple[jax.Array, tuple[int, ...]]:
     """(the codes as float8 [rows, contraction], the shape of the rows)."""
-    if operand.quantized is not None:
-        tensor = operand.codes()
+    if isinstance(operand, Quantized):  # quantized ahead, by the definition
+        tensor = operand.codes
+        summed = tuple(range(len(tensor.shape) - 1)) if transposed else (len(tensor.shape) - 1,)
         return f8_matrix(tensor, summed), tuple(n for i, n in enumerate(tensor.shape) if i not in summed)
-    turned = 0 in summed
-    if turned and operand.turned is not None:
-        return operand.turned, operand.turned.shape[:1]
+    assert isinstance(operand, EightBit), "an 8-bit GEMM reads 8-bit codes"
+    if transposed and operand.transposed is not None:
+        return operand.transposed, operand.transposed.shape[:1]
     codes = operand.values()
-    if turned:  # only one order was kept
-        return codes.reshape(-1, codes.shape[-1]).T, codes.shape[-1:]
-    return codes.reshape(-1, codes.shape[-1]), codes.shape[:-1]
+    flat = codes.reshape(-1, codes.shape[-1])  # [tokens..., features] -> [tokens, features]
+    if transposed:  # only one order was kept
+        return flat.T, codes.shape[-1:]
+    return flat, codes.shape[:-1]
 
 
 @dataclasses.dataclass(frozen=True)
-class F8Passes(XlaPasses):
-    """The passes as kernels. `interpret` runs them on any machine, slowly, for tests.
-
-    A row to be kept is the operand of wgrad too, so it comes in both orders.
-    """
+class F8Passes(Passes):
+    """The passes as kernels. `interpret` runs them on any machine, slowly, for tests."""
 
     interpret: bool = False
+    name = "fp8"
 
-    def quantize(self, x: jax.Array, asks: Sequence[Ask]) -> list[Operand]:
-        if not _one_tensor(asks):
-            return super().quantize(x, asks)
-        flat = x.reshape(-1, x.shape[-1])
+    def unsupported(self, problem: Problem) -> str | None:
+        """Needs one NVIDIA GPU with 8-bit units, bfloat16 activations, and sizes that the kernels' tiles divide."""
+        reason = problem.without_kernels()
+        if reason is not None:
+            return reason
+        pairs = ((problem.tokens, problem.inputs), (problem.tokens, problem.outputs), (problem.inputs, problem.outputs))
+        for rows, columns in pairs:
+            for kernel in (kernels.unsupported, f8.unsupported):
+                reason = kernel(rows, columns, capability=problem.device.capability)
+                if reason is not None:
+                    return reason
+        return None
+
+    def weight_unsupported(self, problem: Problem, policy: OperandPolicy) -> str | None:
+        return None if problem.weight_dtype == "float32" else f"its kernels read float32, got {problem.weight_dtype}"
+
+    def unfused(self, activation: Activation, recipes: Sequence[Recipe]) -> str | None:
+        if activation != SILU:
+            return f"its kernels compute {SILU.name}, not {activation.name}"
+        gate, up, _ = recipes
+        return None if gate.dgrad_dy == up.dgrad_dy else "its kernels cast the gradients of gate and up alike"
+
+    def quantize(self, x: jax.Array, requests: Sequence[Request]) -> list[Made]:
+        flat = x.reshape(-1, x.shape[-1])  # [tokens..., features] -> [tokens, features]
         top = kernels.maxima(flat, hadamard=False, interpret=self.interpret)[0]
-        scale, factor = self._scale(top, asks[0].policy.format)
-        made = f8.cast(flat, scale, interpret=self.interpret, **_orders(asks))
-        return _operands(made, asks, factor, x.shape)
+        made: dict[OperandPolicy, EightBit] = {}
+        for policy in dict.fromkeys(r.policy for r in requests):
+            scale, factor = self._scale(top, policy.format)
+            orders = _orders([r for r in requests if r.policy == policy])
+            codes = f8.cast(flat, scale, element=ELEMENTS[policy.format], interpret=self.interpret, **orders)
+            made[policy] = _both(codes, orders, factor, policy, x.shape)
+        return [_order(made[r.policy], r) for r in requests]
 
-    def swiglu(self, g: jax.Array, u: jax.Array, asks: Sequence[Ask]) -> list[Operand]:
-        if not _one_tensor(asks):
-            return super().swiglu(g, u, asks)
-        flat = [t.reshape(-1, t.shape[-1]) for t in (g, u)]
-        top = kernels.forward_maxima(*flat, hadamard=False, interpret=self.interpret)[0]
-        scale, factor = self._scale(top, asks[0].policy.format)
-        made = f8.cast_forward(flat[0], flat[1], scale, interpret=self.interpret, **_orders(asks))
-        return _operands(made, asks, factor, g.shape)
+    def activate(self, g: jax.Array, u: jax.Array, requests: Sequence[Request]) -> list[Made]:
+        g2, u2 = (t.reshape(-1, t.shape[-1]) for t in (g, u))  # [tokens..., features] -> [tokens, features]
+        top = kernels.forward_maxima(g2, u2, hadamard=False, interpret=self.interpret)[0]
+        policy, orders = requests[0].policy, _orders(requests)
+        scale, factor = self._scale(top, policy.format)
+        codes = f8.cast_forward(g2, u2, scale, element=ELEMENTS[policy.format], interpret=self.interpret, **orders)
+        made = _both(codes, orders, factor, policy, g.shape)
+        return [_order(made, r) for r in requests]
 
-    def swiglu_backward(self, g, u, dh, dg_asks, du_asks, h_asks):
-        gradients = {a.policy.format for a in (*dg_asks, *du_asks)}
-        pairs = all([a.axis for a in asks] == [-1, -2] for asks in (dg_asks, du_asks))
-        if len(gradients) > 1 or not pairs or [a.axis for a in h_asks] != [-2]:
-            return super().swiglu_backward(g, u, dh, dg_asks, du_asks, h_asks)
-        flat = [t.reshape(-1, t.shape[-1]) for t in (g, u, dh)]
-        tops = kernels.backward_maxima(*flat, hadamard=False, tensors=3, interpret=self.interpret)
-        formats = (dg_asks[0].policy.format, du_asks[0].policy.format, h_asks[0].policy.format)
-        scales, factors = zip(*(self._scale(top, fmt) for top, fmt in zip(tops, formats, strict=True)), strict=True)
-        made = f8.cast_backward(
-            flat[0],
-            flat[1],
-            flat[2],
-            scales,
-            gradient=ELEMENTS[formats[0]],
-            element=ELEMENTS[formats[2]],
-            interpret=self.interpret,
+    def activate_backward(self, g, u, dh, dg, du, h):
+        g2, u2, dh2 = (t.reshape(-1, t.shape[-1]) for t in (g, u, dh))  # [tokens..., features] -> [tokens, features]
+        tops = kernels.backward_maxima(g2, u2, dh2, hadamard=False, tensors=3, interpret=self.interpret)
+        policies = [requests[0].policy for requests in (dg, du, h)]
+        scales, factors = zip(*(self._scale(t, p.format) for t, p in zip(tops, policies, strict=True)), strict=True)
+        elements = [ELEMENTS[p.format] for p in policies]
+        made = f8.cast_backward(  # dg, dg^T, du, du^T, h^T
+            g2, u2, dh2, scales, gradient=elements[0], element=elements[2], interpret=self.interpret
         )
-        return (
-            _operands(made[:2], dg_asks, factors[0], g.shape),
-            _operands(made[2:4], du_asks, factors[1], g.shape),
-            _operands(made[4:], h_asks, factors[2], g.shape),
-        )
+        pairs = [EightBit(made[2 * i].reshape(g.shape), made[2 * i + 1], factors[i], policies[i]) for i in (0, 1)]
+        pairs.append(EightBit(None, made[4], factors[2], policies[2]))
+        return tuple([_order(m, r) for r in requests] for m, requests in zip(pairs, (dg, du, h), strict=True))
 
-    def weight(self, w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None):
+    def weight(self, w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None) -> EightBit:
         """Both orders: W^T is what fprop reads, W what dgrad reads."""
-        if not _plain(policy) or w.dtype != jnp.float32 or f8.unsupported(*w.shape) is not None:
-            return super().weight(w, policy, axis=axis, key=key)
         scale, factor = self._scale(kernels.weight_maxima(w, interpret=self.interpret), policy.format)
-        plain, turned = f8.cast(w, scale, element=ELEMENTS[policy.format], interpret=self.interpret)
-        return Operand(plain, factor, None, policy, turned=turned)
+        plain, transposed = f8.cast(w, scale, element=ELEMENTS[policy.format], interpret=self.interpret)
+        return EightBit(plain, transposed, factor, policy)
 
     def _scale(self, maxima: jax.Array, fmt: BlockFormat) -> tuple[jax.Array, jax.Array]:
         return kernels.scale_and_factor(maxima, top=f8.TOPS[ELEMENTS[fmt]], interpret=self.interpret)
 
 
-def _one_tensor(asks: Sequence[Ask]) -> bool:
-    """Whether one cast answers: the same plain policy for all, each order at most once."""
-    axes = [a.axis for a in asks]
-    return len({a.policy for a in asks}) == 1 and _plain(asks[0].policy) and len(set(axes)) == len(axes)
+def _orders(requests: Sequence[Request]) -> dict[str, Any]:
+    axes = {r.axis for r in requests}
+    return {"plain": ROWS in axes, "turned": COLUMNS in axes}
 
 
-def _orders(asks: Sequence[Ask]) -> dict:
-    return {
-        "element": ELEMENTS[asks[0].policy.format],
-        "plain": any(a.axis == -1 for a in asks),
-        "turned": any(a.axis == -2 or a.kept for a in asks),
-    }
+def _both(
+    codes: Sequence[jax.Array], orders: dict[str, Any], factor: jax.Array, policy: OperandPolicy, shape: tuple
+) -> EightBit:
+    """What a cast wrote, plain codes first."""
+    rows = codes[0].reshape(shape) if orders["plain"] else None
+    return EightBit(rows, codes[-1] if orders["turned"] else None, factor, policy)
 
 
-def _operands(
-    made: Sequence[jax.Array], asks: Sequence[Ask], factor: jax.Array, shape: tuple[int, ...]
-) -> list[Operand]:
-    """What a cast wrote, plain codes first, as operands in the order asked."""
-    codes = list(made)
-    plain = codes.pop(0).reshape(shape) if any(a.axis == -1 for a in asks) else None
-    turned = codes[0] if codes else None
-    lone = len(asks) == 1
-    return [
-        Operand(
-            plain if a.axis == -1 else None,
-            factor,
-            None,
-            a.policy,
-            turned=turned if lone or a.axis == -2 else None,
-        )
-        for a in asks
-    ]
+def _order(made: EightBit, wanted: Request) -> EightBit:
+    """The one order that is requested."""
+    if wanted.axis == COLUMNS:
+        return dataclasses.replace(made, rows=None)
+    return dataclasses.replace(made, transposed=None)
+
+
+BACKEND = Backend(
+    "fp8",
+    unsupported,
+    multiply,
+    F8Passes(),
+    foreign=foreign,
+    compiler_options=COMPILER_OPTIONS,
+    tracing=one_call,
+    strays=strays,
+)

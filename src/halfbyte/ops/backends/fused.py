@@ -1,13 +1,16 @@
 """`fused`: the quantize passes as GPU kernels of our own, and bfloat16 GEMMs over their carriers.
 
 On a Hopper GPU the GEMMs of `carrier` already run at the speed of bfloat16; what an emulated step owes on top are the
-passes that quantize. Here each tensor is read once for its maxima and once for all the operands asked of it, with the
-Hadamard transform, the random bits and SwiGLU inside (`ops.kernels`). The operands are those of the definition, bit for
-bit; for SwiGLU that holds on the numbers that the kernels compute with the GPU's own exp.
+passes that quantize. Here each tensor is read once for its maxima and once for all the operands requested of it, with
+the Hadamard transform, the random bits and SwiGLU inside (`ops.kernels`). The operands are those of the definition, bit
+for bit; for SwiGLU that holds on the numbers that the kernels compute with the GPU's own exp.
+
+The GEMM kernel multiplies its float32 accumulator by the factors before it rounds; XLA would write the float32 sums to
+memory and read them again. A GEMM whose sizes its tiles do not divide is `carrier`'s, over the same operands.
 """
 
 import dataclasses
-import math
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -15,193 +18,182 @@ import jax.numpy as jnp
 
 from halfbyte.formats import NVFP4, Packed
 from halfbyte.ops import kernels
-from halfbyte.ops.backends.carrier import narrow_gemm
-from halfbyte.ops.backends.gemm import Contraction, alpha, result_shape
+from halfbyte.ops.activation import SILU, Activation
+from halfbyte.ops.backends.backend import Backend
+from halfbyte.ops.gemms import DGRAD, FPROP, WGRAD, Gemm, result_shape
 from halfbyte.ops.kernels import Columnwise, Rowwise
-from halfbyte.ops.kernels.gemm import unsupported as gemm_unsupported
+from halfbyte.ops.kernels.matmul import unsupported as gemm_unsupported
 from halfbyte.ops.kernels.scale import AMAX, DECODE, GEMM, SIZE
-from halfbyte.ops.operand import SCALES, Kept, Operand, gemm_scale, key_pair, name_saved
-from halfbyte.ops.passes import Ask, XlaPasses
-from halfbyte.ops.problem import Problem, target
-from halfbyte.recipe import OperandPolicy
+from halfbyte.ops.operand import SCALES, Carrier, Kept, Operand, WeightScales, gemm_factor, key_pair, name_saved
+from halfbyte.ops.passes import ROWS, KeptWeight, Made, Passes, QuantizedWeight, Request
+from halfbyte.ops.problem import Problem
+from halfbyte.recipe import OperandPolicy, Recipe
 
-NAME = "fused"
-ROWS = ("fprop_x", "dgrad_dy")
-COLUMNS = ("wgrad_x", "wgrad_dy")
+LAYOUTS = {FPROP: "nn", DGRAD: "nt", WGRAD: "tn"}  # as the GEMM kernel names them
+OF_ROWS, OF_TOKENS = ("fprop_x", "dgrad_dy"), ("wgrad_x", "wgrad_dy")
 
 
-def unsupported(problem: Problem) -> str | None:
-    """Needs one Hopper or newer NVIDIA GPU, bfloat16 tensors in NVFP4, and sizes that the kernels' tiles divide."""
-    reason = problem.without_kernels()
-    if reason is not None:
-        return reason
-    for role in ROWS + COLUMNS:
-        policy = getattr(problem.recipe, role)
-        if policy.format != NVFP4 or (role in ROWS and policy.hadamard):
+def foreign(recipe: Recipe) -> str | None:
+    """Needs x and dy in NVFP4, the Hadamard transform for wgrad only."""
+    for role in OF_ROWS + OF_TOKENS:
+        policy = getattr(recipe, role)
+        if policy.format != NVFP4 or (role in OF_ROWS and policy.hadamard):
             return (
                 f"{role} is {policy}; its kernels make NVFP4 blocks of 16, with the Hadamard transform for wgrad only"
             )
-    for columns in (problem.inputs, problem.outputs):
-        reason = kernels.unsupported(problem.tokens, columns, capability=problem.device.capability)
-        if reason is not None:
-            return reason
     return None
 
 
-def gemm(left: Operand, right: Operand, axes: Contraction, dtype: jnp.dtype) -> jax.Array:
-    """Exact products, float32 sums, the operands' factors, one rounding to `dtype`.
+def unsupported(problem: Problem, gemm: Gemm) -> str | None:
+    """Why the GEMM kernel cannot multiply, or None."""
+    m, n, k = problem.sizes(gemm)
+    dtype = problem.weight_dtype if gemm is WGRAD else problem.dtype
+    return gemm_unsupported(
+        m, n, k, layout=LAYOUTS[gemm], out_dtype=jnp.dtype(dtype), capability=problem.device.capability
+    )
 
-    The kernel multiplies its float32 accumulator by the factors before it rounds; XLA would write the float32 sums to
-    memory and read them again. Shapes that its tiles do not divide go through XLA, with equal results.
-    """
-    a, b, layout = left.values(), right.values(), _layout(axes)
-    if _own_gemm_unsupported(a, b, axes, layout, dtype):
-        return narrow_gemm(a, b, axes, alpha(left, right), dtype)
-    x, w = (t.reshape(-1, t.shape[-1]).astype(jnp.bfloat16) for t in (a, b))
-    y = kernels.matmul(x, w, _factors(left), _factors(right), layout=layout, out_dtype=dtype)
-    return y.reshape(result_shape(a.shape, b.shape, axes))
+
+def multiply(gemm: Gemm, left: Operand, right: Operand, dtype: jnp.dtype) -> jax.Array:
+    """Exact products, float32 sums, the operands' factors, one rounding to `dtype`."""
+    a, b = left.values(), right.values()
+    x, w = (t.reshape(-1, t.shape[-1]).astype(jnp.bfloat16) for t in (a, b))  # [tokens..., features] -> a matrix
+    y = kernels.matmul(x, w, _factors(left), _factors(right), layout=LAYOUTS[gemm], out_dtype=dtype)
+    return y.reshape(result_shape(a.shape, b.shape, gemm.axes(a.ndim)))
 
 
 def _factors(operand: Operand) -> jax.Array:
     """The scale vector as the GEMM kernel reads it, also for operands of other passes: weights made once a step."""
-    if operand.vector is not None:
-        return operand.vector
-    return jnp.full((SIZE,), jnp.float32(1) if operand.decode_scale is None else operand.decode_scale)
-
-
-def _layout(axes: Contraction) -> str:
-    """How the kernel names this GEMM: nn (fprop), nt (dgrad) or tn (wgrad)."""
-    if axes[0] == axes[1] and axes[0][0] == 0:
-        return "tn"
-    return "nn" if axes[1] == (0,) else "nt"
-
-
-def _own_gemm_unsupported(a: jax.Array, b: jax.Array, axes: Contraction, layout: str, dtype: jnp.dtype) -> str | None:
-    m, n = (math.prod(t.shape[i] for i in range(t.ndim) if i not in ax) for t, ax in zip((a, b), axes, strict=True))
-    k = math.prod(a.shape[i] for i in axes[0])
-    return gemm_unsupported(m, n, k, layout=layout, out_dtype=dtype, capability=target().capability)
+    vector = getattr(operand, "vector", None)
+    if vector is not None:
+        return vector
+    return jnp.full((SIZE,), jnp.float32(1) if operand.factor is None else operand.factor)
 
 
 @dataclasses.dataclass(frozen=True)
-class FusedPasses(XlaPasses):
+class FusedPasses(Passes):
     """The passes as kernels. `interpret` runs them on any machine, slowly, for tests."""
 
     interpret: bool = False
+    name = "fused"
 
-    def quantize(self, x: jax.Array, asks: Sequence[Ask]) -> list[Operand]:
-        row, column = _sides(asks)
-        if len(asks) != (row is not None) + (column is not None):
-            return super().quantize(x, asks)
-        flat = x.reshape(-1, x.shape[-1])
-        tops = kernels.maxima(flat, hadamard=_transformed(column), interpret=self.interpret)
-        row_scale, column_scale = self._scales(tops, column)
-        made = kernels.quantize(
-            flat,
-            rows=None if row is None else _rowwise(row, row_scale),
-            columns=None if column is None else _columnwise(column, column_scale),
-            interpret=self.interpret,
+    def unsupported(self, problem: Problem) -> str | None:
+        """Needs one Hopper or newer NVIDIA GPU, bfloat16 tensors, and sizes that the kernels' tiles divide."""
+        reason = problem.without_kernels()
+        for columns in (problem.inputs, problem.outputs):
+            reason = reason or kernels.unsupported(problem.tokens, columns, capability=problem.device.capability)
+        return reason
+
+    def weight_unsupported(self, problem: Problem, policy: OperandPolicy) -> str | None:
+        if policy.format != NVFP4 or policy.block != "2d" or policy.hadamard or policy.stochastic:
+            return f"its kernel makes nvfp4 2d rne, this is {policy}"
+        if problem.weight_dtype != "float32":
+            return f"its kernel reads float32 weights, got {problem.weight_dtype}"
+        return kernels.unsupported(problem.inputs, problem.outputs)
+
+    def unfused(self, activation: Activation, recipes: Sequence[Recipe]) -> str | None:
+        if activation != SILU:
+            return f"its kernels compute {SILU.name}, not {activation.name}"
+        gate, up, down = recipes
+        transforms = {gate.wgrad_dy.hadamard, up.wgrad_dy.hadamard, down.wgrad_x.hadamard}
+        return None if len(transforms) == 1 else "its kernels transform the columns of dg, du and h alike"
+
+    def quantize(self, x: jax.Array, requests: Sequence[Request]) -> list[Made]:
+        flat = x.reshape(-1, x.shape[-1])  # [tokens..., features] -> [tokens, features]
+        tops = kernels.maxima(flat, hadamard=_transformed(requests), interpret=self.interpret)
+        return self._in_rounds(lambda **sides: kernels.quantize(flat, **sides), tops, requests, x.shape)
+
+    def activate(self, g: jax.Array, u: jax.Array, requests: Sequence[Request]) -> list[Made]:
+        flat = [t.reshape(-1, t.shape[-1]) for t in (g, u)]  # [tokens, features] each
+        tops = kernels.forward_maxima(*flat, hadamard=_transformed(requests), interpret=self.interpret)
+        return self._in_rounds(lambda **sides: kernels.quantize_forward(*flat, **sides), tops, requests, g.shape)
+
+    def _in_rounds(self, run, tops: Sequence[jax.Array], requests: Sequence[Request], shape: tuple) -> list[Made]:
+        """A kernel makes one row and one column at most: linears that cannot share an operand take turns."""
+        rows = [r for r in requests if r.axis == ROWS]
+        columns = [r for r in requests if r.axis != ROWS]
+        made: dict[int, Made] = {}
+        for row, column in itertools.zip_longest(rows, columns):
+            sides, scales = self._sides(tops, row, column)
+            wrote = run(rows=sides[0], columns=sides[1], interpret=self.interpret)
+            wanted = [r for r in (row, column) if r is not None]
+            for r, operand in zip(wanted, _operands(wrote, wanted, scales, shape), strict=True):
+                made[id(r)] = operand
+        return [made[id(r)] for r in requests]
+
+    def _sides(self, tops: Sequence[jax.Array], row: Request | None, column: Request | None):
+        """((row, column) as a kernel takes them, their scales), from the maxima of a tensor and of its transform."""
+        transformed = column is not None and column.policy.hadamard
+        vectors = kernels.tensor_scales(*tops[: 1 + transformed], interpret=self.interpret)
+        sides = (
+            None if row is None else Rowwise(vectors[0], key=key_pair(row.key)),
+            None if column is None else _columnwise(column, vectors[-1]),
         )
-        return _operands(made, asks, {-1: row_scale, -2: column_scale}, x.shape)
+        scales = [v for r, v in ((row, vectors[0]), (column, vectors[-1])) if r is not None]
+        return sides, scales
 
-    def swiglu(self, g: jax.Array, u: jax.Array, asks: Sequence[Ask]) -> list[Operand]:
-        row, column = _sides(asks)
-        if len(asks) != (row is not None) + (column is not None):
-            return super().swiglu(g, u, asks)
-        flat = [t.reshape(-1, t.shape[-1]) for t in (g, u)]
-        tops = kernels.forward_maxima(*flat, hadamard=_transformed(column), interpret=self.interpret)
-        row_scale, column_scale = self._scales(tops, column)
-        made = kernels.quantize_forward(
-            *flat,
-            rows=None if row is None else _rowwise(row, row_scale),
-            columns=None if column is None else _columnwise(column, column_scale),
-            interpret=self.interpret,
-        )
-        return _operands(made, asks, {-1: row_scale, -2: column_scale}, g.shape)
-
-    def swiglu_backward(self, g, u, dh, dg_asks, du_asks, h_asks):
-        (h_ask,) = h_asks
-        flat = [t.reshape(-1, t.shape[-1]) for t in (g, u, dh)]
-        hadamard = _transformed(dg_asks[1])
-        tops = kernels.backward_maxima(*flat, hadamard=hadamard, tensors=3, interpret=self.interpret)
+    def activate_backward(self, g, u, dh, dg, du, h):
+        flat = [t.reshape(-1, t.shape[-1]) for t in (g, u, dh)]  # [tokens, features] each
+        tops = kernels.backward_maxima(*flat, hadamard=_transformed(h), tensors=3, interpret=self.interpret)
         each = len(tops) // 3
-        dg_tops, du_tops, h_tops = (tops[i * each : (i + 1) * each] for i in range(3))
-        scales = [self._scales(t, asks[1]) for t, asks in ((dg_tops, dg_asks), (du_tops, du_asks))]
-        _, h_scale = self._scales(h_tops, h_ask)
-        sides = [
-            (_rowwise(a[0], s[0]), _columnwise(a[1], s[1])) for a, s in zip((dg_asks, du_asks), scales, strict=True)
-        ]
-        made = kernels.quantize_backward(
-            *flat, dg=sides[0], du=sides[1], h=_columnwise(h_ask, h_scale), interpret=self.interpret
+        (dg_sides, dg_scales), (du_sides, du_scales), (h_sides, h_scales) = (
+            self._sides(tops[i * each : (i + 1) * each], *wanted)
+            for i, wanted in enumerate((dg, du, (None, *h)))
         )
-        dg, du = (
-            _operands(made[2 * i : 2 * i + 2], asks, {-1: scales[i][0], -2: scales[i][1]}, g.shape)
-            for i, asks in enumerate((dg_asks, du_asks))
+        made = kernels.quantize_backward(*flat, dg=dg_sides, du=du_sides, h=h_sides[1], interpret=self.interpret)
+        return (
+            _operands(made[:2], dg, dg_scales, g.shape),
+            _operands(made[2:4], du, du_scales, g.shape),
+            _operands(made[4:], h, h_scales, g.shape),
         )
-        return dg, du, _operands(made[4:], [h_ask], {-2: h_scale}, g.shape)
 
-    def weight(self, w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None) -> Packed | Operand:
-        plain = policy.format == NVFP4 and policy.block == "2d" and not (policy.hadamard or policy.stochastic)
-        if not plain or w.dtype != jnp.float32 or kernels.unsupported(*w.shape) is not None:
-            return super().weight(w, policy, axis=axis, key=key)
+    def weight(self, w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None) -> QuantizedWeight:
         tops = kernels.weight_maxima(w, interpret=self.interpret)
         scale = name_saved(kernels.tensor_scale(tops, interpret=self.interpret), SCALES)
-        carrier = kernels.quantize_weight(w, scale, interpret=self.interpret)
-        return Operand(carrier, scale[GEMM], None, policy, scale)
+        return self._weight(w, scale, policy)
 
-    def keep_weight(self, made: Packed | Operand) -> Packed | Operand:
+    def _weight(self, w: jax.Array, scale: jax.Array, policy: OperandPolicy) -> Carrier:
+        return Carrier(kernels.quantize_weight(w, scale, interpret=self.interpret), scale[GEMM], policy, scale)
+
+    def keep_weight(self, made: QuantizedWeight) -> KeptWeight:
         """A carrier is four times as large as its codes, and its master is there anyway: the tensor's scales stay."""
-        return dataclasses.replace(made, carrier=None) if isinstance(made, Operand) else made
+        if isinstance(made, Carrier) and made.vector is not None:
+            return WeightScales(made.vector, made.policy)
+        return made
 
-    def weight_again(self, w: jax.Array, kept: Operand) -> Operand:
-        assert kept.vector is not None, "a weight's carrier is made from its master and its scales"
-        return dataclasses.replace(kept, carrier=kernels.quantize_weight(w, kept.vector, interpret=self.interpret))
+    def remake_weight(self, w: jax.Array, scales: WeightScales) -> QuantizedWeight:
+        return self._weight(w, scales.vector, scales.policy)
 
     def load(self, kept: Kept, policy: OperandPolicy) -> Operand:
-        if not isinstance(kept, Packed) or kept.axis != -2 or kept.format != NVFP4 or kept.scales is None:
-            return super().load(kept, policy)
+        assert isinstance(kept, Packed) and kept.scales is not None, "these passes keep packed columns"
         features = kept.packed.shape[-1]
+        # [.., tokens / 2, features] and [.., tokens / 16, features] -> matrices
         flat = [t.reshape(-1, features) for t in (kept.packed, kept.scales)]
-        carrier = kernels.unpack(*flat, interpret=self.interpret)
         shape = (*kept.packed.shape[:-2], 2 * kept.packed.shape[-2], features)
-        factor = gemm_scale(kept)
-        return Operand(carrier.reshape(shape), factor, None, policy)
-
-    def _scales(self, tops: Sequence[jax.Array], column: Ask | None) -> tuple[jax.Array, jax.Array]:
-        """(row scale, column scale) from the maxima of a tensor and, if the column is transformed, of its transform."""
-        made = kernels.tensor_scales(*tops[: 1 + _transformed(column)], interpret=self.interpret)
-        return made[0], made[-1]
+        return Carrier(kernels.unpack(*flat, interpret=self.interpret).reshape(shape), gemm_factor(kept), policy)
 
 
-def _sides(asks: Sequence[Ask]) -> tuple[Ask | None, Ask | None]:
-    """(the row asked for, the column asked for). A row to be kept is packed by XLA: None here."""
-    rows = [a for a in asks if a.axis == -1 and not a.kept]
-    columns = [a for a in asks if a.axis == -2]
-    return (rows[0] if rows else None), (columns[0] if columns else None)
+def _transformed(requests: Sequence[Request]) -> bool:
+    return any(r.policy.hadamard for r in requests)
 
 
-def _transformed(column: Ask | None) -> bool:
-    return column is not None and column.policy.hadamard
-
-
-def _rowwise(a: Ask, scale: jax.Array) -> Rowwise:
-    return Rowwise(scale, key=key_pair(a.key))
-
-
-def _columnwise(a: Ask, scale: jax.Array) -> Columnwise:
-    return Columnwise(scale, key=key_pair(a.key), hadamard=a.policy.hadamard, packed=a.kept)
+def _columnwise(column: Request, scale: jax.Array) -> Columnwise:
+    return Columnwise(scale, key=key_pair(column.key), hadamard=column.policy.hadamard, packed=column.kept)
 
 
 def _operands(
-    made: Sequence[jax.Array], asks: Sequence[Ask], scales: dict[int, jax.Array], shape: tuple[int, ...]
-) -> list[Operand]:
-    """What a kernel wrote, in the order of its sides (row, then column), as operands in the order asked."""
-    arrays, by_axis = list(made), {}
-    for a in sorted(asks, key=lambda a: -a.axis):
-        scale = scales[a.axis]
-        if a.kept:
+    made: Sequence[jax.Array], requests: Sequence[Request], scales: Sequence[jax.Array], shape: tuple[int, ...]
+) -> list[Made]:
+    """What a kernel wrote, row before column, as was requested: a carrier each, or packed codes and scales."""
+    arrays, operands = list(made), list[Made]()
+    for wanted, scale in zip(requests, scales, strict=True):
+        if wanted.kept:
+            # [tokens / 2, features] and [tokens / 16, features] -> with the leading dims of the tensor
             codes, blocks = (t.reshape(*shape[:-2], -1, shape[-1]) for t in (arrays.pop(0), arrays.pop(0)))
-            packed = Packed(codes, blocks, scale[AMAX], scale[DECODE], NVFP4, "1d", -2)
-            by_axis[a.axis] = Operand(None, scale[GEMM], packed, a.policy, scale)
+            packed = Packed(codes, blocks, scale[AMAX], scale[DECODE], wanted.policy.format, "1d", wanted.axis)
+            operands.append(name_saved(packed))
         else:
-            by_axis[a.axis] = Operand(arrays.pop(0).reshape(shape), scale[GEMM], None, a.policy, scale)
-    return [by_axis[a.axis] for a in asks]
+            operands.append(Carrier(arrays.pop(0).reshape(shape), scale[GEMM], wanted.policy, scale))
+    return operands
+
+
+BACKEND = Backend("fused", unsupported, multiply, FusedPasses(), foreign=foreign, shares_gemms=True)

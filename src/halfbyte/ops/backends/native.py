@@ -9,38 +9,46 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from halfbyte.devices import native_training
 from halfbyte.formats import QTensor
-from halfbyte.ops.backends.gemm import Contraction, alpha, contraction_last, finish, result_shape
-from halfbyte.ops.operand import Operand
+from halfbyte.ops.backends.backend import Backend
+from halfbyte.ops.gemms import Gemm, alpha, contraction_last, finish, result_shape
+from halfbyte.ops.operand import Operand, Quantized
 from halfbyte.ops.problem import Problem
-from halfbyte.recipe import GEMMS
+from halfbyte.recipe import Recipe
 
-NAME = "native"
 MULTIPLE = 32  # compilation does not check it; execution needs it
 
 
-def unsupported(problem: Problem) -> str | None:
-    """Needs an NVIDIA GPU, a block-scaled format on both sides of every GEMM, and contractions that are multiples of
-    32.
-    """
+def foreign(recipe: Recipe) -> str | None:
+    """Needs something quantized."""
+    return None if recipe.quantized else f"recipe {recipe.name} quantizes nothing"
+
+
+def unsupported(problem: Problem, gemm: Gemm) -> str | None:
+    """Needs an NVIDIA GPU, a block-scaled format on both sides, and a contraction that is a multiple of 32."""
     if problem.device.capability is None:
         name = problem.device.name
         return f"jax.nn.scaled_matmul has no implementation for {name}; it needs an NVIDIA GPU (use carrier)"
-    for gemm, size in problem.contractions().items():
-        left, right = (getattr(problem.recipe, role).format for role in GEMMS[gemm])
-        if left.unit is None or left.block is None or left.unit != right.unit:
-            return f"{gemm} multiplies {left} by {right}; block-scaled units take one block-scaled format on both sides"
-        if size % MULTIPLE:
-            return f"{gemm} sums over {size}, and block-scaled units need a multiple of {MULTIPLE}"
-    return None
+    left, right = (getattr(problem.recipe, role).format for role in gemm.roles)
+    if left.unit is None or left.block is None or left.unit != right.unit:
+        return f"{gemm} multiplies {left} by {right}; block-scaled units take one block-scaled format on both sides"
+    size = problem.contraction(gemm)
+    return f"{gemm} sums over {size}, and block-scaled units need a multiple of {MULTIPLE}" if size % MULTIPLE else None
 
 
-def gemm(left: Operand, right: Operand, axes: Contraction, dtype: jnp.dtype) -> jax.Array:
+def pays(problem: Problem, gemm: Gemm) -> bool:
+    """Whether the device trains in both formats on units of its own."""
+    return all(native_training(problem.device, getattr(problem.recipe, role).format.unit) for role in gemm.roles)
+
+
+def multiply(gemm: Gemm, left: Operand, right: Operand, dtype: jnp.dtype) -> jax.Array:
     """Exact products, float32 sums, the operands' factors, one rounding to `dtype`."""
-    codes = [o.codes() for o in (left, right)]
-    (a, a_scales), (b, b_scales) = (_rows(q, summed) for q, summed in zip(codes, axes, strict=True))
+    assert isinstance(left, Quantized) and isinstance(right, Quantized), "block-scaled units read codes"
+    axes = gemm.axes(left.codes.codes.ndim)
+    (a, a_scales), (b, b_scales) = (_rows(o.codes, summed) for o, summed in zip((left, right), axes, strict=True))
     y = jax.nn.scaled_matmul(a, b, a_scales, b_scales, preferred_element_type=jnp.float32)
-    y = y.reshape(result_shape(codes[0].shape, codes[1].shape, axes))
+    y = y.reshape(result_shape(left.codes.shape, right.codes.shape, axes))  # [1, rows, columns] -> [free dims of both]
     return finish(y, alpha(left, right), dtype)
 
 
@@ -55,3 +63,6 @@ def _rows(tensor: QTensor, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]
     narrow = codes.astype(jnp.uint4) if element.bits == 4 else codes
     elements = lax.bitcast_convert_type(narrow, element.dtype)
     return elements[None], lax.bitcast_convert_type(scales, tensor.scales.dtype)[None]
+
+
+BACKEND = Backend("native", unsupported, multiply, foreign=foreign, pays=pays)

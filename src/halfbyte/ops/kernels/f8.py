@@ -19,8 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from halfbyte.ops.kernels import layout
+from halfbyte.ops.kernels.gated import backward_words, forward_words
 from halfbyte.ops.kernels.scale import ENCODE
-from halfbyte.ops.kernels.swiglu import backward_words, forward_words
 from halfbyte.ops.kernels.tile import evaluate
 
 ELEMENTS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}

@@ -5,13 +5,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from halfbyte.ops.kernels import amax_bits, gemm, tensor_scale
+from halfbyte.ops.kernels import amax_bits, tensor_scale
+from halfbyte.ops.kernels.matmul import LAYOUTS, dims, matmul, unsupported
 from halfbyte.ops.kernels.scale import GEMM
 
 PRODUCT = {"nn": lambda a, b: a @ b, "nt": lambda a, b: a @ b.T, "tn": lambda a, b: a.T @ b}
 
 
-@pytest.mark.parametrize("layout", gemm.LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_alpha_is_applied_before_the_one_rounding(layout, dtype):
     m, n, k = 256, 256, 64
@@ -19,19 +20,19 @@ def test_alpha_is_applied_before_the_one_rounding(layout, dtype):
     a = rng.integers(-6, 7, (k, m) if layout == "tn" else (m, k)).astype(ml_dtypes.bfloat16)
     b = rng.integers(-6, 7, (n, k) if layout == "nt" else (k, n)).astype(ml_dtypes.bfloat16)
     left, right = (tensor_scale(amax_bits(jnp.float32(x)), interpret=True) for x in (3.7, 0.31))
-    got = gemm.matmul(jnp.asarray(a), jnp.asarray(b), left, right, layout=layout, out_dtype=dtype, interpret=True)
+    got = matmul(jnp.asarray(a), jnp.asarray(b), left, right, layout=layout, out_dtype=dtype, interpret=True)
     alpha = np.float32(left[GEMM]) * np.float32(right[GEMM])
     want = PRODUCT[layout](a.astype(np.float32), b.astype(np.float32)) * alpha
     np.testing.assert_array_equal(got, want.astype(dtype))
-    scalars = gemm.matmul(
+    scalars = matmul(
         jnp.asarray(a), jnp.asarray(b), left[GEMM], right[GEMM], layout=layout, out_dtype=dtype, interpret=True
     )
     np.testing.assert_array_equal(scalars, got)
 
 
 def test_unsupported_says_which_dim():
-    assert "n to be a multiple of 128, got 100" in gemm.unsupported(256, 100, 64)
-    assert "capability 9.0" in gemm.unsupported(256, 256, 64, capability=(10, 0))
-    assert gemm.unsupported(256, 256, 64, capability=(9, 0)) is None
+    assert "n to be a multiple of 128, got 100" in unsupported(256, 100, 64)
+    assert "capability 9.0" in unsupported(256, 256, 64, capability=(10, 0))
+    assert unsupported(256, 256, 64, capability=(9, 0)) is None
     with pytest.raises(ValueError, match="contracts dims of 64 and 32"):
-        gemm.dims((128, 64), (32, 256), "nn")
+        dims((128, 64), (32, 256), "nn")

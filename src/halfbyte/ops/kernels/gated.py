@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from halfbyte.ops.kernels import layout
 from halfbyte.ops.kernels.layout import BLOCK, Tiling
-from halfbyte.ops.kernels.passes import Columnwise, Rowwise, find_maxima, quantize_made
+from halfbyte.ops.kernels.nvfp4 import Columnwise, Rowwise, find_maxima, quantize_made
 from halfbyte.ops.kernels.tile import evaluate
 
 FORWARD_TILING = Tiling(4, 2)

@@ -1,0 +1,48 @@
+"""What a backend is: who multiplies, who makes the operands, and what a program with it must be compiled with."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from halfbyte.ops.gemms import Gemm
+from halfbyte.ops.operand import Operand
+from halfbyte.ops.passes import XLA, Passes
+from halfbyte.ops.problem import Problem
+from halfbyte.recipe import Recipe
+
+Multiply = Callable[[Gemm, Operand, Operand, jnp.dtype], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """`unsupported(problem, gemm)` says why it cannot multiply that GEMM, or None. `gemm` multiplies two operands:
+    exact products, float32 sums, their factors, one rounding. `passes` make its operands.
+
+    The rest has defaults. `foreign(recipe)` says why its formats are not this recipe's. `pays(problem, gemm)`: whether
+    `auto` should want it where it can serve. `shares_gemms`: where it cannot multiply, `carrier` may, over operands of
+    its passes. A program that it takes part in is compiled with `compiler_options`, traced inside `tracing()`, and
+    read by `strays(lowered, compiled)`, JAX's two stages: lines that should not be there.
+    """
+
+    name: str
+    unsupported: Callable[[Problem, Gemm], str | None]
+    gemm: Multiply
+    passes: Passes = XLA
+    foreign: Callable[[Recipe], str | None] = lambda recipe: None
+    pays: Callable[[Problem, Gemm], bool] = lambda problem, gemm: True
+    shares_gemms: bool = False
+    compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    tracing: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    strays: Callable[[Any, Any], list[str]] = lambda lowered, compiled: []
+
+    def unable(self, problem: Problem) -> str | None:
+        """Why it does not serve the problem, or None: its formats, its passes, or a quantized GEMM that is its own."""
+        reason = self.foreign(problem.recipe) or self.passes.unsupported(problem)
+        if reason is not None or self.shares_gemms:
+            return reason
+        reasons = (self.unsupported(problem, gemm) for gemm in problem.quantized_gemms)
+        return next((found for found in reasons if found is not None), None)

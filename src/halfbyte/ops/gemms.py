@@ -1,0 +1,77 @@
+"""The three GEMMs of a linear y = x W, by name, and how float32 sums become their result.
+
+| GEMM  | equation    | left operand           | right operand          | sums over |
+|-------|-------------|------------------------|------------------------|-----------|
+| fprop | y  = x W    | x [tokens..., inputs]  | W [inputs, outputs]    | inputs    |
+| dgrad | dx = dy W^T | dy [tokens..., outputs]| W [inputs, outputs]    | outputs   |
+| wgrad | dw = x^T dy | x [tokens..., inputs]  | dy [tokens..., outputs]| tokens    |
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from halfbyte.formats.bits import round_bfloat16
+from halfbyte.ops.operand import Operand
+from halfbyte.recipe import GEMMS as ROLES_OF
+
+Contraction = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemm:
+    """One of the three: its name, and what it sums `over`."""
+
+    name: str
+    over: str
+
+    @property
+    def roles(self) -> tuple[str, str]:
+        """The recipe's names of its left and its right operand."""
+        return ROLES_OF[self.name]
+
+    def axes(self, left_ndim: int) -> Contraction:
+        """The axes of its operands that are summed, for a left operand of so many dims."""
+        last, tokens = (left_ndim - 1,), tuple(range(left_ndim - 1))
+        return {"inputs": (last, (0,)), "outputs": (last, (1,)), "tokens": (tokens, tokens)}[self.over]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+FPROP, DGRAD, WGRAD = Gemm("fprop", "inputs"), Gemm("dgrad", "outputs"), Gemm("wgrad", "tokens")
+GEMMS = (FPROP, DGRAD, WGRAD)
+
+
+def dot(a: jax.Array, b: jax.Array, axes: Contraction, *, precision: lax.Precision | None = None) -> jax.Array:
+    """float32 sums of products over `axes`."""
+    return lax.dot_general(a, b, (axes, ((), ())), precision=precision, preferred_element_type=jnp.float32)
+
+
+def contraction_last(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """x as a matrix [rows, contraction]."""
+    free = [i for i in range(x.ndim) if i not in axes]
+    return x.transpose(*free, *axes).reshape(math.prod(x.shape[i] for i in free), -1)
+
+
+def result_shape(left: tuple[int, ...], right: tuple[int, ...], axes: Contraction) -> tuple[int, ...]:
+    """What is left of both shapes after the contraction."""
+    return tuple(
+        n for shape, summed in zip((left, right), axes, strict=True) for i, n in enumerate(shape) if i not in summed
+    )
+
+
+def alpha(left: Operand, right: Operand) -> jax.Array | None:
+    """The factor of a GEMM's float32 sums: the product of both operands' factors, None for 1."""
+    factors = [o.factor for o in (left, right) if o.factor is not None]
+    return functools.reduce(jnp.multiply, factors) if factors else None
+
+
+def finish(sums: jax.Array, factor: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+    """float32 sums times the factor, rounded once to `dtype`, by a rounding that the compiler keeps."""
+    y = sums if factor is None else sums * factor
+    return round_bfloat16(y).astype(dtype) if dtype == jnp.bfloat16 else y.astype(dtype)
