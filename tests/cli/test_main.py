@@ -1,5 +1,6 @@
 """The command line itself: exit codes, one-paragraph errors, nearest names, and a clean stdout under --json."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import halfbyte.cli
 from halfbyte.cli import main as cli
 from halfbyte.cli.result import Result
 
@@ -46,7 +48,7 @@ def hello(tmp_path, monkeypatch):
     """A command module named `hello`, living where Halfbyte's own commands live as far as main can tell."""
     (tmp_path / "hello.py").write_text(COMMAND)
     (tmp_path / "not_a_command.py").write_text('"""Something else."""\nx = 1\n')
-    monkeypatch.setattr("halfbyte.cli.__path__", [str(tmp_path)])
+    monkeypatch.setattr("halfbyte.cli.__path__", [str(tmp_path), *halfbyte.cli.__path__])
     monkeypatch.setattr(cli, "PACKAGE", tmp_path)
     monkeypatch.setattr(cli, "find_commands", lambda folder=tmp_path, find=cli.find_commands: find(folder))
     yield
@@ -150,3 +152,69 @@ def test_every_command_has_a_short_summary():
 def test_help_does_not_import_jax():
     code = "import sys; from halfbyte.cli.main import main; main(['--help']); sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], capture_output=True)
+
+
+@pytest.mark.parametrize(
+    "typed, meant",
+    [
+        ("--optimizer.lr", "--optimizer.learning-rate"),
+        ("--lr", "--optimizer.learning-rate"),
+        ("--batch_size", "--batch"),
+        ("--save-every", "--checkpoint.every"),
+        ("--eval-every", "--validation.every"),
+        ("--model.n-layers", "--model.layers"),
+        ("--clip", "--optimizer.clip"),
+        ("--optimizer.learning-rte", "--optimizer.learning-rate"),
+        ("--jsn", "--json"),
+        ("--xyzzy", None),
+    ],
+)
+def test_suggestions_fit(typed, meant, capfd):
+    assert cli.main(["train", "demo", typed, "1"]) == 2
+    error = " ".join(capfd.readouterr().err.split())
+    assert f"unknown flag {typed}; " + (f"did you mean {meant}?" if meant else "nothing here") in error
+    assert error.count("halfbyte:") == 1
+
+
+@pytest.mark.parametrize("group", ["data prepare", "data sample"])
+def test_suggestions_for_sub_commands(group, capfd):
+    name, sub = group.split()
+    assert cli.main([name, sub, "x", "--overwrit" if sub == "prepare" else "--row", "1"]) == 2
+    assert "did you mean" in " ".join(capfd.readouterr().err.split())
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    """`halfbyte recipes | head -1`: nothing on stderr, and the exit code of SIGPIPE."""
+    code = "from halfbyte.cli.main import entry; entry()"
+    script = f"{sys.executable} -c '{code}' --help | head -1 >/dev/null; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) in ((0, ""), (141, ""))
+    closed = f"{sys.executable} -c '{code}' recipes >&-"
+    done = subprocess.run(["bash", "-c", closed], capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+    script = f"{sys.executable} -c '{code}' recipes | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert done.returncode == 141 and "Traceback" not in done.stderr and "halfbyte:" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "number, code", [(errno.ENAMETOOLONG, 2), (errno.EROFS, 2), (errno.ENOSPC, 1), (errno.EMFILE, 1), (errno.EIO, 1)]
+)
+def test_what_the_machine_refuses_is_one_paragraph(number, code, capfd):
+    assert cli.report(OSError(number, "it says no", "a/file")) == code
+    error = capfd.readouterr().err
+    assert "it says no" in error and "Traceback" not in error
+
+
+def test_errors_do_not_reach_the_terminal_as_commands(capfd):
+    cli.say_error("no file \x1b[2J\x1b]0;title\x07 here")
+    assert "\x1b" not in capfd.readouterr().err
+
+
+def test_a_console_shows_markup_and_escapes_as_text(capsys):
+    from halfbyte.cli.screen import console, table
+
+    console().print(table(["[/bold]"], [["[/bold]\x1b[31m[red]x[/]"]]))
+    console().print("[/nothing] \x9b31m :smile:")
+    out = capsys.readouterr().out
+    assert "[/bold]\\x1b[31m[red]x[/]" in out and "[/nothing] \\x9b31m :smile:" in out and "\x1b" not in out

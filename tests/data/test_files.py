@@ -9,7 +9,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfbyte.data import files
+from halfbyte.data import compression, files
 from halfbyte.data.files import InputFile, chunks, cut_before, find_files, json_records, kind_of
 
 TEXTS = ["one", "two\nlines", "über 数", " "]
@@ -17,7 +17,7 @@ COMPRESS = {
     "": bytes,
     ".gz": gzip.compress,
     ".xz": lzma.compress,
-    ".zst": zstandard.ZstdCompressor().compress,
+    ".zst": zstandard.ZstdCompressor(write_checksum=True).compress,
 }
 
 
@@ -77,7 +77,7 @@ def test_a_file_that_is_not_compressed_at_all_is_named(tmp_path, suffix):
         (b'{"body": "x"}', "line 2: no 'text'"),
         (b'{"text": 5}', "line 2: no 'text'"),
         (b'{"text": "x", "source": 3}', "line 2: 'source' is 3"),
-        (b'{"text": "\\ud800"}', "line 2: 'text' is not valid Unicode"),
+        (b'{"text": "\\ud800"}', "line 2: 'text' or 'source' is not valid Unicode"),
         (b'{"text": "\xff"}', "line 2: not JSON"),
     ],
 )
@@ -90,7 +90,7 @@ def test_a_bad_line_is_named(tmp_path, line, message):
 
 def test_line_numbers_go_on_over_chunks(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "CHUNK", 40)
-    monkeypatch.setattr(files, "BLOCK", 16)
+    monkeypatch.setattr(compression, "BLOCK", 16)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "x"}\n' * 20 + b"oops\n")
     with pytest.raises(ValueError, match="line 21: not JSON"):
@@ -113,7 +113,7 @@ def test_a_cut_never_breaks_a_character(text, limit):
 
 def test_pieces_of_a_text_file_join_to_it(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PIECE", 50)
-    monkeypatch.setattr(files, "BLOCK", 64)
+    monkeypatch.setattr(compression, "BLOCK", 64)
     text = "数字 and words " * 100
     path = tmp_path / "a.txt"
     path.write_text(text, encoding="utf-8")

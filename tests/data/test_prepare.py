@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from halfbyte.data import files, open_dataset, preparation, prepare
+from halfbyte.data import compression, files, open_dataset, preparation, prepare
 from halfbyte.data.packing import unpack
 from halfbyte.data.shards import ShardWriter
 
@@ -66,7 +66,7 @@ def test_the_same_bytes_for_any_number_of_workers(corpus, prepared, tmp_path, mo
 
 def test_the_same_rows_however_documents_fall_into_chunks(corpus, dataset, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "CHUNK", 700)
-    monkeypatch.setattr(files, "BLOCK", 512)
+    monkeypatch.setattr(compression, "BLOCK", 512)
     out = tmp_path / "small-chunks"
     prepare(corpus, tokenizer="bpe:320", out=out, seq_len=32, val_fraction=0.2, workers=1, shard_bytes=8000)
     for split in ("train", "validation"):

@@ -86,7 +86,7 @@ def test_a_pipe_and_a_device_are_no_files(tmp_path):
 def test_whole_numbers_and_finite_ones():
     inputs.check_whole("steps", 5, least=1)
     for value in (0, -1, 2**31, 1.0, True, 10**4000):
-        with pytest.raises(ValueError, match="steps must be 1"):
+        with pytest.raises(ValueError, match="steps must be"):
             inputs.check_whole("steps", value, least=1)
     inputs.check_real("rate", 1e-3, holds=True, wanted="above 0")
     for value in (float("nan"), float("inf"), -float("inf"), "1", None):

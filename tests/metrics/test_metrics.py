@@ -2,12 +2,26 @@
 
 import io
 import json
+import shutil
+import subprocess
+import threading
+import time
 
 import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
-from halfbyte.metrics import Jsonl, OneStepLate, TensorBoard, Throughput, make_display, mixed_peak, read_rows
+from halfbyte.metrics import (
+    Aside,
+    Guarded,
+    Jsonl,
+    OneStepLate,
+    TensorBoard,
+    Throughput,
+    make_display,
+    mixed_peak,
+    read_rows,
+)
 from halfbyte.metrics.display import clock, resample, sparkline
 
 ROW = {
@@ -107,3 +121,163 @@ def test_small_things():
     assert clock(3725) == "1:02:05"
     assert resample([1.0, 3.0, 5.0, 7.0], 2) == [2.0, 6.0]
     assert sparkline([0.0, 1.0]) == "▁█"
+
+
+def test_bytes_that_are_no_text_do_not_block_a_resume(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    good = [b'{"step": %d, "loss": 1.0}' % step for step in (1, 2, 3, 4)]
+    bad = [b'\xff\xfe{"step": 2}', b"[1]", b'{"step": "x"}', b"[" * 100_000]
+    path.write_bytes(b"\n".join([good[0], bad[0], bad[1], good[1], bad[2], bad[3], *good[2:]]) + b'\n{"ste')
+    said = []
+    sink = Jsonl(path, resume_step=3, say=said.append)
+    sink.write({"step": 4, "loss": 0.5})
+    sink.close()
+    assert [row["step"] for row in read_rows(path)] == [1, 2, 3, 4]
+    assert len(said) == 1 and "5 damaged line(s) left out (line 2, 3, 5, 6, 9)" in said[0]
+
+
+def test_a_last_line_cut_by_a_kill_is_not_worth_a_word(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"st')
+    Jsonl(path, resume_step=2, say=pytest.fail).close()
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
+
+
+class Failing:
+    """A sink that fails from its second row on."""
+
+    def __init__(self):
+        self.rows = 0
+
+    def write(self, row):
+        self.rows += 1
+        if self.rows > 1:
+            raise OSError(28, "No space left on device")
+
+    def close(self):
+        raise OSError(28, "No space left on device")
+
+
+def test_a_sink_that_fails_is_dropped_with_one_line():
+    said, inner = [], Failing()
+    sink = Guarded("the log", lambda: inner, said.append)
+    for step in range(5):
+        sink.write({"step": step})
+    sink.close()
+    assert inner.rows == 2
+    assert len(said) == 1 and "the log CANNOT BE WRITTEN: OSError" in said[0] and "goes on without it" in said[0]
+
+
+def test_a_sink_that_cannot_even_be_made_is_dropped(tmp_path):
+    said = []
+    (tmp_path / "file").touch()
+    sink = Guarded("TensorBoard's log", lambda: TensorBoard(tmp_path / "file" / "below"), said.append)
+    sink.write(ROW)
+    sink.close()
+    assert len(said) == 1
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real file system of 64 KiB; where none can be mounted, a limit on the size of a file does its part."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True)
+    if made.returncode:
+        pytest.skip("needs the right to mount a file system")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_full_disk_loses_no_row_and_never_blocks(small_disk):
+    """metrics.jsonl waits and goes on when there is room; TensorBoard is dropped; nothing hangs, no half line stays."""
+    said = []
+    lines = Guarded("metrics.jsonl", lambda: Jsonl(small_disk / "metrics.jsonl"), said.append)
+    board = Guarded("TensorBoard's log", lambda: TensorBoard(small_disk / "tensorboard"), said.append)
+    for step in range(1, 400):
+        if step == 50:
+            (small_disk / "big").write_bytes(bytes(30_000))
+        if step == 300:
+            (small_disk / "big").unlink()
+            shutil.rmtree(small_disk / "tensorboard")
+        lines.write({**ROW, "step": step} if step < 150 else {"step": step})
+        board.write({**ROW, "step": step})
+    assert [row["step"] for row in read_rows(small_disk / "metrics.jsonl")] == list(range(1, 400))
+    lines.close()
+    board.close()
+    assert len(said) == 3
+    assert any("TensorBoard's log CANNOT BE WRITTEN" in line for line in said)
+    assert any("metrics.jsonl CANNOT BE WRITTEN" in line and "tried again" in line for line in said)
+    assert "metrics.jsonl is written again; nothing of it is lost" in said
+
+
+def test_a_writer_that_hangs_never_holds_up_the_run():
+    """A sink of a network that answers no more: rows pile up to a bound, then it is dropped; closing has a limit."""
+    forever, said = threading.Event(), []
+
+    class Hanging:
+        def write(self, row):
+            forever.wait()
+
+        def close(self):
+            pass
+
+    sink = Guarded("Weights & Biases", lambda: Aside(Hanging()), said.append)
+    for step in range(Aside.MOST_WAITING + 5):
+        sink.write({"step": step})
+    sink.close()
+    forever.set()
+    assert len(said) == 1 and "takes no rows any more" in said[0]
+
+
+def test_a_writer_thread_that_dies_is_named():
+    said = []
+    sink = Guarded("Weights & Biases", lambda: Aside(Failing()), said.append)
+    for step in range(3):
+        sink.write({"step": step})
+        time.sleep(0.05)
+    sink.close()
+    assert len(said) == 1 and "No space left" in said[0]
+
+
+def test_rows_reach_a_sink_aside_in_order():
+    taken = []
+
+    class Keeping:
+        def write(self, row):
+            taken.append(row["step"])
+
+        def close(self):
+            taken.append("closed")
+
+    sink = Aside(Keeping())
+    for step in range(100):
+        sink.write({"step": step})
+    sink.close()
+    assert taken == [*range(100), "closed"]
+
+
+def test_tensorboard_events_are_what_a_reader_reads(tmp_path):
+    """Oracle: tensorboardX's own writer, record for record; a resumed run hides what lies past its first step."""
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+    sink = TensorBoard(tmp_path, resume_step=4)
+    sink.write({"step": 5, "loss": 2.5, "flops_formula": "text", "mfu": None})
+    sink.close()
+    (file,) = tmp_path.iterdir()
+    data, events = file.read_bytes(), []
+    assert file.name.startswith("events.out.tfevents.")
+    while data:
+        size = int.from_bytes(data[:8], "little")
+        events.append(Event.FromString(data[12 : 12 + size]))
+        data = data[16 + size :]
+    assert events[1].session_log.status == SessionLog.START and events[1].step == 5
+    assert [(v.tag, v.simple_value) for v in events[2].summary.value] == [("loss", 2.5)]
+    theirs = EventsWriter(str(tmp_path / "theirs"))
+    for event in events[1:]:
+        theirs.write_event(event)
+    theirs.close()
+    (other,) = tmp_path.glob("theirs*")
+    first = 16 + int.from_bytes(other.read_bytes()[:8], "little")  # the head holds the time
+    assert file.read_bytes()[first:] == other.read_bytes()[first:]

@@ -129,11 +129,98 @@ def test_unknown_flag_names_the_nearest(capfd):
         (["--config", "no-such.json"], "no-such.json"),
         (["demo", "--steps", "0"], "steps must be 1 or more"),
         (["demo", "--optimizer.warmup", "5000"], "warmup of 5000 steps"),
+        (["demo", "--log.every", "0"], "log.every must be 1 or more, got 0"),
+        (["demo", "--optimizer.warmup", "inf"], "optimizer.warmup must be 0 or more, got inf"),
+        (["demo", "--optimizer.learning-rate", "nan"], "optimizer.learning_rate must be above 0, got nan"),
+        (["demo", "--precision.switch-at", "inf"], "precision.switch_at must be 0 (never)"),
+        (["demo", "--seed", "-1"], "seed must be 0 or more, got -1"),
+        (["demo", "--seed", "99999999999999999999"], "seed must be at most"),
+        (["demo", "--z-loss", "nan"], "z_loss must be 0 or more, got nan"),
+        (["demo", "--watchdog-s", "-5"], "watchdog_s must be 0 (off) or more seconds, got -5"),
+        (["demo", "--model.norm-eps", "-1"], "norm_eps must be above 0"),
+        (["demo", "--model.rope-theta", "nan"], "rope_theta must be above 0"),
+        (["demo", "--model.layers", "100000000"], "layers must be at most 10,000, got 100000000"),
+        (["demo", "--model.vocab-size", "2000000000", "--model.embed", "2000000000"], "parameters, more than"),
+        (["demo", "--steps", "1" + "0" * 60], "steps must be at most"),
+        (["demo", "--checkpoint.keep-last", "0"], "checkpoint.keep_last must be 1 or more"),
+        (["demo", "--checkpoint.every", "-1"], "checkpoint.every must be 0 (only the last) or more"),
+        (["demo", "--validation.batches", "-1"], "validation.batches must be 0"),
+        (["demo", "--mesh", "fsdp=²"], "is not AXIS=SIZE"),
+        (["demo", "--name", "../../escape"], "name must be 1 to 100"),
+        (["demo", "--run-dir", "x" * 300], "the path is too long"),
+        (["demo", "--run-dir", "a/" * 2000], "the path is too long"),
+        (["demo", "--run-dir", "a\nb"], "control character"),
+        (["demo", "--compile-cache", "y" * 300], "--compile-cache"),
     ],
 )
-def test_bad_flags(flags, words, capfd):
+def test_bad_flags(flags, words, capfd, tmp_path, monkeypatch):
+    """One paragraph, exit 2, before anything is compiled or written."""
+    monkeypatch.chdir(tmp_path)
     assert main(["train", *flags]) == 2
-    assert words in capfd.readouterr().err
+    error = capfd.readouterr().err
+    assert words in " ".join(error.split())
+    assert "Traceback" not in error and error.count("halfbyte:") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (b"[" * 100_000, "levels deep"),
+        (b'{"name":' * 5000, "levels deep"),
+        (b"\xff\xfe{}", "not UTF-8"),
+        (b'{"name": "a", "name": "b"}', "stands twice"),
+        (b'{"steps": NaN}', "not JSON"),
+        (b" " * (1 << 21), "more than 1,048,576 bytes"),
+        (b'{"name": "x\\u0000y"}', "config TrainConfig"),
+    ],
+)
+def test_bad_config_files(content, words, capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.json").write_bytes(content)
+    assert main(["train", "--config", "in.json"]) == 2
+    error = capfd.readouterr().err
+    assert words in " ".join(error.split()) and "Traceback" not in error
+    assert [path.name for path in tmp_path.iterdir()] == ["in.json"]
+
+
+def test_a_name_with_nul_in_a_config(attempt):
+    with pytest.raises(ValueError, match="name must be"):
+        tiny(name="a\0b")
+
+
+@pytest.mark.parametrize("name", [".lock", "config.json", "metrics.jsonl", "checkpoints"])
+def test_links_out_of_the_run_directory_are_not_followed(attempt, tmp_path, name):
+    run, outside = tmp_path / "linked", tmp_path / "outside"
+    run.mkdir()
+    jsonconfig.save(tiny(mesh="data=8"), run / "config.json")
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(outside)
+    assert f"{name} is a symbolic link" in attempt(tiny(mesh="data=8"), run_dir=run)
+    assert not outside.exists()
+
+
+def test_the_directory_of_a_model_is_no_run(attempt, tmp_path):
+    """A Hugging Face model has config.json and tokenizer.json; with --allow-change both would be overwritten."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "hidden_size": 64}')
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    assert "is not that of a run" in attempt(tiny(mesh="data=8"), "--allow-change", run_dir=tmp_path / "model")
+
+
+def test_an_error_after_the_directory_was_made_leaves_none(tmp_path, monkeypatch, capfd):
+    """Whatever fails before the first step: no half-made run is left to resume."""
+    import halfbyte.train.loop as loop
+
+    def fail(*args, **kwargs):
+        assert (tmp_path / "a" / "run" / "config.json").exists()
+        raise PermissionError("the compiler gave up")
+
+    monkeypatch.setattr(loop.Loop, "run", fail)
+    jsonconfig.save(tiny(mesh="data=8"), tmp_path / "in.json")
+    assert main(["train", "--config", str(tmp_path / "in.json"), "--run-dir", str(tmp_path / "a" / "run")]) == 2
+    assert "gave up" in capfd.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in.json"]
 
 
 def test_a_directory_that_another_process_holds(attempt, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 from halfbyte.runs import names, run_config
 from halfbyte.train import TrainConfig, jsonconfig
-from halfbyte.train.directory import refuse_foreign_directory
+from halfbyte.train.claim import refuse_foreign_directory
 from halfbyte.train.resume import ChangedConfig, check_unchanged
 
 

@@ -7,6 +7,8 @@ import socket
 from pathlib import Path
 from types import TracebackType
 
+from halfbyte.inputs import no_follow
+
 
 class RunDirectoryHeld(ValueError):
     """Another living process writes into this run directory."""
@@ -18,7 +20,7 @@ class RunLock:
     def __init__(self, directory: str | os.PathLike[str]):
         self.path = Path(directory) / ".lock"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 (the open file is the lock)
+        self._file = open(self.path, "a+", encoding="utf-8", opener=no_follow)  # noqa: SIM115 (the open file is the lock)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

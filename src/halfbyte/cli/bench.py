@@ -14,6 +14,7 @@ import tyro
 
 from halfbyte.cli.result import DONE, NOT_PASSED, BadInput, Result
 from halfbyte.cli.screen import console, table
+from halfbyte.inputs import check_output
 
 COLUMNS = (
     "recipe",
@@ -70,6 +71,8 @@ class Args:
 def run(args: Args) -> Result:
     from halfbyte import launch
 
+    if args.out is not None:
+        check_output(args.out, flag="--out")
     gpus = launch.visible_gpus()
     for line in launch.apply(
         launch.recommended(gpus[0], several=len(gpus) > 1) if gpus else (), os.environ, known=launch.known_to_xla

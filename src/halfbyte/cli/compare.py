@@ -7,7 +7,6 @@ same seed, at equal numbers of tokens: a gap is the mean difference over the las
 is over its seeds, three or more; the error beside a single run is of that run alone and says nothing about another
 seed. Runs that differ in more than precision are shown, and not averaged. Prints tables and a plot; writes a PNG."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from halfbyte.cli.result import Result
+from halfbyte.inputs import check_output, read_json
 
 if TYPE_CHECKING:
     from halfbyte.evaluation.curves import Curve
@@ -44,6 +44,8 @@ def run(args: Args) -> Result:
         raise ValueError(f"compare takes two or more runs, got {len(args.runs)}; the first is the baseline")
     if args.last < 0 or args.smooth < 0:
         raise ValueError(f"--last and --smooth must be 0 or more, got {args.last} and {args.smooth}")
+    if args.png:
+        check_output(args.png, flag="--png")
     folders = [Path(name) for name in args.runs]
     loaded = [curves.read_curve(folder, name) for folder, name in zip(folders, short_names(folders), strict=True)]
     width = args.smooth or curves.default_width(max(len(curve.rows) for curve in loaded))
@@ -142,10 +144,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
 def _object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+    found = read_json(path)
     return found if isinstance(found, dict) else {}
 
 

@@ -44,6 +44,8 @@ class Prepare:
     """End-of-document token of a tokenizer.json, where it is not a well-known one."""
     bos: str | None = None
     """Begin-of-document token of a tokenizer.json, where it is not a well-known one."""
+    unchecked: bool = False
+    """Accept .zst and .xz files without a checksum, in which a flipped bit can pass as other text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +108,7 @@ def run_prepare(args: Prepare) -> Result:
             default_source=args.source,
             eos=args.eos,
             bos=args.bos,
+            unchecked=args.unchecked,
             progress=True,
         )
     if done.fresh:
@@ -147,9 +150,13 @@ def run_show(args: Show) -> Result:
 def run_sample(args: Sample) -> Result:
     import numpy as np
 
+    from halfbyte.cli.screen import shown as safe
     from halfbyte.data import open_dataset
     from halfbyte.data.packing import unpack
+    from halfbyte.inputs import check_whole, printable
 
+    check_whole("--rows", args.rows, least=1)
+    check_whole("--seed", args.seed)
     dataset = open_dataset(args.directory, verify="sizes")
     tokenizer, rows = dataset.tokenizer(), dataset.rows(args.split)
     if len(rows) == 0:
@@ -160,8 +167,8 @@ def run_sample(args: Sample) -> Result:
         row = np.frombuffer(rows[index], rows.dtype)
         texts = [tokenizer.decode(run, markers=True) for run in unpack(row)]
         source = dataset.manifest.sources[int(row["source"][0])]
-        print(f"--- {args.split} row {index}, source {source}, {len(texts)} document(s)")
-        print("\n~~~\n".join(texts))
+        print(f"--- {args.split} row {index}, source {printable(source)}, {len(texts)} document(s)")
+        print(safe("\n~~~\n".join(texts)))
         shown.append({"row": index, "source": source, "documents": texts})
     return Result({"split": args.split, "rows": shown})
 
@@ -185,8 +192,9 @@ def facts(directory: Path, manifest: Any) -> dict[str, Any]:
 
 def print_totals(manifest: Any) -> None:
     import rich.box
-    import rich.console
     import rich.table
+
+    from halfbyte.cli.screen import PlainConsole
 
     heading = f"rows of {manifest.seq_len} tokens, vocabulary {manifest.vocab_size:,}"
     table = rich.table.Table(
@@ -199,7 +207,7 @@ def print_totals(manifest: Any) -> None:
             table.add_row(split, source, *_cells([sources[source]]))
         if len(sources) > 1:
             table.add_row(split, "all", *_cells(sources.values()), style="bold")
-    console = rich.console.Console()
+    console = PlainConsole()
     if not console.is_terminal:
         console.width = 120  # a file or a pipe has no edge to fold at
     console.print(table)

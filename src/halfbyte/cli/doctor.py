@@ -144,7 +144,7 @@ def run_self_test(vectors: Path | None) -> list[dict[str, Any]]:
     console().print(table(["quantizer", "what", "tensors", "numbers", "result"], rows, title=title))
     failed = [check.name for check in checks if not check.passed]
     if failed:
-        console().print(f"[bold red]{len(failed)} of {len(checks)} did not pass[/]: {', '.join(failed)}")
+        console().print(f"{len(failed)} of {len(checks)} did not pass: {', '.join(failed)}", style="bold red")
     else:
         console().print(f"all {len(checks)} quantizers give the stored bits here")
     fields = ("name", "what", "tensors", "compared", "wrong", "first_wrong", "passed")

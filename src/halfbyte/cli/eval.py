@@ -52,6 +52,8 @@ class Args:
     """AXIS=SIZE,... over data, fsdp, tensor; empty: one device."""
     save: bool = True
     """Add the results to RUN/evaluations.jsonl."""
+    unchecked: bool = False
+    """Accept .zst and .xz files without a checksum, in which a flipped bit can pass as other text."""
 
 
 def run(args: Args) -> Result:
@@ -60,7 +62,7 @@ def run(args: Args) -> Result:
 
     if args.limit < 0:
         raise ValueError(f"--limit must be 0 (all examples) or more, got {args.limit}")
-    tasks = open_tasks(args.files)
+    tasks = open_tasks(args.files, unchecked=args.unchecked)
     loaded = open_run(args.run, recipe_name=args.recipe, mesh=args.mesh, rules=SCORING_RULES, step=args.step)
     scorer = Scorer(loaded.model, window=args.seq or None, batch_tokens=args.batch_tokens)
     print(loaded.describe(), flush=True)
@@ -75,14 +77,14 @@ def run(args: Args) -> Result:
     return Result({**settings(args, loaded, scorer), "results": [result.to_json() for result in results]})
 
 
-def open_tasks(arguments: tuple[str, ...]) -> "list[evaluation.TaskFile]":
+def open_tasks(arguments: tuple[str, ...], *, unchecked: bool = False) -> "list[evaluation.TaskFile]":
     """The task of every file; in a directory, files that hold no task are named and passed over."""
     from halfbyte.data.files import find_files
     from halfbyte.evaluation import UnknownFormat, open_task
 
     tasks = []
     for argument in arguments:
-        for file in find_files([argument]):
+        for file in find_files([argument], unchecked=unchecked):
             try:
                 tasks.append(open_task(file))
             except UnknownFormat as problem:
@@ -145,11 +147,14 @@ def progress(name: str) -> Iterator[Any]:
     """A bar on stderr if that is a terminal; yields the function that sets it to (done, of all)."""
     import rich.progress
     from rich.console import Console
+    from rich.markup import escape
+
+    from halfbyte.inputs import printable
 
     columns = (*rich.progress.Progress.get_default_columns(), rich.progress.MofNCompleteColumn())
     screen = Console(stderr=True)
     with rich.progress.Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True) as bar:
-        task = bar.add_task(name, total=None)
+        task = bar.add_task(escape(printable(name)), total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
@@ -183,7 +188,7 @@ def print_table(results: "list[evaluation.Result]") -> None:
             console().print(table(heads, rows))
     for result in results:
         if result.truncated:
-            print(f"{result.task}: {result.truncated} of {result.examples} examples were cut to the window")
+            console().print(f"{result.task}: {result.truncated} of {result.examples} examples were cut to the window")
 
 
 def chance(result: "evaluation.Result") -> str:

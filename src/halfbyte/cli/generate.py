@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import tyro
 
 from halfbyte.cli.result import Result
+from halfbyte.cli.screen import shown
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def run(args: Args) -> Result:
 def write_one(generator: Any, prompt: str, *, max_tokens: int, seed: int) -> Any:
     """One text, shown as it is made; the prompt dim on a terminal."""
     dim, plain = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
-    show(f"{dim}{prompt}{plain}")
+    print(f"{dim}{shown(prompt)}{plain}", end="", flush=True)
     made = generator.write(prompt, max_tokens=max_tokens, seed=seed, show=show)
     show("\n")
     speed = f", {made.tokens_per_s:,.0f} tokens/s" if made.tokens_per_s else ""
@@ -72,7 +73,7 @@ def write_one(generator: Any, prompt: str, *, max_tokens: int, seed: int) -> Any
 
 
 def show(text: str) -> None:
-    print(text, end="", flush=True)
+    print(shown(text), end="", flush=True)
 
 
 def note(text: str) -> None:

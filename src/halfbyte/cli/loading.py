@@ -1,7 +1,6 @@
 """A run directory as a model that can be generated from and scored: its config, verified weights, and tokenizer."""
 
 import dataclasses
-import json
 import math
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from halfbyte import data, models
 from halfbyte.checkpoint import Checkpoints, DamagedCheckpoint, Restored
 from halfbyte.evaluation import LanguageModel
+from halfbyte.inputs import check_whole, read_json
 from halfbyte.recipe import Recipe, recipe, step_key
 from halfbyte.sharding import Rules, make_mesh, parse_mesh
 from halfbyte.train import TrainConfig, jsonconfig, phases, resolve
@@ -120,9 +120,13 @@ def read_tokenizer(directory: Path, config: TrainConfig) -> tuple[data.Tokenizer
     """(the run's tokenizer, the length it was trained on): from the run directory, else from its data."""
     facts, text = directory / "data.json", directory / "tokenizer.json"
     if facts.is_file() and text.is_file():
-        stored = json.loads(facts.read_text(encoding="utf-8"))
-        tokenizer = data.Tokenizer(text.read_text(encoding="utf-8"), eos=stored["eos"], bos=stored["bos"])
-        return tokenizer, int(stored["seq"])
+        stored = read_json(facts)
+        try:
+            tokenizer = data.load_tokenizer(text, eos=stored["eos"], bos=stored["bos"])
+            check_whole("seq", stored["seq"], least=1)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{facts}: not what a run writes ({error}); copy the run again") from None
+        return tokenizer, stored["seq"]
     if config.data == "synthetic":
         raise ValueError(f"{directory} was trained on synthetic tokens, so there is no tokenizer to read text with")
     dataset = open_data(config)

@@ -28,20 +28,23 @@ as one JSON object. A module that reads its flags in its own way defines `parse(
 `Args`.
 
 Exit codes: 0 done, 1 failed, 2 bad usage or bad input, 3 a check or verdict that did not pass, 75 stopped by preemption
-and resumable. A ValueError (or a missing file) raised by Halfbyte's own code is bad input: one paragraph, exit 2. The
-same error out of a library is a failure of ours: traceback, exit 1. HALFBYTE_TRACEBACK=1 shows every traceback.
+and resumable. A ValueError (or a path that cannot be used) raised by Halfbyte's own code is bad input: one paragraph,
+exit 2. What the machine refuses (a full disk, no more file handles) is one paragraph, exit 1. Any other error is a
+failure of ours: traceback, exit 1. HALFBYTE_TRACEBACK=1 shows every traceback. A reader that goes away (`| head`) is no
+error: the command ends as the shell's own tools do.
 """
 
 import ast
 import contextlib
 import difflib
+import errno
 import importlib
 import json
 import math
 import os
 import re
+import signal
 import sys
-import textwrap
 import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,20 +52,32 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from halfbyte.cli.errors import say_error
 from halfbyte.cli.result import BAD_INPUT, DONE, FAILED, Result
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parent
 LEFT_THREADS_S = 5.0
 BAD_PATH = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+BAD_PATH_CODES = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS, errno.ENODEV, errno.ENXIO)
+# The machine's fault, not the program's: a traceback would tell nobody anything.
+MACHINE_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EIO, errno.EFBIG, errno.ENOMEM)
+BROKEN_PIPE = 128 + signal.SIGPIPE
 # Shown first and in this order by `halfbyte --help`; commands not named here follow by name.
 ORDER = tuple("train generate eval compare parity inspect plan data recipes bench import export doctor".split())
 
 
 def entry() -> None:
-    """The console script. A thread that a library has left waiting (Orbax, after a write that failed) does not keep
-    the process."""
-    code = main()
+    """The console script. Output that nobody reads any more ends the program quietly, with the code of SIGPIPE. A
+    thread that a library has left waiting (Orbax, after a write that failed) does not keep the process."""
+    open_standard_streams()
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = BROKEN_PIPE
+    if code == BROKEN_PIPE:  # what is still buffered must not be tried again when Python shuts down
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if any(not thread.daemon and thread is not threading.main_thread() for thread in threading.enumerate()):
         _end_in(LEFT_THREADS_S, code)
     sys.exit(code)
@@ -72,6 +87,18 @@ def _end_in(seconds: float, code: int) -> None:
     timer = threading.Timer(seconds, lambda: os._exit(code))
     timer.daemon = True
     timer.start()
+
+
+def open_standard_streams() -> None:
+    """Gives a program that was started without stdin, stdout or stderr (`>&-`) the null device there, before the next
+    file that is opened takes the number and gets what is printed."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 (open for the life of the program)
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -148,12 +175,12 @@ def run_command(name: str, file: Path, flags: list[str], *, as_json: bool) -> in
             module = importlib.import_module(f"halfbyte.cli.{file.stem}")
             result = as_result(module.run(parse_flags(name, module, flags)))
         except SystemExit as stop:  # the parser has said what is wrong, or printed its help
-            if stop.code == BAD_INPUT and difflib.get_close_matches("--json", flags, cutoff=0.8):
-                say_error("did you mean --json?")
             return stop.code if isinstance(stop.code, int) else (DONE if stop.code is None else FAILED)
         except KeyboardInterrupt:
             say_error(f"`halfbyte {name}` was interrupted")
             return FAILED
+        except BrokenPipeError:
+            return BROKEN_PIPE
         except Exception as error:
             return report(error)
     if as_json:
@@ -165,10 +192,10 @@ def parse_flags(name: str, module: ModuleType, flags: list[str]) -> Any:
     """The command's arguments. An unknown flag ends the program with the nearest one named, exit code 2."""
     if hasattr(module, "parse"):
         return module.parse(flags)
-    import tyro
+    from halfbyte.cli.flags import read_flags
 
     description = f"{help_text(module.__doc__ or '')}\n\n--json: one JSON object on stdout, everything else on stderr."
-    return tyro.cli(module.Args, prog=f"halfbyte {name}", description=description, args=flags)
+    return read_flags(module.Args, flags, prog=f"halfbyte {name}", description=description)
 
 
 def help_text(doc: str) -> str:
@@ -200,18 +227,22 @@ def plain(value: Any) -> Any:
 def report(error: Exception) -> int:
     """Says what went wrong; 2 if the input was at fault, 1 if we were."""
     ours = is_bad_input(error)
-    if not ours or os.environ.get("HALFBYTE_TRACEBACK"):
+    machine = isinstance(error, OSError) and error.errno in MACHINE_CODES
+    if not (ours or machine) or os.environ.get("HALFBYTE_TRACEBACK"):
         traceback.print_exception(error)
     if ours:
         say_error(_paragraph(error))
         return BAD_INPUT
+    if machine:
+        say_error(f"failed: {_paragraph(error)}")
+        return FAILED
     say_error(f"failed: {type(error).__name__}: {_paragraph(error)}")
     return FAILED
 
 
 def is_bad_input(error: BaseException) -> bool:
     """True for a ValueError raised by Halfbyte's own code, and for a path that is missing or cannot be used."""
-    if isinstance(error, BAD_PATH):
+    if isinstance(error, BAD_PATH) or (isinstance(error, OSError) and error.errno in BAD_PATH_CODES):
         return True
     if not isinstance(error, ValueError) or error.__traceback__ is None:
         return False
@@ -221,12 +252,6 @@ def is_bad_input(error: BaseException) -> bool:
 
 def _paragraph(error: BaseException) -> str:
     return str(error) or type(error).__name__
-
-
-def say_error(message: str) -> None:
-    """One paragraph on stderr, wrapped to the terminal; a message that has lines of its own keeps them."""
-    wrap = textwrap.TextWrapper(110, break_long_words=False, break_on_hyphens=False, subsequent_indent="  ")
-    print("\n".join(map(wrap.fill, f"halfbyte: {message}".splitlines())), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -1,18 +1,42 @@
-"""What commands print with: a console that does not fold tables when its output is piped."""
+"""What commands print with: a console that does not fold tables when its output is piped, and that shows text of
+unknown origin (a source name, a path, a recipe) as it is, neither as markup nor as commands to the terminal."""
 
 import sys
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from halfbyte.inputs.names import printable
 
 PIPED_WIDTH = 160
 
 
+class PlainConsole(Console):
+    """A rich console to which every string is text. Style is given by `style=` or by a `Text`, never by markup."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**{"markup": False, "highlight": False, "emoji": False, **settings})
+
+    def on_broken_pipe(self) -> None:
+        """A reader that went away is the program's to handle; rich would end it with exit code 1."""
+        raise BrokenPipeError
+
+    def render_str(self, text: str, **settings: Any) -> Text:
+        return super().render_str(printable(text), **{**settings, "markup": False})
+
+
 def console() -> Console:
-    """A rich console on the present stdout; as wide as the terminal, or wide enough for any table when piped."""
-    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False)
+    """A console on the present stdout; as wide as the terminal, or wide enough for any table when piped."""
+    return PlainConsole(file=sys.stdout, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+
+
+def shown(text: str) -> str:
+    """Text of a data set or a model for stdout: a terminal gets control characters spelled out, a pipe every byte."""
+    return printable(text) if sys.stdout.isatty() else text
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> Table:

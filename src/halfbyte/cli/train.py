@@ -9,13 +9,16 @@ goes on with the config that DIR holds."""
 import datetime
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from halfbyte.cli.flags import read_flags
 from halfbyte.cli.result import DONE, FAILED, NOT_PASSED, PREEMPTED, Result
+from halfbyte.inputs import check_output
 from halfbyte.launch.cluster import DistributedConfig
 from halfbyte.profiling import ProfileConfig
 from halfbyte.train.config import TrainConfig
@@ -52,7 +55,7 @@ def parse(argv: list[str]) -> Args:
     name, rest = split_name(argv)
     default = Args(run=base_config(name, rest))
     description = f"{__doc__}\n\n--json: one JSON object on stdout, everything else on stderr."
-    return tyro.cli(Args, prog=f"halfbyte train {name or 'RUN'}", description=description, args=rest, default=default)
+    return read_flags(Args, rest, prog=f"halfbyte train {name or 'RUN'}", description=description, default=default)
 
 
 def split_name(argv: list[str]) -> tuple[str, list[str]]:
@@ -93,11 +96,10 @@ def flag_value(argv: list[str], flag: str) -> str:
 
 def run(args: Args) -> Result:
     """Launch, train, report."""
-    from rich.console import Console
-
     from halfbyte import launch
+    from halfbyte.cli.screen import PlainConsole
 
-    console = Console(file=sys.stdout)
+    console = PlainConsole(file=sys.stdout)
     say = _printer(console)
     if args.xla_flags == "recommended":
         gpus = launch.visible_gpus()
@@ -109,16 +111,18 @@ def run(args: Args) -> Result:
 
 
 def _printer(console: "Console") -> Any:
-    return lambda text: console.print(text, soft_wrap=True, markup=False, highlight=False)
+    return lambda text: console.print(text, soft_wrap=True)
 
 
 def _train(args: Args, console: "Console", *, main: bool) -> Result:
     from halfbyte.conformance import SelfTestFailed
     from halfbyte.train import Diverged, train
+    from halfbyte.train.claim import NothingLeft
 
     directory = run_directory(args)
     try:
-        result = train(args.run, directory, console=console, allow_change=args.allow_change, profile=args.profiling)
+        with NothingLeft(directory) if main else nullcontext():
+            result = train(args.run, directory, console=console, allow_change=args.allow_change, profile=args.profiling)
     except (Diverged, SelfTestFailed) as stop:
         code = FAILED if isinstance(stop, Diverged) else NOT_PASSED
         print(f"halfbyte: {stop}", file=sys.stderr, flush=True)
@@ -151,7 +155,7 @@ def _data(result: "RunResult") -> dict[str, Any]:
 def run_directory(args: Args) -> Path:
     """--run-dir, or runs/NAME-DATE, agreed upon by all processes."""
     if args.run_dir:
-        return Path(args.run_dir)
+        return check_output(args.run_dir, flag="--run-dir")
     import jax
     import numpy as np
     from jax.experimental import multihost_utils
@@ -179,7 +183,7 @@ def report(args: Args, result: "RunResult", console: "Console") -> dict[str, Any
         prompt, text = sample_text(args, result.params, dataset)
         data["sample"] = prompt + text
         console.print("sample: ", style="bold", end="")
-        console.print(prompt, style="dim", end="", markup=False, highlight=False)
+        console.print(prompt, style="dim", end="")
         say(" ".join(text.split()))
         say("")
     _next_steps(args, result, say)

@@ -15,7 +15,8 @@ from halfbyte.data.manifest import SHARD_SUFFIX, TOKENIZER_FILE, Manifest, Shard
 from halfbyte.data.progress import Meter
 from halfbyte.data.shards import Rows, open_shard
 from halfbyte.data.splitting import SPLITS, TRAIN
-from halfbyte.data.tokenizer import Tokenizer
+from halfbyte.data.tokenizer import MOST_FILE, Tokenizer
+from halfbyte.inputs import read_text
 
 LARGE = 4 << 30  # bytes of shards from which hashing takes long enough to show its progress
 
@@ -38,7 +39,7 @@ class Dataset:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer it was made with."""
         stated = self.manifest.tokenizer
-        text = (self.directory / TOKENIZER_FILE).read_text(encoding="utf-8")
+        text = read_text(self.directory / TOKENIZER_FILE, most=MOST_FILE)
         return Tokenizer(text, eos=stated["eos"], bos=stated["bos"])
 
     def sources(self, split: str = TRAIN) -> tuple[str, ...]:

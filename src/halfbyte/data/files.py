@@ -6,21 +6,22 @@ of workers, so everything made from them is the same on any machine.
 
 import dataclasses
 import glob
-import gzip
 import hashlib
 import json
-import lzma
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, cast
 
-COMPRESSION = (".xz", ".gz", ".zst")
+from halfbyte.data import compression
+from halfbyte.data.compression import decompressed
+
 JSONL = (".jsonl", ".ndjson")
 TEXT = (".txt", ".text", ".md")
-BLOCK = 1 << 20
 CHUNK = 1 << 20
 PIECE = 4 << 20
+MOST_LINE = 64 << 20
+"""Bytes of one line of jsonl, which is one document. A longer text belongs into a file of its own."""
+MOST_SOURCE = 200
+"""Characters of a source's name."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -31,6 +32,7 @@ class InputFile:
     path: Path
     name: str
     size: int
+    unchecked: bool = False  # compressed without a checksum is accepted
 
     @property
     def kind(self) -> str:
@@ -56,18 +58,18 @@ class Chunk:
 def kind_of(path: Path) -> str | None:
     """'jsonl', 'text', or None if the name says neither."""
     suffixes = [s.lower() for s in path.suffixes]
-    if suffixes and suffixes[-1] in COMPRESSION:
+    if suffixes and suffixes[-1] in compression.SUFFIXES:
         suffixes.pop()
     suffix = suffixes[-1] if suffixes else ""
     return "jsonl" if suffix in JSONL else "text" if suffix in TEXT else None
 
 
-def find_files(arguments: Sequence[str | Path]) -> list[InputFile]:
+def find_files(arguments: Sequence[str | Path], *, unchecked: bool = False) -> list[InputFile]:
     """The files that paths, directories and globs name: arguments in the given order, names sorted within each."""
     found: dict[Path, InputFile] = {}
     for argument in arguments:
         for path, name in _expand(str(argument)):
-            found.setdefault(path.resolve(), InputFile(path, name, path.stat().st_size))
+            found.setdefault(path.resolve(), InputFile(path, name, path.stat().st_size, unchecked))
     return list(found.values())
 
 
@@ -107,6 +109,11 @@ def _line_chunks(file: InputFile) -> Iterator[Chunk]:
     for block, position in _blocks(file):
         pending += block
         if len(pending) < CHUNK or (cut := pending.rfind(b"\n") + 1) == 0:
+            if len(pending) > MOST_LINE:
+                raise ValueError(
+                    f"{file.name}, line {line}: longer than {MOST_LINE >> 20} MiB; a line is one document: "
+                    "cut it, or make it a text file of its own"
+                )
             continue
         data, pending = pending[:cut], pending[cut:]
         yield Chunk(file.name, "jsonl", data, line, first, False, position)
@@ -152,53 +159,11 @@ def pieces_of(data: bytes) -> list[str]:
 
 
 def _blocks(file: InputFile) -> Iterator[tuple[bytes, int]]:
-    """(decompressed bytes, position in the stored file) pairs; a damaged file is a ValueError that names it."""
+    """(decompressed bytes, position in the stored file) pairs."""
     head = True
-    try:
-        for block, position in _decompressed(file.path):
-            yield (block.removeprefix(BYTE_ORDER_MARK) if head else block), position
-            head = head and not block
-    except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(
-            f"{file.name}: damaged or cut short, it does not decompress ({error}); fetch it again"
-        ) from error
-
-
-def _decompressed(path: Path) -> Iterator[tuple[bytes, int]]:
-    with path.open("rb") as raw:
-        suffix = path.suffix.lower()
-        if suffix == ".zst":
-            yield from _decompressed_zstd(raw)
-            return
-        stream = _wrapped(raw, suffix)
-        while block := stream.read(BLOCK):
-            yield block, raw.tell()
-
-
-def _wrapped(raw: BinaryIO, suffix: str) -> BinaryIO:
-    if suffix == ".xz":
-        return cast(BinaryIO, lzma.LZMAFile(raw))
-    return cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if suffix == ".gz" else raw
-
-
-def _decompressed_zstd(raw: BinaryIO) -> Iterator[tuple[bytes, int]]:
-    """Frame by frame, because the library's own stream reader takes a cut file for a complete one."""
-    import zstandard
-
-    frame = zstandard.ZstdDecompressor().decompressobj()
-    begun = False
-    try:
-        while block := raw.read(BLOCK):
-            while block:
-                begun = True
-                yield frame.decompress(block), raw.tell()
-                block = frame.unused_data if frame.eof else b""
-                if frame.eof:
-                    frame, begun = zstandard.ZstdDecompressor().decompressobj(), False
-    except zstandard.ZstdError as error:
-        raise EOFError(str(error)) from error
-    if begun:
-        raise EOFError("the last zstd frame is incomplete")
+    for block, position in decompressed(file.path, name=file.name, unchecked=file.unchecked):
+        yield (block.removeprefix(BYTE_ORDER_MARK) if head else block), position
+        head = head and not block
 
 
 def json_records(chunk: Chunk) -> Iterator[tuple[bytes, str | None]]:
@@ -208,18 +173,22 @@ def json_records(chunk: Chunk) -> Iterator[tuple[bytes, str | None]]:
             continue
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{chunk.name}, line {number}: not JSON ({error}); every line must be one JSON object"
             ) from error
         if not isinstance(record, dict) or not isinstance(record.get("text"), str):
             raise ValueError(f"{chunk.name}, line {number}: no 'text' field with a string in it")
         source = record.get("source")
-        if source is not None and not isinstance(source, str):
-            raise ValueError(f"{chunk.name}, line {number}: 'source' is {source!r}; it must be a string when present")
+        if source is not None and (not isinstance(source, str) or len(source) > MOST_SOURCE):
+            raise ValueError(
+                f"{chunk.name}, line {number}: 'source' is {repr(source)[:80]}; "
+                f"it must be a string of at most {MOST_SOURCE} characters when present"
+            )
         try:
+            (source or "").encode()
             yield record["text"].encode(), source
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"{chunk.name}, line {number}: 'text' is not valid Unicode ({error.reason}); repair the record"
+                f"{chunk.name}, line {number}: 'text' or 'source' is not valid Unicode ({error.reason}); repair it"
             ) from error

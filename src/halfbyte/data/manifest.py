@@ -8,17 +8,20 @@ import dataclasses
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from halfbyte.data.packing import row_dtype
+from halfbyte.data.splitting import SPLITS
+from halfbyte.inputs import UnreadableFile, check_whole, read_json
 
 FORMAT = "halfbyte-rows"
 VERSION = 1
 FILE = "manifest.json"
 TOKENIZER_FILE = "tokenizer.json"
 SHARD_SUFFIX = ".array_record"
+Entry = TypeVar("Entry", "Shard", "SourceTotals")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +92,9 @@ def read_manifest(directory: Path) -> Manifest:
             f"{directory}: no prepared data set here ({FILE} is missing); make one with `halfbyte data prepare`"
         )
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: damaged, it is not JSON ({error}); prepare the data set again") from error
+        body = read_json(path)
+    except UnreadableFile as error:
+        raise ValueError(f"{path}: damaged ({error}); prepare the data set again") from error
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise ValueError(f"{path}: not the manifest of a prepared data set; make one with `halfbyte data prepare`")
     if body.get("version") != VERSION:
@@ -103,19 +106,40 @@ def read_manifest(directory: Path) -> Manifest:
         raise ValueError(
             f"{path}: changed since it was written (its checksum does not match); prepare the data set again"
         )
-    return _from_body(body)
+    try:
+        return _from_body(body)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:  # a checksum can be made for any content
+        raise ValueError(f"{path}: not the manifest of a data set ({error}); prepare the data set again") from None
 
 
 def _from_body(body: dict[str, Any]) -> Manifest:
+    """The manifest, every type and number looked at: KeyError, TypeError or ValueError where it is none."""
+    check_whole("seq_len", body["seq_len"], least=2)
+    check_whole("vocab_size", body["vocab_size"], least=1)
+    for name in ("sha256", "bos", "eos"):
+        _typed(f"tokenizer.{name}", body["tokenizer"][name], "str")
+    for source in body["sources"]:
+        _typed("sources", source, "str")
     return Manifest(
         seq_len=body["seq_len"],
         vocab_size=body["vocab_size"],
-        tokenizer=body["tokenizer"],
+        tokenizer=dict(body["tokenizer"]),
         sources=tuple(body["sources"]),
-        splits={
-            split: {source: SourceTotals(**totals) for source, totals in sources.items()}
-            for split, sources in body["splits"].items()
-        },
-        shards=tuple(Shard(**shard) for shard in body["shards"]),
-        request=body["request"],
+        splits={split: {s: _entry(SourceTotals, t) for s, t in body["splits"][split].items()} for split in SPLITS},
+        shards=tuple(_entry(Shard, shard) for shard in body["shards"]),
+        request=dict(body["request"]),
     )
+
+
+def _entry(kind: type[Entry], values: dict[str, Any]) -> Entry:
+    made = kind(**values)
+    for field in dataclasses.fields(made):
+        _typed(field.name, getattr(made, field.name), str(field.type))
+    return made
+
+
+def _typed(field: str, value: Any, kind: str) -> None:
+    if "int" in kind:
+        check_whole(field, value, most=2**62)
+    elif not isinstance(value, str):
+        raise TypeError(f"{field} must be text, got {value!r}")

@@ -2,6 +2,8 @@
 
 import collections
 import concurrent.futures
+import concurrent.futures.process
+import errno
 import itertools
 import multiprocessing
 import os
@@ -59,6 +61,10 @@ def _result(future: concurrent.futures.Future) -> Any:
         return future.result()
     except ValueError as error:
         raise ValueError(str(error)) from error
+    except concurrent.futures.process.BrokenProcessPool:
+        raise OSError(
+            errno.ENOMEM, "a worker process was ended from outside, most likely for memory; try fewer --workers"
+        ) from None
 
 
 def _begin_worker() -> None:

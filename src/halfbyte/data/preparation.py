@@ -8,6 +8,7 @@ happens in a hidden directory beside `out`, renamed at the end: `out` is complet
 import concurrent.futures
 import dataclasses
 import functools
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from halfbyte.data.dataset import open_dataset
 from halfbyte.data.encoding import Encoder, parts_of, summarize, text_key
-from halfbyte.data.files import Chunk, InputFile, chunks, find_files, sha256_of
+from halfbyte.data.files import MOST_SOURCE, Chunk, InputFile, chunks, find_files, sha256_of
 from halfbyte.data.manifest import FILE, SHARD_SUFFIX, TOKENIZER_FILE, VERSION, Manifest, canonical, read_manifest
 from halfbyte.data.parallel import ChunkRunner, Runner
 from halfbyte.data.progress import Meter
@@ -24,8 +25,11 @@ from halfbyte.data.sinks import Sinks
 from halfbyte.data.splitting import TRAIN, VALIDATION, SplitRule, Summary, merge_summaries
 from halfbyte.data.staging import Staging, publish
 from halfbyte.data.tokenizer import END_OF_TEXT, Tokenizer, bpe_size, byte_tokenizer, load_tokenizer, train_bpe
+from halfbyte.inputs import check_output
 
 BPE_BYTES = 100_000_000
+MOST_SEQ = 1 << 24
+MOST_WORKERS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +57,7 @@ def prepare(
     bos: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     bpe_bytes: int = BPE_BYTES,
+    unchecked: bool = False,
     progress: bool = False,
 ) -> Prepared:
     """A data set in `out`, made from jsonl and text files, directories and globs; the same bytes for any `workers`.
@@ -60,13 +65,16 @@ def prepare(
     `tokenizer` is a path of a `tokenizer.json`, 'bpe:N' (trained on the training documents, on a sample of about
     `bpe_bytes` when there are more) or 'bytes'. Validation is `val_fraction` of the documents, or exactly the files
     named in `validation`. An `out` that holds the same request is left as it is; any other needs `overwrite`.
+    Compressed files must carry a checksum, unless `unchecked`.
     """
     begun = time.monotonic()
     files = [files] if isinstance(files, str | Path) else list(files)
     _check_numbers(seq_len=seq_len, val_fraction=val_fraction, workers=workers, shard_bytes=shard_bytes)
-    held_out = find_files(validation)
+    _check_source(default_source)
+    out = _output(out)
+    held_out = find_files(validation, unchecked=unchecked)
     apart = {file.path.resolve() for file in held_out}
-    inputs = [file for file in find_files(files) if file.path.resolve() not in apart]
+    inputs = [file for file in find_files(files, unchecked=unchecked) if file.path.resolve() not in apart]
     if not inputs:
         raise ValueError("no training files: name at least one file that is not a validation file")
     given = _named_tokenizer(str(tokenizer), eos=eos, bos=bos)
@@ -83,7 +91,6 @@ def prepare(
         "validation": _fingerprints(held_out, progress=progress),
     }
     _check_apart(request)
-    out = Path(out).expanduser()
     if (existing := _existing(out, request, overwrite=overwrite, progress=progress)) is not None:
         return Prepared(out, existing, False, time.monotonic() - begun)
     total = sum(file.size for file in inputs + held_out)
@@ -92,20 +99,43 @@ def prepare(
         rule = job.split_rule(inputs, request["val_fraction"], always=given is None)
         made = given or job.train_tokenizer(inputs, rule, bpe_size(str(tokenizer)) or 0, bpe_bytes)
         manifest = job.write(inputs, held_out, made, rule, request)
-        if not publish(staging, out, replace=overwrite):
-            manifest = _existing(out, request, overwrite=False, progress=progress) or manifest
+        if not publish(staging, out, replace=overwrite):  # another process was first: with the same request, or raise
+            return Prepared(out, _made_meanwhile(out, request, progress), False, time.monotonic() - begun)
     return Prepared(out, manifest, True, time.monotonic() - begun)
 
 
+def _output(out: str | Path) -> Path:
+    """The directory to make; ValueError where nothing can be made, and for a link, which a rename would not follow."""
+    path = check_output(out, flag="--out")
+    if path.is_symlink():
+        raise ValueError(
+            f"--out {path}: a symbolic link to {os.readlink(path)}; the data set takes the place of its --out in one "
+            "rename, which does not follow links: name the directory itself"
+        )
+    return path
+
+
+def _made_meanwhile(out: Path, request: dict[str, Any], progress: bool) -> Manifest:
+    found = _existing(out, request, overwrite=False, progress=progress)
+    if found is None:
+        raise ValueError(f"--out {out}: could not be made, something is in its place; choose another --out")
+    return found
+
+
+def _check_source(name: str) -> None:
+    if not 0 < len(name) <= MOST_SOURCE:
+        raise ValueError(f"--source must have 1 to {MOST_SOURCE} characters, got {len(name)}")
+
+
 def _check_numbers(*, seq_len: int, val_fraction: float, workers: int | None, shard_bytes: int) -> None:
-    if seq_len < 2:
-        raise ValueError(f"seq_len {seq_len}: a row needs at least 2 tokens to read")
+    if not 2 <= seq_len <= MOST_SEQ:
+        raise ValueError(f"seq_len {seq_len}: a row needs at least 2 tokens to read, and takes at most {MOST_SEQ:,}")
     if not 0.0 <= val_fraction < 1.0:
         raise ValueError(
             f"val_fraction {val_fraction}: it is the share of documents held out, from 0 up to (not with) 1"
         )
-    if workers is not None and workers < 1:
-        raise ValueError(f"workers {workers}: at least 1 process must do the work")
+    if workers is not None and not 1 <= workers <= MOST_WORKERS:
+        raise ValueError(f"workers {workers}: at least 1 process must do the work, and at most {MOST_WORKERS} can")
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes {shard_bytes}: it must be positive")
 
@@ -146,6 +176,8 @@ def _existing(out: Path, request: dict[str, Any], *, overwrite: bool, progress: 
     """The manifest in `out` if it is this very request and intact; None if `out` may be written."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
+    if not out.is_dir():
+        raise ValueError(f"{out}: exists and is no directory; choose another --out")
     if not (out / FILE).is_file() or (strangers := _strangers(out)):
         other = f", it also holds {strangers[0]}" if (out / FILE).is_file() else ""
         raise ValueError(f"{out}: exists and is not a prepared data set alone{other}; choose another --out")

@@ -8,6 +8,8 @@ from typing import Self
 import rich.console
 import rich.progress
 
+from halfbyte.inputs import printable
+
 SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -15,21 +17,21 @@ class Meter:
     """Counts bytes of work done. `shown=False` is silent. A context manager."""
 
     def __init__(self, label: str, total: int, *, shown: bool):
-        self.label, self.total, self.done = label, max(total, 1), 0
+        self.label, self.total, self.done = printable(label), max(total, 1), 0
         self._bar: rich.progress.Progress | None = None
         self._lines = shown and not sys.stderr.isatty()
         self._begun = self._said = time.monotonic()
         if shown and sys.stderr.isatty():
             self._bar = rich.progress.Progress(
-                rich.progress.TextColumn("{task.description}"),
+                rich.progress.TextColumn("{task.description}", markup=False),
                 rich.progress.BarColumn(),
                 rich.progress.DownloadColumn(binary_units=True),
                 rich.progress.TransferSpeedColumn(),
                 rich.progress.TimeRemainingColumn(),
-                rich.progress.TextColumn("{task.fields[note]}"),
+                rich.progress.TextColumn("{task.fields[note]}", markup=False),
                 console=rich.console.Console(stderr=True),
             )
-            self._task = self._bar.add_task(label, total=self.total, note="")
+            self._task = self._bar.add_task(self.label, total=self.total, note="")
 
     def advance(self, amount: int, note: str = "") -> None:
         self.done += amount

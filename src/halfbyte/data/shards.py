@@ -5,7 +5,10 @@ sha256 in the manifest notices it before the first step.
 """
 
 import bisect
+import collections
 import contextlib
+import resource
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -33,6 +36,7 @@ class ShardWriter:
     def write(self, rows: np.ndarray) -> None:
         while len(rows):
             if self._writer is None:
+                self._path.touch()  # raises as Python does where no file can be made; the library only says 'no'
                 self._writer = array_record_module.ArrayRecordWriter(str(self._path), self.options)
             taken, rows = np.split(rows, [self.rows_per_shard - self._rows])
             for row in taken:
@@ -67,7 +71,6 @@ class Rows:
         self.directory, self.shards, self.dtype = directory, tuple(shards), dtype
         ends = np.cumsum([shard.rows for shard in shards], dtype=np.int64)
         self._ends: list[int] = ends.tolist()
-        self._readers: dict[int, array_record_module.ArrayRecordReader] = {}
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -102,9 +105,7 @@ class Rows:
         return np.frombuffer(b"".join(parts), self.dtype)
 
     def _reader(self, shard: int) -> array_record_module.ArrayRecordReader:
-        if shard not in self._readers:
-            self._readers[shard] = open_shard(self.directory / self.shards[shard].file)
-        return self._readers[shard]
+        return READERS.get(self.directory / self.shards[shard].file)
 
 
 def open_shard(path: Path) -> array_record_module.ArrayRecordReader:
@@ -113,12 +114,46 @@ def open_shard(path: Path) -> array_record_module.ArrayRecordReader:
         return array_record_module.ArrayRecordReader(str(path), "readahead_buffer_size:0,max_parallelism:0")
 
 
+class OpenReaders:
+    """The shards that are open, over all data sets of the process: the most recently read, as many as half of the
+    process's file handles allow. A data set of thousands of shards needs no more handles than one of a hundred.
+
+    A reader that is put away while another thread reads from it lives until that read is done. A file that was
+    replaced is another file.
+    """
+
+    def __init__(self) -> None:
+        self._open: collections.OrderedDict[tuple, array_record_module.ArrayRecordReader] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, path: Path) -> array_record_module.ArrayRecordReader:
+        with _naming(path), self._lock:
+            found = path.stat()
+            key = (path, found.st_ino, found.st_mtime_ns)
+            if key in self._open:
+                self._open.move_to_end(key)
+                return self._open[key]
+            while len(self._open) >= most_open():
+                self._open.popitem(last=False)
+            self._open[key] = open_shard(path)
+            return self._open[key]
+
+
+READERS = OpenReaders()
+
+
+def most_open() -> int:
+    """Half of the file handles that this process may have, at most 4,096."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 4096 if soft == resource.RLIM_INFINITY else max(1, min(4096, soft // 2))
+
+
 @contextlib.contextmanager
 def _naming(path: Path, where: str = "") -> Iterator[None]:
     """What ArrayRecord says of a damaged file, as a ValueError that names it."""
     try:
         yield
-    except (RuntimeError, IndexError) as error:
+    except (RuntimeError, IndexError, FileNotFoundError) as error:
         raise ValueError(
             f"{path}{where}: shard damaged ({error}); copy it again or prepare the data set again"
         ) from error

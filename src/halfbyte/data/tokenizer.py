@@ -8,17 +8,26 @@ The text `<|endoftext|>` inside a document is ordinary text: it is spelled out i
 token, so no document can end itself early.
 """
 
+import contextlib
 import hashlib
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from halfbyte.devices.platform import silent_stderr
+from halfbyte.inputs import parse_json, read_text, replace_file
+
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_EOS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>")
 KNOWN_BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<｜begin▁of▁sentence｜>")
 SMALLEST_BPE = 257
+MOST_IDS = 1 << 24
+MOST_FILE = 256 << 20
+"""Bytes of a tokenizer.json; the largest in use have 35 million."""
+PROBE = "The 4 quick\n\tnaïve 数 \u200b\U0001f600."
 
 
 class Tokenizer:
@@ -26,16 +35,17 @@ class Tokenizer:
 
     def __init__(self, text: str, *, eos: str | None = None, bos: str | None = None):
         """From the text of a `tokenizer.json`; `eos` and `bos` name its markers where they are not well known."""
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises bare Exception, always for a file it cannot parse
-            raise ValueError(f"not a tokenizer.json of the tokenizers library: {error}") from error
+        self._tokenizer = _parsed(text)
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.text = text
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size: int = max(vocabulary.values()) + 1
+        self.vocab_size: int = max(vocabulary.values(), default=0) + 1
+        if self.vocab_size > MOST_IDS:
+            raise ValueError(
+                f"its largest id is {self.vocab_size - 1:,}; a model has a row for each, and {MOST_IDS:,} is the most"
+            )
         self.eos: str = _marker(vocabulary, eos, KNOWN_EOS, field="eos")
         self.bos: str = _marker(vocabulary, bos, (*KNOWN_BOS, self.eos), field="bos")
         self.eos_id: int = vocabulary[self.eos]
@@ -47,19 +57,51 @@ class Tokenizer:
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
         """The ids of `text`, with the markers asked for. A stored document is `encode(text, bos=True, eos=True)`."""
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        with _panics("encode"):
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return [self.bos_id] * bos + ids + [self.eos_id] * eos
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, no markers; faster than one by one."""
-        return [e.ids for e in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        with _panics("encode"):
+            return [e.ids for e in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int], *, markers: bool = False) -> str:
         """The text of `ids`; special tokens are left out unless `markers`."""
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=not markers)
+        with _panics("decode"):
+            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=not markers)
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.text, encoding="utf-8")
+        replace_file(path, self.text)
+
+
+def _parsed(text: str) -> tokenizers.Tokenizer:
+    """The library's tokenizer. Its parser is given nothing that is no JSON, too long or too deep; what panics there, or
+    at the first text, is refused, and the page that Rust writes on stderr about it is left out."""
+    if not isinstance(parse_json(text, what="the tokenizer", most=MOST_FILE), dict):
+        raise ValueError("not a tokenizer.json of the tokenizers library: it holds no object")
+    with silent_stderr(), _panics("load"):
+        try:
+            made = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # the library raises bare Exception, always for a file it cannot parse
+            raise ValueError(f"not a tokenizer.json of the tokenizers library: {error}") from error
+        with contextlib.suppress(Exception):  # a tokenizer may have no token for a text; a panic is no Exception
+            made.decode(made.encode(PROBE).ids)
+    return made
+
+
+@contextlib.contextmanager
+def _panics(doing: str) -> Iterator[None]:
+    """A Rust panic, which is not even an Exception, as a ValueError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(
+            f"the tokenizers library gave up in its own code ({doing}): {error}; the tokenizer.json is damaged, "
+            "or made for another version of the library"
+        ) from None
 
 
 def _marker(vocabulary: dict[str, int], named: str | None, known: Iterable[str], *, field: str) -> str:
@@ -79,7 +121,7 @@ def load_tokenizer(path: str | Path, *, eos: str | None = None, bos: str | None 
     if not path.is_file():
         raise ValueError(f"--tokenizer {path}: no such file; give a tokenizer.json, bpe:N or bytes")
     try:
-        return Tokenizer(path.read_text(encoding="utf-8"), eos=eos, bos=bos)
+        return Tokenizer(read_text(path, most=MOST_FILE), eos=eos, bos=bos)
     except ValueError as error:
         raise ValueError(f"--tokenizer {path}: {error}") from error
 
@@ -122,9 +164,9 @@ def bpe_size(spec: str) -> int | None:
     if not spec.startswith("bpe:"):
         return None
     digits = spec.removeprefix("bpe:")
-    if not digits.isdecimal() or int(digits) < SMALLEST_BPE:
+    if not re.fullmatch("[0-9]{1,9}", digits) or not SMALLEST_BPE <= int(digits) <= MOST_IDS:
         raise ValueError(
             f"--tokenizer {spec}: after 'bpe:' comes the vocabulary's size, e.g. bpe:32768; "
-            f"256 bytes and {END_OF_TEXT} need at least {SMALLEST_BPE}"
+            f"256 bytes and {END_OF_TEXT} need at least {SMALLEST_BPE}, and {MOST_IDS:,} is the most"
         )
     return int(digits)

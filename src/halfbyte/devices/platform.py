@@ -42,7 +42,7 @@ def settle_platform(
 
 def load_jax_quietly() -> None:
     """Imports JAX and the CUDA plugin's libraries while they cannot write that there is no driver: we know."""
-    with _silent_stderr():
+    with silent_stderr():
         import_module("jax")
         for name in filter(find_spec, CUDA_PLUGINS):
             import_module(f"{name}.cuda_plugin_extension")
@@ -58,7 +58,7 @@ def _plugin_libraries() -> list[str]:
 
 
 @contextlib.contextmanager
-def _silent_stderr() -> Iterator[None]:
+def silent_stderr() -> Iterator[None]:
     """Nothing written to file descriptor 2 is shown, also not what a C library writes."""
     saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)

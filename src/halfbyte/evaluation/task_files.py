@@ -98,7 +98,7 @@ def _lines(file: InputFile) -> Iterator[tuple[int, dict[str, Any]]]:
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(
                     f"{file.name}, line {number}: not JSON ({error}); every line must be one JSON object"
                 ) from None

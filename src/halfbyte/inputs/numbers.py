@@ -9,17 +9,19 @@ WIDEST = 2**31 - 1
 
 def check_whole(field: str, value: Any, *, least: int = 0, most: int = WIDEST, zero: str = "") -> None:
     """ValueError unless `value` is an int between `least` and `most`. `zero` says what 0 means."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        meaning = f" ({zero})" if zero else ""
-        upper = f" and at most {most:,}" if isinstance(value, int) and value > most else ""
-        raise ValueError(f"{field} must be {least}{meaning} or more{upper}, a whole number, got {_shown(value)}")
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{field} must be a whole number, got {value!r}")
+    if value > most:
+        raise ValueError(f"{field} must be at most {most:,}, got {_shown(value)}")
+    if value < least:
+        raise ValueError(f"{field} must be {least}{f' ({zero})' if zero else ''} or more, got {_shown(value)}")
 
 
 def check_real(field: str, value: Any, *, holds: bool, wanted: str) -> None:
     """ValueError unless `value` is a finite number for which `holds`, said as `wanted`."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or not holds:
-        raise ValueError(f"{field} must be {wanted}, a finite number, got {_shown(value)}")
+        raise ValueError(f"{field} must be {wanted}, got {_shown(value)}")
 
 
 def _shown(value: Any) -> str:

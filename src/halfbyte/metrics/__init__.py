@@ -2,13 +2,16 @@
 
 from .display import Display, make_display
 from .late import Finished, OneStepLate
-from .sinks import Jsonl, Sink, TensorBoard, WandB, read_rows
+from .rows import read_rows
+from .sinks import Aside, Guarded, Jsonl, Sink, TensorBoard, WandB
 from .throughput import FLOPS_FORMULA, Throughput, mixed_peak
 
 __all__ = [
     "FLOPS_FORMULA",
+    "Aside",
     "Display",
     "Finished",
+    "Guarded",
     "Jsonl",
     "OneStepLate",
     "Sink",

@@ -11,6 +11,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from halfbyte.inputs import printable
+
 Row = Mapping[str, Any]
 BARS = "▁▂▃▄▅▆▇█"
 REFRESH_S = 0.1
@@ -80,7 +82,7 @@ class Lines:
         self.note(f"step {row['step']:>{len(str(self._steps))}}/{self._steps}  {numbers}")
 
     def note(self, text: str, *, style: str = "") -> None:
-        self._console.print(Text(text, style=style), soft_wrap=True)
+        self._console.print(Text(printable(text), style=style), soft_wrap=True)
 
     def close(self) -> None:
         pass
@@ -109,7 +111,7 @@ class Panel:
             self._live.update(self._picture())
 
     def note(self, text: str, *, style: str = "") -> None:
-        self._live.console.print(Text(text, style=style))
+        self._live.console.print(Text(printable(text), style=style))
 
     def close(self) -> None:
         self._live.update(self._picture(), refresh=True)
@@ -120,7 +122,7 @@ class Panel:
         head = Table.grid(expand=True)
         head.add_column(ratio=1)
         head.add_column(justify="right")
-        head.add_row(Text(self._title, style="bold"), Text(self._progress(done), style="dim"))
+        head.add_row(Text(printable(self._title), style="bold"), Text(self._progress(done), style="dim"))
         bar = Table.grid(expand=True)  # a bar alone does not end its line
         bar.add_row(
             ProgressBar(total=max(1, self._steps), completed=done, complete_style="cyan", finished_style="green")

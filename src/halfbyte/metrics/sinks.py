@@ -1,15 +1,23 @@
 """Where step records go: a JSONL file and TensorBoard always, Weights & Biases when asked.
 
 A record is a flat dict of numbers with `step`. After a resume from step N the lines past N, which the new run will
-write again, are dropped.
+write again, are dropped. No sink may stop or delay a run: `Guarded` says once what failed and lets the run go on.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
-from collections.abc import Mapping
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
+
+from halfbyte.inputs import no_follow, replace_file
+
+from .rows import rows_until
 
 Row = Mapping[str, Any]
 
@@ -22,42 +30,104 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class Jsonl:
-    """One JSON object a line, flushed at once. Rows of steps past `resume_step` are removed when it opens."""
+class Guarded:
+    """A sink whose failures are said in one line and never reach the run. A sink that `retries` is asked again with
+    the next row; any other is dropped."""
 
-    def __init__(self, path: str | os.PathLike[str], *, resume_step: int | None = None):
-        self.path = Path(path)
-        kept = [] if resume_step is None or not self.path.exists() else rows_until(self.path, resume_step)
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        temporary.replace(self.path)
-        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (open for the life of the run)
+    def __init__(self, name: str, make: Callable[[], Sink], say: Callable[[str], None]):
+        self._name, self._say = name, say
+        self._sink: Sink | None = None
+        self._failing = False
+        self._guard(lambda: setattr(self, "_sink", make()))
 
     def write(self, row: Row) -> None:
-        self._file.write(json.dumps(_finite(row)) + "\n")
-        self._file.flush()
+        sink = self._sink
+        if sink is None:
+            return
+        failed = self._failing
+        if self._guard(lambda: sink.write(row)) and failed:
+            self._failing = False
+            self._say(f"{self._name} is written again; nothing of it is lost")
+
+    def close(self) -> None:
+        if self._sink is not None and self._guard(self._sink.close):
+            self._sink = None
+
+    def _guard(self, action: Callable[[], None]) -> bool:
+        """True if it worked. ValueError is a mistake of the caller's and passes."""
+        try:
+            action()
+        except ValueError:
+            raise
+        except Exception as error:  # a writer may raise anything; whatever it is, it is said
+            retries = getattr(self._sink, "retries", False)
+            if not self._failing:
+                end = ", its rows are kept and tried again" if retries else " without it"
+                self._say(f"{self._name} CANNOT BE WRITTEN: {type(error).__name__}: {error}; training goes on{end}")
+            self._failing = True
+            if not retries:
+                self._drop()
+            return False
+        return True
+
+
+    def _drop(self) -> None:
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            with contextlib.suppress(Exception):  # its failure has been said
+                sink.close()
+
+
+class Jsonl:
+    """One JSON object a line, written at once. Rows of steps past `resume_step` are removed when it opens.
+
+    What could not be written (a full disk) is kept, 10,000 rows at most, and written with a later row; half a line is
+    taken back.
+    """
+
+    retries = True
+    MOST_KEPT = 10_000
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        resume_step: int | None = None,
+        say: Callable[[str], None] = lambda text: None,
+    ):
+        self.path = Path(path)
+        self._waiting: list[bytes] = []
+        if resume_step is None or not self.path.exists():
+            replace_file(self.path, b"")
+        else:
+            self._cut(resume_step, say)
+        self._file = open(self.path, "ab", buffering=0, opener=no_follow)  # noqa: SIM115 (open for the life of the run)
+        self._good = self._file.tell()
+
+    def _cut(self, step: int, say: Callable[[str], None]) -> None:
+        """Leave only whole lines up to `step`. A line that is no record is said, unless it is the last, which a kill
+        has cut."""
+        found = rows_until(self.path, step)
+        if found.damaged[:-1] or (found.damaged and found.damaged[-1] <= len(found.lines) + found.later):
+            lines = ", ".join(map(str, found.damaged[:8])) + (", ..." if len(found.damaged) > 8 else "")
+            say(f"{self.path}: {len(found.damaged)} damaged line(s) left out (line {lines})")
+        replace_file(self.path, b"".join(line + b"\n" for line in found.lines))
+
+    def write(self, row: Row) -> None:
+        self._waiting.append(json.dumps(_finite(row)).encode() + b"\n")
+        del self._waiting[: -self.MOST_KEPT]
+        data = b"".join(self._waiting)
+        try:
+            if self._file.write(data) != len(data):
+                raise OSError(f"only a part of a line could be written to {self.path}")
+        except OSError:
+            self._file.truncate(self._good)
+            raise
+        self._good += len(data)
+        self._waiting = []
 
     def close(self) -> None:
         self._file.close()
-
-
-def rows_until(path: Path, step: int) -> list[str]:
-    """Whole lines of a metrics file up to and including `step`; a last line cut by a kill is left out."""
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if row.get("step", 0) <= step:
-            kept.append(line)
-    return kept
-
-
-def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """All records of a metrics file; a line cut by a kill is left out."""
-    last = 2**62
-    return [json.loads(line) for line in rows_until(Path(path), last)]
 
 
 def _finite(row: Row) -> dict[str, Any]:
@@ -68,21 +138,49 @@ def _finite(row: Row) -> dict[str, Any]:
 
 
 class TensorBoard:
-    """Scalars under their own names. A resumed run purges what lies past its first step."""
+    """Scalars under their own names. A resumed run hides what lies past its first step.
+
+    Events are written here and now: tensorboardX's own writer does it in a thread behind a short queue, and when that
+    thread dies of a full disk the next step waits for it for ever.
+    """
 
     def __init__(self, directory: str | os.PathLike[str], *, resume_step: int | None = None):
-        from tensorboardX import SummaryWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-        purge = None if resume_step is None else resume_step + 1
-        self._writer = SummaryWriter(str(directory), purge_step=purge, flush_secs=30)
+        folder = Path(directory)
+        folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.0f}.{os.getpid()}.halfbyte"
+        self._file = open(folder / name, "xb", buffering=0, opener=no_follow)  # noqa: SIM115 (open for the run's life)
+        self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        if resume_step is not None:
+            start = SessionLog(status=SessionLog.START)
+            self._add(Event(wall_time=time.time(), step=resume_step + 1, session_log=start))
 
     def write(self, row: Row) -> None:
-        for name, value in row.items():
-            if name != "step" and isinstance(value, int | float):
-                self._writer.add_scalar(name, value, row["step"])
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        numbers = {name: value for name, value in row.items() if name != "step" and isinstance(value, int | float)}
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        self._add(Event(wall_time=time.time(), step=row["step"], summary=Summary(value=values)))
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
+
+    def _add(self, event: Any) -> None:
+        data = event.SerializeToString()
+        size = len(data).to_bytes(8, "little")
+        record = size + _masked_crc(size) + data + _masked_crc(data)
+        if self._file.write(record) != len(record):
+            raise OSError(f"only a part of an event could be written to {self._file.name}")
+
+
+def _masked_crc(data: bytes) -> bytes:
+    """The checksum of TensorFlow's record files: CRC-32C, rotated by 15 bits, plus a constant."""
+    from tensorboardX.crc32c import crc32c
+
+    found = crc32c(data)
+    return (((found >> 15 | found << 17) + 0xA282EAD8) & 0xFFFFFFFF).to_bytes(4, "little")
 
 
 class WandB:
@@ -90,14 +188,15 @@ class WandB:
 
     def __init__(self, project: str, *, name: str, directory: Path, config: Row):
         if importlib.util.find_spec("wandb") is None:
-            raise ValueError("--wandb needs the package: pip install 'halfbyte[wandb]'")
+            raise ValueError("--log.wandb needs the package: pip install 'halfbyte[wandb]'")
         import wandb
 
         marker = directory / "wandb_id"
         if not marker.exists():
-            marker.write_text(wandb.util.generate_id())
+            replace_file(marker, wandb.util.generate_id())
+        kept = marker.read_text(encoding="ascii", errors="replace").strip()
         self._run = wandb.init(
-            project=project, name=name, id=marker.read_text(), resume="allow", dir=directory, config=dict(config)
+            project=project, name=name, id=kept, resume="allow", dir=directory, config=dict(config)
         )
 
     def write(self, row: Row) -> None:
@@ -105,3 +204,50 @@ class WandB:
 
     def close(self) -> None:
         self._run.finish()
+
+
+class Aside:
+    """A sink fed by a thread of its own, for one that talks to a network: the run never waits for it.
+
+    When the thread has failed, or is `MOST_WAITING` rows behind, `write` raises; `close` waits `CLOSE_S` at most.
+    """
+
+    MOST_WAITING = 1000
+    CLOSE_S = 30.0
+
+    def __init__(self, sink: Sink):
+        self._sink = sink
+        self._rows: queue.Queue[Row | None] = queue.Queue(self.MOST_WAITING)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._feed, name="halfbyte-sink", daemon=True)
+        self._thread.start()
+
+    def write(self, row: Row) -> None:
+        self._check()
+        try:
+            self._rows.put_nowait(dict(row))
+        except queue.Full:
+            raise OSError(f"it takes no rows any more, {self.MOST_WAITING} are waiting") from None
+
+    def close(self) -> None:
+        self._check()
+        try:
+            self._rows.put_nowait(None)
+        except queue.Full:
+            raise OSError(f"its last {self.MOST_WAITING} rows were not taken") from None
+        self._thread.join(self.CLOSE_S)
+        self._check()
+        if self._thread.is_alive():
+            raise OSError(f"it did not end within {self.CLOSE_S:.0f} s")
+
+    def _feed(self) -> None:
+        try:
+            while (row := self._rows.get()) is not None:
+                self._sink.write(row)
+            self._sink.close()
+        except BaseException as error:  # handed to the run's own thread by `_check`
+            self._error = error
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise OSError(f"{type(self._error).__name__}: {self._error}")

@@ -5,7 +5,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 
+from halfbyte.inputs import check_real, check_whole
 from halfbyte.ops.rope import RopeScaling
+
+MOST_LAYERS = 10_000
+MOST_PARAMETERS = 10**14
+"""A hundred times the largest model that was ever trained; more is a slip, and no machine could hold its shapes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,15 +33,28 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         for field in ("vocab_size", "embed", "mlp", "layers", "heads", "kv_heads", "head_dim", "max_seq"):
-            value = getattr(self, field)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"model {self.name}: {field} must be a positive integer, got {value!r}")
+            most = {"layers": MOST_LAYERS}.get(field, 2**31 - 1)
+            check_whole(f"model {self.name}: {field}", getattr(self, field), least=1, most=most)
+        eps = self.norm_eps
+        check_real(f"model {self.name}: norm_eps", eps, holds=0 < eps < 1, wanted="above 0 (and below 1)")
+        check_real(f"model {self.name}: rope_theta", self.rope_theta, holds=self.rope_theta > 0, wanted="above 0")
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"model {self.name}: heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"
             )
         if self.head_dim % 2:
             raise ValueError(f"model {self.name}: head_dim must be even for rotary embedding, got {self.head_dim}")
+
+        if (size := self._least_parameters()) > MOST_PARAMETERS:
+            raise ValueError(
+                f"model {self.name}: {size:.1e} parameters, more than the {MOST_PARAMETERS:.0e} that are served; "
+                f"layers {self.layers}, embed {self.embed}, mlp {self.mlp}, vocab_size {self.vocab_size}: one is wrong"
+            )
+
+    def _least_parameters(self) -> int:
+        """The matrices alone, from the numbers, before a single shape is built."""
+        attention = 2 * self.embed * self.head_dim * (self.heads + self.kv_heads)
+        return self.layers * (attention + 3 * self.embed * self.mlp) + self.vocab_size * self.embed
 
     def replace(self, **changes: object) -> LlamaConfig:
         """The same model with some fields changed."""

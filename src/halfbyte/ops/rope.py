@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from halfbyte.inputs import check_real, check_whole
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
@@ -25,8 +27,11 @@ class RopeScaling:
     original_max_seq: int = 8192
 
     def __post_init__(self) -> None:
-        if self.factor < 1:
-            raise ValueError(f"rope_scaling.factor must be at least 1, got {self.factor}")
+        check_real("rope_scaling.factor", self.factor, holds=self.factor >= 1, wanted="at least 1")
+        for name in ("low_freq_factor", "high_freq_factor"):
+            value = getattr(self, name)
+            check_real(f"rope_scaling.{name}", value, holds=value > 0, wanted="above 0")
+        check_whole("rope_scaling.original_max_seq", self.original_max_seq, least=1)
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"rope_scaling.high_freq_factor must exceed low_freq_factor, "

@@ -1,5 +1,6 @@
 """The optimizer as a frozen value, checked when it is made."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,8 +47,9 @@ class OptimizerConfig:
             "nu_dtype": (self.nu_dtype in STATE_DTYPES, "float32 or bfloat16"),
         }
         for name, (holds, wanted) in ranges.items():
-            if not holds:
-                raise ValueError(f"optimizer.{name} must be {wanted}, got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if not holds or (isinstance(value, float) and not math.isfinite(value)):
+                raise ValueError(f"optimizer.{name} must be {wanted}, got {value!r}")
 
 
 def span(value: float, steps: int) -> int:

@@ -16,10 +16,12 @@ decides. A linear that none matches stays in bf16. A rule is WHERE or WHERE=RECI
 import re
 from pathlib import Path
 
+from halfbyte.inputs import read_text
 from halfbyte.recipe.layers import LAYERS, Bound, Policy, Rule, named_rules, policy_names
 from halfbyte.recipe.operands import Recipe
 from halfbyte.recipe.presets import recipe as recipe_of
 
+MOST_FILE = 64 << 10
 SPAN = re.compile(r"^layers\[([^\]]*)\](?:/(.+))?$")
 
 
@@ -30,7 +32,7 @@ def read_policy(text: str) -> str:
     path = Path(text[1:])
     if not path.is_file():
         raise ValueError(f"policy: there is no file {path}; give rules (`mlp/*=nvfp4`), a name, or @FILE")
-    lines = (line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
+    lines = (line.partition("#")[0].strip() for line in read_text(path, most=MOST_FILE).splitlines())
     return "; ".join(line.rstrip(";").strip() for line in lines if line)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -23,7 +24,7 @@ def parse_mesh(text: str) -> dict[str, int]:
         if not part:
             continue
         axis, equals, size = (field.strip() for field in part.partition("="))
-        if not equals or not size.isdigit() or int(size) < 1:
+        if not equals or not re.fullmatch("[0-9]{1,9}", size) or int(size) < 1:
             raise ValueError(f"mesh: {part!r} is not AXIS=SIZE with a size of at least 1, as in fsdp=4,tensor=2")
         if axis in sizes:
             raise ValueError(f"mesh: axis {axis!r} is given twice in {text!r}; name each axis once")

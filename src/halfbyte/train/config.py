@@ -4,9 +4,11 @@ Top-level fields are the flags that every command shares; the rest lives in grou
 (`--optimizer.learning-rate 1e-3`).
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from halfbyte.inputs import check_real, check_run_name, check_whole
 from halfbyte.models import REMAT, LlamaConfig
 from halfbyte.optim import OptimizerConfig, learning_rate
 from halfbyte.recipe import policy, read_policy, recipe
@@ -35,10 +37,9 @@ class PrecisionConfig:
 
     def __post_init__(self) -> None:
         recipe(self.switch_to)
-        if self.switch_at < 0:
-            raise ValueError(f"precision.switch_at must be 0 (never), a fraction or a step, got {self.switch_at}")
-        if self.twin < 0:
-            raise ValueError(f"precision.twin must be 0 (none) or the number of the twin, got {self.twin}")
+        wanted = "0 (never), a fraction or a step"
+        check_real("precision.switch_at", self.switch_at, holds=self.switch_at >= 0, wanted=wanted)
+        check_whole("precision.twin", self.twin, zero="none")
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,9 @@ class LossScaleConfig:
     """Steps without overflow before the scale doubles."""
 
     def __post_init__(self) -> None:
-        mantissa = float(self.initial).hex().split("p")[0]
-        if self.initial <= 0 or mantissa != "0x1.0000000000000":
-            raise ValueError(f"loss_scale.initial must be a power of two, got {self.initial}")
-        if self.growth_interval < 1:
-            raise ValueError(f"loss_scale.growth_interval must be 1 or more, got {self.growth_interval}")
+        power_of_two = self.initial > 0 and math.frexp(self.initial)[0] == 0.5
+        check_real("loss_scale.initial", self.initial, holds=power_of_two, wanted="a power of two")
+        check_whole("loss_scale.growth_interval", self.growth_interval, least=1)
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,10 @@ class ValidationConfig:
     """Steps between validations; 0: only at the end."""
     batches: int = 16
     """Batches a source; 0: the whole split."""
+
+    def __post_init__(self) -> None:
+        check_whole("validation.every", self.every, zero="only at the end")
+        check_whole("validation.batches", self.batches, zero="the whole split")
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,9 @@ class CheckpointConfig:
     """Keep every checkpoint whose step is a multiple of this; 0: none."""
 
     def __post_init__(self) -> None:
-        if self.keep_last < 1:
-            raise ValueError(f"checkpoint.keep_last must be 1 or more, got {self.keep_last}; give 1 to keep the newest")
+        check_whole("checkpoint.every", self.every, zero="only the last")
+        check_whole("checkpoint.keep_last", self.keep_last, least=1)
+        check_whole("checkpoint.keep_every", self.keep_every, zero="none")
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,9 @@ class LogConfig:
     tensorboard: bool = True
     wandb: str = ""
     """Project of Weights & Biases; needs the extra `wandb`."""
+
+    def __post_init__(self) -> None:
+        check_whole("log.every", self.every, least=1)
 
 
 @dataclass(frozen=True)
@@ -132,6 +139,7 @@ class TrainConfig:
     """Directory that keeps compiled programs between runs; empty: off."""
 
     def __post_init__(self) -> None:
+        check_run_name(self.name)
         recipe(self.recipe)
         parse_mesh(self.mesh)
         object.__setattr__(self, "policy", read_policy(self.policy))  # the rules, not the file, are what a run is
@@ -139,22 +147,20 @@ class TrainConfig:
         if self.remat not in REMAT:
             raise ValueError(f"remat must be one of {', '.join(REMAT)}, got {self.remat!r}")
         for name in ("steps", "batch", "accumulate"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+            check_whole(name, getattr(self, name), least=1)
         if self.batch % self.accumulate:
             raise ValueError(
                 f"batch {self.batch} does not split into {self.accumulate} microbatches (accumulate); "
                 "make batch a multiple of accumulate"
             )
-        if self.seq < 0 or self.seq > self.model.max_seq:
+        check_whole("seq", self.seq, zero="as the data set was packed")
+        if self.seq > self.model.max_seq:
             raise ValueError(f"seq must be between 1 and the model's max_seq {self.model.max_seq}, got {self.seq}")
-        if self.unroll < 0:
-            raise ValueError(f"unroll must be 0 (all layers) or more, got {self.unroll}")
-        if not 0 <= self.seed < 2**31:
-            raise ValueError(f"seed must be between 0 and 2^31 - 1, got {self.seed}")
+        check_whole("unroll", self.unroll, zero="all layers")
+        check_whole("seed", self.seed)
+        check_real("z_loss", self.z_loss, holds=self.z_loss >= 0, wanted="0 or more")
+        check_real("watchdog_s", self.watchdog_s, holds=self.watchdog_s >= 0, wanted="0 (off) or more seconds")
         learning_rate(self.optimizer, self.steps)
-        if self.z_loss < 0:
-            raise ValueError(f"z_loss must be 0 or more, got {self.z_loss}")
 
     @property
     def rounding_seed(self) -> int:

@@ -18,6 +18,7 @@ from halfbyte.inputs import read_json, replace_file
 from halfbyte.metrics import read_rows
 
 from . import jsonconfig
+from .claim import check_run_directory
 from .config import TrainConfig
 from .identity import Identity, hash_of, load_identity, new_name, save_identity, text_hash
 from .resume import ChangedConfig, check_unchanged
@@ -39,7 +40,7 @@ def look_at(
 ) -> Found:
     """Raise ValueError if the directory is somebody else's, is in use, or belongs to a run that computes something
     else. Nothing is written."""
-    refuse_foreign_directory(directory)
+    check_run_directory(directory)
     if is_main and (directory / ".lock").exists():
         RunLock(directory).close()  # refuse a directory in use before anything is shown
     if not (directory / CONFIG).exists():
@@ -50,18 +51,6 @@ def look_at(
     stored = read_json(directory / CONFIG)
     check_unchanged(stored, config, allow=allow_change, say=say, ignore=("data",) if identity else ())
     return Found(directory, identity, exists=True)
-
-
-def refuse_foreign_directory(directory: Path) -> None:
-    """Raise ValueError if `directory` holds files but no run: nothing of somebody else's is overwritten."""
-    if not directory.exists():
-        return
-    names = sorted(path.name for path in directory.iterdir() if path.name != ".lock" and path.suffix != ".tmp")
-    if names and CONFIG not in names:
-        raise ValueError(
-            f"run directory {directory} is not empty and holds no run (found {', '.join(names[:4])}); "
-            "give another --run-dir"
-        )
 
 
 def _check_seal(directory: Path, identity: Identity, *, allow: bool, say: Callable[[str], None]) -> None:

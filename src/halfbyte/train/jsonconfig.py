@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from halfbyte.inputs import replace_file
+from halfbyte.inputs import read_json, replace_file
 
 Config = TypeVar("Config")
+MOST_CONFIG = 1 << 20
+"""Bytes of a config file; the largest that is written has three thousand."""
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -73,10 +75,7 @@ def save(config: Any, path: Path) -> None:
 
 def load(kind: type[Config], path: Path) -> Config:
     """The config in a JSON file; ValueError when the file is not one."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+    values = read_json(path, most=MOST_CONFIG)
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold one JSON object, got {type(values).__name__}")
     return from_dict(kind, values)

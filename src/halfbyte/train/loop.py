@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from halfbyte.inputs.compile_cache import use_compile_cache
 from halfbyte.metrics import Finished, OneStepLate, Throughput
 from halfbyte.profiling import Capture, ProfileConfig
 
@@ -75,7 +76,7 @@ def train(
 ) -> RunResult:
     """Train to the last step, or to a signal; resume by itself when the directory has a checkpoint."""
     if config.compile_cache:
-        use_compile_cache(Path(config.compile_cache))
+        use_compile_cache(config.compile_cache, say=console.print)
     session = open_session(config, directory, console=console, allow_change=allow_change)
     show_start(session)
     check_native_gemms(session)
@@ -89,13 +90,6 @@ def train(
         sinks = open_sinks(session, stack, resume_step=start.step if start.resumed else None)
         outputs = Outputs(stack, taken.store, sinks)
         return Loop(session, outputs, start, profile or ProfileConfig()).run()
-
-
-def use_compile_cache(directory: Path) -> None:
-    """Keep compiled programs in `directory` between runs."""
-    jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def _announce(session: Session, start: Start) -> None:

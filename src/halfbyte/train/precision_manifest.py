@@ -250,6 +250,6 @@ def caption(manifest: Manifest) -> str:
         [
             *lines,
             f"{tokens:,} tokens a GEMM; the rest up to 100% of FLOPs is attention, in bf16",
-            f"[bold]{100 * manifest.share_4bit:.1f}% of FLOPs in 4 bits[/bold]; multiplied in {multipliers}",
+            f"{100 * manifest.share_4bit:.1f}% of FLOPs in 4 bits; multiplied in {multipliers}",
         ]
     )

@@ -66,9 +66,6 @@ def run_mesh(config: TrainConfig, devices: list[jax.Device] | np.ndarray | None 
 def check(config: TrainConfig, mesh: Mesh, *, seq: int, device: Device, memory: int | None) -> Preflight:
     """Raise ValueError at the first thing that cannot work; else what is known about the run before it compiles."""
     models.check_mesh(config.model, mesh, batch=config.batch // config.accumulate, seq=seq)
-    manifests = tuple(
-        build_manifest(config, phase.resolved(config), phase.recipe, seq=seq, device=device) for phase in phases(config)
-    )
     estimate = estimate_memory(config, mesh, seq=seq)
     remarks = []
     if memory is not None and estimate.floor > memory:
@@ -82,6 +79,9 @@ def check(config: TrainConfig, mesh: Mesh, *, seq: int, device: Device, memory: 
             f"memory may not suffice: about {estimate.total / GIB:.1f} of {memory / GIB:.1f} GiB; "
             "try --remat full, --remat quantized, more --accumulate, or a larger mesh"
         )
+    manifests = tuple(
+        build_manifest(config, phase.resolved(config), phase.recipe, seq=seq, device=device) for phase in phases(config)
+    )
     return Preflight(manifests, estimate, memory, tuple(remarks))
 
 

@@ -14,7 +14,7 @@ from halfbyte import models
 from halfbyte.checkpoint import Checkpoints
 from halfbyte.conformance import native_gemms_agree
 from halfbyte.devices import lookup
-from halfbyte.metrics import Display, Jsonl, Sink, TensorBoard, Throughput, WandB, make_display
+from halfbyte.metrics import Aside, Display, Guarded, Jsonl, Sink, TensorBoard, Throughput, WandB, make_display
 from halfbyte.sharding import format_mesh
 
 from . import jsonconfig
@@ -157,12 +157,13 @@ def open_sinks(session: Session, stack: ExitStack, *, resume_step: int | None) -
     if not session.is_main:
         return []
     config, directory = session.config, session.directory
-    sinks: list[Sink] = [Jsonl(directory / "metrics.jsonl", resume_step=resume_step)]
+    say, lines, events = session.say, directory / "metrics.jsonl", directory / "tensorboard"
+    sinks: list[Sink] = [Guarded("metrics.jsonl", lambda: Jsonl(lines, resume_step=resume_step, say=say), say)]
     if config.log.tensorboard:
-        sinks.append(TensorBoard(directory / "tensorboard", resume_step=resume_step))
+        sinks.append(Guarded("TensorBoard's log", lambda: TensorBoard(events, resume_step=resume_step), say))
     if config.log.wandb:
-        values = jsonconfig.to_dict(config)
-        sinks.append(WandB(config.log.wandb, name=directory.name, directory=directory, config=values))
+        facts: Any = {"name": directory.name, "directory": directory, "config": jsonconfig.to_dict(config)}
+        sinks.append(Guarded("Weights & Biases", lambda: Aside(WandB(config.log.wandb, **facts)), say))
     for sink in sinks:
         stack.callback(sink.close)
     return sinks

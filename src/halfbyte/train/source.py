@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from halfbyte import data
+from halfbyte.inputs import replace_file
 
 from .config import TrainConfig
 from .step import Batch, batch_sharding
@@ -70,7 +71,7 @@ class Source:
         tokenizer = self.dataset.tokenizer()
         tokenizer.save(directory / "tokenizer.json")
         facts = {"seq": self.seq, "eos": tokenizer.eos, "bos": tokenizer.bos}
-        (directory / "data.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        replace_file(directory / "data.json", json.dumps(facts, indent=1) + "\n")
 
     def describe(self) -> str:
         """One line for the log."""

@@ -1,0 +1,100 @@
+"""Flags read by tyro, its complaints said in Halfbyte's way: one paragraph, with the flag that was probably meant."""
+
+import contextlib
+import difflib
+import io
+import re
+import sys
+from typing import Any
+
+from halfbyte.cli.errors import say_error
+from halfbyte.cli.result import BAD_INPUT
+from halfbyte.inputs.names import printable
+
+# What other programs call it -> the last part of the flag here.
+KNOWN_AS = {
+    "lr": "learning-rate", "max-lr": "learning-rate", "wd": "weight-decay", "beta1": "b1", "beta2": "b2",
+    "adam-b1": "b1", "adam-b2": "b2", "epsilon": "eps", "adam-eps": "eps", "grad-clip": "clip", "max-grad-norm": "clip",
+    "gradient-clipping": "clip", "warmup-steps": "warmup", "warmup-ratio": "warmup", "lr-schedule": "schedule",
+    "lr-scheduler-type": "schedule", "batch-size": "batch", "bs": "batch", "global-batch-size": "batch",
+    "seq-len": "seq", "seq-length": "seq", "sequence-length": "seq", "max-length": "seq", "block-size": "seq",
+    "context-length": "seq", "max-steps": "steps", "num-steps": "steps", "train-steps": "steps", "iterations": "steps",
+    "gradient-accumulation-steps": "accumulate", "grad-accum": "accumulate", "accumulation": "accumulate",
+    "output-dir": "run-dir", "out-dir": "run-dir", "save-dir": "run-dir", "logdir": "run-dir", "dataset": "data",
+    "quantization": "recipe", "dtype": "compute-dtype", "save-every": "every", "save-steps": "every",
+    "eval-every": "every", "eval-steps": "every", "log-every": "every", "logging-steps": "every",
+    "num-layers": "layers", "n-layers": "layers", "depth": "layers", "hidden-size": "embed", "d-model": "embed",
+    "n-heads": "heads", "num-heads": "heads", "ffn-dim": "mlp", "intermediate-size": "mlp", "vocab": "vocab-size",
+    "gradient-checkpointing": "remat", "resume": "run-dir", "random-seed": "seed",
+}  # fmt: skip
+# Of several flags with that last part, the group that is meant.
+GROUP = {"save": "checkpoint", "eval": "validation", "log": "log", "logging": "log"}
+
+
+def read_flags(kind: Any, argv: list[str], *, prog: str, description: str, **settings: Any) -> Any:
+    """The arguments as `kind`. What is wrong with them is said in one paragraph; then SystemExit with 2."""
+    import tyro
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(kind, prog=prog, description=description, args=argv, **settings)
+    except SystemExit as stop:
+        complaint = unboxed(said.getvalue())
+        if stop.code != BAD_INPUT or not (message := explained(complaint, kind, argv, prog, settings)):
+            sys.stderr.write(said.getvalue())
+            raise
+        say_error(message)
+        raise SystemExit(BAD_INPUT) from None
+
+
+def unboxed(text: str) -> str:
+    """tyro's box as one line; its rules stay as `|`."""
+    lines = (re.sub(r"^[│╭╰]─?|[│╮╯]$", "", line.strip()).rstrip() for line in text.splitlines())
+    return " ".join("|" if line and not line.strip(" ─") else line for line in lines)
+
+
+def explained(complaint: str, kind: Any, argv: list[str], prog: str, settings: dict[str, Any]) -> str:
+    """The complaint in our words; empty where tyro's own box says it better."""
+    if found := re.search(r"Error parsing (\S+): (.+?) +\|", complaint):
+        where = f"{found[1]}: " if found[1].startswith("--") else ""
+        message = " ".join(found[2].split())
+        said = re.sub(r"invalid literal for int\(\) with base 10:", "takes a whole number, not", message)
+        return printable(where + re.sub("could not convert string to float:", "takes a number, not", said))
+    if found := re.search(r"Unrecognized options: (.+?) +\|", complaint):
+        words = re.split(r",?\s+", found[1])
+        unknown = [word for word in words if word.startswith("-")] or words[:1]
+        known = ["--json", *known_flags(kind, argv, settings)]
+        lines = [f"unknown flag {flag}; {suggestion(flag, known)}" for flag in unknown]
+        return printable(" ".join([*lines, f"`{prog} --help` lists all of them."]))
+    return ""
+
+
+def suggestion(flag: str, known: list[str]) -> str:
+    near = nearest(flag.partition("=")[0], known)
+    return f"did you mean {' or '.join(near)}?" if near else "nothing here is called like that."
+
+
+def known_flags(kind: Any, argv: list[str], settings: dict[str, Any]) -> list[str]:
+    """Every flag of the command, or of the sub-command that `argv` begins with, as its help shows them."""
+    import tyro
+
+    shown = io.StringIO()
+    first = [word for word in argv[:1] if not word.startswith("-")]
+    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+        tyro.cli(kind, args=[*first, "--help"], **settings)
+    return sorted(set(re.findall(r"(?<![\w.-])--[a-z][a-z0-9.-]*", shown.getvalue())))
+
+
+def nearest(flag: str, known: list[str]) -> list[str]:
+    """The flags that were probably meant, likeliest first, at most two."""
+    wanted = flag.lstrip("-").replace("_", "-")
+    group, _, last = wanted.rpartition(".")
+    target = KNOWN_AS.get(last)
+    if target:
+        same = [name for name in known if name.rpartition(".")[2].lstrip("-") == target]
+        inside = [name for name in same if name.startswith(f"--{group or GROUP.get(last.split('-')[0], '')}.")]
+        if chosen := inside or same:
+            return chosen[:2]
+    last_part = [name for name in known if "." in name and name.rpartition(".")[2] == last]
+    return last_part[:2] or difflib.get_close_matches(f"--{wanted}", known, n=1, cutoff=0.6)

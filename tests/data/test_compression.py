@@ -1,0 +1,132 @@
+"""Compressed input under attack: flipped bits, files cut anywhere, bombs. Oracle: the text that was compressed."""
+
+import gzip
+import lzma
+import random
+import subprocess
+import sys
+
+import pytest
+import zstandard
+
+from halfbyte.data.compression import decompressed
+
+TEXT = " ".join(f"{number} sheep and {number * number % 977} goats" for number in range(3000)).encode()
+
+
+def zst(data=TEXT, *, checksum=True, **settings):
+    return zstandard.ZstdCompressor(write_checksum=checksum, **settings).compress(data)
+
+
+STORED = {
+    "a.txt.zst": zst(),
+    "many.txt.zst": b"".join(zst(TEXT[at : at + 9000]) for at in range(0, len(TEXT), 9000)),
+    "skippable.txt.zst": b"\x50\x2a\x4d\x18\x05\x00\x00\x00hello" + zst(),
+    "stored.txt.zst": zst(random.Random(0).randbytes(300_000)),
+    "a.txt.gz": gzip.compress(TEXT),
+    "a.txt.xz": lzma.compress(TEXT),
+    "two.txt.xz": lzma.compress(TEXT[:5000]) + lzma.compress(TEXT[5000:]) + bytes(8),
+}
+
+
+def read(folder, name, content, **settings):
+    (folder / name).write_bytes(content)
+    return b"".join(block for block, _ in decompressed(folder / name, name=name, **settings))
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_what_was_compressed_comes_back(tmp_path, name):
+    expected = random.Random(0).randbytes(300_000) if name == "stored.txt.zst" else TEXT
+    assert read(tmp_path, name, STORED[name]) == expected
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_flipped_bit_never_passes_as_other_text(tmp_path, name):
+    """150 seeded flips a file: refused, or in a place that holds nothing of the text."""
+    dice, stored = random.Random(name), STORED[name]
+    expected = read(tmp_path, name, stored)
+    refused = 0
+    for _ in range(150):
+        at = dice.randrange(8 * len(stored))
+        flipped = bytearray(stored)
+        flipped[at // 8] ^= 1 << at % 8
+        try:
+            assert read(tmp_path, name, bytes(flipped)) == expected
+        except ValueError:
+            refused += 1
+    assert refused > 100
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_file_that_is_cut_is_refused(tmp_path, name):
+    """At 60 places; only between two frames can a cut not be seen."""
+    dice, stored = random.Random(name), STORED[name]
+    boundaries = {len(stored)} if "many" not in name and "two" not in name and "skip" not in name else None
+    for _ in range(60):
+        at = dice.randrange(1, len(stored))
+        if boundaries is None and read_or_none(tmp_path, name, stored[:at]) is not None:
+            assert read(tmp_path, name, stored[:at]) == TEXT[: len(read(tmp_path, name, stored[:at]))]
+        elif boundaries is not None:
+            with pytest.raises(ValueError, match="damaged or cut short"):
+                read(tmp_path, name, stored[:at])
+
+
+def read_or_none(folder, name, content):
+    try:
+        return read(folder, name, content)
+    except ValueError:
+        return None
+
+
+def test_no_checksum_is_refused_unless_accepted(tmp_path):
+    for name, stored in {
+        "a.txt.zst": zst(checksum=False),
+        "b.txt.zst": zst() + zst(checksum=False),
+        "a.txt.xz": lzma.compress(TEXT, check=lzma.CHECK_NONE),
+    }.items():
+        with pytest.raises(ValueError, match=f"{name}: .* without a checksum.*--unchecked"):
+            read(tmp_path, name, stored)
+        assert read(tmp_path, name, stored, unchecked=True).startswith(TEXT)
+
+
+BOMB = """
+import resource, sys, pathlib
+from halfbyte.data.compression import decompressed
+for path in map(pathlib.Path, sys.argv[1:]):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    said = "nothing"
+    try:
+        for block, _ in decompressed(path, name=path.name):
+            pass
+    except ValueError as error:
+        said = str(error)
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024, said, sep="|")
+"""
+
+
+def test_bombs_take_little_memory_and_are_refused(tmp_path):
+    """Zeros: 2 GiB as zstd, 80 MiB as xz and gzip. Stated limit: the decompressor's own memory and a few blocks."""
+    small, large, xz = tmp_path / "a.txt.gz", tmp_path / "a.txt.zst", tmp_path / "a.txt.xz"
+    zeros = bytes(1 << 22)
+    with large.open("wb") as raw, zstandard.ZstdCompressor(write_checksum=True).stream_writer(raw) as out:
+        for _ in range(512):
+            out.write(zeros)
+    with gzip.open(small, "wb", 1) as first, lzma.open(xz, "wb", preset=0) as second:
+        for _ in range(20):
+            first.write(zeros)
+            second.write(zeros)
+    command = [sys.executable, "-c", BOMB, small, large, xz]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = [line.split("|") for line in done.stdout.splitlines()]
+    assert all(int(mib) < 64 for mib, _ in lines), lines
+    said = [text for _, text in lines]
+    assert "nothing" in said[0]  # deflate cannot expand much further than a thousandfold, and 80 MiB is little
+    assert "expands more than 1000 fold" in said[1] and "expands more than 1000 fold" in said[2]
+
+
+def test_a_window_that_is_too_large_is_refused(tmp_path):
+    settings = zstandard.ZstdCompressionParameters.from_level(3, window_log=30, enable_ldm=True, write_checksum=1)
+    stored = zstandard.ZstdCompressor(compression_params=settings).compressobj()
+    data = stored.compress(TEXT) + stored.flush()
+    with pytest.raises(ValueError, match="does not decompress"):
+        read(tmp_path, "a.txt.zst", data)
