@@ -1,13 +1,15 @@
 """What a step costs on this machine: its time, its memory, the largest batch that fits."""
 
 from .fitting import Fit, bytes_needed, compile_step, fit_batch
+from .flag_sets import SetResult, measure_sets, ratios
 from .placement import Placement, hidden, needed_flops, placement
-from .timing import Measured, compare, count_gemms, measure, measure_largest
+from .timing import Measured, compare, count_gemms, measure, measure_largest, without_communication
 
 __all__ = [
     "Fit",
     "Measured",
     "Placement",
+    "SetResult",
     "bytes_needed",
     "compare",
     "compile_step",
@@ -16,6 +18,9 @@ __all__ = [
     "hidden",
     "measure",
     "measure_largest",
+    "measure_sets",
     "needed_flops",
     "placement",
+    "ratios",
+    "without_communication",
 ]

@@ -1,11 +1,15 @@
 """Step time, TFLOP/s and memory of a model under several recipes, on this machine, in one table.
 
 The step is the trainer's own (float32 master weights, AdamW) on synthetic tokens. Ratios are to bf16 in the same run,
-and are given only if the operands of every backend equal the definition bit for bit on this device."""
+and are given only if the operands of every backend equal the definition bit for bit on this device.
+
+halfbyte bench llama3-8b --layers 16 --batch 16 --mesh fsdp=8 --unroll 1 --mock-gpus 8
+halfbyte bench llama3-8b --layers 16 --batch 16 --recipes bf16 --flags all"""
 
 import dataclasses
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -60,6 +64,11 @@ class Args:
     (--batch, --steps and --repeats do not count)."""
     memory_gib: float = 0.0
     """What --largest-batch may fill on a device; 0: what the allocator of this one has."""
+    mock_gpus: int = 0
+    """Time one GPU's part of a step on N GPUs, on one GPU, without communication: compute only, results are garbage.
+    0: the devices that are here."""
+    flags: str = "recommended"
+    """Sets of XLA flags, comma-separated, or `all`: more than one are compared in one table, a process each."""
     synthetic: bool = True
     """Random tokens; the only source there is for a speed run."""
     state: Literal["float32", "bfloat16"] = "float32"
@@ -69,51 +78,126 @@ class Args:
 
 
 def run(args: Args) -> Result:
-    from halfbyte import launch
-
     if args.out is not None:
         check_output(args.out, flag="--out")
-    gpus = launch.visible_gpus()
-    for line in launch.apply(
-        launch.recommended(gpus[0], several=len(gpus) > 1) if gpus else (), os.environ, known=launch.known_to_xla
-    ):
-        console().print(line)
-    launch.start(launch.DistributedConfig(), say=console().print)
+    if len(sets_of(args)) > 1:
+        return run_flag_sets(args)
+    mock = prepare(args)
     from halfbyte import bench, conformance
     from halfbyte.recipe import recipe
 
+    say = printer(mock)
     chosen = [recipe(name) for name in args.recipes.split(",")]
     checks = {r.name: conformance.operands_agree(r) for r in chosen if r.quantized}
     passed = all(all(found.values()) for found in checks.values())
     rows: list[bench.Measured] = []
     for remat in args.remat.split(","):
         for r in chosen:
-            console().print(f"measuring {r.name}, remat {remat} ...")
-            rows.append(measured(args, config_of(args, r.name, remat)))
+            say(f"measuring {r.name}, remat {remat} ...")
+            row = measured(args, config_of(args, r.name, remat), say)
+            rows.append(bench.without_communication(row) if mock and mock.mocked else row)
     rows = bench.compare(rows) if passed else rows
-    console().print(table(COLUMNS, map(cells, rows), title=title(args)))
+    console().print(table(COLUMNS, (cells(row, mock) for row in rows), title=title(args, mock)))
     for name, found in checks.items():
-        console().print(
-            f"bits of {name}: " + ", ".join(f"{b} {'equal' if ok else 'DIFFER'}" for b, ok in found.items())
-        )
+        say(f"bits of {name}: " + ", ".join(f"{b} {'equal' if ok else 'DIFFER'}" for b, ok in found.items()))
     if not passed:
-        console().print("the operands differ from the definition: no ratio is given, because it would mean nothing")
-    flags = {name: value for name, value in dataclasses.asdict(args).items() if name != "out"}
-    data: dict[str, Any] = {"args": flags, "bits": checks, "rows": [dataclasses.asdict(r) for r in rows], **versions()}
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        say("the operands differ from the definition: no ratio is given, because it would mean nothing")
+    data = {"args": plain_args(args), "bits": checks, "rows": [dataclasses.asdict(r) for r in rows], **versions()}
+    data["measured"] = mock.label if mock else "whole steps"
+    write(args, data)
     return Result(data, DONE if passed else NOT_PASSED)
 
 
-def measured(args: Args, config: Any) -> Any:
+def prepare(args: Args) -> Any:
+    """Set what must be set before JAX touches a device; what --mock-gpus set up, or None."""
+    from halfbyte import launch
+
+    (flags,) = sets_of(args)
+    gpus = launch.visible_gpus()
+    several = len(gpus) > 1 or args.mock_gpus > 0
+    settings = launch.recommended(gpus[0], several=several, flags=flags) if gpus else ()
+    mock = launch.mock_gpus(args.mock_gpus, os.environ, gpu=bool(gpus)) if args.mock_gpus else None
+    say = printer(mock)
+    for line in launch.apply(settings, os.environ, known=launch.known_to_xla):
+        say(line)
+    launch.start(launch.DistributedConfig(), say=say)
+    if mock:
+        launch.check_mock(mock)
+    return mock
+
+
+def printer(mock: Any) -> Callable[[str], None]:
+    """What prints a line, with the label of a mocked measurement in front of it."""
+    return lambda text: console().print(f"{mock.label}: {text}" if mock else text, soft_wrap=True)
+
+
+def sets_of(args: Args) -> list[str]:
+    """The sets of XLA flags that were named, each known."""
+    from halfbyte.launch import FLAG_SETS
+
+    names = list(FLAG_SETS) if args.flags == "all" else args.flags.split(",")
+    unknown = [name for name in names if name not in FLAG_SETS]
+    if unknown:
+        raise BadInput(f"no set of flags is called {', '.join(unknown)}; there are {', '.join(FLAG_SETS)}, and all")
+    return names
+
+
+def run_flag_sets(args: Args) -> Result:
+    """The same measurement under each set of flags, in processes of their own, as one table."""
+    from halfbyte.bench import measure_sets, ratios
+    from halfbyte.launch import FLAG_SETS, visible_gpus
+
+    names = sets_of(args)
+    if not visible_gpus():
+        raise BadInput("--flags compares flags that XLA has for NVIDIA GPUs, and this machine has none")
+    found = measure_sets(names, arguments_of(args), say=console().print)
+    beside = ratios(found)
+    rows = []
+    for each in found:
+        flags = " ".join(f"{s.name.removeprefix('xla_gpu_')}={s.value}" for s in FLAG_SETS[each.name]) or "XLA's own"
+        for row in each.rows:
+            ratio = beside.get((each.name, row["recipe"], row["remat"]))
+            rows.append((each.name, row["recipe"], number(row["milliseconds"], ".1f"), number(ratio, ".3f"), flags))
+        if not each.rows:
+            rows.append((each.name, "-", "-", "-", each.note))
+    what = f"compute only, one of {args.mock_gpus} mocked GPUs: " if args.mock_gpus else ""
+    columns = ("flags", "recipe", "ms", f"vs {names[0]}", "what they are")
+    console().print(table(columns, rows, title=f"{what}{args.model} under {len(names)} sets of XLA flags"))
+    data = {"args": plain_args(args), "sets": [dataclasses.asdict(each) for each in found]}
+    write(args, data)
+    return Result(data, DONE if all(each.rows for each in found) else NOT_PASSED)
+
+
+def arguments_of(args: Args) -> list[str]:
+    """The flags that make these arguments, but for those of the table: --flags and --out."""
+    found = [args.model]
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        if field.name in ("model", "flags", "out") or value == field.default:
+            continue
+        name = field.name.replace("_", "-")
+        found += [f"--{'' if value else 'no-'}{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
+    return found
+
+
+def plain_args(args: Args) -> dict[str, Any]:
+    return {name: value for name, value in dataclasses.asdict(args).items() if name != "out"}
+
+
+def write(args: Args, data: dict[str, Any]) -> None:
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def measured(args: Args, config: Any, say: Callable[[str], None]) -> Any:
     """The row of one recipe under one remat: at the batch that was asked for, or at the largest that fits."""
     from halfbyte import bench
 
     if not args.largest_batch:
         return bench.measure(config, seq=seq_of(args), steps=args.steps, repeats=args.repeats)
     limit = memory_limit(args)
-    return bench.measure_largest(config, seq=seq_of(args), limit=limit, say=console().print)
+    return bench.measure_largest(config, seq=seq_of(args), limit=limit, say=say)
 
 
 def memory_limit(args: Args) -> int:
@@ -152,20 +236,22 @@ def config_of(args: Args, recipe_name: str, remat: Any) -> Any:
     )  # fmt: skip
 
 
-def cells(row: Any) -> tuple[str, ...]:
-    def number(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
+def number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
+
+def cells(row: Any, mock: Any = None) -> tuple[str, ...]:
+    name = f"{row.recipe}, {mock.label}" if mock else row.recipe
     gemms = ", ".join(f"{count} {name}" for name, count in row.gemms.items() if count)
     return (
-        row.recipe, row.remat, str(row.batch), number(row.milliseconds, ".1f"), number(row.tokens_per_s, ",.0f"),
+        name, row.remat, str(row.batch), number(row.milliseconds, ".1f"), number(row.tokens_per_s, ",.0f"),
         number(row.tflops, ".1f"), number(row.mfu, ".1%"), number(row.ratio, ".3f"),
         number(row.temporaries_gib, ".2f"), number(row.activations_gib, ".2f"), number(row.peak_gib, ".2f"),
         gemms, row.note or row.backends,
     )  # fmt: skip
 
 
-def title(args: Args) -> str:
+def title(args: Args, mock: Any = None) -> str:
     import jax
 
     from halfbyte.devices import lookup
@@ -173,7 +259,8 @@ def title(args: Args) -> str:
     layers = f", {args.layers} layers" if args.layers else ""
     batch = "the largest batch" if args.largest_batch else f"batch {config_of(args, 'bf16', 'none').batch}"
     size = f"{batch}, seq {seq_of(args)}, policy {args.policy}"
-    return f"{args.model}{layers}, {size}, on {len(jax.devices())} x {lookup(jax.devices()[0]).name}"
+    where = f"{len(jax.devices())} x {lookup(jax.devices()[0]).name}"
+    return f"{mock.label + ': ' if mock else ''}{args.model}{layers}, {size}, on {where}"
 
 
 def versions() -> dict[str, str]:

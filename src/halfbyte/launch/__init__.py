@@ -1,17 +1,22 @@
 """One process becomes one of many: peers, coordinator, and the settings a GPU run wants."""
 
 from .cluster import DistributedConfig, Peers, find_peers
+from .mock import Mock, check_mock, mock_gpus
 from .start import Launched, start
-from .xla_flags import Setting, apply, known_to_xla, recommended, visible_gpus
+from .xla_flags import FLAG_SETS, Setting, apply, known_to_xla, recommended, visible_gpus
 
 __all__ = [
+    "FLAG_SETS",
     "DistributedConfig",
     "Launched",
+    "Mock",
     "Peers",
     "Setting",
     "apply",
+    "check_mock",
     "find_peers",
     "known_to_xla",
+    "mock_gpus",
     "recommended",
     "start",
     "visible_gpus",

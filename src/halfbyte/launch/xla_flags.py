@@ -36,6 +36,11 @@ EVERY_GPU = (
     Setting("xla_gpu_reduce_scatter_combine_threshold_bytes", str(GIB), "the same for gradients"),
     Setting("xla_gpu_all_reduce_combine_threshold_bytes", str(GIB), "the same for replicated parameters"),
 )
+# What `halfbyte bench --flags` can compare: the same program under other flags of XLA, everything else as it is.
+FLAG_SETS: dict[str, tuple[Setting, ...]] = {
+    "recommended": EVERY_GPU,
+    "none": (),
+}
 # Hopper only: NVIDIA's tuning guide for JAX advises against a single queue on Blackwell.
 HOPPER = (Setting("CUDA_DEVICE_MAX_CONNECTIONS", "1", "collectives launch before the GEMM they hide behind"),)
 # The rest of the card is for the CUDA context and the kernels; NCCL takes its buffers from there as well.
@@ -48,13 +53,15 @@ MANY_GPUS = (
 )
 
 
-def recommended(device: str, *, several: bool) -> tuple[Setting, ...]:
-    """Settings for a GPU by its product name (`NVIDIA H200`); none for anything else."""
+def recommended(device: str, *, several: bool, flags: str = "recommended") -> tuple[Setting, ...]:
+    """Settings for a GPU by its product name (`NVIDIA H200`), with the flags of XLA that a set of FLAG_SETS names; none
+    for anything else.
+    """
     name = device.upper()
     if not any(word in name for word in ("NVIDIA", "H100", "H200", "B200", "B300")):
         return ()
     family = HOPPER if any(word in name for word in ("H100", "H200")) else ()
-    return EVERY_GPU + family + (MANY_GPUS if several else ONE_GPU)
+    return FLAG_SETS[flags] + family + (MANY_GPUS if several else ONE_GPU)
 
 
 def visible_gpus() -> list[str]:

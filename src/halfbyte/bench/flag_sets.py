@@ -1,0 +1,56 @@
+"""One command under several sets of XLA flags, each in a process of its own, because XLA reads its flags once."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+HALFBYTE = (sys.executable, "-c", "from halfbyte.cli.main import entry; entry()")
+
+
+@dataclass(frozen=True)
+class SetResult:
+    """The rows that `halfbyte bench --json` gave under one set; `note` says why there are none."""
+
+    name: str
+    rows: tuple[Mapping[str, Any], ...] = ()
+    note: str = ""
+    circumstances: Mapping[str, Any] = field(default_factory=dict)
+
+
+def measure_sets(names: Sequence[str], arguments: Sequence[str], *, say: Callable[[str], None]) -> list[SetResult]:
+    """`halfbyte bench ARGUMENTS` under each set, one after the other."""
+    found = []
+    for name in names:
+        say(f"measuring under the flags {name!r} ...")
+        found.append(measure_set(name, arguments))
+    return found
+
+
+def measure_set(name: str, arguments: Sequence[str]) -> SetResult:
+    """`halfbyte bench ARGUMENTS --flags NAME` in a process of its own. A set under which it fails is a result too."""
+    command = [*HALFBYTE, "bench", *arguments, "--flags", name, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        data = json.loads(done.stdout)
+    except ValueError:
+        last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
+        return SetResult(name, note=f"failed with exit code {done.returncode}: {last[:300]}")
+    rest = {key: value for key, value in data.items() if key != "rows"}
+    return SetResult(name, tuple(data["rows"]), circumstances=rest)
+
+
+def ratios(found: Sequence[SetResult]) -> dict[tuple[str, str, str], float]:
+    """(set, recipe, remat) -> its speed beside the first set's for the same recipe and remat."""
+    times = {
+        (each.name, row["recipe"], row["remat"]): row["milliseconds"]
+        for each in found
+        for row in each.rows
+        if row["milliseconds"]
+    }
+    first = found[0].name if found else ""
+    return {
+        key: times[first, *key[1:]] / milliseconds for key, milliseconds in times.items() if (first, *key[1:]) in times
+    }
