@@ -16,7 +16,7 @@ SOURCE = ROOT / "src" / "halfbyte"
 
 LAYERS = (
     ("formats", "devices", "inputs", "program"),
-    ("recipe", "sharding"),
+    ("recipe", "sharding", "ranks"),
     ("ops",),
     ("models", "data", "optim", "checkpoint", "metrics", "profiling", "conformance"),
     ("train", "evaluation"),

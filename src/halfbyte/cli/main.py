@@ -53,7 +53,7 @@ from types import ModuleType
 from typing import Any
 
 from halfbyte.cli.errors import say_error
-from halfbyte.cli.result import BAD_INPUT, DONE, FAILED, Result
+from halfbyte.cli.result import BAD_INPUT, DONE, FAILED, PREEMPTED, Result
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parent
@@ -64,7 +64,9 @@ BAD_PATH_CODES = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS, errno.ENODEV, er
 MACHINE_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EIO, errno.EFBIG, errno.ENOMEM)
 BROKEN_PIPE = 128 + signal.SIGPIPE
 # Shown first and in this order by `halfbyte --help`; commands not named here follow by name.
-ORDER = tuple("train generate eval compare parity inspect plan data recipes bench import export doctor".split())
+ORDER = tuple(
+    "train launch verify generate eval compare parity inspect plan data recipes bench import export doctor".split()
+)
 
 
 def entry() -> None:
@@ -167,9 +169,11 @@ def run_command(name: str, file: Path, flags: list[str], *, as_json: bool) -> in
     """Parses the flags, runs the command with stdout kept clean if `as_json`, and reports any error."""
     from halfbyte.devices.platform import load_jax_quietly, settle_platform
 
-    if settle_platform(os.environ):
-        load_jax_quietly()
     with contextlib.ExitStack() as stack:
+        if name == "train":
+            stack.enter_context(_resumable())
+        if settle_platform(os.environ):
+            load_jax_quietly()
         stdout = stack.enter_context(_stdout_to_stderr()) if as_json else sys.stdout
         try:
             module = importlib.import_module(f"halfbyte.cli.{file.stem}")
@@ -252,6 +256,19 @@ def is_bad_input(error: BaseException) -> bool:
 
 def _paragraph(error: BaseException) -> str:
     return str(error) or type(error).__name__
+
+
+@contextlib.contextmanager
+def _resumable() -> Iterator[None]:
+    """SIGTERM while nothing has begun yet is a preemption like any other: exit 75, which schedulers put back."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: os._exit(PREEMPTED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

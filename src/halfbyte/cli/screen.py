@@ -1,9 +1,11 @@
 """What commands print with: a console that does not fold tables when its output is piped, and that shows text of
 unknown origin (a source name, a path, a recipe) as it is, neither as markup nor as commands to the terminal."""
 
+import errno
+import os
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TextIO
 
 from rich import box
 from rich.console import Console
@@ -47,3 +49,37 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: st
     for row in rows:
         made.add_row(*map(str, row))
     return made
+
+
+class MayClose:
+    """A stream whose reader may go away (`halfbyte train | head`, a terminal that is closed). Then `on_close` is
+    called once, and what is written goes nowhere: losing the reader must not lose the run."""
+
+    def __init__(self, stream: TextIO, *, on_close: Callable[[], None]):
+        self._stream, self._on_close, self._open = stream, on_close, True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write, or do nothing once the reader is gone."""
+        self._guarded(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush, or do nothing once the reader is gone."""
+        self._guarded(self._stream.flush)
+
+    def _guarded(self, act: Callable[[], object]) -> None:
+        if not self._open:
+            return
+        try:
+            act()
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            self._open = False
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())  # Python flushes what is left when it exits
+            os.close(nowhere)
+            self._on_close()

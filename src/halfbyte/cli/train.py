@@ -8,16 +8,21 @@ goes on with the config that DIR holds."""
 
 import datetime
 import os
+import re
 import sys
+import time
+import traceback
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO, cast
 
 import tyro
 
 from halfbyte.cli.flags import read_flags
-from halfbyte.cli.result import DONE, FAILED, NOT_PASSED, PREEMPTED, Result
+from halfbyte.cli.result import BAD_INPUT, DONE, FAILED, NOT_PASSED, PREEMPTED, Result
+from halfbyte.cli.screen import MayClose
 from halfbyte.inputs import check_output
 from halfbyte.launch.cluster import DistributedConfig
 from halfbyte.profiling import ProfileConfig
@@ -26,6 +31,7 @@ from halfbyte.train.config import TrainConfig
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from halfbyte.ranks import End, Group
     from halfbyte.train import RunResult
 
 SWITCHES = ("--allow-change", "--no-allow-change", "--json", "--sample", "--no-sample")
@@ -98,33 +104,97 @@ def run(args: Args) -> Result:
     """Launch, train, report."""
     from halfbyte import launch
     from halfbyte.cli.screen import PlainConsole
+    from halfbyte.ranks import Signals
 
-    console = PlainConsole(file=sys.stdout)
-    say = _printer(console)
-    if args.xla_flags == "recommended":
-        gpus = launch.visible_gpus()
-        settings = launch.recommended(gpus[0], several=len(gpus) > 1) if gpus else ()
-        for line in launch.apply(settings, os.environ, known=launch.known_to_xla):
-            say(line)
-    started = launch.start(args.distributed, say=say)
-    return _train(args, console, main=started.process == 0)
+    with Signals(_stopped_early) as signals:
+        output = MayClose(sys.stdout, on_close=lambda: signals.on_signal("a closed pipe"))
+        console = PlainConsole(file=cast(TextIO, output))
+        say = _printer(console)
+        if args.xla_flags == "recommended":
+            gpus = launch.visible_gpus()
+            settings = launch.recommended(gpus[0], several=len(gpus) > 1) if gpus else ()
+            for line in launch.apply(settings, os.environ, known=launch.known_to_xla):
+                say(line)
+        started = launch.start(args.distributed, watchdog_s=args.run.watchdog_s, say=say)
+        signals.on_signal = started.group.request_stop
+        result = ending(started.group, lambda: _train(args, console, started.group))
+        started.group.close()
+        return result
+
+
+def _stopped_early(name: str) -> None:
+    from halfbyte.ranks import End, leave
+
+    leave(End(0, f"stopped by {name} before the run began; nothing is lost, start it again", PREEMPTED))
+
+
+def ending(group: "Group", work: Callable[[], Result]) -> Result:
+    """What `work` returns. When it fails, on one rank of several, every rank says the same sentence and exits with the
+    same code; a group of one leaves errors to the command line."""
+    try:
+        return work()
+    except BaseException as error:
+        if group.count == 1:
+            raise
+        end = failure(group, error)
+        leave_together(group, end)
+        raise AssertionError("unreachable") from error
+
+
+def failure(group: "Group", error: BaseException) -> "End":
+    """How the group ends after an error on this rank."""
+    from halfbyte.cli.main import is_bad_input
+    from halfbyte.ranks import Disagreement
+
+    if isinstance(error, Disagreement):
+        return group.fail_as(str(error), BAD_INPUT)
+    if is_bad_input(error):
+        return group.fail(str(error), BAD_INPUT)
+    if lost_a_peer(error):
+        return group.explain(error)
+    if not isinstance(error, KeyboardInterrupt):
+        traceback.print_exception(error)
+    return group.fail(f"failed: {type(error).__name__}: {error}", FAILED)
+
+
+def lost_a_peer(error: BaseException) -> bool:
+    """True for what a collective raises when the other side is gone."""
+    return re.search(r"gloo|nccl|coordination|UNAVAILABLE|by peer|DEADLINE|Barrier", str(error), re.I) is not None
+
+
+def leave_together(group: "Group", end: "End") -> None:
+    """Give the others time to read the sentence before this process goes; rank 0, which keeps the store, goes last."""
+    from halfbyte.ranks import leave
+
+    time.sleep(2.0 if group.rank else 4.0)
+    leave(end)
 
 
 def _printer(console: "Console") -> Any:
     return lambda text: console.print(text, soft_wrap=True)
 
 
-def _train(args: Args, console: "Console", *, main: bool) -> Result:
+def _train(args: Args, console: "Console", group: "Group") -> Result:
     from halfbyte.conformance import SelfTestFailed
     from halfbyte.train import Diverged, train
     from halfbyte.train.claim import NothingLeft
 
-    directory = run_directory(args)
+    main = group.rank == 0
+    directory = run_directory(args, group)
     try:
         with NothingLeft(directory) if main else nullcontext():
-            result = train(args.run, directory, console=console, allow_change=args.allow_change, profile=args.profiling)
+            result = train(
+                args.run,
+                directory,
+                console=console,
+                allow_change=args.allow_change,
+                profile=args.profiling,
+                group=group,
+            )
     except (Diverged, SelfTestFailed) as stop:
         code = FAILED if isinstance(stop, Diverged) else NOT_PASSED
+        if group.count > 1:
+            leave_together(group, group.fail_as(str(stop), code))
         print(f"halfbyte: {stop}", file=sys.stderr, flush=True)
         return Result({"run_dir": str(directory), "error": str(stop)}, code)
     if result.stopped:
@@ -152,19 +222,12 @@ def _data(result: "RunResult") -> dict[str, Any]:
     }
 
 
-def run_directory(args: Args) -> Path:
-    """--run-dir, or runs/NAME-DATE, agreed upon by all processes."""
+def run_directory(args: Args, group: "Group") -> Path:
+    """--run-dir, or runs/NAME-DATE as the first process says it: clocks and time zones differ."""
     if args.run_dir:
         return check_output(args.run_dir, flag="--run-dir")
-    import jax
-    import numpy as np
-    from jax.experimental import multihost_utils
-
-    seconds = int(datetime.datetime.now().timestamp())
-    if jax.process_count() > 1:
-        seconds = int(multihost_utils.broadcast_one_to_all(np.int32(seconds)))
-    date = datetime.datetime.fromtimestamp(seconds).strftime("%Y%m%d-%H%M%S")
-    return Path("runs") / f"{args.run.name}-{date}"
+    date = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    return Path("runs") / group.share("name", f"{args.run.name}-{date}")[0]
 
 
 def report(args: Args, result: "RunResult", console: "Console") -> dict[str, Any]:

@@ -31,6 +31,7 @@ class DistributedConfig:
     """Show the CPU of each process as this many devices."""
     initialization_timeout_s: int = 300
     heartbeat_timeout_s: int = 60
+    """A rank without a sign of life for this long is said to have stopped, and every rank ends."""
 
     def __post_init__(self) -> None:
         if self.cluster not in ("auto", "none", "slurm", "openmpi", "kubernetes"):

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 import jax
 
+from halfbyte.ranks import Group, Limits, connect, on_terminate
+
 from .cluster import FIRST_PORT, LOOPBACK, DistributedConfig, Peers, find_peers, under_kubernetes
+
+BACKSTOP = 10
+"""JAX's own heartbeat ends a group without a sentence; ours comes first."""
 
 
 @dataclass(frozen=True)
@@ -15,27 +20,32 @@ class Launched:
     """What was started, for the log: `one process`, or who the peers are."""
 
     text: str
-    processes: int
-    process: int
+    group: Group
 
 
-def start(config: DistributedConfig, *, say: Callable[[str], None] = print) -> Launched:
-    """Connect to the peers, if there are any, and say how."""
+def start(config: DistributedConfig, *, watchdog_s: float = 0.0, say: Callable[[str], None] = print) -> Launched:
+    """Connect to the peers, if there are any, and say how. The group that comes back is open: it watches."""
+    silence = float(config.heartbeat_timeout_s)
+    limits = Limits(silence=min(silence, watchdog_s) if watchdog_s else silence, progress=watchdog_s)
     _settle_cpu(config, many=False)
     peers = find_peers(config, os.environ)
+    client = None
     if peers is not None:
         _settle_cpu(config, many=True)
-        _connect(config, peers)
+        client = _connect(config, peers)
     elif under_kubernetes(config, os.environ):
         _settle_cpu(config, many=True)
         peers = _connect_kubernetes(config)
+        client = _client()
     if peers is None:
-        return Launched("one process", 1, 0)
+        return Launched("one process", Group(limits=limits).open())
+    group = Group(peers.process, peers.processes, client, limits=limits).open()
+    on_terminate(group.runtime_died)
     text = f"process {peers.process} of {peers.processes} ({peers.source}), coordinator {peers.coordinator}"
     if peers.process == 0:
         text += f", listening on {peers.bind}"
     say(text)
-    return Launched(text, peers.processes, peers.process)
+    return Launched(text, group)
 
 
 def _settle_cpu(config: DistributedConfig, *, many: bool) -> None:
@@ -45,23 +55,30 @@ def _settle_cpu(config: DistributedConfig, *, many: bool) -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
 
 
-def _connect(config: DistributedConfig, peers: Peers) -> None:
+def _connect(config: DistributedConfig, peers: Peers) -> object:
     if peers.process == 0:
         _check_port_is_free(peers.bind)
-    jax.distributed.initialize(
+    return connect(
         peers.coordinator,
         peers.processes,
         peers.process,
-        local_device_ids=list(peers.local_devices) if peers.local_devices else None,
-        cluster_detection_method="deactivate",
-        coordinator_bind_address=peers.bind,
-        initialization_timeout=config.initialization_timeout_s,
-        heartbeat_timeout_seconds=config.heartbeat_timeout_s,
+        bind=peers.bind,
+        local_devices=peers.local_devices,
+        initialization_timeout_s=config.initialization_timeout_s,
+        heartbeat_timeout_s=BACKSTOP * config.heartbeat_timeout_s,
     )
+
+
+def _client() -> object:
+    """The key-value store of a group that JAX has connected by itself."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
 
 
 def _connect_kubernetes(config: DistributedConfig) -> Peers:
     """JAX asks the Kubernetes API for the job's pods; the coordinator listens on its pod's address."""
+    jax.config.update("jax_enable_preemption_service", False)  # signals are the group's
     port = os.environ.setdefault("JAX_COORDINATOR_PORT", str(FIRST_PORT))
     own = socket.gethostbyname(socket.gethostname())
     bind = config.coordinator_bind or f"{own}:{port}"
@@ -69,7 +86,7 @@ def _connect_kubernetes(config: DistributedConfig) -> Peers:
         jax.distributed.initialize(
             coordinator_bind_address=bind,
             initialization_timeout=config.initialization_timeout_s,
-            heartbeat_timeout_seconds=config.heartbeat_timeout_s,
+            heartbeat_timeout_seconds=BACKSTOP * config.heartbeat_timeout_s,
         )
     except ValueError as error:
         raise ValueError(

@@ -133,8 +133,8 @@ class TrainConfig:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
-    watchdog_s: float = 0.0
-    """Stop, with every thread's stack, when a step takes longer than this; 0: off."""
+    watchdog_s: float = 1800.0
+    """End every rank, naming the one that hangs, when no step has ended for this long; 0: off."""
     compile_cache: str = ""
     """Directory that keeps compiled programs between runs; empty: off."""
 

@@ -18,13 +18,14 @@ from rich.console import Console
 from halfbyte.inputs.compile_cache import use_compile_cache
 from halfbyte.metrics import Finished, OneStepLate, Throughput
 from halfbyte.profiling import Capture, ProfileConfig
+from halfbyte.ranks import Group, Limits, Signals
 
 from .config import TrainConfig
 from .directory import set_rows_aside
 from .jsonconfig import to_dict
 from .precision import Phase, phase_at, phases
 from .preflight import GIB
-from .resume import Start, begin
+from .resume import Start, begin, common_facts
 from .session import (
     Outputs,
     Session,
@@ -37,12 +38,10 @@ from .session import (
     show_start,
     take_directory,
 )
-from .signals import StopRequest
 from .source import to_mesh
 from .state import TrainState
 from .step import abstract_batch, compile_train_step, jit_train_step, make_eval_step
 from .validation import validate
-from .watchdog import Watchdog
 
 MOST_SKIPS_IN_A_ROW = 25
 
@@ -73,23 +72,51 @@ def train(
     console: Console,
     allow_change: bool = False,
     profile: ProfileConfig | None = None,
+    group: Group | None = None,
 ) -> RunResult:
-    """Train to the last step, or to a signal; resume by itself when the directory has a checkpoint."""
+    """Train to the last step, or to a signal; resume by itself when the directory has a checkpoint.
+
+    `group` is this process among its peers, with signals in the caller's hands; without one the run is alone and
+    takes its signals itself."""
+    if group is not None:
+        return _train(config, directory, group, console=console, allow_change=allow_change, profile=profile)
+    alone = Group(limits=Limits(progress=config.watchdog_s)).open()
+    with Signals(alone.request_stop):
+        try:
+            return _train(config, directory, alone, console=console, allow_change=allow_change, profile=profile)
+        finally:
+            alone.close()
+
+
+def _train(
+    config: TrainConfig,
+    directory: Path,
+    group: Group,
+    *,
+    console: Console,
+    allow_change: bool,
+    profile: ProfileConfig | None,
+) -> RunResult:
     if config.compile_cache:
         use_compile_cache(config.compile_cache, say=console.print)
+    group.agree("config", common_facts(config, directory, allow_change=allow_change))
     session = open_session(config, directory, console=console, allow_change=allow_change)
+    group.agree("data", {"content of the data set": session.content})
     show_start(session)
     check_native_gemms(session)
     with ExitStack() as stack:
+        group.at("restore")
         taken = take_directory(session, stack)
+        group.agree("checkpoints", {"checkpoints seen": taken.store.steps()})
         start = begin(
             config, session.mesh, taken.store, content=session.content, allow=session.allow_change, say=session.say
         )
+        group.agree("start", {"restored step": start.step})
         _announce(session, start)
         settle_directory(session, taken)
         sinks = open_sinks(session, stack, resume_step=start.step if start.resumed else None)
         outputs = Outputs(stack, taken.store, sinks)
-        return Loop(session, outputs, start, profile or ProfileConfig()).run()
+        return Loop(session, outputs, start, profile or ProfileConfig(), group).run()
 
 
 def _announce(session: Session, start: Start) -> None:
@@ -107,8 +134,8 @@ def _announce(session: Session, start: Start) -> None:
 class Loop:
     """One run from `start` to its end."""
 
-    def __init__(self, session: Session, outputs: Outputs, start: Start, profile: ProfileConfig):
-        self.session, self.outputs = session, outputs
+    def __init__(self, session: Session, outputs: Outputs, start: Start, profile: ProfileConfig, group: Group):
+        self.session, self.outputs, self.group = session, outputs, group
         self.config, self.mesh = session.config, session.mesh
         self.state: TrainState = start.state
         self.step = start.step
@@ -133,15 +160,18 @@ class Loop:
         loader = self.session.source.loader(self.mesh)
         if self.data_state is not None:
             loader.set_state(self.data_state)
-        with StopRequest() as stop, Watchdog(self.config.watchdog_s) as dog, ExitStack() as closing:
+        with ExitStack() as closing:
             closing.callback(loader.close)
-            while self.step < self.config.steps and self.result.stopped is None:
-                self._enter_phase(dog)
+            while self.step < self.config.steps:
+                self._enter_phase()
+                self.group.begin_steps()
+                self.result.stopped = self.group.stop_before(self.step + 1)
+                if self.result.stopped:
+                    break
                 self._one_step(loader)
-                dog.beat(self.step)
-                self._at_intervals(dog)
-                if stop.reached(self.step):
-                    self.result.stopped = stop.signal
+                self._at_intervals()
+            self.group.end_steps()
+            self.group.at("finish", self.step)
             self._finish()
         self.result.seconds = time.monotonic() - began
         self.result.params = self.state.params
@@ -150,12 +180,12 @@ class Loop:
 
     # Steps
 
-    def _enter_phase(self, dog: Watchdog) -> None:
+    def _enter_phase(self) -> None:
         """Compile the step of the phase that begins here, if one does."""
         phase = phase_at(self.phases, self.step)
         if self.program is not None and phase.start != self.step:
             return
-        dog.pause()
+        self.group.at("compile", self.step)
         if self.program is not None:
             self._drain()
             before = phase_at(self.phases, self.step - 1)
@@ -187,11 +217,13 @@ class Loop:
 
     def _one_step(self, loader: Any) -> None:
         began = time.perf_counter()
+        self.group.at("data", self.step)
         rows = next(loader)
         self.data_state = loader.get_state()
         batch = to_mesh(rows, self.mesh, batch=self.config.batch)
         waited = time.perf_counter() - began
         self.step += 1
+        self.group.at("step", self.step)
         self.capture.before(self.step)
         with jax.profiler.StepTraceAnnotation("train", step_num=self.step):
             self.state, values = self.program(self.state, batch)
@@ -252,12 +284,13 @@ class Loop:
 
     # Intervals
 
-    def _at_intervals(self, dog: Watchdog) -> None:
+    def _at_intervals(self) -> None:
         self.outputs.store.poll()
         if _due(self.step, self.config.validation.every) and self.step < self.config.steps:
-            dog.pause()
+            self.group.at("validation")
             self._validate()
         if _due(self.step, self.config.checkpoint.every) and self.step < self.config.steps:
+            self.group.at("save")
             self._save()
 
     def _validate(self) -> None:

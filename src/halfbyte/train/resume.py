@@ -1,8 +1,11 @@
 """Going on where a run stopped: the same config or an answer to why not, the newest whole checkpoint, or an error.
 Never step 0 in silence."""
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
@@ -10,7 +13,7 @@ from jax.sharding import Mesh
 from halfbyte.checkpoint import Checkpoints, Restored
 
 from .config import GUARDED, TrainConfig
-from .jsonconfig import differences, to_dict
+from .jsonconfig import differences, flatten, to_dict
 from .state import TrainState, abstract_state, create_state, seed_of
 
 
@@ -99,3 +102,19 @@ def _check_belongs(
             f"the checkpoint of step {restored.step} was made on other data ({stored}, not {content}); "
             "give that data set, or --allow-change to go on with this one"
         )
+
+
+def common_facts(config: TrainConfig, directory: Path, *, allow_change: bool) -> dict[str, Any]:
+    """What every process of a run must have in common before anything is opened: config, place and program."""
+    program = {name: version(name) for name in ("halfbyte", "jax", "jaxlib")}
+    where = {"run_dir": str(directory.absolute()), "allow_change": allow_change}
+    return {**flatten(to_dict(config)), **where, **program, "code": code_hash()}
+
+
+def code_hash() -> str:
+    """Hash of this package's own source files: two checkouts of one version may differ."""
+    root = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]

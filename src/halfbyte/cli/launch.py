@@ -1,0 +1,85 @@
+"""Start local ranks of a run, and start them again from the last checkpoint when one fails.
+
+`halfbyte launch -- train ...` runs `halfbyte train ...`, as one process or as several that find each other on loopback:
+
+halfbyte launch --ranks 2 -- train demo --mesh fsdp=2 --run-dir runs/two
+
+When a rank dies, hangs or is preempted the group ends, and is started again after a pause that doubles. Starts in a row
+that bring no new checkpoint are bounded. SIGTERM, SIGINT and SIGHUP go to every rank; then nothing is started again."""
+
+import datetime
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from halfbyte.cli.flags import read_flags
+from halfbyte.cli.result import Result
+
+
+@dataclass(frozen=True)
+class Args:
+    """Flags of the supervisor; the command after `--` is kept apart."""
+
+    command: tyro.conf.Suppress[tuple[str, ...]] = ()
+    ranks: int = 1
+    """Processes on this machine."""
+    restarts: int = 5
+    """Starts in a row that may bring no new checkpoint."""
+    pause_s: float = 1.0
+    """Before the first restart; doubles up to a minute."""
+    grace_s: float = 30.0
+    """Once one rank has ended, the others have this long before they are killed."""
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise ValueError(f"--ranks must be 1 or more, got {self.ranks}")
+        if self.restarts < 0 or not 0 <= self.pause_s < 1e6 or not 0 <= self.grace_s < 1e6:
+            raise ValueError(
+                f"--restarts, --pause-s and --grace-s must be 0 or more, got {self.restarts}, {self.pause_s} and "
+                f"{self.grace_s}"
+            )
+
+
+def parse(argv: list[str]) -> Args:
+    """Flags before `--`; the command of the ranks after it."""
+    import dataclasses
+
+    at = argv.index("--") if "--" in argv else len(argv)
+    own, command = argv[:at], argv[at + 1 :]
+    description = f"{__doc__}\n\n--json: one JSON object on stdout, everything else on stderr."
+    args = read_flags(Args, own, prog="halfbyte launch", description=description)
+    if not command or command[0] != "train":
+        raise ValueError("write the command after --, as in: halfbyte launch -- train demo --run-dir runs/demo")
+    return dataclasses.replace(args, command=tuple(command))
+
+
+def run(args: Args) -> Result:
+    """Supervise the ranks."""
+    from halfbyte.launch.supervise import Policy, Supervisor, newest_checkpoint
+
+    command, directory = with_run_directory(args.command)
+    policy = Policy(restarts=args.restarts, pause_s=args.pause_s, grace_s=args.grace_s)
+    supervisor = Supervisor(command, args.ranks, policy, lambda: newest_checkpoint(directory), _say)
+    code = supervisor.run()
+    data: dict[str, Any] = {"run_dir": str(directory), "restarts": supervisor.restarts, "exit_code": code}
+    return Result(data, code if code >= 0 else 128 - code)
+
+
+def with_run_directory(command: tuple[str, ...]) -> tuple[list[str], Path]:
+    """(the command with a --run-dir, that directory): a restart must find what the start before has left."""
+    from halfbyte.cli.train import flag_value, split_name
+
+    words = list(command)
+    given = flag_value(words, "--run-dir")
+    if given:
+        return words, Path(given)
+    name = split_name(words[1:])[0] or "demo"
+    directory = Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    return [*words, "--run-dir", str(directory)], directory
+
+
+def _say(text: str) -> None:
+    print(f"halfbyte launch: {text}", file=sys.stderr, flush=True)

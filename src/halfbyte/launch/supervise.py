@@ -1,0 +1,146 @@
+"""Local ranks under a supervisor: started together, ended together, started again from the last good checkpoint.
+
+The supervisor knows nothing of training. A group ends with one exit code: 0 is done; 2 and 3 are answers that would not
+change; anything else is a fault, and the group is started again after a pause that doubles, up to a bound of restarts
+that brought no new checkpoint.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from .cluster import LOOPBACK
+
+DONE, BAD_INPUT, NOT_PASSED, PREEMPTED = 0, 2, 3, 75
+ENTRY = (sys.executable, "-c", "from halfbyte.cli.main import entry; entry()")
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """`restarts`: in a row without a new checkpoint. `pause_s`: before the first of them, doubling up to
+    `longest_pause_s`. `grace_s`: for the other ranks, once one has ended, before they are killed."""
+
+    restarts: int = 5
+    pause_s: float = 1.0
+    longest_pause_s: float = 60.0
+    grace_s: float = 30.0
+
+
+@dataclass
+class Supervisor:
+    """Runs `command` (the words after `halfbyte`) as `ranks` processes; `progress` says the newest checkpoint."""
+
+    command: Sequence[str]
+    ranks: int
+    policy: Policy
+    progress: Callable[[], int]
+    say: Callable[[str], None]
+    restarts: int = 0
+    _running: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    _told: signal.Signals | None = None
+
+    def run(self) -> int:
+        """Supervise to the end; the group's exit code."""
+        old = {number: signal.signal(number, self._forward) for number in SIGNALS}
+        try:
+            return self._run()
+        finally:
+            self._kill()
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+    def _run(self) -> int:
+        fruitless, before = 0, self.progress()
+        while True:
+            code, rank = self._once()
+            if code in (DONE, BAD_INPUT, NOT_PASSED) or self._told is not None:
+                return code
+            reached = self.progress()
+            fruitless, before = (0 if reached > before else fruitless + 1), max(before, reached)
+            if fruitless > self.policy.restarts:
+                self.say(
+                    f"rank {rank} ended with {_name(code)}; {fruitless} starts in a row brought no new checkpoint: "
+                    f"giving up at step {before}"
+                )
+                return code
+            pause = 0.0 if code == PREEMPTED else self._pause(fruitless)
+            self.restarts += 1
+            self.say(
+                f"rank {rank} ended with {_name(code)}; RESTART {self.restarts} from the checkpoint of step {before}"
+                + (f" in {pause:g} s" if pause else "")
+            )
+            if not self._sleep(pause):
+                return PREEMPTED
+
+    def _pause(self, fruitless: int) -> float:
+        return min(self.policy.pause_s * 2 ** max(0, fruitless - 1), self.policy.longest_pause_s)
+
+    def _sleep(self, seconds: float) -> bool:
+        """False if a signal came."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and self._told is None:
+            time.sleep(0.1)
+        return self._told is None
+
+    def _once(self) -> tuple[int, int]:
+        """Start the ranks and wait for all; (exit code of the group, the rank that ended it)."""
+        port = free_port()
+        self._running = [
+            subprocess.Popen([*ENTRY, *self.command, *self._place(rank, port)]) for rank in range(self.ranks)
+        ]
+        first: tuple[int, int] | None = None
+        deadline = float("inf")
+        while any(process.poll() is None for process in self._running):
+            ended = [(process.returncode, rank) for rank, process in enumerate(self._running) if process.poll()]
+            if ended and first is None:
+                first, deadline = ended[0], time.monotonic() + self.policy.grace_s
+            if time.monotonic() > deadline:
+                self._kill()
+            time.sleep(0.05)
+        codes = [(process.returncode, rank) for rank, process in enumerate(self._running)]
+        return first or next((pair for pair in codes if pair[0]), (DONE, 0))
+
+    def _place(self, rank: int, port: int) -> list[str]:
+        if self.ranks == 1:
+            return []
+        place = {"coordinator": f"{LOOPBACK}:{port}", "processes": str(self.ranks), "process": str(rank)}
+        return [word for name, value in place.items() for word in (f"--distributed.{name}", value)]
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self._told = signal.Signals(number)
+        for process in self._running:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def _kill(self) -> None:
+        for process in self._running:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def newest_checkpoint(directory: Path) -> int:
+    """Step of the newest committed checkpoint of a run, by its name; 0 if there is none."""
+    try:
+        return max((int(name) for name in os.listdir(directory / "checkpoints") if name.isdigit()), default=0)
+    except OSError:
+        return 0
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def _name(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

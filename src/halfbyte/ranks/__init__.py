@@ -1,0 +1,21 @@
+"""The processes of a run as one group: they agree before they compute, stop at one step, and end together."""
+
+from .beats import Beat, Limits, judge
+from .ending import End, leave
+from .group import Disagreement, Group, PeerLost
+from .runtime import connect, on_terminate
+from .signals import Signals
+
+__all__ = [
+    "Beat",
+    "Disagreement",
+    "End",
+    "Group",
+    "Limits",
+    "PeerLost",
+    "Signals",
+    "connect",
+    "judge",
+    "leave",
+    "on_terminate",
+]

@@ -1,0 +1,82 @@
+"""A supervisor over small scripts in place of ranks. Oracle: what each start leaves on the disk."""
+
+import sys
+
+import pytest
+
+from halfbyte.cli.launch import parse, with_run_directory
+from halfbyte.launch import supervise
+from halfbyte.launch.supervise import Policy, Supervisor, newest_checkpoint
+
+RANK = """
+import os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+rank = int(sys.argv[sys.argv.index("--distributed.process") + 1]) if "--distributed.process" in sys.argv else 0
+start = len(list(folder.glob(f"start-{rank}-*")))
+(folder / f"start-{rank}-{start}").touch()
+exec((folder / "behave.py").read_text())
+"""
+
+
+def supervisor(tmp_path, monkeypatch, behave, **options):
+    (tmp_path / "rank.py").write_text(RANK)
+    (tmp_path / "behave.py").write_text(behave)
+    monkeypatch.setattr(supervise, "ENTRY", (sys.executable, str(tmp_path / "rank.py"), str(tmp_path)))
+    said = []
+    policy = Policy(restarts=2, pause_s=0.01, grace_s=0.5)
+    progress = lambda: newest_checkpoint(tmp_path)  # noqa: E731
+    return Supervisor(["train"], options.get("ranks", 1), policy, progress, said.append), said
+
+
+def starts(tmp_path, rank=0):
+    return len(list(tmp_path.glob(f"start-{rank}-*")))
+
+
+def test_a_fault_is_started_again_and_a_stuck_peer_is_killed(tmp_path, monkeypatch):
+    behave = "os._exit(0) if start else (os.kill(os.getpid(), 9) if rank == 1 else time.sleep(60))"
+    found, said = supervisor(tmp_path, monkeypatch, behave, ranks=2)
+    assert found.run() == 0
+    assert starts(tmp_path, 0) == starts(tmp_path, 1) == 2
+    assert "rank 1 ended with signal SIGKILL; RESTART 1" in said[0]
+
+
+@pytest.mark.parametrize("code", [2, 3])
+def test_an_answer_is_not_asked_for_again(tmp_path, monkeypatch, code):
+    found, _ = supervisor(tmp_path, monkeypatch, f"sys.exit({code})")
+    assert found.run() == code
+    assert starts(tmp_path) == 1
+
+
+def test_restarts_without_a_new_checkpoint_are_bounded(tmp_path, monkeypatch):
+    found, said = supervisor(tmp_path, monkeypatch, "sys.exit(1)")
+    assert found.run() == 1
+    assert starts(tmp_path) == 3
+    assert "giving up" in said[-1]
+
+
+def test_progress_renews_the_bound(tmp_path, monkeypatch):
+    behave = "(folder / 'checkpoints' / str(start + 1)).mkdir(parents=True); sys.exit(0 if start == 6 else 75)"
+    found, _ = supervisor(tmp_path, monkeypatch, behave)
+    assert found.run() == 0
+    assert starts(tmp_path) == 7
+    assert found.restarts == 6
+
+
+def test_signals_go_to_the_ranks_and_nothing_is_started_again(tmp_path, monkeypatch):
+    behave = "import signal; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
+    behave = "import signal; signal.signal(signal.SIGTERM, lambda *_: os._exit(75)); " + behave.split("; ", 1)[1]
+    found, _ = supervisor(tmp_path, monkeypatch, behave)
+    assert found.run() == 75
+    assert starts(tmp_path) == 1
+
+
+def test_the_command_and_its_directory():
+    args = parse(["--ranks", "2", "--", "train", "demo", "--steps", "5"])
+    assert (args.ranks, args.command) == (2, ("train", "demo", "--steps", "5"))
+    words, directory = with_run_directory(args.command)
+    assert words[-2:] == ["--run-dir", str(directory)]
+    assert with_run_directory(("train", "--run-dir=x"))[1].name == "x"
+    with pytest.raises(ValueError, match="halfbyte launch -- train"):
+        parse(["--ranks", "2"])
+    with pytest.raises(SystemExit, match="2"):
+        parse(["--ranks", "0", "--", "train"])

@@ -1,0 +1,167 @@
+"""Groups of threads over a dictionary that behaves like the coordination service's store. Oracle: the rules themselves.
+
+Real processes are in tests/train/test_processes.py and in the fault harness.
+"""
+
+import threading
+import time
+
+from halfbyte.ranks import Beat, Disagreement, Group, Limits, judge
+
+
+class Store:
+    """The calls of jaxlib's client that a group makes; `dead` makes each of them fail."""
+
+    def __init__(self):
+        self.values, self.dead, self.lock = {}, False, threading.Lock()
+
+    def _check(self):
+        if self.dead:
+            raise RuntimeError("UNAVAILABLE: Socket closed")
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        self._check()
+        with self.lock:
+            if key in self.values and not allow_overwrite:
+                raise RuntimeError("ALREADY_EXISTS")
+            self.values[key] = value
+
+    def key_value_try_get(self, key):
+        self._check()
+        return self.values[key]
+
+    def key_value_dir_get(self, key):
+        self._check()
+        with self.lock:
+            return [(name, value) for name, value in self.values.items() if name.startswith(key)]
+
+
+def make_groups(count, store, *, limits=None):
+    ends = {rank: [] for rank in range(count)}
+    groups = [Group(rank, count, store, limits=limits, leave=ends[rank].append) for rank in range(count)]
+    return groups, ends
+
+
+def on_all(groups, act):
+    """`act(group)` on every rank at once; what each returned or raised."""
+    results = {}
+
+    def one(group):
+        try:
+            results[group.rank] = act(group)
+        except Exception as error:
+            results[group.rank] = error
+
+    threads = [threading.Thread(target=one, args=(group,)) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return results
+
+
+def until(condition, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert condition()
+
+
+def test_agreement_names_rank_and_field():
+    groups, _ = make_groups(3, Store())
+    facts = {"seed": 0, "optimizer.learning_rate": 1e-3}
+    assert set(on_all(groups, lambda group: group.agree("a", facts)).values()) == {None}
+    found = on_all(groups, lambda group: group.agree("b", {**facts, "seed": 7} if group.rank == 2 else facts))
+    assert all(isinstance(error, Disagreement) for error in found.values())
+    assert len({str(error) for error in found.values()}) == 1
+    assert "rank 2 has seed 7, rank 0 has 0" in str(found[1])
+    assert "learning_rate" not in str(found[1])
+
+
+def test_all_stop_at_one_step_wherever_each_is():
+    """Three ranks that run freely, each at another speed, until the signal comes: all end at the same step."""
+    groups, _ = make_groups(3, Store())
+    for group in groups:
+        group.begin_steps()
+        group.open()
+    groups[1].request_stop("SIGTERM")
+
+    def go_on(group):
+        step = 5
+        while group.stop_before(step + 1) is None:
+            step += 1
+            time.sleep(0.001 * group.rank)
+        return step, group.stop_before(step + 1)
+
+    found = on_all(groups, go_on)
+    assert len(set(found.values())) == 1
+    assert found[0][1] == "SIGTERM"
+    for group in groups:
+        group.close()
+
+
+def test_a_stop_before_the_first_step_ends_all_with_75():
+    groups, ends = make_groups(2, Store())
+    for group in groups:
+        group.open()
+    groups[1].request_stop("SIGTERM")
+    until(lambda: ends[0] and ends[1])
+    assert ends[0][0] == ends[1][0]
+    assert ends[0][0].code == 75
+    assert "rank 1 was stopped by SIGTERM before its first step" in ends[0][0].sentence
+    for group in groups:
+        group.close()
+
+
+def test_one_failure_is_everyones_sentence():
+    groups, ends = make_groups(2, Store())
+    for group in groups:
+        group.open()
+    end = groups[1].fail("the disk is full", 1)
+    until(lambda: ends[0])
+    assert ends[0][0] == end
+    assert end.sentence == "rank 1: the disk is full"
+    assert groups[0].fail("another word", 2) == end  # the first holds
+    for group in groups:
+        group.close()
+
+
+def test_a_silent_rank_is_named_and_a_dead_coordinator_too():
+    store = Store()
+    groups, ends = make_groups(2, store, limits=Limits(silence=1.0))
+    groups[0].open()
+    groups[1].at("step", 12)
+    groups[1]._put("beat/1", groups[1]._beat().to_json())  # one beat, then nothing
+    until(lambda: ends[0])
+    assert "rank 1 has stopped" in ends[0][0].sentence
+    assert "after step 12" in ends[0][0].sentence
+    groups[0].close()
+    fresh = Store()
+    pair, ends = make_groups(2, fresh, limits=Limits(silence=0.5))
+    pair[1].open()
+    fresh.dead = True
+    until(lambda: ends[1])
+    assert "rank 0, the coordinator" in ends[1][0].sentence
+    pair[1].close()
+
+
+def test_the_furthest_behind_is_blamed_and_nobody_during_a_pause():
+    limits = Limits(silence=60, progress=10)
+    stuck = {0: Beat(9, 13, "step", 11.0), 1: Beat(9, 12, "data", 12.0)}
+    rank, sentence = judge(stuck, {0: 0.1, 1: 0.1}, limits)
+    assert rank == 1
+    assert "after step 12, at: data" in sentence
+    assert judge({0: Beat(9, 13, "finish", 500.0)}, {0: 0.1}, limits) is None
+    assert judge({0: Beat(9, 13, "step", 9.0)}, {0: 0.1}, limits) is None
+    assert judge({0: Beat(9, 13, "done", 9.0)}, {0: 900.0}, limits) is None
+
+
+def test_alone_a_hang_ends_with_stacks(capfd):
+    ends = []
+    group = Group(limits=Limits(progress=0.3), leave=ends.append).open()
+    group.at("step", 7)
+    until(lambda: ends)
+    assert "no step has ended" in ends[0].sentence
+    assert "after step 7" in ends[0].sentence
+    assert "test_group.py" in capfd.readouterr().err
+    group.close()

@@ -1,0 +1,45 @@
+"""Real signals to this process."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from halfbyte.ranks import Group, Signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_becomes_a_reason_to_stop(number):
+    before = signal.getsignal(number)
+    group = Group()
+    group.begin_steps()
+    with Signals(group.request_stop):
+        assert group.stop_before(1) is None
+        os.kill(os.getpid(), number)
+        deadline = time.monotonic() + 5
+        while group.stop_before(2) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert group.stop_before(2) == number.name
+    assert signal.getsignal(number) == before
+
+
+def test_before_the_first_step_it_ends_at_once_with_75():
+    ends = []
+    group = Group(leave=ends.append)
+    group.request_stop("SIGTERM")
+    assert ends[0].code == 75
+    finished = Group(leave=ends.append)
+    finished.end_steps()
+    finished.request_stop("SIGTERM")
+    assert len(ends) == 1
+
+
+def test_a_second_interrupt_stops_at_once():
+    def interrupt_twice():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+
+    with Signals(lambda name: None), pytest.raises(KeyboardInterrupt):
+        interrupt_twice()
