@@ -53,6 +53,6 @@ $(VENV)/.base: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.base
-	@echo "adding what the tests need: pytest, the CUDA compiler plugin, torch and transformers (a few minutes, once)"
-	@$(PIP) --editable '.[dev,plan,interop]'
+	@echo "adding what the tests need: pytest, the CUDA compiler plugin, torch, transformers and lm-eval (a few minutes, once)"
+	@$(PIP) --editable '.[dev,plan,interop,harness]'
 	@touch $@

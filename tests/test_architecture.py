@@ -20,7 +20,7 @@ LAYERS = (
     ("ops",),
     ("models", "data", "optim", "checkpoint", "metrics", "profiling", "conformance"),
     ("train", "evaluation"),
-    ("bench", "parity", "launch"),
+    ("bench", "parity", "launch", "interchange"),
     ("cli", "runs"),
 )
 LAYER_OF = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

@@ -39,9 +39,11 @@ def exact(tiny, tiny_params, packed_batch):
     return with_gradients(tiny, FLOAT)(tiny_params, packed_batch)
 
 
-def test_initial_loss():
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_initial_loss(qk_norm):
     """ln(vocab) + half the variance of the logits: what targets that the model knows nothing of cost on average."""
-    cfg = models.preset("demo").replace(tied=True, layers=2)  # tied is the harder case: the head has seen the input
+    # tied is the harder case: the head has seen the input
+    cfg = models.preset("demo").replace(tied=True, layers=2, qk_norm=qk_norm)
     random = np.random.default_rng(1)
     tokens, targets = (jnp.asarray(random.integers(0, cfg.vocab_size, (8, 64)), jnp.int32) for _ in range(2))
 

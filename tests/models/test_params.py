@@ -10,8 +10,11 @@ from halfbyte import models
 from halfbyte.sharding import make_mesh
 
 PUBLISHED = {
+    "qwen3-0.6b": 596_049_920,
     "llama3.2-1b": 1_235_814_400,
+    "qwen3-1.7b": 1_720_574_976,
     "llama3-8b": 8_030_261_248,
+    "qwen3-8b": 8_190_735_360,
     "llama3.1-70b": 70_553_706_496,
     "llama3.1-405b": 405_853_388_800,
 }

@@ -12,10 +12,9 @@ import datetime
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -23,7 +22,7 @@ from halfbyte.cli.result import Result
 
 if TYPE_CHECKING:
     from halfbyte import evaluation
-    from halfbyte.cli.loading import LoadedRun
+    from halfbyte.interchange.opening import LoadedRun
 
 EVALUATIONS = "evaluations.jsonl"
 TASK_METRICS = ("acc", "acc_norm", "ppl")
@@ -33,7 +32,7 @@ TEXT_METRICS = ("nats_per_token", "bits_per_byte", "ppl")
 @dataclass(frozen=True)
 class Args:
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run directory."""
+    """Run directory, or a Hugging Face folder."""
     files: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[FILE ...]")] = ()
     """Tasks (.jsonl) and text (.txt), also .xz, .gz, .zst; directories, globs. None: the run's validation split."""
     limit: int = 0
@@ -50,29 +49,35 @@ class Args:
     """Checkpoint to use; without it, the newest."""
     mesh: str = ""
     """AXIS=SIZE,... over data, fsdp, tensor; empty: one device."""
+    compute_dtype: Literal["", "bfloat16", "float32"] = ""
+    """Of activations; empty: as the run trained, bfloat16 for a folder."""
     save: bool = True
-    """Add the results to RUN/evaluations.jsonl."""
+    """Add the results to RUN/evaluations.jsonl (never to a folder's)."""
     unchecked: bool = False
     """Accept .zst and .xz files without a checksum, in which a flipped bit can pass as other text."""
 
 
 def run(args: Args) -> Result:
-    from halfbyte.cli.loading import open_run
     from halfbyte.evaluation import SCORING_RULES, Scorer
+    from halfbyte.interchange.opening import open_model
 
     if args.limit < 0:
         raise ValueError(f"--limit must be 0 (all examples) or more, got {args.limit}")
     tasks = open_tasks(args.files, unchecked=args.unchecked)
-    loaded = open_run(args.run, recipe_name=args.recipe, mesh=args.mesh, rules=SCORING_RULES, step=args.step)
+    loaded = open_model(
+        args.run, recipe_name=args.recipe, mesh=args.mesh, rules=SCORING_RULES, step=args.step,
+        compute_dtype=args.compute_dtype,
+    )  # fmt: skip
+    save = args.save and loaded.config is not None
     scorer = Scorer(loaded.model, window=args.seq or None, batch_tokens=args.batch_tokens)
     print(loaded.describe(), flush=True)
     results = []
     for result in evaluate(args, loaded, scorer, tasks):
         results.append(result)
-        if args.save:
+        if save:
             append(loaded.directory / EVALUATIONS, {**settings(args, loaded, scorer), **result.to_json()})
     print_table(results)
-    if args.save:
+    if save:
         print(f"added to {loaded.directory / EVALUATIONS}")
     return Result({**settings(args, loaded, scorer), "results": [result.to_json() for result in results]})
 
@@ -98,6 +103,7 @@ def open_tasks(arguments: tuple[str, ...], *, unchecked: bool = False) -> "list[
 
 def evaluate(args: Args, loaded: "LoadedRun", scorer: Any, tasks: Any) -> "Iterator[evaluation.Result]":
     """The result of each task in turn, or of the validation split if there is none."""
+    from halfbyte.cli.screen import progress
     from halfbyte.evaluation import chosen, examples, first_windows, run_task
 
     if not tasks:
@@ -123,9 +129,12 @@ def evaluate(args: Args, loaded: "LoadedRun", scorer: Any, tasks: Any) -> "Itera
 def validation(args: Args, loaded: "LoadedRun", scorer: Any) -> "Iterator[evaluation.Result]":
     """Loss on the validation split, source by source."""
     from halfbyte import data
-    from halfbyte.cli.loading import open_data
+    from halfbyte.cli.screen import progress
     from halfbyte.evaluation import validation_result
+    from halfbyte.interchange.opening import open_data
 
+    if loaded.config is None:
+        raise ValueError(f"{loaded.directory} is a folder without data of its own; name files to score")
     dataset = open_data(loaded.config)
     if dataset is None:
         raise ValueError("the run was trained on synthetic tokens: there is no validation text; name files to score")
@@ -140,22 +149,6 @@ def validation(args: Args, loaded: "LoadedRun", scorer: Any) -> "Iterator[evalua
                 scores.append(score)
                 watch(len(scores), loader.batches)
         yield validation_result(f"validation/{name}", scores, bytes_per_token=size / tokens)
-
-
-@contextmanager
-def progress(name: str) -> Iterator[Any]:
-    """A bar on stderr if that is a terminal; yields the function that sets it to (done, of all)."""
-    import rich.progress
-    from rich.console import Console
-    from rich.markup import escape
-
-    from halfbyte.inputs import printable
-
-    columns = (*rich.progress.Progress.get_default_columns(), rich.progress.MofNCompleteColumn())
-    screen = Console(stderr=True)
-    with rich.progress.Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True) as bar:
-        task = bar.add_task(escape(printable(name)), total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def settings(args: Args, loaded: "LoadedRun", scorer: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ Greedy unless --temperature is given. The text appears as it is made and stops a
 
 import sys
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -19,7 +19,7 @@ from halfbyte.cli.screen import shown
 @dataclass(frozen=True)
 class Args:
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run directory."""
+    """Run directory, or a Hugging Face folder."""
     prompt: str = ""
     """Text to continue; empty: a new document; -: read standard input."""
     max_tokens: int = 100
@@ -39,20 +39,25 @@ class Args:
     """Checkpoint to use; without it, the newest."""
     mesh: str = ""
     """AXIS=SIZE,... for a model that one device cannot hold (tensor=8); empty: one device."""
+    compute_dtype: Literal["", "bfloat16", "float32"] = ""
+    """Of activations; empty: as the run trained, bfloat16 for a folder."""
 
 
 def run(args: Args) -> Result:
-    from halfbyte.cli.loading import open_run
     from halfbyte.evaluation import WRITING_RULES, Generator, Sampling
+    from halfbyte.interchange.opening import open_model
 
     sampling = Sampling(args.temperature, args.top_p, args.top_k, args.seed)
     if args.samples < 1:
         raise ValueError(f"--samples must be 1 or more, got {args.samples}")
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    loaded = open_run(args.run, recipe_name=args.recipe, mesh=args.mesh, rules=WRITING_RULES, step=args.step)
+    loaded = open_model(
+        args.run, recipe_name=args.recipe, mesh=args.mesh, rules=WRITING_RULES, step=args.step,
+        compute_dtype=args.compute_dtype,
+    )  # fmt: skip
     note(loaded.describe())
     generator = Generator(loaded.model, sampling)
-    room = max(1, loaded.config.model.max_seq - len(loaded.model.tokenizer.encode(prompt, bos=True)))
+    room = max(1, loaded.model.config.max_seq - len(loaded.model.tokenizer.encode(prompt, bos=True)))
     texts = []
     for number in range(args.samples):
         made = write_one(generator, prompt, max_tokens=min(args.max_tokens, room), seed=args.seed + number)

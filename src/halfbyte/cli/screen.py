@@ -1,10 +1,12 @@
 """What commands print with: a console that does not fold tables when its output is piped, and that shows text of
-unknown origin (a source name, a path, a recipe) as it is, neither as markup nor as commands to the terminal."""
+unknown origin (a source name, a path, a recipe) as it is, neither as markup nor as commands to the terminal; and a bar
+for long work."""
 
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 from rich import box
@@ -49,6 +51,21 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: st
     for row in rows:
         made.add_row(*map(str, row))
     return made
+
+
+@contextmanager
+def progress(name: str) -> Iterator[Any]:
+    """A bar on stderr if that is a terminal; yields the function that sets it to (done, of all)."""
+    import rich.progress
+    from rich.markup import escape
+
+    from halfbyte.inputs import printable
+
+    columns = (*rich.progress.Progress.get_default_columns(), rich.progress.MofNCompleteColumn())
+    screen = Console(stderr=True)
+    with rich.progress.Progress(*columns, console=screen, disable=not screen.is_terminal, transient=True) as bar:
+        task = bar.add_task(escape(printable(name)), total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 class MayClose:

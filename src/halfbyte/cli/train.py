@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO, cast
 
@@ -84,11 +84,28 @@ def base_config(name: str, rest: list[str]) -> TrainConfig:
     if name and given:
         raise ValueError(f"give a run ({name}) or --config ({given}), not both")
     if name:
-        return run_config(name)
+        source = flag_value(rest, "--init-from")
+        return run_config(name) if not source else replace(run_config(name), model=base_of_source(rest).model)
     if given:
         return jsonconfig.load(TrainConfig, Path(given))
     stored = Path(flag_value(rest, "--run-dir") or "-") / "config.json"
-    return jsonconfig.load(TrainConfig, stored) if stored.exists() else run_config("demo")
+    if stored.exists():
+        return jsonconfig.load(TrainConfig, stored)
+    return base_of_source(rest) if flag_value(rest, "--init-from") else run_config("demo")
+
+
+def base_of_source(rest: list[str]) -> TrainConfig:
+    """The config that a run with --init-from changes: that of the run, or of the folder, which has no data."""
+    from halfbyte.interchange.starting import initial_config
+
+    source = flag_value(rest, "--init-from")
+    config = initial_config(Path(source))
+    if config.data == "synthetic" and not flag_value(rest, "--data"):
+        raise ValueError(
+            f"--init-from {source} has no data of its own; give --data DIR, made by `halfbyte data prepare FILES "
+            f"--tokenizer {source}/tokenizer.json --out DIR` (or --data synthetic, to time a step)"
+        )
+    return config
 
 
 def flag_value(argv: list[str], flag: str) -> str:
@@ -190,6 +207,7 @@ def _train(args: Args, console: "Console", group: "Group") -> Result:
                 allow_change=args.allow_change,
                 profile=args.profiling,
                 group=group,
+                initial=initial_weights(args.run, directory),
             )
     except (Diverged, SelfTestFailed) as stop:
         code = FAILED if isinstance(stop, Diverged) else NOT_PASSED
@@ -208,6 +226,15 @@ def _train(args: Args, console: "Console", group: "Group") -> Result:
     if main:
         data.update(report(args, result, console))
     return Result(data, DONE)
+
+
+def initial_weights(config: TrainConfig, directory: Path) -> Any:
+    """What reads the weights of --init-from onto the run's mesh; None without it."""
+    if not config.init_from:
+        return None
+    from halfbyte.interchange.starting import initial_params
+
+    return lambda mesh: initial_params(Path(config.init_from), config, mesh, directory)
 
 
 def _data(result: "RunResult") -> dict[str, Any]:

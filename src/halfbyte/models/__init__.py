@@ -1,4 +1,4 @@
-"""Llama 3: shapes, parameters and forward passes, as plain pytrees and pure functions."""
+"""Llama 3 and Qwen3: shapes, parameters and forward passes, as plain pytrees and pure functions."""
 
 from halfbyte.models.cache import Cache, decode_step, empty_cache, prefill
 from halfbyte.models.config import LlamaConfig, preset, presets
@@ -16,6 +16,7 @@ from halfbyte.models.params import (
     init,
     linear_sites,
     map_specs,
+    nest,
     param_shardings,
     param_specs,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "loss",
     "loss_sum",
     "map_specs",
+    "nest",
     "param_shardings",
     "param_specs",
     "prefill",

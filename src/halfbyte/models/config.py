@@ -1,4 +1,4 @@
-"""`LlamaConfig` and the presets, with the shapes that were published."""
+"""`LlamaConfig` and the presets of Llama 3 and Qwen3, with the shapes that were published."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ MOST_PARAMETERS = 10**14
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """The shape of a Llama 3 model. Nothing here says how it is trained or in which precision."""
+    """The shape of a Llama 3 model, or of a Qwen3: a Llama whose queries and keys are normed head by head (`qk_norm`).
+
+    Nothing here says how it is trained or in which precision.
+    """
 
     name: str
     vocab_size: int
@@ -30,6 +33,7 @@ class LlamaConfig:
     rope_theta: float = 500_000.0
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
+    qk_norm: bool = False
 
     def __post_init__(self) -> None:
         for field in ("vocab_size", "embed", "mlp", "layers", "heads", "kv_heads", "head_dim", "max_seq"):
@@ -107,6 +111,14 @@ def _llama3(
     )  # fmt: skip
 
 
+def _qwen3(name: str, *, embed: int, mlp: int, layers: int, heads: int, tied: bool) -> LlamaConfig:
+    """A published Qwen3 (its Base release): vocabulary 151,936, 8 key heads of 128, theta 1,000,000."""
+    return LlamaConfig(
+        name=name, vocab_size=151936, embed=embed, mlp=mlp, layers=layers, heads=heads, kv_heads=8, head_dim=128,
+        max_seq=32768, tied=tied, rope_theta=1_000_000.0, norm_eps=1e-6, qk_norm=True,
+    )  # fmt: skip
+
+
 _PRESETS = {
     config.name: config
     for config in (
@@ -127,8 +139,11 @@ _PRESETS = {
         _small(
             "llama-350m", embed=1024, mlp=2752, layers=24, heads=16
         ),  # 2736 elsewhere: 2752 is a multiple of 32, as native FP4 needs
+        _qwen3("qwen3-0.6b", embed=1024, mlp=3072, layers=28, heads=16, tied=True),
         _llama3("llama3.2-1b", embed=2048, mlp=8192, layers=16, heads=32, factor=32.0, tied=True),
+        _qwen3("qwen3-1.7b", embed=2048, mlp=6144, layers=28, heads=16, tied=True),
         _llama3("llama3-8b", embed=4096, mlp=14336, layers=32, heads=32, factor=None, max_seq=8192),
+        _qwen3("qwen3-8b", embed=4096, mlp=12288, layers=36, heads=32, tied=False),
         _llama3("llama3.1-70b", embed=8192, mlp=28672, layers=80, heads=64, factor=8.0),
         _llama3("llama3.1-405b", embed=16384, mlp=53248, layers=126, heads=128, factor=8.0),
     )

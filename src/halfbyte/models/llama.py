@@ -1,4 +1,4 @@
-"""Llama 3 as pure functions: `apply`, `loss`, `token_nll`.
+"""Llama 3 and Qwen3 as pure functions: `apply`, `loss`, `token_nll`.
 
 A block is x + attention(norm(x)), then x + mlp(norm(x)), with x in the compute dtype. Layers are stacked and scanned,
 one `lax.scan` a policy segment, so
@@ -133,7 +133,7 @@ def block(
 def attention_block(
     cfg: LlamaConfig, weights: Params, x: jax.Array, tables: Tables, here: LayerContext, attend: Any
 ) -> jax.Array:
-    """Norm, projections, rotation, attention, output projection."""
+    """Norm, projections, norms of queries and keys (Qwen3), rotation, attention, output projection."""
     ctx = here.ctx
     h = gather_seq(rms_norm(x, weights["norm"], cfg.norm_eps), ctx)
 
@@ -142,8 +142,11 @@ def attention_block(
         y = linear(h, weights, here, "attention", name)
         return ctx.constrain(y.reshape(*x.shape[:2], heads, cfg.head_dim), "batch", "seq", axis, "head_dim")
 
-    q = apply_rope(project("q", cfg.heads, "heads"), tables)
-    k = apply_rope(project("k", cfg.kv_heads, "kv_heads"), tables)
+    def turn(name: str, y: jax.Array) -> jax.Array:
+        return apply_rope(rms_norm(y, weights[f"{name}_norm"], cfg.norm_eps) if cfg.qk_norm else y, tables)
+
+    q = turn("q", project("q", cfg.heads, "heads"))
+    k = turn("k", project("k", cfg.kv_heads, "kv_heads"))
     v = project("v", cfg.kv_heads, "kv_heads")
     out = attend(*(streamed(t) for t in (q, k, v)))
 

@@ -3,6 +3,7 @@ weight decay, paths, counts.
 
     embed        [vocab, embed]
     layers/attention/{norm, q, k, v, o}    each stacked [layers, ...]; weights are [in, out], so y = x @ w
+    layers/attention/{q_norm, k_norm}      of a Qwen3, [layers, head_dim]
     layers/mlp/{norm, gate, up, down}
     final_norm   [embed]
     head         [embed, vocab]            absent when tied: the head is embed, transposed
@@ -65,6 +66,7 @@ def param_specs(cfg: LlamaConfig) -> Specs:
         return ParamSpec((cfg.layers, inputs, outputs), ("layers", *axes), gain / math.sqrt(inputs))
 
     norm = ParamSpec((cfg.layers, cfg.embed), ("layers", "width"), None, decay=False)
+    head_norm = ParamSpec((cfg.layers, cfg.head_dim), ("layers", "head_dim"), None, decay=False)
     specs: Specs = {
         "embed": ParamSpec(
             (cfg.vocab_size, cfg.embed), ("vocab", "embed"), 1 / math.sqrt(cfg.embed) if cfg.tied else 1.0
@@ -86,6 +88,8 @@ def param_specs(cfg: LlamaConfig) -> Specs:
         },
         "final_norm": ParamSpec((cfg.embed,), ("width",), None, decay=False),
     }
+    if cfg.qk_norm:
+        specs["layers"]["attention"] |= {"q_norm": head_norm, "k_norm": head_norm}
     if not cfg.tied:
         specs["head"] = ParamSpec((cfg.embed, cfg.vocab_size), ("embed", "vocab"), 1 / math.sqrt(cfg.embed))
     return specs

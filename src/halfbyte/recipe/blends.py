@@ -1,19 +1,20 @@
-"""A recipe made of two: the forward or the backward GEMMs of one, the rest of another.
+"""A recipe made of two: the forward GEMMs, the backward GEMMs or the weights of one, the rest of another.
 
 `nvfp4+bf16_backward` is nvfp4 with bf16's backward operands: 4 bits forward only.
+`bf16+nvfp4_weights` is bf16 with nvfp4's weights: what a server of 4-bit weights computes (W4A16).
 """
 
 import dataclasses
 
-from halfbyte.recipe.operands import Recipe
+from halfbyte.recipe.operands import WEIGHTS, Recipe
 
 FORWARD = ("fprop_x", "fprop_w")
 BACKWARD = ("dgrad_dy", "dgrad_w", "wgrad_x", "wgrad_dy")
-PARTS = {"forward": FORWARD, "backward": BACKWARD, "both": FORWARD + BACKWARD}
+PARTS = {"forward": FORWARD, "backward": BACKWARD, "weights": WEIGHTS, "both": FORWARD + BACKWARD}
 
 
 def blend(base: Recipe, other: Recipe, part: str) -> Recipe:
-    """`base` with the operands of one part of training (forward, backward or both) taken from `other`."""
+    """`base` with the operands of one part of training (forward, backward, weights or both) taken from `other`."""
     if part == "both":
         return other
     taken = {role: getattr(other, role) for role in PARTS[part]}
@@ -24,4 +25,4 @@ def split_blend(name: str) -> tuple[str, str, str] | None:
     """(base, other, part) of a name that `blend` gives; None for any other name."""
     base, plus, rest = name.rpartition("+")
     other, _, part = rest.rpartition("_")
-    return (base, other, part) if plus and base and other and part in ("forward", "backward") else None
+    return (base, other, part) if plus and base and other and part in ("forward", "backward", "weights") else None

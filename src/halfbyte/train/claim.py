@@ -25,11 +25,19 @@ def check_run_directory(directory: Path) -> None:
     refuse_foreign_directory(directory)
 
 
+IMPORTED = "imported.json"  # of a directory that holds an imported model and no training
+
+
 def refuse_foreign_directory(directory: Path) -> None:
     """ValueError if `directory` holds files but no run. A config.json alone does not make a run: models have one."""
     if not directory.exists():
         return
     names = sorted(path.name for path in directory.iterdir() if path.name != ".lock" and path.suffix != ".tmp")
+    if IMPORTED in names:
+        raise ValueError(
+            f"{directory} holds an imported model, not a run that could go on; "
+            f"start one with its weights: --init-from {directory} --run-dir ANOTHER"
+        )
     if not names or _is_config(directory / "config.json"):
         return
     what = "its config.json is not that of a run" if "config.json" in names else f"found {', '.join(names[:4])}"

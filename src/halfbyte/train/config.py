@@ -115,6 +115,8 @@ class TrainConfig:
     """AXIS=SIZE,... over data, fsdp, tensor, context; empty: fsdp over all devices."""
     data: str = "demo"
     """A prepared directory, several as DIR:WEIGHT,DIR:WEIGHT, `demo`, or `synthetic`."""
+    init_from: str = ""
+    """Begin with the weights of this run or Hugging Face folder, at step 0; empty: random ones by the seed."""
     steps: int = 1000
     batch: int = 32
     """Sequences of a global step."""
@@ -170,6 +172,6 @@ class TrainConfig:
 
 GUARDED = (
     "model", "recipe", "policy", "precision", "optimizer", "loss_scale",
-    "data", "batch", "seq", "accumulate", "seed", "z_loss",
+    "data", "batch", "seq", "accumulate", "seed", "z_loss", "init_from",
 )  # fmt: skip
 """Fields that may not change when a run resumes, unless the person says so: they change what is computed."""

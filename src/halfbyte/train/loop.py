@@ -25,7 +25,7 @@ from .directory import set_rows_aside
 from .jsonconfig import to_dict
 from .precision import Phase, phase_at, phases
 from .preflight import GIB
-from .resume import Start, begin, common_facts
+from .resume import Initial, Start, begin, common_facts
 from .session import (
     Outputs,
     Session,
@@ -73,17 +73,20 @@ def train(
     allow_change: bool = False,
     profile: ProfileConfig | None = None,
     group: Group | None = None,
+    initial: Initial | None = None,
 ) -> RunResult:
     """Train to the last step, or to a signal; resume by itself when the directory has a checkpoint.
 
     `group` is this process among its peers, with signals in the caller's hands; without one the run is alone and
-    takes its signals itself."""
+    takes its signals itself. `initial` makes the weights of a run that has `init_from`.
+    """
+    given: dict[str, Any] = {"console": console, "allow_change": allow_change, "profile": profile, "initial": initial}
     if group is not None:
-        return _train(config, directory, group, console=console, allow_change=allow_change, profile=profile)
+        return _train(config, directory, group, **given)
     alone = Group(limits=Limits(progress=config.watchdog_s)).open()
     with Signals(alone.request_stop):
         try:
-            return _train(config, directory, alone, console=console, allow_change=allow_change, profile=profile)
+            return _train(config, directory, alone, **given)
         finally:
             alone.close()
 
@@ -96,6 +99,7 @@ def _train(
     console: Console,
     allow_change: bool,
     profile: ProfileConfig | None,
+    initial: Initial | None,
 ) -> RunResult:
     if config.compile_cache:
         use_compile_cache(config.compile_cache, say=console.print)
@@ -109,8 +113,9 @@ def _train(
         taken = take_directory(session, stack)
         group.agree("checkpoints", {"checkpoints seen": taken.store.steps()})
         start = begin(
-            config, session.mesh, taken.store, content=session.content, allow=session.allow_change, say=session.say
-        )
+            config, session.mesh, taken.store, content=session.content, allow=session.allow_change, say=session.say,
+            initial=initial,
+        )  # fmt: skip
         group.agree("start", {"restored step": start.step})
         _announce(session, start)
         settle_directory(session, taken)

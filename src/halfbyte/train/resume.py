@@ -16,6 +16,8 @@ from .config import GUARDED, TrainConfig
 from .jsonconfig import differences, flatten, to_dict
 from .state import TrainState, abstract_state, create_state, seed_of
 
+Initial = Callable[[Mesh], Any]  # makes the weights that a run begins with, on its mesh
+
 
 class ChangedConfig(ValueError):
     """The run directory belongs to a run that computes something else."""
@@ -32,11 +34,13 @@ class Start:
 
 
 def guarded_changes(stored: Mapping[str, Any], config: TrainConfig, *, ignore: Sequence[str] = ()) -> list[str]:
-    """`field: old -> new` for every field that decides what is computed."""
+    """`field: old -> new` for every field that decides what is computed. A field that the stored config does not know
+    yet, and that is off now, was off then."""
+    known = flatten(stored)
     return [
         f"{name}: {_show(old)} -> {_show(new)}"
         for name, old, new in differences(stored, to_dict(config))
-        if name.split(".")[0] in GUARDED and not _cosmetic(name) and name not in ignore
+        if name.split(".")[0] in GUARDED and not _cosmetic(name) and name not in ignore and (name in known or new)
     ]
 
 
@@ -73,12 +77,19 @@ def _show(value: Any) -> str:
 
 
 def begin(
-    config: TrainConfig, mesh: Mesh, store: Checkpoints, *, content: str, allow: bool, say: Callable[[str], None]
-) -> Start:
+    config: TrainConfig, mesh: Mesh, store: Checkpoints, *, content: str, allow: bool, say: Callable[[str], None],
+    initial: Initial | None = None,
+) -> Start:  # fmt: skip
     """The newest whole checkpoint of the run, or a fresh state if it never had one. `content` says what the data set
     holds. Raises ChangedConfig when the checkpoint was made under another config or on other data."""
     if not store.steps():
-        return Start(create_state(config, mesh), 0, None, resumed=False)
+        params = None
+        if config.init_from:
+            if initial is None:
+                raise ValueError(f"init_from is {config.init_from!r}, but nothing was given to read it (initial=...)")
+            say(f"weights from {config.init_from}")
+            params = initial(mesh)
+        return Start(create_state(config, mesh, params), 0, None, resumed=False)
     restored = store.restore_latest(abstract_state(config, mesh).items())
     assert restored is not None
     _check_belongs(restored, config, content=content, allow=allow, say=say)

@@ -62,7 +62,11 @@ def seed_of(config: TrainConfig, mesh: Mesh) -> jax.Array:
 
 def init_state(config: TrainConfig, seed: jax.Array, rounding_seed: jax.Array) -> TrainState:
     """A fresh state; jit it with `state_shardings` as out_shardings. Depends on the seed alone, on any mesh."""
-    params = models.init(config.model, site_key(step_key(seed, 0), "init"))
+    return state_of(config, models.init(config.model, site_key(step_key(seed, 0), "init")), rounding_seed)
+
+
+def state_of(config: TrainConfig, params: Any, rounding_seed: jax.Array) -> TrainState:
+    """The state of a run that begins with these weights."""
     if config.precision.twin:
         params = nudged(params, site_key(step_key(rounding_seed, 0), "twin"))
     scale = config.loss_scale.initial if config.loss_scale.mode == "dynamic" else 1.0
@@ -113,8 +117,14 @@ def state_shardings(shapes: TrainState, config: TrainConfig, mesh: Mesh) -> Trai
     return TrainState(everywhere, of_params, optimizer, scaler, everywhere)
 
 
-def create_state(config: TrainConfig, mesh: Mesh) -> TrainState:
-    """A fresh state on the mesh, initialised in place: no device ever holds more than its shard."""
+def create_state(config: TrainConfig, mesh: Mesh, params: Any = None) -> TrainState:
+    """A fresh state on the mesh, initialised in place: no device ever holds more than its shard. `params`, if given,
+    are the weights to begin with; their memory is taken over.
+    """
     make = functools.partial(init_state, config)
-    shardings = state_shardings(jax.eval_shape(make, SEED, SEED), config, mesh)
-    return jax.jit(make, out_shardings=shardings)(np.uint32(config.seed), np.uint32(config.rounding_seed))
+    where = state_shardings(jax.eval_shape(make, SEED, SEED), config, mesh)
+    rounding = np.uint32(config.rounding_seed)
+    if params is None:
+        return jax.jit(make, out_shardings=where)(np.uint32(config.seed), rounding)
+    begin = functools.partial(state_of, config)
+    return jax.jit(begin, out_shardings=where, donate_argnums=0)(params, rounding)

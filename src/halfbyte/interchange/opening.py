@@ -1,4 +1,6 @@
-"""A run directory as a model that can be generated from and scored: its config, verified weights, and tokenizer."""
+"""A run directory or a Hugging Face folder as a model that can be generated from, scored and exported: its config,
+verified weights, and tokenizer.
+"""
 
 import dataclasses
 import math
@@ -13,32 +15,81 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from halfbyte import data, models
 from halfbyte.checkpoint import Checkpoints, DamagedCheckpoint, Restored
 from halfbyte.evaluation import LanguageModel
-from halfbyte.inputs import check_whole, read_json
+from halfbyte.inputs import check_whole, printable, read_json
+from halfbyte.interchange.folder import Folder, is_folder
+from halfbyte.interchange.hf_config import config_from_hf
+from halfbyte.interchange.loading import load_params, stored_as
+from halfbyte.interchange.tokenizer_files import folder_tokenizer
 from halfbyte.recipe import Recipe, recipe, step_key
 from halfbyte.sharding import Rules, make_mesh, parse_mesh
 from halfbyte.train import TrainConfig, jsonconfig, phases, resolve
 from halfbyte.train.precision import phase_at
 
+FOLDER_POLICY = "all_linear"
+LONGEST_WINDOW = 2048  # of scoring, where nobody says on which length a model was trained
+
 
 @dataclasses.dataclass(frozen=True)
 class LoadedRun:
-    """A run, its model at one step, and the recipe of its forward pass."""
+    """A model and the recipe of its forward pass: of a run at one step, or of a folder (`config` and `step` None)."""
 
     directory: Path
-    config: TrainConfig
+    config: TrainConfig | None
     model: LanguageModel
-    step: int
+    step: int | None
     recipe: str
 
     def describe(self) -> str:
         """One line for people."""
-        size = models.count_params(self.config.model)
-        return f"{self.directory}: {self.config.model.name}, {size:,} parameters, step {self.step}, {self.recipe}"
+        size = models.count_params(self.model.config)
+        step = "" if self.step is None else f"step {self.step}, "
+        return f"{self.directory}: {self.model.config.name}, {size:,} parameters, {step}{self.recipe}"
+
+
+def open_model(
+    directory: str | Path, *, recipe_name: str = "", mesh: str = "", rules: Rules, step: int | None = None,
+    compute_dtype: str = "",
+) -> LoadedRun:  # fmt: skip
+    """The model of a run (`open_run`) or of a Hugging Face folder (`open_folder`)."""
+    directory = Path(directory)
+    if not is_folder(directory):
+        return open_run(
+            directory, recipe_name=recipe_name, mesh=mesh, rules=rules, step=step, compute_dtype=compute_dtype
+        )
+    if step is not None:
+        raise ValueError(f"{directory} is a folder of one model; it has no --step")
+    return open_folder(directory, recipe_name=recipe_name, mesh=mesh, rules=rules, compute_dtype=compute_dtype)
+
+
+def open_folder(
+    directory: Path, *, recipe_name: str = "", mesh: str = "", rules: Rules, compute_dtype: str = ""
+) -> LoadedRun:
+    """The model of a Hugging Face folder, in bf16 or under `recipe_name`. NVFP4 weights are what their codes stand for,
+    so that under bf16 the forward pass is the weight-only one (W4A16).
+    """
+    chosen = recipe(recipe_name or "bf16")
+    grid = some_mesh(mesh) if mesh else None
+    with Folder(directory) as folder:
+        config = config_from_hf(folder.config, printable(directory.resolve().name))
+        models.check_mesh(config, grid, rules=rules)
+        tokenizer = folder_tokenizer(folder)
+        params = load_params(folder, config, mesh=grid, rules=rules)
+        stored = stored_as(folder)
+    context = models.Context(
+        policy=resolve(config, FOLDER_POLICY, chosen) if chosen.quantized else None,
+        key=step_key(0, 0),
+        mesh=grid,
+        rules=rules,
+        compute_dtype=jnp.dtype(compute_dtype or "bfloat16"),
+    )
+    model = LanguageModel(config, params, tokenizer, context, min(config.max_seq, LONGEST_WINDOW))
+    return LoadedRun(directory, None, model, None, f"{stored}, forward in {chosen.name}")
 
 
 def open_run(
-    directory: str | Path, *, recipe_name: str = "", mesh: str = "", rules: Rules, step: int | None = None
-) -> LoadedRun:
+    directory: str | Path, *, recipe_name: str = "", mesh: str = "", rules: Rules, step: int | None = None,
+    compute_dtype: str = "",
+) -> LoadedRun:  # fmt: skip
     """The newest whole checkpoint of the run (or that of `step`), on one device or on `mesh` by `rules`.
 
     The forward pass runs under the recipe that the run trained with at that step, or under `recipe_name`.
@@ -57,7 +108,7 @@ def open_run(
         mesh=grid,
         rules=rules,
         backend=config.precision.backend,
-        compute_dtype=jnp.dtype(config.precision.compute_dtype),
+        compute_dtype=jnp.dtype(compute_dtype or config.precision.compute_dtype),
     )
     model = LanguageModel(config.model, restored.items["params"], tokenizer, context, seq)
     return LoadedRun(directory, config, model, restored.step, chosen.name)
@@ -128,7 +179,9 @@ def read_tokenizer(directory: Path, config: TrainConfig) -> tuple[data.Tokenizer
             raise ValueError(f"{facts}: not what a run writes ({error}); copy the run again") from None
         return tokenizer, stored["seq"]
     if config.data == "synthetic":
-        raise ValueError(f"{directory} was trained on synthetic tokens, so there is no tokenizer to read text with")
+        raise ValueError(
+            f"{directory} has no tokenizer to read text with: it knows synthetic tokens, or was imported without one"
+        )
     dataset = open_data(config)
     return dataset.tokenizer(), config.seq or dataset.seq_len
 

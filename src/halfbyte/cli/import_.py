@@ -1,0 +1,43 @@
+"""Read a Llama or Qwen3 from a Hugging Face folder and make a run directory of it.
+
+halfbyte import HF_DIR --out RUN                 then: generate RUN, eval RUN FILES, export RUN
+halfbyte train --init-from RUN --data DIR        goes on training it, in any recipe, on any mesh
+
+The folder holds config.json and safetensors (bf16, fp16 or fp32, in one file or in shards, or NVFP4 as `halfbyte
+export` writes it) and, to read text with it, tokenizer.json. What the model's config asks for and is not implemented is
+refused by name. Pickles are refused. `generate`, `eval` and `train --init-from` also take the folder itself."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from halfbyte.cli.result import Result
+
+
+@dataclass(frozen=True)
+class Args:
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="HF_DIR")]
+    """Folder with config.json and *.safetensors."""
+    out: str = ""
+    """Run directory to make; default runs/NAME-OF-THE-FOLDER."""
+    mesh: str = ""
+    """AXIS=SIZE,... over data, fsdp, tensor, for a model that one device cannot hold; empty: one device."""
+
+
+def run(args: Args) -> Result:
+    from halfbyte import models
+    from halfbyte.cli.screen import progress
+    from halfbyte.interchange import import_folder
+    from halfbyte.interchange.opening import some_mesh
+
+    folder = Path(args.folder)
+    out = Path(args.out) if args.out else Path("runs") / folder.resolve().name
+    with progress("tensors") as watch:
+        config = import_folder(folder, out, mesh=some_mesh(args.mesh) if args.mesh else None, watch=watch)
+    count = models.count_params(config.model)
+    kind = "Qwen3" if config.model.qk_norm else "Llama"
+    print(f"{out}: {config.model.name}, {kind}, {count:,} parameters, from {folder}")
+    print(f'next: halfbyte generate {out} --prompt "..."  or  halfbyte train --init-from {out} --data DIR')
+    return Result({"run_dir": str(out), "model": config.model.name, "parameters": count, "family": kind})

@@ -1,0 +1,175 @@
+"""The tensors of a folder as parameters on their devices, one layer of one parameter at a time.
+
+A parameter is laid out on the mesh first, empty; then each layer's tensor is read, only the part that a device holds
+of it, in the file's own dtype, and written into its place by a program that gives the parameter its own memory back
+(donation). What exists beside the parameters is one tensor: never a second copy of the model, on no mesh.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from halfbyte.formats import NVFP4, QTensor, unpack
+from halfbyte.inputs import printable
+from halfbyte.interchange.folder import Folder
+from halfbyte.interchange.hf_names import Site, sites
+from halfbyte.interchange.layouts import NvfpLayout
+from halfbyte.interchange.quantization_config import layout_of
+from halfbyte.interchange.tensor_file import Planned
+from halfbyte.models import LlamaConfig, Params, ParamSpec, flatten, nest, param_specs
+from halfbyte.sharding import DEFAULT_RULES, Rules, named_sharding
+
+FLOATS = ("float32", "bfloat16", "float16")
+TIED_HEAD = "lm_head.weight"
+DERIVED = "rotary_emb.inv_freq"  # old checkpoints store the rotary frequencies, which follow from the config
+Watch = Callable[[int, int], None]
+
+
+def check_tensors(folder: Folder, cfg: LlamaConfig) -> list[Site]:
+    """The model's tensors, all there in the right shape and dtype; ValueError names the first that is not."""
+    entries = folder.entries
+    if cfg.layers > len(entries):
+        raise ValueError(f"import: num_hidden_layers is {cfg.layers:,}, but the folder holds {len(entries):,} tensors")
+    layout = layout_of(folder.config)
+    wanted, known = sites(cfg), set[str]()
+    for site in wanted:
+        for plan in _stored(folder, site, layout):
+            _check_entry(folder, plan, cfg.name)
+            known.add(plan.name)
+        known |= {f"{site.module}.{layout.input_scale}"} if layout else set()
+    _check_others(folder, cfg, known)
+    return wanted
+
+
+def _stored(folder: Folder, site: Site, layout: NvfpLayout | None) -> tuple[Planned, ...]:
+    """The tensors that hold this weight: codes and scales if it is quantized, else itself."""
+    if is_quantized(folder, site, layout):
+        assert layout is not None
+        return layout.plan(site, activations=False)
+    return (Planned(site.name, np.dtype(np.float32), site.shape),)
+
+
+def is_quantized(folder: Folder, site: Site, layout: NvfpLayout | None) -> bool:
+    """Whether the folder holds this weight as NVFP4 codes."""
+    if layout is None:
+        return False
+    entry = folder.entries.get(f"{site.module}.{layout.weight}")
+    return entry is not None and entry.dtype == np.uint8
+
+
+def _check_entry(folder: Folder, plan: Planned, model: str) -> None:
+    entry = folder.entries.get(plan.name)
+    if entry is None:
+        raise ValueError(f"import: there is no tensor {plan.name!r}; is {folder.directory} a whole {model}?")
+    scalar = plan.shape in ((), (1,)) and entry.shape in ((), (1,))
+    if entry.shape != plan.shape and not scalar:
+        raise ValueError(
+            f"import: {plan.name} has shape {list(entry.shape)}, but its config.json asks for {list(plan.shape)}"
+        )
+    floats = plan.dtype == np.float32 and not scalar
+    if entry.dtype != plan.dtype and not (floats and entry.dtype.name in FLOATS):
+        wanted = ", ".join(FLOATS) if floats else plan.dtype.name
+        raise ValueError(f"import: {plan.name} is {entry.dtype.name}; it is read as {wanted}")
+
+
+def _check_others(folder: Folder, cfg: LlamaConfig, known: set[str]) -> None:
+    """Tensors that the model has no place for are an error, but for what follows from the others."""
+    others = [name for name in folder.entries if name not in known and not name.endswith(DERIVED)]
+    if cfg.tied and TIED_HEAD in others:
+        others.remove(TIED_HEAD)
+        embedding = next(site.name for site in sites(cfg) if site.path == "embed")
+        if folder.read(TIED_HEAD).tobytes() != folder.read(embedding).tobytes():
+            raise ValueError(
+                f"import: tie_word_embeddings is true, but {TIED_HEAD} is not the embedding; which is right?"
+            )
+    if others:
+        shown = ", ".join(map(printable, sorted(others)[:3]))
+        raise ValueError(f"import: {len(others)} tensors have no place in {cfg.name}: {shown[:300]}")
+
+
+def load_params(
+    folder: Folder, cfg: LlamaConfig, *, mesh: Mesh | None = None, rules: Rules = DEFAULT_RULES,
+    watch: Watch | None = None,
+) -> Params:  # fmt: skip
+    """The model's parameters, float32, on `mesh` by `rules` or on the first device. `watch` gets (tensors done, of)."""
+    todo, layout = check_tensors(folder, cfg), layout_of(folder.config)
+    specs = flatten(param_specs(cfg))
+    params: dict[str, jax.Array] = {}
+    for done, site in enumerate(sorted(todo, key=lambda site: site.path)):
+        spec = specs[site.path]
+        where = _sharding(spec, mesh, rules)
+        if site.path not in params:
+            params[site.path] = _empty(spec.shape, where)
+        part = _read(folder, site, layout, _part_sharding(where, site))
+        params[site.path] = _put(
+            params[site.path], part, jnp.int32(site.layer or 0), site.layer is None, site.transposed
+        )
+        jax.block_until_ready(params[site.path])  # or the queue would hold several tensors at once
+        if watch is not None:
+            watch(done + 1, len(todo))
+    return nest({path: params[path] for path in specs})
+
+
+def _sharding(spec: ParamSpec, mesh: Mesh | None, rules: Rules) -> Any:
+    return SingleDeviceSharding(jax.local_devices()[0]) if mesh is None else named_sharding(spec.axes, mesh, rules)
+
+
+def _part_sharding(where: Any, site: Site) -> Any:
+    """Of one layer's tensor as the file has it: the parameter's, without the layer, turned if the tensor is."""
+    if not isinstance(where, NamedSharding):
+        return where
+    names = [*where.spec, *[None] * (len(site.shape) + (site.layer is not None) - len(where.spec))]
+    axes = names[site.layer is not None :]
+    return NamedSharding(where.mesh, PartitionSpec(*(reversed(axes) if site.transposed else axes)))
+
+
+def _read(folder: Folder, site: Site, layout: NvfpLayout | None, where: Any) -> jax.Array:
+    """One weight on its devices as the file has it, [out, in]; NVFP4 codes as the float32 numbers they stand for."""
+    if not is_quantized(folder, site, layout):
+        return _place(folder, site.name, where)
+    assert layout is not None
+    packed, scales = (_place(folder, f"{site.module}.{name}", where) for name in (layout.weight, "weight_scale"))
+    stored = np.float32(folder.read(f"{site.module}.{layout.global_scale}").reshape(()))
+    return _decode(packed, scales, jnp.asarray(np.float32(1) / stored if layout.stores_encode else stored))
+
+
+def _place(folder: Folder, name: str, where: Any) -> jax.Array:
+    """One tensor in the file's dtype; each device's part is read by itself."""
+
+    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        return folder.read(name, index[0])[(slice(None), *index[1:])]
+
+    entry = folder.entries[name]
+    return jax.make_array_from_callback(entry.shape, where, shard, dtype=entry.dtype)
+
+
+@jax.jit
+def _decode(packed: jax.Array, scales: jax.Array, decode_scale: jax.Array) -> jax.Array:
+    """float32 [N, K] of codes uint8 [N, K/2] and scales [N, K/16]."""
+    return QTensor(unpack(packed), scales, jnp.float32(0), decode_scale, NVFP4).dequantize()
+
+
+def stored_as(folder: Folder) -> str:
+    """How the folder keeps its weights, for people: a dtype, or NVFP4 and whose layout."""
+    if layout_of(folder.config) is not None:
+        return f"NVFP4 weights ({folder.config['quantization_config']['quant_method']})"
+    return "/".join(sorted({entry.dtype.name for entry in folder.entries.values()})) + " weights"
+
+
+def _empty(shape: tuple[int, ...], where: Any) -> jax.Array:
+    made: jax.Array = jax.jit(functools.partial(jnp.zeros, shape, jnp.float32), out_shardings=where)()
+    return made
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=(3, 4))
+def _put(stack: jax.Array, part: jax.Array, layer: jax.Array, whole: bool, transposed: bool) -> jax.Array:
+    """`stack` with `part` at `layer` (or as all of it), in float32 and turned to [in, out]."""
+    value = (part.T if transposed else part).astype(stack.dtype)
+    return value if whole else lax.dynamic_update_index_in_dim(stack, value, layer, 0)

@@ -1,0 +1,222 @@
+"""A safetensors file, read with distrust and written in one pass.
+
+    8 bytes    little-endian length N of the header
+    N bytes    JSON: name -> {dtype, shape, data_offsets}, and `__metadata__`, a dict of strings
+    the rest   the tensors' bytes, row-major, one after the other
+
+Everything the header says is checked against the file's size before a byte of a tensor is read or a byte of memory is
+asked for: N, every dtype, shape x dtype against offsets, and that the tensors cover the rest of the file without gap
+or overlap. Reading takes one tensor, or a run of its rows, at a time; nothing is mapped.
+"""
+
+import math
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import ml_dtypes
+import numpy as np
+
+from halfbyte.inputs import parse_json, printable
+
+MOST_HEADER = 100_000_000
+"""Bytes of a header, as the format's own library has it."""
+LARGEST_DIM = 2**40
+DTYPES: dict[str, np.dtype] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "I16": np.dtype(np.int16),
+    "U16": np.dtype(np.uint16),
+    "I32": np.dtype(np.int32),
+    "U32": np.dtype(np.uint32),
+    "I64": np.dtype(np.int64),
+    "U64": np.dtype(np.uint64),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class BadTensorFile(ValueError):
+    """A file that is no safetensors file, or not a whole one."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor: where its bytes lie (`start` and `stop` count from the end of the header)."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class TensorFile:
+    """An open safetensors file whose header has been checked. `entries` by name; `read` gives NumPy arrays."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._file: BinaryIO = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 (closed by `close`)
+        try:
+            self._data, self.entries = _read_header(self._file, path)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        """The tensor, or some of its first dim. Allocates what it returns and nothing else."""
+        entry = self.entries[name]
+        shape, offset = entry.shape, entry.start
+        if entry.shape:
+            first, last, _ = rows.indices(entry.shape[0])
+            row_bytes = math.prod(entry.shape[1:]) * entry.dtype.itemsize
+            shape, offset = (max(last - first, 0), *entry.shape[1:]), entry.start + first * row_bytes
+        array = np.empty(shape, entry.dtype)
+        self._file.seek(self._data + offset)
+        _fill(self._file, array, self.path, name)
+        return array
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> "TensorFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opening a pipe that nobody writes to must not wait for a writer."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def _fill(file: BinaryIO, array: np.ndarray, path: Path, name: str) -> None:
+    view = memoryview(array.reshape(-1).view(np.uint8).data)
+    done = 0
+    while done < len(view):
+        count = file.readinto(view[done:])  # type: ignore[attr-defined]
+        if not count:
+            raise BadTensorFile(f"{path} ended while {name} was read; it changed since it was opened")
+        done += count
+
+
+def _read_header(file: BinaryIO, path: Path) -> tuple[int, dict[str, Entry]]:
+    """(where the tensors' bytes begin, the entries), all checked against the size of the file."""
+    status = os.fstat(file.fileno())
+    if not stat.S_ISREG(status.st_mode):
+        raise BadTensorFile(f"{path} is not a regular file")
+    head = file.read(8)
+    if len(head) < 8:
+        raise BadTensorFile(f"{path} has {len(head)} bytes: not even the length of a safetensors header")
+    length, left = int.from_bytes(head, "little"), status.st_size - 8
+    if not 2 <= length <= min(left, MOST_HEADER):
+        raise BadTensorFile(
+            f"{path}: the header claims {length:,} bytes, but the file has {left:,} left and a header at most "
+            f"{MOST_HEADER:,}; it is cut short or no safetensors file"
+        )
+    header = parse_json(file.read(length), what=f"the header of {path}", most=MOST_HEADER, depth=8)
+    if not isinstance(header, dict):
+        raise BadTensorFile(f"the header of {path} is no JSON object")
+    _check_metadata(header.pop("__metadata__", {}), path)
+    entries = [_entry(name, value, path) for name, value in header.items()]
+    _check_cover(entries, left - length, path)
+    return 8 + length, {entry.name: entry for entry in entries}
+
+
+def _check_metadata(metadata: Any, path: Path) -> None:
+    whole = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    if not whole:
+        raise BadTensorFile(f"{path}: __metadata__ must be a dict of strings")
+
+
+def _entry(name: str, value: Any, path: Path) -> Entry:
+    where = f"{path}: tensor {printable(name)[:200]!r}"
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise BadTensorFile(f"{where} must have dtype, shape and data_offsets")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise BadTensorFile(f"{where} has dtype {str(dtype)[:40]!r}; known are {', '.join(DTYPES)}")
+    if not _whole_numbers(shape) or len(shape) > 32:
+        raise BadTensorFile(f"{where}: shape must be a short list of whole numbers")
+    if not _whole_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise BadTensorFile(f"{where}: data_offsets must be two whole numbers, the first not above the second")
+    needed = math.prod(shape) * DTYPES[dtype].itemsize
+    if offsets[1] - offsets[0] != needed:
+        raise BadTensorFile(
+            f"{where}: {dtype} {list(shape)} are {needed:,} bytes, but its offsets span {offsets[1] - offsets[0]:,}"
+        )
+    return Entry(name, DTYPES[dtype], tuple(shape), offsets[0], offsets[1])
+
+
+def _whole_numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value <= LARGEST_DIM for value in values)
+
+
+def _check_cover(entries: Iterable[Entry], size: int, path: Path) -> None:
+    """The tensors must follow each other without gap or overlap up to the end of the file."""
+    at = 0
+    for entry in sorted(entries, key=lambda entry: (entry.start, entry.stop)):
+        if entry.start != at:
+            what = "overlaps the one before it" if entry.start < at else "leaves a gap before it"
+            raise BadTensorFile(
+                f"{path}: tensor {printable(entry.name)[:200]!r} starts at byte {entry.start:,}, and {what}, which "
+                f"ends at {at:,}"
+            )
+        at = entry.stop
+    if at != size:
+        raise BadTensorFile(f"{path} has {size:,} bytes of tensors, but its header accounts for {at:,}")
+
+
+# Writing
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A tensor that is going to be written."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_tensors(
+    path: Path, planned: list[Planned], tensors: Iterator[np.ndarray], metadata: Mapping[str, str]
+) -> None:
+    """Write `planned` with the arrays that `tensors` yields, one at a time and in this order."""
+    with open(path, "xb") as file:
+        file.write(header_bytes(planned, metadata))
+        for plan, array in zip(planned, tensors, strict=True):
+            if (array.dtype, array.shape) != (plan.dtype, plan.shape):
+                raise AssertionError(f"{plan.name}: planned {plan.dtype} {plan.shape}, got {array.dtype} {array.shape}")
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def header_bytes(planned: Iterable[Planned], metadata: Mapping[str, str]) -> bytes:
+    """Length and header of a file with these tensors, padded so that their bytes begin at a multiple of 8."""
+    import json
+
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at = 0
+    for plan in planned:
+        offsets = [at, at + plan.nbytes]
+        header[plan.name] = {"dtype": NAMES[plan.dtype], "shape": list(plan.shape), "data_offsets": offsets}
+        at = offsets[1]
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,83 @@
+"""Models small enough to compile in seconds, with what large ones have, as folders that `transformers` itself wrote."""
+
+import jax
+import numpy as np
+import pytest
+
+from halfbyte import models
+from halfbyte.interchange import hf_config
+from halfbyte.ops.rope import RopeScaling
+
+LLAMA = models.LlamaConfig(
+    name="tiny", vocab_size=96, embed=64, mlp=96, layers=2, heads=4, kv_heads=2, head_dim=16, max_seq=128,
+    rope_theta=10_000.0, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 16),
+)  # fmt: skip
+QWEN3 = LLAMA.replace(rope_scaling=None, rope_theta=1e6, norm_eps=1e-6, head_dim=32, qk_norm=True, tied=True)
+MODELS = {
+    "llama": LLAMA,
+    "llama-tied": LLAMA.replace(tied=True),
+    "qwen3": QWEN3,
+    "qwen3-untied": QWEN3.replace(tied=False),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _float32_products():
+    """On a GPU float32 GEMMs are TF32 unless asked; comparisons to the last digits need real ones."""
+    with jax.default_matmul_precision("float32"):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_compilation():
+    """These programs run once or twice: without LLVM's costly passes they compile in a third of the time."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(scope="session")
+def transformers():
+    pytest.importorskip("torch", reason="needs the extra `interop`")
+    return pytest.importorskip("transformers", reason="needs the extra `interop`")
+
+
+@pytest.fixture(params=MODELS, scope="session")
+def cfg(request):
+    return MODELS[request.param]
+
+
+@pytest.fixture(scope="session")
+def theirs(transformers, cfg):
+    """Their model with random weights of theirs, norms included, rounded to bfloat16."""
+    import torch
+
+    torch.manual_seed(0)
+    fields = hf_config.config_to_hf(cfg)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**fields))
+    with torch.no_grad():
+        for value in model.parameters():
+            fan_in = value.shape[-1]
+            value.normal_(1.0 if value.ndim == 1 else 0.0, 0.2 if value.ndim == 1 else fan_in**-0.5)
+    return model.to(torch.bfloat16).eval()
+
+
+@pytest.fixture(scope="session")
+def written(theirs, cfg, tmp_path_factory):
+    """The folder that `save_pretrained` made of it, in several shards."""
+    folder = tmp_path_factory.mktemp("theirs") / "model"
+    theirs.save_pretrained(folder, max_shard_size="40KB")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokens(cfg):
+    return np.random.default_rng(0).integers(0, cfg.vocab_size, (2, 40))
+
+
+def their_logits(model, tokens):
+    import torch
+
+    with torch.no_grad():
+        return model(torch.from_numpy(np.asarray(tokens))).logits.float().numpy()

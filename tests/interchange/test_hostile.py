@@ -1,0 +1,290 @@
+"""Files that lie, are broken or are somebody's trap. Oracles: the safetensors library (what it accepts, we read alike),
+and the file system (nothing is read that was not there, nothing is written elsewhere)."""
+
+import json
+import os
+import pickle
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError, deserialize
+from safetensors.numpy import save
+
+from halfbyte.interchange import Folder, config_from_hf, config_to_hf, import_folder, load_params
+from halfbyte.interchange.tensor_file import TensorFile
+
+from .conftest import LLAMA
+
+F32 = np.dtype(np.float32)
+TENSORS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.zeros((0, 4), np.float16), "c": np.int64(7)[None]}
+
+
+def raw(header, data=b""):
+    """The bytes of a file with this header, whatever it says."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+def read_all(path):
+    with TensorFile(path) as file:
+        return {name: file.read(name) for name in file.entries}
+
+
+BROKEN = {
+    "no length": (b"\x01\x02", "not even the length"),
+    "a header longer than the file": ((2**40).to_bytes(8, "little") + b"{}", "header claims"),
+    "a header of more than 2^63": (b"\xff" * 8 + b"{}", "header claims"),
+    "a header of nothing": ((0).to_bytes(8, "little") + b"{}", "header claims"),
+    "a header that is no JSON": (raw(b"{nonsense"), "not JSON"),
+    "a header that is a list": (raw(b"[]"), "no JSON object"),
+    "a header of brackets": (raw(b"[" * 100_000), "levels deep"),
+    "a name twice": (raw(b'{"a": 1, "a": 2}'), "stands twice"),
+    "metadata that is no dict of strings": (raw({"__metadata__": {"a": 1}}), "__metadata__"),
+    "overlapping tensors": (raw({"a": entry(), "b": entry(offsets=(4, 12))}, b"x" * 12), "overlaps"),
+    "the same bytes twice": (raw({"a": entry(), "b": entry()}, b"x" * 8), "overlaps"),
+    "a gap": (raw({"a": entry(), "b": entry(offsets=(9, 17))}, b"x" * 17), "leaves a gap"),
+    "offsets beyond the file": (raw({"a": entry()}, b"x" * 4), "accounts for 8"),
+    "bytes that no tensor has": (raw({"a": entry()}, b"x" * 9), "accounts for 8"),
+    "shape x dtype above the bytes": (raw({"a": entry(shape=(3,))}, b"x" * 8), "12 bytes"),
+    "a shape of 2^120 elements": (raw({"a": entry(shape=(2**40,) * 3)}, b"x" * 8), "span 8"),
+    "a negative dim": (raw({"a": entry(shape=(-1, -2))}, b"x" * 8), "whole numbers"),
+    "a dim that is true": (raw({"a": entry(shape=(True, 2))}, b"x" * 8), "whole numbers"),
+    "offsets the wrong way": (raw({"a": entry(offsets=(8, 0))}, b"x" * 8), "data_offsets"),
+    "an unknown dtype": (raw({"a": entry(dtype="F3")}, b"x" * 8), "dtype 'F3'"),
+    "a tensor that is a number": (raw({"a": 3}), "must have dtype"),
+    "a field too many": (raw({"a": entry() | {"code": "import os"}}, b"x" * 8), "must have dtype"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_file_is_refused_before_anything_is_allocated(tmp_path, case):
+    content, message = BROKEN[case]
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+            read_all(path)
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
+
+
+def test_pipes_and_directories_are_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="not a regular file"):
+        TensorFile(tmp_path / "pipe")
+    with pytest.raises((ValueError, IsADirectoryError)):
+        TensorFile(tmp_path)
+
+
+@settings(max_examples=300)
+@given(edits=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=6), cut=st.integers(0, 400))
+def test_damaged_bytes_are_refused_or_read_as_the_library_reads_them(tmp_path_factory, edits, cut):
+    content = bytearray(save(TENSORS, {"format": "pt"}))
+    for at, value in edits:
+        content[at % len(content)] = value
+    content = bytes(content[: len(content) - cut % len(content)]) if cut < 40 else bytes(content)
+    path = tmp_path_factory.getbasetemp() / "fuzzed.safetensors"
+    path.write_bytes(content)
+    try:
+        found = read_all(path)
+    except ValueError:
+        return
+    theirs = dict(deserialize(content))  # raises if it would have refused what we took
+    assert {name: value.tobytes() for name, value in found.items()} == {n: bytes(t["data"]) for n, t in theirs.items()}
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+)
+FIELD = st.sampled_from(["F32", "BF16", "U8", "F4", 7]) | JSON
+ENTRY = st.fixed_dictionaries({"dtype": FIELD, "shape": st.lists(st.integers(0, 4), max_size=3) | JSON,
+                               "data_offsets": st.tuples(st.integers(0, 40), st.integers(0, 40)) | JSON})  # fmt: skip
+
+
+@settings(max_examples=150)
+@given(header=st.dictionaries(st.text(max_size=4), ENTRY | JSON, max_size=3), size=st.integers(0, 64))
+def test_any_header_is_refused_or_whole(tmp_path_factory, header, size):
+    content = raw(header, bytes(size))
+    path = tmp_path_factory.getbasetemp() / "any.safetensors"
+    path.write_bytes(content)
+    try:
+        found = read_all(path)
+    except ValueError:
+        return
+    assert sum(value.nbytes for value in found.values()) == size
+    try:
+        deserialize(content)
+    except SafetensorError as problem:  # pragma: no cover
+        pytest.fail(f"read a file that the library refuses: {problem}")
+
+
+# Folders
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A whole model of two shards in `model`, and a secret beside it."""
+    from halfbyte.interchange.hf_names import sites
+    from halfbyte.interchange.layouts import Part
+    from halfbyte.interchange.tensor_file import Planned
+    from halfbyte.interchange.writing import write_folder
+
+    def part(site):
+        return Part((Planned(site.name, F32, site.shape),), lambda: (np.ones(site.shape, F32),))
+
+    parts = [part(site) for site in sites(LLAMA)]
+    write_folder(tmp_path / "model", parts, config_to_hf(LLAMA), {}, shard_bytes=100_000)
+    (tmp_path / "secret.safetensors").write_bytes(save(TENSORS))
+    return tmp_path / "model"
+
+
+def refused(folder, message):
+    before = sorted(path for path in folder.parent.rglob("*"))
+    with pytest.raises(ValueError, match=message):
+        import_folder(folder, folder.parent / "run")
+    assert sorted(path for path in folder.parent.rglob("*")) == before  # nothing written, nothing left
+
+
+def change_index(folder, change):
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    "shard", ["../secret.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "a\\b.safetensors", "", "x\0y"]
+)
+def test_an_index_that_leads_out_is_refused(folder, shard):
+    change_index(folder, lambda names: names.update({"model.norm.weight": shard}))
+    refused(folder, "not the plain name")
+
+
+def test_links_that_lead_out_are_refused_and_links_inside_are_not(folder):
+    first = sorted(folder.glob("*.safetensors"))[0]
+    first.rename(folder / "elsewhere.safetensors")
+    first.symlink_to("elsewhere.safetensors")
+    with Folder(folder) as opened:
+        assert opened.read("model.norm.weight").shape == (64,)
+    (folder / "elsewhere.safetensors").rename(folder.parent / "elsewhere.safetensors")
+    first.unlink()
+    first.symlink_to(folder.parent / "elsewhere.safetensors")
+    refused(folder, "leads out of the folder")
+    (folder.parent / "elsewhere.safetensors").unlink()
+    refused(folder, "symbolic link to nothing")
+
+
+def test_a_config_that_is_a_link_out_is_refused(folder):
+    (folder / "config.json").rename(folder.parent / "config.json")
+    (folder / "config.json").symlink_to(folder.parent / "config.json")
+    refused(folder, "leads out of the folder")
+
+
+def test_a_missing_shard_is_named(folder):
+    sorted(folder.glob("*.safetensors"))[1].unlink()
+    refused(folder, "has no model-00002-of-")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda names: names.update({"model.norm.weight": "model-00001-of-00003.safetensors"}), "it lies in"),
+        (lambda names: names.update({"extra": "model-00001-of-00003.safetensors"}), "no shard holds it"),
+        (lambda names: names.pop("model.embed_tokens.weight"), "does not list 1 tensors"),
+        (lambda names: names.clear(), "weight_map must map"),
+        (lambda names: names.update({"model.norm.weight": 3}), "weight_map must map"),
+    ],
+)
+def test_an_index_that_is_wrong_is_refused(folder, change, message):
+    change_index(folder, change)
+    refused(folder, message)
+
+
+class Trap:
+    """Runs when it is unpickled."""
+
+    def __reduce__(self):
+        return os.mkdir, ("sprung",)
+
+
+def test_pickles_are_refused_unread(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config_to_hf(LLAMA)))
+    (tmp_path / "model" / "pytorch_model.bin").write_bytes(pickle.dumps(Trap()))
+    refused(tmp_path / "model", "Reading a pickle runs the code")
+    assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
+        ({"architectures": None}, "architectures"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"auto_map": {"AutoModelForCausalLM": "evil.Model"}}, "auto_map"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_attention"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm"),
+        ({"hidden_size": "64"}, "hidden_size"),
+        ({"hidden_size": 128}, "has shape"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps"),
+        ({"vocab_size": True}, "vocab_size"),
+    ],
+)
+def test_a_config_that_asks_for_something_else_is_refused(folder, change, message):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    refused(folder, message)
+
+
+def test_a_tensor_without_a_place_is_named(folder, tmp_path):
+    wider = LLAMA.replace(layers=1)
+    path = folder / "config.json"
+    path.write_text(json.dumps(config_to_hf(wider)))
+    with Folder(folder) as opened, pytest.raises(ValueError, match=r"tensors have no place.*model\.layers\.1"):
+        load_params(opened, config_from_hf(opened.config))
+
+
+def test_an_interrupted_export_leaves_nothing_that_looks_whole(tmp_path):
+    """A child process is killed while it writes the second shard."""
+    import subprocess
+    import sys
+
+    code = """
+import os, sys, signal
+from pathlib import Path
+import numpy as np
+from halfbyte.interchange.layouts import Part
+from halfbyte.interchange.tensor_file import Planned
+from halfbyte.interchange.writing import write_folder
+
+def make(number):
+    if number == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return (np.zeros(8, np.float32),)
+
+parts = [Part((Planned(str(n), np.dtype(np.float32), (8,)),), lambda n=n: make(n)) for n in range(4)]
+write_folder(Path(sys.argv[1]), parts, {"architectures": ["LlamaForCausalLM"]}, {}, shard_bytes=40)
+"""
+    out = tmp_path / "export"
+    done = subprocess.run([sys.executable, "-c", code, str(out)], capture_output=True, check=False)
+    assert done.returncode == -9
+    assert not out.exists()
+    left = [path.name for path in tmp_path.rglob("*")]
+    assert "config.json" not in left and "model.safetensors.index.json" not in left
