@@ -1,11 +1,13 @@
 """A run directory made by a few real steps of training, for the commands that read one."""
 
+import os
 import random
 import subprocess
 import sys
 
 import pytest
 
+SECRET = "hunter2-8f31c0"
 WORDS = "the a of union state people congress law naïve and to we shall not year nation peace war tax".split()
 
 
@@ -46,7 +48,9 @@ def tiny_run(tmp_path_factory):
     jsonconfig.save(config, folder / "config.json")
     command = ["train", "--config", str(folder / "config.json"), "--run-dir", str(folder / "run")]
     code = "import sys; from halfbyte.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=False)
+    environment = {**os.environ, "HALFBYTE_API_TOKEN": SECRET}
+    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert "sample: The" in done.stdout
+    assert SECRET not in done.stdout + done.stderr
     return folder / "run"

@@ -93,3 +93,10 @@ def test_bad_input_exits_2(tiny_run, task_folder, capfd, monkeypatch, flags, mes
     monkeypatch.chdir(task_folder)
     assert main(["eval", str(tiny_run), *flags]) == 2
     assert message in " ".join(capfd.readouterr().err.split())
+
+
+def test_no_secret_of_the_environment_is_kept_in_a_run(tiny_run):
+    """The run was made with a token in its environment (conftest): no file, and no name of one, holds it."""
+    files = [path for path in tiny_run.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert [path for path in files if b"hunter2" in path.read_bytes() or "hunter2" in path.name] == []

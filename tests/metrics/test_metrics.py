@@ -18,6 +18,7 @@ from halfbyte.metrics import (
     OneStepLate,
     TensorBoard,
     Throughput,
+    events,
     make_display,
     mixed_peak,
     read_rows,
@@ -257,27 +258,33 @@ def test_rows_reach_a_sink_aside_in_order():
     assert taken == [*range(100), "closed"]
 
 
-def test_tensorboard_events_are_what_a_reader_reads(tmp_path):
-    """Oracle: tensorboardX's own writer, record for record; a resumed run hides what lies past its first step."""
-    from tensorboardX.event_file_writer import EventsWriter
+def test_tensorboard_events_are_what_the_protocol_says(tmp_path):
+    """Oracle: tensorboardX's protocol buffers and its record writer, byte for byte."""
     from tensorboardX.proto.event_pb2 import Event, SessionLog
+    from tensorboardX.proto.summary_pb2 import Summary
+    from tensorboardX.record_writer import RecordWriter
 
+    numbers = {"loss": 2.5, "validation_loss/[x] 数": 1e-9, "skipped": 0.0, "big": 1e300, "nan": float("inf")}
+    values = [Summary.Value(tag=tag, simple_value=min(value, 3.5e38)) for tag, value in numbers.items()]
+    wanted = [
+        Event(wall_time=12.5, file_version="brain.Event:2"),
+        Event(wall_time=1e9, step=300, session_log=SessionLog(status=SessionLog.START)),
+        Event(wall_time=0.25, step=2**40, summary=Summary(value=values)),
+    ]
+    made = [events.file_version(12.5), events.restart(300, 1e9), events.scalars(2**40, 0.25, numbers)]
+    assert [Event.FromString(data) for data in made] == wanted
+    theirs = RecordWriter(str(tmp_path / "theirs"))
+    for data in made:
+        theirs.write(data)
+    theirs.close()
+    assert b"".join(map(events.record, made)) == (tmp_path / "theirs").read_bytes()
+
+
+def test_a_resumed_run_hides_what_it_writes_again(tmp_path):
     sink = TensorBoard(tmp_path, resume_step=4)
     sink.write({"step": 5, "loss": 2.5, "flops_formula": "text", "mfu": None})
     sink.close()
     (file,) = tmp_path.iterdir()
-    data, events = file.read_bytes(), []
     assert file.name.startswith("events.out.tfevents.")
-    while data:
-        size = int.from_bytes(data[:8], "little")
-        events.append(Event.FromString(data[12 : 12 + size]))
-        data = data[16 + size :]
-    assert events[1].session_log.status == SessionLog.START and events[1].step == 5
-    assert [(v.tag, v.simple_value) for v in events[2].summary.value] == [("loss", 2.5)]
-    theirs = EventsWriter(str(tmp_path / "theirs"))
-    for event in events[1:]:
-        theirs.write_event(event)
-    theirs.close()
-    (other,) = tmp_path.glob("theirs*")
-    first = 16 + int.from_bytes(other.read_bytes()[:8], "little")  # the head holds the time
-    assert file.read_bytes()[first:] == other.read_bytes()[first:]
+    head = len(events.record(events.file_version(0.0)))
+    assert file.read_bytes()[head + 12 + 9 :].startswith(events.restart(5, 0.0)[9:])

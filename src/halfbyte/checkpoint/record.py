@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from halfbyte.inputs import check_whole, parse_json
+
 from .checksum import inspect, named_leaves
 
 LAYOUT = 1
@@ -51,12 +53,29 @@ class Record:
         """The record back; DamagedCheckpoint when it is missing or not what was written."""
         if not isinstance(stored, dict) or not isinstance(stored.get("record"), str):
             raise DamagedCheckpoint("its record is missing")
-        if zlib.crc32(stored["record"].encode()) != stored.get("crc32"):
+        if zlib.crc32(stored["record"].encode("utf-8", "surrogatepass")) != stored.get("crc32"):
             raise DamagedCheckpoint("its record does not match its own CRC")
-        body = json.loads(stored["record"])
-        if body["layout"] != LAYOUT:
-            raise CheckpointMismatch(f"checkpoint layout {body['layout']}, but this version reads {LAYOUT}")
-        return cls(step=body["step"], leaves=body["leaves"], extra=body["extra"])
+        try:
+            body = parse_json(stored["record"], what="its record")
+            if body["layout"] != LAYOUT:
+                raise CheckpointMismatch(f"checkpoint layout {body['layout']}, but this version reads {LAYOUT}")
+            check_whole("step", body["step"], most=2**62)
+            _check_leaves(body["leaves"])
+            return cls(step=body["step"], leaves=body["leaves"], extra=dict(body["extra"]))
+        except CheckpointMismatch:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError) as error:  # a CRC can be made for any content
+            raise DamagedCheckpoint(f"its record is none: {type(error).__name__} {error}") from None
+
+
+def _check_leaves(leaves: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
+    """Types of everything that a restore reads from a record; TypeError, KeyError or ValueError where it is none."""
+    for item in leaves.values():
+        for leaf in item.values():
+            for size in leaf["shape"]:
+                check_whole("shape", size, most=2**62)
+            if not isinstance(leaf["dtype"], str) or "checksum" not in leaf:
+                raise TypeError(f"a leaf without dtype and checksum: {str(leaf)[:80]}")
 
 
 def describe(items: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:

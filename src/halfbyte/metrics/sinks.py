@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 
 from halfbyte.inputs import no_follow, replace_file
 
+from . import events
 from .rows import rows_until
 
 Row = Mapping[str, Any]
@@ -138,49 +140,28 @@ def _finite(row: Row) -> dict[str, Any]:
 
 
 class TensorBoard:
-    """Scalars under their own names. A resumed run hides what lies past its first step.
-
-    Events are written here and now: tensorboardX's own writer does it in a thread behind a short queue, and when that
-    thread dies of a full disk the next step waits for it for ever.
-    """
+    """Scalars under their own names, written here and now. A resumed run hides what lies past its first step."""
 
     def __init__(self, directory: str | os.PathLike[str], *, resume_step: int | None = None):
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
-
         folder = Path(directory)
         folder.mkdir(exist_ok=True)
-        name = f"events.out.tfevents.{time.time():.0f}.{os.getpid()}.halfbyte"
+        name = f"events.out.tfevents.{time.time():.0f}.{os.getpid()}.{secrets.token_hex(2)}.halfbyte"
         self._file = open(folder / name, "xb", buffering=0, opener=no_follow)  # noqa: SIM115 (open for the run's life)
-        self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._add(events.file_version(time.time()))
         if resume_step is not None:
-            start = SessionLog(status=SessionLog.START)
-            self._add(Event(wall_time=time.time(), step=resume_step + 1, session_log=start))
+            self._add(events.restart(resume_step + 1, time.time()))
 
     def write(self, row: Row) -> None:
-        from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.proto.summary_pb2 import Summary
-
         numbers = {name: value for name, value in row.items() if name != "step" and isinstance(value, int | float)}
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-        self._add(Event(wall_time=time.time(), step=row["step"], summary=Summary(value=values)))
+        self._add(events.scalars(row["step"], time.time(), numbers))
 
     def close(self) -> None:
         self._file.close()
 
-    def _add(self, event: Any) -> None:
-        data = event.SerializeToString()
-        size = len(data).to_bytes(8, "little")
-        record = size + _masked_crc(size) + data + _masked_crc(data)
-        if self._file.write(record) != len(record):
+    def _add(self, event: bytes) -> None:
+        data = events.record(event)
+        if self._file.write(data) != len(data):
             raise OSError(f"only a part of an event could be written to {self._file.name}")
-
-
-def _masked_crc(data: bytes) -> bytes:
-    """The checksum of TensorFlow's record files: CRC-32C, rotated by 15 bits, plus a constant."""
-    from tensorboardX.crc32c import crc32c
-
-    found = crc32c(data)
-    return (((found >> 15 | found << 17) + 0xA282EAD8) & 0xFFFFFFFF).to_bytes(4, "little")
 
 
 class WandB:
