@@ -36,6 +36,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=0, help="sequences of a step; 0: one a device")
     parser.add_argument("--seq", type=int, default=8192)
     parser.add_argument("--layers", type=int, default=4, help="figures scale with layers; 0: all")
+    parser.add_argument("--unroll", type=int, default=1, help="layers a loop iteration; 0: all")
     parser.add_argument("--recipe", default="nvfp4")
     parser.add_argument("--policy", default="mlp")
     parser.add_argument("--remat", default="")
@@ -60,7 +61,7 @@ def row(args: argparse.Namespace, mesh_text: str) -> dict[str, object]:
     batch = args.batch or args.hosts * args.per_host
     config = dataclasses.replace(
         preset, model=model, recipe=args.recipe, policy=args.policy, remat=args.remat or preset.remat, mesh=mesh_text,
-        batch=batch, seq=args.seq, accumulate=1, unroll=1, data="synthetic",
+        batch=batch, seq=args.seq, accumulate=1, unroll=args.unroll, data="synthetic",
     )  # fmt: skip
     mesh = run_mesh(config, np.array(devices.topology(device, hosts=args.hosts, per_host=args.per_host).devices))
     started = time.perf_counter()

@@ -56,7 +56,7 @@ TEXT = """HloModule jit_step, is_scheduled=true
   ROOT %go = pred[] constant(true)
 }
 
-ENTRY %main (a: bf16[64,128], w: bf16[128,256], q: f4e2m1fn[64,128], v: f4e2m1fn[256,128], s: f8e4m3fn[64,8], t: f8e4m3fn[256,8], e: f8e4m3fn[64,128], g: f8e5m2[128,256], stack: f32[4,64], n: s32[], d: f32[512,64]) -> bf16[64,256] {
+ENTRY %main (a: bf16[64,128], w: bf16[128,256], q: f4e2m1fn[64,128], v: f4e2m1fn[256,128], s: f8e4m3fn[64,8], t: f8e4m3fn[256,8], e: f8e4m3fn[64,128], g: f8e5m2[128,256], stack: f32[4,64], n: s32[], d: f32[512,64], qq: bf16[2,64,8,32], kk: bf16[2,64,4,32]) -> bf16[64,256] {
   %a = bf16[64,128]{1,0} parameter(0)
   %w = bf16[128,256]{1,0} parameter(1)
   %q = f4e2m1fn[64,128]{1,0} parameter(2)
@@ -68,11 +68,14 @@ ENTRY %main (a: bf16[64,128], w: bf16[128,256], q: f4e2m1fn[64,128], v: f4e2m1fn
   %stack = f32[4,64]{1,0} parameter(8)
   %n = s32[] parameter(9)
   %d = f32[512,64]{1,0} parameter(10)
+  %qq = bf16[2,64,8,32]{3,2,1,0} parameter(11)
+  %kk = bf16[2,64,4,32]{3,2,1,0} parameter(12)
   %rs.start = ((f32[512,64]{1,0}), f32[64,64]{1,0}) async-start(%d), calls=%scatter_computation
   %fp4 = (bf16[64,256]{1,0}, u8[128]{0}) custom-call(%q, %v, %s, %t), custom_call_target="__cudnn$blockScaledDot"
   %f8 = (bf16[64,256]{1,0}, s8[4096]{0}) custom-call(%e, %g), custom_call_target="__cublas$lt$matmul$f8", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}
   %start = (s32[], bf16[64,128]{1,0}, bf16[128,256]{1,0}) tuple(%n, %a, %w)
   %loop = (s32[], bf16[64,128]{1,0}, bf16[128,256]{1,0}) while(%start), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %fmha = (bf16[2,8,64,32]{3,2,1,0}, f32[2,8,64]{2,1,0}) custom-call(%qq, %kk, %kk), custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config":{"mask_type":"CAUSAL","intermediate_tensor_shape":{"dimensions":["2","8","64","64"]}}}
   %rs.done = f32[64,64]{1,0} async-done(%rs.start)
   %plain = (bf16[64,256]{1,0}, s8[4096]{0}) custom-call(%a, %w), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}
   %own = bf16[64,256]{1,0} custom-call(%a, %w), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/gemm/mpmd_map"}, backend_config={kernel_hash = "x"}

@@ -6,6 +6,7 @@ from gpu_program import TEXT
 from halfbyte.program import (
     Traffic,
     Unreadable,
+    attention,
     category,
     collectives,
     flops_by_kind,
@@ -68,6 +69,23 @@ def test_overlap_counts_what_runs_between_start_and_done(program):
     assert found["ag.start"].flops == EACH
     assert found["ag2.start"].gemms == ()  # synchronous: the GEMM behind its start does not run beside it
     assert found["rs.start"].flops == 2 * EACH + 3 * 2 * EACH  # two calls, and all of the loop
+
+
+def test_attention(program):
+    (found,) = attention(program)
+    assert found.flops == 2 * 2 * 2 * 8 * 64 * 64 * 32 // 2  # two products, half of each
+    beside = {each.collective.instruction.name: each.attention for each in overlap(program, MESH)}
+    assert beside["rs.start"] == (found,) and not beside["ag.start"]
+    whole = TEXT.replace("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward").replace("CAUSAL", "NO_MASK")
+    assert attention(read(whole))[0].flops == 5 * 2 * 2 * 8 * 64 * 64 * 32
+    with pytest.raises(Unreadable, match="fmha .* does not say the shape of its scores"):
+        attention(read(TEXT.replace("mask_type", "mask")))
+
+
+def test_seconds_at_peak(program):
+    each = next(each for each in overlap(program, MESH) if each.collective.instruction.name == "rs.start")
+    peaks = {"dot": 1.0, "block-scaled": 4.0, "cublas-f8": 2.0}
+    assert each.seconds(peaks) == EACH / 4 + EACH / 2 + 6 * EACH + each.attention[0].flops
 
 
 def test_hidden_bytes(program):

@@ -87,8 +87,8 @@ def gathered_bytes(found: list[Collective]) -> dict[str, int]:
 
 
 def hidden(program: Program, mesh: Mapping[str, int], device: Device) -> float:
-    """Part of the bytes of FSDP's gathers and reduce-scatters that have, between start and done, GEMMs which at peak
-    last at least as long as the bytes at the link's rate (one direction of NVLink).
+    """Part of the bytes of FSDP's gathers and reduce-scatters that have, between start and done, GEMMs and fused
+    attention which at peak last at least as long as the bytes at the link's rate (one direction of NVLink).
     """
     if device.nvlink_bandwidth is None or "bf16" not in device.peak:
         raise ValueError(f"the table knows no peak or no link of {device.name}; name an NVIDIA GPU of the table")

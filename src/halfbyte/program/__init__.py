@@ -1,5 +1,6 @@
 """What a compiled program is made of, read from its text: GEMMs, collectives, memory traffic, and their sources."""
 
+from .attention import Attention, attention
 from .categories import CATEGORIES, category, category_of_name
 from .collectives import Collective, Overlap, collectives, hidden_share, overlap
 from .frames import Source
@@ -12,6 +13,7 @@ from .traffic import Traffic, traffic, traffic_of_launches
 __all__ = [
     "CATEGORIES",
     "Array",
+    "Attention",
     "Collective",
     "Gemm",
     "Instruction",
@@ -21,6 +23,7 @@ __all__ = [
     "Source",
     "Traffic",
     "Unreadable",
+    "attention",
     "axes_of",
     "category",
     "category_of_name",

@@ -7,6 +7,7 @@ it is scattered for a reduce-scatter. `wire` is what one device sends in a ring.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from .attention import Attention, attention_of
 from .gemms import Gemm, gemms_of
 from .groups import Groups, axes_of, read_groups
 from .schedule import Launch, launches, trips
@@ -71,15 +72,24 @@ class Collective:
 
 @dataclass(frozen=True)
 class Overlap:
-    """A collective, and the GEMMs that run between its start and its done (none for a synchronous one)."""
+    """A collective, and the GEMMs and fused attention that run between its start and its done (none for a synchronous
+    one).
+    """
 
     collective: Collective
-    gemms: tuple[Gemm, ...]
+    gemms: tuple[Gemm, ...] = ()
+    attention: tuple[Attention, ...] = ()
 
     @property
     def flops(self) -> int:
-        """FLOPs between start and done of one call."""
+        """FLOPs of the GEMMs between start and done of one call."""
         return sum(gemm.flops for gemm in self.gemms)
+
+    def seconds(self, flops_per_second: Mapping[str, float]) -> float:
+        """How long what runs beside one call lasts at peak, by kind of GEMM; `dot` for attention and other kinds."""
+        rest = flops_per_second["dot"]
+        products = sum(gemm.flops / flops_per_second.get(gemm.kind, rest) for gemm in self.gemms)
+        return products + sum(each.flops for each in self.attention) / rest
 
 
 def kind_of(found: Instruction) -> str | None:
@@ -99,26 +109,26 @@ def collectives(program: Program, mesh: Mapping[str, int] | None = None) -> list
 
 
 def overlap(program: Program, mesh: Mapping[str, int] | None = None) -> list[Overlap]:
-    """Every collective of a step with the GEMMs between its start and its done, in the order of the schedule.
+    """Every collective of a step with what multiplies between its start and its done, in the order of the schedule.
 
-    GEMMs are those of one turn of the loop around the collective; a loop between start and done counts whole.
+    Calls are those of one turn of the loop around the collective; a loop between start and done counts whole.
     """
     if not program.scheduled:
         raise Unreadable("the program is not scheduled (is_scheduled=true): the order of its text says nothing")
-    return [Overlap(found, tuple(_between(program, found))) for found in collectives(program, mesh)]
+    return [_overlap(program, found) for found in collectives(program, mesh)]
 
 
 def hidden_share(found: Iterable[Overlap], *, flops_per_second: Mapping[str, float], link: float) -> float:
-    """Part of the bytes whose collective has enough GEMMs between start and done to last, at peak, as long as its bytes
-    at the link's rate. `flops_per_second` is by kind of GEMM, with `dot` for those not named; `link` in bytes a second.
+    """Part of the bytes whose collective has enough beside it, between start and done, to last at peak as long as its
+    bytes at the link's rate. `flops_per_second` is as in Overlap.seconds; `link` in bytes a second.
 
     1.0 where nothing travels.
     """
     total = hidden = 0.0
     for each in found:
-        seconds = sum(g.flops / flops_per_second.get(g.kind, flops_per_second["dot"]) for g in each.gemms)
+        enough = each.seconds(flops_per_second) >= each.collective.wire_each / link
         total += each.collective.moved
-        hidden += each.collective.moved if seconds >= each.collective.wire_each / link else 0.0
+        hidden += each.collective.moved if enough else 0.0
     return hidden / total if total else 1.0
 
 
@@ -167,26 +177,35 @@ def _size(found: Instruction, groups: Groups | None, mesh: Mapping[str, int] | N
     return size
 
 
-def _between(program: Program, collective: Collective) -> list[Gemm]:
+def _overlap(program: Program, collective: Collective) -> Overlap:
     if not collective.asynchronous:
-        return []
-    start = collective.instruction
+        return Overlap(collective)
+    beside = [launch for found in _between(program, collective.instruction) for launch in _under(program, found, 1)]
+    return Overlap(
+        collective,
+        gemms=tuple(gemm for launch in beside for gemm in gemms_of(program, launch)),
+        attention=tuple(each for launch in beside for each in attention_of(program, launch)),
+    )
+
+
+def _between(program: Program, start: Instruction) -> list[Instruction]:
+    """What stands in the schedule between a start and its done."""
     body = program.computations[start.computation]
     first = body.index(start)
     for last in range(first + 1, len(body)):
         if body[last].opcode.endswith("-done") and start.name in body[last].operands:
-            return [gemm for found in body[first + 1 : last] for gemm in _gemms_under(program, found, 1)]
+            return body[first + 1 : last]
     raise Unreadable(f"{start.name} ({start.opcode}) is not done in {start.computation}, where it starts")
 
 
-def _gemms_under(program: Program, found: Instruction, times: int) -> Iterable[Gemm]:
-    """GEMMs of one instruction, loops inside it walked."""
+def _under(program: Program, found: Instruction, times: int) -> Iterable[Launch]:
+    """One instruction, or what it calls, loops walked."""
     if found.opcode == "while":
         turns = times * trips(program, found)
         for part in program.computations[found.called("body")]:
-            yield from _gemms_under(program, part, turns)
+            yield from _under(program, part, turns)
     elif found.opcode in ("call", "conditional"):
         for part in (inner for name in found.calls for inner in program.computations[name]):
-            yield from _gemms_under(program, part, times)
+            yield from _under(program, part, times)
     else:
-        yield from gemms_of(program, Launch(found, times))
+        yield Launch(found, times)
