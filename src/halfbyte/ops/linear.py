@@ -5,6 +5,7 @@ sides to its result. What the backward pass keeps of the weight is `keep`, and `
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -93,16 +94,31 @@ class Linear:
 
     def fprop(self, x: Operand, dtype: jnp.dtype) -> jax.Array:
         """y = x W."""
-        return self._multiply(FPROP, x, weight_operand(self.weight, "fprop_w"), dtype)
+        return self._multiply(FPROP, x, self._weight("fprop_w"), dtype)
 
     def dgrad(self, dy: Operand, dtype: jnp.dtype) -> jax.Array:
         """dx = dy W^T."""
-        return self._multiply(DGRAD, dy, weight_operand(self.weight, "dgrad_w"), dtype)
+        return self._multiply(DGRAD, dy, self._weight("dgrad_w"), dtype)
 
     def wgrad(self, x: Operand, dy: Operand) -> jax.Array:
         """dw = x^T dy, in the weight's dtype, where the weight rests."""
         dw = self._multiply(WGRAD, x, dy, self.plan.weight_dtype)
         return dw if self.plan.sharding is None else lax.with_sharding_constraint(dw, self.plan.sharding.stored)
+
+    def _weight(self, role: str) -> Operand:
+        """The weight as a GEMM's right operand. One that is not quantized is gathered once: a backward pass that makes
+        y again reads it twice, and XLA does not find by itself that both gathers are the same.
+        """
+        policy = getattr(self.plan.recipe, role)
+        if policy.format.quantized:
+            return weight_operand(self.weight, role)
+        if policy not in self._gathered:
+            self._gathered[policy] = weight_operand(self.weight, role)
+        return self._gathered[policy]
+
+    @functools.cached_property
+    def _gathered(self) -> dict[Any, Operand]:
+        return {}
 
     def _multiply(self, gemm: Any, left: Operand, right: Operand, dtype: jnp.dtype) -> jax.Array:
         return self.plan.choice.multiplier(gemm).gemm(gemm, left, right, dtype)
