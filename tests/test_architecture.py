@@ -19,8 +19,8 @@ LAYERS = (
     ("recipe", "sharding", "ranks"),
     ("ops",),
     ("models", "data", "optim", "checkpoint", "metrics", "profiling", "conformance"),
-    ("train", "evaluation"),
-    ("bench", "parity", "launch", "interchange"),
+    ("train", "evaluation", "report"),
+    ("bench", "parity", "diagnosis", "launch", "interchange"),
     ("cli", "runs"),
 )
 LAYER_OF = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

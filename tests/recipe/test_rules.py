@@ -76,3 +76,4 @@ def test_a_rule_that_decides_nothing_is_refused():
         policy("mlp/gaet=nvfp4", NVFP4).resolve(PATHS, 8)
     with pytest.raises(ValueError, match="earlier rules decide"):
         policy("mlp/down=mxfp8; mlp", NVFP4).resolve(PATHS, 8)
+    assert quantized("all_linear; attention/*=bf16") == quantized("mlp")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from halfbyte.ranks import End, Group
-    from halfbyte.train import RunResult
+    from halfbyte.train import Observer, RunResult
 
 SWITCHES = ("--allow-change", "--no-allow-change", "--json", "--sample", "--no-sample")
 
@@ -208,6 +208,7 @@ def _train(args: Args, console: "Console", group: "Group") -> Result:
                 profile=args.profiling,
                 group=group,
                 initial=initial_weights(args.run, directory),
+                observers=observers(args.run, directory),
             )
     except (Diverged, SelfTestFailed) as stop:
         code = FAILED if isinstance(stop, Diverged) else NOT_PASSED
@@ -224,7 +225,11 @@ def _train(args: Args, console: "Console", group: "Group") -> Result:
         return Result(_data(result), PREEMPTED)
     data = _data(result)
     if main:
+        from halfbyte.parity.run_page import write_run_page
+
         data.update(report(args, result, console))
+        data["report"] = str(write_run_page(directory))
+        _printer(console)(f"report: {data['report']}     one file, to forward")
     return Result(data, DONE)
 
 
@@ -235,6 +240,20 @@ def initial_weights(config: TrainConfig, directory: Path) -> Any:
     from halfbyte.interchange.starting import initial_params
 
     return lambda mesh: initial_params(Path(config.init_from), config, mesh, directory)
+
+
+def observers(config: TrainConfig, directory: Path) -> "list[Observer]":
+    """What looks at the run while it goes."""
+    found: list[Observer] = []
+    if config.radar:
+        from halfbyte.diagnosis.radar import Radar
+
+        found.append(Radar(config.radar, directory))
+    if config.telemetry:
+        from halfbyte.diagnosis.telemetry import Telemetry
+
+        found.append(Telemetry(config.telemetry, directory))
+    return found
 
 
 def _data(result: "RunResult") -> dict[str, Any]:

@@ -5,6 +5,7 @@ the backward pass.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -70,12 +71,15 @@ PLAIN = Context()  # bf16, one device
 
 @dataclasses.dataclass(frozen=True)
 class LayerContext:
-    """A `Context` inside one layer of one segment: recipes by path, and the layer's key."""
+    """A `Context` inside one layer of one segment: recipes by path, and the layer's key. A `tap` is given every linear,
+    as tap(x, weight, "group/name"), and answers in its place: how a replay sees what a GEMM is given.
+    """
 
     ctx: Context
     specs: dict[str, Any]
     recipes: dict[str, Recipe]
     key: jax.Array | None
+    tap: Callable[[jax.Array, jax.Array, str], jax.Array] | None = None
 
     def recipe(self, group: str, name: str) -> Recipe:
         """The recipe of linear `name` of `group`."""

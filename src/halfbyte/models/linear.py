@@ -22,6 +22,8 @@ MLP_SITES = ("gate", "up", "down")
 
 def linear(x: jax.Array, weights: Params, here: LayerContext, group: str, name: str) -> jax.Array:
     """x [..., inputs] times weight `name` of `group` ("attention" or "mlp"), in x's dtype."""
+    if here.tap is not None:
+        return here.tap(x, weights[name], f"{group}/{name}")
     recipe, sharding = here.recipe(group, name), here.weight_sharding(group, name)
     if is_exact(x, recipe):
         return named(exact_dot(x, weights[name], sharding))
@@ -42,7 +44,7 @@ def linear(x: jax.Array, weights: Params, here: LayerContext, group: str, name: 
 def swiglu_mlp(x: jax.Array, weights: Params, here: LayerContext) -> jax.Array:
     """(silu(x gate) * (x up)) down, in x's dtype."""
     recipes = {name: here.recipe("mlp", name) for name in MLP_SITES}
-    if all(is_exact(x, recipe) for recipe in recipes.values()):
+    if here.tap is not None or all(is_exact(x, recipe) for recipe in recipes.values()):
         gate, up = (linear(x, weights, here, "mlp", name) for name in ("gate", "up"))
         return linear(jax.nn.silu(gate) * up, weights, here, "mlp", "down")
     shardings = {name: s for name in MLP_SITES if (s := here.weight_sharding("mlp", name)) is not None}

@@ -39,12 +39,14 @@ class Rule:
     """`recipe` for the linears whose path matches the glob `pattern`, in `layers` (start, stop) or wherever they are.
 
     A bound is a layer number (negative: from the end), a float (that fraction of the layers, rounded; negative: from
-    the end) or None. A rule with `layers` matches no linear outside the layers. `*` crosses slashes.
+    the end) or None. A rule with `layers` matches no linear outside the layers. `*` crosses slashes. An `implied` rule,
+    one of a named policy's, may find all of its linears decided by others.
     """
 
     pattern: str
     recipe: Recipe
     layers: tuple[Bound, Bound] | None = None
+    implied: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.recipe, Recipe):
@@ -137,6 +139,8 @@ class Policy:
                 why = f"no linear has such a path; the paths are {', '.join(paths)}"
             elif rule.layers is not None and not rule.layer_range(num_layers):
                 why = f"its layers {rule.layers} are none of the model's {num_layers}"
+            elif rule.implied:
+                continue
             else:
                 why = f"earlier rules decide every linear that it matches ({', '.join(fits)})"
             raise ValueError(

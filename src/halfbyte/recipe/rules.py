@@ -13,6 +13,7 @@ decides. A linear that none matches stays in bf16. A rule is WHERE or WHERE=RECI
 `@FILE` is the text of a file; `#` begins a comment there.
 """
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -41,17 +42,17 @@ def policy(text: str, default: Recipe) -> Policy:
     parts = [part.strip() for part in text.split(";") if part.strip()]
     if not parts:
         raise ValueError(f"policy is empty; give a name ({', '.join(policy_names())}) or rules such as mlp/*=nvfp4")
-    rules = [rule for part in parts for rule in reversed(_rules(part, default))]
+    rules = [rule for part in parts for rule in reversed(_rules(part, default, alone=len(parts) == 1))]
     return Policy(text, tuple(reversed(rules)))  # a Policy's first match wins, a text's last
 
 
-def _rules(part: str, default: Recipe) -> list[Rule]:
+def _rules(part: str, default: Recipe, *, alone: bool) -> list[Rule]:
     where, equals, name = (word.strip() for word in part.partition("="))
     if equals and not name:
         raise ValueError(f"policy: rule {part!r} names no recipe after '='")
     chosen = recipe_of(name) if name else default
     if where in policy_names():
-        return list(named_rules(where, chosen))
+        return [dataclasses.replace(rule, implied=not alone) for rule in named_rules(where, chosen)]
     span = SPAN.match(where)
     if span:
         return [Rule(_under_layers(span[2] or "*"), chosen, _bounds(span[1], part))]

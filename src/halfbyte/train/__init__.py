@@ -9,6 +9,7 @@ from .config import (
     ValidationConfig,
 )
 from .loop import Diverged, RunResult, train
+from .observing import Moment, Observer
 from .precision import Phase, phases, resolve
 from .precision_manifest import Manifest, build_manifest, table
 from .preflight import MemoryEstimate, check, estimate_memory, run_mesh
@@ -23,6 +24,8 @@ __all__ = [
     "LossScaleConfig",
     "Manifest",
     "MemoryEstimate",
+    "Moment",
+    "Observer",
     "Phase",
     "PrecisionConfig",
     "RunResult",

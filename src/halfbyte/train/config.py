@@ -135,6 +135,10 @@ class TrainConfig:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    radar: int = 0
+    """Steps between probes of every quantized GEMM against its bf16 result (radar.jsonl); 0: none."""
+    telemetry: int = 0
+    """Steps between records of every operand: amax, shares that round to zero or saturate; 0: none."""
     watchdog_s: float = 1800.0
     """End every rank, naming the one that hangs, when no step has ended for this long; 0: off."""
     compile_cache: str = ""
@@ -160,6 +164,8 @@ class TrainConfig:
             raise ValueError(f"seq must be between 1 and the model's max_seq {self.model.max_seq}, got {self.seq}")
         check_whole("unroll", self.unroll, zero="all layers")
         check_whole("seed", self.seed)
+        check_whole("radar", self.radar, zero="none")
+        check_whole("telemetry", self.telemetry, zero="none")
         check_real("z_loss", self.z_loss, holds=self.z_loss >= 0, wanted="0 or more")
         check_real("watchdog_s", self.watchdog_s, holds=self.watchdog_s >= 0, wanted="0 (off) or more seconds")
         learning_rate(self.optimizer, self.steps)

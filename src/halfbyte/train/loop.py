@@ -6,6 +6,7 @@ numbers of step n are read.
 
 import functools
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from halfbyte.ranks import Group, Limits, Signals
 from .config import TrainConfig
 from .directory import set_rows_aside
 from .jsonconfig import to_dict
+from .observing import Moment, Observer, due
 from .precision import Phase, phase_at, phases
 from .preflight import GIB
 from .resume import Initial, Start, begin, common_facts
@@ -74,13 +76,18 @@ def train(
     profile: ProfileConfig | None = None,
     group: Group | None = None,
     initial: Initial | None = None,
+    observers: Sequence[Observer] = (),
+    until: int | None = None,
 ) -> RunResult:
-    """Train to the last step, or to a signal; resume by itself when the directory has a checkpoint.
+    """Train to the last step, to step `until` of the same schedule, or to a signal; resume by itself when the directory
+    has a checkpoint.
 
     `group` is this process among its peers, with signals in the caller's hands; without one the run is alone and
-    takes its signals itself. `initial` makes the weights of a run that has `init_from`.
+    takes its signals itself. `initial` makes the weights of a run that has `init_from`. `observers` are shown some
+    steps.
     """
     given: dict[str, Any] = {"console": console, "allow_change": allow_change, "profile": profile, "initial": initial}
+    given |= {"observers": observers, "until": until}
     if group is not None:
         return _train(config, directory, group, **given)
     alone = Group(limits=Limits(progress=config.watchdog_s)).open()
@@ -100,6 +107,8 @@ def _train(
     allow_change: bool,
     profile: ProfileConfig | None,
     initial: Initial | None,
+    observers: Sequence[Observer],
+    until: int | None,
 ) -> RunResult:
     if config.compile_cache:
         use_compile_cache(config.compile_cache, say=console.print)
@@ -121,7 +130,7 @@ def _train(
         settle_directory(session, taken)
         sinks = open_sinks(session, stack, resume_step=start.step if start.resumed else None)
         outputs = Outputs(stack, taken.store, sinks)
-        return Loop(session, outputs, start, profile or ProfileConfig(), group).run()
+        return Loop(session, outputs, start, profile or ProfileConfig(), group, observers, until).run()
 
 
 def _announce(session: Session, start: Start) -> None:
@@ -139,11 +148,21 @@ def _announce(session: Session, start: Start) -> None:
 class Loop:
     """One run from `start` to its end."""
 
-    def __init__(self, session: Session, outputs: Outputs, start: Start, profile: ProfileConfig, group: Group):
-        self.session, self.outputs, self.group = session, outputs, group
+    def __init__(
+        self,
+        session: Session,
+        outputs: Outputs,
+        start: Start,
+        profile: ProfileConfig,
+        group: Group,
+        observers: Sequence[Observer] = (),
+        until: int | None = None,
+    ):
+        self.session, self.outputs, self.group, self.observers = session, outputs, group, observers
         self.config, self.mesh = session.config, session.mesh
         self.state: TrainState = start.state
         self.step = start.step
+        self.last = min(self.config.steps, until or self.config.steps)
         self.data_state = start.data_state
         self.late = OneStepLate()
         self.result = RunResult(session.directory, start.step)
@@ -160,14 +179,14 @@ class Loop:
     def run(self) -> RunResult:
         """Every step that is left."""
         began = time.monotonic()
-        if self.step >= self.config.steps:
+        if self.step >= self.last:
             self.session.say(f"the run is complete at step {self.step}; raise --steps to go on")
         loader = self.session.source.loader(self.mesh)
         if self.data_state is not None:
             loader.set_state(self.data_state)
         with ExitStack() as closing:
             closing.callback(loader.close)
-            while self.step < self.config.steps:
+            while self.step < self.last:
                 self._enter_phase()
                 self.group.begin_steps()
                 self.result.stopped = self.group.stop_before(self.step + 1)
@@ -227,6 +246,7 @@ class Loop:
         self.data_state = loader.get_state()
         batch = to_mesh(rows, self.mesh, batch=self.config.batch)
         waited = time.perf_counter() - began
+        self._observe(batch)
         self.step += 1
         self.group.at("step", self.step)
         self.capture.before(self.step)
@@ -234,6 +254,17 @@ class Loop:
             self.state, values = self.program(self.state, batch)
         self.capture.after(self.step, self.state, self.program.as_text)
         self._emit(self.late.push(self.step, values, input_wait_s=waited))
+
+    def _observe(self, batch: Any) -> None:
+        """Show what the next step is given to whoever is due, outside of the step's time."""
+        for observer in self.observers:
+            if due(observer, self.step + 1):
+                self._drain()
+                resolved = phase_at(self.phases, self.step).resolved(self.config)
+                moment = Moment(self.step + 1, self.config, resolved, self.mesh, self.state.params, batch)
+                for line in observer.observe(moment):
+                    self._note(line)
+                self.late.restart_clock()
 
     # Numbers
 
@@ -291,10 +322,10 @@ class Loop:
 
     def _at_intervals(self) -> None:
         self.outputs.store.poll()
-        if _due(self.step, self.config.validation.every) and self.step < self.config.steps:
+        if _due(self.step, self.config.validation.every) and self.step < self.last:
             self.group.at("validation")
             self._validate()
-        if _due(self.step, self.config.checkpoint.every) and self.step < self.config.steps:
+        if _due(self.step, self.config.checkpoint.every) and self.step < self.last:
             self.group.at("save")
             self._save()
 

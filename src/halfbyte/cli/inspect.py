@@ -1,0 +1,94 @@
+"""Which tensors suffer: every GEMM operand of a run, layer by layer, on real batches.
+
+halfbyte inspect RUN
+
+Replays one step of the run on some of its training batches. For each operand of each linear: amax, crest factor, shares
+that round to zero and that saturate, the block-scale codes in use, and the signal-to-noise ratio in nvfp4 (1D, 2D,
+with and without Hadamard), mxfp4, mxfp8 and fp8; for each GEMM, its result against bf16. Prints a heat map and the
+shortest list of layers or linears to keep in higher precision, as a ready --policy value; writes inspect.html and
+inspect.json."""
+
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from halfbyte.cli.result import Result
+
+
+@dataclass(frozen=True)
+class Args:
+    run: Annotated[str, tyro.conf.Positional]
+    """Run directory."""
+    batches: int = 2
+    """Batches to replay."""
+    snr: float = 12.0
+    """Wanted signal-to-noise ratio of every GEMM, in decibels."""
+    step: int = 0
+    """Checkpoint; 0: the newest."""
+    policy: str = ""
+    """Look at this policy instead of the run's (names, rules or @FILE)."""
+    out: str = ""
+    """Where to write inspect.html and inspect.json; default: the run directory."""
+
+
+def run(args: Args) -> Result:
+    from halfbyte.cli.loading import read_config, restore_params, trained_with
+    from halfbyte.cli.screen import console
+    from halfbyte.diagnosis.inspection import inspect
+    from halfbyte.diagnosis.inspection_page import html, terminal
+    from halfbyte.inputs import replace_file
+    from halfbyte.recipe import read_policy
+    from halfbyte.sharding import DEFAULT_RULES
+    from halfbyte.train import resolve
+
+    if args.batches < 1:
+        raise ValueError(f"--batches must be 1 or more, got {args.batches}")
+    directory = Path(args.run)
+    config = read_config(directory)
+    restored = restore_params(directory, config, mesh=None, rules=DEFAULT_RULES, step=args.step or None)
+    chosen = trained_with(config, restored.step)
+    text = read_policy(args.policy or config.policy)
+    resolved = resolve(config.model, text, chosen)
+    batches = first_batches(config, args.batches)
+    found = inspect(config, resolved, restored.items["params"], batches, step=restored.step)
+    policy = found.policy(text, args.snr)
+    screen = console()
+    screen.print(terminal(found, args.snr))
+    for layer, site, gemm, value in found.worst()[:3]:
+        screen.print(f"layer {layer} {site} {gemm}: {value:.1f} dB", markup=False)
+    verdict = "every GEMM reaches" if policy == text else "to reach"
+    screen.print(f"{verdict} {args.snr:g} dB: --policy {policy!r}", markup=False, soft_wrap=True)
+    out = Path(args.out or directory)
+    lines = [f"{directory}, step {restored.step}, recipe {chosen.name}, policy {text}, {found.batches} batches"]
+    data = describe(found, policy)
+    replace_file(
+        out / "inspect.html", html(found, title=f"Inspect: {config.name}", lines=lines, policy=policy, wanted=args.snr)
+    )
+    replace_file(out / "inspect.json", json.dumps(data, indent=1) + "\n")
+    screen.print(f"report: {out / 'inspect.html'}", markup=False)
+    return Result(data)
+
+
+def first_batches(config: Any, many: int) -> Any:
+    """The first training batches of the run, as its first step saw them."""
+    import jax.numpy as jnp
+
+    from halfbyte.train import open_source, run_mesh
+
+    loader = open_source(config).loader(run_mesh(config))
+    try:
+        return [{n: jnp.asarray(v, jnp.int32) for n, v in rows.items()} for rows in itertools.islice(loader, many)]
+    finally:
+        loader.close()
+
+
+def describe(found: Any, policy: str) -> dict[str, Any]:
+    """An inspection as plain data."""
+    gemms = [
+        {"layer": layer, "site": site, "gemm": gemm, "snr_db": value} for layer, site, gemm, value in found.worst()
+    ]
+    return {"policy": policy, "step": found.step, "batches": found.batches, "gemms": gemms, "operands": found.operands}

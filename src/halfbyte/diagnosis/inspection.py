@@ -1,0 +1,93 @@
+"""`halfbyte inspect`: every GEMM operand of a run, layer by layer, on real batches."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from halfbyte.recipe import Resolved
+from halfbyte.train import TrainConfig
+from halfbyte.train.step import make_context
+
+from .radar import part_of, step_of
+from .recommendation import recommend
+from .replay import Replay
+from .tensors import ROLES, look_at_tensors
+
+SNRS = ("own", "nvfp4", "nvfp4 2d", "nvfp4 hadamard", "mxfp4", "mxfp8", "fp8")
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspection:
+    """Numbers by layer, site and operand, means over the batches; `gemms`: (layer, site, GEMM) -> signal to noise of
+    its result in decibels."""
+
+    operands: list[dict[str, Any]]
+    gemms: dict[tuple[int, str, str], float]
+    quantized: frozenset[tuple[int, str]]
+    batches: int
+    step: int
+
+    @property
+    def snr(self) -> dict[tuple[int, str], float]:
+        """(layer, site) -> decibels of its noisiest GEMM."""
+        found: dict[tuple[int, str], float] = {}
+        for (layer, site, _), value in self.gemms.items():
+            found[layer, site] = min(value, found.get((layer, site), math.inf))
+        return found
+
+    def worst(self) -> list[tuple[int, str, str, float]]:
+        """(layer, site, GEMM, decibels), the noisiest first."""
+        return sorted(((*place, value) for place, value in self.gemms.items()), key=lambda row: row[3])
+
+    def policy(self, text: str, wanted: float) -> str:
+        """`text` with the shortest exceptions for `wanted` dB, as a --policy value."""
+        return recommend(self.snr, self.quantized, wanted=wanted, policy=text)
+
+
+def inspect(config: TrainConfig, resolved: Resolved, params: Any, batches: Iterable[Any], *, step: int) -> Inspection:
+    """Replay one step on each batch and look at what its linears were given."""
+    context = dataclasses.replace(make_context(config, resolved, None, None), mesh=None, remat="none", unroll=1)  # type: ignore[arg-type]
+    replay = Replay(config.model, context, look_at_tensors(context))
+    sums: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
+    noises: dict[tuple[int, str, str], list[float]] = {}
+    shown = list(batches)
+    for batch in shown:
+        for layer, sites in replay.layers(params, part_of(batch), step_of(config.rounding_seed, step)):
+            for site, roles in sites.items():
+                for gemm, numbers in roles.pop("gemms").items():
+                    noises.setdefault((layer, site, gemm), []).append(float(numbers["snr_db"]))
+                for role, numbers in roles.items():
+                    sums.setdefault((layer, site, role), []).append(numbers)
+    if not shown:
+        raise ValueError("inspect was given no batch; --batches must be 1 or more")
+    operands = [summarise(layer, site, role, found) for (layer, site, role), found in sorted(sums.items())]
+    gemms = {place: float(np.mean(values)) for place, values in noises.items()}
+    quantized = frozenset(
+        (layer, path.removeprefix("layers/"))
+        for segment in resolved.segments
+        for layer in range(segment.start, segment.stop)
+        for path, chosen in segment.recipes.items()
+        if chosen.quantized
+    )
+    return Inspection(operands, gemms, quantized, len(shown), step)
+
+
+def summarise(layer: int, site: str, role: str, found: list[dict[str, Any]]) -> dict[str, Any]:
+    """One operand's numbers as plain data, means over what was found in each batch."""
+    means = [name for name in found[0] if name in ("crest", "zeros", "saturated")]
+    numbers: dict[str, Any] = {name: float(np.mean([f[name] for f in found])) for name in means}
+    snr = {way: float(np.mean([f["snr"][way] for f in found])) for way in found[0]["snr"]}
+    codes = np.sum([f["scale_codes"] for f in found], axis=0) if "scale_codes" in found[0] else None
+    return {
+        "layer": layer,
+        "site": site,
+        "role": role,
+        "tensor": ROLES[role][0],
+        "amax": float(max(f["amax"] for f in found)),
+        **numbers,
+        "snr": {way: None if math.isnan(value) else value for way, value in snr.items()},
+        "scale_codes": None if codes is None else {int(code): int(codes[code]) for code in np.flatnonzero(codes)},
+    }

@@ -1,0 +1,95 @@
+"""An inspection for people: heat maps in a page and in a terminal."""
+
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from halfbyte import report as page
+
+from .inspection import SNRS, Inspection
+
+WORST_ROWS = 12
+LOW, HIGH = 8.0, 22.0  # decibels between which cells are tinted
+
+
+def tint(decibels: float | None) -> float:
+    """1 for much noise, 0 for little."""
+    return 0.0 if decibels is None else min(1.0, max(0.0, (HIGH - decibels) / (HIGH - LOW)))
+
+
+def gemm_rows(found: Inspection) -> tuple[list[str], list[int], list[list[float | None]]]:
+    """(site and GEMM, layers, decibels)."""
+    layers = sorted({layer for layer, _, _ in found.gemms})
+    rows = list(dict.fromkeys(f"{site} {gemm}" for _, site, gemm in sorted(found.gemms, key=lambda p: p[1:])))
+    names = {(f"{site} {gemm}", layer): value for (layer, site, gemm), value in found.gemms.items()}
+    return rows, layers, [[names.get((row, layer)) for layer in layers] for row in rows]
+
+
+def html(found: Inspection, *, title: str, lines: list[str], policy: str, wanted: float) -> str:
+    """The page."""
+    rows, layers, values = gemm_rows(found)
+    shade = [[tint(value) for value in row] for row in values]
+    alarms = [[value is not None and value < wanted for value in row] for row in values]
+    drawn = page.heat_map(rows, [str(at) for at in layers], values, label="signal to noise by layer", shade=shade,
+                          alarms=alarms, form="{:.1f}")  # fmt: skip
+    worst = [(layer, site, gemm, f"{value:.1f}") for layer, site, gemm, value in found.worst()[:WORST_ROWS]]
+    note = f"decibels, quantized result against bf16; red: below the wanted {wanted:g} dB; columns are layers"
+    body = [
+        f"<h1>{page.page.text(title)}</h1>",
+        *(page.paragraph(line, soft=True) for line in lines),
+        page.section("Recommendation", f"<pre>--policy {page.page.text(repr(policy))}</pre>"),
+        page.section("Noise of every GEMM", page.figure("Signal to noise", drawn, note)),
+        page.section("Noisiest first", page.table(("layer", "linear", "GEMM", "dB"), worst)),
+        page.section("Operands", page.table(OPERANDS, [operand_row(o) for o in found.operands])),
+    ]
+    return page.html_page(title, body)
+
+
+OPERANDS = (
+    "layer",
+    "linear",
+    "operand",
+    "amax",
+    "crest",
+    "to zero",
+    "saturated",
+    *(f"{way}, dB" for way in SNRS),
+    "scales",
+)
+
+
+def operand_row(o: dict[str, Any]) -> tuple[Any, ...]:
+    shares = (f"{100 * o[name]:.2f}%" if name in o else "" for name in ("zeros", "saturated"))
+    snr = (f"{value:.1f}" if (value := o["snr"].get(way)) is not None else "" for way in SNRS)
+    return (o["layer"], o["site"], o["role"], f"{o['amax']:.3g}", f"{o['crest']:.1f}", *shares, *snr, scale_range(o))
+
+
+def scale_range(o: dict[str, Any]) -> str:
+    """The block-scale codes in use, and how many are zero."""
+    codes = o["scale_codes"]
+    if not codes:
+        return ""
+    total = sum(codes.values())
+    return f"{len(codes)} codes {min(codes)}..{max(codes)}, {100 * codes.get(0, 0) / total:.1f}% zero"
+
+
+def terminal(found: Inspection, wanted: float) -> Table:
+    """The heat map as a table of coloured numbers."""
+    rows, layers, values = gemm_rows(found)
+    made = Table(title=f"signal to noise, dB, of every GEMM against bf16; red: below {wanted:g}", title_justify="left")
+    made.add_column("linear, GEMM")
+    for layer in layers:
+        made.add_column(str(layer), justify="right")
+    for name, line in zip(rows, values, strict=True):
+        made.add_row(name, *(_cell(value, wanted) for value in line))
+    return made
+
+
+def _cell(value: float | None, wanted: float) -> Text:
+    if value is None:
+        return Text("")
+    style = (
+        "bold white on red" if value < wanted else "green" if value > HIGH else "yellow" if tint(value) > 0.4 else ""
+    )
+    return Text(f"{value:.1f}", style=style)

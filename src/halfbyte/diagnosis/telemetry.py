@@ -1,0 +1,58 @@
+"""Telemetry of a run: every N steps, what its operands are like and how noisy its GEMMs are, one line in
+telemetry.jsonl.
+
+The same numbers as `halfbyte inspect`, on a part of the step's own batch.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from halfbyte.recipe import Resolved
+from halfbyte.train.observing import Moment
+from halfbyte.train.step import make_context
+
+from .inspection import summarise
+from .radar import part_of, quantized_gemms, step_of
+from .replay import Replay
+from .tensors import look_at_range
+
+FILE = "telemetry.jsonl"
+MOST_TOKENS = 512
+
+
+class Telemetry:
+    """An observer of a run."""
+
+    def __init__(self, every: int, directory: Path):
+        self.every, self._file = every, directory / FILE
+        self._replays: dict[Resolved, Replay] = {}
+
+    def observe(self, moment: Moment) -> list[str]:
+        """Write a line; say nothing."""
+        if not quantized_gemms(moment.resolved):
+            return []
+        replay = self._replays.get(moment.resolved)
+        if replay is None:
+            one = moment.mesh.size == 1
+            context = make_context(moment.config, moment.resolved, moment.mesh, None)
+            context = dataclasses.replace(context, mesh=None if one else moment.mesh, remat="none", unroll=1)
+            replay = self._replays[moment.resolved] = Replay(moment.config.model, context, look_at_range())
+        batch = part_of(moment.batch, MOST_TOKENS) if moment.mesh.size == 1 else moment.batch
+        key = step_of(moment.config.rounding_seed, moment.step - 1)
+        operands = [
+            summarise(layer, site, role, [numbers])
+            for layer, sites in replay.layers(moment.params, batch, key)
+            for site, roles in sites.items()
+            for role, numbers in roles.items()
+        ]
+        self._write({"step": moment.step, "operands": operands})
+        return []
+
+    def _write(self, row: dict[str, Any]) -> None:
+        if jax.process_index() == 0:
+            with open(self._file, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")

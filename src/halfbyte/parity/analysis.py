@@ -1,0 +1,382 @@
+"""From run directories to what a report says: gaps by seed, intervals over seeds, verdicts, and what they cost.
+
+Everything here is read from what the runs left behind, so a report can be made at any time, also of half a parity.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from halfbyte import models
+from halfbyte.evaluation.curves import Curve, default_last, median, read_curve, smooth, speed_of
+from halfbyte.inputs import read_json
+
+from .arms import BASELINE, CANDIDATE, CONTROL, TWIN, Arm
+from .plan import Plan
+from .runner import DIVERGED, DONE, MISSING, Status, run_directory, status_of
+from .statistics import Interval, fit_line, moving_block_bootstrap, over_seeds, t_quantile
+from .verdict import Verdict, Word, judge, noise_floor
+
+GRID = 24  # points of the fitted curve
+DRAWN = 240  # points of a drawn curve
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One arm of one seed."""
+
+    arm: Arm
+    seed: int
+    status: Status
+    folder: Path
+    curve: Curve | None
+
+    @property
+    def final(self) -> float | None:
+        """Validation loss after the last step."""
+        if self.curve is None or self.status.state != DONE:
+            return None
+        _, losses = self.curve.validation()
+        return float(losses[-1]) if len(losses) and math.isfinite(losses[-1]) else None
+
+
+def read_cells(plan: Plan, directory: Path) -> dict[tuple[str, int], Cell]:
+    """Every run of the plan, there or not."""
+    cells = {}
+    for arm, seed in plan.jobs():
+        folder = run_directory(directory, arm, seed)
+        status = status_of(folder, plan.base.steps)
+        curve = read_curve(folder, f"{arm.name} seed {seed}") if status.state != MISSING and status.step else None
+        cells[arm.name, seed] = Cell(arm, seed, status, folder, curve)
+    return cells
+
+
+def analyse(plan: Plan, directory: Path) -> dict[str, Any]:
+    """The whole report as plain data."""
+    cells = read_cells(plan, directory)
+    arms = [describe_arm(plan, arm, cells) for arm in plan.arms]
+    verdicts = {arm.name: judge_arm(plan, arm, cells) for arm in plan.arms if arm.kind != BASELINE}
+    checks = controls(plan, verdicts, cells)
+    final = {name: withheld(found, checks) for name, found in verdicts.items()}
+    for entry in arms:
+        if entry["name"] in final:
+            entry["verdict"] = verdict_json(final[entry["name"]])
+    candidates = [final[arm.name] for arm in plan.of_kind(CANDIDATE)]
+    done = sum(cell.status.state in (DONE, DIVERGED) for cell in cells.values())
+    return {
+        "verdict": verdict_line(candidates),
+        "passed": bool(candidates) and all(v.word is Word.PASS for v in candidates),
+        "scope": scope(plan, arms, directory),
+        "complete": done == len(cells),
+        "runs": {"done": done, "planned": len(cells), "missing": [
+            {"arm": c.arm.name, "seed": c.seed, "state": c.status.state, "step": c.status.step}
+            for c in cells.values() if c.status.state not in (DONE, DIVERGED)]},
+        "next": [line for v in candidates if (line := next_step(plan, v))],
+        "controls": checks,
+        "arms": arms,
+        "plan": plan.to_json(),
+    }  # fmt: skip
+
+
+def gaps_of(plan: Plan, arm: Arm, cells: Mapping[tuple[str, int], Cell]) -> dict[int, float]:
+    """Seed -> gap of the final validation loss, in the margin's unit, where both arms are done."""
+    found = {}
+    for seed in plan.seeds:
+        mine, base = cells[arm.name, seed].final, cells[plan.baseline.name, seed].final
+        if mine is not None and base is not None:
+            found[seed] = plan.margin.measure(mine, base)
+    return found
+
+
+def judge_arm(plan: Plan, arm: Arm, cells: Mapping[tuple[str, int], Cell]) -> Verdict:
+    """The verdict of an arm on the seeds it has."""
+    pairs = [(cells[arm.name, seed], cells[plan.baseline.name, seed]) for seed in plan.seeds]
+    lost = sum(mine.status.state == DIVERGED and base.status.state == DONE for mine, base in pairs)
+    return judge(arm.name, gaps_of(plan, arm, cells), plan.margin, diverged=lost)
+
+
+def controls(plan: Plan, verdicts: Mapping[str, Verdict], cells: Mapping[tuple[str, int], Cell]) -> dict[str, Any]:
+    """Whether the comparison sees what it must: no gap between equal runs, and one of a broken recipe."""
+    found: dict[str, Any] = {"noise_floor": None, "twin": None, "broken": None, "sensitive": None}
+    for arm in plan.of_kind(TWIN):
+        found["twin"] = verdict_json(verdicts[arm.name])
+        found["noise_floor"] = noise_floor(gaps_of(plan, arm, cells))
+        found["twin_failed"] = verdicts[arm.name].word is Word.FAIL
+    for arm in plan.of_kind(CONTROL):
+        found["broken"] = verdict_json(verdicts[arm.name])
+        judged = verdicts[arm.name].interval is not None or verdicts[arm.name].word is Word.FAIL
+        enough = (judged and verdicts[arm.name].seeds is None) or verdicts[arm.name].word is Word.FAIL
+        found["sensitive"] = verdicts[arm.name].word is Word.FAIL if enough else None
+    return found
+
+
+def withheld(found: Verdict, checks: Mapping[str, Any]) -> Verdict:
+    """A PASS is worth nothing where the broken recipe was not seen to fail, or equal runs were told apart."""
+    if found.word is not Word.PASS:
+        return found
+    if checks["sensitive"] is False:
+        reason = f"{found.reason}, but the recipe that is broken on purpose did not fail: this comparison is blind"
+        return Verdict(found.arm, Word.CANNOT_TELL, reason, found.interval, found.p)
+    if checks.get("twin_failed"):
+        reason = f"{found.reason}, but the baseline's twin failed: the margin is smaller than what equal runs differ by"
+        return Verdict(found.arm, Word.CANNOT_TELL, reason, found.interval, found.p)
+    return found
+
+
+def verdict_line(found: Sequence[Verdict]) -> str:
+    """The one line."""
+    return "VERDICT: " + "; ".join(verdict.line() for verdict in found)
+
+
+def verdict_json(found: Verdict) -> dict[str, Any]:
+    interval = asdict(found.interval) if found.interval else None
+    return {"word": found.word.value, "reason": found.reason, "interval": interval, "p": found.p, "seeds": found.seeds}
+
+
+def next_step(plan: Plan, found: Verdict) -> str | None:
+    """What would probably decide, with the command."""
+    if found.word is not Word.CANNOT_TELL:
+        return None
+    if found.seeds is None:
+        return (
+            f"{found.arm}: its gap is about the margin itself, and more than 64 seeds would be needed; train on more "
+            f"tokens "
+            "(--tokens, in another --out), where gaps settle, or decide on another margin for a new parity"
+        )
+    if found.seeds <= len(plan.seeds):
+        return f"{found.arm}: some of its runs are not there; the same command goes on"
+    return f"{found.arm}: {found.seeds} seeds would probably decide (80%): the same command with --seeds {found.seeds}"
+
+
+def scope(plan: Plan, arms: Sequence[Mapping[str, Any]], directory: Path) -> str:
+    """What the verdict is about, and what not."""
+    size = models.count_params(plan.base.model)
+    tokens = total_tokens(plan, directory)
+    runs = sorted({word for arm in arms for word in arm["execution"]})
+    how = {"native": "native 4-bit units", "emulated": "exact emulation", "plain": "bf16"}
+    ran = ", ".join(how[word] for word in runs if word in how) or "nothing yet"
+    spent = f"{tokens:,} tokens ({tokens / size:.2f} a parameter)" if tokens else f"{plan.base.steps} steps"
+    return (
+        f"Scope: {plan.base.model.name}, {size:,} parameters, {spent}, data {plan.base.data}, {ran}. "
+        "It says nothing about other sizes, longer runs (gaps tend to grow with tokens a parameter), other data, or "
+        "tasks downstream."
+    )
+
+
+def total_tokens(plan: Plan, directory: Path) -> int:
+    """Tokens of a whole run, from any that took a step."""
+    for arm, seed in plan.jobs():
+        folder = run_directory(directory, arm, seed)
+        if (folder / "metrics.jsonl").is_file() and status_of(folder, plan.base.steps).step:
+            curve = read_curve(folder, "")
+            return int(curve.tokens[-1] / curve.steps[-1] * plan.base.steps)
+    return plan.base.batch * plan.base.seq * plan.base.steps
+
+
+# One arm
+
+
+def describe_arm(plan: Plan, arm: Arm, cells: Mapping[tuple[str, int], Cell]) -> dict[str, Any]:
+    """Everything about one arm."""
+    mine = [cells[arm.name, seed] for seed in plan.seeds]
+    base = [cells[plan.baseline.name, seed] for seed in plan.seeds]
+    gaps = gaps_of(plan, arm, cells) if arm.kind != BASELINE else {}
+    finals = {cell.seed: cell.final for cell in mine if cell.final is not None}
+    return {
+        "name": arm.name,
+        "kind": arm.kind,
+        "note": arm.note,
+        "changes": dict(arm.changes),
+        "unit": plan.margin.unit,
+        "states": {str(cell.seed): asdict(cell.status) for cell in mine},
+        "final": {str(seed): value for seed, value in finals.items()},
+        "gaps": {str(seed): value for seed, value in gaps.items()},
+        "interval": interval_json(list(gaps.values())),
+        "within_run": within_run(mine, base) if 0 < len(gaps) < 3 else None,
+        "by_source": by_source(plan, mine, base) if arm.kind != BASELINE else {},
+        "token_overhead": token_overhead(mine, base) if arm.kind != BASELINE else None,
+        "gap_curve": gap_curve(plan, mine, base) if arm.kind != BASELINE else None,
+        "curves": [drawn(cell) for cell in mine if cell.curve is not None],
+        "spikes": {str(cell.seed): spikes(cell.curve) for cell in mine if cell.curve is not None},
+        "cost": cost(mine),
+        "execution": execution(mine),
+        "radar": radar_of(mine),
+    }
+
+
+def interval_json(values: Sequence[float]) -> dict[str, Any] | None:
+    return asdict(over_seeds(values)) if values else None
+
+
+def within_run(mine: Sequence[Cell], base: Sequence[Cell]) -> list[dict[str, Any]]:
+    """With too few seeds: the gap of each run's last steps with a moving-block bootstrap, labelled as what it is."""
+    found = []
+    for a, b in zip(mine, base, strict=True):
+        if a.curve is None or b.curve is None:
+            continue
+        apart = _differences(a.curve, b.curve)
+        tail = apart[-default_last(len(apart)) :]
+        bounds = moving_block_bootstrap(tail)
+        if bounds is not None:
+            label = "moving-block bootstrap within this run's last steps; nothing about another seed"
+            found.append({"seed": a.seed, "mean": float(tail.mean()), "low": bounds[0], "high": bounds[1], "is": label})
+    return found
+
+
+def _differences(a: Curve, b: Curve) -> np.ndarray:
+    _, left, right = np.intersect1d(a.tokens, b.tokens, return_indices=True)
+    apart = a.loss[left] - b.loss[right]
+    return apart[np.isfinite(apart)]
+
+
+def by_source(plan: Plan, mine: Sequence[Cell], base: Sequence[Cell]) -> dict[str, Any]:
+    """Source -> gap of its validation loss over seeds, in the margin's unit."""
+    values: dict[str, list[float]] = {}
+    for a, b in zip(mine, base, strict=True):
+        if a.final is None or b.final is None or a.curve is None or b.curve is None:
+            continue
+        left, right = (c.rows[-1] for c in (a.curve, b.curve))
+        for name in left:
+            if name.startswith("validation_loss/") and name in right:
+                values.setdefault(name.partition("/")[2], []).append(plan.margin.measure(left[name], right[name]))
+    return {name: interval_json(found) for name, found in sorted(values.items())}
+
+
+def token_overhead(mine: Sequence[Cell], base: Sequence[Cell]) -> dict[str, Any] | None:
+    """How many more tokens than the baseline the candidate needs for the same validation loss, in percent: from where
+    the baseline's curve passes the candidate's final loss. Under a decaying learning rate curves fall steeply at the
+    end, so this is a lower bound of what a longer run would show."""
+    found = []
+    for a, b in zip(mine, base, strict=True):
+        if a.final is None or b.curve is None or b.final is None:
+            continue
+        tokens, losses = b.curve.validation()
+        if len(losses) < 3:
+            continue
+        falling = np.minimum.accumulate(losses)
+        if a.final > falling[0]:
+            continue
+        reached = float(np.interp(-a.final, -falling, tokens)) if a.final >= falling[-1] else float(tokens[-1])
+        found.append(100 * (tokens[-1] / reached - 1))
+    return interval_json(found)
+
+
+def gap_curve(plan: Plan, mine: Sequence[Cell], base: Sequence[Cell]) -> dict[str, Any] | None:
+    """The gap at every validation against tokens a parameter, and a + b log(tokens a parameter) fitted seed by seed:
+    the band is Student's over the seeds' lines, because points of one run are no replicates."""
+    size = models.count_params(plan.base.model)
+    points, lines = [], []
+    for a, b in zip(mine, base, strict=True):
+        if a.curve is None or b.curve is None:
+            continue
+        (ta, la), (tb, lb) = a.curve.validation(), b.curve.validation()
+        common, left, right = np.intersect1d(ta, tb, return_indices=True)
+        values = np.array([plan.margin.measure(x, y) for x, y in zip(la[left], lb[right], strict=True)])
+        good = np.isfinite(values)
+        x, y = common[good] / size, values[good]
+        points += [{"seed": a.seed, "x": float(p), "y": float(q)} for p, q in zip(x, y, strict=True)]
+        half = len(x) // 3  # the first third is warm-up, where the gap means little
+        if len(x) - half >= 3:
+            lines.append((fit_line(np.log(x[half:]), y[half:]), float(x[half]), float(x[-1])))
+    if not points:
+        return None
+    return {"points": points, "fit": _band(lines)}
+
+
+def _band(lines: Sequence[Any]) -> dict[str, Any] | None:
+    if not lines:
+        return None
+    x = np.geomspace(max(first for _, first, _ in lines), min(last for _, _, last in lines), GRID)
+    y = np.stack([line.at(np.log(x)) for line, _, _ in lines])
+    slopes = over_seeds([line.slope for line, _, _ in lines])
+    half = None
+    if len(lines) > 2:
+        half = t_quantile(0.95, len(lines) - 1) * y.std(axis=0, ddof=1) / math.sqrt(len(lines))
+    mean = y.mean(axis=0)
+    return {
+        "form": "a + b ln(tokens a parameter), fitted seed by seed to the last two thirds",
+        "x": x.tolist(),
+        "y": mean.tolist(),
+        "low": None if half is None else (mean - half).tolist(),
+        "high": None if half is None else (mean + half).tolist(),
+        "slope": asdict(slopes),
+    }
+
+
+def drawn(cell: Cell) -> dict[str, Any]:
+    """A curve as it is drawn: smoothed and thinned."""
+    assert cell.curve is not None
+    curve = cell.curve
+    width = max(1, len(curve.rows) // 50)
+    places = np.unique(np.linspace(0, len(curve.rows) - 1, min(DRAWN, len(curve.rows))).astype(int))
+    smoothed = smooth(curve.loss, width)
+    tokens, validation = curve.validation()
+    return {
+        "seed": cell.seed,
+        "tokens": curve.tokens[places].tolist(),
+        "loss": [None if math.isnan(v) else float(v) for v in smoothed[places]],
+        "validation": [[float(t), float(v)] for t, v in zip(tokens, validation, strict=True) if math.isfinite(v)],
+    }
+
+
+def spikes(curve: Curve, *, width: int = 25, factor: float = 8.0) -> int:
+    """Steps whose loss stands more than `factor` median deviations above the curve around them."""
+    loss = curve.loss[np.isfinite(curve.loss)]
+    if len(loss) < 2 * width:
+        return 0
+    apart = loss - smooth(loss, width)
+    spread = median(np.abs(apart - median(apart)))
+    high = apart > factor * max(spread, 1e-12)
+    return int(np.sum(high[1:] & ~high[:-1]) + high[0])
+
+
+def cost(cells: Sequence[Cell]) -> dict[str, Any] | None:
+    """Median speed over the runs of an arm."""
+    found = [speed_of(cell.curve) for cell in cells if cell.curve is not None and len(cell.curve.rows) > 2]
+    if not found:
+        return None
+    return {
+        "step_time_s": median([speed.step_time_s for speed in found]),
+        "tokens_per_s_per_device": median([speed.tokens_per_s_per_device for speed in found]),
+    }
+
+
+def manifest_of(cells: Sequence[Cell]) -> dict[str, Any] | None:
+    """The precision manifest of an arm's first run."""
+    path = next((c.folder / "manifest.json" for c in cells if (c.folder / "manifest.json").is_file()), None)
+    return read_json(path) if path is not None else None
+
+
+def execution(cells: Sequence[Cell]) -> list[str]:
+    """native, emulated or plain: how the arm's quantized GEMMs ran."""
+    manifest = manifest_of(cells)
+    if manifest is None:
+        return []
+    words = {gemm["execution"] for site in manifest["sites"] for gemm in site["gemms"].values()}
+    return sorted(words - {"plain"}) or ["plain"]
+
+
+def radar_of(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """The newest probe of each run that has one."""
+    found = []
+    for cell in cells:
+        path = cell.folder / "radar.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        if lines:
+            found.append({"seed": cell.seed, "probes": len(lines), **json.loads(lines[-1])})
+    return found
+
+
+def interval_text(found: Mapping[str, Any] | Interval | None, unit: str) -> str:
+    """An interval for people."""
+    if found is None:
+        return ""
+    values = found if isinstance(found, Mapping) else asdict(found)
+    digits = 4 if unit == "nats" else 3
+    mean = f"{values['mean']:+.{digits}f}"
+    return mean if values["low"] is None else f"{mean} [{values['low']:+.{digits}f}, {values['high']:+.{digits}f}]"

@@ -1,0 +1,99 @@
+"""Where the numbers of a report come from: data, versions, devices, precision."""
+
+import hashlib
+import importlib.metadata
+import platform
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from halfbyte import report as page
+from halfbyte.inputs import read_json
+from halfbyte.train import TrainConfig
+
+from .plan import Plan
+from .runner import run_directory
+
+VERSIONS = ("halfbyte", "jax", "jaxlib", "numpy", "optax")
+
+
+def provenance(plan: Plan, directory: Path) -> dict[str, str]:
+    """Facts for the foot of the page."""
+    return {
+        "plan": str(directory / "plan.json"),
+        "written": plan.written,
+        **environment(plan.base, devices(plan, directory)),
+    }
+
+
+def environment(config: TrainConfig, device: str) -> dict[str, str]:
+    """Data, device and versions of a run."""
+    versions = ", ".join(f"{name} {version(name)}" for name in VERSIONS)
+    return {
+        "data": f"{config.data}, {data_hash(config)}",
+        "device": device or "nothing has run yet",
+        "versions": f"{versions}, Python {platform.python_version()}",
+        "backend of this report": jax.default_backend(),
+    }
+
+
+def version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def data_hash(config: TrainConfig) -> str:
+    """SHA-256 of the data set's manifest, which holds the hash of every shard."""
+    if config.data in ("demo", "synthetic"):
+        return (
+            "embedded in the package" if config.data == "demo" else f"made from seeds, {config.model.vocab_size} tokens"
+        )
+    found = [part.partition(":")[0] for part in config.data.split(",")]
+    manifests = sorted(path for part in found for path in Path(part).glob("*manifest*.json"))
+    if not manifests:
+        return "no manifest found"
+    return "manifest sha256 " + ", ".join(hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in manifests)
+
+
+def devices(plan: Plan, directory: Path) -> str:
+    found = {
+        manifest["device"] for arm, seed in plan.jobs() if (manifest := _manifest(run_directory(directory, arm, seed)))
+    }
+    return ", ".join(sorted(found))
+
+
+def _manifest(folder: Path) -> dict[str, Any] | None:
+    path = folder / "manifest.json"
+    return read_json(path) if path.is_file() else None
+
+
+def precision_table(plan: Plan, directory: Path) -> str:
+    """What every quantized GEMM of every arm is, from the precision manifests."""
+    rows = []
+    for arm in plan.arms:
+        manifest = next((m for seed in plan.seeds if (m := _manifest(run_directory(directory, arm, seed)))), None)
+        rows += manifest_rows(manifest, arm.name) if manifest else []
+    return (
+        page.table(("arm", "linears", "recipe", "fprop", "dgrad", "wgrad", "runs", "FLOPs in 4 bits"), rows)
+        if rows
+        else ""
+    )
+
+
+def manifest_rows(manifest: dict[str, Any], name: str) -> list[tuple[str, ...]]:
+    """One row a recipe and phase of a manifest."""
+    rows = []
+    for phase in manifest.get("phases", [manifest]):
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for site in phase["sites"]:
+            gemms = [f"{g['left']} × {g['right']}" for g in site["gemms"].values()]
+            runs = "/".join(sorted({g["execution"] for g in site["gemms"].values()}))
+            path = site["path"].removeprefix("layers/")
+            where = path if site["layers"][1] == 1 else f"{path} {site['layers'][0]}-{site['layers'][1] - 1}"
+            groups.setdefault((site["recipe"], *gemms, f"{runs} ({site['backend']})"), []).append(where)
+        share = f"{100 * phase['share_4bit']:.1f}%"
+        rows += [(name, ", ".join(where), *key, share) for key, where in groups.items() if key[0] != "bf16"]
+    return rows or [(name, "all", "bf16", "", "", "", "plain", "0.0%")]

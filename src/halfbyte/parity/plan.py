@@ -1,0 +1,166 @@
+"""The plan: written before the first step, and not changed afterwards.
+
+It fixes the base run, the arms, the margin and what is compared. A parity that goes on in the same directory must bring
+the same plan; more seeds are welcome, because an interval over seeds is allowed to get narrower, another margin is not.
+"""
+
+import datetime
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halfbyte.inputs import read_json, replace_file
+from halfbyte.train import TrainConfig, jsonconfig, phases
+
+from .arms import BASELINE, CANDIDATE, Arm
+from .margin import Margin, parse_margin
+from .pairing import unlike
+
+FILE = "plan.json"
+VERSION = 1
+OUTCOME = "validation loss after the last step, nats a token, each arm under its own forward recipe"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be run and how it will be judged."""
+
+    base: TrainConfig
+    arms: tuple[Arm, ...]
+    seeds: tuple[int, ...]
+    margin: Margin
+    written: str = ""
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        names = [arm.name for arm in self.arms]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"two arms are called {twice!r}; give each candidate once")
+        if [arm.kind for arm in self.arms].count(BASELINE) != 1:
+            raise ValueError("a parity has exactly one baseline; give --baseline RECIPE")
+        if not any(arm.kind == CANDIDATE for arm in self.arms):
+            raise ValueError("there is no candidate to compare; give --candidates RECIPE,... or --arms ablation")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds must be different numbers, at least one, got {list(self.seeds)}")
+        self._check_arms()
+
+    def _check_arms(self) -> None:
+        """Arms must be runs, differ in precision alone, and from each other."""
+        seen: dict[Any, str] = {}
+        for arm in self.arms:
+            config = arm.configure(self.base, self.seeds[0])
+            phases(config)
+            differ = unlike(jsonconfig.to_dict(self.base), jsonconfig.to_dict(config))
+            if differ:
+                raise ValueError(f"arm {arm.name!r} differs in {differ[0][0]}, which is not precision")
+            key = tuple(sorted(map(str, arm.changes.items())))
+            if key in seen:
+                raise ValueError(f"arms {seen[key]!r} and {arm.name!r} are the same run; leave one out")
+            seen[key] = arm.name
+
+    @property
+    def baseline(self) -> Arm:
+        return next(arm for arm in self.arms if arm.kind == BASELINE)
+
+    def of_kind(self, kind: str) -> list[Arm]:
+        return [arm for arm in self.arms if arm.kind == kind]
+
+    def jobs(self) -> list[tuple[Arm, int]]:
+        """Every run, one seed after another, so that whatever is done is done in pairs."""
+        return [(arm, seed) for seed in self.seeds for arm in self.arms]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            "written": self.written,
+            "command": self.command,
+            "outcome": OUTCOME,
+            "margin": str(self.margin),
+            "seeds": list(self.seeds),
+            "arms": [{"name": a.name, "kind": a.kind, "changes": dict(a.changes), "note": a.note} for a in self.arms],
+            "base": jsonconfig.to_dict(self.base),
+        }
+
+
+def plan_from_json(found: Any, where: str) -> Plan:
+    """The plan in a JSON value; ValueError when it is none."""
+    if not isinstance(found, dict) or found.get("version") != VERSION:
+        raise ValueError(f"{where} is not a parity plan of version {VERSION}")
+    try:
+        arms = tuple(Arm(a["name"], a["kind"], a["changes"], a.get("note", "")) for a in found["arms"])
+        base = jsonconfig.from_dict(TrainConfig, found["base"])
+        seeds = tuple(int(seed) for seed in found["seeds"])
+        margin = parse_margin(found["margin"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{where} is damaged: {type(error).__name__} {error}; begin anew in another directory"
+        ) from None
+    return Plan(base, arms, seeds, margin, found.get("written", ""), found.get("command", ""))
+
+
+def load_plan(directory: Path) -> Plan | None:
+    """The plan of a parity directory, None if it has none."""
+    path = directory / FILE
+    return plan_from_json(read_json(path), str(path)) if path.is_file() else None
+
+
+def settle(directory: Path, plan: Plan) -> Plan:
+    """The plan that holds in `directory`: written now, or the one that was, which `plan` must agree with. More seeds
+    are added to it."""
+    stored = load_plan(directory)
+    if stored is None:
+        if directory.exists() and any(directory.iterdir()):
+            raise ValueError(f"{directory} is not empty and holds no {FILE}; give another --out")
+        directory.mkdir(parents=True, exist_ok=True)
+        return _write(directory, plan)
+    refuse_changes(directory, stored, plan)
+    more = [seed for seed in plan.seeds if seed not in stored.seeds]
+    if not more:
+        return stored
+    grown = Plan(stored.base, stored.arms, (*stored.seeds, *more), stored.margin, stored.written, stored.command)
+    return _write(directory, grown)
+
+
+def _write(directory: Path, plan: Plan) -> Plan:
+    when = plan.written or datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    settled = Plan(plan.base, plan.arms, plan.seeds, plan.margin, when, plan.command)
+    replace_file(directory / FILE, json.dumps(settled.to_json(), indent=1) + "\n")
+    return settled
+
+
+def refuse_changes(directory: Path, stored: Plan, plan: Plan) -> None:
+    """ValueError, saying what, if `plan` is not the stored one."""
+    if stored.margin != plan.margin:
+        raise ValueError(
+            f"{directory} was planned with margin {stored.margin} on {stored.written}; a margin is not changed after "
+            f"runs "
+            f"have begun (got {plan.margin}). Go on with --margin {stored.margin}, or begin anew with another --out"
+        )
+    old, new = ([(arm.name, arm.kind, dict(arm.changes)) for arm in p.arms] for p in (stored, plan))
+    if old != new:
+        was, now = (", ".join(name for name, *_ in arms) for arms in (old, new))
+        raise ValueError(f"{directory} was planned with the arms {was}; got {now}. Give the same, or another --out")
+    changed = jsonconfig.differences(jsonconfig.to_dict(stored.base), jsonconfig.to_dict(plan.base))
+    if changed:
+        listing = "\n  ".join(f"{name}: {before} -> {after}" for name, before, after in changed)
+        raise ValueError(
+            f"{directory} was planned with another base run:\n  {listing}\ngive the same, or another --out"
+        )
+
+
+def first_seeds(count: int, start: int = 0) -> tuple[int, ...]:
+    """`count` seeds from `start` on."""
+    if count < 1:
+        raise ValueError(f"seeds must be 1 or more, got {count}")
+    return tuple(range(start, start + count))
+
+
+def share(jobs: Sequence[tuple[Arm, int]], text: str) -> list[tuple[Arm, int]]:
+    """The jobs of host INDEX/HOSTS (from 0): every HOSTS-th one."""
+    index, slash, hosts = text.partition("/")
+    if not (slash and index.isdigit() and hosts.isdigit() and int(index) < int(hosts)):
+        raise ValueError(f"host must be INDEX/HOSTS with INDEX from 0, such as 0/4, got {text!r}")
+    return list(jobs)[int(index) :: int(hosts)]

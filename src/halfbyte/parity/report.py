@@ -1,0 +1,310 @@
+"""The report of a parity: one HTML page, the same as JSON, and a summary in Markdown."""
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from halfbyte import report as page
+from halfbyte.inputs import replace_file
+from halfbyte.report import Band, Dot, Row, Series
+
+from .analysis import interval_text
+from .arms import BASELINE, CANDIDATE, CONTROL
+from .facts import precision_table, provenance
+from .plan import Plan
+from .radar_view import radar_section
+
+Data = Mapping[str, Any]
+FILES = {"html": "report.html", "json": "report.json", "md": "report.md"}
+CLIP = 3.0  # margins, or further if a candidate is: an arm beyond is drawn at the edge, so that the others stay apart
+
+
+def write_report(plan: Plan, directory: Path, data: Data) -> dict[str, Path]:
+    """report.html, report.json and report.md in `directory`."""
+    facts = provenance(plan, directory)
+    whole = {**data, "facts": facts}
+    files = {kind: directory / name for kind, name in FILES.items()}
+    replace_file(files["html"], page.html_page(title(plan), sections(plan, directory, whole)))
+    replace_file(files["json"], json.dumps(finite(whole), indent=1, allow_nan=False) + "\n")
+    replace_file(files["md"], markdown(plan, whole))
+    return files
+
+
+def title(plan: Plan) -> str:
+    candidates = ", ".join(arm.name for arm in plan.of_kind(CANDIDATE))
+    return f"Parity: {candidates} against {plan.baseline.name}, {plan.base.model.name}"
+
+
+def finite(value: Any) -> Any:
+    """JSON has no word for what is not finite."""
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def sections(plan: Plan, directory: Path, data: Data) -> list[str]:
+    """The page from top to bottom."""
+    return [
+        f"<h1>{page.page.text(title(plan))}</h1>",
+        *head(data),
+        page.section("Gap over seeds", gap_figure(plan, data), arm_table(data)),
+        page.section("Curves", '<div class="figures">' + "".join(curve_figures(plan, data)) + "</div>"),
+        page.section("Controls", *control_lines(plan, data)),
+        page.section("By source of text", source_table(data)),
+        page.section("Tokens", token_table(data), *token_notes(data)),
+        radar_section(data["arms"]),
+        page.section("Cost", cost_table(data), page.paragraph(COST_NOTE, soft=True)),
+        page.section("Precision", precision_table(plan, directory)),
+        page.section("How it was judged", *method(plan)),
+        page.section("Provenance", page.table(("", ""), data["facts"].items()), command(plan)),
+    ]
+
+
+def head(data: Data) -> list[str]:
+    """What is missing, the verdict, its scope, and what to do next."""
+    lines = []
+    runs = data["runs"]
+    if not data["complete"]:
+        missing = ", ".join(f"{m['arm']} seed {m['seed']} ({m['state']})" for m in runs["missing"][:12])
+        more = f" and {len(runs['missing']) - 12} more" if len(runs["missing"]) > 12 else ""
+        lines.append(
+            page.notice(f"INCOMPLETE: {runs['done']} of {runs['planned']} runs are done; missing: {missing}{more}")
+        )
+    words = [arm["verdict"]["word"] for arm in data["arms"] if arm["kind"] == CANDIDATE]
+    kind = "good" if data["passed"] else "bad" if "FAIL" in words else ""
+    lines.append(
+        f'<div class="verdict '
+        f'{kind}"><strong>{page.page.text(data["verdict"])}</strong>{page.paragraph(data["scope"], soft=True)}</div>'
+    )
+    return [*lines, *(page.paragraph(f"Next: {line}") for line in data["next"])]
+
+
+def gap_figure(plan: Plan, data: Data) -> str:
+    """Seeds as dots, the interval over them, and the margin."""
+    rows = []
+    for place, arm in enumerate(data["arms"]):
+        if arm["kind"] == BASELINE:
+            continue
+        found = arm["interval"] or {"mean": None, "low": None, "high": None}
+        dots = [Dot(value, f"seed {seed}: {value:+.4f}") for seed, value in arm["gaps"].items()]
+        diverged = sum(state["state"] == "diverged" for state in arm["states"].values())
+        note = f"diverged in {diverged}" if diverged else ""
+        rows.append(Row(arm["name"], dots, found["mean"], found["low"], found["high"], place, note))
+    unit = "% of the baseline's loss" if plan.margin.relative else "nats a token"
+    near = [abs(v) for arm in data["arms"] if arm["kind"] != CONTROL for v in arm["gaps"].values()]
+    clip = 1.2 * max([CLIP * plan.margin.value, *near])
+    label = "gap of each arm over seeds"
+    drawn = page.forest(rows, margin=plan.margin.value, x_label=f"gap, {unit}", label=label, clip=clip)
+    note = f"dots: seeds; diamond: mean; bar: 90% interval over seeds; shaded: margin ±{plan.margin}"
+    return page.figure("Validation loss minus the baseline's, paired by seed", drawn, note) if drawn else ""
+
+
+def arm_table(data: Data) -> str:
+    rows = []
+    for arm in data["arms"]:
+        losses = list(arm["final"].values())
+        mean = f"{sum(losses) / len(losses):.4f}" if losses else ""
+        verdict = arm.get("verdict")
+        spikes = sum(arm["spikes"].values())
+        p = "" if not verdict or verdict["p"] is None else f"{verdict['p']:.3g}"
+        word = verdict["word"] if verdict else "baseline"
+        seeds = len(arm["gaps"]) or len(losses)
+        rows.append(
+            (arm["name"], word, mean, interval_text(arm["interval"], arm["unit"]), p, seeds, spikes, arm["note"])
+        )
+    unit = data["arms"][0]["unit"]
+    gap = f"gap, {unit} [90% over seeds]"
+    return page.table(("arm", "verdict", "loss", gap, "p of equivalence", "seeds", "spikes", "what it is"), rows)
+
+
+def curve_figures(plan: Plan, data: Data) -> list[str]:
+    """Loss, gap along the run, gap against tokens a parameter."""
+    series, apart = [], []
+    for place, arm in enumerate(data["arms"]):
+        for curve in arm["curves"]:
+            series.append(
+                Series(arm["name"], curve["tokens"], curve["loss"], place, faint=curve["seed"] != plan.seeds[0])
+            )
+    shown = [arm for arm in data["arms"] if arm["gap_curve"] and arm["kind"] != "control"]
+    places = {arm["name"]: place for place, arm in enumerate(data["arms"])}
+    bands = []
+    for arm in shown:
+        seeds = sorted({point["seed"] for point in arm["gap_curve"]["points"]})
+        for seed in seeds:
+            points = [p for p in arm["gap_curve"]["points"] if p["seed"] == seed]
+            xs, ys = [p["x"] for p in points], [p["y"] for p in points]
+            apart.append(Series(arm["name"], xs, ys, places[arm["name"]], faint=True, dots=True))
+        fit = arm["gap_curve"]["fit"]
+        if fit:
+            apart.append(Series(arm["name"], fit["x"], fit["y"], places[arm["name"]]))
+            if fit["low"]:
+                bands.append(Band(fit["x"], fit["low"], fit["high"], places[arm["name"]]))
+    limits = [(plan.margin.value, f"margin +{plan.margin}")]
+    unit = "%" if plan.margin.relative else "nats"
+    loss = page.line_chart(series, x_label="tokens", label="training loss")
+    gap = page.line_chart(apart, x_label="tokens a parameter", label="gap against tokens a parameter", bands=bands,
+                          zero=True, lines=limits, log=True, clip=97)  # fmt: skip
+    found = (
+        [page.figure("Training loss, nats a token", loss, "first seed strong, others faint; smoothed")] if loss else []
+    )
+    if gap:
+        note = "dots: validations; line: a + b ln(tokens a parameter), fitted seed by seed; band: 90% over seeds"
+        found.append(page.figure(f"Gap along the run, {unit}, against tokens a parameter", gap, note))
+    return found
+
+
+def control_lines(plan: Plan, data: Data) -> list[str]:
+    """The noise floor, and whether the broken recipe was seen."""
+    checks, lines = data["controls"], []
+    if checks["noise_floor"] is not None:
+        floor, twin = plan.margin.show(checks["noise_floor"], ""), checks["twin"]
+        lines.append(
+            f"Noise floor: two runs that are equal but for rounding differ by {floor} (root mean square over seeds); "
+            f"the twin: {twin['word']}, {twin['reason']}."
+        )
+    if checks["broken"] is not None:
+        seen = {True: "It was seen to fail, as it must.", False: "IT DID NOT FAIL: a PASS here would mean nothing.",
+                None: "Not judged yet: fewer than three seeds."}[checks["sensitive"]]  # fmt: skip
+        lines.append(f"Broken on purpose: {checks['broken']['reason']}. {seen}")
+    if not lines:
+        lines.append("This parity was run without controls: nothing shows that it would have seen a broken recipe.")
+    return [page.paragraph(line) for line in lines]
+
+
+def source_table(data: Data) -> str:
+    """Gap by source, arms side by side."""
+    arms = [arm for arm in data["arms"] if arm["by_source"]]
+    names = sorted({name for arm in arms for name in arm["by_source"]})
+    rows = [(name, *(interval_text(arm["by_source"].get(name), arm["unit"]) for arm in arms)) for name in names]
+    return page.table(("source", *(f"{arm['name']}, {arm['unit']}" for arm in arms)), rows) if rows else ""
+
+
+def token_table(data: Data) -> str:
+    rows = []
+    for arm in data["arms"]:
+        if arm["kind"] == BASELINE or not (arm["token_overhead"] or arm["gap_curve"]):
+            continue
+        fit = (arm["gap_curve"] or {}).get("fit")
+        slope = interval_text(fit["slope"], arm["unit"]) if fit else ""
+        rows.append((arm["name"], interval_text(arm["token_overhead"], "%"), slope))
+    return (
+        page.table(("arm", "token overhead, % [90% over seeds]", "slope of the gap a factor e of tokens"), rows)
+        if rows
+        else ""
+    )
+
+
+def token_notes(data: Data) -> list[str]:
+    note = (
+        "Token overhead: how many more tokens the arm needs for the loss that the baseline reaches, read where the "
+        "baseline's "
+        "validation curve passes the arm's final loss. Under a decaying learning rate curves fall steeply at the end: "
+        "a lower "
+        "bound of what a longer run would show."
+    )
+    return [page.paragraph(note, soft=True)] if any(arm["token_overhead"] for arm in data["arms"]) else []
+
+
+COST_NOTE = (
+    "Median step time of these runs on this machine. 'emulated' is exact 4-bit arithmetic carried out in wider "
+    "multipliers: its "
+    "speed says nothing about hardware with 4-bit units."
+)
+
+
+def cost_table(data: Data) -> str:
+    rows = []
+    first = next((arm["cost"] for arm in data["arms"] if arm["kind"] == BASELINE), None)
+    for arm in data["arms"]:
+        if arm["cost"] is None:
+            continue
+        ratio = first["step_time_s"] / arm["cost"]["step_time_s"] if first else math.nan
+        rows.append((arm["name"], ", ".join(arm["execution"]), f"{1000 * arm['cost']['step_time_s']:.0f} ms",
+                     f"{arm['cost']['tokens_per_s_per_device']:,.0f}", f"{ratio:.2f}x"))  # fmt: skip
+    return page.table(("arm", "runs", "step", "tokens/s a device", "speed against the baseline"), rows) if rows else ""
+
+
+def method(plan: Plan) -> list[str]:
+    words = (
+        f"Outcome: {plan.to_json()['outcome']}. The margin ±{plan.margin} was written into plan.json on "
+        f"{plan.written}, before the "
+        "first step. In each seed all arms share initialisation, data order, batches and schedule; only precision "
+        "differs. The "
+        "interval is Student's over the paired differences of seeds, never within a run. PASS: the 90% interval lies "
+        "inside the "
+        "margin (two one-sided tests at 5%). FAIL: wholly beyond it. Candidates are judged one by one, without a "
+        "correction for "
+        "their number."
+    )
+    return [page.paragraph(words)]
+
+
+def command(plan: Plan) -> str:
+    return f"<pre>{page.page.text(plan.command)}</pre>" if plan.command else ""
+
+
+def markdown(plan: Plan, data: Data) -> str:
+    """A summary for a pull request or a mail."""
+    unit = data["arms"][0]["unit"]
+    lines = [f"# {title(plan)}", ""]
+    if not data["complete"]:
+        lines += [f"**INCOMPLETE: {data['runs']['done']} of {data['runs']['planned']} runs are done.**", ""]
+    lines += [f"**{data['verdict']}**", "", data["scope"], ""]
+    lines += [f"Next: {line}" for line in data["next"]] + [""] * bool(data["next"])
+    lines += [f"| arm | verdict | gap, {unit} [90% over seeds] | seeds |", "|---|---|---|---|"]
+    for arm in data["arms"]:
+        word = arm["verdict"]["word"] if arm.get("verdict") else "baseline"
+        lines.append(
+            f"| {arm['name']} | {word} | {interval_text(arm['interval'], unit)} | "
+            f"{len(arm['gaps']) or len(arm['final'])} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def print_report(data: Data, file: Any = None) -> None:
+    """The table, the verdict line and the scope line, for a terminal."""
+    from rich.console import Console
+
+    out = file or sys.stdout
+    console = Console(file=out, width=None if out.isatty() else 160, highlight=False)
+    console.print("")
+    _print_table(console, data["arms"])
+    checks = data["controls"]
+    if checks["noise_floor"] is not None:
+        console.print(
+            f"noise floor (twin of the baseline): {checks['noise_floor']:.4f} {data['arms'][0]['unit']}", markup=False
+        )
+    if checks["sensitive"] is False:
+        console.print("the recipe that is broken on purpose did NOT fail: this comparison cannot see a broken recipe")
+    if not data["complete"]:
+        console.print(f"INCOMPLETE: {data['runs']['done']} of {data['runs']['planned']} runs are done", style="bold")
+    console.print("")
+    console.print(data["verdict"], style="bold", markup=False, soft_wrap=True)
+    console.print(data["scope"], markup=False, soft_wrap=True)
+    for line in data["next"]:
+        console.print(f"next: {line}", markup=False, soft_wrap=True)
+
+
+def _print_table(console: Any, arms: Sequence[Data]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("arm", "loss", f"gap, {arms[0]['unit']} [90% over seeds]", "seeds", "verdict", "runs"):
+        made.add_column(name)
+    for arm in arms:
+        losses = list(arm["final"].values())
+        made.add_row(
+            arm["name"],
+            f"{sum(losses) / len(losses):.4f}" if losses else "-",
+            interval_text(arm["interval"], arm["unit"]).replace("[", "\\["),
+            str(len(arm["gaps"]) or len(losses)),
+            arm["verdict"]["word"] if arm.get("verdict") else "baseline",
+            ", ".join(arm["execution"]),
+        )
+    console.print(made)

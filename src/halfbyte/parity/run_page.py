@@ -1,0 +1,115 @@
+"""The page that one run leaves behind: the same page as a parity's, with what one run can say."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from halfbyte import models
+from halfbyte import report as page
+from halfbyte.evaluation.curves import Curve, end_of, read_curve, smooth, speed_of
+from halfbyte.inputs import read_json, replace_file
+from halfbyte.report import Series
+from halfbyte.train import TrainConfig, jsonconfig
+
+from .analysis import DRAWN, spikes
+from .facts import environment, manifest_rows
+from .radar_view import radar_section
+
+FILE = "report.html"
+CAVEAT = (
+    "One run: it says what this run did, and not whether another recipe would have done better; `halfbyte parity` does."
+)
+
+
+def write_run_page(directory: Path) -> Path:
+    """report.html of a run directory."""
+    config = jsonconfig.load(TrainConfig, directory / "config.json")
+    manifest = read_json(directory / "manifest.json")
+    curve = read_curve(directory, config.recipe)
+    title = f"{config.name}: {config.model.name}, {config.recipe}, seed {config.seed}"
+    path = directory / FILE
+    replace_file(path, page.html_page(title, sections(directory, title, config, manifest, curve)))
+    return path
+
+
+def sections(directory: Path, title: str, config: TrainConfig, manifest: Mapping[str, Any], curve: Curve) -> list[str]:
+    size = models.count_params(config.model)
+    tokens = int(curve.tokens[-1])
+    loss, _ = end_of(curve)
+    _, validation = curve.validation()
+    held_out = f", validation {validation[-1]:.4f}" if len(validation) else ""
+    step = int(curve.steps[-1])
+    done = f"{step} of {config.steps} steps" if step < config.steps else f"{step} steps"
+    head = f"loss {loss:.4f} nats a token{held_out} after {done}"
+    scope = f"{size:,} parameters, {tokens:,} tokens ({tokens / size:.2f} a parameter), data {config.data}. {CAVEAT}"
+    facts = {"run": str(directory), **environment(config, str(manifest.get("device", "")))}
+    return [
+        f"<h1>{page.page.text(title)}</h1>",
+        f'<div class="verdict"><strong>{page.page.text(head)}</strong>{page.paragraph(scope, soft=True)}</div>',
+        page.section("Curves", '<div class="figures">' + "".join(figures(curve)) + "</div>"),
+        page.section("By source of text", source_table(curve)),
+        radar_section([{"name": config.recipe, "radar": probes(directory, config.seed)}]),
+        page.section("Cost", cost_table(curve, dict(manifest))),
+        page.section("Precision", precision(dict(manifest), config.recipe)),
+        page.section("Provenance", page.table(("", ""), facts.items())),
+        page.details("config.json", json.dumps(jsonconfig.to_dict(config), indent=1)),
+    ]
+
+
+def figures(curve: Curve) -> list[str]:
+    """Loss, gradient norm and learning rate."""
+    found = []
+    width = max(1, len(curve.rows) // 50)
+    every = max(1, len(curve.rows) // DRAWN)
+    x = curve.tokens[::every].tolist()
+    tokens, validation = curve.validation()
+    drawn = [Series("training, smoothed", x, _points(smooth(curve.loss, width)[::every]), 0)]
+    if len(validation):
+        drawn.append(Series("validation", tokens.tolist(), _points(validation), 1, dots=True))
+    loss = page.line_chart(drawn, x_label="tokens", label="loss")
+    if loss:
+        found.append(page.figure("Loss, nats a token", loss))
+    for field, name in (("grad_norm", "Gradient norm"), ("learning_rate", "Learning rate")):
+        values = curve.column(field)[::every]
+        chart = page.line_chart([Series(name, x, _points(values), 2)], x_label="tokens", label=name, height=200)
+        if chart:
+            found.append(page.figure(name, chart))
+    return found
+
+
+def _points(values: Any) -> list[float | None]:
+    return [float(v) if math.isfinite(v) else None for v in values]
+
+
+def source_table(curve: Curve) -> str:
+    last: dict[str, Any] = next((row for row in reversed(curve.rows) if "validation_loss" in row), {})
+    rows = [
+        (name.partition("/")[2], f"{value:.4f}") for name, value in last.items() if name.startswith("validation_loss/")
+    ]
+    return page.table(("source", "validation loss"), rows) if rows else ""
+
+
+def cost_table(curve: Curve, manifest: dict[str, Any]) -> str:
+    speed = speed_of(curve)
+    words = {gemm["execution"] for site in manifest["sites"] for gemm in site["gemms"].values()} - {"plain"}
+    row = (
+        ", ".join(sorted(words)) or "plain bf16",
+        f"{1000 * speed.step_time_s:.0f} ms",
+        f"{speed.tokens_per_s_per_device:,.0f}",
+        f"{100 * speed.input_wait:.1f}%",
+        spikes(curve),
+    )
+    return page.table(("runs", "step", "tokens/s a device", "input wait", "spikes of the loss"), [row])
+
+
+def precision(manifest: dict[str, Any], name: str) -> str:
+    head = ("recipe of the run", "linears", "recipe", "fprop", "dgrad", "wgrad", "runs", "FLOPs in 4 bits")
+    return page.table(head, manifest_rows(manifest, name))
+
+
+def probes(directory: Path, seed: int) -> list[dict[str, Any]]:
+    path = directory / "radar.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return [{"seed": seed, **json.loads(lines[-1])}] if lines else []

@@ -1,0 +1,297 @@
+"""Pictures as inline SVG. Colours are the page's variables, so that one picture serves light and dark."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+import numpy as np
+
+WIDTH, LEFT, RIGHT, TOP, BOTTOM = 540, 58, 12, 10, 34
+COLOURS = 8
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line; points that are not finite break it. `colour` counts through the page's palette."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    colour: int
+    faint: bool = False
+    dots: bool = False
+
+
+@dataclass(frozen=True)
+class Band:
+    """A filled interval along x."""
+
+    x: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+    colour: int
+
+
+@dataclass(frozen=True)
+class Dot:
+    value: float
+    label: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a forest plot: the dots are seeds, the bar is the interval over them."""
+
+    name: str
+    dots: Sequence[Dot] = ()
+    mean: float | None = None
+    low: float | None = None
+    high: float | None = None
+    colour: int = 0
+    note: str = ""
+
+
+@dataclass
+class Frame:
+    """The drawing area: data to pixels, and the axes."""
+
+    left: float
+    right: float
+    low: float
+    high: float
+    height: int
+    log: bool = False
+    parts: list[str] = field(default_factory=list)
+
+    def x(self, value: float) -> float:
+        a, b, v = (math.log(t) for t in (self.left, self.right, value)) if self.log else (self.left, self.right, value)
+        return LEFT + (v - a) / ((b - a) or 1.0) * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        return TOP + (self.high - value) / ((self.high - self.low) or 1.0) * (self.height - TOP - BOTTOM)
+
+    def add(self, text: str) -> None:
+        self.parts.append(text)
+
+    def axes(self, x_label: str) -> None:
+        for value in ticks(self.low, self.high, 5):
+            at = self.y(value)
+            self.add(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}" stroke="var(--grid)"/>')
+            self.add(f'<text class="s" x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{number(value)}</text>')
+        for value in log_ticks(self.left, self.right) if self.log else ticks(self.left, self.right, 5):
+            at = self.x(value)
+            self.add(f'<text class="s" x="{at:.1f}" y="{self.height - 18}" text-anchor="middle">{number(value)}</text>')
+        middle = (LEFT + WIDTH - RIGHT) / 2
+        self.add(f'<text class="s" x="{middle}" y="{self.height - 3}" text-anchor="middle">{escape(x_label)}</text>')
+
+    def svg(self, label: str) -> str:
+        inside = "\n".join(self.parts)
+        box = f'viewBox="0 0 {WIDTH} {self.height}"'
+        return f'<svg {box} role="img" aria-label="{escape(label, quote=True)}">\n{inside}\n</svg>'
+
+
+def number(value: float) -> str:
+    """A tick: 1.2M, 0.005, 3."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.4g}"
+
+
+def ticks(low: float, high: float, about: int) -> list[float]:
+    """Round numbers between two bounds."""
+    span = high - low
+    if not math.isfinite(span) or span <= 0:
+        return [low]
+    step = 10 ** math.floor(math.log10(span / about))
+    step *= next(m for m in (1, 2, 5, 10) if span / (step * m) <= about)
+    first = math.ceil(low / step)
+    return [round((first + i) * step, 12) for i in range(int((high - first * step) / step + 1e-9) + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """1, 2, 5 of every decade."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    found = [m * 10.0**d for d in decades for m in (1, 2, 5) if low <= m * 10.0**d <= high]
+    return found if len(found) > 1 else [low, high]
+
+
+def colour(index: int) -> str:
+    return f"var(--c{index % COLOURS})"
+
+
+def line_chart(
+    series: Sequence[Series], *, x_label: str, label: str, bands: Sequence[Band] = (), zero: bool = False,
+    lines: Sequence[tuple[float, str]] = (), height: int = 270, log: bool = False, clip: float = 99.0,
+) -> str:  # fmt: skip
+    """Lines over x with a legend; `lines` are horizontal rules with a name. The y axis ends at the `clip` percentile,
+    so that the first steps do not squeeze all others."""
+    xs = [x for s in series for x in s.x]
+    ys = [y for s in series for y in s.y if y is not None and math.isfinite(y)]
+    if not xs or not ys:
+        return ""
+    edges = [value for band in bands for value in (*band.low, *band.high)] + [value for value, _ in lines]
+    high = max([float(np.percentile(ys, clip)), *edges, *([0.0] if zero else [])])
+    low = min([min(ys) if not zero else float(np.percentile(ys, 100 - clip)), *edges, *([0.0] if zero else [])])
+    room = 0.05 * (high - low) or abs(high) * 0.01 or 1.0
+    frame = Frame(min(xs), max(xs), low - room, high + room, height, log)
+    frame.axes(x_label)
+    for band in bands:
+        _area(frame, band)
+    for value, name in lines:
+        at = frame.y(value)
+        frame.add(
+            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}" stroke="var(--soft)" '
+            f'stroke-dasharray="5 4"/>'
+        )
+        frame.add(f'<text class="s" x="{WIDTH - RIGHT - 2}" y="{at - 4:.1f}" text-anchor="end">{escape(name)}</text>')
+    for s in series:
+        _line(frame, s)
+    return frame.svg(label) + _legend(series)
+
+
+def _area(frame: Frame, band: Band) -> None:
+    over = [f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in zip(band.x, band.high, strict=True)]
+    under = [f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in zip(band.x, band.low, strict=True)]
+    frame.add(f'<polygon points="{" ".join(over + under[::-1])}" fill="{colour(band.colour)}" opacity="0.18"/>')
+
+
+def _line(frame: Frame, s: Series) -> None:
+    pieces: list[list[str]] = [[]]
+    for x, y in zip(s.x, s.y, strict=True):
+        if y is None or not math.isfinite(y):
+            pieces.append([])
+            continue
+        at = min(max(frame.y(y), TOP - 4), frame.height - BOTTOM + 4)
+        pieces[-1].append(f"{frame.x(x):.1f},{at:.1f}")
+        if s.dots:
+            frame.add(f'<circle cx="{frame.x(x):.1f}" cy="{at:.1f}" r="2.6" fill="{colour(s.colour)}"/>')
+    width, opacity = (1, 0.45) if s.faint else (1.8, 1)
+    for piece in pieces:
+        if len(piece) > 1:
+            points = " ".join(piece)
+            frame.add(
+                f'<polyline points="{points}" fill="none" stroke="{colour(s.colour)}" stroke-width="{width}" '
+                f'opacity="{opacity}"/>'
+            )
+
+
+def _legend(series: Sequence[Series]) -> str:
+    names: dict[str, int] = {}
+    for s in series:
+        names.setdefault(s.name, s.colour)
+    marks = "".join(
+        f'<span style="white-space:nowrap;margin-right:14px"><svg viewBox="0 0 16 8" '
+        f'style="width:16px;display:inline-block">'
+        f'<rect y="2" width="16" height="4" fill="{colour(at)}"/></svg> {escape(name)}</span> '
+        for name, at in names.items() if name
+    )  # fmt: skip
+    return f'<p class="soft">{marks}</p>'
+
+
+def forest(rows: Sequence[Row], *, margin: float | None, x_label: str, label: str, clip: float | None = None) -> str:
+    """One line an arm: dots, mean and interval, over the margin as a shaded range. `clip` bounds the axis; what lies
+    beyond it is drawn at the edge with an arrow and its number."""
+    values = [v for r in rows for v in (*(d.value for d in r.dots), r.mean, r.low, r.high) if v is not None]
+    values = [v for v in values if math.isfinite(v)]
+    if not values:
+        return ""
+    reach = [*values, 0.0, *([margin * 1.3, -margin * 1.3] if margin else [])]
+    low, high = min(reach), max(reach)
+    if clip is not None:
+        low, high = max(low, -clip), min(high, clip)
+    room = 0.06 * (high - low)
+    height = 28 * len(rows) + TOP + BOTTOM + 14
+    frame = Frame(low - room, high + room, 0.0, float(len(rows)), height)
+    name_space = 150
+    scale = (WIDTH - name_space - RIGHT) / (frame.right - frame.left)
+
+    def at(value: float) -> float:
+        return name_space + (min(max(value, frame.left), frame.right) - frame.left) * scale
+
+    bottom = height - BOTTOM
+    if margin:
+        a, b = at(-margin), at(margin)
+        frame.add(
+            f'<rect x="{a:.1f}" y="{TOP}" width="{b - a:.1f}" height="{bottom - TOP}" fill="var(--good)" '
+            f'opacity="0.13"/>'
+        )
+    frame.add(f'<line x1="{at(0):.1f}" x2="{at(0):.1f}" y1="{TOP}" y2="{bottom}" stroke="var(--soft)"/>')
+    for value in ticks(frame.left, frame.right, 5):
+        frame.add(f'<text class="s" x="{at(value):.1f}" y="{height - 18}" text-anchor="middle">{number(value)}</text>')
+    frame.add(
+        f'<text class="s" x="{(name_space + WIDTH) / 2:.0f}" y="{height - 3}" '
+        f'text-anchor="middle">{escape(x_label)}</text>'
+    )
+    for place, row in enumerate(rows):
+        _forest_row(frame, row, TOP + 20 + 28 * place, at)
+    return frame.svg(label)
+
+
+def _forest_row(frame: Frame, row: Row, y: float, at: Callable[[float], float]) -> None:
+    tint = colour(row.colour)
+    name = row.name if len(row.name) <= 24 else row.name[:23] + "…"
+    frame.add(f'<text x="4" y="{y + 4:.1f}">{escape(name)}</text>')
+    if row.low is not None and row.high is not None:
+        frame.add(
+            f'<line x1="{at(row.low):.1f}" x2="{at(row.high):.1f}" y1="{y:.1f}" y2="{y:.1f}" stroke="{tint}" '
+            f'stroke-width="3"/>'
+        )
+    for dot in row.dots:
+        if math.isfinite(dot.value):
+            place = f'cx="{at(dot.value):.1f}" cy="{y:.1f}" r="4"'
+            title = f"<title>{escape(dot.label)}</title>"
+            frame.add(f'<circle {place} fill="{tint}" opacity="0.55">{title}</circle>')
+    if row.mean is not None:
+        x = at(row.mean)
+        frame.add(f'<path d="M{x:.1f} {y - 6:.1f}l5 6l-5 6l-5 -6z" fill="{tint}"/>')
+        if row.mean > frame.right or row.mean < frame.left:
+            frame.add(f'<text x="{WIDTH - RIGHT - 8}" y="{y - 7:.1f}" text-anchor="end">{row.mean:+.3g} →</text>')
+    if row.note:
+        frame.add(
+            f'<text class="s" x="{WIDTH - RIGHT - 2}" y="{y + 4:.1f}" text-anchor="end">{escape(row.note)}</text>'
+        )
+
+
+def heat_map(
+    rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]], *, label: str,
+    shade: Sequence[Sequence[float]], alarms: Sequence[Sequence[bool]] | None = None, form: str = "{:.3f}",
+) -> str:  # fmt: skip
+    """A cell a value, `shade` 0..1 its tint; a cell with an alarm is red. Numbers stand in the cells where they fit."""
+    if not rows or not columns:
+        return ""
+    left = 12 + 7.2 * max(map(len, rows))
+    size = max(14.0, min(64.0, (WIDTH * 1.6 - left) / len(columns)))
+    width, height = left + size * len(columns) + 4, 22 * len(rows) + 30
+    parts = []
+    for c, name in enumerate(columns):
+        x = left + size * (c + 0.5)
+        parts.append(f'<text class="s" x="{x:.1f}" y="14" text-anchor="middle">{escape(name)}</text>')
+    for r, name in enumerate(rows):
+        y = 20 + 22 * r
+        parts.append(f'<text x="{left - 6:.1f}" y="{y + 15}" text-anchor="end">{escape(name)}</text>')
+        for c in range(len(columns)):
+            parts.append(
+                _heat_cell(left + size * c, y, size, values[r][c], shade[r][c], bool(alarms and alarms[r][c]), form)
+            )
+    inside = "\n".join(parts)
+    box = f'viewBox="0 0 {width:.0f} {height}" style="min-width:{min(width, 640):.0f}px;max-width:{width:.0f}px"'
+    return (
+        f'<div class="scroll"><svg {box} role="img" aria-label="{escape(label, quote=True)}">\n{inside}\n</svg></div>'
+    )
+
+
+def _heat_cell(x: float, y: float, size: float, value: float | None, shade: float, alarm: bool, form: str) -> str:
+    if value is None or not math.isfinite(value):
+        return f'<rect x="{x:.1f}" y="{y}" width="{size - 1:.1f}" height="21" fill="none" stroke="var(--grid)"/>'
+    strength = min(max(shade, 0.0), 1.0)
+    fill = (
+        f"rgba(var(--alarm),{0.35 + 0.5 * strength:.2f})" if alarm else f"rgba(var(--heat),{0.06 + 0.5 * strength:.2f})"
+    )
+    shown = form.format(value)
+    place = f'x="{x:.1f}" y="{y}" width="{size - 1:.1f}" height="21"'
+    cell = f'<rect {place} fill="{fill}"><title>{escape(shown)}</title></rect>'
+    if size >= 6.4 * len(shown):
+        cell += f'<text x="{x + size / 2:.1f}" y="{y + 15}" text-anchor="middle">{escape(shown)}</text>'
+    return cell

@@ -1,0 +1,68 @@
+"""The page around the pictures. Nothing is loaded from anywhere, and every word that comes from outside is escaped."""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib import resources
+
+from halfbyte.inputs import printable
+
+STYLE = resources.files("halfbyte.report").joinpath("page.css").read_text(encoding="utf-8")
+
+
+def text(value: object) -> str:
+    """Escaped, with nothing in it that could move a cursor or hide."""
+    return escape(printable(str(value)), quote=True)
+
+
+def html_page(title: str, body: Iterable[str]) -> str:
+    """The whole document. Its own policy forbids every request and every script."""
+    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        f'<link rel="icon" '
+        f'href="data:,">\n<title>{text(title)}</title>\n<style>\n{STYLE}\n</style>\n</head>\n<body>\n<main>\n'
+        + "\n".join(body)
+        + "\n</main>\n</body>\n</html>\n"
+    )
+
+
+def section(title: str, *parts: str) -> str:
+    """A heading and what belongs under it; nothing if there is nothing."""
+    inside = "\n".join(part for part in parts if part)
+    return f"<section>\n<h2>{text(title)}</h2>\n{inside}\n</section>" if inside else ""
+
+
+def paragraph(words: object, *, soft: bool = False) -> str:
+    return f"<p{' class=soft' if soft else ''}>{text(words)}</p>"
+
+
+def notice(words: object) -> str:
+    """Something that must not be overlooked."""
+    return f'<p class="notice"><strong>{text(words)}</strong></p>'
+
+
+def figure(title: str, svg: str, note: str = "") -> str:
+    """A picture under its title."""
+    below = f'<br><span class="soft">{text(note)}</span>' if note else ""
+    return f"<figure><figcaption>{text(title)}{below}</figcaption>{svg}</figure>"
+
+
+def details(title: str, words: str) -> str:
+    """Long text, folded."""
+    return f"<details><summary>{text(title)}</summary><pre>{text(words)}</pre></details>"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Numbers do not wrap; the words of a verdict have its colour."""
+    body = "\n".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    names = "".join(f"<th>{text(name)}</th>" for name in head)
+    return f'<div class="scroll"><table>\n<thead><tr>{names}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'
+
+
+def _cell(value: object) -> str:
+    shown = text("" if value is None else value)
+    if value in ("PASS", "FAIL", "CANNOT TELL"):
+        return f'<td class="{str(value).split()[0]}">{shown}</td>'
+    return f'<td class="n">{shown}</td>' if shown[:1] in "+-±0123456789" and len(shown) < 48 else f"<td>{shown}</td>"

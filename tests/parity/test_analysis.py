@@ -1,0 +1,70 @@
+"""Verdicts and numbers of a parity whose gaps are known."""
+
+import pytest
+from fakes import GAPS, fake_parity, plan_of
+
+from halfbyte.parity.analysis import analyse
+
+
+def verdicts(data):
+    return {arm["name"]: arm["verdict"]["word"] for arm in data["arms"] if "verdict" in arm}
+
+
+def test_known_gaps_are_judged_right(tmp_path):
+    data = analyse(fake_parity(tmp_path), tmp_path)
+    assert verdicts(data) == {
+        "nvfp4": "PASS", "mxfp4": "FAIL", "bf16-twin": "PASS", "control-fp4_one_scale": "FAIL",
+    }  # fmt: skip
+    assert data["verdict"].startswith("VERDICT: PASS nvfp4") and "; FAIL mxfp4" in data["verdict"]
+    assert not data["passed"] and data["complete"] and data["controls"]["sensitive"]
+    assert data["controls"]["noise_floor"] < 0.1
+    assert (
+        "15,360 tokens" in data["scope"]
+        and "emulation" in data["scope"]
+        and "nothing about other sizes" in data["scope"]
+    )
+
+
+def test_gaps_by_source_tokens_and_curve(tmp_path):
+    data = analyse(fake_parity(tmp_path), tmp_path)
+    mxfp4 = next(arm for arm in data["arms"] if arm["name"] == "mxfp4")
+    assert set(mxfp4["by_source"]) == {"laws", "<b>news</b>"}
+    assert mxfp4["by_source"]["laws"]["mean"] == pytest.approx(100 * GAPS["mxfp4"] / 2.9, rel=0.1)
+    assert mxfp4["token_overhead"]["mean"] > 5
+    fit = mxfp4["gap_curve"]["fit"]
+    assert fit["slope"]["mean"] > 0 and fit["low"][-1] < fit["y"][-1] < fit["high"][-1]
+    assert mxfp4["interval"]["count"] == 3 and mxfp4["within_run"] is None
+
+
+def test_two_seeds_say_that_there_is_no_interval(tmp_path):
+    data = analyse(fake_parity(tmp_path, plan_of(seeds=2)), tmp_path)
+    assert set(verdicts(data).values()) == {"CANNOT TELL"}
+    assert "single run: no interval over seeds" in data["verdict"]
+    assert "--seeds 3" in data["next"][0]
+    (first, *_) = next(arm for arm in data["arms"] if arm["name"] == "nvfp4")["within_run"]
+    assert "nothing about another seed" in first["is"] and first["low"] <= first["mean"] <= first["high"]
+
+
+def test_half_of_the_arms_missing_is_said(tmp_path):
+    skip = {(name, 2) for name in GAPS}
+    data = analyse(fake_parity(tmp_path, skip=skip), tmp_path)
+    assert not data["complete"] and data["runs"]["done"] == 10 and len(data["runs"]["missing"]) == 5
+
+
+def test_a_diverged_candidate_fails_and_a_diverged_baseline_is_no_pair(tmp_path):
+    data = analyse(fake_parity(tmp_path / "a", diverged={("nvfp4", 1)}), tmp_path / "a")
+    assert "FAIL nvfp4: diverged in 1 of 3 seeds" in data["verdict"] and data["complete"]
+    data = analyse(fake_parity(tmp_path / "b", diverged={("bf16", 1), ("nvfp4", 1)}), tmp_path / "b")
+    assert "CANNOT TELL nvfp4: single run" in data["verdict"]
+
+
+def test_a_pass_is_withheld_where_the_broken_recipe_does_not_fail(tmp_path):
+    data = analyse(fake_parity(tmp_path, gaps={**GAPS, "control-fp4_one_scale": 0.001}), tmp_path)
+    assert data["controls"]["sensitive"] is False
+    assert "CANNOT TELL nvfp4" in data["verdict"] and "this comparison is blind" in data["verdict"]
+
+
+def test_a_gap_across_the_margin_says_how_many_seeds_would_decide(tmp_path):
+    data = analyse(fake_parity(tmp_path, gaps={**GAPS, "nvfp4": 0.011}, noise=0.003), tmp_path)
+    assert verdicts(data)["nvfp4"] == "CANNOT TELL"
+    assert "seeds would probably decide" in data["next"][0] or "more than 64 seeds" in data["next"][0]

@@ -1,0 +1,120 @@
+"""`halfbyte parity` as typed, on a tiny model that is really trained. Oracle: the same command without interruption,
+and what the plan says."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+from fakes import BASE
+
+from halfbyte.cli.main import main
+from halfbyte.optim import OptimizerConfig
+from halfbyte.parity import runner
+from halfbyte.train import CheckpointConfig, Diverged, jsonconfig
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compiles():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory):
+    small = dataclasses.replace(
+        BASE,
+        steps=6,
+        mesh="data=8",
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup=1),
+        checkpoint=CheckpointConfig(every=2),
+    )
+    path = tmp_path_factory.mktemp("config") / "tiny.json"
+    jsonconfig.save(small, path)
+    return path
+
+
+def parity(config_file, out, *flags):
+    return main(["parity", str(config_file), "--candidates", "nvfp4", "--out", str(out), "--radar", "-1", *flags])
+
+
+def losses(out, arm, seed):
+    lines = (out / "arms" / arm / f"seed-{seed}" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+@pytest.mark.slow
+def test_a_whole_parity(config_file, tmp_path, monkeypatch, capfd):
+    """Interrupted after two runs, resumed with a diverging arm, then judged: every run once, in pairs."""
+    real, calls = runner.train, []
+
+    def interrupted(config, folder, **options):
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        calls.append(folder)
+        return real(config, folder, **options)
+
+    out = tmp_path / "p"
+    monkeypatch.setattr(runner, "train", interrupted)
+    assert parity(config_file, out, "--seeds", "1", "--steps", "6") == 75
+    said = capfd.readouterr().out
+    assert "stopped by SIGINT with 2 of 4 runs done; the same command goes on" in said
+    assert "INCOMPLETE: 2 of 4 runs" in (out / "report.html").read_text()
+
+    def diverging(config, folder, **options):
+        result = real(config, folder, **options)
+        if "control" in str(folder):
+            raise Diverged("step 6: loss nan")
+        return result
+
+    monkeypatch.setattr(runner, "train", diverging)
+    assert parity(config_file, out, "--seeds", "1", "--steps", "6") == 3
+    said = capfd.readouterr().out
+    assert "2 of 4 runs are done already" in said and "DIVERGED at step 6; the other runs go on" in said
+    assert said.count("VERDICT:") == 1 and "single run: no interval over seeds" in said
+    assert "emulation" in said.split("Scope:")[1]
+    # Paired: the first loss of every arm is that of the same weights on the same batch, but for rounding.
+    first = [losses(out, arm, 0)[0] for arm in ("bf16", "nvfp4", "bf16-twin")]
+    assert max(first) - min(first) < 0.05
+    assert losses(out, "bf16", 0) != losses(out, "bf16-twin", 0)
+    plan = json.loads((out / "plan.json").read_text())
+    assert plan["margin"] == "0.5%" and plan["base"]["steps"] == 6
+
+    assert parity(config_file, out, "--seeds", "1", "--steps", "6", "--margin", "1%") == 2
+    assert "was planned with margin 0.5%" in " ".join(capfd.readouterr().err.split())
+    assert main(["parity", str(config_file), "--out", str(out), "--report", "--json"]) == 3
+    found = json.loads(capfd.readouterr().out)
+    assert found["complete"] and found["controls"]["broken"]["word"] == "FAIL"
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--margin", "0%"], "larger than 0"),
+        (["--margin", "0.5"], "with its unit"),
+        (["--seeds", "0"], "seeds must be 1 or more"),
+        (["--steps", "5", "--tokens", "5"], "not both"),
+        (["--baseline", "bf17"], "no recipe named"),
+        (["--candidates", "bf16"], "two arms are called|are the same run"),
+        (["--host", "2/2"], "INDEX/HOSTS"),
+    ],
+)
+def test_bad_input_exits_2(config_file, tmp_path, capfd, flags, message):
+    import re
+
+    assert parity(config_file, tmp_path / "p", *flags) == 2
+    assert re.search(message, " ".join(capfd.readouterr().err.split()))
+    assert not (tmp_path / "p" / "arms").exists()
+
+
+def test_arms_that_differ_in_more_than_the_recipe_are_refused(config_file, tmp_path, capfd):
+    arms = tmp_path / "arms.json"
+    arms.write_text('{"wide": {"recipe": "nvfp4", "batch": 16}}')
+    assert parity(config_file, tmp_path / "p", "--arms", str(arms)) == 2
+    assert "changes batch" in " ".join(capfd.readouterr().err.split())
+
+
+def test_a_report_without_a_plan_is_refused(config_file, tmp_path, capfd):
+    assert parity(config_file, tmp_path / "p", "--report") == 2
+    assert "holds no plan.json" in " ".join(capfd.readouterr().err.split())

@@ -1,0 +1,107 @@
+"""Plans: what is refused before the first step, and what may change afterwards."""
+
+import dataclasses
+import json
+
+import pytest
+from fakes import BASE, plan_of
+
+from halfbyte.parity.arms import CANDIDATE, Arm, ablation, arm_of, read_arms, standard_arms
+from halfbyte.parity.pairing import unlike
+from halfbyte.parity.plan import Plan, load_plan, settle, share
+from halfbyte.train import jsonconfig
+
+
+def test_arms_share_everything_but_precision():
+    plan = plan_of(seeds=2)
+    base = jsonconfig.to_dict(plan.baseline.configure(BASE, 7))
+    for arm in plan.arms:
+        config = arm.configure(BASE, 7)
+        assert config.seed == 7
+        assert unlike(base, jsonconfig.to_dict(config)) == []
+
+
+@pytest.mark.parametrize(
+    "field", ["batch", "optimizer.learning_rate", "data", "model.layers", "precision.compute_dtype"]
+)
+def test_an_arm_that_changes_more_than_precision_is_refused(field):
+    with pytest.raises(ValueError, match=f"changes {field}: arms may differ in precision alone"):
+        Arm("a", CANDIDATE, {"recipe": "nvfp4", field: 4})
+
+
+def test_a_margin_is_not_changed_once_it_is_written(tmp_path):
+    settle(tmp_path / "p", plan_of(margin="0.5%"))
+    assert json.loads((tmp_path / "p" / "plan.json").read_text())["margin"] == "0.5%"
+    with pytest.raises(ValueError, match="was planned with margin 0.5%.*got 1%"):
+        settle(tmp_path / "p", plan_of(margin="1%"))
+
+
+def test_other_arms_or_another_base_are_refused_and_more_seeds_are_not(tmp_path):
+    first = settle(tmp_path, plan_of())
+    with pytest.raises(ValueError, match="was planned with the arms"):
+        settle(tmp_path, plan_of(candidates=("nvfp4",)))
+    with pytest.raises(ValueError, match=r"another base run:\n  steps: 60 -> 61"):
+        settle(tmp_path, plan_of(base=dataclasses.replace(BASE, steps=61)))
+    grown = settle(tmp_path, plan_of(seeds=5))
+    assert grown.seeds == (0, 1, 2, 3, 4) and grown.written == first.written
+    assert load_plan(tmp_path) == grown
+    assert settle(tmp_path, plan_of(seeds=2)).seeds == (0, 1, 2, 3, 4)
+
+
+def test_a_directory_with_other_things_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ValueError, match="holds no plan.json"):
+        settle(tmp_path, plan_of())
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"seeds": ()}, "at least one"),
+        ({"seeds": (1, 1)}, "different numbers"),
+        ({"arms": ()}, "exactly one baseline"),
+        ({"arms": tuple(standard_arms("bf16", []))}, "no candidate"),
+        ({"arms": tuple(standard_arms("bf16", ["nvfp4", "nvfp4"]))}, "two arms are called 'nvfp4'"),
+        ({"arms": tuple(standard_arms("bf16", ["nvfp4", "te_nvfp4"]))}, "are the same run"),
+    ],
+)
+def test_plans_that_cannot_be_judged(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(plan_of(), **changes)
+
+
+def test_a_damaged_plan_is_said_to_be_one(tmp_path):
+    (tmp_path / "plan.json").write_text('{"version": 1, "arms": [{"name": "x"}]}')
+    with pytest.raises(ValueError, match="is damaged"):
+        load_plan(tmp_path)
+
+
+def test_the_ablation_has_every_ingredient_off_and_misused():
+    arms = {arm.name: arm for arm in ablation()}
+    assert next(iter(arms)) == "nvfp4" and len(arms) == 12
+    for arm in arms.values():
+        arm.configure(BASE, 0)
+    assert arms["late_switch"].configure(BASE, 0).precision.switch_at == 0.82
+    assert arms["forward_only"].configure(BASE, 0).recipe == "nvfp4+bf16_backward"
+    Plan(BASE, (*standard_arms("bf16", [])[:1], *ablation()), (0,), plan_of().margin)
+
+
+def test_arms_as_typed_and_from_a_file(tmp_path):
+    assert arm_of("nvfp4@all_linear", CANDIDATE).changes == {"recipe": "nvfp4", "policy": "all_linear"}
+    assert arm_of("nvfp4@mlp/*; layers[-1]=bf16", CANDIDATE).name == "nvfp4@mlp-layers-1-bf16"
+    (tmp_path / "arms.json").write_text('{"a": {"recipe": "nvfp4", "policy": "all_linear"}}')
+    assert read_arms(tmp_path / "arms.json")[0].name == "a"
+    (tmp_path / "arms.json").write_text("[]")
+    with pytest.raises(ValueError, match="must hold one object"):
+        read_arms(tmp_path / "arms.json")
+
+
+def test_jobs_go_seed_by_seed_and_are_shared_by_hosts():
+    plan = plan_of(seeds=2)
+    jobs = plan.jobs()
+    assert [seed for _, seed in jobs] == [0] * 5 + [1] * 5
+    parts = [share(jobs, f"{host}/3") for host in range(3)]
+    assert sorted(str(job) for part in parts for job in part) == sorted(map(str, jobs))
+    for bad in ("3/3", "1", "-1/2", "a/b"):
+        with pytest.raises(ValueError, match="INDEX/HOSTS"):
+            share(jobs, bad)
