@@ -5,10 +5,9 @@ input.
     python benchmarks/train_cpu.py --models demo --recipes bf16,nvfp4 --rounds 5
 
 `float32` is the bf16 recipe with float32 activations, the faster baseline on CPUs without bf16 units. Programs are
-compiled first; then rounds of one step of
-each recipe alternate, so that a busy machine slows all of them alike, and each recipe reports its fastest round. The
-limit: nvfp4 at most 1.6x of the
-faster of bf16 and float32, input stall under 2%.
+compiled first; then rounds of one step of each recipe alternate, so that a busy machine slows all of them alike, and
+each recipe reports its fastest round. The limit: nvfp4 at most 1.6x of the faster of bf16 and float32, input stall
+under 2%.
 """
 
 import argparse

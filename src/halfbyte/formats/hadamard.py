@@ -34,6 +34,7 @@ def _butterflies(v: jax.Array, axis: int) -> jax.Array:
     v = v * jnp.broadcast_to((jnp.array(SIGNS, jnp.float32) * jnp.float32(0.25)).reshape(shape), v.shape)
     lead, tail = v.shape[:axis], v.shape[axis + 1 :]
     for distance in (1, 2, 4, 8):
+        # [..., 16, ...] -> [..., 16 / (2 * distance), 2, distance, ...] and back
         pairs = v.reshape(*lead, SIZE // (2 * distance), 2, distance, *tail)
         a, b = (lax.index_in_dim(pairs, i, axis + 1, keepdims=False) for i in (0, 1))
         v = jnp.stack([a + b, a - b], axis + 1).reshape(v.shape)
@@ -77,10 +78,11 @@ def transform_runs(x: jax.Array, *, axis: int = -1) -> jax.Array:
             f"pad the axis or leave the transform out of the recipe"
         )
     rounded = x if x.dtype == jnp.bfloat16 else round_bfloat16(x.astype(jnp.float32))
+    # [..., size, ...] -> [..., runs, 16, ...]
     bits = float32_bits(rounded).reshape(*x.shape[:axis], size // SIZE, SIZE, *x.shape[axis + 1 :])
     on_cpu, elsewhere = (functools.partial(f, axis=axis + 1) for f in (_with_subnormals, _plain))
     y = lax.platform_dependent(bits, cpu=on_cpu, default=elsewhere)
-    # Already on the bfloat16 grid: a shift, not a cast that may flush.
+    # Already on the bfloat16 grid: a shift, not a cast that may flush. [..., runs, 16, ...] -> [..., size, ...]
     return lax.bitcast_convert_type((y >> 16).astype(jnp.uint16), jnp.bfloat16).reshape(x.shape)
 
 
