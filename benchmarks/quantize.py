@@ -34,6 +34,7 @@ from halfbyte.formats import (  # noqa: E402
     FP8,
     FP8_E5M2,
     MXFP4,
+    MXFP4_FLOOR,
     MXFP8,
     MXFP8_E5M2,
     NVFP4,
@@ -41,7 +42,6 @@ from halfbyte.formats import (  # noqa: E402
     all_finite,
     hadamard16,
     quantize,
-    round_up_scales,
 )  # fmt: skip
 
 WIDTH = 4096
@@ -61,7 +61,7 @@ POLICIES: dict[str, Function] = {
     "nvfp4 1d, stochastic": policy(NVFP4, rounding="stochastic"),
     "nvfp4 1d, hadamard": lambda x: policy(NVFP4)(hadamard16(x)),
     "mxfp4 1d": policy(MXFP4),
-    "mxfp4 1d, round up": policy(round_up_scales(MXFP4)),
+    "mxfp4_floor 1d": policy(MXFP4_FLOOR),
     "mxfp4 1d, stochastic": policy(MXFP4, rounding="stochastic"),
     "mxfp8 1d": policy(MXFP8),
     "mxfp8_e5m2 1d": policy(MXFP8_E5M2),

@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 # Public name -> the room it lives in. A new public name is one entry here.
 _PUBLIC = {
     "formats": (
-        "BF16", "FP8", "FP8_E5M2", "MXFP4", "MXFP8", "MXFP8_E5M2", "NVFP4",
+        "BF16", "FP8", "FP8_E5M2", "MXFP4", "MXFP4_FLOOR", "MXFP8", "MXFP8_E5M2", "MXFP8_FLOOR", "NVFP4",
         "BlockFormat", "QTensor", "all_finite", "hadamard16", "quantize",
     ),
     "recipe": ("OperandPolicy", "Policy", "Recipe", "Rule", "policy", "recipe", "recipe_names"),

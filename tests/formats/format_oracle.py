@@ -88,19 +88,30 @@ def nvfp4(x, *, square=False, noise=None):
     return unblock(codes, x.shape, 16, square), scales, amax, encode
 
 
-def mx(x, element, *, square=False, round_up=False):
-    """(codes, E8M0 scale codes) of float32 x [..., M, N]; a block with a non-finite number has the scale NaN."""
-    tiles = blocks_of(x.astype(np.float32), 32, square).astype(np.float64)
-    amax = np.abs(tiles).max(-1)
+def up_scales(amax, element):
+    """E8M0 codes as Transformer Engine's kernels make them: amax times float32(1 / largest), up to a power of two."""
+    with np.errstate(under="ignore", invalid="ignore"):  # a signalling NaN
+        value = amax.astype(np.float32) * (np.float32(1) / np.float32(TOP[element]))
+    exponent, fraction = value.view(np.uint32) >> 23, value.view(np.uint32) & 0x7F_FFFF
+    least = (exponent == 0) & (fraction <= 0x40_0000)  # 2**-127 and what lies below it
+    code = exponent + ((fraction > 0) & (exponent != 254) & ~least)
+    return np.where(np.isnan(value), 255, np.where(np.isinf(value), 254, code)).astype(np.uint8)
+
+
+def floor_scales(amax, element):
+    """E8M0 codes of the OCP text, floor(log2(amax)) - emax; NaN for what is not finite."""
     finite = np.isfinite(amax)
-    safe = np.where(finite & (amax > 0), amax, 1.0)
-    exponent = np.floor(np.log2(safe)) - EMAX[element]
-    if round_up:  # the least power of two under which nothing exceeds the largest element
-        exponent = exponent + (safe > TOP[element] * np.exp2(exponent))
+    exponent = np.floor(np.log2(np.where(finite & (amax > 0), amax, 1.0))) - EMAX[element]
     code = np.where(amax == 0, 0, np.clip(exponent + 127, 0, 254))
-    scaled = np.ldexp(tiles, np.where(finite, 127 - code, 0).astype(int)[..., None])  # exact in float64
-    codes = code_of(scaled, element)
-    return unblock(codes, x.shape, 32, square), np.where(finite, code, 255).astype(np.uint8)
+    return np.where(finite, code, 255).astype(np.uint8)
+
+
+def mx(x, element, *, square=False, scales=up_scales):
+    """(codes, E8M0 scale codes) of finite float32 x [..., M, N]."""
+    tiles = blocks_of(x.astype(np.float32), 32, square).astype(np.float64)
+    code = scales(np.abs(tiles).max(-1), element)
+    codes = code_of(np.ldexp(tiles, (127 - code.astype(int))[..., None]), element)  # exact in float64
+    return unblock(codes, x.shape, 32, square), code
 
 
 def fp8(x, element):

@@ -75,19 +75,22 @@ def nearest_fp8(x: np.ndarray, dtype: type, top: float) -> np.ndarray:
     return np.clip(x, -top, top).astype(dtype)
 
 
-def mx_scales(blocks: np.ndarray, emax: int) -> np.ndarray:
-    """E8M0 codes of [..., 32] blocks: floor(log2(amax)) - emax, biased by 127, clamped."""
+def mx_scales(blocks: np.ndarray, top: float, rule: str) -> np.ndarray:
+    """E8M0 codes of [..., 32] blocks: log2(amax / top) rounded up, or floor(log2(amax)) - emax; biased by 127."""
     amax = np.abs(blocks).max(-1).astype(np.float64)
-    exponent = np.floor(np.log2(np.where(amax == 0, 2.0**-126, amax))) - emax
+    safe = np.where(amax == 0, 2.0**-126, amax)
+    if rule == "up":
+        exponent = np.ceil(np.log2(safe / top))
+    else:
+        exponent = np.floor(np.log2(safe)) - np.floor(np.log2(top))
     code = np.clip(exponent + 127, 0, 254)
     return np.where(amax == 0, 0, code).astype(np.uint8)
 
 
-def mx_quantize(x: np.ndarray, element: str) -> tuple[np.ndarray, np.ndarray]:
+def mx_quantize(x: np.ndarray, element: str, rule: str = "up") -> tuple[np.ndarray, np.ndarray]:
     """(codes, scale codes) of an MX format along the last axis."""
-    emax = {"e2m1": 2, "e4m3": 8, "e5m2": 15}[element]
     blocks = x.reshape(*x.shape[:-1], -1, 32)
-    scales = mx_scales(blocks, emax)
+    scales = mx_scales(blocks, {"e2m1": 6.0, "e4m3": 448.0, "e5m2": 57344.0}[element], rule)
     scaled = np.ldexp(blocks.astype(np.float64), 127 - scales[..., None].astype(int)).astype(np.float32)
     if element == "e2m1":
         made = nearest_e2m1(scaled)
@@ -175,6 +178,8 @@ def oracle_group(format: str, rounding: str = "rne") -> dict[str, np.ndarray]:
         "mxfp4": lambda x: mx_quantize(x, "e2m1"),
         "mxfp8": lambda x: mx_quantize(x, "e4m3"),
         "mxfp8_e5m2": lambda x: mx_quantize(x, "e5m2"),
+        "mxfp4_floor": lambda x: mx_quantize(x, "e2m1", "floor"),
+        "mxfp8_floor": lambda x: mx_quantize(x, "e4m3", "floor"),
         "fp8": lambda x: (fp8_quantize(x, ml_dtypes.float8_e4m3fn, 448.0), None),
         "fp8_e5m2": lambda x: (fp8_quantize(x, ml_dtypes.float8_e5m2, 57344.0), None),
         "nvfp4": lambda x: nvfp4_stochastic(x, key),
@@ -200,7 +205,7 @@ def make() -> dict[str, np.ndarray]:
     """Everything in the file, `group/field` -> array."""
     groups = {name: golden_group(mode, cases) for name, (mode, cases) in GOLDEN_GROUPS.items()}
     groups["nvfp4_stochastic"] = oracle_group("nvfp4", "stochastic")
-    for format in ("mxfp4", "mxfp8", "mxfp8_e5m2", "fp8", "fp8_e5m2"):
+    for format in ("mxfp4", "mxfp8", "mxfp8_e5m2", "mxfp4_floor", "mxfp8_floor", "fp8", "fp8_e5m2"):
         groups[format] = oracle_group(format)
     return {f"{group}/{field}": array for group, fields in groups.items() for field, array in fields.items()}
 

@@ -37,7 +37,7 @@ def test_dequantize(hard_tensors, fmt, block):
     for i in range(len(hard_tensors)):
         elements = oracle.value_of(np.asarray(made.codes[i]), fmt.element.name)
         expected = elements
-        with np.errstate(under="ignore"):
+        with np.errstate(under="ignore", over="ignore"):  # 1.75 * 2**127 rounds up to 4 * 2**126, which is infinity
             if made.scales is not None:
                 scales = np.asarray(made.scales[i]).astype(np.float32)
                 expected = elements * spread(scales, fmt.block, elements.shape, block == "2d")

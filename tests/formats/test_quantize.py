@@ -16,14 +16,15 @@ from halfbyte.formats import (
     FP8,
     FP8_E5M2,
     MXFP4,
+    MXFP4_FLOOR,
     MXFP8,
     MXFP8_E5M2,
     NVFP4,
     BlockFormat,
     all_finite,
     amax_of,
+    floor_scales,
     quantize,
-    round_up_scales,
     to_grid,
 )  # fmt: skip
 
@@ -76,15 +77,15 @@ def test_nvfp4(hard_tensors, block, rounding):
 @pytest.mark.parametrize("fmt", [MXFP4, MXFP6, MXFP8, MXFP8_E5M2], ids=repr)
 @pytest.mark.parametrize("up", [False, True], ids=["floor", "up"])
 def test_mx(hard_tensors, fmt, up):
-    made = compiled(round_up_scales(fmt) if up else fmt)(hard_tensors)
+    made = compiled(fmt if up else floor_scales(fmt))(hard_tensors)
     for i, x in enumerate(hard_tensors):
-        codes, scales = oracle.mx(x, MX[fmt.name], round_up=up)
+        codes, scales = oracle.mx(x, MX[fmt.name], scales=oracle.up_scales if up else oracle.floor_scales)
         same(as_bytes(made.scales[i]), scales, f"scales of case {i}")
         same(made.codes[i], codes, f"codes of case {i}")
 
 
 def test_rounded_up_scales_saturate_nothing(hard_tensors):
-    up, down = (compiled(f)(hard_tensors) for f in (round_up_scales(MXFP4), MXFP4))
+    up, down = (compiled(f)(hard_tensors) for f in (MXFP4, MXFP4_FLOOR))
 
     def over(made, i):
         """Elements larger than 6 of their scale."""
@@ -210,12 +211,18 @@ class TestNonFinite:
         assert made.codes[3, 5] & largest == largest
         assert np.isnan(dequantized(made)[3, 5])
 
-    @pytest.mark.parametrize("value", [np.inf, np.nan])
-    def test_an_mx_block_has_the_scale_nan(self, broken, value):
-        _, made = broken(MXFP4, value)
+    @pytest.mark.parametrize("fmt, value", [(MXFP4, np.nan), (MXFP4_FLOOR, np.nan), (MXFP4_FLOOR, np.inf)])
+    def test_an_mx_block_has_the_scale_nan(self, broken, fmt, value):
+        _, made = broken(fmt, value)
         assert as_bytes(made.scales)[3, 0] == 255
         assert (as_bytes(made.scales) == 255).sum() == 1
         assert np.isnan(dequantized(made)[3, :32]).all()
+
+    def test_an_infinity_has_the_largest_scale_where_scales_are_rounded_up(self, broken):
+        """As in Transformer Engine: zeros beside it, a NaN itself, and the amax says so."""
+        _, made = broken(MXFP8, np.inf)
+        assert as_bytes(made.scales)[3, 0] == 254 and not made.finite
+        assert made.codes[3, 5] == 0x7F and (made.codes[3, 6:32] & 0x7F == 0).all()
 
     def test_finite_checks(self):
         check, largest = jax.jit(all_finite), jax.jit(amax_of)
@@ -286,13 +293,14 @@ class TestErrors:
         with pytest.raises(ValueError, match="has 8 significant bits"):
             BlockFormat("odd", FP8.element, 16, NVFP4.scale)
 
-    def test_round_up_of_a_format_without_powers(self):
+    def test_rounding_down_a_scale_that_is_no_power_of_two(self):
         with pytest.raises(ValueError, match="nvfp4"):
-            round_up_scales(NVFP4)
+            floor_scales(NVFP4)
 
 
 def test_the_catalogue():
     assert {f.name: f.bits_per_element for f in FORMATS.values()} == {
-        "nvfp4": 4.5, "mxfp4": 4.25, "mxfp8": 8.25, "mxfp8_e5m2": 8.25, "fp8": 8, "fp8_e5m2": 8, "bf16": 16,
+        "nvfp4": 4.5, "mxfp4": 4.25, "mxfp8": 8.25, "mxfp8_e5m2": 8.25, "mxfp4_floor": 4.25, "mxfp8_floor": 8.25,
+        "fp8": 8, "fp8_e5m2": 8, "bf16": 16,
     }  # fmt: skip
     assert [f.name for f in FORMATS.values() if f.tensor_scale] == ["nvfp4", "fp8", "fp8_e5m2"]

@@ -137,7 +137,8 @@ def operand(x: np.ndarray, policy, *, axis: int, key: jax.Array | None = None) -
         with np.errstate(divide="ignore"):
             encode = np.minimum(F(1) / (scale.astype(F) * decode), FLT_MAX)
     elif rule == "power":
-        exponent = np.floor(np.log2(np.maximum(top, 2.0**-126))) - np.floor(np.log2(values[-1]))
+        # The least power of two under which nothing is larger than the largest element.
+        exponent = np.ceil(np.log2(np.maximum(top, 2.0**-126).astype(np.float64) / values[-1]))
         scale, encode, decode = 2.0**exponent, (2.0**-exponent).astype(F), F(1)
     else:
         encode, decode = _tensor_scales(np.abs(x).max(), values[-1])

@@ -17,7 +17,7 @@ from shapes import BLOCKS_OF_16, BLOCKS_OF_32
 
 import halfbyte as hb
 from halfbyte import devices, ops
-from halfbyte.formats import MXFP4, round_up_scales
+from halfbyte.formats import MXFP4
 from halfbyte.ops.backends import BACKENDS, native
 from halfbyte.ops.backends.fused import FusedPasses
 
@@ -115,12 +115,12 @@ def test_auto_is_native_exactly_where_the_device_trains_in_the_format():
 
 def test_auto_goes_by_the_unit_that_a_format_names():
     """A new name costs nothing, and a format without a unit is emulated on every device."""
-    up, shape = round_up_scales(MXFP4), BLOCKS_OF_32[2]
-    new = {"mxfp4_up": up, "odd": dataclasses.replace(up, name="odd", unit=None)}
+    shape = BLOCKS_OF_32[2]
+    new = {"mine": dataclasses.replace(MXFP4, name="mine"), "odd": dataclasses.replace(MXFP4, name="odd", unit=None)}
     recipes = {name: hb.Recipe(name, *[hb.OperandPolicy(format)] * 6) for name, format in new.items()}
     for device in ("h200", "b200"):
         chosen = {n: ops.choose("auto", problem(r, shape, devices.device(device))).name for n, r in recipes.items()}
-        assert chosen == {"mxfp4_up": "native" if device == "b200" else "carrier", "odd": "carrier"}
+        assert chosen == {"mine": "native" if device == "b200" else "carrier", "odd": "carrier"}
     with pytest.raises(ValueError, match="fprop multiplies odd by odd"):
         ops.choose("native", problem(recipes["odd"], shape, B200))
 

@@ -11,11 +11,13 @@ from .blocks import (
     FP8,
     FP8_E5M2,
     MXFP4,
+    MXFP4_FLOOR,
     MXFP8,
     MXFP8_E5M2,
+    MXFP8_FLOOR,
     NVFP4,
     BlockFormat,
-    round_up_scales,
+    floor_scales,
 )
 from .elements import E2M1, E4M3, E5M2, Element
 from .hadamard import hadamard16, transform_runs
@@ -26,8 +28,8 @@ from .scales import ScaleRule, TensorScales
 from .tiling import tile_scales, untile_scales
 
 __all__ = [
-    "BF16", "E2M1", "E4M3", "E5M2", "FORMATS", "FP8", "FP8_E5M2", "MXFP4", "MXFP8", "MXFP8_E5M2", "NVFP4",
-    "BlockFormat", "Element", "Generator", "OnGrid", "Packed", "QTensor", "ScaleRule", "TensorScales",
-    "all_finite", "amax_of", "hadamard16", "key_words", "pack", "quantize", "random_bytes", "round_up_scales", "store",
-    "tile_scales", "to_grid", "transform_runs", "unpack", "untile_scales",
+    "BF16", "E2M1", "E4M3", "E5M2", "FORMATS", "FP8", "FP8_E5M2", "MXFP4", "MXFP4_FLOOR", "MXFP8", "MXFP8_E5M2",
+    "MXFP8_FLOOR", "NVFP4", "BlockFormat", "Element", "Generator", "OnGrid", "Packed", "QTensor", "ScaleRule",
+    "TensorScales", "all_finite", "amax_of", "floor_scales", "hadamard16", "key_words", "pack", "quantize",
+    "random_bytes", "store", "tile_scales", "to_grid", "transform_runs", "unpack", "untile_scales",
 ]  # fmt: skip

@@ -78,21 +78,24 @@ class BlockFormat:
         return self.name
 
 
+def floor_scales(fmt: BlockFormat) -> BlockFormat:
+    """The same MX format under the rule of the OCP text: scales rounded down, and a block's largest may saturate."""
+    if fmt.scale != POWER_UP:
+        raise ValueError(
+            f"only an MX format has a power-of-two block scale to round down, got {fmt.name}; use MXFP4 or MXFP8"
+        )
+    return dataclasses.replace(fmt, name=f"{fmt.name}_floor", scale=POWER_FLOOR)
+
+
 NVFP4 = BlockFormat("nvfp4", E2M1, 16, TWO_LEVEL, unit="nvfp4")
-MXFP4 = BlockFormat("mxfp4", E2M1, 32, POWER_FLOOR, unit="mxfp4")
-MXFP8 = BlockFormat("mxfp8", E4M3, 32, POWER_FLOOR, unit="mxfp8")
-MXFP8_E5M2 = BlockFormat("mxfp8_e5m2", E5M2, 32, POWER_FLOOR, unit="mxfp8")
+MXFP4 = BlockFormat("mxfp4", E2M1, 32, POWER_UP, unit="mxfp4")
+MXFP8 = BlockFormat("mxfp8", E4M3, 32, POWER_UP, unit="mxfp8")
+MXFP8_E5M2 = BlockFormat("mxfp8_e5m2", E5M2, 32, POWER_UP, unit="mxfp8")
+MXFP4_FLOOR, MXFP8_FLOOR = floor_scales(MXFP4), floor_scales(MXFP8)
 FP8 = BlockFormat("fp8", E4M3, None, TENSOR_ONLY, unit="fp8")
 FP8_E5M2 = BlockFormat("fp8_e5m2", E5M2, None, TENSOR_ONLY, unit="fp8")
 BF16 = BlockFormat("bf16", None, None, TENSOR_ONLY, unit="bf16")
 
-FORMATS = {f.name: f for f in (NVFP4, MXFP4, MXFP8, MXFP8_E5M2, FP8, FP8_E5M2, BF16)}
-
-
-def round_up_scales(fmt: BlockFormat) -> BlockFormat:
-    """The same MX format with scales rounded up, so that no element saturates."""
-    if fmt.scale != POWER_FLOOR:
-        raise ValueError(
-            f"only an MX format has a power-of-two block scale to round up, got {fmt.name}; use MXFP4 or MXFP8"
-        )
-    return dataclasses.replace(fmt, name=f"{fmt.name}_up", scale=POWER_UP)
+FORMATS = {
+    f.name: f for f in (NVFP4, MXFP4, MXFP8, MXFP8_E5M2, MXFP4_FLOOR, MXFP8_FLOOR, FP8, FP8_E5M2, BF16)
+}  # fmt: skip

@@ -169,6 +169,7 @@ def decode(element: Element, codes: jax.Array) -> jax.Array:
 # E8M0 has neither sign nor mantissa: code c is 2**(c - 127), 255 is NaN.
 E8M0_DTYPE = np.dtype(ml_dtypes.float8_e8m0fnu)
 E8M0_BIAS = 127
+E8M0_MAX = 254
 E8M0_NAN = 255
 
 

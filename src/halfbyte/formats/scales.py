@@ -23,7 +23,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ import numpy as np
 from jax import lax
 
 from .bits import float32_bits, float_of_bits
-from .elements import E4M3, E8M0_BIAS, E8M0_DTYPE, E8M0_NAN, Element, decode, decode_e8m0, round_nearest
+from .elements import E4M3, E8M0_BIAS, E8M0_DTYPE, E8M0_MAX, E8M0_NAN, Element, decode, decode_e8m0, round_nearest
 from .exact import INFINITY_BITS, MAX_BITS, divide_bits, multiply_short_bits, reduce_factor, times
 from .views import BlockView
 
@@ -166,10 +166,12 @@ class TwoLevel(ScaleRule):
 
 @dataclasses.dataclass(frozen=True)
 class PowerOfTwo(ScaleRule):
-    """An E8M0 scale a block, NaN for a block with an infinity or a NaN; no scale of the tensor."""
+    """An E8M0 scale a block, NaN for a block with a NaN; no scale of the tensor."""
 
     dtype = E8M0_DTYPE
     significant_bits = 0
+
+    nan_above: ClassVar[int]  # the scale of a block whose amax has larger bits is NaN
 
     @abc.abstractmethod
     def exponent(self, largest: jax.Array, element: Element) -> jax.Array:
@@ -179,8 +181,8 @@ class PowerOfTwo(ScaleRule):
         return None
 
     def find(self, blocks: Blocks, element: Element) -> BlockScales:
-        code = jnp.clip(self.exponent(blocks.largest, element), 0, 254)
-        broken = blocks.largest >= jnp.uint32(INFINITY_BITS)
+        code = jnp.clip(self.exponent(blocks.largest, element), 0, E8M0_MAX)
+        broken = blocks.largest > jnp.uint32(self.nan_above)
         codes = jnp.where(broken, jnp.int32(E8M0_NAN), code).astype(jnp.uint8)
         inverse = float_of_bits((jnp.int32(2 * E8M0_BIAS) - code).astype(jnp.uint32) << 23)
         return BlockScales(codes, decode_e8m0(codes), inverse, jnp.float32(1))
@@ -191,7 +193,12 @@ class PowerOfTwo(ScaleRule):
 
 @dataclasses.dataclass(frozen=True)
 class PowerFloor(PowerOfTwo):
-    """floor(log2 amax) - emax, the rule of the OCP text: the largest element of a block may saturate."""
+    """floor(log2 amax) - emax, the rule of the OCP text: the largest element of a block may saturate.
+
+    A block with an infinity has the scale NaN.
+    """
+
+    nan_above = MAX_BITS
 
     def exponent(self, largest: jax.Array, element: Element) -> jax.Array:
         return (largest >> 23).astype(jnp.int32) - element.max_exponent
@@ -199,12 +206,22 @@ class PowerFloor(PowerOfTwo):
 
 @dataclasses.dataclass(frozen=True)
 class PowerUp(PowerOfTwo):
-    """The least power of two under which no element of the block saturates."""
+    """The least power of two under which no element of the block saturates: Transformer Engine's rule.
+
+    It takes amax * float32(1 / largest element), rounded, up to the next power of two. Comparing the fractions of amax
+    and of the largest element says the same for every amax. A block with an infinity has the largest scale, and zeros
+    beside it.
+    """
+
+    nan_above = INFINITY_BITS
 
     def exponent(self, largest: jax.Array, element: Element) -> jax.Array:
         top_fraction = int(np.float32(element.max / 2.0**element.max_exponent).view(np.uint32)) & 0x7F_FFFF
-        above = largest & jnp.uint32(0x7F_FFFF) > jnp.uint32(top_fraction)
-        return (largest >> 23).astype(jnp.int32) - element.max_exponent + above.astype(jnp.int32)
+        floor = (largest >> 23).astype(jnp.int32) - element.max_exponent
+        # At the least scale the product is subnormal, and one number more is rounded down to it.
+        limit = jnp.uint32(top_fraction) + (floor == 0).astype(jnp.uint32)
+        up = floor + (largest & jnp.uint32(0x7F_FFFF) > limit).astype(jnp.int32)
+        return jnp.where(largest == jnp.uint32(INFINITY_BITS), jnp.int32(E8M0_MAX), up)
 
 
 TENSOR_ONLY, TWO_LEVEL, POWER_FLOOR, POWER_UP = TensorOnly(), TwoLevel(), PowerFloor(), PowerUp()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 
-from halfbyte.formats import E2M1, FP8, FP8_E5M2, MXFP4, MXFP8, NVFP4, BlockFormat
+from halfbyte.formats import E2M1, FP8, FP8_E5M2, MXFP4, MXFP4_FLOOR, MXFP8, MXFP8_FLOOR, NVFP4, BlockFormat
 from halfbyte.recipe.blends import blend, split_blend
 from halfbyte.recipe.operands import GEMMS, GRADIENTS, ROLES, WEIGHTS, Recipe
 
@@ -44,7 +44,15 @@ _PRESETS["bf16"] = bf16
 fp8 = _preset(
     "fp8", bf16, "one current scale a tensor: E4M3 forward, E5M2 for the gradient dy", _formats(bf16, FP8, FP8_E5M2)
 )
-mxfp8 = _preset("mxfp8", fp8, "blocks of 32 with E8M0 scales, E4M3 everywhere", _formats(fp8, MXFP8, MXFP8))
+mxfp8 = _preset(
+    "mxfp8", fp8, "blocks of 32, E8M0 scales rounded up as Transformer Engine does, E4M3", _formats(fp8, MXFP8, MXFP8)
+)
+mxfp8_floor = _preset(
+    "mxfp8_floor",
+    mxfp8,
+    "mxfp8 with scales rounded down, the rule of the OCP text: block maxima may saturate",
+    mxfp8.with_operands(ROLES, format=MXFP8_FLOOR),
+)
 
 nvfp4 = _preset(
     "nvfp4",
@@ -85,8 +93,14 @@ nvfp4_sr_everywhere = _preset(
 mxfp4 = _preset(
     "mxfp4",
     nvfp4_no_2d,
-    "the same ingredients on blocks of 32 with E8M0 scales, which have no 2D form",
+    "the same ingredients on blocks of 32 with E8M0 scales, rounded up; they have no 2D form",
     nvfp4_no_2d.with_operands(ROLES, format=MXFP4),
+)
+mxfp4_floor = _preset(
+    "mxfp4_floor",
+    mxfp4,
+    "mxfp4 with scales rounded down, the rule of the OCP text: block maxima may saturate",
+    mxfp4.with_operands(ROLES, format=MXFP4_FLOOR),
 )
 fp4_one_scale = _preset(
     "fp4_one_scale",

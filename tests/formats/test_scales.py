@@ -1,0 +1,48 @@
+"""Scale rules. Oracle: Transformer Engine's conversion as its kernels write it, in NumPy (format_oracle.up_scales)."""
+
+import format_oracle as oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from halfbyte.formats import E2M1, E4M3, E5M2
+from halfbyte.formats.scales import POWER_FLOOR, POWER_UP, TENSOR_ONLY, TWO_LEVEL, Blocks, PowerUp, TwoLevel
+from halfbyte.formats.views import BlockView
+
+
+def scale_codes(rule, element, amax):
+    """Codes of blocks with these largest magnitudes."""
+    view = BlockView((amax.size, 1), (1,))
+
+    def find(bits):
+        return rule.find(Blocks(bits[:, None], bits, jnp.max(bits), view), element).codes
+
+    return np.asarray(jax.jit(find)(amax.view(np.uint32)))
+
+
+def magnitudes(element):
+    """Every bfloat16, and the float32 around every power of two times the largest element."""
+    narrow = (np.arange(0x8000, dtype=np.uint32) << 16).view(np.float32)
+    near = np.float32(oracle.TOP[element.name] / 2.0 ** oracle.EMAX[element.name]).view(np.uint32) & 0x7F_FFFF
+    exponents = np.arange(255, dtype=np.uint32)[:, None] << 23
+    edges = exponents + np.arange(near - 8, near + 9, dtype=np.uint32)
+    return np.concatenate([narrow, edges.ravel().view(np.float32)])
+
+
+@pytest.mark.parametrize("element", [E2M1, E4M3, E5M2], ids=lambda e: e.name)
+def test_powers_rounded_up_are_transformer_engines(element):
+    """Zero, subnormal, infinite and NaN maxima among them."""
+    amax = magnitudes(element)
+    assert np.isnan(amax).any() and np.isinf(amax).any() and (amax == 0).any()
+    np.testing.assert_array_equal(scale_codes(POWER_UP, element, amax), oracle.up_scales(amax, element.name))
+
+
+def test_rules_are_values():
+    assert PowerUp() == POWER_UP != POWER_FLOOR and TwoLevel() == TWO_LEVEL
+    assert len({POWER_UP, PowerUp(), POWER_FLOOR, TWO_LEVEL, TwoLevel(), TENSOR_ONLY}) == 4
+
+
+def test_what_an_amax_is_mapped_to():
+    assert TWO_LEVEL.top(E2M1) == 2688 and TENSOR_ONLY.top(E5M2) == 57344 and POWER_UP.top(E4M3) is None
+    assert TWO_LEVEL.candidates(E2M1) == (6.0,)
