@@ -103,7 +103,7 @@ def test_a_real_trace_of_matmuls_is_mostly_gemm(tmp_path):
     capture = Capture(ProfileConfig("xprof", 2, 3), tmp_path, say=said.append)
     x = jnp.ones((300, 300))
     for number in range(1, 5):
-        capture.before(number)
+        capture.before(number, x)
         x = step(x)
         capture.after(number, x, step.as_text)
     assert sum(capture.shares.values()) == pytest.approx(1.0, abs=1e-6)
@@ -115,9 +115,52 @@ def test_a_real_trace_of_matmuls_is_mostly_gemm(tmp_path):
 def test_a_program_that_cannot_be_read_is_said_and_ends_nothing(tmp_path):
     said = []
     capture = Capture(ProfileConfig("xprof", 1, 1), tmp_path, say=said.append)
-    capture.before(1)
+    capture.before(1, None)
     capture.after(1, jax.jit(jnp.sin)(jnp.ones(8)), lambda: "HloModule nothing")
     assert capture.shares == {} and "no breakdown of step time: the text holds no ENTRY" in said[-1]
+
+
+def test_a_captured_program_has_no_cuda_graphs(tmp_path):
+    on, off = (Capture(ProfileConfig(how), tmp_path, say=print) for how in ("xprof", "off"))
+    assert on.compiler_options == {"xla_gpu_enable_command_buffer": ""} and off.compiler_options == {}
+
+
+GPU_TRACE = """
+planes {
+  name: "/device:GPU:0"
+  event_metadata { key: 1 value { id: 1 name: "nvjet_sm90_tst_128x256" } }
+  event_metadata { key: 2 value { id: 2 name: "loop_floor_fusion" } }
+  event_metadata { key: 3 value { id: 3 name: "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma" } }
+  event_metadata { key: 4 value { id: 4 name: "jit_step" } }
+  stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
+  lines {
+    name: "Stream #7(Compute)"
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 4000000 stats { metadata_id: 1 str_value: "gemm.3" } }
+    events { metadata_id: 2 offset_ps: 4000000 duration_ps: 1000000 stats { metadata_id: 1 str_value: "fusion.1" } }
+    events { metadata_id: 3 offset_ps: 5000000 duration_ps: 3000000 }
+    events { metadata_id: 1 offset_ps: 9000000 duration_ps: 1000000 stats { metadata_id: 1 str_value: "gemm.3" } }
+  }
+  lines {
+    name: "XLA Modules"
+    events { metadata_id: 4 offset_ps: 0 duration_ps: 20000000 stats { metadata_id: 1 str_value: "loop" } }
+  }
+}
+planes {
+  name: "/host:CPU"
+  event_metadata { key: 1 value { id: 1 name: "enqueue" } }
+  lines { name: "python" events { metadata_id: 1 offset_ps: 0 duration_ps: 90000000 } }
+}
+"""
+
+
+def test_a_trace_of_a_gpu_is_read_from_its_streams(tmp_path):
+    """10 us of one stream: 5 of GEMM, 1 of quantize, 3 of attention, 1 idle; lines that repeat them do not count."""
+    trace = tmp_path / "gpu.xplane.pb"
+    trace.write_bytes(jax.profiler.ProfileData.text_proto_to_serialized_xspace(GPU_TRACE))
+    found = breakdown(trace, PROGRAM)
+    assert found == pytest.approx(
+        {"gemm": 0.5, "quantize": 0.1, "attention": 0.3, "other": 0.0, "communication": 0.0, "idle": 0.1}
+    )
 
 
 def test_profile_range_is_checked():

@@ -49,10 +49,21 @@ class Capture:
             nsys = "nsys profile --capture-range=cudaProfilerApi --capture-range-end=stop"
             say(f"to record: {nsys} -o {directory} {command}")
 
-    def before(self, step: int) -> None:
-        """Call before dispatching `step`."""
+    @property
+    def compiler_options(self) -> dict[str, str]:
+        """What the captured program is compiled with on a GPU: no CUDA graphs, inside which kernels name no
+        instruction.
+        """
+        return {"xla_gpu_enable_command_buffer": ""} if self._config.profile == "xprof" else {}
+
+    def before(self, step: int, state: Any) -> None:
+        """Call before dispatching `step`, with what the step before leaves.
+
+        Waits for it: starting a profiler takes longer than a step, and the device would stand idle in the trace.
+        """
         if self._config.profile == "off" or step != self._config.profile_start:
             return
+        jax.block_until_ready(state)
         self._running = True
         if self._config.profile == "xprof":
             self._directory.mkdir(parents=True, exist_ok=True)

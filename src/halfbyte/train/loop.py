@@ -231,7 +231,8 @@ class Loop:
         resolved = phase.resolved(self.config)
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
         batch = abstract_batch(self.config, self.mesh, seq=self.session.source.seq)
-        step = jit_train_step(self.config, resolved, self.mesh).lower(state, batch)
+        options = self.capture.compiler_options
+        step = jit_train_step(self.config, resolved, self.mesh, options=options).lower(state, batch)
         check = make_eval_step(self.config, resolved, self.mesh).lower(state.params, state.seed, batch)
         if jax.process_count() > 1:  # processes must compile in the same order
             return compile_train_step(step, resolved), check.compile()
@@ -249,7 +250,7 @@ class Loop:
         self._observe(batch)
         self.step += 1
         self.group.at("step", self.step)
-        self.capture.before(self.step)
+        self.capture.before(self.step, self.state)
         with jax.profiler.StepTraceAnnotation("train", step_num=self.step):
             self.state, values = self.program(self.state, batch)
         self.capture.after(self.step, self.state, self.program.as_text)

@@ -9,7 +9,8 @@ come from (seed, step, microbatch, layer, site, role).
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -137,19 +138,25 @@ def abstract_batch(config: TrainConfig, mesh: Mesh, *, seq: int) -> dict[str, ja
     return dict.fromkeys(BATCH_KEYS, shape)
 
 
-def jit_train_step(config: TrainConfig, resolved: Resolved, mesh: Mesh) -> Any:
-    """The step, jitted: the state is donated and comes back where it was."""
+def jit_train_step(
+    config: TrainConfig, resolved: Resolved, mesh: Mesh, *, options: Mapping[str, Any] | None = None
+) -> Any:
+    """The step, jitted: the state is donated and comes back where it was. `options` are for XLA on a GPU, beside its
+    own.
+    """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, mesh))
     everywhere = NamedSharding(mesh, PartitionSpec())
     return jax.jit(
         make_train_step(config, resolved, mesh),
         donate_argnums=0,
         out_shardings=(shardings, everywhere),
-        compiler_options=compiler_options(mesh, resolved),
+        compiler_options=compiler_options(mesh, resolved, options or {}),
     )
 
 
-def compiler_options(mesh: Mesh, resolved: Resolved) -> dict[str, Any] | None:
+def compiler_options(
+    mesh: Mesh, resolved: Resolved, more: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any] | None:
     """What XLA is told for this program. On a GPU its dynamic-slice fusion is off: it computes a GEMM whose result is
     both read at once and stacked for the backward pass twice, 8% of a step. On a single GPU its own rematerialization,
     which begins at 80% of the memory, is put out of reach: in a step that fills the card it computed slices and casts
@@ -161,7 +168,7 @@ def compiler_options(mesh: Mesh, resolved: Resolved) -> dict[str, Any] | None:
     options: dict[str, Any] = {"xla_gpu_enable_dynamic_slice_fusion": False, **memory}
     for backend in serving(resolved):
         options |= backend.compiler_options
-    return options
+    return options | dict(more)
 
 
 def serving(resolved: Resolved) -> list[ops.Backend]:
