@@ -116,8 +116,10 @@ def test_bad_arguments():
         dot_general(NVFP4)
     with pytest.raises(ValueError, match="other must be one of error, plain, got 'maybe'"):
         dot_general(NO_SR, other="maybe")
-    with pytest.raises(TypeError, match="recipe must be a Recipe, got 'nvfp4'"):
-        dot_general("nvfp4")
+    with pytest.raises(TypeError, match="recipe must be a Recipe or a recipe's name, got 4"):
+        dot_general(4)
+    with pytest.raises(ValueError, match="weight must be one of right, left, got 'up'"):
+        dot_general("nvfp4_no_sr", weight="up")
     x, w = normal(0, 16, 16), normal(1, 16, 16)
     with pytest.raises(ValueError, match="with a plain key every call needs a site"):
         dot_general(NVFP4, key=KEY)(x, w, LAST_FIRST)
@@ -185,7 +187,7 @@ def test_scanned_linen_layers_have_different_bits(shown_keys):
 
 def test_a_plain_key_inside_a_scan_is_refused(shown_keys):
     dot = dot_general(NVFP4, key=KEY)
-    with pytest.raises(ValueError, match=r"a plain key inside nn.scan .* pass key='NAME' and that rng stream"):
+    with pytest.raises(ValueError, match=r"the same in every iteration of the scan .* pass key='NAME'"):
         linen_keys(scanned(dot), dot)
 
 

@@ -181,9 +181,9 @@ def test_what_is_left_alone_and_why():
     assert [site.path for site in report.replaced] == ["head"]
     assert [(site.path, site.why_left) for site in report.left] == [
         ("special", "it is inside custom_vjp_call, whose rules are its own"),
-        (None, "no weight reaches it unchanged"),
-        (None, "no weight reaches it unchanged"),
-        (None, "no weight reaches it unchanged"),
+        ("scaled", "no rule matches scaled"),
+        (None, "neither operand depends on weights alone"),
+        (None, "neither operand depends on weights alone"),
         ("experts", "it has batch dims, so no operand is a single weight"),
     ]
     assert str(report).startswith("apply_recipe: 1 dots replaced, 5 left\n  head  [16, 16] x [16, 16]  -> fp8\n")
@@ -244,8 +244,10 @@ def test_each_use_layer_and_step_has_its_own_key(monkeypatch):
 def test_errors_name_the_way_out():
     with pytest.raises(ValueError, match="holds a recipe that rounds stochastically and needs key="):
         apply_recipe(PLAIN, rule("*", NVFP4))
-    with pytest.raises(TypeError, match="policy must be a Policy or a Recipe, got 'mlp'"):
-        apply_recipe(PLAIN, "mlp")
+    with pytest.raises(TypeError, match="policy must be a Policy, a Recipe or a recipe's name, got 7"):
+        apply_recipe(PLAIN, 7)
+    with pytest.raises(ValueError, match="no recipe named 'nvfp5'; did you mean nvfp4"):
+        apply_recipe(PLAIN, "nvfp5")
     with pytest.raises(
         ValueError, match=r"rule 'mlp/\*' .* \(the weights of dots are layers/a, layers/b, head\); change or"
     ):
@@ -270,13 +272,26 @@ def test_a_layer_number_that_cannot_be_known_is_refused():
         assert apply_recipe(fn, FP8).report(normal(0, 4, 16, 16), X).replaced
 
 
-def test_a_shape_that_cannot_be_blocked_says_which_weight():
+def test_a_shape_that_cannot_be_blocked_is_left_alone_and_a_rule_for_it_alone_refused():
     def fn(p, x):
-        return x @ p["odd"]
+        return x @ p["even"] @ p["odd"]
 
-    with pytest.raises(ValueError, match="needs a multiple of 16") as caught:
-        apply_recipe(fn, NVFP4, key=KEY, show=None)({"odd": normal(0, 24, 16)}, normal(1, 16, 24))
-    assert any("at odd, as recipe 'nvfp4'" in note for note in caught.value.__notes__)
+    params = {"even": normal(0, 16, 32), "odd": normal(1, 32, 24)}
+    report = apply_recipe(fn, NVFP4, key=KEY, show=None).report(params, X)
+    assert [site.path for site in report.replaced] == ["even"]
+    assert "dgrad sums over 24 outputs" in report.left[0].why_left
+    with pytest.raises(ValueError, match=r"rule 'odd' .* matches nothing \(odd: dgrad sums over 24 outputs"):
+        apply_recipe(fn, rule("odd", NVFP4), key=KEY).report(params, X)
+
+
+def test_tokens_that_cannot_be_blocked_run_forward_only_and_the_error_says_which_weight():
+    ours = apply_recipe(lambda w, x: jnp.sum(x @ w), NVFP4, key=KEY, show=None)
+    w, x = normal(0, 16, 16), normal(1, 8, 16)
+    (site,) = ours.report(w, x).replaced
+    assert "forward only: wgrad sums over 8 tokens" in str(site)
+    assert jax.eval_shape(ours, w, x).shape == ()
+    with pytest.raises(ValueError, match="wgrad sums over 8 tokens"):
+        jax.eval_shape(jax.grad(ours), w, x)
 
 
 def test_the_report_is_printed_once(capsys):

@@ -75,8 +75,9 @@ def test_bad_rules_and_names():
         Rule("*", NVFP4, layers=3)
     with pytest.raises(ValueError, match=r"a fraction of the layers lies in -1..1, got 1.5"):
         Rule("*", NVFP4, layers=(0, 1.5))
-    with pytest.raises(TypeError, match=r"recipe must be a Recipe, got 'nvfp4'"):
-        Rule("*", "nvfp4")
+    with pytest.raises(TypeError, match=r"recipe must be a Recipe or a recipe's name, got 4"):
+        Rule("*", 4)
+    assert Rule("*", "nvfp4") == Rule("*", NVFP4)
     with pytest.raises(ValueError, match=r"no policy named 'everything'; the policies are mlp, all_linear, paper"):
         policy("everything", NVFP4)
     assert policy_names() == ["mlp", "all_linear", "paper"]

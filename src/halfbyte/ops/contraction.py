@@ -7,8 +7,10 @@ a transpose where the dims do not already lie so.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from halfbyte.ops.qdot import qdot
+from halfbyte.ops.surroundings import explicit_sharding, in_auto_axes, replica_key, vary_alike
 from halfbyte.recipe import Recipe
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
@@ -47,18 +50,46 @@ def linear(
 ) -> jax.Array:
     """x contracted with the weight w over `dims` = (dims of x, dims of w): [free dims of x, free dims of w] in `dtype`.
 
-    The GEMM's float32 result is rounded once, to `dtype`; the gradients come back in the dtypes of x and w.
+    The GEMM's float32 result is rounded once, to `dtype`; the gradients come back in the dtypes of x and w. Equal
+    calls are traced and lowered once a program. On a mesh with explicit axes the result has the sharding that
+    `lax.dot_general` would give it.
     """
-    x_dims, w_dims = dims
+    plan = _Plan((tuple(dims[0]), tuple(dims[1])), recipe, backend, jnp.dtype(dtype), qdot)
+    x, w = vary_alike(x, w)
+    key = None if key is None else replica_key(key, x, w)
+    if explicit_sharding(x, w) is None:
+        y = _linear(plan, x, w, key)
+        return y if out_sharding is None else lax.with_sharding_constraint(y, out_sharding)
+    like = jax.eval_shape(lambda x, w: lax.dot_general(x, w, (plan.dims, ((), ())), out_sharding=out_sharding), x, w)
+    return in_auto_axes(functools.partial(_linear, plan), x, w, key, out=like.sharding)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is settled before tracing: one compiled function for each value of it, and for each shape."""
+
+    dims: tuple[tuple[int, ...], tuple[int, ...]]
+    recipe: Recipe
+    backend: str
+    dtype: jnp.dtype
+    dot: Callable[..., jax.Array]  # qdot, or what stands in for it in a test
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _linear(plan: _Plan, x: jax.Array, w: jax.Array, key: jax.Array | None) -> jax.Array:
+    x_dims, w_dims = plan.dims
     x_free, w_free = _others(x.ndim, x_dims), _others(w.ndim, w_dims)
     k = math.prod(x.shape[d] for d in x_dims)
     x2 = lax.transpose(x, (*x_free, *x_dims)).reshape(*(x.shape[d] for d in x_free), k)
     w2 = lax.transpose(w, (*w_dims, *w_free)).reshape(k, math.prod(w.shape[d] for d in w_free))
     operand = x2 if x.dtype in (jnp.bfloat16, jnp.float32) else x2.astype(jnp.float32)
-    y = qdot(
-        operand, w2, recipe=recipe, key=key, backend=backend, out_sharding=out_sharding, out_dtype=jnp.dtype(dtype)
-    )
+    y = plan.dot(operand, w2, recipe=plan.recipe, key=key, backend=plan.backend, out_dtype=plan.dtype)
     return y.reshape(*x2.shape[:-1], *(w.shape[d] for d in w_free))
+
+
+def weight_first(y: jax.Array, free: int) -> jax.Array:
+    """[free dims of x, free dims of w] -> [free dims of w, free dims of x], x having `free` of them."""
+    return lax.transpose(y, (*range(free, y.ndim), *range(free)))
 
 
 def _others(ndim: int, dims: Sequence[int]) -> tuple[int, ...]:

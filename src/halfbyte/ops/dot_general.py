@@ -1,8 +1,8 @@
 """A stand-in for `lax.dot_general` in layers that let the caller choose it, as those of Flax Linen and NNX do.
 
-The right operand is the weight. Where the random bits come from is the whole difficulty: a layer calls `dot_general`
-with two arrays and says neither which layer it is nor which step it runs in. So the key is read at each call, and
-folded with the call site:
+The right operand is the weight; inside `jnp.einsum`, which may turn its two operands around, the second one. Where the
+random bits come from is the whole difficulty: a layer calls `dot_general` with two arrays and says neither which layer
+it is nor which step it runs in. So the key is read at each call, and folded with the call site:
 
 | `key`                            | read at each call                    | call site                            |
 |----------------------------------|--------------------------------------|--------------------------------------|
@@ -11,13 +11,16 @@ folded with the call site:
 | a typed key (this step's)        | as it is                             | `site`, else the Linen layer's path  |
 
 A counter of calls would be simpler and wrong: JAX traces a scanned or rematerialised body as often as it likes, so a
-call's number is no property of the call. For a similar reason a plain key is refused inside `nn.scan` and `nn.vmap`:
-the layers of a scan share one path, and a key that the scan does not split would give them all the same bits.
+call's number is no property of the call. For a similar reason a key is refused inside a loop that does not change it
+(`lax.scan`, `nn.scan` without `split_rngs`): all layers of a scan share one site, and would round with the same bits.
+Under `shard_map` the device's place is folded in. Only the backward pass of the published recipes rounds
+stochastically, so without a Linen stream a layer still runs forward, as `init` and an evaluation do; its gradient says
+which stream is missing.
 """
 
 from __future__ import annotations
 
-import re
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,11 +30,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from halfbyte.ops.contraction import DimensionNumbers, linear, refusal
-from halfbyte.recipe import Recipe, site_key
+from halfbyte.ops.contraction import DimensionNumbers, linear, refusal, weight_first
+from halfbyte.ops.first_order import needs_stream
+from halfbyte.ops.surroundings import einsum_turned, loop_with_one_key
+from halfbyte.recipe import Recipe, as_recipe, site_key
 
 OTHERS = ("error", "plain")
-ONCE = ("remat", "checkpoint", "jit")  # Linen transforms that run a layer once
+WEIGHTS = ("right", "left")
 
 
 @dataclass(frozen=True)
@@ -58,28 +63,52 @@ class _Record:
 
 @jax.tree_util.register_pytree_with_keys_class
 class DotGeneral:
-    """See `dot_general`. A pytree whose one child is the key, so that an NNX stream inside it is state of the model."""
+    """See `dot_general`. A pytree whose one child is the key if that is data, so that an NNX stream inside it is state
+    of the model; whatever stands in the child's place, it stays one.
+    """
 
     def __init__(
-        self, recipe: Recipe, *, key: Any = None, site: str | None = None, backend: str = "auto", other: str = "error"
+        self,
+        recipe: Recipe | str,
+        *,
+        key: Any = None,
+        site: str | None = None,
+        backend: str = "auto",
+        other: str = "error",
+        weight: str = "right",
     ) -> None:
-        if not isinstance(recipe, Recipe):
-            raise TypeError(f"dot_general: recipe must be a Recipe, got {recipe!r}; use halfbyte.recipe(name)")
+        recipe = as_recipe(recipe, "dot_general")
         if recipe.stochastic and key is None:
             raise ValueError(
                 f"dot_general: recipe {recipe.name!r} rounds stochastically and needs key=: a Linen stream's name, "
                 "a function, "
                 "an NNX stream or this step's key"
             )
-        if other not in OTHERS:
-            raise ValueError(f"dot_general: other must be one of {', '.join(OTHERS)}, got {other!r}")
-        self.recipe, self.key, self.site, self.backend, self.other = recipe, key, site, backend, other
+        for name, value, known in (("other", other, OTHERS), ("weight", weight, WEIGHTS)):
+            if value not in known:
+                raise ValueError(f"dot_general: {name} must be one of {', '.join(known)}, got {value!r}")
+        key = _own_stream(key)
+        self.key, self.has_child = key, not (key is None or isinstance(key, str) or _is_function(key))
+        self.recipe, self.site, self.backend, self.other, self.weight = recipe, site, backend, other, weight
         self._record = _Record()
-        _tell_nnx(key)
+
+    def __eq__(self, other: object) -> bool:
+        """Itself, where a call is determined by its operands alone.
+
+        `jnp.einsum` is compiled once for each of its static arguments, this one among them: one that reads a new key,
+        or the layer being called, at each call must not be answered from there.
+        """
+        fixed = self.has_child and self.site is not None
+        return self is other and (fixed or not self.recipe.stochastic)
+
+    __hash__ = object.__hash__
 
     def at(self, site: str) -> DotGeneral:
         """The same dot_general with its call site named. The record of calls is shared."""
-        return _rebuild((self.recipe, site, self.backend, self.other, self._record), self.key)
+        return _rebuild((*self._static()[:-1], site), self.key)
+
+    def _static(self) -> tuple:
+        return self.has_child, self.recipe, self.backend, self.other, self.weight, self._record, self.site
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -99,18 +128,34 @@ class DotGeneral:
         """`lax.dot_general(lhs, rhs, ...)` with all three of its GEMMs in the recipe."""
         site = self.site if self.site is not None else _linen_path()
         why = refusal(lhs.dtype, rhs.dtype, dimension_numbers)
+        plain = functools.partial(
+            lax.dot_general, lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
+        )
+        if _linen_initializes():  # what it computes is thrown away
+            return plain()
         self._record.calls[Call(site or "", lhs.shape, rhs.shape, None if why else self.recipe.name, why or "")] = None
         if why is not None:
             self._accept_plain(site, dimension_numbers, why)
-            return lax.dot_general(
-                lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
-            )
-        dtype = preferred_element_type or jnp.result_type(lhs.dtype, rhs.dtype)
-        key = self._call_key(site) if self.recipe.stochastic else None
-        dims = dimension_numbers[0]
-        return linear(
-            lhs, rhs, dims, recipe=self.recipe, key=key, backend=self.backend, dtype=dtype, out_sharding=out_sharding
+            return plain()
+        swapped = self._weight_is_left(lhs, rhs)
+        y = linear(
+            *((rhs, lhs) if swapped else (lhs, rhs)),
+            dimension_numbers[0][::-1] if swapped else dimension_numbers[0],
+            recipe=self.recipe,
+            key=self._call_key(site) if self.recipe.stochastic else None,
+            backend=self.backend,
+            dtype=preferred_element_type or jnp.result_type(lhs.dtype, rhs.dtype),
+            out_sharding=None if swapped else out_sharding,
         )
+        y = weight_first(y, rhs.ndim - len(dimension_numbers[0][1])) if swapped else y
+        return y if self._has_key() else needs_stream(y, self.key)
+
+    def _weight_is_left(self, lhs: jax.Array, rhs: jax.Array) -> bool:
+        return einsum_turned(lhs, rhs) != (self.weight == "left")
+
+    def _has_key(self) -> bool:
+        """False where the Linen stream that gives the keys was not passed to `apply`."""
+        return not (self.recipe.stochastic and isinstance(self.key, str)) or _linen_layer(self.key).has_rng(self.key)
 
     def _accept_plain(self, site: str | None, dimension_numbers: DimensionNumbers, why: str) -> None:
         if self.other == "error":
@@ -119,37 +164,40 @@ class DotGeneral:
                 f"{self.recipe.name!r}: {why}; say other='plain' to let such dots run as lax.dot_general"
             )
 
-    def _call_key(self, site: str | None) -> jax.Array:
+    def _call_key(self, site: str | None) -> jax.Array | None:
         if isinstance(self.key, str):
-            key = _linen_layer(self.key).make_rng(self.key)
+            if not self._has_key():
+                return None
+            layer = _linen_layer(self.key)
+            self._check_loop(layer.scope.rngs[self.key].rng, site)
+            key = layer.make_rng(self.key)
         elif callable(self.key):
             key = self.key()
         else:
             key = self.key
-            self._check_plain_key(site)
+            if site is None:
+                raise ValueError(
+                    "dot_general: with a plain key every call needs a site, or all layers would share random bits; "
+                    "pass site= (or .at(name)), or key= a stream"
+                )
+            self._check_loop(key, site)
         return key if site is None else site_key(key, site)
 
-    def _check_plain_key(self, site: str | None) -> None:
-        if site is None:
+    def _check_loop(self, key: jax.Array, site: str | None) -> None:
+        loop = loop_with_one_key(key)
+        if loop is not None:
             raise ValueError(
-                "dot_general: with a plain key every call needs a site, or all layers would share random bits; "
-                "pass site= (or "
-                ".at(name)), or key= a stream"
-            )
-        repeating = _repeating_transforms()
-        if self.site is None and repeating:
-            raise ValueError(
-                f"dot_general at {site}: a plain key inside nn.{repeating[0]} would give all of its layers the "
-                "same random "
-                "bits; pass key='NAME' and that rng stream to apply, with split_rngs={'NAME': True} for the transform"
+                f"dot_general at {site or 'an unnamed site'}: its key is the same in every iteration of the {loop} "
+                "around it, so that all layers would round with the same random bits; with Linen pass key='NAME', that "
+                "rng stream to apply, and split_rngs={'NAME': True} to nn.scan; else scan over a key for each layer, "
+                "or fold the loop's counter in (layer_key)"
             )
 
     def tree_flatten_with_keys(self) -> tuple[list, tuple]:
         """The key is the child if it is data (an array, a stream), static if it is a function or a name."""
-        static = (self.recipe, self.site, self.backend, self.other, self._record)
-        if self.key is None or isinstance(self.key, str) or _is_function(self.key):
-            return [], (static, self.key)
-        return [(jax.tree_util.GetAttrKey("key"), self.key)], (static, None)
+        if self.has_child:
+            return [(jax.tree_util.GetAttrKey("key"), self.key)], (self._static(), None)
+        return [], (self._static(), self.key)
 
     @classmethod
     def tree_unflatten(cls, aux: tuple, children: Any) -> DotGeneral:
@@ -159,22 +207,28 @@ class DotGeneral:
 
 
 def dot_general(
-    recipe: Recipe, *, key: Any = None, site: str | None = None, backend: str = "auto", other: str = "error"
+    recipe: Recipe | str,
+    *,
+    key: Any = None,
+    site: str | None = None,
+    backend: str = "auto",
+    other: str = "error",
+    weight: str = "right",
 ) -> DotGeneral:
-    """A function to be used in place of `lax.dot_general`, whose three GEMMs run in `recipe`; the right operand is
-    the weight.
+    """A function to be used in place of `lax.dot_general`, whose three GEMMs run in `recipe`.
 
     `key` is needed if the recipe rounds stochastically: the name of a Linen rng stream, a function of no arguments,
-    an NNX rng stream, or this step's typed key. `site` names the call site where no Linen layer does. Any contraction
-    without batch dims runs in the recipe; what else is asked for is an error unless `other="plain"`. `calls` says
-    what ran.
+    an NNX rng stream, or this step's typed key. `site` names the call site where no Linen layer does. `weight` says
+    which operand the weight is, "left" or "right": of `dot_general`, or of the `jnp.einsum` that calls it, as they were
+    written there. Any contraction without batch dims runs in the recipe; what else is asked for is an error unless
+    `other="plain"`. `calls` says what ran.
     """
-    return DotGeneral(recipe, key=key, site=site, backend=backend, other=other)
+    return DotGeneral(recipe, key=key, site=site, backend=backend, other=other, weight=weight)
 
 
 def _rebuild(static: tuple, key: Any) -> DotGeneral:
     made = object.__new__(DotGeneral)
-    made.recipe, made.site, made.backend, made.other, made._record = static
+    made.has_child, made.recipe, made.backend, made.other, made.weight, made._record, made.site = static
     made.key = key
     return made
 
@@ -183,10 +237,13 @@ def _is_function(key: Any) -> bool:
     return isinstance(key, Callable) and jax.tree_util.all_leaves([key])  # type: ignore[arg-type]
 
 
-def _tell_nnx(key: Any) -> None:
-    """NNX takes attributes of unknown type for static; a stream inside one must be seen as state of the model."""
-    if type(key).__module__.startswith("flax.nnx"):
-        sys.modules["flax.nnx"].register_data_type(DotGeneral)
+def _own_stream(key: Any) -> Any:
+    """An NNX stream forked, so that it is the layers' own and is stacked and split with them, as NNX's Dropout does."""
+    if not type(key).__module__.startswith("flax.nnx"):
+        return key
+    # NNX takes attributes of unknown type for static; a stream inside one must be seen as state of the model.
+    sys.modules["flax.nnx"].register_data_type(DotGeneral)
+    return key.fork()
 
 
 def _linen_module() -> Any:
@@ -212,8 +269,6 @@ def _linen_path() -> str | None:
     return None if module is None else "/".join(module.path)
 
 
-def _repeating_transforms() -> list[str]:
-    """The Linen transforms around the layer that may run it more than once under one path: scan, vmap, ..."""
+def _linen_initializes() -> bool:
     module = _linen_module()
-    around = "" if module is None else "/".join(module.scope.debug_path)  # such as scan(remat(layers))/up
-    return [name for name in re.findall(r"(\w+)\(", around) if name not in ONCE]
+    return module is not None and module.is_initializing()

@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from halfbyte.ops.linear import Linear, LinearPlan, plan_linear, quantized, token_block, token_view
+from halfbyte.ops.surroundings import anywhere
 from halfbyte.ops.weight import QWeight, check_kept
 from halfbyte.recipe import Recipe
 from halfbyte.sharding import WeightSharding
@@ -31,6 +32,7 @@ class Plan:
     out_dtype: jnp.dtype
 
 
+@anywhere
 def qdot(
     x: jax.Array, w: jax.Array | QWeight, *, recipe: Recipe, key: jax.Array | None = None, backend: str = "auto",
     weight_sharding: WeightSharding | None = None, out_sharding: NamedSharding | None = None,

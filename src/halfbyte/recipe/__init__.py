@@ -5,14 +5,16 @@ from types import ModuleType
 
 from halfbyte.recipe.blends import PARTS, blend
 from halfbyte.recipe.keys import layer_key, role_key, site_key, step_key
-from halfbyte.recipe.layers import Policy, RecipeMap, Resolved, Rule, Segment, policy_names
+from halfbyte.recipe.layers import ATTENTION, MLP, Policy, RecipeMap, Resolved, Rule, Segment, policy_names
 from halfbyte.recipe.operands import GEMMS, GRADIENTS, ROLES, WEIGHTS, OperandPolicy, Recipe, difference
-from halfbyte.recipe.presets import aliases, neighbour, recipe, recipe_names
+from halfbyte.recipe.presets import aliases, as_recipe, neighbour, recipe, recipe_names
 from halfbyte.recipe.rules import policy, read_policy
 
 __all__ = [
+    "ATTENTION",
     "GEMMS",
     "GRADIENTS",
+    "MLP",
     "PARTS",
     "ROLES",
     "WEIGHTS",
@@ -24,6 +26,7 @@ __all__ = [
     "Rule",
     "Segment",
     "aliases",
+    "as_recipe",
     "blend",
     "difference",
     "layer_key",

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from halfbyte.recipe.operands import Recipe
-from halfbyte.recipe.presets import bf16
+from halfbyte.recipe.presets import as_recipe, bf16
 
 LAYERS = "layers/"  # paths under this prefix are stacked [layers, ...]; all others exist once
 
@@ -38,21 +38,22 @@ class RecipeMap(dict[str, Recipe]):
 class Rule:
     """`recipe` for the linears whose path matches the glob `pattern`, in `layers` (start, stop) or wherever they are.
 
+    A recipe may be given by its name. None leaves a linear of somebody else's model as its author wrote it (bf16 would
+    round a float32 router), and one of ours in bf16.
+
     A bound is a layer number (negative: from the end), a float (that fraction of the layers, rounded; negative: from
     the end) or None. A rule with `layers` matches no linear outside the layers. `*` crosses slashes. An `implied` rule,
     one of a named policy's, may find all of its linears decided by others.
     """
 
     pattern: str
-    recipe: Recipe
+    recipe: Recipe | None
     layers: tuple[Bound, Bound] | None = None
     implied: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.recipe, Recipe):
-            raise TypeError(
-                f"rule {self.pattern!r}: recipe must be a Recipe, got {self.recipe!r}; use halfbyte.recipe.recipe(name)"
-            )
+        if self.recipe is not None:
+            object.__setattr__(self, "recipe", as_recipe(self.recipe, f"rule {self.pattern!r}"))
         if self.layers is not None:
             if not isinstance(self.layers, tuple) or len(self.layers) != 2:
                 raise ValueError(f"rule {self.pattern!r}: layers must be (start, stop) or None, got {self.layers!r}")
@@ -125,7 +126,7 @@ class Policy:
         rules = {site: self.rule_for(*site, num_layers) for site in sites}
         self._refuse_idle_rules(set(rules.values()), paths, num_layers)
 
-        chosen = {site: rule.recipe if rule else bf16 for site, rule in rules.items()}
+        chosen = {site: (rule and rule.recipe) or bf16 for site, rule in rules.items()}
         by_layer = [RecipeMap({path: chosen[path, layer] for path in layered}) for layer in range(num_layers)]
         outside = RecipeMap({path: made for (path, layer), made in chosen.items() if layer is None})
         return Resolved(self.name, tuple(_segments(by_layer)), outside)
@@ -150,11 +151,11 @@ class Policy:
 
 # The paper's long runs keep the first 2 and the last 8 of 62 blocks in bf16 (arXiv 2509.25149).
 PAPER_LAYERS = (2, -0.13)
-_MLP, _ATTENTION = "layers/mlp/*", "layers/attention/*"
+MLP, ATTENTION = "layers/mlp/*", "layers/attention/*"
 _POLICIES: dict[str, tuple[tuple[str, tuple[Bound, Bound] | None], ...]] = {
-    "mlp": ((_MLP, None),),
-    "all_linear": ((_MLP, None), (_ATTENTION, None)),
-    "paper": ((_MLP, PAPER_LAYERS), (_ATTENTION, PAPER_LAYERS)),
+    "mlp": ((MLP, None),),
+    "all_linear": ((MLP, None), (ATTENTION, None)),
+    "paper": ((MLP, PAPER_LAYERS), (ATTENTION, PAPER_LAYERS)),
 }
 
 

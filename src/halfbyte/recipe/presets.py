@@ -123,6 +123,15 @@ def recipe(name: str) -> Recipe:
     return found
 
 
+def as_recipe(value: Recipe | str, where: str) -> Recipe:
+    """The recipe itself, or the one of that name; `where` begins the error if it is neither."""
+    if isinstance(value, str):
+        return recipe(value)
+    if not isinstance(value, Recipe):
+        raise TypeError(f"{where}: recipe must be a Recipe or a recipe's name, got {value!r}")
+    return value
+
+
 def recipe_names() -> list[str]:
     """Every preset's name, the simplest first."""
     order = ["bf16", "fp8", "mxfp8", "mxfp4"]

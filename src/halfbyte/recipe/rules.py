@@ -20,6 +20,7 @@ from pathlib import Path
 from halfbyte.inputs import read_text
 from halfbyte.recipe.layers import LAYERS, Bound, Policy, Rule, named_rules, policy_names
 from halfbyte.recipe.operands import Recipe
+from halfbyte.recipe.presets import as_recipe
 from halfbyte.recipe.presets import recipe as recipe_of
 
 MOST_FILE = 64 << 10
@@ -37,8 +38,9 @@ def read_policy(text: str) -> str:
     return "; ".join(line.rstrip(";").strip() for line in lines if line)
 
 
-def policy(text: str, default: Recipe) -> Policy:
+def policy(text: str, default: Recipe | str) -> Policy:
     """The policy that `text` names or describes, rules without a recipe in `default`."""
+    default = as_recipe(default, "policy")
     parts = [part.strip() for part in text.split(";") if part.strip()]
     if not parts:
         raise ValueError(f"policy is empty; give a name ({', '.join(policy_names())}) or rules such as mlp/*=nvfp4")

@@ -16,6 +16,7 @@ from halfbyte.ops.backends.backend import Backend
 from halfbyte.ops.gemms import Gemm
 from halfbyte.ops.passes import XLA, Passes
 from halfbyte.ops.problem import Problem, target
+from halfbyte.ops.surroundings import several_devices
 from halfbyte.recipe import WEIGHTS, Recipe
 from halfbyte.sharding import WeightSharding
 
@@ -103,7 +104,7 @@ def problem_of(recipe: Recipe, x: jax.Array, weight: Any, sharding: WeightShardi
     be blocked for wgrad (a decoder's single token, say).
     """
     inputs, outputs = weight.shape
-    sharded = sharding is not None and sharding.stored.mesh.size > 1
+    sharded = several_devices() or (sharding is not None and sharding.stored.mesh.size > 1)
     tokens = math.prod(x.shape[:-1])
     dtype = getattr(weight, "anchor", weight).dtype.name
     problem = Problem(

@@ -1,8 +1,9 @@
-"""Runs a jaxpr under a plan: equations as they are, planned dots as `qdot`, and jit, remat, scan, cond and while
-built anew around what changes inside them.
+"""Runs a jaxpr under a plan: equations as they are, planned dots as `qdot`, and jit, remat, scan, cond, while and
+shard_map built anew around what changes inside them.
 
-The key goes down with the values: folded with the iteration in each scan or loop, and with the site's name at each
-dot, so that a dot's bits are those of `qdot(x, w, key=site_key(layer_key(key, iteration), path))` written by hand.
+The key goes down with the values: folded with the iteration in each scan or loop, with the site's name at each dot,
+and with the device's place under `shard_map`. Outside of that a dot's bits are those of
+`qdot(x, w, key=site_key(layer_key(key, iteration), path))` written by hand.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal, jaxpr_as_fun
+from jax.sharding import PartitionSpec
 
-from halfbyte.ops.contraction import linear
+from halfbyte.ops.contraction import linear, weight_first
 from halfbyte.ops.rewrite.origin import open_jaxpr, scan_counts
 from halfbyte.ops.rewrite.plan import JIT, REMAT, Body, Dot, Inner, Split
 from halfbyte.recipe import layer_key, site_key
@@ -55,6 +57,8 @@ class Interpreter:
         inner = self._function(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")), step.bodies[0])
         if name in REMAT:
             inner = jax.checkpoint(inner, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])
+        elif name == "shard_map":
+            inner = _shard_map(eqn, inner)
         elif name in JIT:
             inner = _jit(eqn, inner)
         return inner(key, values)
@@ -83,9 +87,7 @@ class Interpreter:
                 f"at {dot.site}, as recipe {dot.recipe.name!r}; exclude it in the policy if it cannot be quantized"
             )
             raise
-        # A weight on the left: [free dims of x, free dims of w] -> [free dims of w, free dims of x]
-        free = x.ndim - len(dims[0])
-        return y if dot.weight == 1 else lax.transpose(y, (*range(free, y.ndim), *range(free)))
+        return y if dot.weight == 1 else weight_first(y, x.ndim - len(dims[0]))
 
     def _scan(self, eqn: Any, split: Split, key: Key, values: list[Any]) -> list[Any]:
         params = eqn.params
@@ -139,6 +141,20 @@ def _jit(eqn: Any, inner: Run) -> Run:
 
     call.__name__ = eqn.params["name"]
     return jax.jit(call, inline=eqn.params["inline"])
+
+
+def _shard_map(eqn: Any, inner: Run) -> Run:
+    """`inner` under the user's own shard_map; the key goes in whole, and is folded with the device's place inside."""
+    params = eqn.params
+    mapped: Run = jax.shard_map(
+        inner,
+        mesh=params["mesh"],
+        in_specs=(PartitionSpec(), list(params["in_specs"])),
+        out_specs=list(params["out_specs"]),
+        axis_names=set(params["newly_manual_axes"]),
+        check_vma=params["check_vma"],
+    )
+    return mapped
 
 
 def _bind(eqn: Any, values: list[Any]) -> list[Any]:

@@ -1,35 +1,42 @@
-"""Which argument leaf a value of a jaxpr is: followed through whatever leaves its numbers where they are, or only
-moves them.
+"""Which argument leaf a value of a jaxpr is: followed through everything that depends on weights alone.
 
-A jaxpr holds no parameter names. So each variable carries its origin: the leaf's path, and, if the leaf is a stack of
-layers, which layers the value holds. Casts, reshapes, transposes and slices keep the origin; anything that computes
-loses it.
+A jaxpr holds no parameter names. So each variable has one of three values: an `Origin` (a weight: the leaf's path,
+and, if the leaf is a stack of layers, which layers the value holds), `CONSTANT` (it depends on no argument at all), or
+None (data took part in it). A weight that is moved, cut, cast, scaled, masked, padded, gathered or normalised stays
+that weight; the first operation that mixes data in makes an activation. Two operations take data and still give a
+weight: a slice of one at a traced position, and a choice between several.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.extend.core import Literal
 
-_SAME = (
-    "convert_element_type",
-    "copy",
-    "copy_p",
-    "reduce_precision",
-    "sharding_constraint",
-    "reshard",
-    "name",
-    "device_put",
-)
+_SAME = {"convert_element_type", "copy", "copy_p", "reduce_precision", "sharding_constraint", "reshard", "name"}
+_SAME |= {"device_put", "stop_gradient", "pvary", "pcast", "optimization_barrier", "mesh_cast"}
+CALLS = ("jit", "pjit", "checkpoint", "remat", "remat2", "closed_call", "core_call", "shard_map")
+_ROUNDS = 8  # of a loop's fixed point: a value can only fall from constant to weight to data
+
+
+class Constant:
+    """The value of what depends on no argument."""
+
+    def __repr__(self) -> str:
+        return "CONSTANT"
+
+
+CONSTANT = Constant()
 
 
 @dataclass(frozen=True)
 class Origin:
-    """A leaf's path; the layers that the value holds, of how many; and whether its dim 0 still runs over those layers.
+    """A leaf's path; the layers that the value holds, of how many; whether its dim 0 still runs over those layers; and
+    whether it is the leaf itself, moved or scaled, rather than computed from it.
 
     `layers` is None where a layer number cannot be known: an index that is traced, a reshaped stack.
     """
@@ -38,6 +45,7 @@ class Origin:
     layers: range | None = None
     num_layers: int | None = None
     stacked: bool = False
+    direct: bool = True
 
     def unstacked(self) -> Origin:
         """The same leaf, its layers no longer along dim 0, so that nobody can tell which is which."""
@@ -47,41 +55,85 @@ class Origin:
         """One slice of a scan over dim 0, known to lie in `layers`."""
         return dataclasses.replace(self, stacked=False, layers=layers)
 
-
-def leaf_origins(paths: list[str], shapes: list[tuple[int, ...]]) -> list[Origin]:
-    """An origin for each weight leaf. An integer in a path (a list of layers) is its layer number; else dim 0 may
-    be.
-    """
-    counts: dict[str, int] = {}
-    numbered = [_numbered(path) for path in paths]
-    for prefix, number in (found for found in numbered if found):
-        counts[prefix] = max(counts.get(prefix, 0), number + 1)
-    origins = []
-    for path, shape, found in zip(paths, shapes, numbered, strict=True):
-        if found:
-            origins.append(Origin(path, range(found[1], found[1] + 1), counts[found[0]]))
-        elif len(shape) > 2:
-            origins.append(Origin(path, range(shape[0]), shape[0], stacked=True))
-        else:
-            origins.append(Origin(path))
-    return origins
+    def computed(self) -> Origin:
+        """What was computed from it, no longer the leaf itself."""
+        return dataclasses.replace(self.unstacked(), direct=False)
 
 
-def _numbered(path: str) -> tuple[str, int] | None:
-    parts = path.split("/")
-    for at, part in enumerate(parts):
-        if part.isdecimal():
-            return "/".join(parts[:at]), int(part)
-    return None
+Value = Origin | Constant | None
 
 
-def follow(eqn: Any, origin: Origin) -> list[Origin | None]:
-    """The origins of an equation's results, given that of its first operand; None where it is lost."""
+def join(a: Value, b: Value) -> Value:
+    """What is known of a value that may be the one or the other."""
+    if a == b:
+        return a
+    if a is None or b is None:
+        return None
+    origins = [value for value in (a, b) if isinstance(value, Origin)]
+    return origins[0].computed()
+
+
+def flow_body(jaxpr: Any, values: Sequence[Value]) -> list[Value]:
+    """The values of a jaxpr's outputs, given those of its inputs."""
+    env = dict(zip(jaxpr.invars, values, strict=True))
+    for eqn in jaxpr.eqns:
+        env.update(zip(eqn.outvars, flow(eqn, [read(env, var) for var in eqn.invars]), strict=True))
+    return [read(env, var) for var in jaxpr.outvars]
+
+
+def read(env: dict[Any, Value], var: Any) -> Value:
+    """The value of a variable; literals and a jaxpr's own constants depend on nothing."""
+    return CONSTANT if isinstance(var, Literal) else env.get(var, CONSTANT)
+
+
+def flow(eqn: Any, values: list[Value]) -> list[Value]:
+    """The values of an equation's results."""
     name = eqn.primitive.name
-    rule = _RULES.get(name)
-    if rule is not None:
-        return [rule(eqn, origin)] * len(eqn.outvars)
-    return [origin if name in _SAME else None] * len(eqn.outvars)
+    if name in CALLS:
+        return flow_body(called_jaxpr(eqn), values)
+    if name == "scan":
+        return _flow_scan(eqn, values)
+    if name == "while":
+        return loop_carry(eqn, values)
+    if name == "cond":
+        branches = [flow_body(open_jaxpr(branch), values[1:]) for branch in eqn.params["branches"]]
+        return [_choice(group) for group in zip(*branches, strict=True)]
+    if name == "optimization_barrier":
+        return list(values)
+    return [_operation(eqn, name, values)] * len(eqn.outvars)
+
+
+def _choice(group: Sequence[Value]) -> Value:
+    found = group[0]
+    for value in group[1:]:
+        found = join(found, value)
+    return found
+
+
+def _operation(eqn: Any, name: str, values: list[Value]) -> Value:
+    first = values[0] if values else CONSTANT
+    if name == "dynamic_slice" and isinstance(first, Origin):
+        return _dynamic_slice(eqn, first)
+    if any(value is None for value in values):
+        return None
+    weights = [(at, value) for at, value in enumerate(values) if isinstance(value, Origin)]
+    if not weights:
+        return CONSTANT
+    at, main = max(weights, key=lambda pair: (eqn.invars[pair[0]].aval.size, pair[1].direct, -pair[0]))
+    if name in _SAME:
+        return main
+    if name in _MOVES and at == 0:
+        return _MOVES[name](eqn, main)
+    same = all(out.aval.shape == eqn.invars[at].aval.shape for out in eqn.outvars)
+    if not same:
+        return main.computed()
+    return main if len(weights) == 1 else dataclasses.replace(main, direct=False)
+
+
+def _broadcast(eqn: Any, origin: Origin) -> Origin:
+    dims, after = eqn.params["broadcast_dimensions"], eqn.params["shape"]
+    before = eqn.invars[0].aval.shape
+    return origin if dims and dims[0] == 0 and before[0] == after[0] else origin.unstacked()
 
 
 def _reshape(eqn: Any, origin: Origin) -> Origin:
@@ -114,14 +166,67 @@ def _split(eqn: Any, origin: Origin) -> Origin:
     return origin.unstacked() if eqn.params["axis"] == 0 else origin
 
 
-_RULES: dict[str, Callable[[Any, Origin], Origin]] = {
+_MOVES: dict[str, Callable[[Any, Origin], Origin]] = {
+    "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
     "transpose": _transpose,
     "squeeze": _squeeze,
     "slice": _slice,
     "dynamic_slice": _dynamic_slice,
     "split": _split,
+    **dict.fromkeys(
+        ("gather", "pad", "all_gather", "all_gather_invariant", "all_gather_reduced", "concatenate", "rev"),
+        lambda eqn, origin: origin.unstacked(),
+    ),
 }
+
+
+def _flow_scan(eqn: Any, values: list[Value]) -> list[Value]:
+    consts, carries = scan_counts(eqn)
+    inner = scan_inputs(eqn, values)
+    outs = flow_body(called_jaxpr(eqn), inner)
+    stacked = [value.computed() if isinstance(value, Origin) else value for value in outs[carries:]]
+    return inner[consts : consts + carries] + stacked
+
+
+def scan_inputs(eqn: Any, values: Sequence[Value]) -> list[Value]:
+    """The values of the inputs of a scan's body, for all of its iterations: constants, carries, slices."""
+    consts, carries = scan_counts(eqn)
+    slices = [slice_of(value, 0, eqn.params["length"]) for value in values[consts + carries :]]
+    head, start = list(values[:consts]), list(values[consts : consts + carries])
+
+    def step(carry: list[Value]) -> list[Value]:
+        return flow_body(called_jaxpr(eqn), head + carry + slices)[:carries]
+
+    return head + _fixed_point(step, start) + slices
+
+
+def slice_of(value: Value, start: int, stop: int) -> Value:
+    """One iteration's slice, in start..stop-1, of what a scan runs over: some layers of a stack, or some other dim."""
+    if not isinstance(value, Origin) or not value.stacked:
+        return value
+    return value.iteration(None if value.layers is None else value.layers[start:stop])
+
+
+def loop_carry(eqn: Any, values: Sequence[Value]) -> list[Value]:
+    """The values that a while loop's carry has in all of its iterations, and after them."""
+    first, second = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+    body, consts = open_jaxpr(eqn.params["body_jaxpr"]), list(values[first:second])
+    return _fixed_point(lambda carry: flow_body(body, consts + carry), list(values[second:]))
+
+
+def _fixed_point(step: Callable[[list[Value]], list[Value]], carry: list[Value]) -> list[Value]:
+    for _ in range(_ROUNDS):
+        after = [join(a, b) for a, b in zip(carry, step(carry), strict=True)]
+        if after == carry:
+            return carry
+        carry = after
+    return [None] * len(carry)
+
+
+def called_jaxpr(eqn: Any) -> Any:
+    """The one jaxpr that a call, a scan or a shard_map runs, opened."""
+    return open_jaxpr(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))
 
 
 def sub_jaxprs(eqn: Any) -> list[Any]:

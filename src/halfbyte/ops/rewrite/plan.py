@@ -7,21 +7,39 @@ often JAX traces a body.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax.extend.core import Literal
-
 from halfbyte.ops.contraction import refusal
-from halfbyte.ops.rewrite.origin import Origin, follow, open_jaxpr, scan_counts, sub_jaxprs
+from halfbyte.ops.problem import Problem, target
+from halfbyte.ops.rewrite.origin import (
+    CALLS,
+    Origin,
+    Value,
+    called_jaxpr,
+    flow,
+    loop_carry,
+    open_jaxpr,
+    read,
+    scan_counts,
+    scan_inputs,
+    slice_of,
+    sub_jaxprs,
+)
 from halfbyte.ops.rewrite.report import Site
 from halfbyte.recipe import Policy, Recipe, Rule
 
 REMAT = ("checkpoint", "remat", "remat2")
 JIT = ("jit", "pjit")
-CALL = ("closed_call", "core_call")
+NO_DOTS = {  # other primitives that multiply matrices, and why they are left
+    "ragged_dot": "it is a ragged dot, with one weight a group of tokens; recipes serve dots with one weight",
+    "ragged_dot_general": "it is a ragged dot, with one weight a group of tokens; recipes serve dots with one weight",
+    "conv_general_dilated": "it is a convolution; recipes serve dots",
+}
 
 
 @dataclass(frozen=True)
@@ -59,9 +77,6 @@ class Split:
     segments: tuple[tuple[int, int, Body], ...]
 
 
-Found = tuple[Body, list[Origin | None]]
-
-
 @dataclass
 class Planner:
     """One walk over a jaxpr. Collects the sites, the rules that decided something, and how often each weight was
@@ -72,94 +87,82 @@ class Planner:
     sites: list[Site] = field(default_factory=list)
     used: set[Rule] = field(default_factory=set)
     uses: dict[str, int] = field(default_factory=dict)
+    stacks: dict[Rule, Origin] = field(default_factory=dict)
     runs: int = 1
     backward: bool = False
 
-    def body(self, jaxpr: Any, origins: Sequence[Origin | None], frozen: str = "") -> Found:
-        """The plan of a jaxpr whose inputs have these origins, and the origins of its outputs.
+    def body(self, jaxpr: Any, values: Sequence[Value], frozen: str = "") -> Body:
+        """The plan of a jaxpr whose inputs have these values.
 
         `frozen` is the reason why nothing inside may be replaced, if there is one.
         """
-        env = {var: origin for var, origin in zip(jaxpr.invars, origins, strict=True) if origin is not None}
+        env = dict(zip(jaxpr.invars, values, strict=True))
         steps = []
         outer = self.backward
         for eqn in jaxpr.eqns:
             # JAX marks what reverse mode made in the name stack, which inside a body starts anew.
             self.backward = outer or "transpose(" in str(eqn.source_info.name_stack)
-            step, outs = self._equation(eqn, [_read(env, var) for var in eqn.invars], frozen)
-            steps.append(step)
-            env.update({var: origin for var, origin in zip(eqn.outvars, outs, strict=True) if origin is not None})
+            operands = [read(env, var) for var in eqn.invars]
+            steps.append(self._equation(eqn, operands, frozen))
+            env.update(zip(eqn.outvars, flow(eqn, operands), strict=True))
         self.backward = outer
-        return Body(tuple(steps)), [_read(env, var) for var in jaxpr.outvars]
+        return Body(tuple(steps))
 
-    def _equation(self, eqn: Any, origins: list[Origin | None], frozen: str) -> tuple[Any, list[Origin | None]]:
+    def _equation(self, eqn: Any, values: list[Value], frozen: str) -> Any:
         name = eqn.primitive.name
-        nothing: list[Origin | None] = [None] * len(eqn.outvars)
         if name == "dot_general":
-            return self._dot(eqn, origins, frozen), nothing
-        if name in JIT + REMAT + CALL and not frozen:
-            body, outs = self.body(open_jaxpr(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))), origins)
-            return (None if body.idle else Inner((body,))), outs
+            return self._dot(eqn, values, frozen)
+        if name in NO_DOTS:
+            self._leave(eqn, values[:2], frozen or NO_DOTS[name])
+            return None
+        if name in CALLS and not frozen:
+            return _inner(self.body(called_jaxpr(eqn), values))
         if name == "scan" and not frozen:
-            return self._scan(eqn, origins), nothing
+            return self._scan(eqn, values)
         if name == "cond" and not frozen:
-            return self._cond(eqn, origins)
+            return _inner(*(self.body(open_jaxpr(branch), values[1:]) for branch in eqn.params["branches"]))
         if name == "while" and not frozen:
-            return self._while(eqn, origins), nothing
-        if name == "optimization_barrier":
-            return None, origins
-        inside = sub_jaxprs(eqn)
-        for jaxpr in inside:
-            aligned = len(jaxpr.invars) == len(origins)
+            return self._while(eqn, values)
+        for jaxpr in sub_jaxprs(eqn):
+            aligned = len(jaxpr.invars) == len(values)
             why = frozen or f"it is inside {name}, whose rules are its own"
-            self.body(jaxpr, origins if aligned else [None] * len(jaxpr.invars), why)
-        if inside or not origins or origins[0] is None:
-            return None, nothing
-        return None, follow(eqn, origins[0])
+            self.body(jaxpr, values if aligned else [None] * len(jaxpr.invars), why)
+        return None
 
-    def _cond(self, eqn: Any, origins: list[Origin | None]) -> tuple[Any, list[Origin | None]]:
-        found = [self.body(open_jaxpr(branch), origins[1:]) for branch in eqn.params["branches"]]
-        bodies = tuple(body for body, _ in found)
-        outs = [group[0] if len(set(group)) == 1 else None for group in zip(*(o for _, o in found), strict=True)]
-        return (None if all(body.idle for body in bodies) else Inner(bodies)), outs
-
-    def _while(self, eqn: Any, origins: list[Origin | None]) -> Any:
+    def _while(self, eqn: Any, values: list[Value]) -> Any:
         cond_consts, body_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        carry: list[Origin | None] = [None] * (len(origins) - cond_consts - body_consts)
+        carry = loop_carry(eqn, values)
         condition = open_jaxpr(eqn.params["cond_jaxpr"])
-        self.body(condition, origins[:cond_consts] + carry, "it is in the condition of a while loop")
-        body, _ = self.body(open_jaxpr(eqn.params["body_jaxpr"]), origins[cond_consts:][:body_consts] + carry)
-        return None if body.idle else Inner((body,))
+        self.body(condition, values[:cond_consts] + carry, "it is in the condition of a while loop")
+        return _inner(self.body(open_jaxpr(eqn.params["body_jaxpr"]), values[cond_consts:][:body_consts] + carry))
 
-    def _scan(self, eqn: Any, origins: list[Origin | None]) -> Any:
+    def _scan(self, eqn: Any, values: list[Value]) -> Any:
         (consts, carries), length = scan_counts(eqn), eqn.params["length"]
-        xs = origins[consts + carries :]
-        head = origins[:consts] + [None] * carries
+        xs, inputs = values[consts + carries :], scan_inputs(eqn, values)
         outer, before, sites = self.runs, dict(self.uses), len(self.sites)
         segments = []
         for start, stop in itertools.pairwise(self._cuts(xs, length)):
             # Every segment runs the same dots, so each starts from the same count of uses: a site keeps its name.
             self.uses, self.runs = dict(before), outer * (stop - start)
-            inner = [_slice_of(origin, start, stop) for origin in xs]
-            body, _ = self.body(open_jaxpr(eqn.params["jaxpr"]), head + inner)
+            slices = [slice_of(value, start, stop) for value in xs]
+            body = self.body(called_jaxpr(eqn), inputs[: consts + carries] + slices)
             segments.append((start, stop, body))
         self.runs = outer
         if len(segments) > 1 and len({body for _, _, body in segments}) == 1:
             # No rule tells the layers apart after all: one scan, reported once.
             del self.sites[sites:]
             self.uses, self.runs = dict(before), outer * length
-            whole = [_slice_of(origin, 0, length) for origin in xs]
-            segments = [(0, length, self.body(open_jaxpr(eqn.params["jaxpr"]), head + whole)[0])]
+            segments = [(0, length, self.body(called_jaxpr(eqn), inputs))]
             self.runs = outer
         return None if all(body.idle for _, _, body in segments) else Split(tuple(segments))
 
-    def _cuts(self, xs: Sequence[Origin | None], length: int) -> list[int]:
+    def _cuts(self, xs: Sequence[Value], length: int) -> list[int]:
         """Where a scan's iterations may have to be told apart: the bounds of every rule by layer that fits a stacked
         leaf.
         """
         cuts = {0, length}
         for origin in xs:
-            if origin is None or not origin.stacked or origin.layers is None or origin.num_layers is None:
+            if not isinstance(origin, Origin) or not origin.stacked or not origin.layers or not origin.num_layers:
                 continue
             for rule in self.policy.rules:
                 if rule.layers is not None and rule.matches(origin.path):
@@ -168,15 +171,28 @@ class Planner:
                     cuts |= {inside[0], inside[-1] + 1} if inside else set()
         return sorted(cuts)
 
-    def _dot(self, eqn: Any, origins: list[Origin | None], frozen: str) -> Dot | None:
+    def _leave(self, eqn: Any, values: Sequence[Value], why: str) -> None:
+        """Reports a dot that stays as it is: its weight is the right operand if that is one, else the left."""
+        lhs, rhs = (var.aval for var in eqn.invars[:2])
+        origin = next((value for value in reversed(values) if isinstance(value, Origin)), None)
+        name = None if origin is None else self._name(origin)
+        layers = None if origin is None or origin.stacked else origin.layers
+        self.sites.append(Site(name, lhs.shape, rhs.shape, None, why, layers, self.runs))
+
+    def _dot(self, eqn: Any, values: list[Value], frozen: str) -> Dot | None:
         lhs, rhs = (var.aval for var in eqn.invars)
         why = frozen or refusal(lhs.dtype, rhs.dtype, eqn.params["dimension_numbers"])
-        side, origin, rule = self._choose(origins, decide=not why)
-        name = None if origin is None else self._name(origin)
-        layers = None if origin is None else origin.layers
-        if origin is None or name is None or rule is None:
-            why = why or (f"no rule matches {origin.path}" if origin else "no weight reaches it unchanged")
-            self.sites.append(Site(name, lhs.shape, rhs.shape, None, why, layers, self.runs))
+        if why:
+            self._leave(eqn, values, why)
+            return None
+        side, origin, rule = self._choose(values)
+        if origin is None:
+            self._leave(eqn, values, "neither operand depends on weights alone")
+            return None
+        if rule is None or rule.recipe is None:
+            self.used |= {rule} if rule else set()
+            leave = f"no rule matches {origin.path}" if rule is None else f"rule {rule.pattern!r} leaves it alone"
+            self._leave(eqn, [origin], leave)
             return None
         if self.backward:
             raise ValueError(
@@ -184,18 +200,24 @@ class Planner:
                 "can no longer "
                 "be told apart; apply the recipe first and differentiate its result: grad(apply_recipe(fn, ...))"
             )
+        never, untrained = _unblockable(eqn, side, rule.recipe)
+        if never:
+            self._leave(eqn, [origin], never)
+            return None
         self.used.add(rule)
-        self.sites.append(Site(name, lhs.shape, rhs.shape, rule.recipe.name, "", layers, self.runs))
+        name = self._name(origin)
+        self.sites.append(
+            Site(name, lhs.shape, rhs.shape, rule.recipe.name, "", origin.layers, self.runs, forward_only=untrained)
+        )
         return Dot(side, rule.recipe, name)
 
-    def _choose(self, origins: list[Origin | None], *, decide: bool) -> tuple[int, Origin | None, Rule | None]:
-        """The operand that is the weight and its rule: the right one if a rule matches it, else the left one."""
-        weights = [(side, origin) for side in (1, 0) if (origin := origins[side]) is not None]
-        for side, origin in weights if decide else ():
-            rule = self._rule(origin)
-            if rule is not None:
-                return side, origin, rule
-        return (*weights[0], None) if weights else (1, None, None)
+    def _choose(self, values: list[Value]) -> tuple[int, Origin | None, Rule | None]:
+        """The operand that is the weight, and its rule. Of two, the one with a rule; of those the one that is a leaf
+        itself; of those the right one.
+        """
+        weights = [(side, value, self._rule(value)) for side in (1, 0) if isinstance(value := values[side], Origin)]
+        weights.sort(key=lambda found: (found[2] is None, not found[1].direct))
+        return weights[0] if weights else (1, None, None)
 
     def _name(self, origin: Origin) -> str:
         """The path, numbered from the second use on: no two uses of a weight share random bits."""
@@ -209,11 +231,11 @@ class Planner:
         if origin.layers is None or origin.num_layers is None or origin.stacked:
             raise ValueError(
                 f"apply_recipe: rule {by_layer[0].pattern!r} selects layers {by_layer[0].layers}, but the layer "
-                "number of "
-                f"{origin.path} is not known at this dot: it is neither one slice of a scan over stacked layers, "
-                "nor a static "
-                "index into them, nor an element of a list; select by path alone, or scan over the layers"
+                f"number of {origin.path} is not known at this dot: its path holds no number, and it is neither one "
+                "slice of a scan over stacked layers nor a static index into them; select by path alone, scan over "
+                "the layers, or say where the number stands: apply_recipe(..., layers='blocks/{layer}/*')"
             )
+        self._check_stacks(by_layer, origin)
         rules = {self.policy.rule_for(origin.path, layer, origin.num_layers) for layer in origin.layers}
         if len(rules) != 1:
             raise ValueError(
@@ -223,13 +245,32 @@ class Planner:
             )
         return rules.pop()
 
+    def _check_stacks(self, rules: list[Rule], origin: Origin) -> None:
+        """One rule's layers are those of one stack: another length may be experts, or another part of the model."""
+        for rule in rules:
+            other = self.stacks.setdefault(rule, origin)
+            if other.num_layers != origin.num_layers and not (_has_number(other) and _has_number(origin)):
+                raise ValueError(
+                    f"apply_recipe: rule {rule.pattern!r} selects layers {rule.layers}, and matches stacks of "
+                    f"different lengths: {other.path} has {other.num_layers}, {origin.path} has {origin.num_layers}; "
+                    "write one rule for each, or say which leaves are stacks of layers: apply_recipe(..., "
+                    "layers='blocks/*')"
+                )
 
-def _slice_of(origin: Origin | None, start: int, stop: int) -> Origin | None:
-    if origin is None:
-        return None
-    known = origin.stacked and origin.layers is not None
-    return origin.iteration(origin.layers[start:stop] if known and origin.layers is not None else None)
+
+def _has_number(origin: Origin) -> bool:
+    return any(character.isdigit() for character in origin.path)
 
 
-def _read(env: dict[Any, Origin], var: Any) -> Origin | None:
-    return None if isinstance(var, Literal) else env.get(var)
+def _unblockable(eqn: Any, side: int, recipe: Recipe) -> tuple[str | None, str]:
+    """(why the recipe cannot cut this weight into blocks at all, why it can do so only without gradients)."""
+    (lhs, rhs), _ = eqn.params["dimension_numbers"]
+    x, w = eqn.invars[1 - side].aval, eqn.invars[side].aval
+    contracted = (lhs, rhs)[side]
+    inputs = math.prod(w.shape[dim] for dim in contracted)
+    problem = Problem(recipe, x.size // max(inputs, 1), inputs, w.size // max(inputs, 1), target())
+    return dataclasses.replace(problem, tokens=0).unblockable(), problem.unblockable() or ""
+
+
+def _inner(*bodies: Body) -> Inner | None:
+    return None if all(body.idle for body in bodies) else Inner(bodies)

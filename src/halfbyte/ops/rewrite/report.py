@@ -13,7 +13,7 @@ class Site:
     """One dot product: the weight that reaches it, its recipe, or the reason why it was left alone.
 
     `layers` are the layers it runs for, where they are known; `runs` is how often it runs (the lengths of the scans
-    around it).
+    around it). `forward_only` says why it has no gradient at this number of tokens, if it has none.
     """
 
     path: str | None
@@ -23,6 +23,7 @@ class Site:
     why_left: str = ""
     layers: range | None = None
     runs: int = 1
+    forward_only: str = ""
 
     def __str__(self) -> str:
         where = self.path or "(no weight)"
@@ -30,12 +31,13 @@ class Site:
             where += f" layers {self.layers[0]}..{self.layers[-1]}"
         times = f" x{self.runs}" if self.runs > 1 else ""
         what = f"-> {self.recipe}" if self.recipe else f"left: {self.why_left}"
+        what += f", forward only: {self.forward_only}" if self.forward_only else ""
         return f"{where}  {list(self.lhs)} x {list(self.rhs)}{times}  {what}"
 
 
 @dataclass(frozen=True)
 class Report:
-    """Every dot product of a rewritten function, in program order."""
+    """Every dot product, ragged dot and convolution of a rewritten function, in program order."""
 
     sites: tuple[Site, ...]
 
