@@ -12,7 +12,7 @@ PIP    := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-ch
 WORKERS ?= 2
 ARGS   ?=
 
-.PHONY: help train test lint bench setup clean
+.PHONY: help train test lint bench faults soak setup clean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +20,8 @@ help:
 	@echo "make test    set up, then run every test that needs no special hardware"
 	@echo "make lint    ruff and mypy"
 	@echo "make bench   the benchmarks that run on this machine"
+	@echo "make faults  more than 100 faults of 30 kinds against a small run, each with the outcome it must have (Linux)"
+	@echo "make soak    500 steps of the demo with a fault every 20, against a run that nobody disturbs"
 	@echo "make setup   the environment alone"
 
 setup: $(VENV)/.base
@@ -40,6 +42,13 @@ BENCHMARKS := benchmarks/quantize.py benchmarks/train_cpu.py \
 
 bench: $(VENV)/.base
 	@for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file $(ARGS) || exit 1; done
+
+# Outside the trainer: processes are killed, disks filled, files and memory changed. ARGS="--kinds sigterm --times 1" for a few.
+faults: $(VENV)/.test
+	$(BIN)/python tests/faults/harness.py $(ARGS)
+
+soak: $(VENV)/.test
+	$(BIN)/python tests/faults/soak.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -31,10 +31,13 @@ from halfbyte.train.config import TrainConfig
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from halfbyte.launch import Setting
     from halfbyte.ranks import End, Group
     from halfbyte.train import Observer, RunResult
 
-SWITCHES = ("--allow-change", "--no-allow-change", "--json", "--sample", "--no-sample")
+SWITCHES = (
+    "--deterministic", "--no-deterministic", "--allow-change", "--no-allow-change", "--json", "--sample", "--no-sample",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -127,16 +130,29 @@ def run(args: Args) -> Result:
         output = MayClose(sys.stdout, on_close=lambda: signals.on_signal("a closed pipe"))
         console = PlainConsole(file=cast(TextIO, output))
         say = _printer(console)
-        if args.xla_flags == "recommended":
-            gpus = launch.visible_gpus()
-            settings = launch.recommended(gpus[0], several=len(gpus) > 1) if gpus else ()
-            for line in launch.apply(settings, os.environ, known=launch.known_to_xla):
-                say(line)
+        for line in launch.apply(gpu_settings(args), os.environ, known=launch.known_to_xla):
+            say(line)
         started = launch.start(args.distributed, watchdog_s=args.run.watchdog_s, say=say)
         signals.on_signal = started.group.request_stop
         result = ending(started.group, lambda: _train(args, console, started.group))
         started.group.close()
         return result
+
+
+def gpu_settings(args: Args) -> "tuple[Setting, ...]":
+    """What XLA, NCCL and the allocator are told on GPUs: the recommended, and what --deterministic takes."""
+    from halfbyte import launch
+
+    gpus = launch.visible_gpus()
+    if not gpus:
+        return ()
+    settings = launch.recommended(gpus[0], several=len(gpus) > 1) if args.xla_flags == "recommended" else ()
+    if not args.run.deterministic:
+        return settings
+    if not args.run_dir:
+        raise ValueError("--deterministic on a GPU needs --run-dir DIR: what autotuning chose is kept there")
+    rank = max(args.distributed.process, 0)
+    return settings + launch.repeatable(Path(args.run_dir).absolute() / f"autotuned-{rank}.txt")
 
 
 def _stopped_early(name: str) -> None:

@@ -3,7 +3,7 @@
 from .cluster import DistributedConfig, Peers, find_peers
 from .mock import Mock, check_mock, mock_gpus
 from .start import Launched, start
-from .xla_flags import FLAG_SETS, Setting, apply, known_to_xla, recommended, visible_gpus
+from .xla_flags import FLAG_SETS, Setting, apply, known_to_xla, recommended, repeatable, visible_gpus
 
 __all__ = [
     "FLAG_SETS",
@@ -18,6 +18,7 @@ __all__ = [
     "known_to_xla",
     "mock_gpus",
     "recommended",
+    "repeatable",
     "start",
     "visible_gpus",
 ]

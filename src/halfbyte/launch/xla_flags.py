@@ -53,6 +53,23 @@ MANY_GPUS = (
 )
 
 
+# Both flags: the first also keeps the compiler from choosing by the clock, the second names what it then leaves out.
+REPEATABLE = (
+    Setting("xla_gpu_deterministic_ops", "true", "the same bits every time: attention's backward pass, scatters"),
+    Setting("xla_gpu_exclude_nondeterministic_ops", "true", "no kernel that adds up in an order of its own"),
+)
+
+
+def repeatable(autotuned: Path) -> tuple[Setting, ...]:
+    """Settings of `--deterministic` on a GPU. What autotuning chose is kept in the file `autotuned` of the run
+    directory, and a resumed run takes it from there."""
+    if autotuned.exists():
+        kept = Setting("xla_gpu_load_autotune_results_from", str(autotuned), "the kernels that the run began with")
+    else:
+        kept = Setting("xla_gpu_dump_autotune_results_to", str(autotuned), "a resumed run takes the same kernels")
+    return (*REPEATABLE, kept)
+
+
 def recommended(device: str, *, several: bool, flags: str = "recommended") -> tuple[Setting, ...]:
     """Settings for a GPU by its product name (`NVIDIA H200`), with the flags of XLA that a set of FLAG_SETS names; none
     for anything else.

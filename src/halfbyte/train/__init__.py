@@ -2,17 +2,19 @@
 
 from .config import (
     CheckpointConfig,
+    GuardConfig,
     LogConfig,
     LossScaleConfig,
     PrecisionConfig,
     TrainConfig,
     ValidationConfig,
 )
-from .loop import Diverged, RunResult, train
+from .loop import Diverged, RunResult
 from .observing import Moment, Observer
 from .precision import Phase, phases, resolve
 from .precision_manifest import Manifest, build_manifest, table
 from .preflight import MemoryEstimate, check, estimate_memory, run_mesh
+from .run import train
 from .source import Source, open_source
 from .state import TrainState, abstract_state, create_state
 from .step import abstract_batch, jit_train_step, lower_train_step, make_eval_step, make_train_step
@@ -20,6 +22,7 @@ from .step import abstract_batch, jit_train_step, lower_train_step, make_eval_st
 __all__ = [
     "CheckpointConfig",
     "Diverged",
+    "GuardConfig",
     "LogConfig",
     "LossScaleConfig",
     "Manifest",

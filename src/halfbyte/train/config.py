@@ -88,6 +88,26 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class GuardConfig:
+    """When a run is in trouble, and how often it may go back."""
+
+    skips: int = 3
+    """Steps in a row with a loss or gradient that is not finite: skipped and counted up to here, then the run has
+    diverged. Under dynamic loss scaling overflows are expected, and 25 are allowed."""
+    spike: float = 0.0
+    """The loss has spiked when it exceeds this many times the median of the last 64 steps; 0: not looked at."""
+    returns: int = 3
+    """How often the run may go back to a checkpoint (divergence, spike, weights changed in memory) before it stops."""
+
+    def __post_init__(self) -> None:
+        for name in ("skips", "returns"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"guard.{name} must be 0 or more, got {getattr(self, name)}")
+        if self.spike and not 1.0 < self.spike < 1e6:
+            raise ValueError(f"guard.spike must be 0 (off) or more than 1, got {self.spike}")
+
+
+@dataclass(frozen=True)
 class LogConfig:
     """Where the numbers go beside metrics.jsonl."""
 
@@ -139,6 +159,12 @@ class TrainConfig:
     """Steps between probes of every quantized GEMM against its bf16 result (radar.jsonl); 0: none."""
     telemetry: int = 0
     """Steps between records of every operand: amax, shares that round to zero or saturate; 0: none."""
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    on_divergence: Literal["stop", "fp8", "bf16"] = "stop"
+    """When the loss is not finite or spikes: stop, or go back to the last checkpoint, skip the data since and go on in
+    this precision."""
+    deterministic: bool = False
+    """On a GPU: only operations that give the same bits every time; slower. On a CPU runs repeat themselves anyway."""
     watchdog_s: float = 1800.0
     """End every rank, naming the one that hangs, when no step has ended for this long; 0: off."""
     compile_cache: str = ""

@@ -4,12 +4,10 @@ A fresh directory gets its config before anything else. One that holds a run kee
 has been restored: a resume that is refused leaves everything as it was.
 """
 
-import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -114,10 +112,9 @@ def take(
     return Taken(identity, store)
 
 
-def settle(directory: Path, config: TrainConfig, identity: Identity, manifest: dict[str, Any], *, content: str) -> None:
-    """Write what is now known to be true: config.json, run.json and manifest.json."""
+def settle(directory: Path, config: TrainConfig, identity: Identity, *, content: str) -> None:
+    """Write what is now known to be true: config.json and run.json."""
     _write_config(directory, config, replace(identity, data=content))
-    replace_file(directory / "manifest.json", json.dumps(manifest, indent=1) + "\n")
 
 
 def _write_config(directory: Path, config: TrainConfig, identity: Identity) -> None:

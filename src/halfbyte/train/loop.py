@@ -6,7 +6,8 @@ numbers of step n are read.
 
 import functools
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,42 +15,29 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
 
-from halfbyte.inputs.compile_cache import use_compile_cache
+from halfbyte.checkpoint import PoisonedCheckpoint
 from halfbyte.metrics import Finished, OneStepLate, Throughput
 from halfbyte.profiling import Capture, ProfileConfig
-from halfbyte.ranks import Group, Limits, Signals
+from halfbyte.ranks import Group
 
-from .config import TrainConfig
-from .directory import set_rows_aside
+from .goodput import Goodput
+from .guard import Guard, Return, Trouble
 from .jsonconfig import to_dict
+from .locate import locate
 from .observing import Moment, Observer, due
-from .precision import Phase, phase_at, phases
+from .precision import Phase, phase_at, phases, with_fallback
 from .preflight import GIB
-from .resume import Initial, Start, begin, common_facts
-from .session import (
-    Outputs,
-    Session,
-    check_native_gemms,
-    make_meter,
-    open_display,
-    open_session,
-    open_sinks,
-    settle_directory,
-    show_start,
-    take_directory,
-)
+from .resume import Start
+from .session import Outputs, Session, make_meter, open_display, open_sinks, write_manifest
 from .source import to_mesh
-from .state import TrainState
-from .step import abstract_batch, compile_train_step, jit_train_step, make_eval_step
+from .state import TrainState, bit_sum
+from .step import Batch, abstract_batch, compile_train_step, jit_train_step, make_eval_step
 from .validation import validate
-
-MOST_SKIPS_IN_A_ROW = 25
 
 
 class Diverged(Exception):
-    """The loss or its gradient is not finite and loss scaling cannot help."""
+    """The run is in trouble that it was not told to get out of by itself, or could not."""
 
 
 @dataclass
@@ -63,86 +51,9 @@ class RunResult:
     stopped: str | None = None
     seconds: float = 0.0
     breakdown: dict[str, float] = field(default_factory=dict)
+    goodput: Goodput | None = None
     params: Any = None
     """Final weights, on the mesh."""
-
-
-def train(
-    config: TrainConfig,
-    directory: Path,
-    *,
-    console: Console,
-    allow_change: bool = False,
-    profile: ProfileConfig | None = None,
-    group: Group | None = None,
-    initial: Initial | None = None,
-    observers: Sequence[Observer] = (),
-    until: int | None = None,
-) -> RunResult:
-    """Train to the last step, to step `until` of the same schedule, or to a signal; resume by itself when the directory
-    has a checkpoint.
-
-    `group` is this process among its peers, with signals in the caller's hands; without one the run is alone and
-    takes its signals itself. `initial` makes the weights of a run that has `init_from`. `observers` are shown some
-    steps.
-    """
-    given: dict[str, Any] = {"console": console, "allow_change": allow_change, "profile": profile, "initial": initial}
-    given |= {"observers": observers, "until": until}
-    if group is not None:
-        return _train(config, directory, group, **given)
-    alone = Group(limits=Limits(progress=config.watchdog_s)).open()
-    with Signals(alone.request_stop):
-        try:
-            return _train(config, directory, alone, **given)
-        finally:
-            alone.close()
-
-
-def _train(
-    config: TrainConfig,
-    directory: Path,
-    group: Group,
-    *,
-    console: Console,
-    allow_change: bool,
-    profile: ProfileConfig | None,
-    initial: Initial | None,
-    observers: Sequence[Observer],
-    until: int | None,
-) -> RunResult:
-    if config.compile_cache:
-        use_compile_cache(config.compile_cache, say=console.print)
-    group.agree("config", common_facts(config, directory, allow_change=allow_change))
-    session = open_session(config, directory, console=console, allow_change=allow_change)
-    group.agree("data", {"content of the data set": session.content})
-    show_start(session)
-    check_native_gemms(session)
-    with ExitStack() as stack:
-        group.at("restore")
-        taken = take_directory(session, stack)
-        group.agree("checkpoints", {"checkpoints seen": taken.store.steps()})
-        start = begin(
-            config, session.mesh, taken.store, content=session.content, allow=session.allow_change, say=session.say,
-            initial=initial,
-        )  # fmt: skip
-        group.agree("start", {"restored step": start.step})
-        _announce(session, start)
-        settle_directory(session, taken)
-        sinks = open_sinks(session, stack, resume_step=start.step if start.resumed else None)
-        outputs = Outputs(stack, taken.store, sinks)
-        return Loop(session, outputs, start, profile or ProfileConfig(), group, observers, until).run()
-
-
-def _announce(session: Session, start: Start) -> None:
-    if start.resumed:
-        session.say(f"resuming {session.directory} after step {start.step}")
-        return
-    aside = set_rows_aside(session.directory) if session.is_main else None
-    if session.found.exists:
-        kept = f"; the rows of the start before are kept in {aside.name}" if aside else ""
-        session.say(f"{session.directory} has no checkpoint yet: STARTING AT STEP 0{kept}")
-    else:
-        session.say(f"run directory: {session.directory}")
 
 
 class Loop:
@@ -153,12 +64,16 @@ class Loop:
         session: Session,
         outputs: Outputs,
         start: Start,
+        *,
+        begin_again: Callable[[], Start],
         profile: ProfileConfig,
         group: Group,
+        goodput: Goodput,
         observers: Sequence[Observer] = (),
         until: int | None = None,
     ):
-        self.session, self.outputs, self.group, self.observers = session, outputs, group, observers
+        self.begin_again, self.observers = begin_again, observers
+        self.session, self.outputs, self.group, self.goodput = session, outputs, group, goodput
         self.config, self.mesh = session.config, session.mesh
         self.state: TrainState = start.state
         self.step = start.step
@@ -167,13 +82,18 @@ class Loop:
         self.late = OneStepLate()
         self.result = RunResult(session.directory, start.step)
         self.capture = Capture(profile, session.directory / "profile", say=session.say)
+        self.returns: list[Return] = list(start.returns)
         self.phases = phases(self.config)
+        for back in self.returns:
+            self.phases = with_fallback(self.phases, back.step, back.recipe)
         self.program: Any = None
         self.evaluate: Any = None
         self.meter: Throughput | None = None
         self.last_saved: int | None = start.step if start.resumed else None
-        self.skips_in_a_row = 0
-        self.skipped = 0.0
+        self.saved_goodput = goodput.productive
+        self.guard = Guard(self.config)
+        self.guard.restart(float(jax.device_get(start.state.scaler["skipped"])))
+        self.recent: deque[tuple[int, Batch]] = deque(maxlen=3)
         self.row: dict[str, Any] | None = None
 
     def run(self) -> RunResult:
@@ -181,26 +101,36 @@ class Loop:
         began = time.monotonic()
         if self.step >= self.last:
             self.session.say(f"the run is complete at step {self.step}; raise --steps to go on")
-        loader = self.session.source.loader(self.mesh)
-        if self.data_state is not None:
-            loader.set_state(self.data_state)
+        while True:
+            try:
+                self._steps()
+                self.group.end_steps()
+                self.group.at("finish", self.step)
+                self._finish()
+                break
+            except Trouble as trouble:
+                self._answer(trouble)
+        self.result.seconds = time.monotonic() - began
+        self.result.params = self.state.params
+        self.result.breakdown = self.capture.shares
+        self.result.goodput = self.goodput
+        self.session.say(str(self.goodput))
+        return self.result
+
+    def _steps(self) -> None:
         with ExitStack() as closing:
+            loader = self.session.source.loader(self.mesh)
             closing.callback(loader.close)
+            if self.data_state is not None:
+                loader.set_state(self.data_state)
             while self.step < self.last:
                 self._enter_phase()
                 self.group.begin_steps()
                 self.result.stopped = self.group.stop_before(self.step + 1)
                 if self.result.stopped:
-                    break
+                    return
                 self._one_step(loader)
                 self._at_intervals()
-            self.group.end_steps()
-            self.group.at("finish", self.step)
-            self._finish()
-        self.result.seconds = time.monotonic() - began
-        self.result.params = self.state.params
-        self.result.breakdown = self.capture.shares
-        return self.result
 
     # Steps
 
@@ -218,7 +148,7 @@ class Loop:
             )
         began = time.monotonic()
         self.program, self.evaluate = self._compile(phase)
-        self.meter = make_meter(self.session, self.phases.index(phase))
+        self.meter = make_meter(self.session, phase)
         needed = self.program.memory_analysis()
         total = (needed.argument_size_in_bytes + needed.temp_size_in_bytes) / GIB if needed else 0.0
         self._note(f"compiled in {time.monotonic() - began:.1f} s; the program needs {total:.2f} GiB a device")
@@ -253,6 +183,7 @@ class Loop:
         self.capture.before(self.step, self.state)
         with jax.profiler.StepTraceAnnotation("train", step_num=self.step):
             self.state, values = self.program(self.state, batch)
+        self.recent.append((self.step, batch))
         self.capture.after(self.step, self.state, self.program.as_text)
         self._emit(self.late.push(self.step, values, input_wait_s=waited))
 
@@ -285,32 +216,77 @@ class Loop:
             "flops_formula": self.session.preflight.manifests[0].flops_formula,
             **extra,
         }
+        row.update(self.goodput.step(row))
         self.row = row
         self.result.loss, self.result.step = values["loss"], finished.step
         self.outputs.write(row)
-        self._guard(finished)
+        note = self.guard.look(finished.step, values)
+        if note is not None:
+            self._note(note)
 
     def _drain(self) -> None:
         """Wait for the newest step and write its row."""
         self._emit(self.late.flush())
         self.late.restart_clock()
 
-    def _guard(self, finished: Finished) -> None:
-        """Stop loudly when the numbers are no longer numbers."""
-        skipped = finished.values["skipped"]
-        self.skips_in_a_row = self.skips_in_a_row + 1 if skipped > self.skipped else 0
-        self.skipped = skipped
-        if not self.skips_in_a_row:
-            return
-        scaled = self.config.loss_scale.mode == "dynamic"
-        if scaled and self.skips_in_a_row < MOST_SKIPS_IN_A_ROW:
-            self._note(f"step {finished.step}: gradient overflow, step skipped, loss scale halved")
-            return
+    # Trouble
+
+    def _answer(self, trouble: Trouble) -> None:
+        """Go back to the last checkpoint, or stop. A fault of memory needs only the weights from the disk; anything
+        else needs --on-divergence to say in which precision to go on, without the data that led here."""
+        reason = trouble.reason + self._where(trouble)
+        alone = jax.process_count() == 1  # on several processes only one may have seen a fault of memory
+        willing = alone if trouble.fault else self.config.on_divergence != "stop"
+        if not willing or len(self.returns) >= self.config.guard.returns:
+            raise Diverged(self._last_words(reason, willing=willing))
+        self.outputs.store.wait()
+        start = self.begin_again()
+        recipe = "" if trouble.fault else self.config.on_divergence
+        skipped = 0 if trouble.fault else trouble.step - start.step
+        self.returns.append(Return(start.step, trouble.step, trouble.reason, recipe, skipped))
+        self._note(
+            f"{reason}. GOING BACK to "
+            + (f"the checkpoint of step {start.step}" if start.resumed else "the beginning")
+            + (f", skipping {skipped} batches, and on in {recipe.upper()}" if recipe else "")
+            + f" (return {len(self.returns)} of at most {self.config.guard.returns})"
+        )
+        self._go_back_to(start, skipped)
+
+    def _go_back_to(self, start: Start, skipped: int) -> None:
+        self.state, self.step = start.state, start.step
+        index = (start.data_state or {"next_index": 0})["next_index"]
+        self.data_state = {"next_index": index + skipped}
+        self.phases = with_fallback(self.phases, start.step, self.returns[-1].recipe)
+        self.program = None
+        self.late = OneStepLate()
+        self.recent.clear()
+        self.guard.restart(float(jax.device_get(start.state.scaler["skipped"])))
+        self.goodput.throw_away(self.saved_goodput if start.resumed else 0.0)
+        self.last_saved = start.step if start.resumed else None
+        for sink in self.outputs.sinks:
+            sink.close()
+        self.outputs.sinks = open_sinks(self.session, self.outputs.stack, resume_step=start.step)
+        if self.session.is_main:
+            write_manifest(self.session, self.phases, self.returns)
+
+    def _where(self, trouble: Trouble) -> str:
+        batch = dict(self.recent).get(trouble.step)
+        if trouble.fault or batch is None or "SPIKE" in trouble.reason:
+            return ""
+        resolved = phase_at(self.phases, trouble.step - 1).resolved(self.config)
+        step = jax.numpy.asarray(trouble.step - 1, jax.numpy.int32)
+        return "; computed again, the first that is not finite is " + locate(
+            self.config, resolved, self.mesh, self.state.params, batch, step=step
+        )
+
+    def _last_words(self, reason: str, *, willing: bool) -> str:
         saved = f"the checkpoint of step {self.last_saved} is good" if self.last_saved else "there is no checkpoint yet"
-        raise Diverged(
-            f"step {finished.step}: loss {finished.values['loss']}, gradient norm {finished.values['grad_norm']}; "
-            f"training stops here, weights unchanged by this step, and {saved}. Try a lower --optimizer.learning-rate, "
-            "--loss-scale.mode dynamic, or --recipe bf16 to see whether precision is at fault"
+        if willing:
+            return f"{reason}; after {len(self.returns)} returns to a checkpoint training stops here, and {saved}"
+        return (
+            f"{reason}; training stops here, weights unchanged by this step, and {saved}. Try --on-divergence bf16, a "
+            "lower --optimizer.learning-rate, --loss-scale.mode dynamic, or --recipe bf16 to see whether precision is "
+            "at fault"
         )
 
     def _note(self, text: str) -> None:
@@ -343,9 +319,22 @@ class Loop:
 
     def _save(self) -> None:
         self._drain()  # a state whose numbers were not looked at is not worth keeping
-        extra = {"config": to_dict(self.config), "data": self.data_state, "data_set": self.session.content}
-        self.outputs.store.save(self.step, self.state.items(), extra=extra)
-        self.last_saved = self.step
+        if int(jax.jit(bit_sum)(self.state.params)) != int(self.state.sentinel):
+            raise Trouble(
+                self.step, f"step {self.step}: memory has changed the weights after they were written", fault=True
+            )
+        extra = {
+            "config": to_dict(self.config),
+            "data": self.data_state,
+            "data_set": self.session.content,
+            "goodput": self.goodput.to_json(),
+            "returns": [back.to_json() for back in self.returns],
+        }
+        try:
+            self.outputs.store.save(self.step, self.state.items(), extra=extra)
+        except PoisonedCheckpoint as poison:
+            raise Trouble(self.step, f"step {self.step}: the state was not saved, {poison}") from None
+        self.last_saved, self.saved_goodput = self.step, self.goodput.productive
         self.late.restart_clock()
 
     def _finish(self) -> None:

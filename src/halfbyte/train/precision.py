@@ -5,7 +5,7 @@ loss gap to a third
 (arXiv 2509.25149). A switch is a new compiled step; phases are known before the first one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from halfbyte.models import LlamaConfig, linear_sites
 from halfbyte.optim import span
@@ -39,6 +39,14 @@ def phases(config: TrainConfig) -> tuple[Phase, ...]:
         return (Phase(0, config.steps, base),)
     after = blend(base, recipe(config.precision.switch_to), config.precision.switch_part)
     return (Phase(0, at, base), Phase(at, config.steps, after)) if at else (Phase(0, config.steps, after),)
+
+
+def with_fallback(all_phases: tuple[Phase, ...], step: int, name: str) -> tuple[Phase, ...]:
+    """The phases with everything after `step` finished steps under the recipe `name`; unchanged where it is ""."""
+    if not name:
+        return all_phases
+    before = [replace(phase, stop=min(phase.stop, step)) for phase in all_phases if phase.start < step]
+    return (*before, Phase(step, all_phases[-1].stop, recipe(name)))
 
 
 def switch_step(config: TrainConfig) -> int | None:

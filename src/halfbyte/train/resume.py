@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from halfbyte.checkpoint import Checkpoints, Restored
 
 from .config import GUARDED, TrainConfig
+from .guard import Return
 from .jsonconfig import differences, flatten, to_dict
 from .state import TrainState, abstract_state, create_state, seed_of
 
@@ -31,6 +32,8 @@ class Start:
     step: int
     data_state: Mapping[str, Any] | None
     resumed: bool
+    goodput: Mapping[str, float] | None = None
+    returns: tuple[Return, ...] = ()
 
 
 def guarded_changes(stored: Mapping[str, Any], config: TrainConfig, *, ignore: Sequence[str] = ()) -> list[str]:
@@ -96,8 +99,14 @@ def begin(
     store.set_aside(restored.refused)
     if restored.refused:
         say(f"GOING BACK to the checkpoint of step {restored.step}; later steps are computed again")
+    return _start(config, mesh, restored)
+
+
+def _start(config: TrainConfig, mesh: Mesh, restored: Restored) -> Start:
     state = TrainState.from_items(restored.items, seed=seed_of(config, mesh))
-    return Start(state, restored.step, restored.extra["data"], resumed=True)
+    extra = restored.extra
+    returns = tuple(Return(**back) for back in extra.get("returns", ()))
+    return Start(state, restored.step, extra["data"], True, extra.get("goodput"), returns)
 
 
 def _check_belongs(

@@ -1,6 +1,7 @@
 """Setting a run up: checks first, then the run directory. Nothing is written before every check has passed."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +15,28 @@ from halfbyte import models
 from halfbyte.checkpoint import Checkpoints
 from halfbyte.conformance import native_gemms_agree
 from halfbyte.devices import lookup
-from halfbyte.metrics import Aside, Display, Guarded, Jsonl, Sink, TensorBoard, Throughput, WandB, make_display
+from halfbyte.inputs import replace_file
+from halfbyte.metrics import (
+    Aside,
+    Display,
+    Guarded,
+    Jsonl,
+    Sink,
+    TensorBoard,
+    Throughput,
+    WandB,
+    make_display,
+    read_rows,
+)
 from halfbyte.sharding import format_mesh
 
 from . import jsonconfig
 from .config import TrainConfig
 from .directory import Found, Taken, check_data, look_at, settle, take
+from .guard import Return
 from .identity import fingerprint
-from .precision import phases
-from .precision_manifest import table
+from .precision import Phase, phases, with_fallback
+from .precision_manifest import Manifest, build_manifest, table
 from .preflight import GIB, Preflight, check, memory_of, run_mesh
 from .source import Source, open_source
 
@@ -48,6 +62,13 @@ class Session:
     def directory(self) -> Path:
         """Where the run lives."""
         return self.found.path
+
+    def manifest_of(self, phase: Phase) -> Manifest:
+        """What every GEMM of a phase is; also of one that was not planned."""
+        device = lookup(jax.local_devices()[0])
+        return build_manifest(
+            self.config, phase.resolved(self.config), phase.recipe, seq=self.source.seq, device=device
+        )
 
     def say(self, text: str) -> None:
         """Print one line, on the main process only."""
@@ -99,6 +120,8 @@ def show_start(session: Session) -> None:
             if len(preflight.manifests) > 1:
                 session.say(f"steps {phase.start + 1} to {phase.stop}:")
             session.console.print(table(manifest))
+    if session.mesh.devices.flat[0].platform in ("gpu", "cuda") and not config.deterministic:
+        session.say("NOTE: this run does not repeat itself bit for bit on a GPU; --deterministic makes it, slower")
     session.say(f"TFLOP/s counted by {preflight.manifests[0].flops_formula}; {_peak_text(session)}")
 
 
@@ -140,16 +163,36 @@ def take_directory(session: Session, stack: ExitStack) -> Taken:
     return take(session.found, session.config, session.content, stack=stack, is_main=session.is_main, say=session.say)
 
 
-def settle_directory(session: Session, taken: Taken) -> None:
+def settle_directory(session: Session, taken: Taken, returns: Sequence[Return]) -> None:
     """The checkpoint is restored, nothing can be refused any more: write config.json, manifest.json and the facts of
     the data."""
     if not session.is_main:
         return
-    spans = zip(phases(session.config), session.preflight.manifests, strict=True)
-    listed = [{"steps": [phase.start + 1, phase.stop], **manifest.to_json()} for phase, manifest in spans]
-    manifest = {**listed[0], "phases": listed}
-    settle(session.directory, session.config, taken.identity, manifest, content=session.content)
+    settle(session.directory, session.config, taken.identity, content=session.content)
     session.source.save_facts(session.directory)
+    every = phases(session.config)
+    for back in returns:
+        every = with_fallback(every, back.step, back.recipe)
+    write_manifest(session, every, returns)
+
+
+def write_manifest(session: Session, every: Sequence[Phase], returns: Sequence[Return]) -> None:
+    """manifest.json: every phase of the run with its steps, and every return to a checkpoint."""
+    listed = [
+        {"steps": [phase.start + 1, phase.stop], **session.manifest_of(phase).to_json()}
+        for phase in every
+        if phase.stop > phase.start
+    ]
+    found = {**listed[0], "phases": listed, "returns": [back.to_json() for back in returns]}
+    replace_file(session.directory / "manifest.json", json.dumps(found, indent=1) + "\n")
+
+
+def dropped_rows(session: Session, step: int) -> list[dict[str, Any]]:
+    """Rows that the run before has written past `step`: work that is done again."""
+    path = session.directory / "metrics.jsonl"
+    if not session.is_main or not path.exists():
+        return []
+    return [row for row in read_rows(path) if row.get("step", 0) > step]
 
 
 def open_sinks(session: Session, stack: ExitStack, *, resume_step: int | None) -> list[Sink]:
@@ -180,13 +223,12 @@ def open_display(session: Session, stack: ExitStack) -> Display | None:
     return display
 
 
-def make_meter(session: Session, manifest_index: int) -> Throughput:
+def make_meter(session: Session, phase: Phase) -> Throughput:
     """Rates of a step in one precision phase."""
     config, seq = session.config, session.source.seq
-    manifest = session.preflight.manifests[manifest_index]
     return Throughput(
         tokens=config.batch * seq,
         flops_per_token=models.flops_per_token(config.model, seq),
         devices=len(jax.devices()),
-        peak=manifest.peak(lookup(jax.devices()[0])),
+        peak=session.manifest_of(phase).peak(lookup(jax.devices()[0])),
     )

@@ -26,13 +26,15 @@ NUDGE = 2.0**-20  # of a twin's master weights
 @dataclasses.dataclass(frozen=True)
 class TrainState:
     """step: finished steps. params: float32 master weights. optimizer: Adam's count and moments. scaler: loss scale,
-    steps since its last change, steps skipped. seed: of the rounding's random bits, uint32; derived from the config."""
+    steps since its last change, steps skipped. seed: of the rounding's random bits, uint32; derived from the config.
+    sentinel: the sum of all bits of the weights as the last step wrote them, uint32; derived from the weights."""
 
     step: Any
     params: Any
     optimizer: Any
     scaler: dict[str, Any]
     seed: Any
+    sentinel: Any
 
     def items(self) -> dict[str, Any]:
         """As a checkpoint stores it: the weights apart, so that they can be read alone."""
@@ -46,7 +48,40 @@ class TrainState:
     def from_items(cls, items: dict[str, Any], *, seed: Any) -> "TrainState":
         """The state back from a checkpoint's items."""
         progress = items["progress"]
-        return cls(progress["step"], items["params"], items["optimizer"], progress["scaler"], seed)
+        sentinel = jax.jit(bit_sum)(items["params"])
+        return cls(progress["step"], items["params"], items["optimizer"], progress["scaler"], seed, sentinel)
+
+
+def bit_sum(params: Any) -> jax.Array:
+    """uint32: the sum of the bits of every weight, modulo 2^32, each array times an odd number of its own. A flip of
+    any one bit changes it. Integers, so that no order of summation and no mesh does."""
+    total = jnp.zeros((), jnp.uint32)
+    for number, leaf in enumerate(jax.tree.leaves(params)):
+        words = {2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
+        bits = jax.lax.bitcast_convert_type(leaf, words).astype(jnp.uint32)
+        total += jnp.sum(bits, dtype=jnp.uint32) * jnp.uint32(2 * number + 1)
+    return total
+
+
+@dataclasses.dataclass(frozen=True)
+class Watched:
+    """The weights as a step finds them: how many are not finite, and whether they are those that were written."""
+
+    not_finite: jax.Array
+    intact: jax.Array
+
+    @property
+    def good(self) -> jax.Array:
+        """Whether a step may be built on them."""
+        return (self.not_finite == 0) & self.intact
+
+
+def watch_weights(state: "TrainState") -> Watched:
+    """Look at the weights before a step uses them. A state without a sentinel is not looked at."""
+    if state.sentinel is None:
+        return Watched(jnp.int32(0), jnp.bool_(True))
+    counts = [jnp.sum(~jnp.isfinite(leaf), dtype=jnp.int32) for leaf in jax.tree.leaves(state.params)]
+    return Watched(sum(counts, jnp.int32(0)), bit_sum(state.params) == state.sentinel)
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
@@ -75,7 +110,8 @@ def state_of(config: TrainConfig, params: Any, rounding_seed: jax.Array) -> Trai
         "good_steps": jnp.zeros((), jnp.int32),
         "skipped": jnp.zeros((), jnp.int32),
     }
-    return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config).init(params), scaler, rounding_seed)
+    optimizer = make_optimizer(config).init(params)
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer, scaler, rounding_seed, bit_sum(params))
 
 
 SEED = jax.ShapeDtypeStruct((), jnp.uint32)
@@ -114,7 +150,7 @@ def state_shardings(shapes: TrainState, config: TrainConfig, mesh: Mesh) -> Trai
 
     optimizer = jax.tree.map(place, shapes.optimizer, is_leaf=like_params)
     scaler = dict.fromkeys(shapes.scaler, everywhere)
-    return TrainState(everywhere, of_params, optimizer, scaler, everywhere)
+    return TrainState(everywhere, of_params, optimizer, scaler, everywhere, everywhere)
 
 
 def create_state(config: TrainConfig, mesh: Mesh, params: Any = None) -> TrainState:

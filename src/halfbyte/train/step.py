@@ -24,7 +24,7 @@ from halfbyte.sharding import named_sharding
 
 from .config import TrainConfig
 from .scaling import next_scaler
-from .state import TrainState, abstract_state, make_optimizer
+from .state import TrainState, abstract_state, bit_sum, make_optimizer, watch_weights
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -86,8 +86,8 @@ def gradients(
 
 
 def make_train_step(config: TrainConfig, resolved: Resolved, mesh: Mesh) -> TrainStep:
-    """The pure step of one precision phase. A step with a non-finite gradient leaves params and moments as they were
-    and counts it as skipped."""
+    """The pure step of one precision phase. A step whose loss, gradient or weights are not finite, or whose weights are
+    not those that the step before has written, leaves params and moments as they were and counts as skipped."""
     transform = make_optimizer(config)
     rate_at = optim.learning_rate(config.optimizer, config.steps)
 
@@ -100,27 +100,33 @@ def make_train_step(config: TrainConfig, resolved: Resolved, mesh: Mesh) -> Trai
             grads, sums = gradients(config, resolved, mesh, state.params, batch, key=key, scale=scale)
         grads = jax.tree.map(lambda g: g * (1.0 / scale), grads)
         norm = optim.global_norm(grads)
-        finite = jnp.isfinite(norm)
+        scored = jnp.maximum(sums["tokens"], 1.0)
+        loss = sums["nll_sum"] / scored
+        watched = watch_weights(state)
+        finite = jnp.isfinite(norm) & jnp.isfinite(loss) & watched.good
         clipped = optim.clip_by_norm(grads, norm, config.optimizer.clip)
         updates, optimizer = transform.update(clipped, state.optimizer, state.params)
         params = optim.apply(state.params, updates, rate)
         keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)  # noqa: E731
+        params = lax.optimization_barrier(keep(params, state.params))  # the sum is of what is stored
         next_state = TrainState(
             step=state.step + 1,
-            params=keep(params, state.params),
+            params=params,
             optimizer=keep(optimizer, state.optimizer),
             scaler=next_scaler(config.loss_scale, state.scaler, finite),
             seed=state.seed,
+            sentinel=None if state.sentinel is None else bit_sum(params),
         )
-        scored = jnp.maximum(sums["tokens"], 1.0)
         metrics = {
-            "loss": sums["nll_sum"] / scored,
+            "loss": loss,
             "z_loss": sums["z_sum"] / scored,
             "scored_tokens": sums["tokens"],
             "grad_norm": norm,
             "learning_rate": rate,
             "loss_scale": scale,
             "skipped": next_state.scaler["skipped"].astype(jnp.float32),
+            "weights_not_finite": watched.not_finite.astype(jnp.float32),
+            "weights_intact": watched.intact.astype(jnp.float32),
         }
         return next_state, metrics
 

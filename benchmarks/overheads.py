@@ -1,0 +1,149 @@
+"""What surviving costs, as ratios in one run: the guards of a step, and saving in the background.
+
+    python benchmarks/overheads.py                                    # llama3.2-1b on a GPU
+    python benchmarks/overheads.py --model demo --batch 4 --seq 64 --steps 20   # on a CPU, to try it
+
+Two programs of one step, with and without guards (the sum of the weights' bits before and after, and the count of
+values that are not finite), take turns on the same weights, so that a busy device slows both alike; each reports its
+median. Then one interval of `--interval` steps with a checkpoint in it is compared with one without: what the loop
+waits for (checksums, the copy off the device, and whatever the writing takes from the steps) over the whole interval.
+Limits: guards 2%, saving 1% of 100 steps.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from halfbyte.devices.platform import settle_platform
+
+settle_platform(os.environ)
+
+import jax  # noqa: E402
+
+from halfbyte.checkpoint import Checkpoints  # noqa: E402
+from halfbyte.runs import run_config  # noqa: E402
+from halfbyte.train import create_state, phases, run_mesh  # noqa: E402
+from halfbyte.train.source import open_source, to_mesh  # noqa: E402
+from halfbyte.train.state import bit_sum  # noqa: E402
+from halfbyte.train.step import compiler_options, make_train_step  # noqa: E402
+
+GUARDS, SAVING = 0.02, 0.01
+
+
+def compiled(config, mesh, state, batch):
+    """The step for this state: one without a sentinel has no guards."""
+    resolved = phases(config)[0].resolved(config)
+    step = jax.jit(
+        make_train_step(config, resolved, mesh), donate_argnums=0, compiler_options=compiler_options(mesh, resolved)
+    )
+    return step.lower(state, batch).compile()
+
+
+def seconds(step, state, batch, steps: int):
+    """(state after, seconds a step) of `steps` steps in a row."""
+    jax.block_until_ready(state.params)
+    began = time.perf_counter()
+    for _ in range(steps):
+        state, values = step(state, batch)
+    jax.block_until_ready((state.params, values))
+    return state, (time.perf_counter() - began) / steps
+
+
+def guards(config, mesh, batch, *, rounds: int, steps: int) -> dict:
+    """Medians with and without guards, in turns on one state."""
+    state = create_state(config, mesh)
+    bare = dataclasses.replace(state, sentinel=None)
+    with_guards, without = compiled(config, mesh, state, batch), compiled(config, mesh, bare, batch)
+    times: dict[str, list[float]] = {"guarded": [], "bare": []}
+    for number in range(rounds + 1):
+        state, guarded_s = seconds(with_guards, state, batch, steps)
+        bare, bare_s = seconds(without, dataclasses.replace(state, sentinel=None), batch, steps)
+        state = dataclasses.replace(bare, sentinel=jax.jit(bit_sum)(bare.params))
+        if number:
+            times["guarded"].append(guarded_s)
+            times["bare"].append(bare_s)
+    medians = {name: statistics.median(found) for name, found in times.items()}
+    return {**medians, "overhead": medians["guarded"] / medians["bare"] - 1, "step": with_guards}
+
+
+def saving(config, mesh, batch, step, *, interval: int, folder: Path) -> dict:
+    """Seconds of an interval with one checkpoint in it, and of one without."""
+    state = create_state(config, mesh)
+    store = Checkpoints(folder / "checkpoints", keep_last=1)
+    state, _ = seconds(step, state, batch, 2)
+    found = {}
+    blocked = 0.0
+    for name in ("plain", "with_save", "plain_again"):
+        jax.block_until_ready(state.params)
+        began = time.perf_counter()
+        for number in range(interval):
+            state, values = step(state, batch)
+            float(values["loss"])
+            store.poll()
+            if name == "with_save" and number == 1:
+                start = time.perf_counter()
+                store.save(number, state.items(), extra={})
+                blocked = time.perf_counter() - start
+        jax.block_until_ready(state.params)
+        found[name] = time.perf_counter() - began
+    began = time.perf_counter()
+    written = store.close()
+    found["written_after_s"] = time.perf_counter() - began
+    plain = min(found["plain"], found["plain_again"])
+    return {**found, "written": written, "blocked_s": blocked, "overhead": found["with_save"] / plain - 1}
+
+
+def main() -> int:
+    """Measure; 3 if a limit is passed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama3.2-1b")
+    parser.add_argument("--recipe", default="nvfp4")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--seq", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=6, help="steps of a turn")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--interval", type=int, default=100)
+    parser.add_argument("--json", help="also write the result here")
+    args = parser.parse_args()
+    config = dataclasses.replace(
+        run_config(args.model),
+        recipe=args.recipe,
+        data="synthetic",
+        batch=args.batch,
+        seq=args.seq,
+        steps=1000,
+        mesh="",
+    )
+    mesh = run_mesh(config, jax.devices()[:1])
+    loader = open_source(config).loader(mesh)
+    batch = to_mesh(next(loader), mesh, batch=config.batch)
+    loader.close()
+    guarded = guards(config, mesh, batch, rounds=args.rounds, steps=args.steps)
+    step = guarded.pop("step")
+    with tempfile.TemporaryDirectory(prefix="halfbyte-overheads-") as folder:
+        saved = saving(config, mesh, batch, step, interval=args.interval, folder=Path(folder))
+    facts = {
+        "model": args.model, "recipe": args.recipe, "batch": args.batch, "seq": args.seq,
+        "device": jax.devices()[0].device_kind, "jax": jax.__version__, "python": platform.python_version(),
+        "guards": guarded, "saving": saved,
+    }  # fmt: skip
+    print(f"guards and checksums: {100 * guarded['overhead']:+.2f}% of a step (limit {100 * GUARDS:.0f}%)")
+    print(
+        f"saving: {100 * saved['overhead']:+.2f}% of {args.interval} steps (limit {100 * SAVING:.0f}%), "
+        f"{saved['blocked_s']:.2f} s blocked of {saved['plain']:.1f} s"
+    )
+    print(json.dumps(facts))
+    if args.json:
+        Path(args.json).write_text(json.dumps(facts, indent=1) + "\n")
+    return 0 if guarded["overhead"] <= GUARDS and saved["overhead"] <= SAVING else 3
+
+
+if __name__ == "__main__":
+    sys.exit(main())

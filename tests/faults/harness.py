@@ -1,0 +1,157 @@
+"""`make faults`: seeded faults of every kind against a small run, each with the outcome that it must have.
+
+    python tests/faults/harness.py                                # all, two at a time
+    python tests/faults/harness.py --kinds kill_one_rank,sigterm --times 1
+    python tests/faults/harness.py --write docs/evidence/faults.md
+
+Needs Linux; small file systems need the right to mount (root), and are left out, and said to be, without it.
+"""
+
+import argparse
+import platform
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from kinds import KINDS, Bench
+from outside import Trainer, can_mount
+
+NEEDS_MOUNT = ("disk_full_for_a_while", "disk_full_to_the_end", "out_of_inodes", "read_only_directory")
+STEPS, EVERY = 120, 10
+
+
+def write_config(path: Path) -> None:
+    """A run with everything that makes resuming hard: 4 bits, accumulation, dynamic loss scale, two devices."""
+    from halfbyte.models import LlamaConfig
+    from halfbyte.optim import OptimizerConfig
+    from halfbyte.train import (
+        CheckpointConfig,
+        LogConfig,
+        LossScaleConfig,
+        TrainConfig,
+        ValidationConfig,
+        jsonconfig,
+    )
+
+    model = LlamaConfig(
+        name="tiny", vocab_size=64, embed=32, mlp=64, layers=2, heads=4, kv_heads=2, head_dim=16, max_seq=64
+    )
+    config = TrainConfig(
+        name="faults",
+        model=model,
+        recipe="nvfp4",
+        mesh="fsdp=2",
+        data="synthetic",
+        steps=STEPS,
+        batch=8,
+        seq=32,
+        accumulate=2,
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup=1),
+        loss_scale=LossScaleConfig(mode="dynamic", initial=8.0, growth_interval=50),
+        validation=ValidationConfig(every=0, batches=1),
+        checkpoint=CheckpointConfig(every=EVERY, keep_last=3),
+        log=LogConfig(tensorboard=False, every=50),
+    )
+    jsonconfig.save(config, path)
+
+
+def prepare(root: Path) -> Bench:
+    """The undisturbed run; its compiled programs are kept for all others."""
+    (root / "logs").mkdir()
+    write_config(root / "config.json")
+    trainer = Trainer(root / "config.json", root / "cache", root / "logs")
+    code, output = trainer.finish(root / "whole")
+    if code:
+        raise SystemExit(f"the undisturbed run ended with {code}:\n{output[-3000:]}")
+    from halfbyte.data import demo_dataset
+
+    data = Path(demo_dataset(root / "data", seq_len=32).directory)
+    return Bench(trainer, root / "whole", STEPS, EVERY, data)
+
+
+def one_fault(bench: Bench, root: Path, name: str, number: int, seed: int) -> dict:
+    """Do it, and say what came of it."""
+    fault = KINDS[name][0]
+    folder = root / f"{name}-{number}"
+    began = time.monotonic()
+    try:
+        text, good = fault(bench, folder, Random(f"{seed}/{name}/{number}")), True
+    except AssertionError as error:
+        text, good = " ".join(str(error).split())[:300], False
+    except Exception:
+        text, good = "harness: " + " ".join(traceback.format_exc().split())[-300:], False
+    if good:
+        shutil.rmtree(folder, ignore_errors=True)
+    return {"kind": name, "number": number, "good": good, "text": text, "seconds": time.monotonic() - began}
+
+
+def table(rows: list[dict], seconds: float, seed: int) -> str:
+    """The table that is printed and committed."""
+    bad = [row for row in rows if not row["good"]]
+    kinds = {row["kind"] for row in rows}
+    head = (
+        f"{len(rows)} faults of {len(kinds)} kinds, seed {seed}, in {seconds / 60:.1f} minutes: "
+        f"{len(rows) - len(bad)} as they must be, {len(bad)} not. Linux, CPU, Python {platform.python_version()}.\n\n"
+        "| kind | n | s each | as it must be | what came of it (the last) |\n|---|---|---|---|---|\n"
+    )
+    lines = []
+    for name in KINDS:
+        mine = [row for row in rows if row["kind"] == name]
+        if mine:
+            good = sum(row["good"] for row in mine)
+            each = sum(row["seconds"] for row in mine) / len(mine)
+            said = next((row["text"] for row in mine if not row["good"]), mine[-1]["text"]).replace("|", "/")
+            lines.append(f"| {name.replace('_', ' ')} | {len(mine)} | {each:.0f} | {good} | {said} |")
+    return head + "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Run them; 1 if any was not as it must be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS))
+    parser.add_argument("--times", type=int, default=0, help="of each kind; 0: as each says")
+    parser.add_argument("--at-once", type=int, default=2)
+    parser.add_argument("--write", help="also write the table here")
+    parser.add_argument("--keep", action="store_true", help="keep the folders")
+    args = parser.parse_args()
+    began, root = time.monotonic(), Path(tempfile.mkdtemp(prefix="halfbyte-faults-"))
+    bench = prepare(root)
+    left_out = [] if can_mount() else [name for name in NEEDS_MOUNT if name in args.kinds]
+    plan = [
+        (name, number) for name in args.kinds if name not in left_out for number in range(args.times or KINDS[name][1])
+    ]
+    Random(args.seed).shuffle(plan)
+    rows = []
+    with ThreadPoolExecutor(args.at_once) as threads:
+        jobs = [threads.submit(one_fault, bench, root, name, number, args.seed) for name, number in plan]
+        for job in jobs:
+            row = job.result()
+            rows.append(row)
+            mark = "ok  " if row["good"] else "BAD "
+            print(f"{mark} {row['seconds']:5.0f} s  {row['kind']} {row['number']}: {row['text']}", flush=True)
+    text = table(sorted(rows, key=lambda row: row["number"]), time.monotonic() - began, args.seed)
+    if left_out:
+        text += f"\nLeft out, because file systems cannot be mounted here: {', '.join(left_out)}.\n"
+    print("\n" + text)
+    if args.write:
+        Path(args.write).write_text(
+            "# Faults\n\n`make faults`: what each fault must end in is in tests/faults/kinds.py.\n\n" + text
+        )
+    bad = [row for row in rows if not row["good"]]
+    if not bad and not args.keep:
+        shutil.rmtree(root, ignore_errors=True)
+    else:
+        print(f"folders and logs: {root}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

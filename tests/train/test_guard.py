@@ -1,0 +1,163 @@
+"""Trouble is noticed, named and answered. Oracles: states and rows whose trouble was put there by hand."""
+
+import dataclasses
+import io
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+from tiny import tiny
+
+from halfbyte.metrics import read_rows
+from halfbyte.train import CheckpointConfig, Diverged, GuardConfig, create_state, phases, run_mesh, train
+from halfbyte.train.goodput import Goodput
+from halfbyte.train.guard import Guard, Trouble
+from halfbyte.train.locate import locate
+from halfbyte.train.precision import with_fallback
+from halfbyte.train.source import open_source, to_mesh
+from halfbyte.train.step import make_train_step
+
+WELL = {"loss": 2.0, "grad_norm": 1.0, "skipped": 0.0, "weights_not_finite": 0.0, "weights_intact": 1.0}
+
+
+def test_skipped_steps_are_counted_and_bounded():
+    guard = Guard(tiny(guard=GuardConfig(skips=2)))
+    bad = {**WELL, "loss": float("nan")}
+    assert guard.look(1, WELL) is None
+    assert "STEP SKIPPED" in guard.look(2, {**bad, "skipped": 1.0})
+    assert "2 of at most 2" in guard.look(3, {**bad, "skipped": 2.0})
+    assert guard.look(4, {**WELL, "skipped": 2.0}) is None
+    guard.look(5, {**bad, "skipped": 3.0})
+    guard.look(6, {**bad, "skipped": 4.0})
+    with pytest.raises(Trouble, match=r"step 7: loss nan.*3 steps in a row"):
+        guard.look(7, {**bad, "skipped": 5.0})
+
+
+def test_weights_that_are_not_finite_or_not_their_own():
+    guard = Guard(tiny())
+    with pytest.raises(Trouble, match="12 weights are not finite"):
+        guard.look(1, {**WELL, "weights_not_finite": 12.0})
+    with pytest.raises(Trouble, match="memory has changed them") as found:
+        guard.look(2, {**WELL, "weights_intact": 0.0})
+    assert found.value.fault
+
+
+def test_a_spike_stands_out_of_its_own_median():
+    guard = Guard(tiny(guard=GuardConfig(spike=2.0)))
+    for step in range(1, 20):
+        assert guard.look(step, {**WELL, "loss": 2.0 + 0.05 * (step % 3)}) is None
+    with pytest.raises(Trouble, match=r"LOSS SPIKE, 4\.5000"):
+        guard.look(20, {**WELL, "loss": 4.5})
+
+
+@pytest.fixture(scope="module")
+def one_step():
+    """(config, resolved, mesh, fresh state, a batch, the compiled step)."""
+    config = tiny(recipe="nvfp4")
+    mesh = run_mesh(config, jax.devices()[:1])
+    resolved = phases(config)[0].resolved(config)
+    loader = open_source(config).loader(mesh)
+    batch = to_mesh(next(loader), mesh, batch=config.batch)
+    loader.close()
+    state = create_state(config, mesh)
+    step = jax.jit(make_train_step(config, resolved, mesh)).lower(state, batch).compile()
+    return config, resolved, mesh, state, batch, step
+
+
+def with_weight(state, path, index, value):
+    """The state with one weight of `layers/mlp/<path>` replaced, as a fault of memory would."""
+    layers = state.params["layers"]
+    mlp = {**layers["mlp"], path: layers["mlp"][path].at[index].set(value)}
+    return dataclasses.replace(state, params={**state.params, "layers": {**layers, "mlp": mlp}})
+
+
+def test_one_flipped_bit_in_a_weight_is_noticed_and_nothing_is_built_on_it(one_step):
+    *_, state, batch, step = one_step
+    after, values = step(state, batch)
+    assert values["weights_intact"] == 1
+    _, values = step(after, batch)
+    assert values["weights_intact"] == 1
+    weight = after.params["layers"]["mlp"]["down"][1, 3, 5]
+    flipped = jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(weight, jnp.uint32) ^ 1, jnp.float32)
+    broken = with_weight(after, "down", (1, 3, 5), flipped)
+    then, values = step(broken, batch)
+    assert values["weights_intact"] == 0
+    assert np.array_equal(then.params["layers"]["mlp"]["up"], after.params["layers"]["mlp"]["up"])
+    assert int(then.scaler["skipped"]) == 1
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_weight_that_is_not_finite_is_found_and_named_with_its_layer(one_step, value):
+    config, resolved, mesh, state, batch, step = one_step
+    broken = with_weight(state, "down", (1, 3, 5), value)
+    _, values = step(broken, batch)
+    assert values["weights_not_finite"] == 1
+    named = locate(config, resolved, mesh, broken.params, batch, step=jnp.int32(0))
+    assert named == "the weight of layers/mlp/down, layer 1: 1 values are not finite"
+
+
+def test_a_layer_that_overflows_is_named(one_step):
+    config, resolved, mesh, state, batch, _ = one_step
+    huge = with_weight(state, "down", 1, 3e38).params
+    named = locate(config, resolved, mesh, huge, batch, step=jnp.int32(0))
+    assert named.startswith("the forward pass of layer 1")
+
+
+def test_a_token_outside_the_vocabulary_is_named(one_step):
+    config, resolved, mesh, state, batch, _ = one_step
+    bad = {**batch, "tokens": batch["tokens"].at[0, 0].set(9999)}
+    assert "tokens from 0 to 9999" in locate(config, resolved, mesh, state.params, bad, step=jnp.int32(0))
+
+
+def test_a_spike_goes_back_skips_and_goes_on_in_bf16(tmp_path):
+    """A limit so tight that noise passes it: two returns, then the run stops. Rows are each there once."""
+    config = tiny(
+        recipe="nvfp4",
+        mesh="data=8",
+        steps=60,
+        guard=GuardConfig(spike=1.0005, returns=2),
+        on_divergence="bf16",
+        checkpoint=CheckpointConfig(every=5),
+    )
+    out = io.StringIO()
+    with pytest.raises(Diverged, match=r"LOSS SPIKE.*after 2 returns"):
+        train(config, tmp_path / "run", console=Console(file=out, width=200))
+    assert out.getvalue().count("GOING BACK") == 2
+    assert "on in BF16" in out.getvalue()
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    first, _ = manifest["returns"]
+    assert first["recipe"] == "bf16"
+    assert first["skipped"] == first["at"] - first["step"] > 0
+    assert manifest["phases"][-1]["recipe"] == "bf16"
+    assert manifest["phases"][0]["steps"][1] == first["step"]
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, rows[-1]["step"] + 1))
+    assert all(0 < row["goodput"] <= 1 for row in rows)
+
+
+def test_fallback_phases():
+    config = tiny(recipe="nvfp4", steps=20)
+    after = with_fallback(phases(config), 8, "bf16")
+    assert [(phase.start, phase.stop, phase.recipe.name) for phase in after] == [(0, 8, "nvfp4"), (8, 20, "bf16")]
+    assert with_fallback(after, 8, "bf16")[-1].start == 8
+    assert with_fallback(phases(config), 0, "fp8")[0].recipe.name == "fp8"
+    assert with_fallback(after, 12, "") == after
+
+
+def test_goodput_adds_up():
+    """A run of 100 s: 30 s of steps that count, of which the checkpoint held 20, and 10 s that a crash threw away."""
+    found = Goodput(0.0, clock=lambda: 100.0)
+    for _ in range(10):
+        found.step({"step_time_s": 2.5, "input_wait_s": 0.5})
+    kept = found.to_json()
+    dropped = [{"step_time_s": 5.5, "input_wait_s": 0.5}] * 2
+    again = Goodput.resumed(kept, dropped)
+    again.clock = lambda: 100.0
+    again.step({"step_time_s": 10.0, "input_wait_s": 0.0})
+    assert (again.productive, again.lost, again.waiting) == (30.0, 10.0, 60.0)
+    again.throw_away(20.0)
+    assert (again.productive, again.lost, again.waiting) == (20.0, 20.0, 60.0)
+    assert "productive 20.0% (20.0 s), lost 20.0% (20.0 s), waiting 60.0%" in str(again)
