@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from halfbyte.launch import DistributedConfig, Setting, apply, find_peers, known_to_xla, recommended
+from halfbyte.launch import FLAG_SETS, DistributedConfig, Setting, apply, find_peers, known_to_xla, recommended
 from halfbyte.launch.cluster import first_host, under_kubernetes
 from halfbyte.launch.start import _check_port_is_free
 
@@ -116,5 +116,6 @@ def test_recommended_by_device():
 def test_every_recommended_flag_is_known_to_the_installed_xla():
     flags = [setting.name for setting in recommended("NVIDIA GB300", several=True) if setting.is_flag]
     assert flags
-    assert all(map(known_to_xla, flags))
+    flags += [setting.name for settings in FLAG_SETS.values() for setting in settings]
+    assert all(map(known_to_xla, set(flags)))
     assert not known_to_xla("xla_gpu_no_such_flag_at_all")

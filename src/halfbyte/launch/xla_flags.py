@@ -30,16 +30,26 @@ class Setting:
         return self.name.startswith("xla_")
 
 
-EVERY_GPU = (
-    Setting("xla_gpu_enable_latency_hiding_scheduler", "true", "overlap FSDP gathers with GEMMs"),
-    Setting("xla_gpu_all_gather_combine_threshold_bytes", str(GIB), "one gather a layer, not one a weight"),
-    Setting("xla_gpu_reduce_scatter_combine_threshold_bytes", str(GIB), "the same for gradients"),
-    Setting("xla_gpu_all_reduce_combine_threshold_bytes", str(GIB), "the same for replicated parameters"),
+# Collectives are not combined beyond XLA's own sizes: behind one gather a layer nothing can hide, because all GEMMs of
+# the layer wait for it. docs/distributed.md has what the compiled schedules of each set show.
+EVERY_GPU = (Setting("xla_gpu_enable_latency_hiding_scheduler", "true", "overlap FSDP gathers with GEMMs"),)
+COMBINED = tuple(
+    Setting(f"xla_gpu_{kind}_combine_threshold_bytes", str(GIB), "one a layer, not one a weight")
+    for kind in ("all_gather", "reduce_scatter", "all_reduce")
 )
+PIPELINED = tuple(
+    Setting(f"xla_gpu_enable_pipelined_{kind}", "true", "a layer's collectives beside its neighbour's GEMMs")
+    for kind in ("all_gather", "reduce_scatter")
+)
+DOUBLED = (Setting("xla_gpu_enable_while_loop_double_buffering", "true", "two layers a turn of the loop"),)
 # What `halfbyte bench --flags` can compare: the same program under other flags of XLA, everything else as it is.
 FLAG_SETS: dict[str, tuple[Setting, ...]] = {
     "recommended": EVERY_GPU,
     "none": (),
+    "combined": EVERY_GPU + COMBINED,
+    "pipelined": EVERY_GPU + PIPELINED,
+    "combined-pipelined": EVERY_GPU + COMBINED + PIPELINED,
+    "doubled": EVERY_GPU + DOUBLED,
 }
 # Hopper only: NVIDIA's tuning guide for JAX advises against a single queue on Blackwell.
 HOPPER = (Setting("CUDA_DEVICE_MAX_CONNECTIONS", "1", "collectives launch before the GEMM they hide behind"),)
