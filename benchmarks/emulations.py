@@ -35,7 +35,7 @@ if settle_platform(os.environ):
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-from gpu_kernels import environment, random_array, seconds, warm_clocks  # noqa: E402
+from kernel_timing import environment, random_array, seconds, warm_clocks  # noqa: E402
 
 from halfbyte import conformance, ops  # noqa: E402
 from halfbyte.cli.screen import console, table  # noqa: E402

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from gpu_kernels import Case, random_array
 from jax import lax
 from kernel_cases import KINDS, all_equal, special
+from kernel_timing import Case, random_array
 
 from halfbyte.ops import kernels as K
 from halfbyte.ops.kernels import f8

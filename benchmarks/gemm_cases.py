@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from gpu_kernels import Case, random_array
 from jax import lax
 from kernel_cases import all_equal, scale_of
+from kernel_timing import Case, random_array
 
-from halfbyte.ops.kernels import gemm
-from halfbyte.ops.kernels.matmul import GemmTiling
+from halfbyte.ops.kernels.matmul import GemmTiling, default_tiling, matmul, with_float32_output
 from halfbyte.ops.kernels.scale import GEMM
 
 CONTRACTED = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}
@@ -66,7 +65,7 @@ def checks(threads: int) -> dict[str, str]:
         for dtype in (jnp.bfloat16, jnp.float32):
             name = f"gemm_{layout}:{jnp.dtype(dtype).name}"
             try:
-                fn = jax.jit(_mosaic(layout, dtype, gemm.default_tiling(layout, m, n, k, jnp.bfloat16))())
+                fn = jax.jit(_mosaic(layout, dtype, default_tiling(layout, m, n, k, jnp.bfloat16))())
                 got = fn(*map(jnp.asarray, values), left, right)
                 results[name] = all_equal([(got, (product * alpha).astype(dtype))])
             except Exception as error:  # reported as a failed check
@@ -91,7 +90,7 @@ def _variants(layout: str, dtype: Any) -> dict[str, Callable[[], Any]]:
         return (dot(a, b, layout, jnp.float32) * (s[GEMM] * t[GEMM])).astype(dtype)
 
     made: dict[str, Callable[[], Any]] = {
-        "default": lambda: lambda a, b, s, t: gemm.matmul(a, b, s, t, layout=layout, out_dtype=dtype),
+        "default": lambda: lambda a, b, s, t: matmul(a, b, s, t, layout=layout, out_dtype=dtype),
         "xla, no alpha": lambda: lambda a, b, s, t: dot(a, b, layout, dtype),
         "xla, alpha": lambda: scaled,
     }
@@ -104,5 +103,5 @@ def _variants(layout: str, dtype: Any) -> dict[str, Callable[[], Any]]:
 
 def _mosaic(layout: str, dtype: Any, tiling: GemmTiling) -> Callable[[], Any]:
     if dtype == jnp.float32 and tiling.epilogue_n <= 64:
-        tiling = gemm.with_float32_output(tiling)
-    return lambda: lambda a, b, s, t: gemm.matmul(a, b, s, t, layout=layout, out_dtype=dtype, tiling=tiling)
+        tiling = with_float32_output(tiling)
+    return lambda: lambda a, b, s, t: matmul(a, b, s, t, layout=layout, out_dtype=dtype, tiling=tiling)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import kernel_oracle as oracle
 import ml_dtypes
 import numpy as np
-from gpu_kernels import Case, random_array, tiling_name
 from kernel_cases import KEY, KEY2, all_equal, scale_of, top
+from kernel_timing import Case, random_array, tiling_name
 
 from halfbyte.ops import kernels as K
 from halfbyte.ops.kernels import Columnwise, Rowwise, Tiling
