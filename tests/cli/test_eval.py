@@ -36,8 +36,8 @@ def task_folder(tmp_path):
 
 def test_the_validation_split_gives_the_loss_of_training(tiny_run, capfd):
     measured = next(row for row in reversed(read_rows(tiny_run / "metrics.jsonl")) if "validation_loss" in row)
-    code, found, _ = evaluate(capfd, tiny_run, "--batch-tokens", 8 * 32)
-    assert code == 0
+    code, found, err = evaluate(capfd, tiny_run, "--batch-tokens", 8 * 32)
+    assert code == 0 and "--scales window scores each window alone" in err
     losses = {result["task"]: result["metrics"]["nats_per_token"]["value"] for result in found["results"]}
     expected = {
         name.replace("_loss", ""): value for name, value in measured.items() if name.startswith("validation_loss/")
@@ -46,6 +46,17 @@ def test_the_validation_split_gives_the_loss_of_training(tiny_run, capfd):
     saved = read_rows(tiny_run / "evaluations.jsonl")
     assert [row["task"] for row in saved[-len(losses) :]] == list(losses)
     assert saved[-1]["step"] == 4 and saved[-1]["recipe"] == "nvfp4"
+
+
+def test_the_error_of_the_validation_split_is_over_windows(tiny_run, capfd):
+    """One window a batch, or eight: over batches it would differ by a factor."""
+    found = []
+    for flags in (("--scales", "window"), ("--batch-tokens", 8 * 32)):
+        code, data, err = evaluate(capfd, tiny_run, "--recipe", "bf16", "--limit", 6, "--no-save", *flags)
+        assert code == 0 and data["results"][0]["examples"] == 6
+        assert "scores each window alone" not in err  # nothing is quantized
+        found.append(data["results"][0]["metrics"]["nats_per_token"])
+    assert found[0] == {key: pytest.approx(value, rel=2e-3) for key, value in found[1].items()}  # bf16 activations
 
 
 def test_every_kind_of_task(tiny_run, task_folder, capfd):

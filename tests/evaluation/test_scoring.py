@@ -8,6 +8,7 @@ import pytest
 
 from halfbyte import models
 from halfbyte.evaluation import SCORING_RULES, Request, Scorer, scoring
+from halfbyte.recipe import policy, recipe
 from halfbyte.sharding import make_mesh
 
 RANDOM = np.random.default_rng(0)
@@ -114,3 +115,44 @@ def test_impossible_requests_are_refused(model):
             Request(tokens, scored)
     with pytest.raises(ValueError, match="between 1 and the model's max_seq 128"):
         Scorer(model, window=129)
+
+
+def packed(rows, seq=64):
+    """A packed batch without segments of its own; the last row is padding."""
+    tokens = RANDOM.integers(0, 257, (rows, seq)).astype(np.int32)
+    batch = {"tokens": tokens, "targets": np.roll(tokens, -1, axis=1), "segments": np.ones_like(tokens)}
+    batch["targets"][:, -1] = -1
+    batch["targets"][-1] = -1
+    return {**batch, "positions": np.broadcast_to(np.arange(seq, dtype=np.int32), tokens.shape)}
+
+
+def test_packed_windows_are_scored_one_by_one(model, logits_alone):
+    """However they are put into batches; rows of padding are no windows."""
+    batch = packed(5)
+    parts = [{name: value[start : start + 1] for name, value in batch.items()} for start in range(5)]
+    together = list(Scorer(model).score_packed([batch]))
+    alone = list(Scorer(model, scales="window").score_packed(parts))
+    assert [score.tokens for score in together] == [63] * 4
+    np.testing.assert_allclose([s.nll for s in together], [s.nll for s in alone], rtol=1e-6)
+    nll, _ = judged(logits_alone(batch["tokens"][0]), Request(tuple(batch["tokens"][0].tolist()), 63))
+    assert together[0].nll == pytest.approx(nll, rel=2e-6)  # float32 sums
+
+
+def test_scales_of_a_window_are_its_own(model):
+    """Under nvfp4 a score moves with its neighbours, unless each window is a batch."""
+    resolved = policy("all_linear", recipe("nvfp4")).resolve(models.linear_sites(model.config), model.config.layers)
+    quantized = dataclasses.replace(model, context=dataclasses.replace(model.context, policy=resolved))
+    requests = [request(65, 64) for _ in range(2)]
+    moved, kept = (Scorer(quantized, batch_tokens=128, scales=scales) for scales in ("batch", "window"))
+    assert moved.score(requests)[0] != moved.score(requests[:1])[0]
+    assert kept.score(requests)[0] == kept.score(requests[:1])[0]
+    assert kept.compiled == {(1, 64)}
+
+
+def test_scales_of_a_window_on_a_mesh_that_cuts_batches(model):
+    mesh = make_mesh({"fsdp": 2, "tensor": 2}, jax.devices("cpu")[:4])
+    spread = dataclasses.replace(model, context=dataclasses.replace(model.context, mesh=mesh, rules=SCORING_RULES))
+    with pytest.raises(ValueError, match="this mesh cuts a batch into 2; use a mesh of tensor alone"):
+        Scorer(spread, scales="window")
+    with pytest.raises(ValueError, match="scales must be one of batch, window, got 'row'"):
+        Scorer(model, scales="row")

@@ -36,13 +36,16 @@ class Args:
     files: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[FILE ...]")] = ()
     """Tasks (.jsonl) and text (.txt), also .xz, .gz, .zst; directories, globs. None: the run's validation split."""
     limit: int = 0
-    """Examples a task, spread evenly over it; for a text file, windows from its beginning; 0: all."""
+    """Examples a task, spread evenly over it; for text and the validation split, windows from its beginning; 0: all."""
     seq: int = 0
     """Tokens that the model reads at once; 0: as many as it was trained on."""
     stride: int = 0
     """For text: tokens scored in each window; the rest of it is context. 0: all of them."""
     batch_tokens: int = 8192
     """Tokens of a batch."""
+    scales: Literal["batch", "window"] = "batch"
+    """What shares the scale of a quantized tensor: all windows of a batch (fast; scores move a little with
+    --batch-tokens), or each window alone (one at a time; they do not)."""
     recipe: str = ""
     """Of the forward pass; empty: the recipe that the run trained with."""
     step: int | None = None
@@ -69,8 +72,13 @@ def run(args: Args) -> Result:
         compute_dtype=args.compute_dtype,
     )  # fmt: skip
     save = args.save and loaded.config is not None
-    scorer = Scorer(loaded.model, window=args.seq or None, batch_tokens=args.batch_tokens)
+    scorer = Scorer(loaded.model, window=args.seq or None, batch_tokens=args.batch_tokens, scales=args.scales)
     print(loaded.describe(), flush=True)
+    if loaded.model.context.policy is not None and args.scales == "batch":
+        print(
+            f"scales come from all tokens of a batch ({args.batch_tokens:,}): other batches, other last digits; "
+            "--scales window scores each window alone"
+        )
     results = []
     for result in evaluate(args, loaded, scorer, tasks):
         results.append(result)
@@ -138,16 +146,18 @@ def validation(args: Args, loaded: "LoadedRun", scorer: Any) -> "Iterator[evalua
     dataset = open_data(loaded.config)
     if dataset is None:
         raise ValueError("the run was trained on synthetic tokens: there is no validation text; name files to score")
-    rows = max(1, args.batch_tokens // dataset.seq_len)
+    rows = scorer.rows(dataset.seq_len)
+    most = -(-args.limit // rows) if args.limit else None
     for name in data.validation_sources(dataset):
         totals = [part.manifest.splits["validation"].get(name) for part in data.dataset.as_mixture(dataset).datasets]
         size, tokens = (sum(getattr(t, field) for t in totals if t) for field in ("text_bytes", "tokens"))
-        loader = data.loader(dataset, batch=rows, split="validation", source=name, max_batches=args.limit or None)
+        loader = data.loader(dataset, batch=rows, split="validation", source=name, max_batches=most)
         with loader, progress(f"validation/{name}") as watch:
             scores = []
-            for score in scorer.score_batches(loader):
+            for score in scorer.score_packed(loader):
                 scores.append(score)
-                watch(len(scores), loader.batches)
+                watch(len(scores), loader.batches * rows)
+        scores = scores[: args.limit or None]
         yield validation_result(f"validation/{name}", scores, bytes_per_token=size / tokens)
 
 
@@ -155,6 +165,7 @@ def settings(args: Args, loaded: "LoadedRun", scorer: Any) -> dict[str, Any]:
     """What the numbers depend on beside the task."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     fixed = {"limit": args.limit, "seq": scorer.window, "stride": args.stride or scorer.window}
+    fixed |= {"scales": scorer.scales, "batch_tokens": scorer.batch_tokens}
     return {"time": now, "run": str(loaded.directory), "step": loaded.step, "recipe": loaded.recipe, **fixed}
 
 

@@ -1,8 +1,13 @@
 """Log-probabilities of given tokens, for many requests at once.
 
 A request is a row of tokens whose last `scored` ones are judged given all before them. Rows are padded on the right to
-a few lengths and batches to a few sizes, so that thousands of requests cost a handful of programs; attention is
-causal, so padding behind a row changes nothing in it. Logits exist for a slice of positions at a time.
+a few lengths and batches to a few sizes, so that thousands of requests cost a handful of programs. Logits exist for a
+slice of positions at a time.
+
+Attention is causal, so that no token reads the padding behind it. But a quantized recipe takes the scale of a tensor
+from all of its tokens, other rows and padding among them: a score then moves with what else is in its batch, a little
+also under bf16, whose sums are cut otherwise for another shape. `scales="window"` gives every row a batch of its own,
+always of the shape that its length is padded to, so that a score is a function of its request alone.
 """
 
 import functools
@@ -24,6 +29,7 @@ SHORTEST = 32  # of the padded lengths
 LENGTHS = 5  # padded lengths at most, each half of the next
 LOGIT_BYTES = 2**28  # float32 logits that exist at one time
 PACKED = ("tokens", "targets", "segments", "positions")
+SCALES = ("batch", "window")
 Batch = dict[str, Any]
 Watch = Callable[[int, int], None]
 
@@ -91,19 +97,32 @@ def _slice_size(rows: int, seq: int, vocab: int) -> int:
 
 
 class Scorer:
-    """Scores requests with one model, in windows of at most `window` tokens and about `batch_tokens` a program."""
+    """Scores requests with one model, in windows of at most `window` tokens and about `batch_tokens` a program.
 
-    def __init__(self, model: LanguageModel, *, window: int | None = None, batch_tokens: int = 8192):
+    `scales` says what shares the scale of a quantized tensor: the whole "batch", or each "window" alone, one a program.
+    """
+
+    def __init__(
+        self, model: LanguageModel, *, window: int | None = None, batch_tokens: int = 8192, scales: str = "batch"
+    ):
         self.model = model
         self.window = window or model.seq
         self.batch_tokens = batch_tokens
+        self.scales = scales
+        if scales not in SCALES:
+            raise ValueError(f"scales must be one of {', '.join(SCALES)}, got {scales!r}")
+        if scales == "window" and self._share > 1:
+            raise ValueError(
+                f"scales='window' scores one window a program, and this mesh cuts a batch into {self._share}; "
+                "use a mesh of tensor alone, or scales='batch'"
+            )
         if not 1 <= self.window <= model.config.max_seq:
             raise ValueError(f"seq {self.window}: windows lie between 1 and the model's max_seq {model.config.max_seq}")
         if batch_tokens < 1:
             raise ValueError(f"batch_tokens must be 1 or more, got {batch_tokens}")
         self.compiled: set[tuple[int, int]] = set()
         self._program = jax.jit(functools.partial(_row_scores, model.config, ctx=model.context))
-        self._sums = jax.jit(functools.partial(_batch_sums, model.config, ctx=model.context))
+        self._sums = jax.jit(functools.partial(_window_sums, model.config, ctx=model.context))
 
     def score(self, requests: Sequence[Request], *, watch: Watch | None = None) -> list[Score]:
         """A score for each request, in order. `watch` is told (requests done, of all) after each batch."""
@@ -116,16 +135,17 @@ class Scorer:
         self._collect(pending, requests, scores, watch)
         return [score for score in scores if score is not None]
 
-    def score_batches(self, batches: Iterable[Batch]) -> Iterator[Score]:
-        """The score of each packed batch, as the loader yields them (`greedy` is not looked at, and False)."""
+    def score_packed(self, batches: Iterable[Batch]) -> Iterator[Score]:
+        """The score of each window of packed batches, as the loader yields them.
+
+        Windows without a target are left out; `greedy` is not looked at, and False.
+        """
         pending: Any = None
         for batch in batches:
             running = self._sums(self.model.params, self._place({key: batch[key] for key in PACKED}))
-            if pending is not None:
-                yield Score(float(pending[0]), int(pending[1]), False)
+            yield from _window_scores(pending)  # while the device works on the next
             pending = running
-        if pending is not None:
-            yield Score(float(pending[0]), int(pending[1]), False)
+        yield from _window_scores(pending)
 
     def _collect(
         self,
@@ -152,17 +172,23 @@ class Scorer:
             fits = next(length for length in lengths if len(request.tokens) - 1 <= length)
             by_length.setdefault(fits, []).append(number)
         for length, numbers in sorted(by_length.items(), reverse=True):
-            rows = self._rows(length)
+            rows = self.rows(length)
             self.compiled.add((rows, length))
             for start in range(0, len(numbers), rows):
                 chosen = numbers[start : start + rows]
                 yield chosen, pad_batch([requests[number] for number in chosen], rows, length)
 
-    def _rows(self, length: int) -> int:
-        """Rows of a batch, the same for every task: what `batch_tokens` allows, whole on the mesh."""
+    def rows(self, length: int) -> int:
+        """Rows of a batch, the same for every task: what `batch_tokens` allows, whole on the mesh; or one."""
+        if self.scales == "window":
+            return 1
         rows = max(1, self.batch_tokens // length)
-        share = axis_size(self.model.context.mesh, self.model.context.rules.mesh_axes("batch"))
-        return -(-rows // share) * share
+        return -(-rows // self._share) * self._share
+
+    @property
+    def _share(self) -> int:
+        """Into how many parts the mesh cuts a batch."""
+        return axis_size(self.model.context.mesh, self.model.context.rules.mesh_axes("batch"))
 
     def _place(self, batch: Batch) -> Batch:
         mesh = self.model.context.mesh
@@ -202,8 +228,18 @@ def _row_scores(
     return jnp.sum(nll, axis=1), jnp.all(greedy | (batch["targets"] < 0), axis=1)
 
 
-def _batch_sums(
+def _window_sums(
     config: models.LlamaConfig, params: models.Params, batch: Batch, *, ctx: models.Context
 ) -> tuple[jax.Array, jax.Array]:
-    _, aux = models.loss_sum(config, params, batch, ctx)
-    return aux["nll_sum"], aux["tokens"]
+    """(summed nll, number of targets) of each window."""
+    nll, _ = token_scores(config, params, batch, ctx)
+    return jnp.sum(nll, axis=1), jnp.sum(batch["targets"] >= 0, axis=1)
+
+
+def _window_scores(found: Any) -> Iterator[Score]:
+    """What `_window_sums` found, None for nothing, as scores."""
+    if found is None:
+        return
+    for nll, tokens in zip(*(np.asarray(part) for part in jax.device_get(found)), strict=True):
+        if tokens:
+            yield Score(float(nll), int(tokens), False)

@@ -6,7 +6,7 @@
     nats_per_token, bits_per_byte    of text
 
 A standard error is that of the mean over examples. The tokens of a text depend on each other, so its error is taken
-over windows: sqrt(sum of (nll_w - mean * tokens_w)^2 * W / (W - 1)) / tokens.
+over windows, those of a validation split too: sqrt(sum of (nll_w - mean * tokens_w)^2 * W / (W - 1)) / tokens.
 """
 
 import math
@@ -170,7 +170,7 @@ METRICS: dict[str, Callable[[Scored], dict[str, Metric]]] = {
 
 
 def validation_result(name: str, scores: Sequence[Score], *, bytes_per_token: float) -> Result:
-    """The result of a data set's validation split, from the scores of its batches."""
+    """The result of a data set's validation split, from the scores of its windows."""
     nats = ratio([score.nll for score in scores], [score.tokens for score in scores])
     bits = scaled(nats, 1 / math.log(2) / bytes_per_token)
     metrics = {"nats_per_token": nats, "bits_per_byte": bits, "ppl": exponential(nats)}
