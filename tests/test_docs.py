@@ -81,3 +81,15 @@ def test_the_maxtext_table_names_flags_that_exist(capsys):
     text = (ROOT / "docs" / "from-maxtext.md").read_text(encoding="utf-8").split("## Flags")[1].split("## What")[0]
     named = set(re.findall(r"(--[a-z][a-z0-9.-]+)", text)) - {"--tokenizer", "--out"}
     assert [flag for flag in sorted(named) if flag not in known] == []
+
+
+def test_the_commands_of_the_faults_page_parse():
+    from halfbyte.cli.launch import parse as parse_launch
+    from halfbyte.cli.train import parse
+
+    text = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8") + (ROOT / "docs" / "distributed.md").read_text()
+    lines = re.findall(r"^halfbyte launch (.+)$", text, re.M)
+    assert len(lines) >= 3
+    for line in lines:
+        args = parse_launch(shlex.split(line))
+        assert parse(list(args.command[1:])).run_dir

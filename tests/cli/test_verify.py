@@ -1,0 +1,44 @@
+"""`halfbyte verify` on a real run, whole and damaged. Oracle: the damage that was done."""
+
+import shutil
+
+import pytest
+
+from halfbyte.cli.main import main
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:coroutine.*was never awaited:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+@pytest.fixture
+def run(tiny_run, tmp_path):
+    shutil.copytree(tiny_run, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_a_whole_run(run, capsys):
+    assert main(["verify", str(run)]) == 0
+    text = capsys.readouterr().out
+    assert "checkpoint 4" in text
+    assert "0 parts are not whole; the run goes on from: checkpoint 4" in text
+
+
+def test_damage_is_named_and_nothing_is_moved(run, capsys):
+    arrays = sorted((run / "checkpoints" / "4").rglob("d/*"), key=lambda path: -path.stat().st_size)
+    content = bytearray(arrays[0].read_bytes())
+    content[len(content) // 2] ^= 8
+    arrays[0].write_bytes(content)
+    (run / "config.json").write_text((run / "config.json").read_text().replace('"seed": 0', '"seed": 1'))
+    assert main(["verify", str(run)]) == 3
+    text = capsys.readouterr().out
+    assert "it is not what the run wrote" in text
+    assert text.count("NOT WHOLE") >= 2
+    assert (run / "checkpoints" / "4").is_dir()
+    assert not (run / "damaged").exists()
+
+
+def test_not_a_run(tmp_path, capsys):
+    assert main(["verify", str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err

@@ -1,0 +1,107 @@
+"""Whose a run directory is, and when it may be written. Oracle: its files, byte for byte. Nothing is compiled."""
+
+import dataclasses
+import json
+from contextlib import ExitStack
+
+import pytest
+from tiny import tiny
+
+from halfbyte.train import CheckpointConfig
+from halfbyte.train.directory import check_data, look_at, refuse_lost_checkpoints, set_rows_aside, settle, take
+from halfbyte.train.identity import load_identity
+from halfbyte.train.resume import ChangedConfig
+
+
+def look(directory, config, *, allow=False):
+    return look_at(directory, config, allow_change=allow, is_main=True, say=lambda text: None)
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """(directory, config) of a run that has begun."""
+    config, directory = tiny(), tmp_path / "run"
+    with ExitStack() as stack:
+        found = look(directory, config)
+        taken = take(found, config, "content-1", stack=stack, is_main=True, say=lambda text: None)
+        taken.store.close()
+    return directory, config
+
+
+def test_the_same_config_goes_on(begun):
+    directory, config = begun
+    assert look(directory, config).identity.run == load_identity(directory).run
+
+
+def test_every_flipped_bit_of_the_config_is_noticed(begun):
+    """The config that a person resumes with is read from the damaged file, as `train --run-dir DIR` does."""
+    directory, config = begun
+    whole = (directory / "config.json").read_bytes()
+    for at in range(0, len(whole), 7):
+        (directory / "config.json").write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(ValueError, match=r"config|run directory"):
+            look(directory, config)
+
+
+def test_a_damaged_identity_is_named(begun):
+    directory, config = begun
+    text = (directory / "run.json").read_text()
+    (directory / "run.json").write_text(text.replace("content-1", "content-2"))
+    with pytest.raises(ValueError, match=r"run\.json is damaged"):
+        look(directory, config)
+
+
+def test_a_kill_between_the_two_files_does_no_harm(begun, monkeypatch):
+    """run.json knows both configs while config.json is replaced."""
+    directory, config = begun
+    longer = dataclasses.replace(config, steps=12)
+    identity = load_identity(directory)
+    monkeypatch.setattr("halfbyte.train.directory.replace_file", lambda path, text: exec("raise KeyboardInterrupt"))
+    with pytest.raises(KeyboardInterrupt):
+        settle(directory, longer, identity, content="content-1")
+    assert look(directory, config).exists
+    monkeypatch.undo()
+    settle(directory, longer, identity, content="content-1")
+    assert look(directory, longer).exists
+
+
+def test_data_is_known_by_its_content(begun):
+    directory, config = begun
+    moved = look(directory, dataclasses.replace(config, data="demo"))
+    check_data(moved, "content-1", allow=False, say=lambda text: None)
+    with pytest.raises(ChangedConfig, match="content-1 -> content-2"):
+        check_data(moved, "content-2", allow=False, say=lambda text: None)
+    said = []
+    check_data(moved, "content-2", allow=True, say=said.append)
+    assert "changed, as allowed" in said[0]
+
+
+def test_a_refused_resume_leaves_the_config_alone(begun):
+    directory, config = begun
+    before = (directory / "config.json").read_bytes()
+    with pytest.raises(ChangedConfig, match="seed: 0 -> 3"):
+        look(directory, dataclasses.replace(config, seed=3))
+    with ExitStack() as stack:
+        found = look(directory, dataclasses.replace(config, seed=3), allow=True)
+        taken = take(found, config, "content-1", stack=stack, is_main=True, say=lambda text: None)
+        taken.store.close()  # the checkpoint does not fit, say: nothing is settled
+    assert (directory / "config.json").read_bytes() == before
+
+
+def test_lost_checkpoints_are_not_a_fresh_start(begun):
+    directory, config = begun
+    (directory / "metrics.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)))
+    with pytest.raises(ValueError, match=r"metrics of 3 steps.*checkpoints/ is gone"):
+        refuse_lost_checkpoints(directory, config, had_checkpoints=False)
+    refuse_lost_checkpoints(directory, config, had_checkpoints=True)
+    later = dataclasses.replace(config, checkpoint=CheckpointConfig(every=5))
+    refuse_lost_checkpoints(directory, later, had_checkpoints=False)
+    first, second = set_rows_aside(directory), set_rows_aside(directory)
+    assert first.name == "metrics.before-restart-1.jsonl"
+    assert second is None
+    assert len(first.read_text().splitlines()) == 3
+
+
+def test_a_run_keeps_its_last_checkpoint():
+    with pytest.raises(ValueError, match=r"checkpoint\.keep_last must be 1 or more"):
+        CheckpointConfig(keep_last=0)
