@@ -11,8 +11,12 @@ PIP    := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-ch
 # Two workers: compiling is single-threaded, so two tests at a time use two cores. make test WORKERS=8 on a larger machine.
 WORKERS ?= 2
 ARGS   ?=
+# GPU=1 (CUDA 12), GPU=cuda13, GPU=tpu, or GPU=0 for a CPU; without it CUDA 12 where there is an NVIDIA driver.
+GPU    ?= $(if $(wildcard /dev/nvidiactl /dev/nvidia0 /dev/dxg),1,0)
+EXTRA  := $(strip $(if $(filter 1 cuda12,$(GPU)),cuda12,$(filter cuda13 tpu,$(GPU))))
+BASE   := $(VENV)/.base$(if $(EXTRA),-$(EXTRA))$(if $(LOCKED),-locked)
 
-.PHONY: help train test lint bench faults soak setup clean
+.PHONY: help train test lint bench faults soak setup clean wheels
 .DEFAULT_GOAL := help
 
 help:
@@ -23,10 +27,13 @@ help:
 	@echo "make faults  more than 100 faults of 30 kinds against a small run, each with the outcome it must have (Linux)"
 	@echo "make soak    500 steps of the demo with a fault every 20, against a run that nobody disturbs"
 	@echo "make setup   the environment alone"
+	@echo "make wheels  whether packages resolve for x86-64 and aarch64, CPU, CUDA 12, CUDA 13 and TPU (a dry run)"
+	@echo "GPU=1        with CUDA 12 (GPU=cuda13, GPU=tpu, GPU=0); found by itself where there is an NVIDIA driver"
+	@echo "LOCKED=1     every package checked against the hashes in requirements.lock"
 
-setup: $(VENV)/.base
+setup: $(BASE)
 
-train: $(VENV)/.base
+train: $(BASE)
 	$(BIN)/halfbyte train $(ARGS)
 
 test: $(VENV)/.test
@@ -37,10 +44,10 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 
 # Ratios measured in one run. The GPU's benchmarks join in where there is one.
-BENCHMARKS := benchmarks/quantize.py benchmarks/train_cpu.py \
+BENCHMARKS := benchmarks/startup.py benchmarks/quantize.py benchmarks/train_cpu.py \
   $(if $(wildcard /dev/nvidiactl),benchmarks/gpu_kernels.py benchmarks/emulations.py)
 
-bench: $(VENV)/.base
+bench: $(BASE)
 	@for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file $(ARGS) || exit 1; done
 
 # Outside the trainer: processes are killed, disks filled, files and memory changed. ARGS="--kinds sigterm --times 1" for a few.
@@ -53,15 +60,19 @@ soak: $(VENV)/.test
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-$(VENV)/.base: pyproject.toml constraints.txt
+wheels: $(BASE)
+	@$(BIN)/python .ci/wheels.py
+
+$(BASE): pyproject.toml constraints.txt requirements.lock
 	@test -n "$(PYTHON)" || { echo "Halfbyte needs Python 3.11 or later and found none; set PYTHON=/path/to/it"; exit 1; }
-	@echo "setting up $(VENV) with $(PYTHON) (about a minute, once)"
+	@echo "setting up $(VENV) with $(PYTHON)$(if $(EXTRA), for $(EXTRA)) (about a minute, once)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 	  { echo "cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; rm -rf $(VENV); exit 1; }
-	@$(PIP) --editable .
+	@$(if $(LOCKED),$(subst --constraint constraints.txt,--require-hashes,$(PIP)) --requirement requirements.lock)
+	@$(PIP) --editable '.$(if $(EXTRA),[$(EXTRA)])'
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.base
+$(VENV)/.test: $(BASE)
 	@echo "adding what the tests need: pytest, the CUDA compiler plugin, torch, transformers and lm-eval (a few minutes, once)"
 	@$(PIP) --editable '.[dev,plan,interop,harness]'
 	@touch $@

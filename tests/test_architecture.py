@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "halfbyte"
 
 LAYERS = (
-    ("formats", "devices", "inputs", "program"),
+    ("formats", "devices", "inputs", "program", "later"),
     ("recipe", "sharding", "ranks"),
     ("ops",),
     ("models", "data", "optim", "checkpoint", "metrics", "profiling", "conformance"),

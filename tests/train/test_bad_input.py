@@ -125,7 +125,7 @@ def test_unknown_flag_names_the_nearest(capfd):
     [
         (["lama3-8b"], "llama3-8b"),
         (["demo", "--recipe", "nvfp"], "nvfp4"),
-        (["demo", "--config", "x.json"], "not both"),
+        (["demo", "--config", "x.json"], "x.json"),
         (["--config", "no-such.json"], "no-such.json"),
         (["demo", "--steps", "0"], "steps must be 1 or more"),
         (["demo", "--optimizer.warmup", "5000"], "warmup of 5000 steps"),

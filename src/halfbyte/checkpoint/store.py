@@ -18,7 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from orbax.checkpoint import v1 as ocp
+
+from halfbyte.later import later
 
 from .checksum import disagreements, inspect, named_leaves
 from .files import check_file_list, check_readable, remove_unfinished, write_file_list
@@ -33,6 +34,7 @@ from .record import (
     refuse_poisoned,
 )
 
+ocp = later("orbax.checkpoint.v1")
 READ_ATTEMPTS = 3
 RETRY_PAUSE_S = 0.5
 

@@ -83,7 +83,7 @@ def known_flags(kind: Any, argv: list[str], settings: dict[str, Any]) -> list[st
     first = [word for word in argv[:1] if not word.startswith("-")]
     with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
         tyro.cli(kind, args=[*first, "--help"], **settings)
-    return sorted(set(re.findall(r"(?<![\w.-])--[a-z][a-z0-9.-]*", shown.getvalue())))
+    return sorted(set(re.findall(r"(?<![\w.-])--[a-z][a-z0-9.-]*[a-z0-9]", shown.getvalue())))
 
 
 def nearest(flag: str, known: list[str]) -> list[str]:

@@ -36,11 +36,11 @@ class Args:
 
 
 def run(args: Args) -> Result:
-    from halfbyte.cli.loading import read_config, restore_params, trained_with
     from halfbyte.cli.screen import console
     from halfbyte.diagnosis.inspection import inspect
     from halfbyte.diagnosis.inspection_page import html, terminal
     from halfbyte.inputs import replace_file
+    from halfbyte.interchange.opening import read_config, restore_params, trained_with
     from halfbyte.recipe import read_policy
     from halfbyte.sharding import DEFAULT_RULES
     from halfbyte.train import resolve

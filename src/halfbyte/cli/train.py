@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO, cast
 import tyro
 
 from halfbyte.cli.flags import read_flags
+from halfbyte.cli.maxtext import refuse_maxtext
 from halfbyte.cli.result import BAD_INPUT, DONE, FAILED, NOT_PASSED, PREEMPTED, Result
 from halfbyte.cli.screen import MayClose
 from halfbyte.inputs import check_output
@@ -46,7 +47,7 @@ class Args:
 
     run: Annotated[TrainConfig, tyro.conf.arg(name=""), tyro.conf.AvoidSubcommands]
     config: str = ""
-    """Start from this JSON config (as a run directory holds it)."""
+    """Start from this config: JSON, TOML or YAML; fields that it leaves out are those of RUN."""
     run_dir: str = ""
     """Where the run lives; default runs/NAME-DATE."""
     allow_change: bool = False
@@ -61,6 +62,7 @@ class Args:
 
 def parse(argv: list[str]) -> Args:
     """Flags over the config of the named run, of --config, or of the run directory."""
+    refuse_maxtext(argv)
     name, rest = split_name(argv)
     default = Args(run=base_config(name, rest))
     description = f"{__doc__}\n\n--json: one JSON object on stdout, everything else on stderr."
@@ -80,17 +82,16 @@ def split_name(argv: list[str]) -> tuple[str, list[str]]:
 
 def base_config(name: str, rest: list[str]) -> TrainConfig:
     """What flags change: the named run, else --config, else the config of an existing --run-dir, else the demo."""
+    from halfbyte.cli.base_config import config_over
     from halfbyte.runs import run_config
     from halfbyte.train import jsonconfig
 
     given = flag_value(rest, "--config")
-    if name and given:
-        raise ValueError(f"give a run ({name}) or --config ({given}), not both")
+    if given:
+        return config_over(name, Path(given))
     if name:
         source = flag_value(rest, "--init-from")
         return run_config(name) if not source else replace(run_config(name), model=base_of_source(rest).model)
-    if given:
-        return jsonconfig.load(TrainConfig, Path(given))
     stored = Path(flag_value(rest, "--run-dir") or "-") / "config.json"
     if stored.exists():
         return jsonconfig.load(TrainConfig, stored)

@@ -16,7 +16,7 @@ from halfbyte.data.progress import Meter
 from halfbyte.data.shards import Rows, open_shard
 from halfbyte.data.splitting import SPLITS, TRAIN
 from halfbyte.data.tokenizer import MOST_FILE, Tokenizer
-from halfbyte.inputs import read_text
+from halfbyte.inputs import home_expanded, read_text
 
 LARGE = 4 << 30  # bytes of shards from which hashing takes long enough to show its progress
 
@@ -124,7 +124,7 @@ def open_dataset(directory: str | Path, *, verify: str = "full", progress: bool 
     """
     if verify not in ("full", "sizes"):
         raise ValueError(f"verify {verify!r}: 'full' compares sha256, 'sizes' only presence and size")
-    directory = Path(directory).expanduser()
+    directory = home_expanded(directory)
     manifest = read_manifest(directory)
     _check_listing(directory, manifest)
     _check_sizes(directory, manifest)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from halfbyte.data import compression
 from halfbyte.data.compression import decompressed
+from halfbyte.inputs import home_expanded
 
 JSONL = (".jsonl", ".ndjson")
 TEXT = (".txt", ".text", ".md")
@@ -74,7 +75,7 @@ def find_files(arguments: Sequence[str | Path], *, unchecked: bool = False) -> l
 
 
 def _expand(argument: str) -> list[tuple[Path, str]]:
-    path = Path(argument).expanduser()
+    path = home_expanded(argument)
     accepted = ", ".join(JSONL + TEXT)
     if path.is_dir():
         inside = sorted(p for p in path.rglob("*") if p.is_file() and kind_of(p))

@@ -18,7 +18,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from halfbyte.devices.platform import silent_stderr
-from halfbyte.inputs import parse_json, read_text, replace_file
+from halfbyte.inputs import home_expanded, parse_json, read_text, replace_file
 
 END_OF_TEXT = "<|endoftext|>"
 KNOWN_EOS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>")
@@ -117,7 +117,7 @@ def _marker(vocabulary: dict[str, int], named: str | None, known: Iterable[str],
 
 def load_tokenizer(path: str | Path, *, eos: str | None = None, bos: str | None = None) -> Tokenizer:
     """The tokenizer in a `tokenizer.json`."""
-    path = Path(path).expanduser()
+    path = home_expanded(path)
     if not path.is_file():
         raise ValueError(f"--tokenizer {path}: no such file; give a tokenizer.json, bpe:N or bytes")
     try:

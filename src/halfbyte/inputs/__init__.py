@@ -4,9 +4,19 @@ Every limit is stated here or beside the reader that has it, and everything that
 command line turns it into one paragraph and exit code 2. `docs/security.md` says what this protects from and what not.
 """
 
-from .names import check_output, check_run_name, printable
+from .names import check_output, check_run_name, home_expanded, printable
 from .numbers import check_real, check_whole
-from .reading import MOST_DEPTH, MOST_JSON, UnreadableFile, parse_json, read_bytes, read_json, read_text
+from .reading import (
+    MOST_DEPTH,
+    MOST_JSON,
+    UnreadableFile,
+    parse_json,
+    read_bytes,
+    read_json,
+    read_text,
+    read_toml,
+    read_yaml,
+)
 from .writing import no_follow, refuse_links, replace_file
 
 __all__ = [
@@ -17,12 +27,15 @@ __all__ = [
     "check_real",
     "check_run_name",
     "check_whole",
+    "home_expanded",
     "no_follow",
     "parse_json",
     "printable",
     "read_bytes",
     "read_json",
     "read_text",
+    "read_toml",
+    "read_yaml",
     "refuse_links",
     "replace_file",
 ]

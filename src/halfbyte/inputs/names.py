@@ -55,4 +55,14 @@ def check_output(path: str | os.PathLike[str], *, flag: str) -> Path:
             f"{flag} {text[:40]}...: the path is too long ({len(encoded):,} bytes, its longest part {longest:,}); "
             f"a part may have {LONGEST_NAME} and the whole {LONGEST_PATH:,}"
         )
-    return Path(text).expanduser()
+    return home_expanded(text)
+
+
+def home_expanded(path: str | os.PathLike[str]) -> Path:
+    """The path with a leading ~ or ~user replaced; ValueError where there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ValueError(
+            f"{os.fspath(path)!r}: there is no such home directory; write ./~... for a file of that name"
+        ) from None

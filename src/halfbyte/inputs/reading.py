@@ -10,6 +10,7 @@ import json
 import os
 import re
 import stat
+import tomllib
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -71,6 +72,41 @@ def parse_json(content: str | bytes, *, what: str, most: int = MOST_JSON, depth:
         raise UnreadableFile(f"{what} is not UTF-8 text: {error.reason} at byte {error.start}") from None
     except ValueError as error:
         raise UnreadableFile(f"{what} is not JSON: {error}") from None
+
+
+def read_toml(path: str | os.PathLike[str], *, most: int = MOST_JSON) -> Any:
+    """The table in a TOML file."""
+    try:
+        found = tomllib.loads(read_text(path, most=most))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise UnreadableFile(f"{path} is not TOML: {error}") from None
+    return _shallow(found, str(path))
+
+
+def read_yaml(path: str | os.PathLike[str], *, most: int = MOST_JSON) -> Any:
+    """The value in a YAML file: plain values only, no tags and no aliases, which could stand for a billion others."""
+    import yaml
+
+    text = read_text(path, most=most)
+    try:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
+            raise UnreadableFile(f"{path} uses aliases (*name), which are not read; write the value out")
+        return _shallow(yaml.safe_load(text), str(path))
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        if isinstance(error, UnreadableFile):
+            raise
+        raise UnreadableFile(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+
+
+def _shallow(value: Any, what: str, depth: int = MOST_DEPTH) -> Any:
+    """`value`, if it is not nested too deeply; level by level, without recursion."""
+    level = [value]
+    for _ in range(depth):
+        holders = [x.values() if isinstance(x, dict) else x for x in level if isinstance(x, dict | list)]
+        level = [item for holder in holders for item in holder]
+        if not level:
+            return value
+    raise UnreadableFile(f"{what} is nested more than {depth} levels deep")
 
 
 def nesting(content: bytes) -> int:

@@ -8,13 +8,21 @@ schedule. m and v may be kept
 in bfloat16; the arithmetic is float32 either way.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import optax
+
+from halfbyte.later import later
 
 from .config import OptimizerConfig
+
+if TYPE_CHECKING:
+    import optax
+else:
+    optax = later("optax")
 
 
 def adamw(config: OptimizerConfig, decay_mask: Any) -> optax.GradientTransformation:

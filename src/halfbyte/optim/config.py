@@ -55,3 +55,13 @@ class OptimizerConfig:
 def span(value: float, steps: int) -> int:
     """Steps meant by a length that is a number of steps (1 or more) or a fraction of the run."""
     return round(value) if value >= 1 else round(value * steps)
+
+
+def check_warmup(config: OptimizerConfig, steps: int) -> int:
+    """Steps of warm-up; ValueError when the run is shorter."""
+    warmup = span(config.warmup, steps)
+    if warmup > steps:
+        raise ValueError(
+            f"optimizer.warmup of {warmup} steps is longer than the run of {steps} steps; lower it or raise --steps"
+        )
+    return warmup

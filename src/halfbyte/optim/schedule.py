@@ -1,12 +1,21 @@
 """Learning rates by step. Each schedule is a function of a traced step and gives float32."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from .config import OptimizerConfig, span
+from halfbyte.later import later
+
+from .config import OptimizerConfig, check_warmup, span
+
+if TYPE_CHECKING:
+    import optax
+else:
+    optax = later("optax")
 
 Schedule = Callable[[jax.Array], jax.Array]
 
@@ -14,11 +23,7 @@ Schedule = Callable[[jax.Array], jax.Array]
 def learning_rate(config: OptimizerConfig, steps: int) -> Schedule:
     """The rate used by the update of step 0, 1, ...: warm-up rises linearly to the peak, the last step has `final`
     times the peak."""
-    warmup = span(config.warmup, steps)
-    if warmup > steps:
-        raise ValueError(
-            f"optimizer.warmup of {warmup} steps is longer than the run of {steps} steps; lower it or raise --steps"
-        )
+    warmup = check_warmup(config, steps)
     body = _body(config, steps - warmup)
     rise = optax.linear_schedule(config.learning_rate / max(1, warmup), config.learning_rate, max(1, warmup - 1))
     joined = optax.join_schedules([rise, body], [warmup]) if warmup else body

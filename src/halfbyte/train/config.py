@@ -10,7 +10,7 @@ from typing import Literal
 
 from halfbyte.inputs import check_real, check_run_name, check_whole
 from halfbyte.models import REMAT, LlamaConfig
-from halfbyte.optim import OptimizerConfig, learning_rate
+from halfbyte.optim import OptimizerConfig, check_warmup
 from halfbyte.recipe import policy, read_policy, recipe
 from halfbyte.sharding import parse_mesh
 
@@ -194,7 +194,7 @@ class TrainConfig:
         check_whole("telemetry", self.telemetry, zero="none")
         check_real("z_loss", self.z_loss, holds=self.z_loss >= 0, wanted="0 or more")
         check_real("watchdog_s", self.watchdog_s, holds=self.watchdog_s >= 0, wanted="0 (off) or more seconds")
-        learning_rate(self.optimizer, self.steps)
+        check_warmup(self.optimizer, self.steps)
 
     @property
     def rounding_seed(self) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from halfbyte.inputs import read_json, replace_file
+from halfbyte.inputs import read_json, read_toml, read_yaml, replace_file
 
 Config = TypeVar("Config")
 MOST_CONFIG = 1 << 20
@@ -74,11 +74,27 @@ def save(config: Any, path: Path) -> None:
 
 
 def load(kind: type[Config], path: Path) -> Config:
-    """The config in a JSON file; ValueError when the file is not one."""
-    values = read_json(path, most=MOST_CONFIG)
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold one JSON object, got {type(values).__name__}")
-    return from_dict(kind, values)
+    """The config in a file; ValueError when the file is not one."""
+    return from_dict(kind, read_values(path))
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """The fields in a JSON, TOML or YAML file, by its suffix."""
+    suffix = path.suffix.lower()
+    read = read_toml if suffix == ".toml" else read_yaml if suffix in (".yaml", ".yml") else read_json
+    values = read(path, most=MOST_CONFIG)
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise ValueError(f"{path} must hold one JSON object or table of fields, got {type(values).__name__}")
+    return values
+
+
+def overlaid(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the fields of `values` in place of its own, groups field by field."""
+    merged = dict(base)
+    for name, value in values.items():
+        inside = isinstance(value, Mapping) and isinstance(merged.get(name), Mapping)
+        merged[name] = overlaid(merged[name], value) if inside else value
+    return merged
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from halfbyte import models, optim
@@ -84,7 +83,7 @@ def watch_weights(state: "TrainState") -> Watched:
     return Watched(sum(counts, jnp.int32(0)), bit_sum(state.params) == state.sentinel)
 
 
-def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+def make_optimizer(config: TrainConfig) -> Any:
     """AdamW of the run."""
     return optim.adamw(config.optimizer, models.decay_mask(config.model))
 

@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from halfbyte.later import later
 from halfbyte.ops.kernels import layout
 from halfbyte.ops.kernels.gated import backward_words, forward_words
 from halfbyte.ops.kernels.scale import ENCODE
 from halfbyte.ops.kernels.tile import evaluate
 
+plgpu = later("jax.experimental.pallas.triton")
 ELEMENTS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 TOPS = {"e4m3": 448.0, "e5m2": 57344.0}
 COLUMNS = 4  # elements of one assembly block: four codes make one word

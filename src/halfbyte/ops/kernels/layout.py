@@ -8,8 +8,10 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from halfbyte.later import later
+
+plgpu = later("jax.experimental.pallas.triton")
 BLOCK = 16
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -22,10 +22,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from halfbyte.later import later
 from halfbyte.ops.kernels.scale import GEMM, SIZE
 
+plgpu = later("jax.experimental.pallas.mosaic_gpu")
 LAYOUTS = ("nn", "nt", "tn")
 MULTIPROCESSORS = 132  # of an H100 or H200 module, where no device is at hand to ask
 

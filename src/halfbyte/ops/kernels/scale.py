@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from halfbyte.later import later
 from halfbyte.ops.kernels import layout
 from halfbyte.ops.kernels.ptx import FLT_MAX
 
+plgpu = later("jax.experimental.pallas.triton")
 AMAX, ENCODE, DECODE, MULT, GEMM = range(5)
 SIZE = 8
 NVFP4_TOP = 2688.0

@@ -1,0 +1,23 @@
+"""A config file as the start of a run: whole, or a few fields over a named run; JSON, TOML or YAML."""
+
+from pathlib import Path
+
+from halfbyte import models
+from halfbyte.runs import run_config
+from halfbyte.train import TrainConfig, jsonconfig
+
+
+def config_over(name: str, path: Path) -> TrainConfig:
+    """The config of a file. A partial one changes fields of the named run, of the run that it names itself (`run`), or
+    of the demo; its `model` may be the name of a preset."""
+    values = jsonconfig.read_values(path)
+    if "run" not in values and values.keys() >= {"name", "model"} and isinstance(values["model"], dict):
+        if name:
+            raise ValueError(f"give a run ({name}) or a whole config ({path}), not both")
+        return jsonconfig.from_dict(TrainConfig, values)
+    base = values.pop("run", "") or name or "demo"
+    if not isinstance(base, str) or (name and base != name):
+        raise ValueError(f"{path} is over the run {base!r}, and {name!r} was named; leave one of them out")
+    if isinstance(values.get("model"), str):
+        values["model"] = jsonconfig.to_dict(models.preset(values["model"]))
+    return jsonconfig.from_dict(TrainConfig, jsonconfig.overlaid(jsonconfig.to_dict(run_config(base)), values))

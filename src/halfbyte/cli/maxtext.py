@@ -1,0 +1,127 @@
+"""MaxText's `key=value` arguments, answered with their translation line by line (docs/from-maxtext.md)."""
+
+import re
+from collections.abc import Callable, Sequence
+
+from halfbyte.cli.result import BadInput
+
+ARGUMENT = re.compile(r"([a-z][a-z0-9_]*)=(.*)", re.DOTALL)
+Translation = Callable[[str], str]
+
+
+def flag(name: str) -> Translation:
+    """The same value under another name."""
+    return lambda value: f"--{name} {value}"
+
+
+def axis(name: str) -> Translation:
+    return lambda value: "" if value in ("1", "") else f"--mesh {name}={value}"
+
+
+def switch(name: str) -> Translation:
+    group, dot, last = name.rpartition(".")
+    return lambda value: f"--{name}" if value.lower() == "true" else f"--{group}{dot}no-{last}"
+
+
+def remark(text: str) -> Translation:
+    """No flag: why none is needed."""
+    return lambda value: f"# {text}"
+
+
+def chosen(**by_value: str) -> Translation:
+    """A flag for each value; another value is passed on with a question."""
+    return lambda value: by_value.get(value, f"# no counterpart of {value!r}; see docs/from-maxtext.md")
+
+
+REMAT = {"minimal": "dots", "minimal_with_context": "dots", "full": "full", "none": "none", "custom": "quantized"}
+
+KEYS: dict[str, Translation] = {
+    "model_name": lambda value: value,
+    "run_name": lambda value: f"--run-dir runs/{value}",
+    "base_output_directory": lambda value: f"--run-dir {value.rstrip('/')}/NAME",
+    "quantization": lambda value: f"--recipe {value or 'bf16'}",
+    "steps": flag("steps"),
+    "per_device_batch_size": lambda value: f"--batch {value}*DEVICES",
+    "gradient_accumulation_steps": flag("accumulate"),
+    "max_target_length": flag("seq"),
+    "ici_data_parallelism": axis("data"),
+    "dcn_data_parallelism": axis("data"),
+    "ici_fsdp_parallelism": axis("fsdp"),
+    "dcn_fsdp_parallelism": axis("fsdp"),
+    "ici_tensor_parallelism": axis("tensor"),
+    "ici_context_parallelism": axis("context"),
+    "remat_policy": lambda value: f"--remat {REMAT.get(value, value)}",
+    "scan_layers": lambda value: "--unroll 1" if value.lower() == "true" else "--unroll 0",
+    "attention": remark("attention is chosen by capability: cuDNN on NVIDIA GPUs, XLA elsewhere"),
+    "learning_rate": flag("optimizer.learning-rate"),
+    "lr_schedule_type": flag("optimizer.schedule"),
+    "warmup_steps_fraction": flag("optimizer.warmup"),
+    "learning_rate_final_fraction": flag("optimizer.final"),
+    "wsd_decay_steps_fraction": flag("optimizer.decay"),
+    "adam_b1": flag("optimizer.b1"),
+    "adam_b2": flag("optimizer.b2"),
+    "adam_eps": flag("optimizer.eps"),
+    "adam_weight_decay": flag("optimizer.weight-decay"),
+    "mu_dtype": flag("optimizer.mu-dtype"),
+    "gradient_clipping_threshold": flag("optimizer.clip"),
+    "dtype": flag("precision.compute-dtype"),
+    "init_weights_seed": flag("seed"),
+    "data_shuffle_seed": flag("seed"),
+    "dataset_type": chosen(
+        synthetic="--data synthetic",
+        grain="--data DIR  # made by: halfbyte data prepare FILES --tokenizer T --out DIR",
+    ),
+    "grain_train_files": lambda value: f"--data DIR  # halfbyte data prepare '{value}' --tokenizer T --out DIR",
+    "packing": remark("data is always packed; packed documents do not see each other"),
+    "eval_interval": lambda value: f"--validation.every {'0' if value.startswith('-') else value}",
+    "eval_steps": flag("validation.batches"),
+    "checkpoint_period": flag("checkpoint.every"),
+    "max_num_checkpoints_to_keep": flag("checkpoint.keep-last"),
+    "log_period": flag("log.every"),
+    "enable_tensorboard": switch("log.tensorboard"),
+    "profiler": chosen(xplane="--profile xprof", nsys="--profile nsys", **{"": "# no profile is the default"}),
+    "skip_first_n_steps_for_profiler": lambda value: f"--profile-start {value}+1",
+    "profiler_steps": lambda value: f"--profile-stop START+{value}-1",
+    "jax_cache_dir": flag("compile-cache"),
+    "jax_distributed_initialization_timeout": flag("distributed.initialization-timeout-s"),
+}
+
+
+def refuse_maxtext(argv: Sequence[str]) -> None:
+    """BadInput with a line for each argument if some are MaxText's `key=value` (or its YAML file)."""
+    found = maxtext_arguments(argv)
+    if not found:
+        return
+    width = max(len(word) for word in found)
+    lines = [f"  {word:<{width}}   {translated(word)}" for word in found]
+    raise BadInput("\n".join(["these are MaxText's arguments; here they are:", *lines, f"together: {together(found)}"]))
+
+
+def maxtext_arguments(argv: Sequence[str]) -> list[str]:
+    """The words that are `key=value` or a YAML file and no flag's value."""
+    free = [word for at, word in enumerate(argv) if at == 0 or not argv[at - 1].startswith("--") or "=" in argv[at - 1]]
+    assigned = [word for word in free if ARGUMENT.fullmatch(word)]
+    files = [word for word in free if assigned and word.endswith((".yml", ".yaml"))]
+    return [*files, *assigned]
+
+
+def translated(word: str) -> str:
+    """One argument in Halfbyte's words."""
+    match = ARGUMENT.fullmatch(word)
+    if match is None:
+        return "# a run is a named preset and flags: halfbyte train --help"
+    key, value = match[1], match[2].strip("'\"")
+    if key not in KEYS:
+        return "# not known here; docs/from-maxtext.md lists what is"
+    return KEYS[key](value) or "# 1 is the default"
+
+
+def together(words: Sequence[str]) -> str:
+    """The whole command: the model first, the axes in one --mesh, remarks left out."""
+    flags = [translated(word).partition("  #")[0] for word in words]
+    flags = list(dict.fromkeys(text for text in flags if text and not text.startswith("#")))
+    axes = [text.removeprefix("--mesh ") for text in flags if text.startswith("--mesh ")]
+    models = [text for text in flags if not text.startswith("-")]
+    rest = [text for text in flags if text.startswith("--") and not text.startswith("--mesh ")]
+    mesh = [f"--mesh {','.join(axes)}"] if axes else []
+    return " ".join(["halfbyte train", *models, *rest, *mesh])
