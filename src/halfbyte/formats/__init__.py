@@ -2,7 +2,7 @@
 
 Read in this order: `elements` (one number), `scales` (rules for what a block is multiplied by), `blocks` (formats as
 values), `quantize` (a tensor), `qtensor` (how it is kept). `exact` and `bits` hold the arithmetic that survives a
-compiler, `noise` the random bytes, `hadamard` the transform.
+compiler, `noise` the random bytes, `shared_bits` a warning about them, `hadamard` the transform.
 """
 
 from .blocks import (
@@ -25,11 +25,13 @@ from .noise import Generator, key_words, random_bytes
 from .qtensor import Packed, QTensor, pack, unpack
 from .quantize import OnGrid, all_finite, amax_of, quantize, store, to_grid
 from .scales import ScaleRule, TensorScales
+from .shared_bits import SharedBitsWarning, warn_if_shared
 from .tiling import tile_scales, untile_scales
 
 __all__ = [
     "BF16", "E2M1", "E4M3", "E5M2", "FORMATS", "FP8", "FP8_E5M2", "MXFP4", "MXFP4_FLOOR", "MXFP8", "MXFP8_E5M2",
     "MXFP8_FLOOR", "NVFP4", "BlockFormat", "Element", "Generator", "OnGrid", "Packed", "QTensor", "ScaleRule",
-    "TensorScales", "all_finite", "amax_of", "floor_scales", "hadamard16", "key_words", "pack", "quantize",
-    "random_bytes", "store", "tile_scales", "to_grid", "transform_runs", "unpack", "untile_scales",
+    "SharedBitsWarning", "TensorScales", "all_finite", "amax_of", "floor_scales", "hadamard16", "key_words", "pack",
+    "quantize", "random_bytes", "store", "tile_scales", "to_grid", "transform_runs", "unpack", "untile_scales",
+    "warn_if_shared",
 ]  # fmt: skip

@@ -154,7 +154,8 @@ def random_bytes(
 
     With `global_shape` and `offset` they are those of a window: what slicing the bytes of a tensor of that shape at
     `offset` would give, made without the rest of it (except under THREEFRY). An offset may be traced: inside shard_map
-    it is `lax.axis_index(...)` times the shard's size.
+    it is `lax.axis_index(...)` times the shard's size. Without them every device and every entry of a vmap that has the
+    same key draws the same bytes (`shared_bits`).
     """
     offset, whole = _checked_window(shape, offset, global_shape)
     if len(shape) < 2:

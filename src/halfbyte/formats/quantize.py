@@ -24,6 +24,7 @@ from .exact import reduce_factor, times
 from .noise import Generator, random_bytes
 from .qtensor import QTensor
 from .scales import Blocks, BlockScales
+from .shared_bits import warn_if_shared
 from .views import BlockView
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -104,10 +105,13 @@ def quantize(
 
     Rounds to nearest even, or with `rounding="stochastic"` (E2M1 formats) by random bytes drawn from `key`. Saturates.
     x is float32, bfloat16 or float16, with any leading dims. `axis=-2` blocks along the next to last axis instead: the
-    columnwise operand of a token-major tensor, untransposed.
+    columnwise operand of a token-major tensor, untransposed. One key for different tensors (under vmap or shard_map)
+    is a SharedBitsWarning.
     """
     check_arguments(x, fmt, rounding=rounding, key=key)
-    noise = random_bytes(key, x.shape, generator=generator) if rounding == "stochastic" and key is not None else None
+    noise = None
+    if rounding == "stochastic" and key is not None:
+        noise = random_bytes(warn_if_shared(key, x), x.shape, generator=generator)
     return store(to_grid(x, fmt, block=block, axis=axis, noise=noise, amax=amax), fmt, block=block, axis=axis)
 
 
