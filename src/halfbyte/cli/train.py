@@ -136,7 +136,7 @@ def run(args: Args) -> Result:
         started = launch.start(args.distributed, watchdog_s=args.run.watchdog_s, say=say)
         signals.on_signal = started.group.request_stop
         result = ending(started.group, lambda: _train(args, console, started.group))
-        started.group.close()
+        started.group.close(result.code)
         return result
 
 

@@ -2,7 +2,7 @@
 
 from .beats import Beat, Limits, judge
 from .ending import End, leave
-from .group import Disagreement, Group, PeerLost
+from .group import Disagreement, Group
 from .runtime import connect, on_terminate
 from .signals import Signals
 
@@ -12,7 +12,6 @@ __all__ = [
     "End",
     "Group",
     "Limits",
-    "PeerLost",
     "Signals",
     "connect",
     "judge",
