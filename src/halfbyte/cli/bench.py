@@ -9,7 +9,7 @@ halfbyte bench llama3-8b --layers 16 --batch 16 --recipes bf16 --flags all"""
 import dataclasses
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -145,27 +145,32 @@ def sets_of(args: Args) -> list[str]:
 def run_flag_sets(args: Args) -> Result:
     """The same measurement under each set of flags, in processes of their own, as one table."""
     from halfbyte.bench import measure_sets, ratios
-    from halfbyte.launch import FLAG_SETS, visible_gpus
+    from halfbyte.launch import visible_gpus
 
     names = sets_of(args)
     if not visible_gpus():
         raise BadInput("--flags compares flags that XLA has for NVIDIA GPUs, and this machine has none")
-    found = measure_sets(names, arguments_of(args), say=console().print)
-    beside = ratios(found)
-    rows = []
+    what = "compute only: " if args.mock_gpus else ""
+    found = measure_sets(names, arguments_of(args), say=lambda text: console().print(what + text))
+    columns = ("flags", "recipe", "ms", f"vs {names[0]}", "what they are")
+    title = f"{what}{args.model} under {len(names)} sets of XLA flags"
+    console().print(table(columns, set_cells(found, ratios(found), what), title=title))
+    data = {"args": plain_args(args), "sets": [dataclasses.asdict(each) for each in found]}
+    write(args, data)
+    return Result(data, DONE if all(each.rows for each in found) else NOT_PASSED)
+
+
+def set_cells(found: Any, beside: Any, what: str) -> Iterator[tuple[str, ...]]:
+    """The table's rows: one a set and recipe, or the reason why a set has none."""
+    from halfbyte.launch import FLAG_SETS
+
     for each in found:
         flags = " ".join(f"{s.name.removeprefix('xla_gpu_')}={s.value}" for s in FLAG_SETS[each.name]) or "XLA's own"
         for row in each.rows:
             ratio = beside.get((each.name, row["recipe"], row["remat"]))
-            rows.append((each.name, row["recipe"], number(row["milliseconds"], ".1f"), number(ratio, ".3f"), flags))
+            yield what + each.name, row["recipe"], number(row["milliseconds"], ".1f"), number(ratio, ".3f"), flags
         if not each.rows:
-            rows.append((each.name, "-", "-", "-", each.note))
-    what = f"compute only, one of {args.mock_gpus} mocked GPUs: " if args.mock_gpus else ""
-    columns = ("flags", "recipe", "ms", f"vs {names[0]}", "what they are")
-    console().print(table(columns, rows, title=f"{what}{args.model} under {len(names)} sets of XLA flags"))
-    data = {"args": plain_args(args), "sets": [dataclasses.asdict(each) for each in found]}
-    write(args, data)
-    return Result(data, DONE if all(each.rows for each in found) else NOT_PASSED)
+            yield what + each.name, "-", "-", "-", each.note
 
 
 def arguments_of(args: Args) -> list[str]:
