@@ -93,3 +93,22 @@ def test_the_commands_of_the_faults_page_parse():
     for line in lines:
         args = parse_launch(shlex.split(line))
         assert parse(list(args.command[1:])).run_dir
+
+
+def test_the_interchange_page_names_commands_and_flags_that_exist():
+    """Every `halfbyte` line of the page is parsed by the command itself."""
+    from halfbyte.cli import export, generate, import_
+    from halfbyte.cli.main import parse_flags
+    from halfbyte.cli.train import split_name
+    from halfbyte.recipe import recipe
+
+    text = (ROOT / "docs" / "interchange.md").read_text(encoding="utf-8")
+    lines = [shlex.split(line) for line in text.splitlines() if line.startswith("halfbyte ")]
+    modules = {"import": import_, "export": export, "generate": generate}
+    for words in lines:
+        command, rest = words[1], words[2:]
+        if command in modules:
+            parse_flags(command, modules[command], rest)
+        elif "--recipe" in rest:
+            assert command == "train" and split_name(rest)[0] == "" and recipe(rest[rest.index("--recipe") + 1])
+    assert {words[1] for words in lines} == {"import", "export", "generate", "eval", "train", "data"}

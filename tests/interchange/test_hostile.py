@@ -239,7 +239,7 @@ def test_pickles_are_refused_unread(tmp_path, monkeypatch):
         ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_attention"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"num_hidden_layers": 9000}, "num_hidden_layers"),
         ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm"),
         ({"hidden_size": "64"}, "hidden_size"),
         ({"hidden_size": 128}, "has shape"),

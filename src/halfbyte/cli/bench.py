@@ -40,7 +40,7 @@ COLUMNS = (
 @dataclass(frozen=True)
 class Args:
     model: Annotated[str, tyro.conf.Positional] = "demo"
-    """A model preset (demo, llama-60m, ..., llama3-8b)."""
+    """A model preset (demo, llama-60m, ..., llama3-8b), a run directory, or a Hugging Face folder."""
     recipes: str = "bf16,fp8,nvfp4"
     """Recipes to measure, in this order; name bf16 to get ratios."""
     policy: str = "mlp"
@@ -219,18 +219,25 @@ def memory_limit(args: Args) -> int:
     return limit
 
 
-def seq_of(args: Args) -> int:
+def base_run(name: str) -> Any:
+    """The run of a preset, or around the model of a run directory or Hugging Face folder."""
     from halfbyte import runs
 
-    preset = runs.run_config(args.model)
+    if not Path(name).is_dir():
+        return runs.run_config(name)
+    from halfbyte.interchange.starting import initial_config
+
+    return initial_config(Path(name))
+
+
+def seq_of(args: Args) -> int:
+    preset = base_run(args.model)
     return args.seq or preset.seq or min(preset.model.max_seq, 8192 if preset.model.layers > 4 else 128)
 
 
 def config_of(args: Args, recipe_name: str, remat: Any) -> Any:
     """The preset's run with the flags of this command."""
-    from halfbyte import runs
-
-    preset = runs.run_config(args.model)
+    preset = base_run(args.model)
     if args.layers < 0:
         raise BadInput(f"layers must be 0 (all) or more, got {args.layers}")
     model = dataclasses.replace(preset.model, layers=args.layers or preset.model.layers)

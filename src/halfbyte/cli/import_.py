@@ -22,20 +22,17 @@ class Args:
     """Folder with config.json and *.safetensors."""
     out: str = ""
     """Run directory to make; default runs/NAME-OF-THE-FOLDER."""
-    mesh: str = ""
-    """AXIS=SIZE,... over data, fsdp, tensor, for a model that one device cannot hold; empty: one device."""
 
 
 def run(args: Args) -> Result:
     from halfbyte import models
     from halfbyte.cli.screen import progress
     from halfbyte.interchange import import_folder
-    from halfbyte.interchange.opening import some_mesh
 
     folder = Path(args.folder)
     out = Path(args.out) if args.out else Path("runs") / folder.resolve().name
-    with progress("tensors") as watch:
-        config = import_folder(folder, out, mesh=some_mesh(args.mesh) if args.mesh else None, watch=watch)
+    with progress("files") as watch:
+        config = import_folder(folder, out, watch=watch)
     count = models.count_params(config.model)
     kind = "Qwen3" if config.model.qk_norm else "Llama"
     print(f"{out}: {config.model.name}, {kind}, {count:,} parameters, from {folder}")

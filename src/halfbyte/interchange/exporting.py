@@ -5,29 +5,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import ml_dtypes
 import numpy as np
 
 from halfbyte.data import Tokenizer
-from halfbyte.formats import amax_of
 from halfbyte.inputs import read_json
 from halfbyte.interchange.folder import COMPANIONS, CONFIG
 from halfbyte.interchange.hf_config import config_from_hf, config_to_hf
 from halfbyte.interchange.hf_names import LAYER_NAMES, Site, sites
-from halfbyte.interchange.layouts import Amaxes, Part, nvfp4_parts, plain_parts, weight_policy
+from halfbyte.interchange.layouts import Amaxes, Part, nvfp4_parts, plain_parts, weight_amaxes, weight_policy
 from halfbyte.interchange.quantization_config import LAYOUTS, modelopt_config, quantization_config
 from halfbyte.interchange.tokenizer_files import tokenizer_files
 from halfbyte.interchange.writing import GB, Watch, write_folder
-from halfbyte.models import LlamaConfig, Params, flatten
+from halfbyte.models import FUSED, LlamaConfig, Params
 from halfbyte.recipe import Resolved
 
 Format = Literal["hf", "compressed-tensors", "modelopt"]
 DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16), "float32": np.dtype(np.float32)
 }  # fmt: skip
-FUSED = (("layers/attention/q", "layers/attention/k", "layers/attention/v"), ("layers/mlp/gate", "layers/mlp/up"))
-"""Linears that serving engines join into one, with one tensor scale."""
 PRODUCER = "halfbyte 0.1.0"
 
 
@@ -106,11 +102,11 @@ def quantized_modules(cfg: LlamaConfig, resolved: Resolved) -> set[str]:
 
 def fused_mismatches(cfg: LlamaConfig, params: Params, resolved: Resolved) -> list[Mismatch]:
     """Where linears that an engine fuses have different tensor scales: it takes one, and the others' weights change."""
-    flat = flatten(params)
     by_layer = {(site.path, site.layer): site for site in sites(cfg)}
-    amaxes = {path: np.asarray(jax.jit(jax.vmap(amax_of))(flat[path])) for group in FUSED for path in group}
+    amaxes = {path: np.asarray(value) for path, value in weight_amaxes(params, resolved).items()}
     found = []
-    for group in FUSED:
+    for where, names in FUSED.items():
+        group = [f"layers/{where}/{name}" for name in names]
         name = "/".join(LAYER_NAMES[path].rpartition(".")[2] for path in group)
         for layer in range(cfg.layers):
             joined = [path for path in group if weight_policy(resolved, by_layer[path, layer]) is not None]

@@ -23,7 +23,7 @@ import numpy as np
 from halfbyte.formats import NVFP4, amax_of, quantize
 from halfbyte.interchange.hf_names import Site, sites
 from halfbyte.interchange.tensor_file import Planned
-from halfbyte.models import LlamaConfig, Params, flatten
+from halfbyte.models import LlamaConfig, Params, flatten, group_amaxes
 from halfbyte.recipe import OperandPolicy, Resolved
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -100,7 +100,7 @@ def nvfp4_parts(
     input_amax: Amaxes | None = None,
 ) -> Iterator[Part]:  # fmt: skip
     """NVFP4 codes where the policy quantizes a weight, the rest in `dtype`."""
-    flat = flatten(params)
+    flat, scale_amax = flatten(params), weight_amaxes(params, resolved)
     for site in sites(cfg):
         policy = weight_policy(resolved, site)
         if policy is None:
@@ -108,7 +108,7 @@ def nvfp4_parts(
             continue
         amax = None if input_amax is None else input_amax[site.module]
         plan = layout.plan(site, activations=amax is not None)
-        make = functools.partial(_quantized, layout, flat[site.path], site, policy, amax)
+        make = functools.partial(_quantized, layout, flat[site.path], scale_amax[site.path], site, policy, amax)
         yield Part(plan, make)
 
 
@@ -128,12 +128,13 @@ def weight_policy(resolved: Resolved, site: Site) -> OperandPolicy | None:
     return policy
 
 
-def stored_codes(weight: jax.Array, policy: OperandPolicy) -> Codes:
-    """The codes of `weight` [inputs, outputs] that fprop multiplies under `policy`, as a checkpoint stores them.
+def stored_codes(weight: jax.Array, policy: OperandPolicy, amax: jax.Array | None = None) -> Codes:
+    """The codes of `weight` [inputs, outputs] that fprop multiplies under `policy`, as a checkpoint stores them. `amax`
+    is its group's where the recipe shares tensor scales.
 
     Square blocks have one scale for 16 rows, which is written 16 times: the same numbers in the one-row form.
     """
-    tensor = _quantize(weight, policy)
+    tensor = _quantize(weight, policy, amax)
     # [inputs/16, outputs or outputs/16] -> [outputs, inputs/16]
     scales = np.asarray(tensor.scales).T
     scales = np.repeat(scales, weight.shape[1] // scales.shape[0], axis=0)
@@ -146,8 +147,8 @@ def stored_codes(weight: jax.Array, policy: OperandPolicy) -> Codes:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _quantize(weight: jax.Array, policy: OperandPolicy) -> Any:
-    return quantize(weight, policy.format, block=policy.block, axis=CONTRACTED)
+def _quantize(weight: jax.Array, policy: OperandPolicy, amax: jax.Array | None) -> Any:
+    return quantize(weight, policy.format, block=policy.block, axis=CONTRACTED, amax=amax)
 
 
 def _plain(site: Site, value: jax.Array, dtype: np.dtype) -> Part:
@@ -158,10 +159,22 @@ def _plain(site: Site, value: jax.Array, dtype: np.dtype) -> Part:
     return Part((Planned(site.name, dtype, site.shape),), make)
 
 
+def weight_amaxes(params: Params, resolved: Resolved) -> dict[str, jax.Array]:
+    """float32 [layers] by path: what each linear's tensor scale is made of, its own amax or its group's."""
+    found = {}
+    for group, weights in params["layers"].items():
+        for name, stack in weights.items():
+            if stack.ndim == 3:
+                shared = group_amaxes(params["layers"], resolved, group, name)
+                found[f"layers/{group}/{name}"] = jax.jit(jax.vmap(amax_of))(stack) if shared is None else shared
+    return found
+
+
 def _quantized(
-    layout: NvfpLayout, stack: jax.Array, site: Site, policy: OperandPolicy, input_amax: float | None
+    layout: NvfpLayout, stack: jax.Array, amaxes: jax.Array, site: Site, policy: OperandPolicy, input_amax: float | None
 ) -> tuple[np.ndarray, ...]:
-    weight = stack[site.layer]
-    if not bool(np.isfinite(amax_of(weight))):
+    assert site.layer is not None
+    weight, amax = stack[site.layer], amaxes[site.layer]
+    if not bool(np.isfinite(amax)):
         raise ValueError(f"{site.module} holds numbers that are not finite; a run that diverged cannot be exported")
-    return layout.tensors(stored_codes(weight, policy), input_amax)
+    return layout.tensors(stored_codes(weight, policy, amax), input_amax)

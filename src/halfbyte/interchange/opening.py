@@ -18,15 +18,16 @@ from halfbyte.evaluation import LanguageModel
 from halfbyte.inputs import check_whole, printable, read_json
 from halfbyte.interchange.folder import Folder, is_folder
 from halfbyte.interchange.hf_config import config_from_hf
+from halfbyte.interchange.importing import LONGEST_WINDOW, ORIGIN
 from halfbyte.interchange.loading import load_params, stored_as
 from halfbyte.interchange.tokenizer_files import folder_tokenizer
 from halfbyte.recipe import Recipe, recipe, step_key
 from halfbyte.sharding import Rules, make_mesh, parse_mesh
 from halfbyte.train import TrainConfig, jsonconfig, phases, resolve
+from halfbyte.train.claim import IMPORTED
 from halfbyte.train.precision import phase_at
 
 FOLDER_POLICY = "all_linear"
-LONGEST_WINDOW = 2048  # of scoring, where nobody says on which length a model was trained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +139,11 @@ def restore_params(
     directory: Path, config: TrainConfig, *, mesh: Mesh | None, rules: Rules, step: int | None
 ) -> Restored:
     """Weights alone, verified. A damaged newest checkpoint is named, and the one before it is used."""
+    if (directory / IMPORTED).is_file():
+        if step:
+            raise ValueError(f"{directory} is an imported model; it has no checkpoint of step {step}")
+        with Folder(directory / ORIGIN) as opened:
+            return Restored(0, {"params": load_params(opened, config.model, mesh=mesh, rules=rules)}, {})
     folder = directory / "checkpoints"
     if not folder.is_dir():
         raise ValueError(f"{directory} has no checkpoint yet; train it first (`halfbyte train --run-dir {directory}`)")

@@ -8,16 +8,9 @@ from halfbyte import models
 from halfbyte.evaluation import SCORING_RULES
 from halfbyte.interchange.exporting import DTYPES, Model
 from halfbyte.interchange.folder import Folder, is_folder
-from halfbyte.interchange.importing import ORIGIN, folder_config
+from halfbyte.interchange.importing import LONGEST_WINDOW, ORIGIN, folder_config
 from halfbyte.interchange.loading import load_params
-from halfbyte.interchange.opening import (
-    LONGEST_WINDOW,
-    read_config,
-    read_tokenizer,
-    restore_params,
-    some_mesh,
-    trained_with,
-)
+from halfbyte.interchange.opening import read_config, read_tokenizer, restore_params, some_mesh, trained_with
 from halfbyte.interchange.tokenizer_files import TOKENIZER, folder_tokenizer
 from halfbyte.recipe import Recipe, Resolved, recipe
 from halfbyte.train import resolve

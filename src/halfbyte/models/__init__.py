@@ -20,9 +20,10 @@ from halfbyte.models.params import (
     param_shardings,
     param_specs,
 )
-from halfbyte.models.quantized import quantize_weights, with_anchors
+from halfbyte.models.quantized import FUSED, group_amaxes, quantize_weights, with_anchors
 
 __all__ = [
+    "FUSED",
     "REMAT",
     "Cache",
     "Context",
@@ -41,6 +42,7 @@ __all__ = [
     "flops_per_token",
     "flops_shares",
     "gemm_sites",
+    "group_amaxes",
     "hidden_states",
     "init",
     "linear_sites",

@@ -21,6 +21,7 @@ from halfbyte.models.context import PLAIN, Context, LayerContext, key_of_layer, 
 from halfbyte.models.embedding import embed_tokens, head_weight
 from halfbyte.models.linear import linear, swiglu_mlp
 from halfbyte.models.params import Params, param_specs
+from halfbyte.models.quantized import share_scales
 from halfbyte.models.remat import flattened, rematerialized, streamed
 from halfbyte.models.unrolled import unstack
 from halfbyte.ops.attention import attention
@@ -134,7 +135,7 @@ def attention_block(
     cfg: LlamaConfig, weights: Params, x: jax.Array, tables: Tables, here: LayerContext, attend: Any
 ) -> jax.Array:
     """Norm, projections, norms of queries and keys (Qwen3), rotation, attention, output projection."""
-    ctx = here.ctx
+    ctx, weights = here.ctx, share_scales(weights, here, "attention")
     h = gather_seq(rms_norm(x, weights["norm"], cfg.norm_eps), ctx)
 
     def project(name: str, heads: int, axis: str) -> jax.Array:
@@ -160,7 +161,7 @@ def attention_block(
 
 def mlp_block(cfg: LlamaConfig, weights: Params, x: jax.Array, here: LayerContext) -> jax.Array:
     """Norm and SwiGLU."""
-    ctx = here.ctx
+    ctx, weights = here.ctx, share_scales(weights, here, "mlp")
     h = gather_seq(rms_norm(x, weights["norm"], cfg.norm_eps), ctx)
     y = swiglu_mlp(h, weights, here)
     return ctx.constrain(y, "batch", "residual_seq", "width")

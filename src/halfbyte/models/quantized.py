@@ -8,16 +8,24 @@ time it takes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh
 
 from halfbyte import ops
+from halfbyte.formats import amax_of
 from halfbyte.models.config import LlamaConfig
+from halfbyte.models.context import LayerContext
 from halfbyte.models.params import Params, ParamSpec, param_specs
 from halfbyte.recipe import WEIGHTS, Recipe, Resolved
 from halfbyte.sharding import DEFAULT_RULES, Rules, weight_sharding
+
+FUSED = {"attention": ("q", "k", "v"), "mlp": ("gate", "up")}
+"""Linears of one input, which serving engines join into one."""
 
 
 def is_qweight(node: Any) -> bool:
@@ -39,10 +47,12 @@ def quantize_weights(
 
         @jax.jit  # of the codes alone: a master that a program returns would be a copy
         @jax.vmap
-        def codes(w: jax.Array) -> ops.QWeight:
-            return dataclasses.replace(ops.quantize_weight(w, recipe=recipe, weight_sharding=sharding), anchor=None)
+        def codes(w: jax.Array, amax: jax.Array | None) -> ops.QWeight:
+            made = ops.quantize_weight(w, recipe=recipe, weight_sharding=sharding, amax=amax)
+            return dataclasses.replace(made, anchor=None)
 
-        return dataclasses.replace(codes(weight), anchor=weight)
+        shared = group_amaxes(params["layers"], resolved, *path.split("/")[1:])
+        return dataclasses.replace(codes(weight, shared), anchor=weight)
 
     layers = {
         group: {
@@ -52,6 +62,44 @@ def quantize_weights(
         for group, inner in params["layers"].items()
     }
     return {**params, "layers": layers}
+
+
+def share_scales(weights: Params, here: LayerContext, group: str) -> Params:
+    """A layer's `weights` of one group, quantized with one tensor scale where its recipes say so (`shared_scales`)."""
+    names = [name for name in FUSED[group] if shares_scale(here.recipe(group, name)) and not is_qweight(weights[name])]
+    if not names:
+        return weights
+    amax = functools.reduce(jnp.maximum, (amax_of(lax.stop_gradient(weights[name])) for name in names))
+
+    def codes(name: str) -> ops.QWeight:
+        recipe, sharding = here.recipe(group, name), here.weight_sharding(group, name)
+        return ops.quantize_weight(weights[name], recipe=recipe, weight_sharding=sharding, amax=amax)
+
+    return weights | {name: codes(name) for name in names}
+
+
+def shares_scale(recipe: Recipe) -> bool:
+    """Whether this weight's tensor scale is its group's."""
+    return recipe.shared_scales and recipe.fprop_w.format.tensor_scale
+
+
+def group_amaxes(stacks: Params, resolved: Resolved, group: str, name: str) -> jax.Array | None:
+    """float32 [layers]: the amax that stands for weight `name`'s own in each layer; None if all have their own."""
+    path, layers = f"layers/{group}/{name}", next(iter(stacks[group].values())).shape[0]
+    shared = [name in FUSED[group] and shares_scale(resolved.at(path, layer)) for layer in range(layers)]
+    if not any(shared):
+        return None
+    own = {other: jax.vmap(amax_of)(_master(stacks[group][other])) for other in FUSED[group]}
+    rows = []
+    for layer in range(layers):
+        joined = [other for other in FUSED[group] if shares_scale(resolved.at(f"layers/{group}/{other}", layer))]
+        read = joined if shared[layer] else [name]
+        rows.append(functools.reduce(jnp.maximum, (own[other][layer] for other in read)))
+    return jnp.stack(rows)
+
+
+def _master(weight: Any) -> jax.Array:
+    return weight.anchor if is_qweight(weight) else weight
 
 
 def _only_recipe(resolved: Resolved, path: str) -> Recipe | None:

@@ -18,7 +18,7 @@ import jax
 from jax import lax
 from jax.sharding import NamedSharding
 
-from halfbyte.formats import Packed
+from halfbyte.formats import Packed, quantize
 from halfbyte.ops.operand import Operand, WeightScales, load, name_saved, quantize_operand
 from halfbyte.ops.passes import XLA, KeptWeight, Passes, QuantizedWeight
 from halfbyte.recipe import OperandPolicy, Recipe, role_key
@@ -58,27 +58,36 @@ def shares_codes(recipe: Recipe) -> bool:
 
 def quantize_weight(
     w: jax.Array, *, recipe: Recipe, key: jax.Array | None = None, weight_sharding: WeightSharding | None = None,
-    passes: Passes = XLA,
+    passes: Passes = XLA, amax: jax.Array | None = None,
 ) -> QWeight:  # fmt: skip
-    """`w` [inputs, outputs] under the recipe's weight policies. Gradients with respect to it go straight to `w`."""
+    """`w` [inputs, outputs] under the recipe's weight policies. Gradients with respect to it go straight to `w`.
+
+    `amax`, at least that of `w`, stands for the tensor's own where several weights share a tensor scale.
+    """
     if w.ndim != 2:
         raise ValueError(
             f"a weight is a matrix [inputs, outputs], got shape {w.shape}; reshape it, or vmap over the leading dims"
         )
     constant = lax.stop_gradient(w)
-    fprop = _quantize(constant, recipe, "fprop_w", key, weight_sharding, passes)
-    dgrad = None if shares_codes(recipe) else _quantize(constant, recipe, "dgrad_w", key, weight_sharding, passes)
+    given = (key, weight_sharding, passes, amax)
+    fprop = _quantize(constant, recipe, "fprop_w", *given)
+    dgrad = None if shares_codes(recipe) else _quantize(constant, recipe, "dgrad_w", *given)
     return QWeight(w, fprop, dgrad, recipe, weight_sharding)
 
 
 def _quantize(
-    w: jax.Array, recipe: Recipe, role: str, key: jax.Array | None, sharding: WeightSharding | None, passes: Passes
-) -> QuantizedWeight | None:
+    w: jax.Array, recipe: Recipe, role: str, key: jax.Array | None, sharding: WeightSharding | None, passes: Passes,
+    amax: jax.Array | None,
+) -> QuantizedWeight | None:  # fmt: skip
     policy: OperandPolicy = getattr(recipe, role)
     if not policy.format.quantized:
         return None
     role_bits = role_key(key, role) if policy.stochastic and key is not None else None
-    made = passes.weight(w, policy, axis=CONTRACTED[role], key=role_bits)
+    made: QuantizedWeight
+    if amax is not None:  # kernels find a tensor's amax themselves
+        made = Packed.of(quantize(w, policy.format, block=policy.block, axis=CONTRACTED[role], amax=amax))
+    else:
+        made = passes.weight(w, policy, axis=CONTRACTED[role], key=role_bits)
     if not isinstance(made, Packed):
         return made
     return name_saved(made if sharding is None else _pin(made, sharding.stored))

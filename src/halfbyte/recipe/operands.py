@@ -87,7 +87,11 @@ class OperandPolicy:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Six operand policies and a name. Two recipes of equal policies compute the same numbers."""
+    """Six operand policies and a name. Two recipes of equal policies compute the same numbers.
+
+    `shared_scales`: the weights of q, k and v share one tensor scale, and those of gate and up another, as engines that
+    fuse them when they serve expect it.
+    """
 
     name: str
     fprop_x: OperandPolicy = OperandPolicy()
@@ -97,8 +101,14 @@ class Recipe:
     wgrad_x: OperandPolicy = OperandPolicy()
     wgrad_dy: OperandPolicy = OperandPolicy()
     description: str = ""
+    shared_scales: bool = False
 
     def __post_init__(self) -> None:
+        if self.shared_scales and any(getattr(self, r).hadamard or getattr(self, r).stochastic for r in WEIGHTS):
+            raise ValueError(
+                f"recipe {self.name!r}: shared_scales are those of weights as they are; it goes with neither hadamard "
+                f"nor stochastic rounding of {' or '.join(WEIGHTS)}"
+            )
         for role, operand in self.operands().items():
             if not isinstance(operand, OperandPolicy):
                 raise TypeError(f"recipe {self.name!r}: {role} must be an OperandPolicy, got {operand!r}")

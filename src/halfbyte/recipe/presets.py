@@ -78,6 +78,12 @@ nvfp4_no_2d = _preset(
     "nvfp4 with 1D weight blocks: fprop and dgrad see different weights",
     nvfp4.with_operands(WEIGHTS, block="1d"),
 )
+nvfp4_shared_scales = _preset(
+    "nvfp4_shared_scales",
+    nvfp4,
+    "nvfp4 with one weight scale for q, k and v and one for gate and up, as serving engines fuse them",
+    {"shared_scales": True},
+)
 nvfp4_rht_everywhere = _preset(
     "nvfp4_rht_everywhere",
     nvfp4,

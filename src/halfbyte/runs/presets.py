@@ -77,6 +77,21 @@ def llama3_2_1b() -> TrainConfig:
     return _large("llama3.2-1b", mesh="", batch=8, seq=4096, learning_rate=5e-4, remat="none")
 
 
+def qwen3_0_6b() -> TrainConfig:
+    """0.60B parameters, one device."""
+    return _large("qwen3-0.6b", mesh="", batch=16, seq=4096, learning_rate=1e-3, remat="none")
+
+
+def qwen3_1_7b() -> TrainConfig:
+    """1.72B parameters, one device."""
+    return _large("qwen3-1.7b", mesh="", batch=8, seq=4096, learning_rate=5e-4, remat="none")
+
+
+def qwen3_8b() -> TrainConfig:
+    """8.19B parameters; FSDP over all devices."""
+    return _large("qwen3-8b", mesh="", batch=32, seq=8192, learning_rate=3e-4, remat="quantized")
+
+
 def llama3_8b() -> TrainConfig:
     """8.03B parameters; FSDP over all devices, 4 sequences of 8192 each on 8 of them."""
     return _large("llama3-8b", mesh="", batch=32, seq=8192, learning_rate=3e-4, remat="quantized")
@@ -97,8 +112,11 @@ RUNS: dict[str, Callable[[], TrainConfig]] = {
     "llama-60m": llama_60m,
     "llama-125m": llama_125m,
     "llama-350m": llama_350m,
+    "qwen3-0.6b": qwen3_0_6b,
     "llama3.2-1b": llama3_2_1b,
+    "qwen3-1.7b": qwen3_1_7b,
     "llama3-8b": llama3_8b,
+    "qwen3-8b": qwen3_8b,
     "llama3.1-70b": llama3_1_70b,
     "llama3.1-405b": llama3_1_405b,
 }

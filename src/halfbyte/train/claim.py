@@ -9,9 +9,10 @@ from halfbyte.inputs import UnreadableFile, check_output, read_json, refuse_link
 
 WRITTEN = (
     ".lock", "config.json", "run.json", "manifest.json", "data.json", "tokenizer.json", "metrics.jsonl",
-    "evaluations.jsonl", "tensorboard", "checkpoints", "damaged", "profile", "wandb", "wandb_id",
+    "evaluations.jsonl", "tensorboard", "checkpoints", "damaged", "profile", "wandb", "wandb_id", "huggingface",
 )  # fmt: skip
 """What a run writes. Where a symbolic link has one of these names, the run would write somewhere else."""
+IMPORTED = "imported.json"  # of a directory that holds an imported model and no training
 
 
 def check_run_directory(directory: Path) -> None:
@@ -23,9 +24,6 @@ def check_run_directory(directory: Path) -> None:
         raise ValueError(f"--run-dir {directory} is not a directory; give another")
     refuse_links(directory, WRITTEN, flag="--run-dir")
     refuse_foreign_directory(directory)
-
-
-IMPORTED = "imported.json"  # of a directory that holds an imported model and no training
 
 
 def refuse_foreign_directory(directory: Path) -> None:

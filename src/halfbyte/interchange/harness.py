@@ -1,0 +1,79 @@
+"""lm-evaluation-harness with our models in it (extra `harness`).
+
+    python -m halfbyte.interchange.harness --model halfbyte --model_args run=RUN --tasks lambada_openai,blimp
+
+is the harness's own command with one model more: `halfbyte`, a run or a Hugging Face folder. Texts are encoded and
+scored as `halfbyte eval` does it: a document begins with bos, context and continuation are encoded together.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.api.registry import register_model
+
+from halfbyte.evaluation import SCORING_RULES, WRITING_RULES, Example, Generator, LanguageModel, Scorer
+from halfbyte.evaluation.tasks import encode_pair, text_requests
+from halfbyte.interchange.opening import open_model
+
+
+@register_model("halfbyte")
+class HalfbyteLM(LM):
+    """A run or a folder as the harness asks it: log-likelihoods of continuations and of texts, and greedy text."""
+
+    def __init__(
+        self, run: str, recipe: str = "", compute_dtype: str = "", seq: int = 0, batch_tokens: int = 8192,
+        mesh: str = "", **_: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        opened = open_model(run, recipe_name=recipe, mesh=mesh, rules=SCORING_RULES, compute_dtype=compute_dtype)
+        self.model: LanguageModel = opened.model
+        self.scorer = Scorer(self.model, window=int(seq) or None, batch_tokens=int(batch_tokens))
+        self._generator: Generator | None = None
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """(log-likelihood of the continuation, whether greedy decoding gives it) for each (context, continuation)."""
+        asked = [encode_pair(self.model.tokenizer, *request.args) for request in requests]
+        return [(-score.nll, score.greedy) for score in self.scorer.score(asked)]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihood of each whole text, in windows."""
+        window = self.scorer.window
+        texts = [Example((("", request.args[0]),), 0, (1,)) for request in requests]
+        asked = [text_requests(self.model.tokenizer, text, window, window) for text in texts]
+        found = iter(self.scorer.score([part for parts in asked for part in parts]))
+        return [-sum(next(found).nll for _ in parts) for parts in asked]
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Greedy text after each context, up to the first of its stop strings."""
+        return [self._write(*request.args) for request in requests]
+
+    def _write(self, context: str, settings: dict[str, Any]) -> str:
+        if settings.get("do_sample") or settings.get("temperature", 0.0):
+            raise ValueError(f"the harness asks for sampling ({settings}); this adapter writes greedily")
+        self._generator = self._generator or Generator(_for_writing(self.model))
+        longest = self.model.config.max_seq - int(settings.get("max_gen_toks", 256))
+        ids = self.model.tokenizer.encode(context, bos=True)[-max(1, longest) :]
+        room = min(int(settings.get("max_gen_toks", 256)), self.model.config.max_seq - len(ids))
+        made = list(self._generator.tokens(ids, max_tokens=room))
+        return until(self.model.tokenizer.decode(made), settings.get("until") or ())
+
+
+def until(text: str, stops: str | Sequence[str]) -> str:
+    """`text` up to the first of the stop strings."""
+    for stop in [stops] if isinstance(stops, str) else stops:
+        text = text.split(stop)[0] if stop else text
+    return text
+
+
+def _for_writing(model: LanguageModel) -> LanguageModel:
+    import dataclasses
+
+    return dataclasses.replace(model, context=dataclasses.replace(model.context, rules=WRITING_RULES))
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
