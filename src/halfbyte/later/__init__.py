@@ -1,6 +1,6 @@
 """Modules that are imported when they are first used: those that take a second and that most commands never touch."""
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 
@@ -9,7 +9,8 @@ class _Later:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        return getattr(import_module(self._name), attribute)
+        # Not import_module: `orbax.checkpoint.v1` is a name in a package, and no module of its own.
+        return getattr(resolve_name(self._name), attribute)
 
     def __repr__(self) -> str:
         return f"later({self._name!r})"
