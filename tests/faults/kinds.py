@@ -231,7 +231,7 @@ def sigterm_one_rank(bench: Bench, folder: Path, random: Random) -> str:
 
 @kind(times=3)
 def stop_one_rank(bench: Bench, folder: Path, random: Random) -> str:
-    ranks = bench.trainer.start_all(folder, "--watchdog-s", "8", ranks=2)
+    ranks = bench.trainer.start_all(folder, "--watchdog-s", "20", ranks=2)
     at_random_step(bench, folder, ranks, random)
     victim = random.randrange(2)
     ranks[victim].process.send_signal(signal.SIGSTOP)

@@ -152,6 +152,8 @@ def test_the_furthest_behind_is_blamed_and_nobody_during_a_pause():
     assert rank == 1
     assert "after step 12, at: data" in sentence
     assert judge({0: Beat(9, 13, "finish", 500.0)}, {0: 0.1}, limits) is None
+    still_compiling = {0: Beat(9, 1, "step", 500.0), 1: Beat(9, 0, "compile", 510.0)}
+    assert judge(still_compiling, {0: 0.1, 1: 0.1}, limits) is None
     assert judge({0: Beat(9, 13, "step", 9.0)}, {0: 0.1}, limits) is None
     assert judge({0: Beat(9, 13, "done", 9.0)}, {0: 900.0}, limits) is None
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 PAUSED = ("start", "compile", "restore", "save", "validation", "finish", "done")
-"""What may take long: nobody is blamed for it by the clock."""
+"""What may take long: while one rank is at it, the others may wait for it, and nobody is blamed by the clock."""
 ORDER = {"data": 1, "step": 2}
 
 
@@ -51,8 +51,9 @@ def judge(beats: Mapping[int, Beat], silent: Mapping[int, float], limits: Limits
                 f"rank {rank} has stopped: no sign of life for {seconds:.0f} s ({where}); "
                 "every rank ends, the last checkpoint is intact"
             )
-    late = [beat for beat in beats.values() if beat.doing not in PAUSED and beat.idle > limits.progress]
-    if not limits.progress or not late:
+    working = [beat for beat in beats.values() if beat.doing not in PAUSED]
+    late = [beat for beat in working if beat.idle > limits.progress]
+    if not limits.progress or not late or len(working) < len(beats):
         return None
     rank, beat = min(beats.items(), key=lambda item: (item[1].step, ORDER.get(item[1].doing, 0)))
     idle = max(found.idle for found in late)
