@@ -73,18 +73,19 @@ def without_embeddings(size: str) -> int:
 
 def grid() -> dict[str, Any]:
     """The whole plan as data."""
-    steps = TOKENS // (BATCH * SEQ)
+    names = ("embed", "mlp", "layers", "heads", "learning_rate")
     sizes = {
         size: {
+            **dict(zip(names, SIZES[size], strict=True)),
             "parameters_without_embeddings": without_embeddings(size),
             "tokens_a_parameter": round(TOKENS / without_embeddings(size), 2),
             "seeds": list(SEEDS[size]),
-            "plan": plan_of(size, steps=steps, data="synthetic").to_json(),
         }
         for size in SIZES
     }
     about = {"margin": MARGIN, "vocabulary": VOCABULARY, "seq": SEQ, "batch": BATCH, "tokens": TOKENS, "tasks": TASKS}
-    return {**about, "arms_of_every_seed": SEEDED, "sizes": sizes}
+    arms = {arm.name: {"kind": arm.kind, **arm.changes} for arm in ARMS}
+    return {**about, "arms_of_every_seed": SEEDED, "arms": arms, "sizes": sizes}
 
 
 def command_plan(args: argparse.Namespace) -> None:
@@ -133,10 +134,12 @@ def command_run(args: argparse.Namespace) -> None:
         run_jobs(plan, out, [(arm, seed)], say=lambda text: print(text, flush=True))
         if args.tasks and status_of(folder, steps).state == DONE:
             evaluate(folder, Path(args.tasks))
-        shutil.rmtree(folder / "checkpoints", ignore_errors=not args.keep) if not args.keep else None
+        if not args.keep:
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         slowest = max(slowest, time.monotonic() - began)
     write_report(plan, out, analyse(plan, out))
-    shutil.rmtree(out / "compiled", ignore_errors=True) if args.clean else None
+    if args.clean:
+        shutil.rmtree(out / "compiled", ignore_errors=True)
 
 
 def rows_of(source: Any) -> int:

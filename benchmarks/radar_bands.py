@@ -2,7 +2,7 @@
 
 A small Llama is initialised and trained for a few steps in bf16 from each of the seeds below, which no test uses, and
 probed at initialisation and after training under every recipe. A band is the mean of the gains, 6 standard deviations
-on each side, for each GEMM and for the mean over the GEMMs of one kind.
+on each side.
 
     python benchmarks/radar_bands.py            # about ten minutes on two cores
 """
@@ -79,7 +79,7 @@ def main() -> None:
             for place, params in zip((0, STEPS), pair, strict=True)
         ]
         fitted.update(fit_bands(probes))
-        print(name, {kind.split()[0]: band["mean"] for kind, band in fit_bands(probes).items()}, flush=True)
+        print(name, {kind.split()[0]: band for kind, band in fit_bands(probes).items()}, flush=True)
         write(fitted)
 
 

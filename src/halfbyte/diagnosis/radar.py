@@ -21,7 +21,7 @@ from halfbyte.train.config import TrainConfig
 from halfbyte.train.observing import Moment
 from halfbyte.train.step import make_context
 
-from .bands import bands, kind_of, outside
+from .bands import bands, kind_of, of_mean, outside
 from .bits import BitsCheck
 from .replay import Replay
 from .truth import look_for_truth
@@ -88,11 +88,11 @@ def judged(
     limits = bands() if known is None else known
     marked, alarms = [], []
     for gemm in gemms:
-        band = limits.get(gemm["kind"], {}).get("each")
+        band = limits.get(gemm["kind"])
         marked.append({**gemm, "band": band, "alarm": outside(gemm["gain"], band) or not math.isfinite(gemm["gain"])})
     for kind in dict.fromkeys(gemm["kind"] for gemm in marked):
         these = [gemm for gemm in marked if gemm["kind"] == kind]
-        alarms += _alarms(kind, these, limits.get(kind, {}).get("mean"))
+        alarms += _alarms(kind, these, of_mean(limits.get(kind), len(these)))
     return marked, alarms
 
 

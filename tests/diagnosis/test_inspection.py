@@ -1,0 +1,72 @@
+"""Inspection of a model with a planted outlier channel. Oracle: where it was planted; the numbers of one operand
+against NumPy and ml_dtypes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from radar_bands import CONFIG, MODEL, batch_of
+
+from halfbyte import models
+from halfbyte.diagnosis.inspection import inspect
+from halfbyte.diagnosis.inspection_page import html, terminal
+from halfbyte.diagnosis.tensors import describe, snr_db
+from halfbyte.formats import FP8, NVFP4
+from halfbyte.recipe import OperandPolicy, policy, recipe
+from halfbyte.train import resolve
+
+LAYER, CHANNEL, FACTOR = 1, 5, 300.0
+
+
+def with_outlier(params):
+    """A channel that is 300 times as large before gate and up of one layer, and whose weights are 300 times smaller:
+    the same function, and a block whose other 15 numbers round to zero."""
+    mlp = dict(params["layers"]["mlp"])
+    mlp["norm"] = mlp["norm"].at[LAYER, CHANNEL].multiply(FACTOR)
+    for name in ("gate", "up"):
+        mlp[name] = mlp[name].at[LAYER, CHANNEL].divide(FACTOR)
+    return {**params, "layers": {**params["layers"], "mlp": mlp}}
+
+
+@pytest.mark.slow
+def test_a_planted_outlier_channel_is_named_first_and_kept_in_bf16():
+    config = dataclasses.replace(CONFIG, recipe="nvfp4", policy="mlp")
+    resolved = resolve(MODEL, "mlp", recipe("nvfp4"))
+    params = with_outlier(models.init(MODEL, jax.random.key(3)))
+    found = inspect(config, resolved, params, [batch_of(3)], step=0)
+    layer, site, gemm, decibels = found.worst()[0]
+    assert (layer, gemm) == (LAYER, "fprop") and site in ("mlp/gate", "mlp/up") and decibels < 10
+    text = found.policy("mlp", 12.0)
+    chosen = policy(text, recipe("nvfp4")).resolve(models.linear_sites(MODEL), MODEL.layers)
+    assert not chosen.at("layers/mlp/gate", LAYER).quantized and chosen.at("layers/mlp/down", LAYER).quantized
+    assert chosen.at("layers/mlp/gate", 0).quantized
+    crest = {(o["layer"], o["site"], o["role"]): o["crest"] for o in found.operands}
+    assert crest[LAYER, "mlp/gate", "fprop_x"] > 2 * crest[0, "mlp/gate", "fprop_x"]
+    page = html(found, title="<x>", lines=[], policy=text, wanted=12.0)
+    assert "&lt;x&gt;" in page and "layers[1]" in page and "<script" not in page
+    assert terminal(found, 12.0).row_count == 7 * 3
+
+
+def test_numbers_of_one_operand_against_numpy():
+    x = np.random.default_rng(0).normal(0, 1, (32, 64)).astype(np.float32)
+    x[3, 7] = 80.0
+    given = jnp.asarray(x, jnp.bfloat16)
+    wide = np.asarray(given, np.float32)
+    found = describe(given, OperandPolicy(NVFP4), -1)
+    assert float(found["amax"]) == np.abs(wide).max()
+    assert float(found["crest"]) == pytest.approx(np.abs(wide).max() / np.sqrt(np.mean(wide**2)), rel=1e-5)
+    # The block of the outlier: its scale is 80 / 6, and what is below a quarter of that rounds to zero.
+    block = np.delete(wide[3, :16], 7)
+    crushed = np.sum(np.abs(block) < 80 / 6 / 4)
+    assert float(found["zeros"]) * x.size >= crushed > 10
+    assert int(found["scale_codes"].sum()) == x.size // 16
+    scale = 448 / np.abs(wide).max()
+    near = (wide * scale).astype(jnp.float8_e4m3fn).astype(np.float32) / scale
+    expected = 10 * np.log10(np.sum(wide**2) / np.sum((near - wide) ** 2))
+    assert float(snr_db(given, OperandPolicy(FP8), -1)) == pytest.approx(expected, abs=0.05)
+
+
+def test_a_shape_without_blocks_has_no_ratio():
+    assert np.isnan(float(snr_db(jnp.ones((3, 40), jnp.bfloat16), OperandPolicy(NVFP4), -1)))
