@@ -21,7 +21,7 @@ from random import Random
 sys.path.insert(0, str(Path(__file__).parent))
 
 from kinds import KINDS, Bench
-from outside import Trainer, can_mount
+from outside import Trainer, can_mount, saved_state
 
 NEEDS_MOUNT = ("disk_full_for_a_while", "disk_full_to_the_end", "out_of_inodes", "read_only_directory")
 STEPS, EVERY = 120, 10
@@ -62,14 +62,18 @@ def write_config(path: Path) -> None:
     jsonconfig.save(config, path)
 
 
-def prepare(root: Path) -> Bench:
-    """The undisturbed run; its compiled programs are kept for all others."""
+def prepare(root: Path, *, two_ranks: bool = True) -> Bench:
+    """The undisturbed run, as one process and as two; their compiled programs are kept for all others."""
     (root / "logs").mkdir()
     write_config(root / "config.json")
     trainer = Trainer(root / "config.json", root / "cache", root / "logs")
     code, output = trainer.finish(root / "whole")
     if code:
         raise SystemExit(f"the undisturbed run ended with {code}:\n{output[-3000:]}")
+    if two_ranks:
+        code, output = trainer.finish(root / "two", ranks=2)
+        if code or saved_state(root / "two") != saved_state(root / "whole"):
+            raise SystemExit(f"two undisturbed ranks ended with {code}, or otherwise than one:\n{output[-3000:]}")
     from halfbyte.data import demo_dataset
 
     data = Path(demo_dataset(root / "data", seq_len=32).directory)

@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -530,6 +531,9 @@ QUIET = ("--model.vocab-size", "4096", "--optimizer.weight-decay", "0")
 """A vocabulary so large that most rows of the embedding are never touched: their bytes can be found in memory."""
 
 
+ONE_REFERENCE = threading.Lock()
+
+
 def untouched_row(folder: Path) -> bytes:
     """A row of the embedding that two checkpoints hold alike, bit for bit."""
     import numpy as np
@@ -545,9 +549,10 @@ def untouched_row(folder: Path) -> bytes:
 def changed_weight(bench: Bench, folder: Path, random: Random, value: bytes | None) -> str:
     flags = (*QUIET, "--steps", "400")
     whole = folder.parent / "quiet-reference"
-    if not whole.exists():
-        code, output = bench.trainer.finish(whole, *flags)
-        assert code == 0, output[-800:]
+    with ONE_REFERENCE:
+        if not whole.exists():
+            code, output = bench.trainer.finish(whole, *flags)
+            assert code == 0, output[-800:]
     one = bench.trainer.start(folder, *flags)
     ready = lambda: last_step(folder) > 4 * bench.every  # noqa: E731
     assert wait_until(ready, [one]), one.output[-800:]

@@ -28,7 +28,7 @@ FAMILIES = (
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
-    return prepare(tmp_path_factory.mktemp("faults"))
+    return prepare(tmp_path_factory.mktemp("faults"), two_ranks=False)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
