@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from halfbyte.formats import E2M1, E4M3
 from halfbyte.later import later
 from halfbyte.ops.kernels import layout
 from halfbyte.ops.kernels.ptx import FLT_MAX
@@ -18,7 +19,7 @@ from halfbyte.ops.kernels.ptx import FLT_MAX
 plgpu = later("jax.experimental.pallas.triton")
 AMAX, ENCODE, DECODE, MULT, GEMM = range(5)
 SIZE = 8
-NVFP4_TOP = 2688.0
+NVFP4_TOP = E2M1.max * E4M3.max
 
 
 def tensor_scale(maxima: jax.Array, *, top: float = NVFP4_TOP, interpret: bool = False) -> jax.Array:
@@ -88,7 +89,7 @@ def _entries(amax: jax.Array, top: float, interpret: bool) -> dict[int, jax.Arra
     s = jnp.where((amax == np.float32(0)) | (s == np.float32(0)) | ~finite, np.float32(1), s)
     decode = _divide(np.float32(1), s, interpret)
     gemm = jnp.where(finite, decode, np.float32(np.nan))
-    return {AMAX: amax, ENCODE: s, DECODE: decode, MULT: s * np.float32(1 / 6), GEMM: gemm}
+    return {AMAX: amax, ENCODE: s, DECODE: decode, MULT: s * np.float32(1 / E2M1.max), GEMM: gemm}
 
 
 def _divide(a: np.float32, b: jax.Array, interpret: bool) -> jax.Array:
