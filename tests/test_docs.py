@@ -112,3 +112,43 @@ def test_the_interchange_page_names_commands_and_flags_that_exist():
         elif "--recipe" in rest:
             assert command == "train" and split_name(rest)[0] == "" and recipe(rest[rest.index("--recipe") + 1])
     assert {words[1] for words in lines} == {"import", "export", "generate", "eval", "train", "data"}
+
+
+def test_the_install_page_names_extras_that_exist():
+    import tomllib
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    text = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"\.\[([a-z0-9]+)\]", text))
+    assert {"cuda12", "cuda13", "tpu"} == named <= set(extras)
+
+
+EXTRAS = [("GPU=0", "'.'"), ("GPU=1", "'.[cuda12]'"), ("GPU=cuda13", "'.[cuda13]'"), ("GPU=tpu", "'.[tpu]'")]
+
+
+@pytest.mark.parametrize("choice, extra", EXTRAS)
+def test_make_installs_what_was_asked_for(choice, extra):
+    done = subprocess.run(["make", "-nB", "setup", choice, "LOCKED=1"], cwd=ROOT, capture_output=True, text=True)
+    assert f"--editable {extra}\n" in done.stdout
+    assert "--require-hashes --requirement requirements.lock" in done.stdout
+
+
+def test_every_locked_package_has_a_hash_and_the_version_of_the_constraints():
+    lock = (ROOT / "requirements.lock").read_text(encoding="utf-8").replace("\\\n", " ")
+    pins = dict(re.findall(r"^([\w.-]+)==([^\s;]+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M))
+    pins = {name.lower().replace("_", "-"): version for name, version in pins.items()}
+    lines = [line for line in lock.splitlines() if line.strip() and not line.startswith("#")]
+    assert len(lines) > 50
+    for line in lines:
+        name, version = re.match(r"([\w.-]+)==(\S+)", line).groups()
+        assert line.count("--hash=sha256:") > 0, name
+        assert name in ("jax", "jaxlib") or pins.get(name, version) == version, name
+
+
+def test_the_partial_config_of_the_training_page_is_one(tmp_path):
+    from halfbyte.cli.train import parse
+
+    text = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
+    (tmp_path / "small.toml").write_text(re.search(r"```toml\n(.*?)```", text, re.S)[1])
+    made = parse(["--config", str(tmp_path / "small.toml"), "--steps", "500"]).run
+    assert (made.name, made.data, made.steps, made.optimizer.learning_rate) == ("llama-60m", "data/corpus", 500, 1e-3)

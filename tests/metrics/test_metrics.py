@@ -13,6 +13,7 @@ from rich.console import Console
 
 from halfbyte.metrics import (
     Aside,
+    Compiling,
     Guarded,
     Jsonl,
     OneStepLate,
@@ -288,3 +289,22 @@ def test_a_resumed_run_hides_what_it_writes_again(tmp_path):
     assert file.name.startswith("events.out.tfevents.")
     head = len(events.record(events.file_version(0.0)))
     assert file.read_bytes()[head + 12 + 9 :].startswith(events.restart(5, 0.0)[9:])
+
+
+def test_compiling_has_a_clock(monkeypatch):
+    """On a terminal it is drawn and taken away again; elsewhere there is a line, and one more every half minute."""
+    monkeypatch.setattr(Compiling, "LINE_S", 0.02)
+    out = io.StringIO()
+    with Compiling(Console(file=out, force_terminal=False), shown=True):
+        time.sleep(0.1)
+    assert out.getvalue().startswith("compiling ...\n") and "still compiling, 0:00" in out.getvalue()
+    said = out.getvalue()
+    time.sleep(0.05)
+    assert out.getvalue() == said  # silent once it is done
+    screen = io.StringIO()
+    with Compiling(Console(file=screen, force_terminal=True), shown=True):
+        time.sleep(0.1)
+    assert "compiling ... 0:00" in screen.getvalue()
+    with Compiling(Console(file=(quiet := io.StringIO())), shown=False):
+        pass
+    assert quiet.getvalue() == ""

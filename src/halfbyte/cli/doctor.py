@@ -3,6 +3,7 @@
 Exits with 3 if a quantizer does not give the stored bits inside jit on this machine: then no result computed here in
 that format means anything."""
 
+import os
 import platform
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -11,6 +12,7 @@ from typing import Any
 
 from halfbyte.cli.result import DONE, NOT_PASSED, Result
 from halfbyte.cli.screen import console, table
+from halfbyte.devices.platform import idle_card
 
 PACKAGES = (
     "halfbyte", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "numpy", "ml_dtypes", "optax",
@@ -28,6 +30,9 @@ class Args:
 
 def run(args: Args) -> Result:
     devices = find_devices()
+    warning = idle_card(os.environ, devices[0]["platform"])
+    if warning:
+        console().print(f"WARNING: {warning}", style="bold yellow")
     formats = [row for device in devices for row in format_rows(device)]
     show(devices, formats, versions())
     checks = run_self_test(args.vectors)
@@ -35,6 +40,7 @@ def run(args: Args) -> Result:
     data = {
         "versions": versions(),
         "devices": [_public(d) for d in devices],
+        "warning": warning,
         "formats": formats,
         "checks": checks,
         "passed": passed,

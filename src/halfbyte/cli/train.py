@@ -24,6 +24,7 @@ from halfbyte.cli.flags import read_flags
 from halfbyte.cli.maxtext import refuse_maxtext
 from halfbyte.cli.result import BAD_INPUT, DONE, FAILED, NOT_PASSED, PREEMPTED, Result
 from halfbyte.cli.screen import MayClose
+from halfbyte.devices.platform import idle_card
 from halfbyte.inputs import check_output
 from halfbyte.launch.cluster import DistributedConfig
 from halfbyte.profiling import ProfileConfig
@@ -134,10 +135,18 @@ def run(args: Args) -> Result:
         for line in launch.apply(gpu_settings(args), os.environ, known=launch.known_to_xla):
             say(line)
         started = launch.start(args.distributed, watchdog_s=args.run.watchdog_s, say=say)
+        if warning := idle_card(os.environ, jax_platform()):
+            say(f"WARNING: {warning}")
         signals.on_signal = started.group.request_stop
         result = ending(started.group, lambda: _train(args, console, started.group))
         started.group.close(result.code)
         return result
+
+
+def jax_platform() -> str:
+    import jax
+
+    return jax.devices()[0].platform
 
 
 def gpu_settings(args: Args) -> "tuple[Setting, ...]":

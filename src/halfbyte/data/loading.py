@@ -166,7 +166,8 @@ def _check_fits(mixture: Mixture, *, seq: int | None, vocab_size: int | None) ->
             if shard.max_token >= vocab_size:
                 raise ValueError(
                     f"{dataset.directory / shard.file}: holds token id {shard.max_token}, outside the model's "
-                    f"vocabulary of {vocab_size}; the data set needs a vocabulary of {dataset.vocab_size}"
+                    f"vocabulary of {vocab_size}; give it the data set's: --model.vocab-size "
+                    f"{rounded(dataset.vocab_size)}"
                 )
 
 
@@ -236,3 +237,9 @@ def _refuse_token(records: Sequence[Record], rows: np.ndarray, vocab_size: int) 
             raise ValueError(
                 f"{where}: token id {worst} is outside the vocabulary of {vocab_size}; prepare the data set again"
             )
+
+
+def rounded(vocab_size: int) -> int:
+    """A vocabulary of at least `vocab_size` that GEMMs like: a multiple of 128, or of 16 where it is small."""
+    step = 128 if vocab_size > 1024 else 16
+    return -(-vocab_size // step) * step

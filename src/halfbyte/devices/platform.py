@@ -3,7 +3,7 @@
 import contextlib
 import ctypes
 import os
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from glob import glob
 from importlib import import_module
 from importlib.util import find_spec
@@ -38,6 +38,29 @@ def settle_platform(
         return None
     environ["JAX_PLATFORMS"] = "cpu"
     return "cpu"
+
+
+def idle_card(
+    environ: Mapping[str, str],
+    platform: str,
+    *,
+    driver: Callable[[], bool] = has_nvidia_driver,
+    installed: Callable[[tuple[str, ...]], bool] = _installed,
+) -> str | None:
+    """What to tell a person whose NVIDIA card stands idle because JAX runs on `platform`; None if all is well."""
+    if platform != "cpu" or not driver():
+        return None
+    if not installed(CUDA_PLUGINS):
+        return (
+            "an NVIDIA card is here, and JAX runs on the CPU: its CUDA plugin is not installed; "
+            "pip install 'halfbyte[cuda12]' (or cuda13: docs/install.md), or `make train GPU=1`"
+        )
+    if "cpu" in environ.get("JAX_PLATFORMS", ""):
+        return f"an NVIDIA card is here, and JAX runs on the CPU, as JAX_PLATFORMS={environ['JAX_PLATFORMS']} says"
+    return (
+        "an NVIDIA card is here, the CUDA plugin is installed, and JAX runs on the CPU all the same: the driver is too "
+        "old for it, or the plugin's version is not that of jax (docs/install.md)"
+    )
 
 
 def load_jax_quietly() -> None:

@@ -1,6 +1,7 @@
 """What a person sees while a run goes: a live panel on a terminal, one line a step anywhere else."""
 
 import itertools
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -67,6 +68,39 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class Compiling:
+    """Says that a program is being compiled, and for how long: a clock on a terminal, a line every half minute
+    elsewhere. A context manager; `shown=False` says nothing."""
+
+    LINE_S = 30.0
+
+    def __init__(self, console: Console, *, shown: bool):
+        self._console, self._shown = console, shown
+        self._began = time.monotonic()
+        self._done = threading.Event()
+        self._live: Live | None = None
+
+    def __enter__(self) -> None:
+        if self._shown and self._console.is_terminal:
+            self._live = Live(get_renderable=self._clock, console=self._console, refresh_per_second=4, transient=True)
+            self._live.start()
+        elif self._shown:
+            self._console.print("compiling ...", soft_wrap=True)
+            threading.Thread(target=self._lines, name="halfbyte-clock", daemon=True).start()
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        if self._live is not None:
+            self._live.stop()
+
+    def _clock(self) -> Text:
+        return Text(f"compiling ... {clock(time.monotonic() - self._began)}", style="yellow")
+
+    def _lines(self) -> None:
+        while not self._done.wait(self.LINE_S):
+            self._console.print(f"still compiling, {clock(time.monotonic() - self._began)}", soft_wrap=True)
 
 
 class Lines:

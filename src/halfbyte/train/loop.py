@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from halfbyte.checkpoint import PoisonedCheckpoint
-from halfbyte.metrics import Finished, OneStepLate, Throughput
+from halfbyte.metrics import Compiling, Finished, OneStepLate, Throughput
 from halfbyte.profiling import Capture, ProfileConfig
 from halfbyte.ranks import Group
 
@@ -147,7 +147,8 @@ class Loop:
                 f"PRECISION SWITCH after step {self.step}: {before.recipe.name} -> {phase.recipe.name}; compiling"
             )
         began = time.monotonic()
-        self.program, self.evaluate = self._compile(phase)
+        with Compiling(self.session.console, shown=self.session.is_main and self.outputs.display is None):
+            self.program, self.evaluate = self._compile(phase)
         self.meter = make_meter(self.session, phase)
         needed = self.program.memory_analysis()
         total = (needed.argument_size_in_bytes + needed.temp_size_in_bytes) / GIB if needed else 0.0
