@@ -39,6 +39,10 @@ StackFrames
 ENTRY %main (a: f32[8], b: f4e2m1fn[3,5]) -> f32[8] {
   %a = f32[8]{0} parameter(0)
   %b = f4e2m1fn[3,5]{1,0:E(4)} parameter(1)
+  %large = f32[2,2]{1,0} constant({
+    { 1, 2 },
+    { 3, 4 }
+  }), metadata={op_name="table"}
   %zero = s32[] constant(0)
   %start = (s32[], f32[8]{0}) tuple(%zero, %a)
   %loop = (s32[], f32[8]{0}) while(%start), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"7"}}
@@ -55,7 +59,8 @@ def program():
 def test_computations_and_their_order(program):
     assert program.entry == "main" and program.scheduled
     assert list(program.computations) == ["body", "condition", "main"]
-    assert [found.name for found in program.computations["main"]] == ["a", "b", "zero", "start", "loop", "kernel"]
+    names = "a b large zero start loop kernel".split()
+    assert [found.name for found in program.computations["main"]] == names
 
 
 def test_types_operands_and_calls(program):

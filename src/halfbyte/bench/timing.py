@@ -17,7 +17,7 @@ import numpy as np
 
 from halfbyte import models, ops
 from halfbyte.devices import lookup
-from halfbyte.program import multiplier, read
+from halfbyte.program import Unreadable, multiplier, read
 from halfbyte.train import TrainConfig, abstract_state, build_manifest, create_state, phases, run_mesh
 from halfbyte.train.preflight import shard_bytes
 from halfbyte.train.step import batch_sharding
@@ -118,13 +118,18 @@ def _row(config: TrainConfig, seq: int) -> Measured:
 def _of_program(row: Measured, compiled: Any, *, gradients: int) -> Measured:
     """`row` with what the compiled program says of itself; `gradients` are a device's, in bytes."""
     found = compiled.memory_analysis()
+    try:
+        gemms, note = count_gemms(compiled.as_text()), row.note
+    except Unreadable as error:  # a time is worth having without the count
+        gemms, note = {}, f"GEMMs not counted: {error}"
     return dataclasses.replace(
         row,
+        note=note,
         temporaries_gib=found.temp_size_in_bytes / GIB,
         activations_gib=(found.temp_size_in_bytes - gradients) / GIB,
         arguments_gib=found.argument_size_in_bytes / GIB,
         needed_gib=bytes_needed(compiled) / GIB,
-        gemms=count_gemms(compiled.as_text()),
+        gemms=gemms,
     )
 
 

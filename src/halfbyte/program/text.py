@@ -17,7 +17,7 @@ from .frames import NOWHERE, Source, read_frames
 
 BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128} | {
     name: int(re.findall(r"\d+", name)[0])
-    for name in "s2 u2 s4 u4 s8 u8 s16 u16 s32 u32 s64 u64 f16 f32 f64 f4e2m1fn f8e4m3 f8e4m3fn f8e5m2 f8e8m0fnu "
+    for name in "s1 u1 s2 u2 s4 u4 s8 u8 s16 u16 s32 u32 s64 u64 f16 f32 f64 f4e2m1fn f8e4m3 f8e4m3fn f8e5m2 f8e8m0fnu "
     "f8e4m3b11fnuz f8e4m3fnuz f8e5m2fnuz f8e3m4".split()
 }
 CALLED = ("calls", "to_apply", "body", "condition", "called_computations", "branch_computations")
@@ -179,6 +179,8 @@ def _parts(name: str, line: str) -> tuple[str, str, str, str]:
     opcode, bracket, _ = line[end:].partition("(")
     if not bracket:
         raise Unreadable(f"cannot read the line of {name}: {line[:120]}")
+    if opcode.strip() == "constant":  # a large one is written over several lines
+        return line[:end], "constant", "", ""
     start = end + len(opcode)
     stop = _closing(line, start)
     return line[:end], opcode.strip(), line[start + 1 : stop], line[stop + 1 :]
