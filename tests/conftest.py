@@ -6,6 +6,10 @@ real; on a GPU machine tests that need several devices take `jax.devices("cpu")`
 
 import os
 
+# XLA's CPU client blocks a thread in each collective that waits for its peers, and takes as many threads as NPROC says:
+# eight devices with two collectives under way would wait for each other for ever on a small machine.
+os.environ.setdefault("NPROC", "32")
+
 from halfbyte.devices.platform import load_jax_quietly, settle_platform
 
 if settle_platform(os.environ):

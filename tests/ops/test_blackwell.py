@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 
 import halfbyte as hb
 from halfbyte import devices, ops
-from halfbyte.sharding import WeightSharding
 
 plugins = [name for name in ("jax_cuda12_plugin", "jax_cuda13_plugin") if importlib.util.find_spec(name)]
 pytestmark = [
@@ -106,10 +105,10 @@ def gathered(text):
 def test_fsdp_gathers_four_bit_weights_once():
     """fprop and dgrad read one gather of bytes: 4 bits a weight and a byte a tile, 0.252x of one in bfloat16."""
     mesh = make_mesh("b200", (4,))
-    sharding = WeightSharding(stored=NamedSharding(mesh, P("fsdp")), gathered=NamedSharding(mesh, P()))
+    placement = ops.Placement(mesh, P("fsdp"), P("fsdp"), P("fsdp"))
     shapes = ((1024, 512), (512, 1024))
     text = program(
-        functools.partial(linear, weight_sharding=sharding), "b200", shapes, mesh_shape=(4,), specs=(P("fsdp"),) * 2
+        functools.partial(linear, placement=placement), "b200", shapes, mesh_shape=(4,), specs=(P("fsdp"),) * 2
     )
     assert native_gemms(text) == 3
     assert not OTHER_GEMM.search(text)
@@ -118,4 +117,4 @@ def test_fsdp_gathers_four_bit_weights_once():
     elements = math.prod(shapes[1])
     assert elements / 2 < sum(size for _, size in arrays) <= 0.3 * 2 * elements, arrays
     # The gradient comes home in shards, and the largest magnitudes of whole tensors are found together.
-    assert "reduce-scatter" in text and re.search(r"u32\[\d*\]\S* all-reduce", text)
+    assert "reduce-scatter" in text and re.search(r"s32\[\d*\]\S* all-reduce", text)

@@ -24,7 +24,6 @@ from halfbyte.program import (
     read,
     traffic,
 )
-from halfbyte.sharding import WeightSharding
 
 needs_plugin = pytest.mark.skipif(
     not any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin")),
@@ -159,11 +158,11 @@ def test_fsdp_on_eight_gb200_in_four_bits():
     """One linear, [1024, 512] x [512, 1024], tokens and weights over fsdp=8: an eighth of three GEMMs a device."""
     gb200 = devices.device("gb200")
     mesh, sizes = mesh_of(np.array(devices.topology(gb200, hosts=2, per_host=4).devices), fsdp=8)
-    rows, whole = NamedSharding(mesh, P("fsdp")), NamedSharding(mesh, P())
-    weight = WeightSharding(stored=rows, gathered=whole)
+    rows = NamedSharding(mesh, P("fsdp"))
+    placement = ops.Placement(mesh, rows.spec, rows.spec, rows.spec)
 
     def loss(x, w):
-        y = hb.qdot(x, w, recipe=hb.recipe("nvfp4"), key=jax.random.key(0), weight_sharding=weight)
+        y = hb.qdot(x, w, recipe=hb.recipe("nvfp4"), key=jax.random.key(0), placement=placement)
         return jnp.sum(y.astype(F32) ** 2)
 
     with ops.compile_for(gb200):

@@ -12,7 +12,6 @@ from halfbyte.sharding import (
     constrain,
     make_mesh,
     named_sharding,
-    weight_sharding,
 )
 
 
@@ -38,12 +37,6 @@ def test_specs(axes, spec):
 
 def test_axes_of_size_one_are_left_out():
     assert DEFAULT_RULES.spec(("batch", "seq", "heads"), mesh(data=2, tensor=4)) == P("data", None, "tensor")
-
-
-def test_a_weight_is_gathered_over_fsdp_and_stays_split_over_tensor():
-    both = weight_sharding(("embed", "mlp"), mesh(fsdp=4, tensor=2))
-    assert (both.stored.spec, both.gathered.spec) == (P("fsdp", "tensor"), P(None, "tensor"))
-    assert weight_sharding(("embed", "mlp"), None) is None
 
 
 def test_rules_can_be_replaced():

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from halfbyte import ops
 from halfbyte.ops.operand import EightBit, Operand
 from halfbyte.ops.passes import XLA, Passes, Request, request
-from halfbyte.ops.weight import CONTRACTED, quantize_weight, weight_operand
+from halfbyte.ops.weight import CONTRACTED, quantize_part, weight_operand
 from halfbyte.recipe import Recipe
 
 
@@ -59,7 +59,7 @@ def _weights(chosen: Recipe, passes: Passes, w: jax.Array) -> list[Operand]:
 
 
 def _weight(chosen: Recipe, role: str, passes: Passes, w: jax.Array) -> Operand:
-    return weight_operand(quantize_weight(w, recipe=chosen, key=jax.random.key(2), passes=passes), role)
+    return weight_operand(quantize_part(w, chosen, jax.random.key(2), passes=passes), role)
 
 
 def _distance(found: Operand, right: Operand) -> int:

@@ -64,7 +64,7 @@ def hash_words(counter: jax.Array, k0: jax.Array, k1: jax.Array) -> jax.Array:
     return h ^ (h >> 16)
 
 
-def _multiply_high_low(a: int, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+def multiply_high_low(a: int, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(high, low) words of the 64-bit product of a constant and uint32 numbers."""
     a1, a0 = jnp.uint32(a >> 16), jnp.uint32(a & 0xFFFF)
     b1, b0 = b >> 16, b & jnp.uint32(0xFFFF)
@@ -80,8 +80,8 @@ def philox4x32(
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(rounds):
-        high0, low0 = _multiply_high_low(0xD251_1F53, c0)
-        high1, low1 = _multiply_high_low(0xCD9E_8D57, c2)
+        high0, low0 = multiply_high_low(0xD251_1F53, c0)
+        high1, low1 = multiply_high_low(0xCD9E_8D57, c2)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = k0 + jnp.uint32(0x9E37_79B9), k1 + jnp.uint32(0xBB67_AE85)
     return c0, c1, c2, c3
@@ -133,7 +133,7 @@ def _numbers(rows: jax.Array, offset: Offset, whole: tuple[int, ...]) -> _Number
     column = _index(rows.shape, rows.ndim - 1, offset)
     if math.prod(whole) <= 2**32:
         return _Numbers(rows * jnp.uint32(columns % 2**32) + column, None)
-    high, low = _multiply_high_low(columns, rows)
+    high, low = multiply_high_low(columns, rows)
     return _Numbers(low + column, high + (low + column < low).astype(jnp.uint32))
 
 
@@ -148,14 +148,14 @@ def _words(key: jax.Array, numbers: _Numbers, generator: Generator) -> jax.Array
 
 def random_bytes(
     key: jax.Array, shape: tuple[int, ...], *, generator: Generator = Generator.COUNTER_HASH,
-    offset: Sequence[Offset] | None = None, global_shape: tuple[int, ...] | None = None,
+    offset: Sequence[Offset] | None = None, global_shape: tuple[int, ...] | None = None, aligned: bool = False,
 ) -> jax.Array:  # fmt: skip
     """uint8 [..., tokens, features] uniform bytes for `shape`; a vector is one token. Equal on every mesh.
 
     With `global_shape` and `offset` they are those of a window: what slicing the bytes of a tensor of that shape at
     `offset` would give, made without the rest of it (except under THREEFRY). An offset may be traced: inside shard_map
-    it is `lax.axis_index(...)` times the shard's size. Without them every device and every entry of a vmap that has the
-    same key draws the same bytes (`shared_bits`).
+    it is `lax.axis_index(...)` times the shard's size; `aligned` promises a multiple of four tokens, as blocks are.
+    Without them every device and every entry of a vmap that has the same key draws the same bytes (`shared_bits`).
     """
     offset, whole = _checked_window(shape, offset, global_shape)
     if len(shape) < 2:
@@ -164,24 +164,25 @@ def random_bytes(
     if generator is Generator.THREEFRY:
         return _slice(_threefry_bytes(key, whole), offset, shape)
     if whole[-2] % 4 == 0:
-        return _bytes_by_four(key, shape, offset, whole, generator)
+        return _bytes_by_four(key, shape, offset, whole, generator, aligned)
     if shape == whole:  # words straddle the leading dims: flatten them, [..., tokens, features] -> [rows, features]
         rows = math.prod(shape[:-1])
         padded = (-(-rows // 4) * 4, shape[-1])
-        return _bytes_by_four(key, padded, (0, 0), padded, generator)[:rows].reshape(shape)
+        return _bytes_by_four(key, padded, (0, 0), padded, generator, True)[:rows].reshape(shape)
     tokens = _rows(shape, offset, whole)
     words = _words(key, _numbers(tokens >> 2, offset[-1], whole), generator)
     return (words >> ((tokens & jnp.uint32(3)) * jnp.uint32(8))).astype(jnp.uint8)
 
 
 def _bytes_by_four(
-    key: jax.Array, shape: tuple[int, ...], offset: Sequence[Offset], whole: tuple[int, ...], generator: Generator
-) -> jax.Array:
+    key: jax.Array, shape: tuple[int, ...], offset: Sequence[Offset], whole: tuple[int, ...], generator: Generator,
+    aligned: bool,
+) -> jax.Array:  # fmt: skip
     """Bytes of a window of `whole` [..., tokens, features], with tokens a multiple of four: a word for each four."""
     *lead, tokens, features = shape
     first = offset[-2]
     # A window may begin within a word: then one more row of words covers it, and the bytes before it are cut off.
-    aligned = isinstance(first, int) and first % 4 == 0 and tokens % 4 == 0
+    aligned = (aligned or (isinstance(first, int) and first % 4 == 0)) and tokens % 4 == 0
     count = tokens // 4 if aligned else (tokens + 6) // 4
     grouped, start = (*lead, count, features), (*offset[:-2], first // 4, offset[-1])
     whole = (*whole[:-2], whole[-2] // 4, whole[-1])

@@ -2,7 +2,7 @@
 
 The model runs under its own recipe, one batch at a time. What a linear reads is not one of its outputs, so the pass is
 written here from the model's own blocks: the norms' outputs for q, k, v, gate and up, what attention returns for o, and
-silu(gate) * up for down.
+the gated activation for down.
 """
 
 from pathlib import Path
@@ -22,8 +22,9 @@ from halfbyte.interchange.source import Source
 from halfbyte.models import Context, LlamaConfig, Params, param_specs
 from halfbyte.models.context import LayerContext, key_of_layer, segments
 from halfbyte.models.embedding import embed_tokens
-from halfbyte.models.linear import linear
+from halfbyte.models.linear import BETWEEN, inside, linears
 from halfbyte.models.llama import attention_block, layer_numbers, layer_slice, mlp_block, positions_of, rope_of
+from halfbyte.ops.activation import ACTIVATIONS
 from halfbyte.ops.attention import attention
 from halfbyte.ops.norm import rms_norm
 from halfbyte.recipe import Resolved
@@ -94,6 +95,7 @@ def observed_block(
     seen["attention"] = amax_of(rms_norm(x, weights["attention"]["norm"], cfg.norm_eps))
     x = x + attention_block(cfg, weights["attention"], x, tables, here, attend)
     h = rms_norm(x, weights["mlp"]["norm"], cfg.norm_eps)
-    gate, up = (linear(h, weights["mlp"], here, "mlp", name) for name in ("gate", "up"))
-    seen |= {"mlp": amax_of(h), "down": amax_of(jax.nn.silu(gate) * up)}
+    both = {"gate": inside("mlp"), "up": inside("mlp")}
+    gate, up = linears(h, weights["mlp"], here, "mlp", both, x_axes=BETWEEN)
+    seen |= {"mlp": amax_of(h), "down": amax_of(ACTIVATIONS[cfg.activation].forward(gate, up))}
     return x + mlp_block(cfg, weights["mlp"], x, here), seen

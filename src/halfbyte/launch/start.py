@@ -51,6 +51,8 @@ def start(config: DistributedConfig, *, watchdog_s: float = 0.0, say: Callable[[
 def _settle_cpu(config: DistributedConfig, *, many: bool) -> None:
     if config.cpu_devices:
         jax.config.update("jax_num_cpu_devices", config.cpu_devices)
+        # A collective that waits for its peers holds a thread of XLA's CPU client, which has NPROC of them.
+        os.environ.setdefault("NPROC", str(max(16, 4 * config.cpu_devices)))
     if many:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
 

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 
 from halfbyte.inputs import check_real, check_whole
+from halfbyte.ops.activation import ACTIVATIONS
 from halfbyte.ops.rope import RopeScaling
 
 MOST_LAYERS = 10_000
@@ -34,6 +35,7 @@ class LlamaConfig:
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
     qk_norm: bool = False
+    activation: str = "silu"
 
     def __post_init__(self) -> None:
         for field in ("vocab_size", "embed", "mlp", "layers", "heads", "kv_heads", "head_dim", "max_seq"):
@@ -45,6 +47,10 @@ class LlamaConfig:
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"model {self.name}: heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"
+            )
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(
+                f"model {self.name}: activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}"
             )
         if self.head_dim % 2:
             raise ValueError(f"model {self.name}: head_dim must be even for rotary embedding, got {self.head_dim}")

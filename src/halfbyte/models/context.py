@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from halfbyte import ops
 from halfbyte.models.config import LlamaConfig
 from halfbyte.models.params import ParamSpec, linear_sites
 from halfbyte.recipe import Policy, Recipe, Resolved, Segment, layer_key, site_key
-from halfbyte.sharding import DEFAULT_RULES, Rules, WeightSharding, constrain, weight_sharding
+from halfbyte.sharding import DEFAULT_RULES, Rules, axis_size, constrain
 
+Axes = tuple[str | None, ...]
 REMAT = ("none", "dots", "full", "quantized")
 
 
@@ -85,10 +87,30 @@ class LayerContext:
         """The recipe of linear `name` of `group`."""
         return self.recipes[f"layers/{group}/{name}"]
 
-    def weight_sharding(self, group: str, name: str) -> WeightSharding | None:
-        """Where that linear's weight rests and where it is used; None without a mesh."""
+    def at_rest(self, group: str, name: str, w: jax.Array) -> jax.Array:
+        """That linear's weight, held to where it rests; and so is its gradient."""
         spec: ParamSpec = self.specs["layers"][group][name]
-        return weight_sharding(spec.axes[1:], self.ctx.mesh, self.ctx.rules)
+        return self.ctx.constrain(w, *spec.axes[1:])
+
+    def placement(self, group: str, name: str, x: Axes, y: Axes) -> ops.Placement:
+        """How that linear lies on the mesh, between x and y of these logical axes."""
+        mesh, rules = self.ctx.mesh, self.ctx.rules
+        assert mesh is not None, "on one device nothing is placed"
+        spec: ParamSpec = self.specs["layers"][group][name]
+        return ops.Placement(mesh, *(rules.spec(axes, mesh) for axes in (x, spec.axes[1:], y)))
+
+    @property
+    def on_mesh(self) -> bool:
+        """Whether there is more than one device."""
+        return self.ctx.mesh is not None and self.ctx.mesh.size > 1
+
+    def divides(self, x: jax.Array, *axes: Axes) -> bool:
+        """Whether the mesh cuts the positions and sequences of x evenly, wherever they have these logical axes: a
+        decoder's single position it does not.
+        """
+        mesh, rules = self.ctx.mesh, self.ctx.rules
+        sizes = [axis_size(mesh, rules.mesh_axes(name)) for each in axes for name in each[:-1] if name is not None]
+        return all(n % size == 0 for n, size in zip(x.shape[:-1] * len(axes), sizes, strict=True))
 
     def backend(self, *recipes: Recipe) -> str:
         """The run's backend. Those with formats of their own are not for linears that quantize nothing: XLA's are."""

@@ -25,6 +25,8 @@ class GemmSite:
     tokens: int
     k: int
     n: int
+    axes: tuple[str | None, ...] = dataclasses.field(default=(None, None), compare=False)
+    """Logical axes of its weight [k, n]."""
 
     @property
     def flops(self) -> int:
@@ -36,7 +38,7 @@ def gemm_sites(cfg: LlamaConfig, batch: int, seq: int) -> list[GemmSite]:
     """Every linear of the model for a batch of `batch` sequences of `seq`, the head last."""
     tokens = batch * seq
     sites = [
-        GemmSite(path, cfg.layers, tokens, *spec.shape[1:])
+        GemmSite(path, cfg.layers, tokens, spec.shape[1], spec.shape[2], spec.axes[1:])
         for path, spec in flatten(param_specs(cfg)["layers"], "layers/").items()
         if len(spec.shape) == 3
     ]

@@ -1,53 +1,67 @@
-"""The linears of a layer, through `ops.qdot` and `ops.mlp`.
+"""The linears of a layer, through `ops.qdots` and `ops.mlp`.
 
 Under `compute_dtype=float32` a linear that the policy leaves alone is a plain float32 product: the bf16 recipe would
 round its operands, and that mode exists to compare the model with another implementation to the last digits.
+
+On a mesh x comes and goes as it lies between blocks, its positions cut over `tensor` too; inside, features are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from halfbyte import ops
-from halfbyte.models.context import LayerContext
+from halfbyte.models.context import Axes, LayerContext
 from halfbyte.models.params import Params
 from halfbyte.models.remat import named
 from halfbyte.recipe import Recipe
-from halfbyte.sharding import WeightSharding
 
 MLP_SITES = ("gate", "up", "down")
+BETWEEN: Axes = ("batch", "residual_seq", "width")  # of the stream between blocks
 
 
-def linear(x: jax.Array, weights: Params, here: LayerContext, group: str, name: str) -> jax.Array:
-    """x [..., inputs] times weight `name` of `group` ("attention" or "mlp"), in x's dtype."""
+def inside(features: str) -> Axes:
+    """The logical axes of an activation inside a block, whose last dim is `features`."""
+    return ("batch", "seq", features)
+
+
+def linears(
+    x: jax.Array, weights: Params, here: LayerContext, group: str, names: Mapping[str, Axes], *, x_axes: Axes
+) -> tuple[jax.Array, ...]:
+    """x [..., inputs] times each of the weights `names` of `group` ("attention" or "mlp"), in x's dtype; `names` say
+    the logical axes of each result, `x_axes` those of x.
+    """
     if here.tap is not None:
-        return here.tap(x, weights[name], f"{group}/{name}")
-    recipe, sharding = here.recipe(group, name), here.weight_sharding(group, name)
-    if is_exact(x, recipe):
-        return named(exact_dot(x, weights[name], sharding))
-    key = here.site_key(f"{group}/{name}")
-    return named(
-        ops.qdot(
-            x,
-            weights[name],
-            recipe=recipe,
-            key=key,
-            backend=here.backend(recipe),
-            weight_sharding=sharding,
-            weights_kept=here.weights_kept,
-        )
+        return tuple(here.tap(x, weights[name], f"{group}/{name}") for name in names)
+    recipes = [here.recipe(group, name) for name in names]
+    if all(is_exact(x, recipe) for recipe in recipes):
+        return tuple(named(jnp.dot(x, here.at_rest(group, name, weights[name]).astype(x.dtype))) for name in names)
+    placed = here.on_mesh and here.divides(x, x_axes, *names.values())
+    made = ops.qdots(
+        x,
+        [weights[name] for name in names],
+        recipes=recipes,
+        keys=[here.site_key(f"{group}/{name}") for name in names],
+        backend=here.backend(*recipes),
+        placements=[here.placement(group, name, x_axes, y) for name, y in names.items()] if placed else None,
+        sharded=here.on_mesh,
+        weights_kept=here.weights_kept,
     )
+    return tuple(named(y) for y in made)
 
 
-def swiglu_mlp(x: jax.Array, weights: Params, here: LayerContext) -> jax.Array:
-    """(silu(x gate) * (x up)) down, in x's dtype."""
+def gated_mlp(x: jax.Array, weights: Params, here: LayerContext, activation: ops.Activation) -> jax.Array:
+    """(a(x gate) * (x up)) down, in x's dtype."""
     recipes = {name: here.recipe("mlp", name) for name in MLP_SITES}
     if here.tap is not None or all(is_exact(x, recipe) for recipe in recipes.values()):
-        gate, up = (linear(x, weights, here, "mlp", name) for name in ("gate", "up"))
-        return linear(jax.nn.silu(gate) * up, weights, here, "mlp", "down")
-    shardings = {name: s for name in MLP_SITES if (s := here.weight_sharding("mlp", name)) is not None}
+        gate, up = linears(x, weights, here, "mlp", {"gate": inside("mlp"), "up": inside("mlp")}, x_axes=BETWEEN)
+        (y,) = linears(activation.curve(gate) * up, weights, here, "mlp", {"down": BETWEEN}, x_axes=inside("mlp"))
+        return y
+    ends = {"gate": (BETWEEN, inside("mlp")), "up": (BETWEEN, inside("mlp")), "down": (inside("mlp"), BETWEEN)}
+    placed = here.on_mesh and here.divides(x, BETWEEN, inside("mlp"))
     return ops.mlp(
         x,
         *(weights[name] for name in MLP_SITES),
@@ -55,7 +69,9 @@ def swiglu_mlp(x: jax.Array, weights: Params, here: LayerContext) -> jax.Array:
         key=here.site_key("mlp"),
         mode="input" if here.ctx.remat == "quantized" else "fast",
         backend=here.backend(*recipes.values()),
-        weight_shardings=shardings or None,
+        activation=activation,
+        placements={name: here.placement("mlp", name, *ends[name]) for name in MLP_SITES} if placed else None,
+        sharded=here.on_mesh,
         weights_kept=here.weights_kept,
     )
 
@@ -63,11 +79,3 @@ def swiglu_mlp(x: jax.Array, weights: Params, here: LayerContext) -> jax.Array:
 def is_exact(x: jax.Array, recipe: Recipe) -> bool:
     """Whether this product is plain float32."""
     return x.dtype == jnp.float32 and not recipe.quantized
-
-
-def exact_dot(x: jax.Array, w: jax.Array, sharding: WeightSharding | None) -> jax.Array:
-    """x w in float32, with w gathered as a quantized one would be."""
-    if sharding is not None:
-        w = lax.with_sharding_constraint(w, sharding.stored)  # and so is its gradient
-        w = lax.with_sharding_constraint(w, sharding.gathered)
-    return jnp.dot(x, w.astype(x.dtype))

@@ -19,15 +19,17 @@ from jax import lax
 from halfbyte.models.config import LlamaConfig
 from halfbyte.models.context import PLAIN, Context, LayerContext, key_of_layer, segments
 from halfbyte.models.embedding import embed_tokens, head_weight
-from halfbyte.models.linear import linear, swiglu_mlp
+from halfbyte.models.linear import BETWEEN, gated_mlp, inside, linears
 from halfbyte.models.params import Params, param_specs
 from halfbyte.models.quantized import share_scales
 from halfbyte.models.remat import flattened, rematerialized, streamed
 from halfbyte.models.unrolled import unstack
+from halfbyte.ops.activation import ACTIVATIONS
 from halfbyte.ops.attention import attention
 from halfbyte.ops.loss import cross_entropy
 from halfbyte.ops.loss import token_nll as chunked_nll
 from halfbyte.ops.norm import rms_norm
+from halfbyte.ops.operand import pinned
 from halfbyte.ops.rope import apply_rope, rope_frequencies, rope_tables
 from halfbyte.sharding import axis_size
 
@@ -126,9 +128,9 @@ def block(
     """One transformer block, [batch, seq, embed] -> the same. `attend(q, k, v)` is given rotated q and k."""
     ctx = here.ctx
     x = x + attention_block(cfg, weights["attention"], x, tables, here, attend)
-    x = streamed(ctx.constrain(x, "batch", "residual_seq", "width"))
+    x = streamed(ctx.constrain(x, *BETWEEN))
     x = x + mlp_block(cfg, weights["mlp"], x, here)
-    return ctx.constrain(x, "batch", "residual_seq", "width")
+    return pinned(ctx.constrain(x, *BETWEEN))
 
 
 def attention_block(
@@ -136,35 +138,35 @@ def attention_block(
 ) -> jax.Array:
     """Norm, projections, norms of queries and keys (Qwen3), rotation, attention, output projection."""
     ctx, weights = here.ctx, share_scales(weights, here, "attention")
-    h = gather_seq(rms_norm(x, weights["norm"], cfg.norm_eps), ctx)
+    h = ctx.constrain(rms_norm(x, weights["norm"], cfg.norm_eps), *BETWEEN)
+    wide, narrow = inside("heads"), inside("kv_heads")
 
-    def project(name: str, heads: int, axis: str) -> jax.Array:
-        # [batch, seq, embed] -> [batch, seq, heads, head_dim]
-        y = linear(h, weights, here, "attention", name)
-        return ctx.constrain(y.reshape(*x.shape[:2], heads, cfg.head_dim), "batch", "seq", axis, "head_dim")
+    def heads(y: jax.Array, axis: str) -> jax.Array:
+        # [batch, seq, heads * head_dim] -> [batch, seq, heads, head_dim]
+        return ctx.constrain(y.reshape(*x.shape[:2], -1, cfg.head_dim), "batch", "seq", axis, "head_dim")
 
     def turn(name: str, y: jax.Array) -> jax.Array:
         return apply_rope(rms_norm(y, weights[f"{name}_norm"], cfg.norm_eps) if cfg.qk_norm else y, tables)
 
-    q = turn("q", project("q", cfg.heads, "heads"))
-    k = turn("k", project("k", cfg.kv_heads, "kv_heads"))
-    v = project("v", cfg.kv_heads, "kv_heads")
+    q, k, v = linears(h, weights, here, "attention", {"q": wide, "k": narrow, "v": narrow}, x_axes=BETWEEN)
+    q, k, v = turn("q", heads(q, "heads")), turn("k", heads(k, "kv_heads")), heads(v, "kv_heads")
     out = attend(*(streamed(t) for t in (q, k, v)))
 
     def project_back(out: jax.Array) -> jax.Array:
-        return linear(ctx.constrain(out, "batch", "seq", "heads"), weights, here, "attention", "o")
+        (y,) = linears(ctx.constrain(out, *wide), weights, here, "attention", {"o": BETWEEN}, x_axes=wide)
+        return y
 
     # [batch, seq, heads, head_dim] -> [batch, seq, heads * head_dim] -> [batch, seq, embed]
     y = flattened(project_back, out, (*x.shape[:2], cfg.heads * cfg.head_dim))
-    return ctx.constrain(y, "batch", "residual_seq", "width")
+    return ctx.constrain(y, *BETWEEN)
 
 
 def mlp_block(cfg: LlamaConfig, weights: Params, x: jax.Array, here: LayerContext) -> jax.Array:
-    """Norm and SwiGLU."""
-    ctx, weights = here.ctx, share_scales(weights, here, "mlp")
-    h = gather_seq(rms_norm(x, weights["norm"], cfg.norm_eps), ctx)
-    y = swiglu_mlp(h, weights, here)
-    return ctx.constrain(y, "batch", "residual_seq", "width")
+    """Norm and gated MLP."""
+    weights = share_scales(weights, here, "mlp")
+    h = here.ctx.constrain(rms_norm(x, weights["norm"], cfg.norm_eps), *BETWEEN)
+    y = gated_mlp(h, weights, here, ACTIVATIONS[cfg.activation])
+    return here.ctx.constrain(y, *BETWEEN)
 
 
 def gather_seq(h: jax.Array, ctx: Context) -> jax.Array:

@@ -22,7 +22,7 @@ from halfbyte.models.config import LlamaConfig
 from halfbyte.models.context import LayerContext
 from halfbyte.models.params import Params, ParamSpec, param_specs
 from halfbyte.recipe import WEIGHTS, Recipe, Resolved
-from halfbyte.sharding import DEFAULT_RULES, Rules, weight_sharding
+from halfbyte.sharding import DEFAULT_RULES, Rules, named_sharding
 
 FUSED = {"attention": ("q", "k", "v"), "mlp": ("gate", "up")}
 """Linears of one input, which serving engines join into one."""
@@ -43,12 +43,12 @@ def quantize_weights(
         recipe = _only_recipe(resolved, path)
         if recipe is None:
             return weight
-        sharding = weight_sharding(spec.axes[1:], mesh, rules)
+        sharding = None if mesh is None else named_sharding(spec.axes[1:], mesh, rules)
 
         @jax.jit  # of the codes alone: a master that a program returns would be a copy
         @jax.vmap
         def codes(w: jax.Array, amax: jax.Array | None) -> ops.QWeight:
-            made = ops.quantize_weight(w, recipe=recipe, weight_sharding=sharding, amax=amax)
+            made = ops.quantize_weight(w, recipe=recipe, sharding=sharding, amax=amax)
             return dataclasses.replace(made, anchor=None)
 
         shared = group_amaxes(params["layers"], resolved, *path.split("/")[1:])
@@ -72,8 +72,9 @@ def share_scales(weights: Params, here: LayerContext, group: str) -> Params:
     amax = functools.reduce(jnp.maximum, (amax_of(lax.stop_gradient(weights[name])) for name in names))
 
     def codes(name: str) -> ops.QWeight:
-        recipe, sharding = here.recipe(group, name), here.weight_sharding(group, name)
-        return ops.quantize_weight(weights[name], recipe=recipe, weight_sharding=sharding, amax=amax)
+        spec, ctx = here.specs["layers"][group][name], here.ctx
+        sharding = named_sharding(spec.axes[1:], ctx.mesh, ctx.rules) if ctx.mesh is not None else None
+        return ops.quantize_weight(weights[name], recipe=here.recipe(group, name), sharding=sharding, amax=amax)
 
     return weights | {name: codes(name) for name in names}
 

@@ -6,8 +6,9 @@ from halfbyte.ops.dot_general import dot_general
 from halfbyte.ops.gemms import GEMMS, Gemm
 from halfbyte.ops.mlp import mlp
 from halfbyte.ops.problem import Problem, compile_for, target
-from halfbyte.ops.qdot import qdot
+from halfbyte.ops.qdot import qdot, qdots
 from halfbyte.ops.rewrite import apply_recipe
+from halfbyte.ops.shards import Placement
 from halfbyte.ops.weight import QWeight, quantize_weight
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Backend",
     "Choice",
     "Gemm",
+    "Placement",
     "Problem",
     "QWeight",
     "apply_recipe",
@@ -27,6 +29,7 @@ __all__ = [
     "mlp",
     "passed_over",
     "qdot",
+    "qdots",
     "quantize_weight",
     "serving",
     "target",

@@ -1,25 +1,31 @@
 """One linear y = x W while it is traced: its weight, its random bits, who makes its operands and who multiplies them.
 
-`qdot` is one of these; `mlp` is three and an activation. The three GEMMs are methods, each from the operands of its
-sides to its result. What the backward pass keeps of the weight is `keep`, and `restore` makes the linear again there.
+`qdot` is one of these or several of one x; `mlp` is three and an activation. The three GEMMs are methods, each from the
+operands of its sides to its result. What the backward pass keeps of the weight is `keep`, and `restore` makes the
+linear again there. On a mesh a linear sees local arrays; its `Shards` say what travels, and the methods send it.
 """
 
 import dataclasses
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from halfbyte.ops.backends import Choice, check_training, choose, problem_of
-from halfbyte.ops.gemms import DGRAD, FPROP, WGRAD
-from halfbyte.ops.operand import Operand
+from halfbyte.ops.backends import Choice, check_training, choose
+from halfbyte.ops.gemms import DGRAD, FPROP, WGRAD, Gemm, finish
+from halfbyte.ops.operand import EightBit, Operand
 from halfbyte.ops.passes import Made, Passes, Request, request
-from halfbyte.ops.problem import Problem
-from halfbyte.ops.weight import QWeight, keep_weight, quantize_weight, restore_weight, weight_operand
+from halfbyte.ops.problem import Problem, target
+from halfbyte.ops.shards import WHOLE, Cut, Shards, axes_of, gather, scatter_sum, size_of
+from halfbyte.ops.surroundings import several_devices
+from halfbyte.ops.weight import QWeight, keep_weight, quantize_part, restore_weight, shares_codes, weight_operand
 from halfbyte.recipe import Recipe
-from halfbyte.sharding import WeightSharding
+
+FLOAT32 = jnp.dtype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +34,7 @@ class LinearPlan:
 
     problem: Problem
     choice: Choice
-    sharding: WeightSharding | None
+    shards: Shards
     weights_kept: str
 
     @property
@@ -41,20 +47,37 @@ class LinearPlan:
 
 
 def plan_linear(
-    x: jax.Array, w: Any, recipe: Recipe, *, backend: str, sharding: WeightSharding | None, weights_kept: str
-) -> LinearPlan:
-    """The plan of x [tokens..., inputs] times w, an array or a QWeight."""
-    sharding = w.sharding if isinstance(w, QWeight) else sharding
-    problem = problem_of(recipe, x, w, sharding)
-    return LinearPlan(problem, choose(backend, problem), sharding, weights_kept)
+    x: jax.ShapeDtypeStruct, w: Any, recipe: Recipe, *, backend: str, weights_kept: str, shards: Shards = WHOLE,
+    sharded: bool = False,
+) -> LinearPlan:  # fmt: skip
+    """The plan of x [tokens..., inputs], as it is inside, times w, an array or a QWeight as it rests.
+
+    It asks for all three GEMMs, or for fprop alone if the tokens cannot be blocked for wgrad (a decoder's single token,
+    say).
+    """
+    inputs, outputs = (n * size_of(axes) for n, axes in zip(w.shape, shards.stored, strict=True))
+    dtype = (w.anchor if isinstance(w, QWeight) else w).dtype.name
+    problem = Problem(
+        recipe,
+        math.prod(x.shape[:-1]),
+        inputs,
+        outputs,
+        target(),
+        dtype=x.dtype.name,
+        weight_dtype=dtype,
+        sharded=sharded or several_devices(),
+        gathered=bool(axes_of(shards.stored)),
+    )
+    if problem.unblockable() is not None:
+        problem = dataclasses.replace(problem, training=False)
+    return LinearPlan(problem, choose(backend, problem), shards, weights_kept)
 
 
 def quantized(plan: LinearPlan, w: Any, key: jax.Array | None) -> QWeight:
     """w as the plan's linear reads it; a QWeight as it is."""
     if isinstance(w, QWeight):
         return w
-    passes = plan.choice.for_weight
-    return quantize_weight(w, recipe=plan.recipe, key=key, weight_sharding=plan.sharding, passes=passes)
+    return quantize_part(w, plan.recipe, key, cut=plan.shards.w, passes=plan.choice.for_weight)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +91,7 @@ class Linear:
     @classmethod
     def of(cls, plan: LinearPlan, anchor: Any, codes: Any, key: jax.Array | None) -> "Linear":
         """From the parts of a QWeight, which a VJP takes apart: the anchor has a gradient, the codes have none."""
-        return cls(plan, QWeight(anchor, codes[0], codes[1], plan.recipe, plan.sharding), key)
+        return cls(plan, QWeight(anchor, codes[0], codes[1], plan.recipe), key)
 
     @classmethod
     def restore(cls, plan: LinearPlan, kept: QWeight, key: jax.Array | None, *, after: jax.Array) -> "Linear":
@@ -82,7 +105,9 @@ class Linear:
 
     def request(self, role: str, *, kept: bool = False) -> Request:
         """The wish for one of its operands."""
-        return request(self.plan.recipe, role, self.key, kept=kept)
+        shards = self.plan.shards
+        cut = shards.dy if role.endswith("dy") else shards.x
+        return request(self.plan.recipe, role, self.key, kept=kept, cut=cut)
 
     def quantize(self, x: jax.Array, *roles: str, kept: tuple[str, ...] = ()) -> list[Made]:
         """Its operands of x (or dy), in one pass; those in `kept` as residuals."""
@@ -93,34 +118,49 @@ class Linear:
         return self.passes.load(kept, getattr(self.plan.recipe, role))
 
     def fprop(self, x: Operand, dtype: jnp.dtype) -> jax.Array:
-        """y = x W."""
-        return self._multiply(FPROP, x, self._weight("fprop_w"), dtype)
+        """y = x W, where y goes."""
+        shards = self.plan.shards
+        return self._summed(FPROP, x, self._weight("fprop_w"), dtype, over=shards.inputs, cut=shards.y_lead)
 
     def dgrad(self, dy: Operand, dtype: jnp.dtype) -> jax.Array:
-        """dx = dy W^T."""
-        return self._multiply(DGRAD, dy, self._weight("dgrad_w"), dtype)
-
-    def wgrad(self, x: Operand, dy: Operand) -> jax.Array:
-        """dw = x^T dy, in the weight's dtype, where the weight rests."""
-        dw = self._multiply(WGRAD, x, dy, self.plan.weight_dtype)
-        return dw if self.plan.sharding is None else lax.with_sharding_constraint(dw, self.plan.sharding.stored)
+        """dx = dy W^T, where x came from."""
+        shards = self.plan.shards
+        return self._summed(DGRAD, dy, self._weight("dgrad_w"), dtype, over=shards.outputs, cut=shards.x_lead)
 
     def _weight(self, role: str) -> Operand:
-        """The weight as a GEMM's right operand. One that is not quantized is gathered once: a backward pass that makes
-        y again reads it twice, and XLA does not find by itself that both gathers are the same.
+        """The weight as a GEMM's right operand, gathered once where fprop and dgrad read the same: a backward pass
+        that makes y again reads it twice, and XLA does not find by itself that both gathers are the same.
         """
-        policy = getattr(self.plan.recipe, role)
-        if policy.format.quantized:
-            return weight_operand(self.weight, role)
-        if policy not in self._gathered:
-            self._gathered[policy] = weight_operand(self.weight, role)
-        return self._gathered[policy]
+        if not shares_codes(self.plan.recipe) or isinstance(self.weight.fprop, EightBit):
+            return weight_operand(self.weight, role, self.plan.shards)
+        return self._shared_weight
 
     @functools.cached_property
-    def _gathered(self) -> dict[Any, Operand]:
-        return {}
+    def _shared_weight(self) -> Operand:
+        return weight_operand(self.weight, "fprop_w", self.plan.shards)
 
-    def _multiply(self, gemm: Any, left: Operand, right: Operand, dtype: jnp.dtype) -> jax.Array:
+    def _summed(
+        self, gemm: Gemm, left: Operand, right: Operand, dtype: jnp.dtype, *, over: tuple[str, ...], cut: Cut
+    ) -> jax.Array:
+        """A GEMM whose sums are partial over the axes `over`: added up in float32, and rounded once."""
+        if not over:
+            return self._multiply(gemm, left, right, dtype)
+        sums = scatter_sum(self._multiply(gemm, left, right, FLOAT32), (*cut, ()))
+        rest = tuple(axis for axis in over if axis not in axes_of(cut))
+        return finish(lax.psum(sums, rest) if rest else sums, None, dtype)
+
+    def dx(self, dy: Operand, dtype: jnp.dtype) -> jax.Array:
+        """`dgrad`, as shard_map adds it up over axes that cut the outputs but not x: one device's sum, else zeros."""
+        dx, shards = self.dgrad(dy, dtype), self.plan.shards
+        rest = tuple(axis for axis in shards.outputs if axis not in axes_of(shards.x_lead))
+        return jnp.where(lax.axis_index(rest) == 0, dx, jnp.zeros_like(dx)) if rest else dx
+
+    def wgrad(self, x: Operand, dy: Operand) -> jax.Array:
+        """dw = x^T dy, in the weight's dtype, where the weight rests: sums over the axes that it is gathered over."""
+        dw = self._multiply(WGRAD, x, dy, self.plan.weight_dtype)
+        return scatter_sum(dw, self.plan.shards.stored)
+
+    def _multiply(self, gemm: Gemm, left: Operand, right: Operand, dtype: jnp.dtype) -> jax.Array:
         return self.plan.choice.multiplier(gemm).gemm(gemm, left, right, dtype)
 
     def keep(self, *, fprop_again: bool = False) -> QWeight:
@@ -129,6 +169,54 @@ class Linear:
         recipe = self.plan.recipe
         master = not recipe.dgrad_w.format.quantized or (fprop_again and not recipe.fprop_w.format.quantized)
         return keep_weight(self.weight, self.plan.choice.for_weight, kept=self.plan.weights_kept, master=master)
+
+
+def places_of(linears: Sequence[Linear], role: str) -> list[int]:
+    """For each of several linears of one x, which of them the first is that wants the same operand `role`: one pass
+    and one operand serve both.
+    """
+
+    def same(a: Linear, b: Linear) -> bool:
+        return a is b or (a.passes is b.passes and a.request(role).same(b.request(role)))
+
+    return [next(i for i, other in enumerate(linears) if same(linear, other)) for linear in linears]
+
+
+def once_each(linears: Sequence[Linear], role: str, made: Sequence[Made]) -> dict[int, Made]:
+    """Operands `role` of several linears of one x, each once, by the place of the first linear that wants it."""
+    return {place: made[place] for place in places_of(linears, role)}
+
+
+def operands_of_x(
+    x: jax.Array, linears: Sequence[Linear], roles: Sequence[str], *, kept: Sequence[str] = ()
+) -> list[list[Made]]:
+    """Each linear's operands of x: one pass for all that have the same passes, one operand wherever two want the
+    same.
+    """
+    firsts = {role: places_of(linears, role) for role in roles}
+    made: dict[tuple[int, str], Made] = {}
+    for passes in dict.fromkeys(linear.passes for linear in linears):
+        mine = [
+            (i, role)
+            for i, linear in enumerate(linears)
+            for role in roles
+            if linear.passes is passes and firsts[role][i] == i
+        ]
+        requests = [linears[i].request(role, kept=role in kept) for i, role in mine]
+        made |= dict(zip(mine, passes.quantize(x, requests), strict=True))
+    return [[made[firsts[role][i], role] for role in roles] for i in range(len(linears))]
+
+
+def gathered_in(x: jax.Array, shards: Shards) -> jax.Array:
+    """x as its linears read it."""
+    # A compiler that may keep excess precision would gather float32 numbers: twice the bytes, unrounded.
+    return gather(lax.optimization_barrier(x), shards.x_lead) if axes_of(shards.x_lead) else x
+
+
+def gathered_back(dy: jax.Array, shards: Shards) -> jax.Array:
+    """dy as its linears read it. Over axes that cut the inputs but not y, shard_map has divided it."""
+    rest = tuple(axis for axis in shards.inputs if axis not in axes_of(shards.y_lead))
+    return gather(dy * size_of(rest) if rest else dy, shards.y_lead)
 
 
 def token_block(recipe: Recipe) -> int:
@@ -143,3 +231,9 @@ def token_view(x: jax.Array, block: int) -> jax.Array:
     if x.ndim == 1:
         return x[None]
     return x if x.shape[-2] % block == 0 else x.reshape(-1, x.shape[-1])  # [..., inputs] -> [tokens, inputs]
+
+
+def inside_shape(x: jax.Array, shards: Shards) -> jax.ShapeDtypeStruct:
+    """The shape of x after `gathered_in`."""
+    sizes = [size_of(axes) for axes in shards.x_lead] or [1] * (x.ndim - 1)
+    return jax.ShapeDtypeStruct((*(n * s for n, s in zip(x.shape, sizes, strict=False)), x.shape[-1]), x.dtype)

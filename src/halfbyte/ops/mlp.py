@@ -20,12 +20,26 @@ import jax
 import jax.numpy as jnp
 
 from halfbyte.ops.activation import SILU, Activation
-from halfbyte.ops.linear import Linear, LinearPlan, plan_linear, quantized, token_block, token_view
-from halfbyte.ops.operand import name_saved
+from halfbyte.ops.linear import (
+    Linear,
+    LinearPlan,
+    gathered_back,
+    gathered_in,
+    inside_shape,
+    once_each,
+    operands_of_x,
+    places_of,
+    plan_linear,
+    quantized,
+    token_block,
+    token_view,
+)
+from halfbyte.ops.operand import add_rounded, name_saved
 from halfbyte.ops.passes import Made, Passes
-from halfbyte.ops.weight import QWeight, check_kept
+from halfbyte.ops.qdot import on_mesh
+from halfbyte.ops.shards import WHOLE, Placement, Shards
+from halfbyte.ops.weight import QWeight, check_kept, weight_specs
 from halfbyte.recipe import Recipe, site_key
-from halfbyte.sharding import WeightSharding
 
 SITES = ("gate", "up", "down")
 MODES = ("fast", "input")
@@ -41,42 +55,56 @@ class Plan:
 
     def fused_passes(self) -> Passes | None:
         """The passes that hold the activation: those of all three linears, if they know it; else None."""
-        return fused_passes(self.linears, self.activation)
-
-
-def fused_passes(linears: Sequence[LinearPlan], activation: Activation) -> Passes | None:
-    """The passes of the one backend of gate, up and down, if they compute `activation` too; else None."""
-    passes = linears[0].choice.passes
-    alone = len({plan.choice.name for plan in linears}) == 1
-    return passes if alone and passes.unfused(activation, [plan.recipe for plan in linears]) is None else None
+        passes = self.linears[0].choice.passes
+        alone = len({plan.choice.name for plan in self.linears}) == 1
+        unfused = passes.unfused(self.activation, [plan.recipe for plan in self.linears])
+        return passes if alone and unfused is None else None
 
 
 def mlp(
     x: jax.Array, gate: jax.Array | QWeight, up: jax.Array | QWeight, down: jax.Array | QWeight, *,
     recipe: Recipe | Mapping[str, Recipe], key: jax.Array | None = None, mode: str = "fast", backend: str = "auto",
-    activation: Activation = SILU, weight_shardings: Mapping[str, WeightSharding] | None = None,
-    weights_kept: str = "master",
+    activation: Activation = SILU, placements: Mapping[str, Placement] | None = None, weights_kept: str = "master",
+    sharded: bool = False,
 ) -> jax.Array:  # fmt: skip
     """Gated MLP of x [..., embed] with gate, up [embed, hidden] and down [hidden, embed], in x's dtype.
 
     `recipe` is one for all three linears or one each by the names gate, up, down; `key` is folded by those names.
     `mode` chooses what the backward pass keeps. Weights stay as packed codes; where a backend has none but a carrier,
-    it is made again from the `master`, or with `weights_kept="codes"` stays, for a master that is itself a copy.
+    it is made again from the `master`, or with `weights_kept="codes"` stays, for a master that is itself a copy. With
+    `placements` every device of their mesh computes its part, by the same kernels as a single one; `sharded` as for
+    `qdots`.
     """
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
     check_kept(weights_kept)
-    recipes, given, shardings = _recipes(recipe), (gate, up, down), weight_shardings or {}
-    _check(x, given, recipes)
+    recipes, weights = _recipes(recipe), (gate, up, down)
+    _check(x, weights, recipes)
     keys = tuple(None if key is None else site_key(key, site) for site in SITES)
-    tokens = token_view(x, math.lcm(*(token_block(r) for r in recipes)))
-    linears = tuple(
-        plan_linear(tokens, w, r, backend=backend, sharding=shardings.get(site), weights_kept=weights_kept)
-        for site, w, r in zip(SITES, given, recipes, strict=True)
+    run = functools.partial(
+        _local, recipes=recipes, backend=backend, activation=activation, mode=mode, kept=weights_kept
     )
-    weights = [quantized(plan, w, k) for plan, w, k in zip(linears, given, keys, strict=True)]
-    plan = Plan(linears, activation, mode)
-    y = _mlp(plan, tokens, tuple(w.anchor for w in weights), tuple((w.fprop, w.dgrad) for w in weights), keys)
+    if placements is None:
+        return run(x, weights, keys, shards=(WHOLE,) * 3, sharded=sharded)
+    placed = [placements[site] for site in SITES]
+    run = functools.partial(run, shards=tuple(p.shards(x.ndim) for p in placed))
+    specs = [weight_specs(w, p.w) for w, p in zip(weights, placed, strict=True)]
+    return on_mesh(run, placed[0], specs, placed[2].y, x, weights, keys)
+
+
+def _local(
+    x: jax.Array, weights: tuple, keys: tuple, *, recipes: tuple[Recipe, ...], backend: str, activation: Activation,
+    mode: str, kept: str, shards: tuple[Shards, ...], sharded: bool = False,
+) -> jax.Array:  # fmt: skip
+    tokens = token_view(x, math.lcm(*(token_block(r) for r in recipes))) if shards[0] == WHOLE else x
+    inside = inside_shape(tokens, shards[0])
+    plans = tuple(
+        plan_linear(inside, w, r, backend=backend, weights_kept=kept, shards=s, sharded=sharded)
+        for w, r, s in zip(weights, recipes, shards, strict=True)
+    )
+    ready = [quantized(plan, w, k) for plan, w, k in zip(plans, weights, keys, strict=True)]
+    codes = tuple((w.fprop, w.dgrad) for w in ready)
+    y = _mlp(Plan(plans, activation, mode), tokens, tuple(w.anchor for w in ready), codes, keys)
     return y.reshape(x.shape)
 
 
@@ -109,23 +137,6 @@ def _linears(plan: Plan, anchors, codes, keys) -> tuple[Linear, ...]:
     return tuple(Linear.of(*parts) for parts in zip(plan.linears, anchors, codes, keys, strict=True))
 
 
-def _share(gate: Linear, up: Linear, role: str) -> bool:
-    """Whether one operand of x serves both."""
-    return gate.passes is up.passes and gate.request(role).same(up.request(role))
-
-
-def _of_x(x: jax.Array, gate: Linear, up: Linear, *roles: str, kept: tuple[str, ...] = ()) -> tuple[list[Made], ...]:
-    """Gate's and up's operands of x: in one pass, and one operand for both wherever both want the same."""
-    if gate.passes is not up.passes:
-        return gate.quantize(x, *roles, kept=kept), up.quantize(x, *roles, kept=kept)
-    shared = [_share(gate, up, role) for role in roles]
-    own = [role for role, both in zip(roles, shared, strict=True) if not both]
-    requests = [site.request(role, kept=role in kept) for site, of in ((gate, roles), (up, own)) for role in of]
-    made = gate.passes.quantize(x, requests)
-    of_gate, rest = made[: len(roles)], iter(made[len(roles) :])
-    return of_gate, [a if both else next(rest) for a, both in zip(of_gate, shared, strict=True)]
-
-
 def _of_h(plan: Plan, g: jax.Array, u: jax.Array, down: Linear) -> Made:
     """Down's operand of h for fprop."""
     fused, requests = plan.fused_passes(), [down.request("fprop_x")]
@@ -149,7 +160,7 @@ def _of_gradients(plan: Plan, g: jax.Array, u: jax.Array, dh: jax.Array, linears
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mlp(plan: Plan, x, anchors, codes, keys):
     gate, up, down = _linears(plan, anchors, codes, keys)
-    (x_gate,), (x_up,) = _of_x(x, gate, up, "fprop_x")
+    (x_gate,), (x_up,) = operands_of_x(gathered_in(x, gate.plan.shards), (gate, up), ("fprop_x",))
     h = _of_h(plan, gate.fprop(x_gate, x.dtype), up.fprop(x_up, x.dtype), down)
     return down.fprop(h, x.dtype)
 
@@ -158,19 +169,24 @@ def _mlp_fwd(plan: Plan, x, anchors, codes, keys):
     gate, up, down = _linears(plan, anchors, codes, keys)
     weights = tuple(site.keep(fprop_again=plan.mode == "input") for site in (gate, up, down))
     roles = ("fprop_x",) if plan.mode == "input" else ("fprop_x", "wgrad_x")
-    (x_gate, *gate_column), (x_up, *up_column) = _of_x(x, gate, up, *roles, kept=("wgrad_x",))
-    g, u = gate.fprop(x_gate, x.dtype), up.fprop(x_up, x.dtype)
+    inside = gathered_in(x, gate.plan.shards)
+    operands = operands_of_x(inside, (gate, up), roles, kept=("wgrad_x",))
+    g, u = (site.fprop(made[0], x.dtype) for site, made in zip((gate, up), operands, strict=True))
     y = down.fprop(_of_h(plan, g, u, down), x.dtype)
-    columns = gate_column if _share(gate, up, "wgrad_x") else gate_column + up_column
-    return y, (x if plan.mode == "input" else (columns, name_saved((g, u))), weights, keys)
+    if plan.mode == "input":
+        return y, (x, weights, keys)
+    columns = once_each((gate, up), "wgrad_x", [made[1] for made in operands])
+    return y, ((columns, name_saved((g, u))), weights, keys)
 
 
 def _restored(plan: Plan, saved, gate: Linear, up: Linear, dtype: jnp.dtype):
     """((wgrad's operands of x for gate and for up), (g, u)): loaded, or made again from x."""
     if plan.mode == "fast":
         columns, products = saved
-        return (gate.load(columns[0], "wgrad_x"), up.load(columns[-1], "wgrad_x")), products
-    (x_gate, gate_column), (x_up, up_column) = _of_x(saved, gate, up, "fprop_x", "wgrad_x")
+        kept = [columns[i] for i in places_of((gate, up), "wgrad_x")]
+        return [site.load(column, "wgrad_x") for site, column in zip((gate, up), kept, strict=True)], products
+    x = gathered_in(saved, gate.plan.shards)
+    (x_gate, gate_column), (x_up, up_column) = operands_of_x(x, (gate, up), ("fprop_x", "wgrad_x"))
     return (gate_column, up_column), (gate.fprop(x_gate, dtype), up.fprop(x_up, dtype))
 
 
@@ -179,11 +195,11 @@ def _mlp_bwd(plan: Plan, residuals, dy):
     parts = zip(plan.linears, weights, keys, strict=True)
     gate, up, down = linears = [Linear.restore(p, w, k, after=dy) for p, w, k in parts]
     (x_gate, x_up), (g, u) = _restored(plan, saved, gate, up, dy.dtype)
-    dy_row, dy_column = down.quantize(dy, "dgrad_dy", "wgrad_dy")
+    dy_row, dy_column = down.quantize(gathered_back(dy, down.plan.shards), "dgrad_dy", "wgrad_dy")
     dh = down.dgrad(dy_row, dy.dtype)
     (dg_row, dg_column), (du_row, du_column), (h_column,) = _of_gradients(plan, g, u, dh, linears)
     dw = gate.wgrad(x_gate, dg_column), up.wgrad(x_up, du_column), down.wgrad(h_column, dy_column)
-    dx = gate.dgrad(dg_row, dy.dtype) + up.dgrad(du_row, dy.dtype)
+    dx = add_rounded(gate.dx(dg_row, dy.dtype), up.dx(du_row, dy.dtype))
     return dx, dw, None, None
 
 

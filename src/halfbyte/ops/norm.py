@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from halfbyte.ops.operand import SCALES
+from halfbyte.ops.operand import SCALES, pinned
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -33,7 +33,7 @@ def _inverse(x: jax.Array, eps: float) -> jax.Array:
 
 
 def _scaled(x: jax.Array, inverse: jax.Array, scale: jax.Array) -> jax.Array:
-    return (x.astype(jnp.float32) * inverse * _row(scale, x.ndim)).astype(x.dtype)
+    return pinned((x.astype(jnp.float32) * inverse * _row(scale, x.ndim)).astype(x.dtype))
 
 
 def _fwd(x: jax.Array, scale: jax.Array, eps: float) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
@@ -48,7 +48,7 @@ def _bwd(eps: float, residuals: tuple[jax.Array, jax.Array, jax.Array], g: jax.A
     scaled = wide * _row(scale, x.ndim)
     dx = inverse * (scaled - normed * jnp.mean(scaled * normed, axis=-1, keepdims=True))
     dscale = jnp.sum(wide * normed, axis=tuple(range(x.ndim - 1)))
-    return dx.astype(x.dtype), dscale.astype(scale.dtype)
+    return pinned(dx.astype(x.dtype)), dscale.astype(scale.dtype)
 
 
 def _row(scale: jax.Array, ndim: int) -> jax.Array:

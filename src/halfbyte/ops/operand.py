@@ -18,10 +18,12 @@ from typing import ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from halfbyte.formats import Packed, QTensor, key_words, random_bytes, store, to_grid, transform_runs
+from halfbyte.formats import Packed, QTensor, amax_of, key_words, random_bytes, store, to_grid, transform_runs
 from halfbyte.formats.bits import round_bfloat16
+from halfbyte.ops.shards import Cut, axes_of, largest, offsets, whole_shape
 from halfbyte.recipe import OperandPolicy
 
 
@@ -115,12 +117,33 @@ def to_bfloat16(x: jax.Array) -> jax.Array:
     return x if x.dtype == jnp.bfloat16 else round_bfloat16(x.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
+def pinned(x: jax.Array) -> jax.Array:
+    """x, rounded to its dtype for good. A compiler may carry a bfloat16 number on with excess precision, on one mesh
+    and not on another; what an operand is made of must be the number itself, or codes would depend on the mesh.
+    """
+    kind = jnp.finfo(x.dtype)
+    return lax.reduce_precision(x, kind.nexp, kind.nmant) if x.dtype == jnp.bfloat16 else x
+
+
+def add_rounded(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a + b, rounded to their dtype for good: a compiler that may keep excess precision would skip the rounding on one
+    mesh and not on another, and a stochastic rounding further on would make much of the difference.
+    """
+    total = a.astype(jnp.float32) + b.astype(jnp.float32)
+    return (round_bfloat16(total) if a.dtype == jnp.bfloat16 else total).astype(a.dtype)
+
+
 @jax.named_scope("quantize")
-def quantize_operand(x: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None) -> Carrier | Quantized:
+def quantize_operand(
+    x: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = ()
+) -> Carrier | Quantized:
     """x under `policy`, blocked and transformed along `axis` (-1 or -2), the axis that the GEMM contracts.
 
-    The definition for every backend.
+    The definition for every backend. Of a tensor that is `cut` over a mesh, x is the local part.
     """
+    if not policy.format.quantized and not policy.hadamard:
+        return Carrier(to_bfloat16(x), None, policy)  # the caller's own array, which is kept once
+    x = pinned(x)
     if policy.hadamard:
         x = transform_runs(x, axis=axis)
     if not policy.format.quantized:
@@ -132,10 +155,24 @@ def quantize_operand(x: jax.Array, policy: OperandPolicy, *, axis: int, key: jax
                 "this recipe rounds stochastically and needs a key; pass key=..., or use a recipe "
                 "without stochastic rounding (nvfp4_no_sr)"
             )
-        noise = random_bytes(key, x.shape)
-    grid = to_grid(x, policy.format, block=policy.block, axis=axis, noise=noise)
+        noise = _noise(key, x.shape, cut)
+    amax = _amax(x, cut) if axes_of(cut) else None
+    grid = to_grid(x, policy.format, block=policy.block, axis=axis, noise=noise, amax=amax)
     codes = store(grid, policy.format, block=policy.block, axis=axis)
     return Quantized(grid.carrier(), gemm_factor(codes), policy, codes)
+
+
+def _noise(key: jax.Array, shape: tuple[int, ...], cut: Cut) -> jax.Array:
+    """Random bytes for x: those of its place in the whole tensor."""
+    if not axes_of(cut):
+        return random_bytes(key, shape)
+    return random_bytes(key, shape, offset=offsets(shape, cut), global_shape=whole_shape(shape, cut), aligned=True)
+
+
+def _amax(x: jax.Array, cut: Cut) -> jax.Array:
+    """The amax of the whole tensor, by integers, which keep infinity and NaN."""
+    (bits,) = largest([lax.bitcast_convert_type(amax_of(x), jnp.int32)], cut)
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def keep(operand: Operand) -> Kept:

@@ -17,6 +17,7 @@ from halfbyte.formats import Packed
 from halfbyte.ops.activation import Activation
 from halfbyte.ops.operand import Carrier, EightBit, Kept, Operand, WeightScales, keep, load, quantize_operand
 from halfbyte.ops.problem import Problem
+from halfbyte.ops.shards import Cut
 from halfbyte.recipe import OperandPolicy, Recipe, role_key
 
 ROWS, COLUMNS = -1, -2  # the axis that is blocked: features, for fprop and dgrad; tokens, for wgrad
@@ -33,17 +34,18 @@ class Request:
     axis: int
     key: jax.Array | None = None
     kept: bool = False
+    cut: Cut = ()  # of the tensor, over a mesh
 
     def same(self, other: "Request") -> bool:
         """Whether one operand answers both: equal but for random bits, of which there are none."""
         return (self.policy, self.axis, self.kept) == (other.policy, other.axis, other.kept) and self.key is other.key
 
 
-def request(recipe: Recipe, role: str, key: jax.Array | None, *, kept: bool = False) -> Request:
+def request(recipe: Recipe, role: str, key: jax.Array | None, *, kept: bool = False, cut: Cut = ()) -> Request:
     """The operand `role` of a linear under `recipe`; `key` is the linear's own."""
     policy = getattr(recipe, role)
     axis = COLUMNS if role.startswith("wgrad") else ROWS
-    return Request(policy, axis, role_key(key, role) if policy.stochastic and key is not None else None, kept)
+    return Request(policy, axis, role_key(key, role) if policy.stochastic and key is not None else None, kept, cut)
 
 
 class Passes:
@@ -65,7 +67,7 @@ class Passes:
 
     def quantize(self, x: jax.Array, requests: Sequence[Request]) -> list[Made]:
         """What is requested of x [tokens..., features]."""
-        made = [quantize_operand(x, r.policy, axis=r.axis, key=r.key) for r in requests]
+        made = [quantize_operand(x, r.policy, axis=r.axis, key=r.key, cut=r.cut) for r in requests]
         return [keep(operand) if r.kept else operand for operand, r in zip(made, requests, strict=True)]
 
     def activate(self, g: jax.Array, u: jax.Array, requests: Sequence[Request]) -> list[Made]:
@@ -79,9 +81,11 @@ class Passes:
         """What is requested of dg, du and h, in one pass; only where `unfused` is None."""
         raise AssertionError(f"the {self.name} passes hold no activation")
 
-    def weight(self, w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None) -> QuantizedWeight:
+    def weight(
+        self, w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = ()
+    ) -> QuantizedWeight:
         """A weight, quantized once and read by several GEMMs: packed codes, or what a kernel multiplies."""
-        made = quantize_operand(w, policy, axis=axis, key=key)
+        made = quantize_operand(w, policy, axis=axis, key=key, cut=cut)
         assert not isinstance(made, Carrier), "a weight in bf16 is not quantized"
         return Packed.of(made.codes)
 

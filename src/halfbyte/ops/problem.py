@@ -26,7 +26,7 @@ def target() -> Device:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """y = x W with x [tokens, inputs], W [inputs, outputs].
+    """y = x W with x [tokens, inputs], W [inputs, outputs], as one device multiplies them.
 
     `training` asks for all three GEMMs, otherwise for fprop alone.
     """
@@ -40,6 +40,7 @@ class Problem:
     dtype: str = "bfloat16"  # of the activations
     weight_dtype: str = "float32"  # of the master weight
     sharded: bool = False  # over more than one device, by the compiler
+    gathered: bool = False  # the weight is gathered before a GEMM reads it
 
     @property
     def gemms(self) -> tuple[Gemm, ...]:

@@ -1,4 +1,4 @@
-"""qdot: y = x W with its three GEMMs quantized, in anyone's model.
+"""qdot: y = x W with its three GEMMs quantized, in anyone's model; qdots: several linears of one x.
 
     fprop  y  = Q(x)  Q(W)          contracts the inputs
     dgrad  dx = Q(dy) Q(W)^T        contracts the outputs
@@ -6,54 +6,132 @@
 
 Each Q is an operand policy of the recipe, with its own tensor scale and its own random bits. The rounding has no
 gradient of its own: it passes straight through. What the backward pass keeps of x is wgrad's operand, packed: 4.5 bits
-a number under NVFP4; and of W its codes.
+a number under NVFP4; and of W its codes. Linears of one x share its operands wherever they want the same.
 """
 
 import dataclasses
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
-from halfbyte.ops.linear import Linear, LinearPlan, plan_linear, quantized, token_block, token_view
+from halfbyte.ops.linear import (
+    Linear,
+    LinearPlan,
+    gathered_back,
+    gathered_in,
+    inside_shape,
+    once_each,
+    operands_of_x,
+    places_of,
+    plan_linear,
+    quantized,
+    token_block,
+    token_view,
+)
+from halfbyte.ops.operand import add_rounded
+from halfbyte.ops.shards import WHOLE, Placement, Shards, with_idle_axes
 from halfbyte.ops.surroundings import anywhere
-from halfbyte.ops.weight import QWeight, check_kept
+from halfbyte.ops.weight import QWeight, check_kept, weight_specs
 from halfbyte.recipe import Recipe
-from halfbyte.sharding import WeightSharding
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The linear's plan, and the dtype of y."""
+    """The linears' plans, and the dtype of their results."""
 
-    linear: LinearPlan
+    linears: tuple[LinearPlan, ...]
     out_dtype: jnp.dtype
 
 
 @anywhere
 def qdot(
     x: jax.Array, w: jax.Array | QWeight, *, recipe: Recipe, key: jax.Array | None = None, backend: str = "auto",
-    weight_sharding: WeightSharding | None = None, out_sharding: NamedSharding | None = None,
-    out_dtype: jnp.dtype | None = None, weights_kept: str = "master",
+    placement: Placement | None = None, out_sharding: NamedSharding | None = None,
+    out_dtype: jnp.dtype | None = None, weights_kept: str = "master", sharded: bool = False,
 ) -> jax.Array:  # fmt: skip
     """x [..., inputs] times w [inputs, outputs], in x's dtype; every GEMM, forward and backward, as the recipe says.
 
     float32 sums, the tensor scales applied to them, one rounding to the result's dtype. The weight gradient has w's
     dtype. `key` is a typed key, folded by the caller with step, layer and site; it is needed where the recipe rounds
     stochastically. `w` may be a `QWeight`; `weights_kept` as for `mlp`. NaN or infinity in an operand makes the whole
-    result NaN.
+    result NaN. With a `placement` every device of its mesh computes its part, by the same kernels as a single one.
+    """
+    (y,) = qdots(
+        x,
+        (w,),
+        recipes=(recipe,),
+        keys=(key,),
+        backend=backend,
+        placements=None if placement is None else (placement,),
+        out_dtype=out_dtype,
+        weights_kept=weights_kept,
+        sharded=sharded,
+    )
+    return y if out_sharding is None else lax.with_sharding_constraint(y, out_sharding)
+
+
+def qdots(
+    x: jax.Array, weights: Sequence[jax.Array | QWeight], *, recipes: Sequence[Recipe],
+    keys: Sequence[jax.Array | None], backend: str = "auto", placements: Sequence[Placement] | None = None,
+    out_dtype: jnp.dtype | None = None, weights_kept: str = "master", sharded: bool = False,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """`qdot` of one x with each of `weights`. `sharded` without placements: the compiler lays the arrays out over
+    several devices, and kernels, which read one device's, are left out.
     """
     check_kept(weights_kept)
-    _check(x, w, recipe)
-    tokens = token_view(x, token_block(recipe))
-    linear = plan_linear(tokens, w, recipe, backend=backend, sharding=weight_sharding, weights_kept=weights_kept)
-    weight = quantized(linear, w, key)
-    plan = Plan(linear, jnp.dtype(out_dtype or x.dtype))
-    y = _qdot(plan, tokens, weight.anchor, (weight.fprop, weight.dgrad), key)
-    y = y.reshape(*x.shape[:-1], w.shape[1])  # [tokens..., outputs] -> [..., outputs]
-    return y if out_sharding is None else lax.with_sharding_constraint(y, out_sharding)
+    for w, recipe in zip(weights, recipes, strict=True):
+        _check(x, w, recipe)
+    run = functools.partial(
+        _local, recipes=tuple(recipes), backend=backend, out_dtype=jnp.dtype(out_dtype or x.dtype), kept=weights_kept
+    )
+    if placements is None:
+        return run(x, tuple(weights), tuple(keys), shards=(WHOLE,) * len(recipes), sharded=sharded)
+    shards = tuple(p.shards(x.ndim) for p in placements)
+    specs = tuple(weight_specs(w, p.w) for w, p in zip(weights, placements, strict=True))
+    return on_mesh(
+        functools.partial(run, shards=shards), placements[0], specs, tuple(p.y for p in placements), x, weights, keys
+    )
+
+
+def on_mesh(
+    run: Any, placement: Placement, weight_specs: Any, out_specs: Any, x: jax.Array, weights: Any, keys: Sequence[Any]
+) -> Any:
+    """run(x, weights, keys) on local arrays, with typed keys passed as their words."""
+    words = tuple(None if key is None else jax.random.key_data(key) for key in keys)
+    kinds = [None if key is None else jax.random.key_impl(key) for key in keys]
+
+    def local(x: jax.Array, weights: Any, words: Any) -> Any:
+        typed = [None if w is None else jax.random.wrap_key_data(w, impl=k) for w, k in zip(words, kinds, strict=True)]
+        return run(x, weights, tuple(typed))
+
+    specs = (placement.x, tuple(weight_specs), jax.tree.map(lambda _: PartitionSpec(), words))
+    # Axes that are not named in a spec are summed over in its gradient: those of size 1 are named.
+    mentioned = functools.partial(jax.tree.map, functools.partial(with_idle_axes, mesh=placement.mesh))
+    mapped = jax.shard_map(
+        local, mesh=placement.mesh, in_specs=mentioned(specs), out_specs=mentioned(out_specs), check_vma=False
+    )
+    return mapped(x, tuple(weights), words)
+
+
+def _local(
+    x: jax.Array, weights: tuple, keys: tuple, *, recipes: tuple[Recipe, ...], backend: str, out_dtype: jnp.dtype,
+    kept: str, shards: tuple[Shards, ...], sharded: bool = False,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    tokens = token_view(x, max(token_block(r) for r in recipes)) if shards[0] == WHOLE else x
+    plans = tuple(
+        plan_linear(inside_shape(tokens, s), w, r, backend=backend, weights_kept=kept, shards=s, sharded=sharded)
+        for w, r, s in zip(weights, recipes, shards, strict=True)
+    )
+    ready = [quantized(plan, w, k) for plan, w, k in zip(plans, weights, keys, strict=True)]
+    codes = tuple((w.fprop, w.dgrad) for w in ready)
+    results = _qdots(Plan(plans, out_dtype), tokens, tuple(w.anchor for w in ready), codes, keys)
+    # [tokens..., outputs] -> [..., outputs]
+    return tuple(y if y.ndim == x.ndim else y.reshape(*x.shape[:-1], y.shape[-1]) for y in results)
 
 
 def _check(x: jax.Array, weight: jax.Array | QWeight, recipe: Recipe) -> None:
@@ -68,26 +146,40 @@ def _check(x: jax.Array, weight: jax.Array | QWeight, recipe: Recipe) -> None:
         )
 
 
+def _linears(plan: Plan, anchors, codes, keys) -> tuple[Linear, ...]:
+    return tuple(Linear.of(*parts) for parts in zip(plan.linears, anchors, codes, keys, strict=True))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _qdot(plan: Plan, x, anchor, codes, key):
-    linear = Linear.of(plan.linear, anchor, codes, key)
-    (row,) = linear.quantize(x, "fprop_x")
-    return linear.fprop(row, plan.out_dtype)
+def _qdots(plan: Plan, x, anchors, codes, keys):
+    linears = _linears(plan, anchors, codes, keys)
+    operands = operands_of_x(gathered_in(x, plan.linears[0].shards), linears, ("fprop_x",))
+    return tuple(linear.fprop(row, plan.out_dtype) for linear, (row,) in zip(linears, operands, strict=True))
 
 
-def _qdot_fwd(plan: Plan, x, anchor, codes, key):
-    linear = Linear.of(plan.linear, anchor, codes, key)
-    weight = linear.keep()
-    row, column = linear.quantize(x, "fprop_x", "wgrad_x", kept=("wgrad_x",))
-    return linear.fprop(row, plan.out_dtype), (column, weight, key, jnp.zeros((0,), x.dtype))
+def _qdots_fwd(plan: Plan, x, anchors, codes, keys):
+    linears = _linears(plan, anchors, codes, keys)
+    weights = tuple(linear.keep() for linear in linears)
+    x = gathered_in(x, plan.linears[0].shards)
+    operands = operands_of_x(x, linears, ("fprop_x", "wgrad_x"), kept=("wgrad_x",))
+    results = tuple(linear.fprop(row, plan.out_dtype) for linear, (row, _) in zip(linears, operands, strict=True))
+    columns = once_each(linears, "wgrad_x", [column for _, column in operands])
+    return results, (columns, weights, keys, jnp.zeros((0,), x.dtype))
 
 
-def _qdot_bwd(plan: Plan, residuals, dy):
-    column, weight, key, like_x = residuals
-    linear = Linear.restore(plan.linear, weight, key, after=dy)
-    dy_row, dy_column = linear.quantize(dy, "dgrad_dy", "wgrad_dy")
-    dx = linear.dgrad(dy_row, like_x.dtype)
-    return dx, linear.wgrad(linear.load(column, "wgrad_x"), dy_column), None, None
+def _qdots_bwd(plan: Plan, residuals, gradients):
+    columns, weights, keys, like_x = residuals
+    parts = zip(plan.linears, weights, keys, gradients, strict=True)
+    linears = [Linear.restore(p, w, k, after=dy) for p, w, k, dy in parts]
+    gradients = [gathered_back(dy, linear.plan.shards) for linear, dy in zip(linears, gradients, strict=True)]
+    operands = [linear.quantize(dy, "dgrad_dy", "wgrad_dy") for linear, dy in zip(linears, gradients, strict=True)]
+    dx = [linear.dx(row, like_x.dtype) for linear, (row, _) in zip(linears, operands, strict=True)]
+    kept = [columns[i] for i in places_of(linears, "wgrad_x")]
+    dw = [
+        linear.wgrad(linear.load(column, "wgrad_x"), dy_column)
+        for linear, column, (_, dy_column) in zip(linears, kept, operands, strict=True)
+    ]
+    return functools.reduce(add_rounded, dx), tuple(dw), None, None
 
 
-_qdot.defvjp(_qdot_fwd, _qdot_bwd)
+_qdots.defvjp(_qdots_fwd, _qdots_bwd)

@@ -5,8 +5,8 @@ same codes; otherwise there are two sets. The codes carry no gradient. `anchor` 
 returns its weight gradient as the cotangent of the anchor, so gradients pass straight through the rounding, and since
 no forward computation reads it, a compiled program does not load it.
 
-Under FSDP the packed codes and the compact scales, as bytes, are pinned first to the weight's own sharding and then to
-the gathered one, so that what travels is 4.25 bits a number, once, for both GEMMs; the shards, not the gathered codes,
+On a mesh a device quantizes its part of the weight, under the maximum of the whole. Where a weight is gathered before a
+GEMM reads it, its codes and compact scales travel, 4.25 bits a number under NVFP4; the parts, not the gathered codes,
 are what the backward pass keeps.
 """
 
@@ -16,20 +16,20 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from halfbyte.formats import Packed, quantize
-from halfbyte.ops.operand import Operand, WeightScales, load, name_saved, quantize_operand
+from halfbyte.ops.operand import Carrier, EightBit, Operand, WeightScales, load, name_saved, quantize_operand
 from halfbyte.ops.passes import XLA, KeptWeight, Passes, QuantizedWeight
+from halfbyte.ops.shards import WHOLE, Cut, Shards, axes_of, cut_of, gather
 from halfbyte.recipe import OperandPolicy, Recipe, role_key
-from halfbyte.sharding import WeightSharding
 
 CONTRACTED = {"fprop_w": -2, "dgrad_w": -1}  # the axis of W [inputs, outputs] that each GEMM sums over
 WEIGHTS_KEPT = ("master", "codes")
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["anchor", "fprop", "dgrad"], meta_fields=["recipe", "sharding"]
+    jax.tree_util.register_dataclass, data_fields=["anchor", "fprop", "dgrad"], meta_fields=["recipe"]
 )
 @dataclasses.dataclass(frozen=True)
 class QWeight:
@@ -42,7 +42,6 @@ class QWeight:
     fprop: Any  # QuantizedWeight; KeptWeight among residuals
     dgrad: Any
     recipe: Recipe
-    sharding: WeightSharding | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,28 +56,56 @@ def shares_codes(recipe: Recipe) -> bool:
 
 
 def quantize_weight(
-    w: jax.Array, *, recipe: Recipe, key: jax.Array | None = None, weight_sharding: WeightSharding | None = None,
-    passes: Passes = XLA, amax: jax.Array | None = None,
+    w: jax.Array, *, recipe: Recipe, key: jax.Array | None = None, sharding: NamedSharding | None = None,
+    amax: jax.Array | None = None,
 ) -> QWeight:  # fmt: skip
     """`w` [inputs, outputs] under the recipe's weight policies. Gradients with respect to it go straight to `w`.
 
-    `amax`, at least that of `w`, stands for the tensor's own where several weights share a tensor scale.
+    With a `sharding` each device of its mesh quantizes the part of w that rests there. `amax`, at least that of `w`,
+    stands for the tensor's own where several weights share a tensor scale.
     """
     if w.ndim != 2:
         raise ValueError(
             f"a weight is a matrix [inputs, outputs], got shape {w.shape}; reshape it, or vmap over the leading dims"
         )
+    if sharding is None or sharding.mesh.size == 1:
+        return quantize_part(w, recipe, key, amax=amax)
+    cut = cut_of(sharding.spec, 2)
+
+    def codes(w: jax.Array, amax: jax.Array | None, cut: Cut = ((), ())) -> QWeight:
+        return dataclasses.replace(quantize_part(w, recipe, key, cut=cut, amax=amax), anchor=None)
+
+    specs = weight_specs(jax.eval_shape(codes, w, amax), sharding.spec)
+    given = (sharding.spec, None if amax is None else PartitionSpec())
+    part = functools.partial(codes, cut=cut)
+    made = jax.shard_map(part, mesh=sharding.mesh, in_specs=given, out_specs=specs, check_vma=False)(w, amax)
+    return dataclasses.replace(made, anchor=w)
+
+
+def weight_specs(weight: Any, spec: PartitionSpec) -> Any:
+    """The PartitionSpecs of a weight, array or QWeight, whose matrix is cut by `spec`: codes and scales of blocks as
+    the matrix, scalars not at all.
+    """
+    return jax.tree.map(lambda leaf: spec if leaf.ndim == 2 else PartitionSpec(), weight)
+
+
+def quantize_part(
+    w: jax.Array, recipe: Recipe, key: jax.Array | None, *, cut: Cut = ((), ()), passes: Passes = XLA,
+    amax: jax.Array | None = None,
+) -> QWeight:  # fmt: skip
+    """The weight, or one device's part of one that is `cut`, quantized by `passes`, or by the definition under a given
+    `amax`.
+    """
     constant = lax.stop_gradient(w)
-    given = (key, weight_sharding, passes, amax)
+    given = (key, cut, passes, amax)
     fprop = _quantize(constant, recipe, "fprop_w", *given)
     dgrad = None if shares_codes(recipe) else _quantize(constant, recipe, "dgrad_w", *given)
-    return QWeight(w, fprop, dgrad, recipe, weight_sharding)
+    return QWeight(w, fprop, dgrad, recipe)
 
 
 def _quantize(
-    w: jax.Array, recipe: Recipe, role: str, key: jax.Array | None, sharding: WeightSharding | None, passes: Passes,
-    amax: jax.Array | None,
-) -> QuantizedWeight | None:  # fmt: skip
+    w: jax.Array, recipe: Recipe, role: str, key: jax.Array | None, cut: Cut, passes: Passes, amax: jax.Array | None
+) -> QuantizedWeight | None:
     policy: OperandPolicy = getattr(recipe, role)
     if not policy.format.quantized:
         return None
@@ -87,17 +114,8 @@ def _quantize(
     if amax is not None:  # kernels find a tensor's amax themselves
         made = Packed.of(quantize(w, policy.format, block=policy.block, axis=CONTRACTED[role], amax=amax))
     else:
-        made = passes.weight(w, policy, axis=CONTRACTED[role], key=role_bits)
-    if not isinstance(made, Packed):
-        return made
-    return name_saved(made if sharding is None else _pin(made, sharding.stored))
-
-
-def _pin(packed: Packed, sharding: NamedSharding) -> Packed:
-    """`packed` with its codes and scales, as bytes, constrained to the weight's `sharding`."""
-    pin = functools.partial(lax.with_sharding_constraint, shardings=sharding)
-    scales = None if packed.scales is None else pin(packed.scales)
-    return dataclasses.replace(packed, packed=pin(packed.packed), scales=scales)
+        made = passes.weight(w, policy, axis=CONTRACTED[role], key=role_bits, cut=cut)
+    return name_saved(made) if isinstance(made, Packed) else made
 
 
 def check_kept(weights_kept: str) -> None:
@@ -129,22 +147,30 @@ def restore_weight(kept: QWeight, passes: Passes, *, after: jax.Array) -> QWeigh
     return dataclasses.replace(kept, fprop=restore(kept.fprop), dgrad=restore(kept.dgrad))
 
 
-def weight_operand(weight: QWeight, role: str) -> Operand:
-    """The weight as the right operand of fprop or dgrad.
-
-    Under a sharding, the gather of its 4-bit codes (or bfloat16 numbers) happens here.
-    """
-    policy, sharding = getattr(weight.recipe, role), weight.sharding
+def weight_operand(weight: QWeight, role: str, shards: Shards = WHOLE) -> Operand:
+    """The weight as the right operand of fprop or dgrad; where it is gathered, that happens here."""
+    policy = getattr(weight.recipe, role)
     if not policy.format.quantized:
         narrow = quantize_operand(lax.stop_gradient(weight.anchor), policy, axis=CONTRACTED[role], key=None)
-        return narrow if sharding is None else dataclasses.replace(narrow, array=_gather(narrow.array, sharding))
+        return dataclasses.replace(narrow, array=gather(narrow.array, shards.stored))
     codes = weight.fprop if role == "fprop_w" or weight.dgrad is None else weight.dgrad
     assert codes is not None and not isinstance(codes, WeightScales), "restore a kept weight before a GEMM reads it"
-    if not isinstance(codes, Packed):
-        return codes
-    return load(codes if sharding is None else _pin(codes, sharding.gathered), policy)
+    if isinstance(codes, Packed):
+        scales = None if codes.scales is None else gather(codes.scales, shards.stored)
+        return load(dataclasses.replace(codes, packed=gather(codes.packed, shards.stored), scales=scales), policy)
+    return _gathered(codes, role, shards) if axes_of(shards.stored) else codes
 
 
-def _gather(w: jax.Array, sharding: WeightSharding) -> jax.Array:
-    """w moved from its stored to its gathered sharding, in the type it has now."""
-    return lax.with_sharding_constraint(lax.with_sharding_constraint(w, sharding.stored), sharding.gathered)
+def _gathered(codes: Carrier | EightBit, role: str, shards: Shards) -> Operand:
+    """A weight that a kernel made, put together; of 8-bit codes the one order that the GEMM reads, as bytes."""
+    if isinstance(codes, Carrier):
+        return dataclasses.replace(codes, array=gather(codes.array, shards.stored))
+
+    def bytes_of(array: jax.Array, cut: Any) -> jax.Array:
+        whole = gather(lax.bitcast_convert_type(array, "uint8"), cut)
+        return lax.bitcast_convert_type(whole, array.dtype)
+
+    if role == "fprop_w" and codes.transposed is not None:
+        return dataclasses.replace(codes, rows=None, transposed=bytes_of(codes.transposed, shards.stored[::-1]))
+    assert codes.rows is not None, "dgrad reads a weight as it lies"
+    return dataclasses.replace(codes, rows=bytes_of(codes.rows, shards.stored), transposed=None)

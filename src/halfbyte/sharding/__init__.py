@@ -12,10 +12,8 @@ from halfbyte.sharding.rules import (
     DEFAULT_RULES,
     LOGICAL_AXES,
     Rules,
-    WeightSharding,
     constrain,
     named_sharding,
-    weight_sharding,
 )
 
 __all__ = [
@@ -23,7 +21,6 @@ __all__ = [
     "DEFAULT_RULES",
     "LOGICAL_AXES",
     "Rules",
-    "WeightSharding",
     "axis_size",
     "check_model_dims",
     "check_sharded",
@@ -32,5 +29,4 @@ __all__ = [
     "make_mesh",
     "named_sharding",
     "parse_mesh",
-    "weight_sharding",
 ]

@@ -32,7 +32,6 @@ DEFAULT_MAPPING: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("width", ()),
 )
 LOGICAL_AXES = tuple(name for name, _ in DEFAULT_MAPPING)
-GATHERED_AXES = ("data", "fsdp")  # the mesh axes over which a weight is gathered before a GEMM uses it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,29 +75,9 @@ class Rules:
 DEFAULT_RULES = Rules()
 
 
-@dataclasses.dataclass(frozen=True)
-class WeightSharding:
-    """Where a weight [K, N] rests, and where it is when a GEMM reads it (`stored` without the axes over which it is
-    gathered).
-    """
-
-    stored: NamedSharding
-    gathered: NamedSharding
-
-
 def named_sharding(axes: Sequence[str | None], mesh: Mesh, rules: Rules = DEFAULT_RULES) -> NamedSharding:
     """The sharding on `mesh` of an array whose dims are `axes`."""
     return NamedSharding(mesh, rules.spec(axes, mesh))
-
-
-def weight_sharding(
-    axes: Sequence[str | None], mesh: Mesh | None, rules: Rules = DEFAULT_RULES
-) -> WeightSharding | None:
-    """The `WeightSharding` of a weight whose dims are `axes`; None without a mesh."""
-    if mesh is None:
-        return None
-    gathered = NamedSharding(mesh, rules.spec(axes, mesh, without=GATHERED_AXES))
-    return WeightSharding(stored=named_sharding(axes, mesh, rules), gathered=gathered)
 
 
 def constrain(x: jax.Array, axes: Sequence[str | None], mesh: Mesh | None, rules: Rules = DEFAULT_RULES) -> jax.Array:

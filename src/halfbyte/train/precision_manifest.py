@@ -20,7 +20,7 @@ from halfbyte.formats import BF16
 from halfbyte.metrics import mixed_peak
 from halfbyte.models.flops import FLOPS_FORMULA
 from halfbyte.recipe import GEMMS, OperandPolicy, Recipe, Resolved
-from halfbyte.sharding import parse_mesh
+from halfbyte.sharding import DEFAULT_RULES, parse_mesh
 
 from .config import TrainConfig
 
@@ -133,9 +133,7 @@ def _spans(site: models.GemmSite, resolved: Resolved, layers: int) -> list[tuple
 def _describe(
     site: models.GemmSite, layers: tuple[int, int], chosen: Recipe, config: TrainConfig, device: Device
 ) -> Site:
-    problem = ops.Problem(
-        chosen, site.tokens, site.k, site.n, device, dtype=config.precision.compute_dtype, sharded=_sharded(config)
-    )
+    problem = _problem(site, chosen, config, device)
     try:
         choice = ops.choose(config.precision.backend, problem) if chosen.quantized else None
     except ValueError as error:
@@ -163,10 +161,25 @@ def _gemm(gemm: ops.Gemm, chosen: Recipe, choice: ops.Choice | None, device: Dev
     )
 
 
-def _sharded(config: TrainConfig) -> bool:
-    """Whether the run spans several devices."""
-    shape = parse_mesh(config.mesh)
-    return math.prod(shape.values()) > 1 if shape else len(jax.devices()) > 1
+def _problem(site: models.GemmSite, chosen: Recipe, config: TrainConfig, device: Device) -> ops.Problem:
+    """The linear as one device of the run's mesh multiplies it: its tokens, its features, a weight that is gathered."""
+    shape = parse_mesh(config.mesh) or {"data": len(jax.devices())}
+
+    def cut(*names: str | None) -> int:
+        axes = {axis for name in names if name for axis in DEFAULT_RULES.mesh_axes(name)}
+        return math.prod(shape.get(axis, 1) for axis in axes)
+
+    inputs, outputs = site.axes
+    tensor = [1 if name == "embed" else cut(name) for name in (inputs, outputs)]
+    return ops.Problem(
+        chosen,
+        site.tokens // cut("batch", "seq"),
+        site.k // tensor[0],
+        site.n // tensor[1],
+        device,
+        dtype=config.precision.compute_dtype,
+        gathered=cut("embed") > 1 and "embed" in site.axes,
+    )
 
 
 def _multiplier(policies: tuple[OperandPolicy, OperandPolicy], backend: str, device: Device) -> str:

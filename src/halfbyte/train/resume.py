@@ -126,7 +126,7 @@ def _check_belongs(
 
 def common_facts(config: TrainConfig, directory: Path, *, allow_change: bool) -> dict[str, Any]:
     """What every process of a run must have in common before anything is opened: config, place and program."""
-    program = {name: version(name) for name in ("halfbyte", "jax", "jaxlib")}
+    program = {name: version(name) for name in ("jax", "jaxlib")}
     where = {"run_dir": str(directory.absolute()), "allow_change": allow_change}
     return {**flatten(to_dict(config)), **where, **program, "code": code_hash()}
 

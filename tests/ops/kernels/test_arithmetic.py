@@ -59,7 +59,7 @@ def counters(columns, tokens):
 def noise_words(m, tokens):
     shape = (T // tokens, N // 16, 16 // m.columns)
     k0, k1 = (np.full(shape, k, np.uint32) for k in KEY)
-    return arithmetic.random_words(m, counters(m.columns, tokens), k0, k1, tokens=tokens, stride=N)
+    return arithmetic.random_words(m, [k0, k1, counters(m.columns, tokens)], tokens=tokens, stride=N)
 
 
 def scales(amax):

@@ -5,20 +5,14 @@
 """
 
 import dataclasses
-import math
 from collections.abc import Iterable
-from typing import Any
-
-import jax
 
 from halfbyte.ops.backends import carrier, fp8, fused, native, reference
 from halfbyte.ops.backends.backend import Backend
 from halfbyte.ops.gemms import Gemm
 from halfbyte.ops.passes import XLA, Passes
-from halfbyte.ops.problem import Problem, target
-from halfbyte.ops.surroundings import several_devices
+from halfbyte.ops.problem import Problem
 from halfbyte.recipe import WEIGHTS, Recipe
-from halfbyte.sharding import WeightSharding
 
 # The order in which `auto` asks; `carrier` serves everything. `reference` is asked by name alone.
 PREFERENCE = ("native", "fp8", "fused", "carrier")
@@ -97,20 +91,6 @@ def passed_over(problem: Problem, chosen: str) -> dict[str, str]:
     preferred = PREFERENCE[: PREFERENCE.index(chosen)] if chosen in PREFERENCE else PREFERENCE[:-1]
     fitting = [BACKENDS[name] for name in preferred if BACKENDS[name].foreign(problem.recipe) is None]
     return {backend.name: reason for backend in fitting if (reason := _reason(backend, problem)) is not None}
-
-
-def problem_of(recipe: Recipe, x: jax.Array, weight: Any, sharding: WeightSharding | None) -> Problem:
-    """The question that x [tokens..., inputs] times `weight` asks: all three GEMMs, or fprop alone if the tokens cannot
-    be blocked for wgrad (a decoder's single token, say).
-    """
-    inputs, outputs = weight.shape
-    sharded = several_devices() or (sharding is not None and sharding.stored.mesh.size > 1)
-    tokens = math.prod(x.shape[:-1])
-    dtype = getattr(weight, "anchor", weight).dtype.name
-    problem = Problem(
-        recipe, tokens, inputs, outputs, target(), dtype=x.dtype.name, weight_dtype=dtype, sharded=sharded
-    )
-    return problem if problem.unblockable() is None else dataclasses.replace(problem, training=False)
 
 
 def check_training(problem: Problem) -> None:

@@ -31,6 +31,7 @@ from halfbyte.ops.kernels import f8
 from halfbyte.ops.operand import EightBit, Operand, Quantized
 from halfbyte.ops.passes import COLUMNS, ROWS, Made, Passes, Request
 from halfbyte.ops.problem import Problem
+from halfbyte.ops.shards import Cut, whole_maxima
 from halfbyte.recipe import ROLES, OperandPolicy, Recipe
 
 ELEMENTS = {FP8: "e4m3", FP8_E5M2: "e5m2"}
@@ -162,7 +163,7 @@ class F8Passes(Passes):
 
     def quantize(self, x: jax.Array, requests: Sequence[Request]) -> list[Made]:
         flat = x.reshape(-1, x.shape[-1])  # [tokens..., features] -> [tokens, features]
-        top = kernels.maxima(flat, hadamard=False, interpret=self.interpret)[0]
+        (top,) = whole_maxima(kernels.maxima(flat, hadamard=False, interpret=self.interpret), requests[0].cut)
         made: dict[OperandPolicy, EightBit] = {}
         for policy in dict.fromkeys(r.policy for r in requests):
             scale, factor = self._scale(top, policy.format)
@@ -173,7 +174,8 @@ class F8Passes(Passes):
 
     def activate(self, g: jax.Array, u: jax.Array, requests: Sequence[Request]) -> list[Made]:
         g2, u2 = (t.reshape(-1, t.shape[-1]) for t in (g, u))  # [tokens..., features] -> [tokens, features]
-        top = kernels.forward_maxima(g2, u2, hadamard=False, interpret=self.interpret)[0]
+        found = kernels.forward_maxima(g2, u2, hadamard=False, interpret=self.interpret)
+        (top,) = whole_maxima(found, requests[0].cut)
         policy, orders = requests[0].policy, _orders(requests)
         scale, factor = self._scale(top, policy.format)
         codes = f8.cast_forward(g2, u2, scale, element=ELEMENTS[policy.format], interpret=self.interpret, **orders)
@@ -182,7 +184,8 @@ class F8Passes(Passes):
 
     def activate_backward(self, g, u, dh, dg, du, h):
         g2, u2, dh2 = (t.reshape(-1, t.shape[-1]) for t in (g, u, dh))  # [tokens..., features] -> [tokens, features]
-        tops = kernels.backward_maxima(g2, u2, dh2, hadamard=False, tensors=3, interpret=self.interpret)
+        found = kernels.backward_maxima(g2, u2, dh2, hadamard=False, tensors=3, interpret=self.interpret)
+        tops = whole_maxima(found, dg[0].cut)
         policies = [requests[0].policy for requests in (dg, du, h)]
         scales, factors = zip(*(self._scale(t, p.format) for t, p in zip(tops, policies, strict=True)), strict=True)
         elements = [ELEMENTS[p.format] for p in policies]
@@ -193,9 +196,12 @@ class F8Passes(Passes):
         pairs.append(EightBit(None, made[4], factors[2], policies[2]))
         return tuple([_order(m, r) for r in requests] for m, requests in zip(pairs, (dg, du, h), strict=True))
 
-    def weight(self, w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None) -> EightBit:
+    def weight(
+        self, w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = ()
+    ) -> EightBit:
         """Both orders: W^T is what fprop reads, W what dgrad reads."""
-        scale, factor = self._scale(kernels.weight_maxima(w, interpret=self.interpret), policy.format)
+        (top,) = whole_maxima([kernels.weight_maxima(w, interpret=self.interpret)], cut)
+        scale, factor = self._scale(top, policy.format)
         plain, transposed = f8.cast(w, scale, element=ELEMENTS[policy.format], interpret=self.interpret)
         return EightBit(plain, transposed, factor, policy)
 

@@ -21,12 +21,13 @@ from halfbyte.ops import kernels
 from halfbyte.ops.activation import SILU, Activation
 from halfbyte.ops.backends.backend import Backend
 from halfbyte.ops.gemms import DGRAD, FPROP, WGRAD, Gemm, result_shape
-from halfbyte.ops.kernels import Columnwise, Rowwise
+from halfbyte.ops.kernels import Columnwise, Rowwise, Window
 from halfbyte.ops.kernels.matmul import unsupported as gemm_unsupported
 from halfbyte.ops.kernels.scale import AMAX, DECODE, GEMM, SIZE
 from halfbyte.ops.operand import SCALES, Carrier, Kept, Operand, WeightScales, gemm_factor, key_pair, name_saved
 from halfbyte.ops.passes import ROWS, KeptWeight, Made, Passes, QuantizedWeight, Request
 from halfbyte.ops.problem import Problem
+from halfbyte.ops.shards import Cut, axes_of, offsets, whole_maxima, whole_shape
 from halfbyte.recipe import OperandPolicy, Recipe
 
 LAYOUTS = {FPROP: "nn", DGRAD: "nt", WGRAD: "tn"}  # as the GEMM kernel names them
@@ -88,6 +89,8 @@ class FusedPasses(Passes):
             return f"its kernel makes nvfp4 2d rne, this is {policy}"
         if problem.weight_dtype != "float32":
             return f"its kernel reads float32 weights, got {problem.weight_dtype}"
+        if problem.gathered:
+            return "its kernel writes carriers, and a weight that is gathered travels as packed codes"
         return kernels.unsupported(problem.inputs, problem.outputs)
 
     def unfused(self, activation: Activation, recipes: Sequence[Recipe]) -> str | None:
@@ -99,12 +102,13 @@ class FusedPasses(Passes):
 
     def quantize(self, x: jax.Array, requests: Sequence[Request]) -> list[Made]:
         flat = x.reshape(-1, x.shape[-1])  # [tokens..., features] -> [tokens, features]
-        tops = kernels.maxima(flat, hadamard=_transformed(requests), interpret=self.interpret)
+        tops = _of_all(kernels.maxima(flat, hadamard=_transformed(requests), interpret=self.interpret), requests)
         return self._in_rounds(lambda **sides: kernels.quantize(flat, **sides), tops, requests, x.shape)
 
     def activate(self, g: jax.Array, u: jax.Array, requests: Sequence[Request]) -> list[Made]:
         flat = [t.reshape(-1, t.shape[-1]) for t in (g, u)]  # [tokens, features] each
-        tops = kernels.forward_maxima(*flat, hadamard=_transformed(requests), interpret=self.interpret)
+        found = kernels.forward_maxima(*flat, hadamard=_transformed(requests), interpret=self.interpret)
+        tops = _of_all(found, requests)
         return self._in_rounds(lambda **sides: kernels.quantize_forward(*flat, **sides), tops, requests, g.shape)
 
     def _in_rounds(self, run, tops: Sequence[jax.Array], requests: Sequence[Request], shape: tuple) -> list[Made]:
@@ -113,31 +117,32 @@ class FusedPasses(Passes):
         columns = [r for r in requests if r.axis != ROWS]
         made: dict[int, Made] = {}
         for row, column in itertools.zip_longest(rows, columns):
-            sides, scales = self._sides(tops, row, column)
+            sides, scales = self._sides(tops, row, column, shape)
             wrote = run(rows=sides[0], columns=sides[1], interpret=self.interpret)
             wanted = [r for r in (row, column) if r is not None]
             for r, operand in zip(wanted, _operands(wrote, wanted, scales, shape), strict=True):
                 made[id(r)] = operand
         return [made[id(r)] for r in requests]
 
-    def _sides(self, tops: Sequence[jax.Array], row: Request | None, column: Request | None):
+    def _sides(self, tops: Sequence[jax.Array], row: Request | None, column: Request | None, shape: tuple[int, ...]):
         """((row, column) as a kernel takes them, their scales), from the maxima of a tensor and of its transform."""
         transformed = column is not None and column.policy.hadamard
         vectors = kernels.tensor_scales(*tops[: 1 + transformed], interpret=self.interpret)
         sides = (
-            None if row is None else Rowwise(vectors[0], key=key_pair(row.key)),
-            None if column is None else _columnwise(column, vectors[-1]),
+            None if row is None else Rowwise(vectors[0], key=key_pair(row.key), window=_window(row, shape)),
+            None if column is None else _columnwise(column, vectors[-1], shape),
         )
         scales = [v for r, v in ((row, vectors[0]), (column, vectors[-1])) if r is not None]
         return sides, scales
 
     def activate_backward(self, g, u, dh, dg, du, h):
         flat = [t.reshape(-1, t.shape[-1]) for t in (g, u, dh)]  # [tokens, features] each
-        tops = kernels.backward_maxima(*flat, hadamard=_transformed(h), tensors=3, interpret=self.interpret)
+        found = kernels.backward_maxima(*flat, hadamard=_transformed(h), tensors=3, interpret=self.interpret)
+        tops = _of_all(found, dg)
         each = len(tops) // 3
         (dg_sides, dg_scales), (du_sides, du_scales), (h_sides, h_scales) = (
-            self._sides(tops[i * each : (i + 1) * each], *wanted)
-            for i, wanted in enumerate((dg, du, (None, *h)))
+            self._sides(tops[i * each : (i + 1) * each], *wanted, g.shape)
+            for i, wanted in enumerate(((dg[0], dg[1]), (du[0], du[1]), (None, h[0])))
         )
         made = kernels.quantize_backward(*flat, dg=dg_sides, du=du_sides, h=h_sides[1], interpret=self.interpret)
         return (
@@ -146,8 +151,10 @@ class FusedPasses(Passes):
             _operands(made[4:], h, h_scales, g.shape),
         )
 
-    def weight(self, w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None) -> QuantizedWeight:
-        tops = kernels.weight_maxima(w, interpret=self.interpret)
+    def weight(
+        self, w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = ()
+    ) -> QuantizedWeight:
+        (tops,) = whole_maxima([kernels.weight_maxima(w, interpret=self.interpret)], cut)
         scale = name_saved(kernels.tensor_scale(tops, interpret=self.interpret), SCALES)
         return self._weight(w, scale, policy)
 
@@ -176,8 +183,25 @@ def _transformed(requests: Sequence[Request]) -> bool:
     return any(r.policy.hadamard for r in requests)
 
 
-def _columnwise(column: Request, scale: jax.Array) -> Columnwise:
-    return Columnwise(scale, key=key_pair(column.key), hadamard=column.policy.hadamard, packed=column.kept)
+def _columnwise(column: Request, scale: jax.Array, shape: tuple[int, ...]) -> Columnwise:
+    return Columnwise(
+        scale,
+        key=key_pair(column.key),
+        window=_window(column, shape),
+        hadamard=column.policy.hadamard,
+        packed=column.kept,
+    )
+
+
+def _window(wanted: Request, shape: tuple[int, ...]) -> Window | None:
+    """Where the tensor lies in the whole one, for random bits; None if it is whole, or none are drawn."""
+    if wanted.key is None or not axes_of(wanted.cut):
+        return None
+    return Window.of(shape, offsets(shape, wanted.cut), whole_shape(shape, wanted.cut))
+
+
+def _of_all(maxima: Sequence[jax.Array], requests: Sequence[Request]) -> tuple[jax.Array, ...]:
+    return whole_maxima(maxima, requests[0].cut)
 
 
 def _operands(

@@ -4,7 +4,7 @@ from halfbyte.ops.kernels import f8
 from halfbyte.ops.kernels.gated import activation, backward_maxima, forward_maxima, quantize_backward, quantize_forward
 from halfbyte.ops.kernels.layout import Tiling, unsupported
 from halfbyte.ops.kernels.matmul import GemmTiling, matmul
-from halfbyte.ops.kernels.nvfp4 import Columnwise, Rowwise, maxima, quantize, unpack
+from halfbyte.ops.kernels.nvfp4 import Columnwise, Rowwise, Window, maxima, quantize, unpack
 from halfbyte.ops.kernels.scale import amax_bits, scale_and_factor, tensor_scale, tensor_scales
 from halfbyte.ops.kernels.weights import quantize_weight, weight_maxima
 
@@ -13,6 +13,7 @@ __all__ = [
     "GemmTiling",
     "Rowwise",
     "Tiling",
+    "Window",
     "activation",
     "amax_bits",
     "backward_maxima",

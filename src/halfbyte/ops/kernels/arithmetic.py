@@ -76,10 +76,18 @@ def random_word(m: Any, index: Any, k0: Any, k1: Any) -> Any:
     return m.xor(h, m.shr(h, 16))
 
 
-def random_words(m: Any, index: Any, k0: Any, k1: Any, *, tokens: int, stride: int) -> list[list[Any]]:
-    """[column][token // 4] random words; `index` is the counter of the lane's first column and first token."""
+def random_words(m: Any, state: Sequence[Any], *, tokens: int, stride: int) -> list[list[Any]]:
+    """[column][token // 4] random words. `state` is two key words and the counter of the lane's first column, for its
+    first four tokens (`stride` leads to the next four), or such three for each four tokens.
+    """
+    k0, k1, index = (list(state[i::3]) for i in range(3))
+    groups = range(tokens // 4)
+    if len(index) == 1:
+        k0, k1, index = k0 * len(groups), k1 * len(groups), [(index[0], q * stride) for q in groups]
+    else:
+        index = [(first, 0) for first in index]
     return [
-        [random_word(m, m.iadd(index, column + q * stride), k0, k1) for q in range(tokens // 4)]
+        [random_word(m, m.iadd(index[q][0], column + index[q][1]), k0[q], k1[q]) for q in groups]
         for column in range(m.columns)
     ]
 

@@ -5,7 +5,8 @@ and writes the rowwise operand (blocks of 16 columns), the columnwise one (block
 transform), or both. Carriers are `code * block_scale` in bf16, exact; the columnwise carrier stays token-major, since
 WGRAD contracts over tokens either way. Residuals are packed: two tokens a byte, the even one in the low nibble.
 
-Random bits: element (t, n) takes byte t % 4 of the word of counter (t // 4) * columns + n.
+Random bits: element (t, n) takes byte t % 4 of the word of counter (t // 4) * columns + n, where t, n and columns are
+those of the whole array: a `Window` says where on a mesh this part of it lies.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from halfbyte.formats.noise import multiply_high_low, wide_key
 from halfbyte.ops.kernels import arithmetic as q
 from halfbyte.ops.kernels import layout
 from halfbyte.ops.kernels.layout import BLOCK, Tiling
@@ -31,6 +33,31 @@ UNPACK_TILING = Tiling(4, 4)
 ROW_TOKENS = 8  # tokens a program of the rowwise-only pass
 
 
+STATIC = {"static": True}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Where an array [tokens, columns] lies in the whole one [sequences, seq, width], of which it has `local_seq`
+    positions of each of its sequences: `origin`, int32 [3], is where it begins.
+    """
+
+    origin: jax.Array
+    local_seq: int = dataclasses.field(metadata=STATIC)
+    seq: int = dataclasses.field(metadata=STATIC)
+    width: int = dataclasses.field(metadata=STATIC)
+    words: int = dataclasses.field(metadata=STATIC)  # random words of the whole array
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], offset: Sequence[Any], whole: tuple[int, ...]) -> "Window":
+        """For a part of `shape` [sequences, positions, columns] (or without the first) of an array of shape `whole`."""
+        if len(shape) == 2:
+            shape, offset, whole = (1, *shape), (0, *offset), (1, *whole)
+        origin = jnp.stack([jnp.asarray(o, jnp.int32) for o in offset])
+        return cls(origin, shape[1], whole[1], whole[2], whole[0] * whole[1] // 4 * whole[2])
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rowwise:
@@ -38,6 +65,7 @@ class Rowwise:
 
     scale: jax.Array
     key: jax.Array | None = None
+    window: Window | None = None
 
     def outputs(self, tokens: int) -> list[tuple[int, Any]]:
         """(rows, dtype) of each output, for `tokens` token rows."""
@@ -51,8 +79,9 @@ class Columnwise:
 
     scale: jax.Array
     key: jax.Array | None = None
-    hadamard: bool = dataclasses.field(default=True, metadata={"static": True})
-    packed: bool = dataclasses.field(default=False, metadata={"static": True})
+    window: Window | None = None
+    hadamard: bool = dataclasses.field(default=True, metadata=STATIC)
+    packed: bool = dataclasses.field(default=False, metadata=STATIC)
 
     def outputs(self, tokens: int) -> list[tuple[int, Any]]:
         """(rows, dtype) of each output, for `tokens` token rows; bytes are signed while Triton handles them."""
@@ -155,14 +184,18 @@ def quantize_made(
     width = arrays[0].shape[1]
     shapes = [side.outputs(tokens) for side, _ in jobs]
     keyed = [i for i, (side, _) in enumerate(jobs) if side.key is not None]
+    placed = [i for i in keyed if jobs[i][0].window is not None]
     scalars = [side.scale for side, _ in jobs] + [side.key for side, _ in jobs if side.key is not None]
+    scalars += [side.window.origin for side, _ in jobs if side.key is not None and side.window is not None]
 
     def kernel(program, refs, scalar_refs, out_refs, _):
         tensors = make([ref[r] for ref in refs for r in range(tokens)])
-        keys = dict(zip(keyed, scalar_refs[len(jobs) :], strict=True))
+        keys = dict(zip(keyed, scalar_refs[len(jobs) :], strict=False))
+        origins = dict(zip(placed, scalar_refs[len(jobs) + len(keyed) :], strict=True))
         for i in order or range(len(jobs)):
             side, which = jobs[i]
-            made = _quantize_tiles(side, tensors[which], scalar_refs[i], keys.get(i), program, width, tiling, interpret)
+            refs_of = (scalar_refs[i], keys.get(i), origins.get(i))
+            made = _quantize_tiles(side, tensors[which], refs_of, program, width, tiling, interpret)
             first = sum(len(s) for s in shapes[:i])
             places = [
                 (ref, r) for ref, (count, _) in zip(out_refs[first:], shapes[i], strict=False) for r in range(count)
@@ -179,24 +212,24 @@ def quantize_made(
 def _quantize_tiles(
     side: Rowwise | Columnwise,
     tiles: Sequence[jax.Array],
-    scale: Any,
-    key: Any,
+    refs: tuple[Any, Any, Any],
     program: tuple[jax.Array, jax.Array],
     width: int,
     tiling: Tiling,
     interpret: bool,
 ) -> list[jax.Array]:
-    """The output tiles of one operand of one program. `scale` and `key` are refs."""
+    """The output tiles of one operand of one program. `refs` are those of its scale, its key and its origin."""
     tokens = len(tiles)
+    scale, key, origin = refs
     given = [scale[MULT], scale[DECODE]]
     if key is not None:
-        given += [_as_int(key[0]), _as_int(key[1]), counters(program, tiles[0].shape, tokens, width)]
+        given += random_state((key[0], key[1]), origin, side.window, program, tiles[0].shape, tokens, width)
 
     def body(m, words, given):
         mult, dec, *seed = given
         random = None
         if seed:
-            random = q.random_words(m, seed[2], seed[0], seed[1], tokens=tokens, stride=width)
+            random = q.random_words(m, seed, tokens=tokens, stride=side.window.width if side.window else width)
         if isinstance(side, Columnwise):
             flags = {"hadamard": side.hadamard, "packed": side.packed}
             return q.quantize_columns(m, words, mult, dec, random, **flags)
@@ -220,12 +253,46 @@ def _as_int(word: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(word, jnp.int32)
 
 
-def counters(program: tuple[jax.Array, jax.Array], shape: tuple[int, ...], tokens: int, width: int) -> jax.Array:
-    """int32 tile: the counter of each column for the first four tokens of the program."""
+def random_state(
+    key: tuple[jax.Array, jax.Array],
+    origin: Any,
+    window: Window | None,
+    program: tuple[jax.Array, jax.Array],
+    shape: tuple[int, ...],
+    tokens: int,
+    width: int,
+) -> list[jax.Array]:
+    """Two key words and the counter of each column, int32 scalars and tiles, for the first four tokens of the program;
+    for each four tokens, if counters have more than 32 bits.
+    """
     i, j = program
     column = lax.broadcasted_iota(jnp.int32, shape, 0) * BLOCK + lax.broadcasted_iota(jnp.int32, shape, 1)
-    first = i * np.int32(tokens // 4 * width) + j * np.int32(shape[0] * BLOCK)
-    return column + first
+    column = column + j * np.int32(shape[0] * BLOCK)
+    row, stride = i * np.int32(tokens // 4), width
+    if window is not None:
+        first = i * np.int32(tokens)
+        sequence, position = first // np.int32(window.local_seq), first % np.int32(window.local_seq)
+        token = (origin[0] + sequence) * np.int32(window.seq) + origin[1] + position
+        row, column, stride = token // np.int32(4), column + origin[2], window.width
+    if window is None or window.words <= 2**32:
+        return [_as_int(key[0]), _as_int(key[1]), row * np.int32(stride) + column]
+    return [word for group in range(tokens // 4) for word in _wide(key, row + np.int32(group), column, stride)]
+
+
+def _wide(key: tuple[jax.Array, jax.Array], row: jax.Array, column: jax.Array, stride: int) -> list[jax.Array]:
+    """Key words and low halves of the counters row * stride + column, whose high halves go into the key. A lane's
+    columns never lie on both sides of a multiple of 2**32, because the stride is a multiple of 16.
+    """
+    high, low = multiply_high_low(stride, _as_uint(row))
+    counter = low + _as_uint(column)
+    keys = [wide_key(high + jnp.uint32(carry), *key) for carry in (0, 1)]
+    carried = counter < low
+    chosen = [jnp.where(carried, after, before) for before, after in zip(*keys, strict=True)]
+    return [*map(_as_int, chosen), _as_int(counter)]
+
+
+def _as_uint(word: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(word, jnp.uint32)
 
 
 @layout.once("tiling", "interpret")

@@ -1,0 +1,150 @@
+"""A linear on a mesh: how its arrays are cut, and the collectives that this makes necessary.
+
+Inside `shard_map` an op sees local parts of arrays. A `Cut` names, for each dim of an array, the mesh axes that it is
+cut over. From the cuts of x [tokens..., inputs], W [inputs, outputs] and y [tokens..., outputs] follows everything that
+must travel, and nothing else does:
+
+| where                     | what travels                                          | collective     |
+|---------------------------|-------------------------------------------------------|----------------|
+| W before a GEMM           | its codes, over the axes that cut tokens (FSDP)       | all-gather     |
+| a tensor's maxima         | a few integers for all operands of a pass             | all-reduce max |
+| dW                        | float32 sums, back to where W rests                   | reduce-scatter |
+| x into, y out of a linear | its tokens, where features are cut instead (tensor)   | gather, scatter |
+
+Random bits depend on an element's place in the whole tensor (`offsets`), so that codes are the same on every mesh.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+Cut = tuple[tuple[str, ...], ...]
+
+
+def axes_of(cut: Cut) -> tuple[str, ...]:
+    """The mesh axes of all dims."""
+    return tuple(axis for axes in cut for axis in axes)
+
+
+def size_of(axes: Sequence[str]) -> int:
+    """How many parts `axes` cut a dim into; inside shard_map."""
+    return math.prod(lax.axis_size(axis) for axis in axes)
+
+
+def whole_shape(shape: Sequence[int], cut: Cut) -> tuple[int, ...]:
+    """The shape of the array of which this is a part."""
+    return tuple(n * size_of(axes) for n, axes in zip(shape, cut, strict=True))
+
+
+def offsets(shape: Sequence[int], cut: Cut) -> tuple[Any, ...]:
+    """Where this part begins in the whole array, dim by dim."""
+    return tuple(lax.axis_index(axes) * n if axes else 0 for n, axes in zip(shape, cut, strict=True))
+
+
+def largest(maxima: Sequence[jax.Array], cut: Cut) -> tuple[jax.Array, ...]:
+    """int32 maxima of parts -> those of the whole arrays, all in one all-reduce."""
+    if not axes_of(cut):
+        return tuple(maxima)
+    return tuple(lax.pmax(jnp.stack(maxima), axes_of(cut)))
+
+
+def whole_maxima(partial: Sequence[jax.Array], cut: Cut) -> tuple[jax.Array, ...]:
+    """Each tensor's partial int32 maxima, in any shape -> something whose maximum is that of the whole tensor: the
+    same, where it is not cut.
+    """
+    return largest([jnp.max(m) for m in partial], cut) if axes_of(cut) else tuple(partial)
+
+
+def gather(x: jax.Array, cut: Cut) -> jax.Array:
+    """x with its parts over `cut` put together."""
+    for dim, axes in enumerate(cut):
+        x = lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+    return x
+
+
+def scatter_sum(x: jax.Array, cut: Cut) -> jax.Array:
+    """Sums of x over the axes of `cut`, each device with its part."""
+    for dim, axes in enumerate(cut):
+        x = lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
+    return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """How one linear is cut: by default not at all."""
+
+    lead: Cut = ()
+    """Of the token dims, inside."""
+    inputs: tuple[str, ...] = ()
+    """Axes that cut the inputs of x and of W: sums over them are partial."""
+    outputs: tuple[str, ...] = ()
+    """Axes that cut the outputs of W and of y."""
+    stored: Cut = ((), ())
+    """Axes that cut W where it rests, beside inputs and outputs: over these it is gathered, and dW scattered."""
+    x_lead: Cut = ()
+    """Axes that cut the token dims of x where it comes from, beside `lead`: gathered on the way in."""
+    y_lead: Cut = ()
+    """Axes that cut the token dims of y where it goes, beside `lead`: scattered on the way out."""
+
+    @property
+    def x(self) -> Cut:
+        return (*self.lead, self.inputs)
+
+    @property
+    def dy(self) -> Cut:
+        return (*self.lead, self.outputs)
+
+    @property
+    def w(self) -> Cut:
+        return (self.stored[0] + self.inputs, self.stored[1] + self.outputs)
+
+
+WHOLE = Shards()
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """A linear on a mesh, by the PartitionSpecs of x, W and y outside the op."""
+
+    mesh: Mesh
+    x: PartitionSpec
+    w: PartitionSpec
+    y: PartitionSpec
+
+    def shards(self, ndim: int) -> Shards:
+        """What the specs mean for x of `ndim` dims: axes of y's features cut W's outputs, axes of x's features its
+        inputs; any other axes of W are gathered. Tokens stay cut over the axes that x and y share.
+        """
+        x, y, w = cut_of(self.x, ndim), cut_of(self.y, ndim), cut_of(self.w, 2)
+        inputs, outputs = x[-1], y[-1]
+        lead = tuple(tuple(a for a in axes if a not in outputs + inputs) for axes in x[:-1])
+        if lead != tuple(tuple(a for a in axes if a not in outputs + inputs) for axes in y[:-1]):
+            raise ValueError(f"placement: x {self.x} and y {self.y} must cut tokens alike, but for axes of features")
+        rests, goes = (tuple(a for a in axes if a not in inputs + outputs) for axes in w)
+        stored = (rests, goes)
+        if w != (stored[0] + inputs, stored[1] + outputs):
+            raise ValueError(f"placement: w {self.w} does not fit x {self.x} and y {self.y}")
+        x_lead = tuple(tuple(a for a in axes if a in outputs) for axes in x[:-1])
+        y_lead = tuple(tuple(a for a in axes if a in inputs) for axes in y[:-1])
+        return Shards(lead, inputs, outputs, stored, x_lead, y_lead)
+
+
+def with_idle_axes(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
+    """`spec` with the mesh axes of size 1 in its first entry, where they change nothing; an empty one as it is."""
+    idle = tuple(axis for axis, size in mesh.shape.items() if size == 1)
+    if not len(spec) or not idle:
+        return spec
+    (first, *rest), named = cut_of(spec, len(spec)), axes_of(cut_of(spec, len(spec)))
+    return PartitionSpec(first + tuple(a for a in idle if a not in named), *(axes or None for axes in rest))
+
+
+def cut_of(spec: PartitionSpec, ndim: int) -> Cut:
+    """The cut that a PartitionSpec means for an array of `ndim` dims."""
+    entries = (*spec, *(None,) * (ndim - len(spec)))
+    return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
