@@ -173,7 +173,7 @@ def test_bad_flags(flags, words, capfd, tmp_path, monkeypatch):
         (b'{"name": "a", "name": "b"}', "stands twice"),
         (b'{"steps": NaN}', "not JSON"),
         (b" " * (1 << 21), "more than 1,048,576 bytes"),
-        (b'{"name": "x\\u0000y"}', "config TrainConfig"),
+        (b'{"name": "x\\u0000y"}', "name must be 1 to 100"),
     ],
 )
 def test_bad_config_files(content, words, capfd, tmp_path, monkeypatch):
