@@ -90,18 +90,19 @@ WINDOWS = [  # global shape, offset, shape
 @pytest.mark.parametrize("generator", list(Generator), ids=lambda g: g.value)
 def test_a_window_is_a_slice_of_the_whole(generator):
     """With offsets that are known and with offsets that are traced."""
+    windows = WINDOWS if generator is Generator.COUNTER_HASH else [WINDOWS[1], WINDOWS[4]]  # others compile slowly
 
     def draw(offsets, traced):
         key = jax.random.wrap_key_data(KEY)
         return [
             random_bytes(key, shape, generator=generator, offset=tuple(t if traced else o), global_shape=whole)
-            for (whole, o, shape), t in zip(WINDOWS, offsets, strict=True)
+            for (whole, o, shape), t in zip(windows, offsets, strict=True)
         ]
 
-    offsets = [np.array(offset, np.int32) for _, offset, _ in WINDOWS]
+    offsets = [np.array(offset, np.int32) for _, offset, _ in windows]
     for traced in (False, True):
         found = jax.jit(draw, static_argnums=1)(offsets, traced)
-        for (whole, offset, shape), window in zip(WINDOWS, found, strict=True):
+        for (whole, offset, shape), window in zip(windows, found, strict=True):
             place = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
             np.testing.assert_array_equal(window, drawn(whole, generator)[place])
 
