@@ -10,7 +10,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from halfbyte.inputs import replace_file
+from halfbyte.inputs import read_json, replace_file
 
 from .record import DamagedCheckpoint, UnreadableCheckpoint, one_line
 
@@ -33,7 +33,7 @@ def check_file_list(directory: Path) -> None:
     if not listed.exists():
         return
     try:
-        expected = json.loads(listed.read_text(encoding="utf-8"))
+        expected = read_json(listed)
         wanted = {name: _entry(value) for name, value in expected.items()}
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(f"file {FILE_LIST} is damaged: {one_line(error)}") from error

@@ -1,11 +1,11 @@
 """A run or a folder as something to export: its weights, its small files, and how it was quantized."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from halfbyte import models
 from halfbyte.evaluation import SCORING_RULES
+from halfbyte.inputs import read_json
 from halfbyte.interchange.exporting import DTYPES, Model
 from halfbyte.interchange.folder import Folder, is_folder
 from halfbyte.interchange.importing import LONGEST_WINDOW, ORIGIN, folder_config
@@ -59,5 +59,6 @@ def open_for_export(directory: Path, *, mesh: str = "", step: int | None = None)
 def _dtype(directory: Path) -> str:
     """As the model was imported, else bfloat16."""
     facts = directory / IMPORTED
-    found = json.loads(facts.read_text(encoding="utf-8")).get("dtype") if facts.is_file() else ""
-    return found if found in DTYPES else "bfloat16"
+    found = read_json(facts) if facts.is_file() else {}
+    dtype = found.get("dtype") if isinstance(found, dict) else None
+    return dtype if dtype in DTYPES else "bfloat16"

@@ -3,7 +3,6 @@
 Everything here is read from what the runs left behind, so a report can be made at any time, also of half a parity.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +14,7 @@ import numpy as np
 from halfbyte import models
 from halfbyte.evaluation.curves import Curve, default_last, median, read_curve, smooth, speed_of
 from halfbyte.inputs import read_json
+from halfbyte.metrics import read_rows
 
 from .arms import BASELINE, CANDIDATE, CONTROL, TWIN, Arm
 from .plan import Plan
@@ -366,9 +366,9 @@ def radar_of(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     found = []
     for cell in cells:
         path = cell.folder / "radar.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        if lines:
-            found.append({"seed": cell.seed, "probes": len(lines), **json.loads(lines[-1])})
+        rows = read_rows(path) if path.is_file() else []
+        if rows:
+            found.append({"seed": cell.seed, "probes": len(rows), **rows[-1]})
     return found
 
 

@@ -10,6 +10,7 @@ from halfbyte import models
 from halfbyte import report as page
 from halfbyte.evaluation.curves import Curve, end_of, read_curve, smooth, speed_of
 from halfbyte.inputs import read_json, replace_file
+from halfbyte.metrics import read_rows
 from halfbyte.report import Series
 from halfbyte.train import TrainConfig, jsonconfig
 
@@ -111,5 +112,5 @@ def precision(manifest: dict[str, Any], name: str) -> str:
 
 def probes(directory: Path, seed: int) -> list[dict[str, Any]]:
     path = directory / "radar.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return [{"seed": seed, **json.loads(lines[-1])}] if lines else []
+    rows = read_rows(path) if path.is_file() else []
+    return [{"seed": seed, **rows[-1]}] if rows else []
