@@ -37,6 +37,25 @@ def problem(recipe, shape, device=None):
     return ops.Problem(recipe, shape.tokens, shape.inputs, shape.outputs, device=device or ops.target())
 
 
+# Somewhere in the table a backend must serve something: one that served nowhere would pass by being skipped.
+WIDE = [("nvfp4", (256, 256, 512)), ("mxfp8", (256, 256, 512)), ("fp8", (256, 256, 512)), ("bf16", (256, 256, 512))]
+
+
+def serves_something(backend) -> bool:
+    cases = [ops.Problem(hb.recipe(name), *sizes, device=d) for name, sizes in WIDE for d in devices.DEVICES.values()]
+    return any(backend.unable(case) is None for case in cases)
+
+
+@pytest.mark.parametrize("backend", list(BACKENDS))
+def test_a_backend_serves_something_somewhere(backend):
+    assert serves_something(BACKENDS[backend])
+
+
+def test_a_backend_that_serves_nothing_is_found_out():
+    idle = dataclasses.replace(BACKENDS["carrier"], name="idle", foreign=lambda recipe: "it serves nothing")
+    assert not serves_something(idle)
+
+
 @pytest.mark.parametrize("name, shape, dtype", CASES, ids=lambda p: str(p))
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "reference"])
 def test_conformance(backend, name, shape, dtype):

@@ -1,0 +1,58 @@
+"""Change exercises: what a stranger would add, kept as patches and applied to a copy of the tree.
+
+A format, a scale rule, an activation and a backend: each touches at most two files of the package, trains the demo by
+its name, and stands in the run's manifest. Oracle: the manifest that the patched program writes.
+"""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+SOURCE = HERE.parents[1] / "src"
+SMALL = "--model.layers 1 --model.embed 64 --model.mlp 128 --model.heads 2 --model.kv-heads 2 --batch 2 --seq 64".split()
+
+EXERCISES = {
+    "mxfp6": (["--recipe", "mxfp6"], lambda site: site["gemms"]["fprop"]["left"] == "mxfp6 1d rne"),
+    "four_over_six": (["--recipe", "nvfp4_46"], lambda site: site["gemms"]["wgrad"]["right"].startswith("nvfp4_46 ")),
+    "gelu_erf": (["--model.activation", "gelu_erf"], lambda site: site["recipe"] == "nvfp4"),
+    "wide_backend": (["--precision.backend", "wide"], lambda site: site["backend"] == "wide"),
+}
+
+
+def applied(patch: pathlib.Path, tree: pathlib.Path) -> pathlib.Path:
+    shutil.copytree(SOURCE, tree / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    subprocess.run(["git", "apply", "--whitespace=nowarn", str(patch)], cwd=tree, check=True)
+    return tree / "src"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXERCISES)
+def test_a_patch_trains_the_demo_and_stands_in_its_manifest(name, tmp_path):
+    flags, seen = EXERCISES[name]
+    environ = os.environ | {"PYTHONPATH": str(applied(HERE / f"{name}.patch", tmp_path)), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", "from halfbyte.cli.main import entry; entry()", "train", "--steps", "2"]
+    run = tmp_path / "run"
+    done = subprocess.run(
+        [*command, *SMALL, *flags, "--run-dir", str(run)], env=environ, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    manifest = json.loads((run / "manifest.json").read_text())
+    phase = manifest["phases"][0] if "phases" in manifest else manifest
+    sites = [site for site in phase["sites"] if site["path"].startswith("layers/mlp/")]
+    assert len(sites) == 3 and all(seen(site) for site in sites), sites
+    losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert losses and all(0 < loss < 20 for loss in losses)
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_a_patch_touches_at_most_two_files_and_branches_on_no_name(name):
+    lines = (HERE / f"{name}.patch").read_text().splitlines()
+    assert 1 <= sum(line.startswith("+++ ") for line in lines) <= 2
+    added = [line for line in lines if line.startswith("+") and not line.startswith("+++")]
+    assert not any(".name ==" in line or ".name in" in line for line in added)

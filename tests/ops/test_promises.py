@@ -1,0 +1,67 @@
+"""What `choose` promises is what a traced program calls: every preset, a grid of shapes, every kind of device.
+
+Oracle: the equations of the traced linear with its gradients. A GEMM that XLA multiplies is two `dot_general`s (one for
+the CPU, one for others), an 8-bit one is one, a native one is the block-scaled call, and one of our own kernel is none
+of these; passes of ours are `pallas_call`s by name. Cases with the same recipe and choice are the same program at
+another size, and are traced once.
+"""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+from instruments import equations
+
+import halfbyte as hb
+from halfbyte import devices, ops
+from halfbyte.ops.gemms import GEMMS
+from halfbyte.recipe import recipe_names
+
+SHAPES = [(256, 256, 512), (256, 128, 640), (128, 384, 1376), (64, 96, 64)]
+DEVICES = ["cpu", "h200", "b200", "gb300"]
+DOTS = {"carrier": 2, "reference": 1, "fp8": 1, "fused": 0, "native": 0}
+
+
+def promised(name, shape, device):
+    problem = ops.Problem(hb.recipe(name), *shape, device=devices.device(device))
+    return None if problem.unblockable() else ops.choose("auto", problem)
+
+
+def called(name, shape, device):
+    """primitive, and name of a kernel -> how often."""
+    tokens, inputs, outputs = shape
+    x = jax.ShapeDtypeStruct((tokens, inputs), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((inputs, outputs), jnp.float32)
+
+    def loss(x, w, key):
+        return jnp.sum(hb.qdot(x, w, recipe=hb.recipe(name), key=key).astype(jnp.float32) ** 2)
+
+    with ops.compile_for(devices.device(device)):
+        traced = jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, w, jax.random.key(0))
+    found = Counter()
+    for equation, _ in equations(traced.jaxpr):
+        found[equation.primitive.name] += 1
+        if equation.primitive.name == "pallas_call":
+            found[str(equation.params.get("name") or equation.params["name_and_src_info"]).split()[0]] += 1
+    return found
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_choice_is_kept(name):
+    cases = [(shape, device, promised(name, shape, device)) for shape in SHAPES for device in DEVICES]
+    cases = {choice: (shape, device) for shape, device, choice in reversed(cases) if choice is not None}
+    assert cases
+    for choice, (shape, device) in cases.items():
+        found = called(name, shape, device)
+        multipliers = [choice.multiplier(gemm).name for gemm in GEMMS]
+        assert found["dot_general"] == sum(DOTS[m] for m in multipliers), (shape, device, choice, found)
+        assert found["scaled_matmul_wrapper"] == multipliers.count("native"), (shape, device, choice, found)
+        assert (found["pallas_call"] > 0) == (choice.passes.name != "xla"), (shape, device, choice, found)
+        assert (found["quantize_weight"] > 0) == (choice.weight_passes == "fused"), (shape, device, choice, found)
+
+
+def test_the_grid_meets_every_backend_and_a_gemm_that_is_left_to_xla():
+    choices = [promised(name, shape, d) for name in recipe_names() for shape in SHAPES for d in DEVICES]
+    assert {c.name for c in choices if c} >= {"native", "fp8", "fused", "carrier"}
+    assert any(c.name == "fused" and c.multiplier(GEMMS[1]).name == "carrier" for c in choices if c)
