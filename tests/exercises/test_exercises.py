@@ -15,7 +15,8 @@ import pytest
 
 HERE = pathlib.Path(__file__).parent
 SOURCE = HERE.parents[1] / "src"
-SMALL = "--model.layers 1 --model.embed 64 --model.mlp 128 --model.heads 2 --model.kv-heads 2 --batch 2 --seq 64".split()
+SMALL = "--model.layers 1 --model.embed 64 --model.mlp 128 --model.heads 2 --model.kv-heads 2".split()
+SMALL += "--batch 2 --seq 64".split()
 
 EXERCISES = {
     "mxfp6": (["--recipe", "mxfp6"], lambda site: site["gemms"]["fprop"]["left"] == "mxfp6 1d rne"),

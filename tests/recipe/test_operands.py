@@ -45,6 +45,7 @@ def test_nvfp4_is_the_published_table():
         ("nvfp4_no_rht", "nvfp4", {("wgrad_x", "hadamard"), ("wgrad_dy", "hadamard")}),
         ("nvfp4_no_sr", "nvfp4", {("dgrad_dy", "rounding"), ("wgrad_dy", "rounding")}),
         ("nvfp4_no_2d", "nvfp4", {("fprop_w", "block"), ("dgrad_w", "block")}),
+        ("nvfp4_bf16_weights", "nvfp4", {("fprop_w", "source"), ("dgrad_w", "source")}),
         ("nvfp4_rht_everywhere", "nvfp4", {(role, "hadamard") for role in ROLES[:4]}),
         ("nvfp4_sr_everywhere", "nvfp4", {(role, "rounding") for role in ROLES if role not in GRADIENTS}),
         ("mxfp4", "nvfp4_no_2d", {(role, "format") for role in ROLES}),

@@ -143,7 +143,7 @@ def quantize_operand(
     """
     if not policy.format.quantized and not policy.hadamard:
         return Carrier(to_bfloat16(x), None, policy)  # the caller's own array, which is kept once
-    x = pinned(x)
+    x = pinned(to_bfloat16(x) if policy.source == "bfloat16" else x)
     if policy.hadamard:
         x = transform_runs(x, axis=axis)
     if not policy.format.quantized:

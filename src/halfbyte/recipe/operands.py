@@ -26,6 +26,7 @@ GRADIENTS = ("dgrad_dy", "wgrad_dy")
 HADAMARD_SIZE = 16
 BLOCKS = ("1d", "2d")
 ROUNDINGS = ("rne", "stochastic")
+SOURCES = ("as_is", "bfloat16")
 
 
 def _one_of(field: str, value: str, choices: tuple[str, ...]) -> None:
@@ -49,6 +50,8 @@ class OperandPolicy:
     block: str = "1d"
     rounding: str = "rne"
     hadamard: bool = False
+    source: str = "as_is"
+    """`bfloat16`: what is quantized is rounded to bfloat16 first, as Transformer Engine does with master weights."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.format, BlockFormat):
@@ -57,6 +60,7 @@ class OperandPolicy:
             )
         _one_of("block", self.block, BLOCKS)
         _one_of("rounding", self.rounding, ROUNDINGS)
+        _one_of("source", self.source, SOURCES)
         if self.rounding == "stochastic" and not _is_e2m1(self.format):
             raise ValueError(
                 f"OperandPolicy.rounding='stochastic' exists for E2M1 elements only, got format {self.format.name}; "
@@ -82,7 +86,7 @@ class OperandPolicy:
         words = [self.format.name]
         if self.format.quantized:
             words += [self.block, self.rounding]
-        return " ".join(words + ["hadamard"] * self.hadamard)
+        return " ".join(words + ["hadamard"] * self.hadamard + ["of bfloat16"] * (self.source == "bfloat16"))
 
 
 @dataclass(frozen=True)

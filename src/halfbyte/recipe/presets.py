@@ -78,6 +78,12 @@ nvfp4_no_2d = _preset(
     "nvfp4 with 1D weight blocks: fprop and dgrad see different weights",
     nvfp4.with_operands(WEIGHTS, block="1d"),
 )
+nvfp4_bf16_weights = _preset(
+    "nvfp4_bf16_weights",
+    nvfp4,
+    "nvfp4 with weights rounded to bfloat16 before they are quantized, as Transformer Engine does",
+    nvfp4.with_operands(WEIGHTS, source="bfloat16"),
+)
 nvfp4_shared_scales = _preset(
     "nvfp4_shared_scales",
     nvfp4,

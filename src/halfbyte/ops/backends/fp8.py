@@ -51,7 +51,7 @@ def foreign(recipe: Recipe) -> str | None:
 
 
 def _plain(policy: OperandPolicy) -> bool:
-    return policy.format in ELEMENTS and not (policy.hadamard or policy.stochastic)
+    return policy.format in ELEMENTS and policy == OperandPolicy(policy.format)
 
 
 def unsupported(problem: Problem, gemm: Gemm) -> str | None:

@@ -31,6 +31,7 @@ from halfbyte.ops.shards import Cut, axes_of, offsets, whole_maxima, whole_shape
 from halfbyte.recipe import OperandPolicy, Recipe
 
 LAYOUTS = {FPROP: "nn", DGRAD: "nt", WGRAD: "tn"}  # as the GEMM kernel names them
+WEIGHT = OperandPolicy(NVFP4, block="2d")  # what its weight kernel makes
 OF_ROWS, OF_TOKENS = ("fprop_x", "dgrad_dy"), ("wgrad_x", "wgrad_dy")
 
 
@@ -85,7 +86,7 @@ class FusedPasses(Passes):
         return reason
 
     def weight_unsupported(self, problem: Problem, policy: OperandPolicy) -> str | None:
-        if policy.format != NVFP4 or policy.block != "2d" or policy.hadamard or policy.stochastic:
+        if policy != WEIGHT:
             return f"its kernel makes nvfp4 2d rne, this is {policy}"
         if problem.weight_dtype != "float32":
             return f"its kernel reads float32 weights, got {problem.weight_dtype}"
