@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from outside import (
     STACKS,
@@ -490,29 +491,34 @@ def two_runs_in_one_directory(bench: Bench, folder: Path, random: Random) -> str
 # Values
 
 
+def read_items(folder: Path, step: int) -> tuple[Any, dict]:
+    """(record, arrays by item and name) of one checkpoint."""
+    from halfbyte.checkpoint import Checkpoints
+    from halfbyte.cli.verify import abstract_of
+
+    store = Checkpoints(folder / "checkpoints")
+    record = store.record(step)
+    items = store.restore(step, abstract_of(record)).items
+    store.close()
+    return record, items
+
+
 def poison(folder: Path, value: float) -> int:
     """Write the newest checkpoint again with one value replaced, its checksum too, as a run that did not look would."""
-    import jax.numpy as jnp
     from orbax.checkpoint import v1 as ocp
 
     from halfbyte.checkpoint import Record, inspect
 
     step, leaves = saved_state(folder)
-    place = folder / "checkpoints" / str(step)
-    stored = json.loads((place / "_CHECKPOINT_METADATA").read_text())["custom_metadata"]
-    record = Record.from_json(stored)
-    reader = ocp.training.Checkpointer(folder / "checkpoints")
-    items = reader.load_checkpointables(step)
-    items = {item: dict(tree) for item, tree in items.items()}
-    name = next(name for name in items["params"] if name.endswith("mlp.down"))
-    items["params"][name] = jnp.asarray(items["params"][name]).at[0, 1, 1].set(value)
-    words = inspect({"x": items["params"][name]})["x"].checksum
-    leaves["params"][name.replace(".", "/")]["checksum"] = words
-    shutil.rmtree(place)
+    record, items = read_items(folder, step)
+    name = next(name for name in items["params"] if name.endswith("mlp/down"))
+    items["params"][name] = items["params"][name].at[0, 1, 1].set(value)
+    leaves["params"][name]["checksum"] = inspect({"x": items["params"][name]})["x"].checksum
+    shutil.rmtree(folder / "checkpoints" / str(step))
+    flat = {item: {name.replace("/", "."): leaf for name, leaf in tree.items()} for item, tree in items.items()}
     writer = ocp.training.Checkpointer(folder / "checkpoints")
-    writer.save_checkpointables(step, items, force=True, custom_metadata=Record(step, leaves, record.extra).to_json())
+    writer.save_checkpointables(step, flat, force=True, custom_metadata=Record(step, leaves, record.extra).to_json())
     writer.close()
-    reader.close()
     return step
 
 
@@ -537,13 +543,11 @@ ONE_REFERENCE = threading.Lock()
 def untouched_row(folder: Path) -> bytes:
     """A row of the embedding that two checkpoints hold alike, bit for bit."""
     import numpy as np
-    from orbax.checkpoint import v1 as ocp
 
-    reader = ocp.training.Checkpointer(folder / "checkpoints")
-    tables = [np.asarray(reader.load_checkpointables(found.step)["params"]["embed"]) for found in reader.checkpoints]
-    reader.close()
-    alike = np.flatnonzero((tables[0] == tables[-1]).all(axis=1))
-    return tables[-1][alike[-1]].tobytes()
+    steps = sorted(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit())
+    tables = [np.asarray(read_items(folder, step)[1]["params"]["embed"]) for step in (steps[0], steps[-1])]
+    alike = np.flatnonzero((tables[0] == tables[1]).all(axis=1))
+    return tables[1][alike[-1]].tobytes()
 
 
 def changed_weight(bench: Bench, folder: Path, random: Random, value: bytes | None) -> str:

@@ -10,7 +10,8 @@ from tiny import tiny
 from halfbyte.train import CheckpointConfig
 from halfbyte.train.directory import check_data, look_at, refuse_lost_checkpoints, set_rows_aside, settle, take
 from halfbyte.train.identity import load_identity
-from halfbyte.train.resume import ChangedConfig
+from halfbyte.train.jsonconfig import to_dict
+from halfbyte.train.resume import ChangedConfig, guarded_changes
 
 
 def look(directory, config, *, allow=False):
@@ -86,6 +87,14 @@ def test_a_refused_resume_leaves_the_config_alone(begun):
         taken = take(found, config, "content-1", stack=stack, is_main=True, say=lambda text: None)
         taken.store.close()  # the checkpoint does not fit, say: nothing is settled
     assert (directory / "config.json").read_bytes() == before
+
+
+def test_a_field_that_is_new_since_the_run_began_does_not_change_the_run():
+    config = tiny()
+    stored = to_dict(config)
+    del stored["precision"]["switch_part"], stored["z_loss"]
+    assert guarded_changes(stored, config) == []
+    assert guarded_changes(stored, dataclasses.replace(config, z_loss=1e-4)) == ["z_loss: 0.0 -> 0.0001"]
 
 
 def test_lost_checkpoints_are_not_a_fresh_start(begun):

@@ -108,7 +108,7 @@ def _check_one(store: Any, step: int, directory: Path) -> Finding:
     part = f"checkpoint {step}"
     try:
         record = store.record(step)
-        restored = store.restore(step, _abstract(record))
+        restored = store.restore(step, abstract_of(record))
         changed = guarded_changes(restored.extra["config"], load_config(directory), ignore=("data",))
     except (DamagedCheckpoint, UnreadableCheckpoint, CheckpointMismatch, ValueError) as error:
         return Finding(part, BAD, str(error))
@@ -118,7 +118,7 @@ def _check_one(store: Any, step: int, directory: Path) -> Finding:
     return Finding(part, GOOD, f"{arrays} arrays, checksums and values verified")
 
 
-def _abstract(record: Any) -> dict[str, Any]:
+def abstract_of(record: Any) -> dict[str, Any]:
     """What a checkpoint says it holds, to be read onto one device."""
     import jax
 

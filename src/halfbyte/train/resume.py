@@ -14,7 +14,7 @@ from halfbyte.checkpoint import Checkpoints, Restored
 
 from .config import GUARDED, TrainConfig
 from .guard import Return
-from .jsonconfig import differences, flatten, to_dict
+from .jsonconfig import differences, flatten, from_dict, to_dict
 from .state import TrainState, abstract_state, create_state, seed_of
 
 Initial = Callable[[Mesh], Any]  # makes the weights that a run begins with, on its mesh
@@ -42,9 +42,18 @@ def guarded_changes(stored: Mapping[str, Any], config: TrainConfig, *, ignore: S
     known = flatten(stored)
     return [
         f"{name}: {_show(old)} -> {_show(new)}"
-        for name, old, new in differences(stored, to_dict(config))
+        for name, old, new in differences(completed(stored), to_dict(config))
         if name.split(".")[0] in GUARDED and not _cosmetic(name) and name not in ignore and (name in known or new)
     ]
+
+
+def completed(stored: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A stored config with the fields that later versions have added, at their defaults: a run does not become another
+    because the program has learned something new. One that cannot be read as a config is compared as it is."""
+    try:
+        return to_dict(from_dict(TrainConfig, stored))
+    except ValueError:
+        return stored
 
 
 def check_unchanged(
