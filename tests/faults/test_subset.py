@@ -1,6 +1,7 @@
 """A few faults of the harness, one of each family; `make faults` runs all of them. Oracle: the undisturbed run."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from random import Random
@@ -11,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from harness import NEEDS_MOUNT, prepare
 from kinds import KINDS
+from outside import change_memory
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="signals, /proc and file systems of Linux"),
@@ -31,6 +33,7 @@ def bench(tmp_path_factory):
     return prepare(tmp_path_factory.mktemp("faults"), two_ranks=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_one_of_each_family(bench, tmp_path, name):
     fault, _ = KINDS[name]
@@ -42,3 +45,23 @@ def test_the_full_run_is_large_enough():
     assert sum(times for _, times in KINDS.values()) >= 100
     assert set(NEEDS_MOUNT) <= set(KINDS)
     assert os.path.exists(Path(__file__).parent / "soak.py")
+
+
+HOLDER = """
+import sys
+held = bytearray(b"halfbyte-" + sys.argv[1].encode() + b"-0123456789")
+print("held", flush=True)
+sys.stdin.readline()
+print(held.decode(), flush=True)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="writing into another process's memory needs root")
+def test_the_memory_of_a_running_process_is_really_changed():
+    words = [sys.executable, "-c", HOLDER, "pattern"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+        assert change_memory(holder.pid, b"halfbyte-pattern-0123", 17, b"X") >= 1
+        holder.stdin.write("\n")
+        holder.stdin.flush()
+        assert holder.stdout.readline() == "halfbyte-pattern-X123456789\n"
