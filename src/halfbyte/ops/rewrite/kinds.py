@@ -15,7 +15,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from halfbyte.ops.rewrite.origin import CALLS, Origin, Value, called_jaxpr, flow, open_jaxpr, read, scan_inputs
+from halfbyte.ops.rewrite.origin import CALLS, CONSTANT, Origin, Value, called_jaxpr, flow, open_jaxpr, scan_inputs
 from halfbyte.recipe import ATTENTION, MLP, Policy, Rule
 
 _MLP_NAMES = re.compile(
@@ -76,9 +76,7 @@ class _Hidden:
         env = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def at(var: Any) -> Traced:
-            known = {} if isinstance(var, Literal) else env
-            value, pending = known.get(var, (read({}, var), frozenset()))
-            return value, pending
+            return (CONSTANT, frozenset()) if isinstance(var, Literal) else env.get(var, (CONSTANT, frozenset()))
 
         for eqn in jaxpr.eqns:
             operands = [at(var) for var in eqn.invars]
