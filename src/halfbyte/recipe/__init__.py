@@ -7,8 +7,9 @@ from halfbyte.recipe.blends import PARTS, blend
 from halfbyte.recipe.keys import layer_key, role_key, site_key, step_key
 from halfbyte.recipe.layers import ATTENTION, MLP, Policy, RecipeMap, Resolved, Rule, Segment, policy_names
 from halfbyte.recipe.operands import GEMMS, GRADIENTS, ROLES, WEIGHTS, OperandPolicy, Recipe, difference
+from halfbyte.recipe.own import pin, spell_recipe
 from halfbyte.recipe.presets import aliases, as_recipe, neighbour, recipe, recipe_names
-from halfbyte.recipe.rules import policy, read_policy
+from halfbyte.recipe.rules import policy, read_policy, spell_policy
 
 __all__ = [
     "ATTENTION",
@@ -31,6 +32,7 @@ __all__ = [
     "difference",
     "layer_key",
     "neighbour",
+    "pin",
     "policy",
     "policy_names",
     "read_policy",
@@ -38,6 +40,8 @@ __all__ = [
     "recipe_names",
     "role_key",
     "site_key",
+    "spell_policy",
+    "spell_recipe",
     "step_key",
 ]
 

@@ -8,6 +8,7 @@ import difflib
 from halfbyte.formats import E2M1, FP8, FP8_E5M2, MXFP4, MXFP4_FLOOR, MXFP8, MXFP8_FLOOR, NVFP4, BlockFormat
 from halfbyte.recipe.blends import blend, split_blend
 from halfbyte.recipe.operands import GEMMS, GRADIENTS, ROLES, WEIGHTS, Recipe
+from halfbyte.recipe.own import from_package, is_own, own_recipe
 
 _PRESETS: dict[str, Recipe] = {}
 _NEIGHBOUR: dict[str, str] = {}
@@ -123,12 +124,15 @@ fp4_one_scale = _preset(
 
 
 def recipe(name: str) -> Recipe:
-    """The recipe of that name, of that MaxText alias, or of a blend (`nvfp4+bf16_backward`: nvfp4 forward only);
-    ValueError with the nearest names if there is none."""
+    """The recipe of that name, of that MaxText alias, of a blend (`nvfp4+bf16_backward`: nvfp4 forward only), of a file
+    (`mine.py:half`), or of an installed package; ValueError with the nearest names if there is none."""
+    if is_own(name):
+        return own_recipe(name)
     mixed = split_blend(name)
     if mixed is not None:
         return blend(recipe(mixed[0]), recipe(mixed[1]), mixed[2])
     found = _PRESETS.get(_ALIASES.get(name, name))
+    found = found or from_package(name, "recipe")
     if found is None:
         near = difflib.get_close_matches(name, [*_PRESETS, *_ALIASES], n=3, cutoff=0.4) or recipe_names()
         raise ValueError(f"no recipe named {name!r}; did you mean {', '.join(near)}? `halfbyte recipes` lists them all")

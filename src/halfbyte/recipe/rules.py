@@ -14,12 +14,15 @@ decides. A linear that none matches stays in bf16. A rule is WHERE or WHERE=RECI
 """
 
 import dataclasses
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 from halfbyte.inputs import read_text
 from halfbyte.recipe.layers import LAYERS, Bound, Policy, Rule, named_rules, policy_names
 from halfbyte.recipe.operands import Recipe
+from halfbyte.recipe.own import from_file, from_package, is_own, read_recipe, spell_recipe
 from halfbyte.recipe.presets import as_recipe
 from halfbyte.recipe.presets import recipe as recipe_of
 
@@ -41,11 +44,42 @@ def read_policy(text: str) -> str:
 def policy(text: str, default: Recipe | str) -> Policy:
     """The policy that `text` names or describes, rules without a recipe in `default`."""
     default = as_recipe(default, "policy")
+    if is_own(text):
+        return own_policy(text, default)
+    offered = from_package(text, "policy")
+    if offered is not None:
+        return _as_policy(offered, text, default)
     parts = [part.strip() for part in text.split(";") if part.strip()]
     if not parts:
         raise ValueError(f"policy is empty; give a name ({', '.join(policy_names())}) or rules such as mlp/*=nvfp4")
     rules = [rule for part in parts for rule in reversed(_rules(part, default, alone=len(parts) == 1))]
     return Policy(text, tuple(reversed(rules)))  # a Policy's first match wins, a text's last
+
+
+def own_policy(text: str, default: Recipe) -> Policy:
+    """The policy that the text names by file or spells out; a function of a file is given the run's recipe."""
+    if text.startswith("{"):
+        values = json.loads(text)
+        return Policy(values["name"], tuple(_read_rule(rule) for rule in values["rules"]))
+    return _as_policy(from_file(text, "policy"), text, default)
+
+
+def _as_policy(value: Any, text: str, default: Recipe) -> Policy:
+    made = value(default) if callable(value) else value
+    if not isinstance(made, Policy):
+        raise ValueError(f"policy {text}: must be a halfbyte.Policy, or a function from a recipe to one, got {made!r}")
+    return made
+
+
+def spell_policy(made: Policy) -> str:
+    """The policy as text that `policy` turns back into an equal one."""
+    rules = [[rule.pattern, rule.recipe and json.loads(spell_recipe(rule.recipe)), rule.layers] for rule in made.rules]
+    return json.dumps({"name": made.name, "rules": rules}, sort_keys=True)
+
+
+def _read_rule(values: list[Any]) -> Rule:
+    pattern, fields, layers = values
+    return Rule(pattern, fields and read_recipe(fields), layers and (layers[0], layers[1]))
 
 
 def _rules(part: str, default: Recipe, *, alone: bool) -> list[Rule]:

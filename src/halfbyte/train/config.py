@@ -6,12 +6,12 @@ Top-level fields are the flags that every command shares; the rest lives in grou
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from halfbyte.inputs import check_real, check_run_name, check_whole
 from halfbyte.models import REMAT, LlamaConfig
 from halfbyte.optim import OptimizerConfig, check_warmup
-from halfbyte.recipe import policy, read_policy, recipe
+from halfbyte.recipe import Policy, Recipe, pin, policy, read_policy, recipe, spell_policy, spell_recipe
 from halfbyte.sharding import parse_mesh
 
 TWIN_STRIDE = 1_640_531_527  # odd, so that no small seeds of two twins are the same
@@ -128,9 +128,9 @@ class TrainConfig:
     name: str
     model: LlamaConfig
     recipe: str = "nvfp4"
-    """bf16, fp8, mxfp8, mxfp4, nvfp4, nvfp4_no_rht, ... (`halfbyte recipes`)"""
+    """bf16, fp8, mxfp8, mxfp4, nvfp4, nvfp4_no_rht, ... (`halfbyte recipes`), or FILE.py:NAME for one of your own."""
     policy: str = "mlp"
-    """Which linears: mlp, all_linear or paper, rules such as "all_linear; layers[-4:]=bf16", or @FILE."""
+    """Which linears: mlp, all_linear or paper, rules such as "all_linear; layers[-4:]=bf16", @FILE, or FILE.py:NAME."""
     mesh: str = ""
     """AXIS=SIZE,... over data, fsdp, tensor, context; empty: fsdp over all devices."""
     data: str = "demo"
@@ -172,9 +172,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_run_name(self.name)
+        object.__setattr__(self, "recipe", _recipe_text(self.recipe))
         recipe(self.recipe)
         parse_mesh(self.mesh)
-        object.__setattr__(self, "policy", read_policy(self.policy))  # the rules, not the file, are what a run is
+        object.__setattr__(self, "policy", _policy_text(self.policy))  # the rules, not the file, are what a run is
         policy(self.policy, recipe(self.recipe))
         if self.remat not in REMAT:
             raise ValueError(f"remat must be one of {', '.join(REMAT)}, got {self.remat!r}")
@@ -200,6 +201,15 @@ class TrainConfig:
     def rounding_seed(self) -> int:
         """Seed of the random bits of rounding; initialisation and data order have `seed` itself."""
         return (self.seed + TWIN_STRIDE * self.precision.twin) % 2**31
+
+
+def _recipe_text(value: Any) -> str:
+    """What the config holds of a recipe: its name, its file with the file's hash, or itself, spelled out."""
+    return spell_recipe(value) if isinstance(value, Recipe) else pin(value)
+
+
+def _policy_text(value: Any) -> str:
+    return spell_policy(value) if isinstance(value, Policy) else pin(read_policy(value))
 
 
 GUARDED = (

@@ -1,0 +1,91 @@
+"""Recipes and policies of the user's own: a file outside the package, a value, a package's entry point."""
+
+import dataclasses
+import importlib.metadata
+
+import pytest
+
+import halfbyte as hb
+from halfbyte.models import preset
+from halfbyte.recipe import policy, recipe, spell_policy, spell_recipe
+from halfbyte.train.config import TrainConfig
+
+MINE = """
+import dataclasses
+import halfbyte as hb
+
+base = hb.recipe("nvfp4")
+half = dataclasses.replace(base, name="half", wgrad_x=hb.OperandPolicy(), wgrad_dy=hb.OperandPolicy())
+ends = hb.Policy("ends", (hb.Rule("layers/mlp/*", base, (1, -1)),))
+
+def all_but_down(recipe):
+    return hb.Policy("all but down", (hb.Rule("layers/mlp/down", None), hb.Rule("layers/*", recipe)))
+"""
+
+
+@pytest.fixture
+def mine(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(MINE)
+    return file
+
+
+def config(**changes):
+    return TrainConfig(name="own", model=preset("demo"), **changes)
+
+
+def test_a_recipe_of_a_file_is_pinned_by_its_hash(mine):
+    made = config(recipe=f"{mine}:half")
+    assert made.recipe.startswith(f"{mine}:half@") and len(made.recipe.rpartition("@")[2]) == 16
+    found = recipe(made.recipe)
+    assert found.name == made.recipe and not found.wgrad_x.format.quantized and found.fprop_x.format == hb.NVFP4
+    assert recipe(made.recipe) == found  # the same object as before, for JAX's caches
+    mine.write_text(MINE + "\n")
+    with pytest.raises(ValueError, match="the file has changed since"):
+        recipe(made.recipe)
+    assert config(recipe=f"{mine}:half").recipe != made.recipe  # what a resumed run compares
+
+
+def test_a_policy_of_a_file_is_a_value_or_a_function_of_the_recipe(mine):
+    ends = policy(config(policy=f"{mine}:ends").policy, "bf16")
+    assert ends.rules[0].recipe == recipe("nvfp4")
+    sites = ["layers/mlp/up", "layers/mlp/down"]
+    resolved = policy(f"{mine}:all_but_down", "fp8").resolve(sites, 4)
+    assert resolved.at("layers/mlp/up", 0).name == "fp8" and resolved.at("layers/mlp/down", 0).name == "bf16"
+
+
+def test_values_are_spelled_out_and_read_back():
+    made = dataclasses.replace(hb.recipe("nvfp4"), name="mine", fprop_x=hb.OperandPolicy())
+    assert recipe(spell_recipe(made)) == made
+    rules = hb.Policy("p", (hb.Rule("layers/mlp/*", made, (1, -0.25)), hb.Rule("*", None)))
+    assert policy(spell_policy(rules), "bf16") == rules
+    held = config(recipe=made, policy=rules)
+    assert recipe(held.recipe) == made and policy(held.policy, "bf16") == rules
+    odd = dataclasses.replace(hb.NVFP4, name="odd")
+    with pytest.raises(ValueError, match="'odd' is none of halfbyte.formats.*FILE.py:NAME"):
+        spell_recipe(dataclasses.replace(made, fprop_x=hb.OperandPolicy(odd)))
+
+
+def test_errors_name_the_way_out(mine):
+    with pytest.raises(ValueError, match=r"there is no file gone.py; .* PATH/FILE.py:NAME"):
+        config(recipe="gone.py:half")
+    with pytest.raises(ValueError, match="the file defines no 'quarter'"):
+        config(recipe=f"{mine}:quarter")
+    with pytest.raises(ValueError, match="must be a halfbyte.Recipe"):
+        config(recipe=f"{mine}:ends")
+    with pytest.raises(ValueError, match="must be a halfbyte.Policy, or a function"):
+        config(policy=f"{mine}:half")
+
+
+def test_packages_offer_recipes_and_policies_by_entry_points(monkeypatch, mine):
+    points = [
+        importlib.metadata.EntryPoint("theirs", "halfbyte.recipe:bf16_like", "halfbyte.recipes"),
+        importlib.metadata.EntryPoint("their_layers", "halfbyte.recipe:Policy", "halfbyte.policies"),
+    ]
+    made = dataclasses.replace(hb.recipe("bf16"), name="theirs")
+    values = {"theirs": made, "their_layers": hb.Policy("their layers", (hb.Rule("*", made),))}
+    monkeypatch.setattr(importlib.metadata.EntryPoint, "load", lambda self: values[self.name])
+    find = lambda group, name: [p for p in points if (p.group, p.name) == (group, name)]  # noqa: E731
+    monkeypatch.setattr("halfbyte.recipe.own.entry_points", find)
+    assert recipe("theirs") == made
+    assert policy("their_layers", "nvfp4") == values["their_layers"]
