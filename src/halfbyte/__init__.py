@@ -18,11 +18,14 @@ _PUBLIC = {
     "recipe": ("OperandPolicy", "Policy", "Recipe", "Rule", "policy", "recipe", "recipe_names"),
     "ops": ("QWeight", "apply_recipe", "dot_general", "mlp", "qdot", "quantize_weight"),
     "devices": ("DEVICES", "Device"),
+    "train": ("TrainConfig", "train"),
+    "runs": ("evaluate", "generate", "load", "run_config"),
 }  # fmt: skip
 _ROOM_OF = {name: room for room, names in _PUBLIC.items() for name in names}
 
 if TYPE_CHECKING:
-    from halfbyte.recipe import recipe as recipe  # the room of that name is callable (halfbyte/recipe/__init__.py)
+    from halfbyte.recipe import recipe as recipe  # the rooms of these names are callable
+    from halfbyte.train import train as train
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,6 @@
-"""Published models of other libraries, tiny, trained for 100 steps on a mesh of four devices, with automatic and with
-explicit axes: the loss in NVFP4 is that in bf16 within noise, and the sites found are the dots counted in the jaxpr.
-
-Gemma (its own package), and transformers made of the layers of NNX, haliax and Haiku as their documents make them.
+"""Published models of other libraries, tiny: the sites found are the dots counted in the jaxpr, for Gemma (its own
+package) and for models made of the layers of NNX, haliax and Haiku. Those of NNX and haliax are trained for 100 steps
+on a mesh of four devices, with automatic and with explicit axes: the loss in NVFP4 is that in bf16 within noise.
 """
 
 import haiku as hk
@@ -132,7 +131,7 @@ def dots(jaxpr):
     count = 0
     for eqn in jaxpr.eqns:
         count += eqn.primitive.name == "dot_general"
-        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "jaxpr") or hasattr(v, "eqns")):
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
             inner = getattr(value, "jaxpr", value)
             count += dots(inner) if hasattr(inner, "eqns") else 0
     return count
@@ -172,7 +171,7 @@ def program(loss, params, text, made):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["nnx", "haliax"])
 def test_trained_100_steps_on_four_devices(name, text):
     loss, params = MODELS[name]()
     losses = {}

@@ -40,6 +40,15 @@ class LoadedRun:
     step: int | None
     recipe: str
 
+    @property
+    def params(self) -> Any:
+        """Its weights."""
+        return self.model.params
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.model.tokenizer
+
     def describe(self) -> str:
         """One line for people."""
         size = models.count_params(self.model.config)

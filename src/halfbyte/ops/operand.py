@@ -27,7 +27,9 @@ from halfbyte.ops.shards import Cut, axes_of, largest, offsets, whole_shape
 from halfbyte.recipe import OperandPolicy
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["array", "factor", "vector"], meta_fields=["policy"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["array", "factor", "vector"], meta_fields=["policy"]
+)
 @dataclasses.dataclass(frozen=True)
 class Carrier:
     """`array` float32 or bfloat16; `factor` float32 scalar, None for 1.

@@ -1,5 +1,6 @@
-"""Runs by name."""
+"""Runs by name, and runs from Python."""
 
 from .presets import RUNS, names, run_config
+from .python import evaluate, generate, load
 
-__all__ = ["RUNS", "names", "run_config"]
+__all__ = ["RUNS", "evaluate", "generate", "load", "names", "run_config"]

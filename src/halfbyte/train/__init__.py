@@ -1,5 +1,13 @@
 """Training: config, state, the pure step, and the host loop around it."""
 
+import datetime
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rich.console import Console
+
 from .config import (
     CheckpointConfig,
     GuardConfig,
@@ -53,3 +61,21 @@ __all__ = [
     "table",
     "train",
 ]
+
+
+class _CallableRoom(ModuleType):
+    """`halfbyte.train` is this room and also a public function: calling the room trains a run."""
+
+    def __call__(self, config: TrainConfig, run_dir: str | Path | None = None, **options: Any) -> RunResult:
+        """Train `config` in `run_dir` (default runs/NAME-DATE), silently; a directory with a checkpoint is resumed.
+
+        `options` are those of `train.train`: `allow_change`, `until`, `initial`, `observers`, and `console` to be shown
+        what the command line shows.
+        """
+        date = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        directory = Path(run_dir) if run_dir is not None else Path("runs") / f"{config.name}-{date}"
+        options.setdefault("console", Console(quiet=True))
+        return train(config, directory, **options)
+
+
+sys.modules[__name__].__class__ = _CallableRoom

@@ -1,0 +1,82 @@
+"""Runs from Python, without a terminal: load one, write with it, score with it. (`halfbyte.train` trains one.)"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from halfbyte.evaluation import Result
+    from halfbyte.interchange.opening import LoadedRun
+
+
+def load(run: str | Path, *, recipe: str = "", mesh: str = "", step: int | None = None) -> LoadedRun:
+    """The model of a run directory (its newest whole checkpoint, or that of `step`) or of a Hugging Face folder.
+
+    `config`, `params` and `tokenizer` are its parts; `recipe` is that of the forward pass, by default the one that the
+    run trained with.
+    """
+    from halfbyte.evaluation import WRITING_RULES
+    from halfbyte.interchange.opening import open_model
+
+    return open_model(run, recipe_name=recipe, mesh=mesh, rules=WRITING_RULES, step=step)
+
+
+def generate(
+    model: LoadedRun | str | Path, prompt: str, *, max_tokens: int = 100, temperature: float = 0.8, top_p: float = 0.95,
+    seed: int = 0,
+) -> str:  # fmt: skip
+    """What the model writes after `prompt`: at most `max_tokens`, fewer where the text ends or the context is full."""
+    from halfbyte.evaluation import Generator, Sampling
+
+    loaded = _loaded(model)
+    room = max(1, loaded.model.config.max_seq - len(loaded.tokenizer.encode(prompt, bos=True)))
+    generator = Generator(loaded.model, Sampling(temperature, top_p, 0, seed))
+    return str(generator.write(prompt, max_tokens=min(max_tokens, room), seed=seed, show=lambda text: None).text)
+
+
+def evaluate(model: LoadedRun | str | Path, files: Iterable[str | Path] = (), *, limit: int = 0) -> Sequence[Result]:
+    """The results of the task files (or text files) `files`, or the loss on the run's own validation split if there are
+    none; `limit` examples or batches of each, 0 for all.
+    """
+    from halfbyte.data.files import find_files
+    from halfbyte.evaluation import Scorer, chosen, examples, first_windows, open_task, run_task
+
+    loaded = _loaded(model)
+    scorer = Scorer(loaded.model)
+    tasks = [open_task(file) for name in files for file in find_files([str(name)])]
+    if not tasks:
+        return [_validation(loaded, scorer, *source, limit=limit) for source in _validation_sources(loaded)]
+    results = []
+    for task in tasks:
+        items = chosen(list(examples(task)), limit)
+        if task.file.kind == "text":
+            items = [first_windows(loaded.tokenizer, items[0], limit, scorer.window)]
+        results.append(run_task(task.name, task.format.kind, items, scorer, stride=None))
+    return results
+
+
+def _loaded(model: LoadedRun | str | Path) -> LoadedRun:
+    return load(model) if isinstance(model, str | Path) else model
+
+
+def _validation_sources(loaded: LoadedRun) -> list[tuple[Any, str]]:
+    from halfbyte import data
+    from halfbyte.interchange.opening import open_data
+
+    dataset = None if loaded.config is None else open_data(loaded.config)
+    if dataset is None:
+        raise ValueError(f"{loaded.directory} has no validation split of its own; name files to score")
+    return [(dataset, name) for name in data.validation_sources(dataset)]
+
+
+def _validation(loaded: LoadedRun, scorer: Any, dataset: Any, name: str, *, limit: int) -> Result:
+    from halfbyte import data
+    from halfbyte.evaluation import validation_result
+
+    totals = [part.manifest.splits["validation"].get(name) for part in data.dataset.as_mixture(dataset).datasets]
+    size, tokens = (sum(getattr(t, field) for t in totals if t) for field in ("text_bytes", "tokens"))
+    with data.loader(dataset, batch=8, split="validation", source=name, max_batches=limit or None) as loader:
+        scores = list(scorer.score_batches(loader))
+    return validation_result(f"validation/{name}", scores, bytes_per_token=size / tokens)

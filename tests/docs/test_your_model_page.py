@@ -1,0 +1,44 @@
+"""The examples of docs/your-model.md run as they are printed. Oracle: the sites that each of them has."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+from halfbyte.recipe import policy, recipe
+
+PAGE = (Path(__file__).parents[2] / "docs" / "your-model.md").read_text(encoding="utf-8")
+SAYS = {
+    "Plain JAX": "block_1/up layers 1..1  [16, 32] x [32, 64]  -> nvfp4",
+    "Linen": "up: [16, 32] x [32, 64] in nvfp4\ndown: [16, 64] x [64, 32] in nvfp4",
+    "NNX": "2 dots replaced, 0 left",
+    "Equinox": "3 dots replaced, 0 left",
+    "haliax and Levanter": "1 dots replaced, 0 left",
+    "Haiku": "2 dots replaced, 0 left",
+    "Random bits": "(32, 32)",
+}
+
+
+def block(heading):
+    return re.search(r"```python\n(.*?)```", PAGE.partition(f"## {heading}\n")[2], re.S)[1]
+
+
+@pytest.mark.parametrize("heading", SAYS)
+def test_an_example_prints_its_sites(heading):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        exec(compile(block(heading), heading, "exec"), {"__name__": "example"})
+    assert SAYS[heading] in output.getvalue()
+
+
+def test_the_recipe_of_ten_lines(tmp_path):
+    lines = block("A recipe of your own")
+    assert len(lines.splitlines()) <= 10
+    (tmp_path / "mine.py").write_text(lines)
+    half = recipe(f"{tmp_path}/mine.py:half")
+    assert half.fprop_w.format.quantized and not half.wgrad_dy.format.quantized
+    made = policy(f"{tmp_path}/mine.py:last_layers", half)
+    assert made.resolve(["layers/mlp/up"], 4).at("layers/mlp/up", 3) == half

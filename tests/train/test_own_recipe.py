@@ -1,0 +1,44 @@
+"""A user's recipe and policy from a file outside the package: trained, resumed, in the manifest, refused after a
+change. And the same as values."""
+
+import dataclasses
+import json
+
+import pytest
+from tiny import tiny
+
+import halfbyte as hb
+
+FILE = """
+import dataclasses
+import halfbyte as hb
+
+half = dataclasses.replace(hb.recipe("nvfp4"), name="half", wgrad_x=hb.OperandPolicy(), wgrad_dy=hb.OperandPolicy())
+
+def last_layer(recipe):
+    return hb.Policy("last layer", (hb.Rule("layers/mlp/*", recipe, (-1, None)),))
+"""
+
+
+@pytest.mark.slow
+def test_a_recipe_of_a_file_trains_resumes_and_is_refused_after_a_change(tmp_path):
+    file, run = tmp_path / "mine.py", tmp_path / "run"
+    file.write_text(FILE)
+    config = tiny(recipe=f"{file}:half", policy=f"{file}:last_layer", steps=2, mesh="data=8")
+    assert hb.train(config, run, until=1).step == 1
+    assert hb.train(config, run).step == 2
+    stored = json.loads((run / "config.json").read_text())
+    manifest = next(path for path in run.glob("*manifest*.json")).read_text()
+    for name in ("recipe", "policy"):
+        assert stored[name] == getattr(config, name) and stored[name].rpartition("@")[2] in manifest
+    file.write_text(FILE + "\n# changed\n")
+    with pytest.raises(ValueError, match=r"recipe: .*mine.py:half@"):
+        hb.train(tiny(recipe=f"{file}:half", policy=f"{file}:last_layer", steps=2, mesh="data=8"), run)
+    with pytest.raises(ValueError, match="the file has changed since"):
+        hb.train(dataclasses.replace(config, seed=1), run)
+
+
+def test_values_reach_the_config_of_a_run():
+    made = dataclasses.replace(hb.recipe("nvfp4"), name="mine", fprop_x=hb.OperandPolicy())
+    config = tiny(recipe=made, policy=hb.Policy("p", (hb.Rule("layers/mlp/*", made),)))
+    assert config == dataclasses.replace(config) and json.loads(config.recipe)["name"] == "mine"
