@@ -43,26 +43,25 @@ def exports(tiny_run, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_all_formats_write_the_same_text(tiny_run, exports, capfd):
-    """float32 activations: no near tie of the first twelve tokens is decided by bfloat16."""
+    """Here and in `transformers`. float32 activations: no near tie of the first tokens is decided by bfloat16."""
     plain = ("--compute-dtype", "float32")
-    assert text_of(capfd, exports / "hf", *plain) == text_of(capfd, tiny_run, "--recipe", "bf16", *plain)
-    weights = text_of(capfd, tiny_run, "--recipe", "bf16+nvfp4_weights", *plain)
-    assert text_of(capfd, exports / "compressed-tensors", *plain) == weights
-    assert text_of(capfd, exports / "modelopt", *plain) == weights
-
-
-def test_transformers_writes_the_same_text(tiny_run, exports, capfd):
+    texts = {name: text_of(capfd, tiny_run, "--recipe", name, *plain) for name in ("bf16", "bf16+nvfp4_weights")}
+    assert text_of(capfd, exports / "hf", *plain) == texts["bf16"]
+    assert text_of(capfd, exports / "compressed-tensors", *plain) == texts["bf16+nvfp4_weights"]
+    two = [tensors_of(exports / name) for name in ("compressed-tensors", "modelopt")]
+    down = "model.layers.0.mlp.down_proj"
+    np.testing.assert_array_equal(two[0][f"{down}.weight_packed"], two[1][f"{down}.weight"])
     transformers = pytest.importorskip("transformers", reason="needs the extra `interop`")
     pytest.importorskip("compressed_tensors", reason="needs the extra `interop`")
-    for name, recipe in (("hf", "bf16"), ("compressed-tensors", "bf16+nvfp4_weights")):
+    for name, text in (("hf", texts["bf16"]), ("compressed-tensors", texts["bf16+nvfp4_weights"])):
         tokenizer = transformers.AutoTokenizer.from_pretrained(exports / name)
         kind = {"dtype": "float32"} if name == "hf" else {}
         model = transformers.AutoModelForCausalLM.from_pretrained(exports / name, **kind)
         ids = tokenizer(PROMPT, return_tensors="pt")
         made = model.generate(**ids, max_new_tokens=12)[0, ids["input_ids"].shape[1] :]
-        theirs = tokenizer.decode(made, skip_special_tokens=True)
-        assert theirs == text_of(capfd, tiny_run, "--recipe", recipe)
+        assert tokenizer.decode(made, skip_special_tokens=True) == text
 
 
 def test_import_then_export_is_the_same_folder(exports, tmp_path, capfd):
@@ -79,6 +78,7 @@ def test_import_then_export_is_the_same_folder(exports, tmp_path, capfd):
     assert text_of(capfd, tmp_path / "run", "--max-tokens", 2)
 
 
+@pytest.mark.slow
 def test_eval_takes_runs_and_folders_alike(tiny_run, exports, tmp_path, capfd):
     lines = [{"sentence_good": "the people of the union", "sentence_bad": "union the of people the"}] * 3
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -90,6 +90,7 @@ def test_eval_takes_runs_and_folders_alike(tiny_run, exports, tmp_path, capfd):
     assert code == 2 and "name files to score" in err
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_an_import(tiny_run, exports, tmp_path, capfd):
     """The first loss is the imported model's on that batch: as the run's own step 0 under the same weights."""
     config = json.loads((tiny_run / "config.json").read_text())
