@@ -87,6 +87,14 @@ def test_a_whole_parity(config_file, tmp_path, monkeypatch, capfd):
     found = json.loads(capfd.readouterr().out)
     assert found["complete"] and found["controls"]["broken"]["word"] == "FAIL"
 
+    run = out / "arms" / "nvfp4" / "seed-0"
+    flags = ["--branch", "--branch-steps", "2", "--out", str(tmp_path / "branches")]
+    assert main(["parity", str(run), *flags]) == 3
+    said = capfd.readouterr().out
+    assert "VERDICT: CANNOT TELL nvfp4: single run: no interval over seeds; branches into bf16 of 2 steps" in said
+    branches = json.loads((tmp_path / "branches" / "branches.json").read_text())["branches"]
+    assert [row["step"] for row in branches] == [6] and abs(branches[0]["gap"]) < 0.1
+
 
 @pytest.mark.parametrize(
     "flags, message",
@@ -113,6 +121,14 @@ def test_arms_that_differ_in_more_than_the_recipe_are_refused(config_file, tmp_p
     arms.write_text('{"wide": {"recipe": "nvfp4", "batch": 16}}')
     assert parity(config_file, tmp_path / "p", "--arms", str(arms)) == 2
     assert "changes batch" in " ".join(capfd.readouterr().err.split())
+
+
+def test_a_branch_needs_a_run_in_another_recipe(config_file, tmp_path, capfd):
+    for flags, message in (([], "is not a run"), (["--baseline", "nvfp4"], "was trained in nvfp4 itself")):
+        if flags:
+            (tmp_path / "config.json").write_text(config_file.read_text())
+        assert main(["parity", str(tmp_path), "--branch", *flags]) == 2
+        assert message in " ".join(capfd.readouterr().err.split())
 
 
 def test_a_report_without_a_plan_is_refused(config_file, tmp_path, capfd):

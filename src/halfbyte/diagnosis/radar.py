@@ -54,7 +54,7 @@ class Probe:
         rows = batch if self.whole_batch else part_of(batch)
         found = []
         for layer, sites in self._replay.layers(params, rows, key):
-            for site, gemms in sites.items():
+            for site, gemms in jax.device_get(sites).items():
                 chosen: Recipe = self.recipes[layer][f"layers/{site}"]
                 found += [
                     {"layer": layer, "site": site, "gemm": gemm, "kind": kind_of(gemm, chosen),

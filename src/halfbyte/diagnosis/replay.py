@@ -152,7 +152,7 @@ def _fixed(cfg: LlamaConfig, ctx: Context, batch: Batch) -> tuple[Any, Any, Any]
 
 class Replay:
     """Compiled once for a config and a policy, then shown any weights, batch and key. `look` sees each layer's linears
-    inside jit; what it returns comes back as numpy, layer by layer."""
+    inside jit; what it returns comes back as it is, on the device, layer by layer."""
 
     def __init__(self, cfg: LlamaConfig, context: Context, look: Look):
         self.cfg, self.context = cfg, context
@@ -179,4 +179,4 @@ class Replay:
         for segment, kept, run in reversed(list(zip(self._segments, inputs, self._layers, strict=True))):
             for number in reversed(range(segment.start, segment.stop)):
                 dy, found = run(params, jnp.int32(number - segment.start), kept, dy, batch, key)
-                yield number, jax.device_get(found)
+                yield number, found

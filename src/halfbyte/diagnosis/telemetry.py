@@ -46,7 +46,7 @@ class Telemetry:
         operands = [
             summarise(layer, site, role, [numbers])
             for layer, sites in replay.layers(moment.params, batch, key)
-            for site, roles in sites.items()
+            for site, roles in jax.device_get(sites).items()
             for role, numbers in roles.items()
         ]
         self._write({"step": moment.step, "operands": operands})

@@ -5,7 +5,7 @@ because blocks lie there: x along features (fprop) and tokens (wgrad), w along i
 (dgrad) and tokens (wgrad).
 """
 
-import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from halfbyte.formats import FP8, FP8_E5M2, MXFP4, MXFP8, NVFP4, quantize, transform_runs
 from halfbyte.formats.elements import decode
 from halfbyte.models.context import Context
-from halfbyte.recipe import OperandPolicy, recipe
+from halfbyte.recipe import OperandPolicy, Recipe
 
 from .replay import Layer, Linear
 from .truth import BF16, agreement, three_gemms
@@ -78,12 +78,11 @@ def describe(x: jax.Array, policy: OperandPolicy, axis: int) -> dict[str, jax.Ar
     return found
 
 
-def look_at_tensors(ctx: Context) -> Any:
-    """A `Look`: for every linear, quantized or not, the numbers of its operands by role, and under `gemms` how far its
-    GEMMs are from bf16 in its own recipe, or in nvfp4 if it has none."""
+def look_at_linears() -> Any:
+    """A `Look` that brings out what every linear was given: site -> x, w, dy, key."""
 
-    def look(linears: list[Linear], layer: Layer) -> dict[str, dict[str, Any]]:
-        return {given.site: {**_roles(given), "gemms": _gemms(given, ctx)} for given in linears}
+    def look(linears: list[Linear], layer: Layer) -> dict[str, Any]:
+        return {given.site: (given.x, given.w, given.dy, given.key) for given in linears}
 
     return look
 
@@ -108,21 +107,23 @@ def _own(given: Linear) -> dict[str, Any]:
     return found
 
 
-def _gemms(given: Linear, ctx: Context) -> dict[str, Any]:
-    chosen = given.recipe if given.recipe.quantized else recipe("nvfp4")
-    key = given.key if given.key is not None else jax.random.key(0)
-    ours, plain = (three_gemms(dataclasses.replace(given, key=key), r, ctx) for r in (chosen, BF16))
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def operand_numbers(x: jax.Array, w: jax.Array, dy: jax.Array, role: str, own: OperandPolicy) -> dict[str, Any]:
+    """One operand: its range, its fate under its own policy, and its signal-to-noise ratio in every format. Jitted
+    apart, so that linears of one shape share a program."""
+    name, axis = ROLES[role]
+    tensor = {"x": flat(x), "w": w, "dy": flat(dy)}[name].astype(jnp.bfloat16)
+    snr = {way: snr_db(tensor, policy, axis) for way, policy in ways(role).items()}
+    if own.format.quantized:
+        snr["own"] = snr_db(tensor, own, axis)
+    return {**describe(tensor, own, axis), "snr": snr}
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5))
+def gemm_numbers(
+    x: jax.Array, w: jax.Array, dy: jax.Array, key: jax.Array, chosen: Recipe, backend: str
+) -> dict[str, Any]:
+    """GEMM -> how far its result under `chosen` is from bf16."""
+    given, ctx = Linear("", chosen, x, w, dy, key), Context(backend=backend)
+    ours, plain = (three_gemms(given, r, ctx) for r in (chosen, BF16))
     return {gemm: agreement(ours[gemm], plain[gemm]) for gemm in ours}
-
-
-def _roles(given: Linear) -> dict[str, Any]:
-    tensors = {"x": flat(given.x), "w": given.w, "dy": flat(given.dy)}
-    found: dict[str, Any] = {}
-    for role, (name, axis) in ROLES.items():
-        x = tensors[name].astype(jnp.bfloat16)
-        own: OperandPolicy = getattr(given.recipe, role)
-        snr = {way: snr_db(x, policy, axis) for way, policy in ways(role).items()}
-        if own.format.quantized:
-            snr["own"] = snr_db(x, own, axis)
-        found[role] = {**describe(x, own, axis), "snr": snr}
-    return found

@@ -113,7 +113,7 @@ def open_run(
     restored = restore_params(directory, config, mesh=grid, rules=rules, step=step)
     chosen = chosen or trained_with(config, restored.step)
     context = models.Context(
-        policy=resolve(config.model, config.policy, chosen) if chosen.quantized else None,
+        policy=None if recipe_name and not chosen.quantized else resolve(config.model, config.policy, chosen),
         key=step_key(config.seed, restored.step),
         mesh=grid,
         rules=rules,
