@@ -79,7 +79,9 @@ def grow(plan: Branches, out: Path, step: int, name: str, *, say: Say) -> Path:
     if not folder.exists():
         folder.mkdir(parents=True)
         shutil.copytree(plan.run / "checkpoints" / str(step), folder / "checkpoints" / str(step))
-        jsonconfig.save(config, folder / "config.json")
+        for name_of_file in ("config.json", "run.json"):  # a checkpoint goes on in the run that it belongs to
+            if (plan.run / name_of_file).is_file():
+                shutil.copy(plan.run / name_of_file, folder / name_of_file)
     say(f"[step {step}, {name}] {plan.steps} steps")
     with open(out / f"step-{step}-{name}.log", "a", encoding="utf-8") as log:
         console = Console(file=log, width=160, force_terminal=False, color_system=None)
