@@ -37,13 +37,11 @@ class Start:
 
 
 def guarded_changes(stored: Mapping[str, Any], config: TrainConfig, *, ignore: Sequence[str] = ()) -> list[str]:
-    """`field: old -> new` for every field that decides what is computed. A field that the stored config does not know
-    yet, and that is off now, was off then."""
-    known = flatten(stored)
+    """`field: old -> new` for every field that decides what is computed."""
     return [
         f"{name}: {_show(old)} -> {_show(new)}"
         for name, old, new in differences(completed(stored), to_dict(config))
-        if name.split(".")[0] in GUARDED and not _cosmetic(name) and name not in ignore and (name in known or new)
+        if name.split(".")[0] in GUARDED and not _cosmetic(name) and name not in ignore
     ]
 
 
