@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 MACHINES = ("x86_64", "aarch64")
-GLIBC = (17, 24, 26, 27, 28, 31)
+GLIBC = range(17, 36)  # minor versions of glibc 2 that wheels name
 CASES = [
     (extra, machine, python)
     for extra in ("", "cuda12", "cuda13", "tpu")

@@ -255,6 +255,9 @@ def is_bad_input(error: BaseException) -> bool:
 
 
 def _paragraph(error: BaseException) -> str:
+    """What the error says; of the system's own errors, the words without their number."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f": {error.filename}" if error.filename else "")
     return str(error) or type(error).__name__
 
 

@@ -4,6 +4,7 @@ The loop owns everything that is not arithmetic. The device never waits for it: 
 numbers of step n are read.
 """
 
+import errno
 import functools
 import time
 from collections import deque
@@ -346,7 +347,8 @@ class Loop:
         if self.last_saved != self.step and self.step:
             self._save()
         if not self.outputs.store.close():
-            raise RuntimeError(f"the last checkpoint (step {self.step}) could not be written; see the message above")
+            lost = f"the last checkpoint (step {self.step}) could not be written; see the message above"
+            raise OSError(errno.EIO, lost)
 
 
 def _due(step: int, every: int) -> bool:
