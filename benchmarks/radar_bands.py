@@ -4,7 +4,7 @@ A small Llama is initialised and trained for a few steps in bf16 from each of th
 probed at initialisation and after training under every recipe. A band is the mean of the gains, 6 standard deviations
 on each side.
 
-    python benchmarks/radar_bands.py            # about ten minutes on two cores
+    python benchmarks/radar_bands.py
 """
 
 import argparse
