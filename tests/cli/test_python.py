@@ -10,4 +10,4 @@ def test_a_run_is_loaded_written_with_and_scored(tiny_run):
     text = hb.generate(loaded, "the ", max_tokens=4, temperature=0.0)
     assert isinstance(text, str) and text == hb.generate(loaded, "the ", max_tokens=4, temperature=0.0)
     results = hb.evaluate(loaded, limit=1)
-    assert [result.name for result in results] == ["validation/laws", "validation/news"]
+    assert [result.task for result in results] == ["validation/default"]

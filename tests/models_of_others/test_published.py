@@ -171,17 +171,19 @@ def program(loss, params, text, made):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["nnx", "haliax"])
+@pytest.mark.parametrize("name", ["gemma", "nnx", "haliax"])
 def test_trained_100_steps_on_four_devices(name, text):
     loss, params = MODELS[name]()
     losses = {}
-    for axes, made in ((AxisType.Auto, "bf16"), (AxisType.Auto, "nvfp4"), (AxisType.Explicit, "nvfp4")):
+    # Gemma's own embedding lookup names no sharding: without a recipe too it does not run on explicit axes.
+    kinds = (AxisType.Auto,) if name == "gemma" else (AxisType.Auto, AxisType.Explicit)
+    for axes, made in ((AxisType.Auto, "bf16"), *((axes, "nvfp4") for axes in kinds)):
         mesh = jax.make_mesh((4,), ("d",), axis_types=(axes,), devices=jax.devices("cpu")[:4])
         with jax.set_mesh(mesh):
             losses[axes, made] = program(loss, params, text, made)
     first, bf16 = losses[AxisType.Auto, "bf16"]
     assert first > 1.15 * bf16, "the task must be learned, or losing nothing would say nothing"
-    for axes in (AxisType.Auto, AxisType.Explicit):
+    for axes in kinds:
         # One seed against another differs by 2 % in bf16 after so few steps.
         assert losses[axes, "nvfp4"][1] < 1.03 * bf16
     print(name, losses)

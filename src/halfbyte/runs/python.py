@@ -38,7 +38,7 @@ def generate(
 
 def evaluate(model: LoadedRun | str | Path, files: Iterable[str | Path] = (), *, limit: int = 0) -> Sequence[Result]:
     """The results of the task files (or text files) `files`, or the loss on the run's own validation split if there are
-    none; `limit` examples or batches of each, 0 for all.
+    none; `limit` examples of each, 0 for all.
     """
     from halfbyte.data.files import find_files
     from halfbyte.evaluation import Scorer, chosen, examples, first_windows, open_task, run_task
@@ -77,6 +77,8 @@ def _validation(loaded: LoadedRun, scorer: Any, dataset: Any, name: str, *, limi
 
     totals = [part.manifest.splits["validation"].get(name) for part in data.dataset.as_mixture(dataset).datasets]
     size, tokens = (sum(getattr(t, field) for t in totals if t) for field in ("text_bytes", "tokens"))
-    with data.loader(dataset, batch=8, split="validation", source=name, max_batches=limit or None) as loader:
-        scores = list(scorer.score_batches(loader))
+    rows = scorer.rows(dataset.seq_len)
+    most = -(-limit // rows) if limit else None
+    with data.loader(dataset, batch=rows, split="validation", source=name, max_batches=most) as loader:
+        scores = list(scorer.score_packed(loader))[: limit or None]
     return validation_result(f"validation/{name}", scores, bytes_per_token=size / tokens)
