@@ -75,7 +75,7 @@ def test_out_at_a_link_is_refused(tmp_path, text, capfd, target):
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / target)
     assert main(["data", "prepare", str(text), "--tokenizer", "bytes", "--out", str(tmp_path / "link")]) == 2
-    assert "a symbolic link to" in capfd.readouterr().err
+    assert "a symbolic link to" in " ".join(capfd.readouterr().err.split())  # a long path folds the line
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "link", "there"]
 
 

@@ -23,10 +23,10 @@ def planted(change):
     make, quantize = operand.quantize_operand, operand.to_grid
     now = []
 
-    def made(x, policy, *, axis, key):
+    def made(x, policy, *, axis, key, **placed):
         now.append(policy)
         try:
-            return make(x, policy, axis=axis, key=key)
+            return make(x, policy, axis=axis, key=key, **placed)
         finally:
             now.pop()
 
