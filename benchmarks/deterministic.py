@@ -85,6 +85,8 @@ def repeat(args: argparse.Namespace, recipe: str, root: Path) -> dict:
         process = subprocess.Popen(first, env=environ, stdout=output, stderr=subprocess.STDOUT)
         run_to(process, folder, last + 1, log, limit_s=args.limit)
         before = {row["step"]: row for row in rows(folder)}
+        kept = [json.dumps(row) + "\n" for row in rows(folder) if row["step"] <= args.start]
+        (folder / "metrics.jsonl").write_text("".join(kept))  # or the second run would seem to be done at once
         for newer in (folder / "checkpoints").iterdir():  # go on from the first checkpoint, whatever came after
             if newer.name != str(args.start):
                 shutil.rmtree(newer)

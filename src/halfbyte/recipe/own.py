@@ -93,7 +93,7 @@ def spell_recipe(made: Recipe) -> str:
 
 def _recipe_fields(made: Recipe) -> dict[str, Any]:
     operands = {role: _operand_fields(policy) for role, policy in made.operands().items()}
-    return {"name": made.name, "description": made.description, **operands}
+    return {"name": made.name, "description": made.description, "shared_scales": made.shared_scales, **operands}
 
 
 def _operand_fields(policy: OperandPolicy) -> dict[str, Any]:
@@ -113,8 +113,10 @@ def _formats() -> dict[str, BlockFormat]:
 def read_recipe(values: dict[str, Any]) -> Recipe:
     """The recipe of `spell_recipe`'s fields."""
     known = _formats()
-    operands = {role: OperandPolicy(**{**values[role], "format": known[values[role]["format"]]}) for role in ROLES}
-    return Recipe(values["name"], **operands, description=values.get("description", ""))
+    fields: dict[str, Any] = {name: values[name] for name in ("description", "shared_scales") if name in values}
+    for role in ROLES:
+        fields[role] = OperandPolicy(**{**values[role], "format": known[values[role]["format"]]})
+    return Recipe(values["name"], **fields)
 
 
 def own_recipe(text: str) -> Recipe:
