@@ -66,7 +66,8 @@ def events_of(trace: Path) -> dict[str, list[Event]]:
     from jax.profiler import ProfileData
 
     found: dict[str, list[Event]] = {}
-    for plane in ProfileData.from_file(str(trace)).planes:
+    profile = ProfileData.from_file(str(trace))  # held by name: its planes do not keep it alive
+    for plane in profile.planes:
         for line in plane.lines:
             stream = plane.name.startswith("/device:") and line.name.startswith(STREAM)
             for event in line.events:
