@@ -156,7 +156,7 @@ def config(mode: Any, x: jax.Array) -> Any:
 
 def compile_jax(program: Program, backend: str, args: tuple[jax.Array, ...]) -> Program:
     """The program compiled; for the fp8 backend as the trainer compiles it."""
-    if backend != fp8.NAME:
+    if backend != fp8.BACKEND.name:
         return jax.jit(program).lower(*args).compile()
     with fp8.one_call():
         compiled = jax.jit(program).lower(*args).compile(compiler_options=fp8.COMPILER_OPTIONS)
