@@ -233,6 +233,25 @@ def token_view(x: jax.Array, block: int) -> jax.Array:
     return x if x.shape[-2] % block == 0 else x.reshape(-1, x.shape[-1])  # [..., inputs] -> [tokens, inputs]
 
 
+def prepare(
+    x: jax.Array, weights: Sequence[Any], keys: Sequence[jax.Array | None], *, recipes: Sequence[Recipe], backend: str,
+    kept: str, shards: Sequence[Shards], sharded: bool = False,
+) -> tuple[jax.Array, tuple[LinearPlan, ...], tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
+    """(x as its blocks of tokens want it, and of each linear: its plan, its weight's anchor, its weight's codes).
+
+    The first linear is one that reads x; all see as many tokens.
+    """
+    block = math.lcm(*(token_block(recipe) for recipe in recipes))
+    tokens = token_view(x, block) if shards[0] == WHOLE else x
+    inside = inside_shape(tokens, shards[0])
+    plans = tuple(
+        plan_linear(inside, w, recipe, backend=backend, weights_kept=kept, shards=s, sharded=sharded)
+        for w, recipe, s in zip(weights, recipes, shards, strict=True)
+    )
+    ready = [quantized(plan, w, key) for plan, w, key in zip(plans, weights, keys, strict=True)]
+    return tokens, plans, tuple(w.anchor for w in ready), tuple((w.fprop, w.dgrad) for w in ready)
+
+
 def inside_shape(x: jax.Array, shards: Shards) -> jax.ShapeDtypeStruct:
     """The shape of x after `gathered_in`."""
     sizes = [size_of(axes) for axes in shards.x_lead] or [1] * (x.ndim - 1)

@@ -13,8 +13,8 @@ and up, lets the passes hold the activation, and decides what the backward pass 
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,19 +25,15 @@ from halfbyte.ops.linear import (
     LinearPlan,
     gathered_back,
     gathered_in,
-    inside_shape,
     once_each,
     operands_of_x,
     places_of,
-    plan_linear,
-    quantized,
-    token_block,
-    token_view,
+    prepare,
 )
 from halfbyte.ops.operand import add_rounded, name_saved
 from halfbyte.ops.passes import Made, Passes
 from halfbyte.ops.qdot import on_mesh
-from halfbyte.ops.shards import WHOLE, Placement, Shards
+from halfbyte.ops.shards import WHOLE, Placement
 from halfbyte.ops.weight import QWeight, check_kept, weight_specs
 from halfbyte.recipe import Recipe, site_key
 
@@ -93,19 +89,10 @@ def mlp(
 
 
 def _local(
-    x: jax.Array, weights: tuple, keys: tuple, *, recipes: tuple[Recipe, ...], backend: str, activation: Activation,
-    mode: str, kept: str, shards: tuple[Shards, ...], sharded: bool = False,
-) -> jax.Array:  # fmt: skip
-    tokens = token_view(x, math.lcm(*(token_block(r) for r in recipes))) if shards[0] == WHOLE else x
-    inside = inside_shape(tokens, shards[0])
-    plans = tuple(
-        plan_linear(inside, w, r, backend=backend, weights_kept=kept, shards=s, sharded=sharded)
-        for w, r, s in zip(weights, recipes, shards, strict=True)
-    )
-    ready = [quantized(plan, w, k) for plan, w, k in zip(plans, weights, keys, strict=True)]
-    codes = tuple((w.fprop, w.dgrad) for w in ready)
-    y = _mlp(Plan(plans, activation, mode), tokens, tuple(w.anchor for w in ready), codes, keys)
-    return y.reshape(x.shape)
+    x: jax.Array, weights: tuple, keys: tuple, *, activation: Activation, mode: str, **planned: Any
+) -> jax.Array:
+    tokens, plans, anchors, codes = prepare(x, weights, keys, **planned)
+    return _mlp(Plan(plans, activation, mode), tokens, anchors, codes, keys).reshape(x.shape)
 
 
 def _recipes(recipe: Recipe | Mapping[str, Recipe]) -> tuple[Recipe, ...]:

@@ -24,17 +24,13 @@ from halfbyte.ops.linear import (
     LinearPlan,
     gathered_back,
     gathered_in,
-    inside_shape,
     once_each,
     operands_of_x,
     places_of,
-    plan_linear,
-    quantized,
-    token_block,
-    token_view,
+    prepare,
 )
 from halfbyte.ops.operand import add_rounded
-from halfbyte.ops.shards import WHOLE, Placement, Shards, with_idle_axes
+from halfbyte.ops.shards import WHOLE, Placement, with_idle_axes
 from halfbyte.ops.surroundings import anywhere
 from halfbyte.ops.weight import QWeight, check_kept, weight_specs
 from halfbyte.recipe import Recipe
@@ -118,18 +114,9 @@ def on_mesh(
     return mapped(x, tuple(weights), words)
 
 
-def _local(
-    x: jax.Array, weights: tuple, keys: tuple, *, recipes: tuple[Recipe, ...], backend: str, out_dtype: jnp.dtype,
-    kept: str, shards: tuple[Shards, ...], sharded: bool = False,
-) -> tuple[jax.Array, ...]:  # fmt: skip
-    tokens = token_view(x, max(token_block(r) for r in recipes)) if shards[0] == WHOLE else x
-    plans = tuple(
-        plan_linear(inside_shape(tokens, s), w, r, backend=backend, weights_kept=kept, shards=s, sharded=sharded)
-        for w, r, s in zip(weights, recipes, shards, strict=True)
-    )
-    ready = [quantized(plan, w, k) for plan, w, k in zip(plans, weights, keys, strict=True)]
-    codes = tuple((w.fprop, w.dgrad) for w in ready)
-    results = _qdots(Plan(plans, out_dtype), tokens, tuple(w.anchor for w in ready), codes, keys)
+def _local(x: jax.Array, weights: tuple, keys: tuple, *, out_dtype: jnp.dtype, **planned: Any) -> tuple[jax.Array, ...]:
+    tokens, plans, anchors, codes = prepare(x, weights, keys, **planned)
+    results = _qdots(Plan(plans, out_dtype), tokens, anchors, codes, keys)
     # [tokens..., outputs] -> [..., outputs]
     return tuple(y if y.ndim == x.ndim else y.reshape(*x.shape[:-1], y.shape[-1]) for y in results)
 
