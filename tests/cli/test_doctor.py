@@ -39,6 +39,15 @@ def test_what_is_native_where(device, native):
     assert all(row["training"] in ("native", "emulated, exact") and row["backend"] for row in rows)
 
 
+def test_every_gemm_says_who_multiplies_and_who_made_its_operands():
+    rows = {row["format"]: row for row in doctor.format_rows({"table": DEVICES["h200"]})}
+    assert (rows["nvfp4"]["backend"], rows["nvfp4"]["operands"]) == ("fused", "fused")
+    assert {name: gemm["multiplied_by"] for name, gemm in rows["nvfp4"]["gemms"].items()} == {
+        "fprop": "fused", "dgrad": "fused", "wgrad": "fused",
+    }  # fmt: skip
+    assert rows["mxfp4"]["gemms"]["wgrad"]["multiplied_by"] == "xla"
+
+
 def test_a_corrupt_vector_exits_3(few_vectors, capfd):
     arrays = dict(np.load(few_vectors))
     arrays["mxfp4/codes"][0, 3, 5] ^= 1

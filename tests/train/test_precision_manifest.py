@@ -8,6 +8,7 @@ from rich.console import Console
 from halfbyte.devices import device
 from halfbyte.runs import run_config
 from halfbyte.train import PrecisionConfig, build_manifest, phases, table
+from halfbyte.train.precision_manifest import makers, served
 
 
 def manifest_of(name, where, **changes):
@@ -65,6 +66,19 @@ def test_policy_paper_splits_layers():
 def test_a_backend_that_cannot_serve_is_refused_by_path():
     with pytest.raises(ValueError, match=r"layers/mlp/gate.*native"):
         manifest_of("demo", "cpu", precision=PrecisionConfig(backend="native"))
+
+
+def test_what_xla_does_of_a_linear_is_written_as_such():
+    """On an H200 the demo's sizes are too small for the GEMM kernel in two of three; on a mesh XLA makes weights."""
+    gate = next(site for site in manifest_of("demo", "h200").sites if site.path == "layers/mlp/gate")
+    left = [name for name, gemm in gate.gemms.items() if gemm.multiplied_by == "xla"]
+    assert served(gate.backend, gate.gemms) == f"fused; {' '.join(left)} by xla" and left
+    assert makers(gate.gemms) == "fused"
+    mixed = {
+        name: dataclasses.replace(gemm, made_by=("fused", "xla")) if name == "dgrad" else gemm
+        for name, gemm in gate.gemms.items()
+    }
+    assert makers(mixed) == "fprop wgrad: fused; dgrad: fused+xla"
 
 
 def test_the_table_fits_eighty_columns(capsys):

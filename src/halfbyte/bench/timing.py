@@ -19,6 +19,7 @@ from halfbyte import models, ops
 from halfbyte.devices import lookup
 from halfbyte.program import Unreadable, multiplier, read
 from halfbyte.train import TrainConfig, abstract_state, build_manifest, create_state, phases, run_mesh
+from halfbyte.train.precision_manifest import Site, makers, served
 from halfbyte.train.preflight import shard_bytes
 from halfbyte.train.step import batch_sharding
 
@@ -51,6 +52,8 @@ class Measured:
     compile_s: float | None = None
     loss: float | None = None
     gemms: dict[str, int] = dataclasses.field(default_factory=dict)
+    linears: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    """Of each linear of a layer, for each of its GEMMs: operands, who multiplies, who made the operands."""
     compute_only: bool = False  # collectives were skipped: mocked GPUs
     note: str = ""
 
@@ -112,7 +115,14 @@ def measure_largest(
 
 
 def _row(config: TrainConfig, seq: int) -> Measured:
-    return Measured(config.recipe, config.policy, config.remat, _backends(config, seq), config.batch)
+    sites = _sites(config, seq)
+    found = Counter(f"{served(site.backend, site.gemms)}, operands by {makers(site.gemms)}" for site in sites)
+    backends = " | ".join(f"{count} x {name}" for name, count in sorted(found.items()))
+    linears = {
+        f"{site.path} {site.layers[0]}-{site.layers[1] - 1}": {n: dataclasses.asdict(g) for n, g in site.gemms.items()}
+        for site in sites
+    }
+    return Measured(config.recipe, config.policy, config.remat, backends, config.batch, linears=linears)
 
 
 def _of_program(row: Measured, compiled: Any, *, gradients: int) -> Measured:
@@ -179,12 +189,11 @@ def _sharded(whole: np.ndarray, where: Any) -> jax.Array:
     return jax.make_array_from_callback(whole.shape, where, lambda index: whole[index])
 
 
-def _backends(config: TrainConfig, seq: int) -> str:
-    """The backends that the layers' linears get, with how many linears each has."""
+def _sites(config: TrainConfig, seq: int) -> list[Site]:
+    """The linears of the layers, as the manifest of the run would have them."""
     phase = phases(config)[0]
     manifest = build_manifest(config, phase.resolved(config), phase.recipe, seq=seq, device=ops.target())
-    found = Counter(site.backend for site in manifest.sites if site.path.startswith("layers/"))
-    return ", ".join(f"{name} x{count}" for name, count in sorted(found.items()))
+    return [site for site in manifest.sites if site.path.startswith("layers/")]
 
 
 def compare(rows: list[Measured]) -> list[Measured]:

@@ -5,7 +5,7 @@ that format means anything."""
 
 import os
 import platform
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -98,11 +98,14 @@ def format_rows(device: dict[str, Any]) -> list[dict[str, Any]]:
     from halfbyte.devices import UNITS, native_inference, native_training
     from halfbyte.ops import Problem, choose
     from halfbyte.recipe import recipe, recipe_names
+    from halfbyte.train.precision_manifest import gemms_of, makers, served
 
     entry, rows = device["table"], []
     for name in UNITS:
         simplest = next(made for made in map(recipe, recipe_names()) if made.fprop_w.format.unit == name)
-        backend = choose("auto", Problem(simplest, LARGE, LARGE, LARGE, device=entry)).name
+        problem = Problem(simplest, LARGE, LARGE, LARGE, device=entry)
+        choice = choose("auto", problem)
+        backend, gemms = choice.name, gemms_of(problem, choice)
         units = native_training(entry, name)
         # Formats with one scale a tensor go into their unit under every backend, block-scaled ones only under `native`.
         native = units and (backend == "native" or simplest.fprop_w.format.block is None)
@@ -112,7 +115,9 @@ def format_rows(device: dict[str, Any]) -> list[dict[str, Any]]:
                 "device": entry.name,
                 "format": name,
                 "training": "native" if native else "emulated, exact",
-                "backend": backend,
+                "backend": served(backend, gemms),
+                "operands": makers(gemms),
+                "gemms": {name: asdict(gemm) for name, gemm in gemms.items()},
                 "hardware": hardware,
                 "peak_flops": entry.peak.get(name),
             }
@@ -125,8 +130,8 @@ def show(devices: list[dict[str, Any]], formats: list[dict[str, Any]], packages:
     out.print("versions  " + "  ".join(f"{name} {number}" for name, number in packages.items()))
     rows = [(d["table"].name, d["count"], d["kind"], *_geometry(d)) for d in devices]
     out.print(table(["device", "count", "kind", "capability", "memory", "bandwidth"], rows, title="Devices"))
-    columns = ["format", "device", "training here", "backend", "hardware units", "dense peak"]
-    fields = ("format", "device", "training", "backend", "hardware")
+    columns = ["format", "device", "training here", "multiplied by", "operands by", "hardware units", "dense peak"]
+    fields = ("format", "device", "training", "backend", "operands", "hardware")
     support = [(*(row[field] for field in fields), _tflops(row["peak_flops"])) for row in formats]
     out.print(table(columns, support, title="Formats"))
 

@@ -7,6 +7,7 @@ step makes.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -138,18 +139,22 @@ def _describe(
         choice = ops.choose(config.precision.backend, problem) if chosen.quantized else None
     except ValueError as error:
         raise ValueError(f"{site.path}, layers {layers[0]} to {layers[1] - 1}: {error}") from None
-    gemms = {gemm.name: _gemm(gemm, chosen, choice, device, ahead=config.accumulate > 1) for gemm in problem.gemms}
+    gemms = gemms_of(problem, choice, ahead=config.accumulate > 1)
     passed_over = {} if choice is None else ops.passed_over(problem, choice.name)
     flops = 6.0 * (layers[1] - layers[0]) * site.tokens * site.k * site.n * config.accumulate
     backend = XLA if choice is None else choice.name
     return Site(site.path, layers, site.tokens, site.k, site.n, chosen.name, backend, gemms, flops, passed_over)
 
 
-def _gemm(gemm: ops.Gemm, chosen: Recipe, choice: ops.Choice | None, device: Device, *, ahead: bool) -> Gemm:
-    """One GEMM of a linear that `choice` serves (None: XLA, in bf16); weights may be quantized `ahead` of their use."""
-    policies = [getattr(chosen, role) for role in gemm.roles]
+def gemms_of(problem: ops.Problem, choice: ops.Choice | None, *, ahead: bool = False) -> dict[str, Gemm]:
+    """The GEMMs of a linear that `choice` serves (None: XLA, in bf16); weights may be made `ahead` of their use."""
+    return {gemm.name: _gemm(gemm, problem, choice, ahead=ahead) for gemm in problem.gemms}
+
+
+def _gemm(gemm: ops.Gemm, problem: ops.Problem, choice: ops.Choice | None, *, ahead: bool) -> Gemm:
+    policies = [getattr(problem.recipe, role) for role in gemm.roles]
     backend = XLA if choice is None else choice.multiplier(gemm).name
-    runs_in = _multiplier((policies[0], policies[1]), backend, device)
+    runs_in = _multiplier((policies[0], policies[1]), backend, problem.device)
     return Gemm(
         left=str(policies[0]),
         right=str(policies[1]),
@@ -204,13 +209,23 @@ def _cell(gemm: Gemm) -> str:
     return left if left == right else f"{left}×{right}"
 
 
+def served(backend: str, gemms: Mapping[str, Gemm]) -> str:
+    """The backend of a linear, and which of its GEMMs XLA multiplies although that backend serves it."""
+    left = [name for name, gemm in gemms.items() if gemm.multiplied_by == XLA]
+    return backend if backend in (*BY_XLA, XLA) or not left else f"{backend}; {' '.join(left)} by xla"
+
+
+def makers(gemms: Mapping[str, Gemm]) -> str:
+    """Whose passes make the operands of a linear: one name, or the GEMMs of each."""
+    made: dict[str, list[str]] = {}
+    for name, gemm in gemms.items():
+        made.setdefault("+".join(dict.fromkeys(gemm.made_by)), []).append(name)
+    return next(iter(made)) if len(made) == 1 else "; ".join(f"{' '.join(names)}: {by}" for by, names in made.items())
+
+
 def _runs(site: Site, executions: list[str]) -> str:
-    """How a linear runs, and what of it is left to XLA although another backend serves it."""
-    if not executions:
-        return site.backend
-    left = [name for name, gemm in site.gemms.items() if gemm.multiplied_by == XLA]
-    others = site.backend not in BY_XLA and left
-    return f"{', '.join(executions)} ({site.backend}{'; ' + ' '.join(left) + ' by xla' if others else ''})"
+    """How a linear runs."""
+    return f"{', '.join(executions)} ({served(site.backend, site.gemms)})" if executions else site.backend
 
 
 def table(manifest: Manifest) -> Table:
@@ -244,11 +259,12 @@ def table(manifest: Manifest) -> Table:
 
 
 def caption(manifest: Manifest) -> str:
-    """The operands of each quantized recipe, and the totals."""
+    """The operands of each quantized recipe with the passes that make them, and the totals."""
     lines = []
     for site in {site.recipe: site for site in manifest.sites if site.backend != "xla"}.values():
         for gemm, found in site.gemms.items():
-            lines.append(f"{site.recipe} {gemm}: {found.left}  ×  {found.right}")
+            left, right = found.made_by
+            lines.append(f"{site.recipe} {gemm}: {found.left} ({left})  ×  {found.right} ({right})")
     lines += sorted(
         {
             f"{backend} does not serve {site.path.removeprefix('layers/')}: {reason}"
