@@ -1,18 +1,22 @@
 """The parity grid on real text: three sizes, nine arms, one pass over the corpus, on one GPU.
 
     python benchmarks/parity_grid.py plan                                     # writes docs/evidence/parity/grid.json
-    python benchmarks/parity_grid.py prepare CORPUS --out DATA                # BPE of 8,192, verified shards; any
-    machine python benchmarks/parity_grid.py run s --data DATA --out OUT --minutes 9  # one size; goes on
+    python benchmarks/parity_grid.py prepare CORPUS --out DATA                # BPE of 8,192, verified shards
+    python benchmarks/parity_grid.py run s m l --data DATA --out OUT          # what is not done yet; goes on
     python benchmarks/parity_grid.py collect OUT --into docs/evidence/parity  # JSON of every size that is there
 
-docs/evidence/parity/README.md says how it is run where a command may last ten minutes. The grid and the margin are
-committed before the first step: `run` refuses a grid.json that is not this file's.
+Several processes of the same `run` share the work: each takes the next run that nobody holds. docs/evidence/parity/
+README.md says how it is run where a command may last ten minutes. The grid and the margin are committed before the
+first step: `run` refuses a grid.json that is not this file's.
 """
 
 import argparse
+import contextlib
+import fcntl
 import json
 import shutil
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,44 +106,87 @@ def command_prepare(args: argparse.Namespace) -> None:
     print(made)
 
 
-def jobs_of(plan: Plan) -> list[tuple[Arm, int]]:
-    """The seeded arms of all seeds first, then the others of the first seed: what matters most is done first."""
-    first = plan.seeds[0]
-    seeded = [(arm, seed) for seed in plan.seeds for arm in plan.arms if arm.name in SEEDED]
-    return seeded + [(arm, first) for arm in plan.arms if arm.name not in SEEDED]
+Job = tuple[str, Arm, int]  # size, arm, seed
+
+
+def jobs_of(plans: Mapping[str, Plan]) -> list[Job]:
+    """Every run of these sizes, what matters most first: the seeded arms of each size, then the other arms of its first
+    seed."""
+    seeded = [(s, a, seed) for s, plan in plans.items() for seed in plan.seeds for a in plan.arms if a.name in SEEDED]
+    others = [(s, a, plan.seeds[0]) for s, plan in plans.items() for a in plan.arms if a.name not in SEEDED]
+    return seeded + others
+
+
+@contextlib.contextmanager
+def held(path: Path, *, wait: bool = False) -> Iterator[bool]:
+    """Whether this process alone holds `path`; it lets go when it ends, however it ends."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def weight(job: Job) -> float:
+    """How long a run takes against others of the grid: its parameters, twice where GEMMs are quantized. A guess, to
+    decide whether one still fits."""
+    size, arm, _ = job
+    return without_embeddings(size) * (1.0 if arm.changes["recipe"] == "bf16" else 2.0)
 
 
 def command_run(args: argparse.Namespace) -> None:
-    from halfbyte.parity.analysis import analyse
-    from halfbyte.parity.report import write_report
-    from halfbyte.parity.runner import DONE, run_directory, run_jobs, status_of
     from halfbyte.train import open_source
 
     if json.loads(GRID.read_text(encoding="utf-8")) != json.loads(json.dumps(grid())):
         raise SystemExit(f"{GRID} is not the grid of this file; the grid is committed before the first step")
     until = time.monotonic() + 60 * args.minutes
-    probe = base_run(args.size, steps=100, data=args.data)
-    steps = args.steps or rows_of(open_source(probe)) // BATCH
-    out = Path(args.out) / args.size
-    plan = settle(out, plan_of(args.size, steps=steps, data=args.data))
-    slowest = 0.0
-    for arm, seed in jobs_of(plan):
-        folder = run_directory(out, arm, seed)
-        if status_of(folder, steps).state == DONE and (not args.tasks or (folder / "evaluations.jsonl").is_file()):
-            continue
-        if time.monotonic() + 1.3 * slowest > until:
-            print(f"time is up before {arm.name} seed {seed}; the same command goes on", flush=True)
-            break
-        began = time.monotonic()
-        run_jobs(plan, out, [(arm, seed)], say=lambda text: print(text, flush=True))
-        if args.tasks and status_of(folder, steps).state == DONE:
-            evaluate(folder, Path(args.tasks))
-        if not args.keep:
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-        slowest = max(slowest, time.monotonic() - began)
-    write_report(plan, out, analyse(plan, out))
-    if args.clean:
-        shutil.rmtree(out / "compiled", ignore_errors=True)
+    steps = args.steps or rows_of(open_source(base_run(args.sizes[0], steps=100, data=args.data))) // BATCH
+    out = Path(args.out)
+    with held(out / "held" / "plan", wait=True):
+        plans = {s: settle(out / s, plan_of(s, steps=steps, data=args.data)) for s in args.sizes}
+    slowest = 0.0  # seconds a unit of weight
+    for job in jobs_of(plans):
+        size, arm, seed = job
+        with held(out / "held" / f"{size}-{arm.name}-{seed}") as mine:
+            if not mine or finished(out, job, steps, tasks=args.tasks):
+                continue
+            if time.monotonic() + 1.2 * slowest * weight(job) > until:
+                print(f"no time for {size} {arm.name} seed {seed}; the same command goes on", flush=True)
+                continue
+            began = time.monotonic()
+            if run_job(plans[size], out, job, args):
+                return
+            slowest = max(slowest, (time.monotonic() - began) / weight(job))
+
+
+def finished(out: Path, job: Job, steps: int, *, tasks: str) -> bool:
+    """Whether a run has nothing left to do."""
+    from halfbyte.parity.runner import DIVERGED, DONE, run_directory, status_of
+
+    size, arm, seed = job
+    folder = run_directory(out / size, arm, seed)
+    state = status_of(folder, steps).state
+    return state == DIVERGED or (state == DONE and (not tasks or (folder / "evaluations.jsonl").is_file()))
+
+
+def run_job(plan: Plan, out: Path, job: Job, args: argparse.Namespace) -> str | None:
+    """Train and evaluate one run; the name of the signal that stopped it."""
+    from halfbyte.parity.runner import DONE, run_directory, run_jobs, status_of
+
+    size, arm, seed = job
+    folder = run_directory(out / size, arm, seed)
+    stopped = run_jobs(plan, out / size, [(arm, seed)], say=lambda text: print(f"{size} {text}", flush=True))
+    if stopped:
+        print(f"stopped by {stopped}; the same command goes on", flush=True)
+        return stopped
+    if args.tasks and status_of(folder, plan.base.steps).state == DONE:
+        evaluate(folder, Path(args.tasks))
+    if not args.keep:
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    return None
 
 
 def rows_of(source: Any) -> int:
@@ -155,15 +202,21 @@ def evaluate(folder: Path, tasks: Path) -> None:
 
 
 def command_collect(args: argparse.Namespace) -> None:
-    """The report of every size as JSON, and the gap against tokens a parameter."""
+    """The report of every size, its JSON with the downstream scores, and the gap against tokens a parameter."""
+    from halfbyte.parity.analysis import analyse
+    from halfbyte.parity.plan import load_plan
+    from halfbyte.parity.report import write_report
+
     into = Path(args.into)
     points = []
     for size in SIZES:
-        path = Path(args.out) / size / "report.json"
-        if not path.is_file():
+        folder = Path(args.out) / size
+        plan = load_plan(folder)
+        if plan is None:
             continue
-        found = json.loads(path.read_text(encoding="utf-8"))
-        found["evaluations"] = evaluations(Path(args.out) / size)
+        files = write_report(plan, folder, analyse(plan, folder))
+        found = json.loads(files["json"].read_text(encoding="utf-8"))
+        found["evaluations"] = evaluations(folder)
         (into / f"{size}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         points += [point for arm in found["arms"] if (point := gap_point(size, arm))]
     (into / "gaps.json").write_text(json.dumps(fitted(points), indent=1) + "\n", encoding="utf-8")
@@ -211,14 +264,13 @@ def main() -> None:
     prepare.add_argument("--out", required=True)
     prepare.set_defaults(run=command_prepare)
     run = commands.add_parser("run")
-    run.add_argument("size", choices=SIZES)
+    run.add_argument("sizes", nargs="+", choices=SIZES)
     run.add_argument("--data", required=True)
     run.add_argument("--out", required=True)
     run.add_argument("--minutes", type=float, default=9.0)
     run.add_argument("--steps", type=int, default=0, help="0: one pass over the data")
     run.add_argument("--tasks", default="", help="folder of the downstream tasks; empty: none")
     run.add_argument("--keep", action="store_true", help="keep checkpoints")
-    run.add_argument("--clean", action="store_true", help="remove compiled programs at the end")
     run.set_defaults(run=command_run)
     collect = commands.add_parser("collect")
     collect.add_argument("out")

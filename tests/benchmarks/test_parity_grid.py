@@ -20,11 +20,19 @@ def test_tokens_a_parameter_span_what_is_asked():
 
 
 def test_every_plan_is_one_and_the_heaviest_runs_come_first():
-    for size in grid.SIZES:
-        plan = grid.plan_of(size, steps=100, data="synthetic")
-        jobs = grid.jobs_of(plan)
-        assert len(jobs) == len(set(map(str, jobs))) == 7 + 3 * len(grid.SEEDS[size])
-        assert {arm.name for arm, _ in jobs[:3]} == set(grid.SEEDED)
+    plans = {size: grid.plan_of(size, steps=100, data="synthetic") for size in grid.SIZES}
+    jobs = grid.jobs_of(plans)
+    seeded = sum(len(grid.SEEDED) * len(seeds) for seeds in grid.SEEDS.values())
+    assert len(jobs) == len(set(map(str, jobs))) == seeded + 7 * len(plans)
+    assert {arm.name for _, arm, _ in jobs[:seeded]} == set(grid.SEEDED)
+    assert [size for size, _, _ in jobs[:9]] == ["s"] * 9
+
+
+def test_a_run_is_held_by_one_process_and_let_go_with_it(tmp_path):
+    with grid.held(tmp_path / "held" / "a") as mine, grid.held(tmp_path / "held" / "a") as again:
+        assert mine and not again
+    with grid.held(tmp_path / "held" / "a") as mine:
+        assert mine
 
 
 def test_the_gap_against_tokens_a_parameter_is_fitted_over_sizes():

@@ -8,13 +8,15 @@ Needs Linux; small file systems need the right to mount (root), and are left out
 """
 
 import argparse
+import importlib.metadata
+import os
 import platform
 import shutil
 import sys
 import tempfile
 import time
 import traceback
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from random import Random
 
@@ -96,13 +98,18 @@ def one_fault(bench: Bench, root: Path, name: str, number: int, seed: int) -> di
     return {"kind": name, "number": number, "good": good, "text": text, "seconds": time.monotonic() - began}
 
 
-def table(rows: list[dict], seconds: float, seed: int) -> str:
-    """The table that is printed and committed."""
+HEAD = "# Faults\n\n`make faults`: what each fault must end in is in tests/faults/kinds.py.\n\n"
+
+
+def table(rows: list[dict], seconds: float, seed: int, *, planned: int, left_out: list[str]) -> str:
+    """The table that is printed and committed, of the faults that were tried so far."""
+    rows = sorted(rows, key=lambda row: row["number"])
     bad = [row for row in rows if not row["good"]]
     kinds = {row["kind"] for row in rows}
     head = (
         f"{len(rows)} faults of {len(kinds)} kinds, seed {seed}, in {seconds / 60:.1f} minutes: "
-        f"{len(rows) - len(bad)} as they must be, {len(bad)} not. Linux, CPU, Python {platform.python_version()}.\n\n"
+        f"{len(rows) - len(bad)} as they must be, {len(bad)} not. Linux, CPU, {len(os.sched_getaffinity(0))} cores, "
+        f"Python {platform.python_version()}, JAX {importlib.metadata.version('jax')}.\n\n"
         "| kind | n | s each | as it must be | what came of it (the last) |\n|---|---|---|---|---|\n"
     )
     lines = []
@@ -113,7 +120,10 @@ def table(rows: list[dict], seconds: float, seed: int) -> str:
             each = sum(row["seconds"] for row in mine) / len(mine)
             said = next((row["text"] for row in mine if not row["good"]), mine[-1]["text"]).replace("|", "/")
             lines.append(f"| {name.replace('_', ' ')} | {len(mine)} | {each:.0f} | {good} | {said} |")
-    return head + "\n".join(lines) + "\n"
+    foot = "" if len(rows) == planned else f"\nNot finished: {len(rows)} of {planned} planned.\n"
+    if left_out:
+        foot += f"\nLeft out, because file systems cannot be mounted here: {', '.join(left_out)}.\n"
+    return head + "\n".join(lines) + "\n" + foot
 
 
 def main() -> int:
@@ -133,22 +143,20 @@ def main() -> int:
         (name, number) for name in args.kinds if name not in left_out for number in range(args.times or KINDS[name][1])
     ]
     Random(args.seed).shuffle(plan)
-    rows = []
+    print(f"{len(plan)} faults, {args.at_once} at a time; cannot be mounted here: {left_out or 'nothing'}", flush=True)
+    rows: list[dict] = []
+    text = ""
     with ThreadPoolExecutor(args.at_once) as threads:
         jobs = [threads.submit(one_fault, bench, root, name, number, args.seed) for name, number in plan]
-        for job in jobs:
+        for job in as_completed(jobs):
             row = job.result()
             rows.append(row)
             mark = "ok  " if row["good"] else "BAD "
             print(f"{mark} {row['seconds']:5.0f} s  {row['kind']} {row['number']}: {row['text']}", flush=True)
-    text = table(sorted(rows, key=lambda row: row["number"]), time.monotonic() - began, args.seed)
-    if left_out:
-        text += f"\nLeft out, because file systems cannot be mounted here: {', '.join(left_out)}.\n"
+            text = table(rows, time.monotonic() - began, args.seed, planned=len(plan), left_out=left_out)
+            if args.write:
+                Path(args.write).write_text(HEAD + text, encoding="utf-8")
     print("\n" + text)
-    if args.write:
-        Path(args.write).write_text(
-            "# Faults\n\n`make faults`: what each fault must end in is in tests/faults/kinds.py.\n\n" + text
-        )
     bad = [row for row in rows if not row["good"]]
     if not bad and not args.keep:
         shutil.rmtree(root, ignore_errors=True)

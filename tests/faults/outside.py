@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -152,8 +153,15 @@ def small_disk(folder: Path, *, megabytes: int, inodes: int = 0) -> Iterator[Pat
 
 
 def can_mount() -> bool:
-    """Whether this user may mount a file system."""
-    return os.geteuid() == 0 and shutil.which("mount") is not None
+    """Whether a file system can be mounted here, by trying it."""
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        return False
+    with tempfile.TemporaryDirectory() as root:
+        try:
+            with small_disk(Path(root) / "disk", megabytes=1):
+                return True
+        except subprocess.CalledProcessError:
+            return False
 
 
 def fill(folder: Path) -> Path:

@@ -7,6 +7,7 @@ Bit-identical at the end; memory, threads and file handles of the supervisor and
 """
 
 import argparse
+import collections
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 from random import Random
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -27,8 +29,15 @@ FAULTS = ("kill", "term", "stop", "flip", "truncate", "hup")
 
 def ranks_of(supervisor: int) -> list[int]:
     """The processes that the supervisor has started."""
-    listing = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text()
-    return [int(number) for number in listing.split()]
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = status.read_text()
+        except OSError:  # it ended meanwhile
+            continue
+        if int(text.rpartition(")")[2].split()[1]) == supervisor:  # after the name: state, parent
+            found.append(int(status.parent.name))
+    return sorted(found)
 
 
 def usage(pid: int) -> dict[str, int]:
@@ -72,12 +81,31 @@ def disturb(fault: str, pid: int, folder: Path, random: Random) -> None:
         os.kill(pid, {"kill": signal.SIGKILL, "term": signal.SIGTERM, "hup": signal.SIGHUP}[fault])
 
 
+def summary(seen: list[dict], args: argparse.Namespace) -> dict[str, Any]:
+    """How many faults of each kind, and from what to what memory, threads, file handles and disk went."""
+    spans = {
+        f"{who} {what}": [min(row[who][what] for row in seen), max(row[who][what] for row in seen)]
+        for who in ("rank", "supervisor")
+        for what in ("mib", "threads", "handles")
+    }
+    spans["disk_mib"] = [min(row["disk_mib"] for row in seen), max(row["disk_mib"] for row in seen)]
+    faults = dict(collections.Counter(row["fault"] for row in seen))
+    return {"steps": args.steps, "every": args.every, "seed": args.seed, "faults": faults, "from_to": spans}
+
+
+def keep(path: str | None, found: dict[str, Any]) -> None:
+    """Write it, if a place was given."""
+    if path:
+        Path(path).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> int:
     """Soak; 1 if the end differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--every", type=int, default=20, help="steps between faults")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--write", help="also write what was seen here, after every fault")
     args = parser.parse_args()
     random, root = Random(args.seed), Path(tempfile.mkdtemp(prefix="halfbyte-soak-"))
     flags = ["--steps", str(args.steps), "--batch", "4", "--checkpoint.every", "10", "--checkpoint.keep-last", "3"]
@@ -90,7 +118,7 @@ def main() -> int:
     with open(root / "whole.log", "w") as log:
         whole = [*ENTRY, "train", "demo", *flags, "--run-dir", str(root / "whole")]
         subprocess.run(whole, env=environ, stdout=log, stderr=subprocess.STDOUT, check=True)
-    folder, seen, done = root / "run", [], {}
+    folder, seen = root / "run", []
     with open(root / "run.log", "w") as log:
         command = [*ENTRY, "launch", "--pause-s", "0.1", "--", "train", "demo", *flags, "--run-dir", str(folder)]
         supervisor = subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT)
@@ -105,22 +133,15 @@ def main() -> int:
             fault = random.choice(FAULTS)
             seen.append({"step": due, "fault": fault, "rank": usage(ranks[0]), "supervisor": usage(supervisor.pid)})
             seen[-1]["disk_mib"] = disk(folder / "checkpoints") >> 20
-            done[fault] = done.get(fault, 0) + 1
             disturb(fault, ranks[0], folder, random)
+            keep(args.write, {"unfinished": True, **summary(seen, args), "seen": seen})
             due += args.every
     same = losses(folder) == losses(root / "whole") and saved_state(folder) == saved_state(root / "whole")
-    spans = {
-        f"{who} {what}": [min(row[who][what] for row in seen), max(row[who][what] for row in seen)]
-        for who in ("rank", "supervisor")
-        for what in ("mib", "threads", "handles")
-    }
-    spans["disk_mib"] = [min(row["disk_mib"] for row in seen), max(row["disk_mib"] for row in seen)]
-    found = {"exit": supervisor.returncode, "steps": args.steps, "faults": done, "identical": same, "from_to": spans}
+    found = {"exit": supervisor.returncode, "identical": same, **summary(seen, args)}
     print(json.dumps(found))
+    keep(args.write, {**found, "seen": seen})
     good = same and supervisor.returncode == 0
-    print(
-        f"{sum(done.values())} faults in {args.steps} steps: {'bit-identical' if good else f'NOT THE SAME, see {root}'}"
-    )
+    print(f"{len(seen)} faults in {args.steps} steps: {'bit-identical' if good else f'NOT THE SAME, see {root}'}")
     if good:
         shutil.rmtree(root, ignore_errors=True)
     return 0 if good else 1
