@@ -51,6 +51,7 @@ def tiny_run(tmp_path_factory):
     environment = {**os.environ, "HALFBYTE_API_TOKEN": SECRET}
     done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    assert "sample: The" in done.stdout
+    assert "sample, after 'The': " in done.stdout
+    (folder / "stdout.txt").write_text(done.stdout, encoding="utf-8")
     assert SECRET not in done.stdout + done.stderr
     return folder / "run"

@@ -9,8 +9,8 @@ import jax
 import pytest
 
 from halfbyte import models
+from halfbyte.cli.after_training import sample_text
 from halfbyte.cli.main import main
-from halfbyte.cli.train import Args, sample_text
 from halfbyte.data.tokenizer import byte_tokenizer
 from halfbyte.sharding import make_mesh
 from halfbyte.train import TrainConfig
@@ -107,5 +107,5 @@ def test_the_sample_at_the_end_of_training_on_a_mesh():
     shardings = models.param_shardings(config.model, mesh)
     params = jax.jit(lambda key: models.init(config.model, key), out_shardings=shardings)(jax.random.key(0))
     dataset = SimpleNamespace(tokenizer=byte_tokenizer, seq_len=16)
-    prompt, text = sample_text(Args(run=config), params, dataset)
+    prompt, text = sample_text(config, params, dataset)
     assert prompt == "The" and len(text) <= 12

@@ -9,6 +9,7 @@ goes on with the config that DIR holds."""
 import datetime
 import os
 import re
+import shlex
 import sys
 import time
 import traceback
@@ -22,6 +23,7 @@ import tyro
 
 from halfbyte.cli.flags import read_flags
 from halfbyte.cli.maxtext import refuse_maxtext
+from halfbyte.cli.next_steps import program
 from halfbyte.cli.result import BAD_INPUT, DONE, FAILED, NOT_PASSED, PREEMPTED, Result
 from halfbyte.cli.screen import MayClose
 from halfbyte.devices.platform import idle_card
@@ -246,17 +248,23 @@ def _train(args: Args, console: "Console", group: "Group") -> Result:
         if main:
             _printer(console)(
                 f"stopped by {result.stopped} after step {result.step}, checkpoint written; "
-                f"go on with: halfbyte train --run-dir {directory}"
+                f"go on with: {program()} train --run-dir {shlex.quote(str(directory))}"
             )
         return Result(_data(result), PREEMPTED)
     data = _data(result)
     if main:
-        from halfbyte.parity.run_page import write_run_page
+        from halfbyte.cli.after_training import report
 
-        data.update(report(args, result, console))
-        data["report"] = str(write_run_page(directory))
-        _printer(console)(f"report: {data['report']}     one file, to forward")
+        data.update(report(args.run, result, console, sample=args.sample, started=started_with(args)))
     return Result(data, DONE)
+
+
+def started_with(args: Args) -> tuple[str, ...]:
+    """Flags of this command that another run needs too, and that no config holds."""
+    flags: tuple[str, ...] = ()
+    if args.distributed.cpu_devices:
+        flags += ("--distributed.cpu-devices", str(args.distributed.cpu_devices))
+    return flags if args.xla_flags == "recommended" else (*flags, "--xla-flags", args.xla_flags)
 
 
 def initial_weights(config: TrainConfig, directory: Path) -> Any:
@@ -300,67 +308,3 @@ def run_directory(args: Args, group: "Group") -> Path:
         return check_output(args.run_dir, flag="--run-dir")
     date = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     return Path("runs") / group.share("name", f"{args.run.name}-{date}")[0]
-
-
-def report(args: Args, result: "RunResult", console: "Console") -> dict[str, Any]:
-    """What was reached: losses beside the n-gram models, a sample, and what to try next."""
-    import jax
-
-    from halfbyte.train import open_source
-
-    say = _printer(console)
-    data: dict[str, Any] = {}
-    dataset = open_source(args.run).dataset
-    say("")
-    if dataset is not None and args.run.validation.batches == 0 and result.validation:
-        data["baselines"] = _baselines(dataset, result, say)
-    if dataset is not None and args.sample and jax.process_count() == 1:
-        prompt, text = sample_text(args, result.params, dataset)
-        data["sample"] = prompt + text
-        console.print("sample: ", style="bold", end="")
-        console.print(prompt, style="dim", end="")
-        say(" ".join(text.split()))
-        say("")
-    _next_steps(args, result, say)
-    return data
-
-
-def sample_text(args: Args, params: Any, dataset: Any) -> tuple[str, str]:
-    """(prompt, a few words after it), in bf16, drawn with the seed of the run."""
-    from halfbyte.evaluation import WRITING_RULES, Generator, LanguageModel, Sampling
-    from halfbyte.models import Context
-
-    mesh = params["embed"].sharding.mesh
-    context = Context(mesh=mesh if mesh.size > 1 else None, rules=WRITING_RULES)
-    model = LanguageModel(args.run.model, params, dataset.tokenizer(), context, args.run.seq or dataset.seq_len)
-    tokens = min(60, args.run.model.max_seq - len(model.tokenizer.encode("The", bos=True)))
-    found = Generator(model, Sampling(temperature=0.7, top_p=0.9)).write("The", max_tokens=tokens, seed=args.run.seed)
-    return found.prompt, found.text
-
-
-def _baselines(dataset: Any, result: "RunResult", say: Any) -> dict[str, float]:
-    from halfbyte.data import ngram_baselines
-
-    found = ngram_baselines(dataset)
-    reached = result.validation["all"]
-    say(f"validation loss, nats a token (lower is better), after {result.step} steps:")
-    say(f"  unigram model            {found['unigram']:.4f}")
-    say(f"  bigram model, back-off   {found['bigram']:.4f}")
-    say(
-        f"  this model               {reached:.4f}   "
-        f""
-        f"({found['unigram'] - reached:+.3f} against unigram, {found['bigram'] - reached:+.3f} against bigram)"
-    )
-    say("")
-    return found
-
-
-def _next_steps(args: Args, result: "RunResult", say: Any) -> None:
-    other = "bf16" if args.run.recipe != "bf16" else "nvfp4"
-    say(f"run directory: {result.directory} (config.json, manifest.json, metrics.jsonl, tensorboard/, checkpoints/)")
-    say("what to try next:")
-    say(f"  halfbyte train {args.run.name} --recipe {other}     the same run in {other}, to compare")
-    say(f'  halfbyte generate {result.directory} --prompt "..."')
-    say(f"  halfbyte train --run-dir {result.directory} --steps {2 * args.run.steps}     go on where this stopped")
-    prepare = f"--tokenizer bpe:{args.run.model.vocab_size} --seq-len {args.run.seq or 2048} --out DIR"
-    say(f"  halfbyte data prepare FILES {prepare} && halfbyte train {args.run.name} --data DIR     your own text")

@@ -24,18 +24,30 @@ CAVEAT = (
 )
 
 
-def write_run_page(directory: Path) -> Path:
-    """report.html of a run directory."""
+def write_run_page(directory: Path, *, sample: tuple[str, str] | None = None) -> Path:
+    """report.html of a run directory; `sample` is a prompt and what the model wrote after it."""
     config = jsonconfig.load(TrainConfig, directory / "config.json")
     manifest = read_json(directory / "manifest.json")
     curve = read_curve(directory, config.recipe)
     title = f"{config.name}: {config.model.name}, {config.recipe}, seed {config.seed}"
     path = directory / FILE
-    replace_file(path, page.html_page(title, sections(directory, title, config, manifest, curve)))
+    parts = sections(directory, title, config, manifest, curve, sample)
+    replace_file(path, page.html_page(title, parts))
     return path
 
 
-def sections(directory: Path, title: str, config: TrainConfig, manifest: Mapping[str, Any], curve: Curve) -> list[str]:
+def sample_section(sample: tuple[str, str] | None) -> str:
+    """What the model wrote, its prompt apart."""
+    if sample is None:
+        return ""
+    prompt, written = map(page.page.text, sample)
+    return page.section("Sample", f'<p class="sample"><span class="soft">{prompt}</span>{written}</p>')
+
+
+def sections(
+    directory: Path, title: str, config: TrainConfig, manifest: Mapping[str, Any], curve: Curve,
+    sample: tuple[str, str] | None,
+) -> list[str]:  # fmt: skip
     size = models.count_params(config.model)
     tokens = int(curve.tokens[-1])
     loss, _ = end_of(curve)
@@ -51,6 +63,7 @@ def sections(directory: Path, title: str, config: TrainConfig, manifest: Mapping
         f'<div class="verdict"><strong>{page.page.text(head)}</strong>{page.paragraph(scope, soft=True)}</div>',
         page.section("Curves", '<div class="figures">' + "".join(figures(curve)) + "</div>"),
         page.section("By source of text", source_table(curve)),
+        sample_section(sample),
         radar_section([{"name": config.recipe, "radar": probes(directory, config.seed)}]),
         page.section("Cost", cost_table(curve, dict(manifest))),
         page.section("Precision", precision(dict(manifest), config.recipe)),

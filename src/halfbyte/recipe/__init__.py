@@ -7,7 +7,7 @@ from halfbyte.recipe.blends import PARTS, blend
 from halfbyte.recipe.keys import layer_key, role_key, site_key, step_key
 from halfbyte.recipe.layers import ATTENTION, MLP, Policy, RecipeMap, Resolved, Rule, Segment, policy_names
 from halfbyte.recipe.operands import GEMMS, GRADIENTS, ROLES, WEIGHTS, OperandPolicy, Recipe, difference
-from halfbyte.recipe.own import pin, spell_recipe
+from halfbyte.recipe.own import is_own, pin, spell_recipe
 from halfbyte.recipe.presets import aliases, as_recipe, neighbour, recipe, recipe_names
 from halfbyte.recipe.rules import policy, read_policy, spell_policy
 
@@ -30,6 +30,7 @@ __all__ = [
     "as_recipe",
     "blend",
     "difference",
+    "is_own",
     "layer_key",
     "neighbour",
     "pin",

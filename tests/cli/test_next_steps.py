@@ -1,0 +1,121 @@
+"""What `train` prints to try next is true. Oracles: the config of the run that printed it, and the commands' own
+parsers."""
+
+import dataclasses
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import halfbyte as hb
+from halfbyte.cli import compare, data, generate, parity
+from halfbyte.cli.after_training import difference
+from halfbyte.cli.main import parse_flags
+from halfbyte.cli.next_steps import next_steps, program, quantizes
+from halfbyte.cli.train import parse, started_with
+from halfbyte.models import linear_sites
+from halfbyte.recipe import policy, recipe
+from halfbyte.train import TrainConfig, jsonconfig
+
+DEMO = hb.run_config("demo")
+
+
+def printed(run):
+    """The commands under `what to try next`, as a shell splits them, without the program."""
+    text = (run.parent / "stdout.txt").read_text(encoding="utf-8").partition("what to try next:\n")[2]
+    start = f"{sys.executable} -m halfbyte "
+    lines = [line.strip() for line in text.splitlines() if not line.strip().startswith("#")]
+    assert lines and all(line.startswith(start) for line in lines)
+    return [shlex.split(line.removeprefix(start)) for line in lines]
+
+
+def by_command(commands):
+    return {name: [words for first, *words in commands if first == name] for name in {words[0] for words in commands}}
+
+
+def test_what_a_run_prints_reproduces_it(tiny_run):
+    config = jsonconfig.load(TrainConfig, tiny_run / "config.json")
+    found = by_command(printed(tiny_run))
+    other, on, own = map(parse, found["train"])
+    assert other.run == dataclasses.replace(config, recipe="bf16") and other.run_dir == f"{tiny_run}-bf16"
+    assert on.run == dataclasses.replace(config, steps=8) and on.run_dir == str(tiny_run)
+    assert own.run == dataclasses.replace(config, data="data/own") and own.run_dir == ""
+    assert parse_flags("compare", compare, found["compare"][0]).runs == (f"{tiny_run}-bf16", str(tiny_run))
+    assert parse_flags("generate", generate, found["generate"][0]).run == str(tiny_run)
+    prepared = parse_flags("data", data, found["data"][0])
+    assert prepared.tokenizer == f"bpe:{config.model.vocab_size}" and prepared.out == own.run.data
+
+
+def test_the_parity_that_a_run_prints_compares_its_recipe_with_bf16(tiny_run):
+    (words,) = by_command(printed(tiny_run))["parity"]
+    plan, out = parity.make_plan(parse_flags("parity", parity, words))
+    config = jsonconfig.load(TrainConfig, tiny_run / "config.json")
+    made = {arm.kind: arm.configure(plan.base, 0).recipe for arm in plan.arms}
+    assert (made["baseline"], made["candidate"]) == ("bf16", "nvfp4") and len(plan.seeds) == 3
+    assert (plan.base.model, plan.base.data, plan.base.steps) == (config.model, config.data, config.steps)
+    assert out == Path(f"{tiny_run}-parity")
+
+
+def test_a_run_in_bf16_is_offered_in_nvfp4(tmp_path):
+    jsonconfig.save(dataclasses.replace(DEMO, recipe="bf16"), tmp_path / "config.json")
+    (train, pair), ((_, _, *flags),) = (step.commands for step in next_steps(parse_demo(tmp_path), tmp_path)[:2])
+    assert parse(list(train[1:])).run == DEMO
+    assert pair == ("compare", str(tmp_path), f"{tmp_path}-nvfp4")
+    assert flags[:4] == ["--baseline", "bf16", "--candidates", "nvfp4"]
+
+
+def parse_demo(folder):
+    return parse(["--config", str(folder / "config.json")]).run
+
+
+def test_rules_that_name_their_recipes_are_changed_too(tmp_path):
+    """`--recipe bf16` alone would leave them in 4 bits."""
+    rules = dataclasses.replace(DEMO, policy="mlp/*=nvfp4; layers[-1:]=bf16")
+    jsonconfig.save(rules, tmp_path / "config.json")
+    assert quantizes(rules, "bf16")
+    steps = next_steps(parse_demo(tmp_path), tmp_path)
+    plain = parse(list(steps[0].commands[0][1:])).run
+    sites = policy(plain.policy, recipe(plain.recipe)).resolve(linear_sites(plain.model), plain.model.layers)
+    assert not any(made.quantized for part in sites.segments for made in part.recipes.values())
+    assert dataclasses.replace(plain, recipe=rules.recipe, policy=rules.policy) == rules
+    plan, _ = parity.make_plan(parse_flags("parity", parity, list(steps[1].commands[0][1:])))
+    assert not quantizes(plan.arms[0].configure(plan.base, 0), "bf16")
+
+
+def test_a_recipe_without_a_name_is_branched(tmp_path):
+    own = dataclasses.replace(DEMO, recipe=dataclasses.replace(hb.recipe("nvfp4"), name="mine"))
+    ((words,),) = (step.commands for step in next_steps(own, tmp_path)[1:2])
+    args = parse_flags("parity", parity, list(words[1:]))
+    assert args.branch and args.model == str(tmp_path) and args.baseline == "bf16"
+
+
+def test_what_the_config_does_not_hold_is_carried_along(tmp_path):
+    args = parse(["demo", "--distributed.cpu-devices", "4", "--mesh", "fsdp=4", "--xla-flags", "none"])
+    jsonconfig.save(args.run, tmp_path / "config.json")
+    steps = next_steps(args.run, tmp_path, started=started_with(args))
+    again = parse(list(steps[0].commands[0][1:]))
+    assert (again.distributed, again.xla_flags) == (args.distributed, args.xla_flags)
+    assert again.run == dataclasses.replace(args.run, recipe="bf16")
+
+
+@pytest.mark.parametrize("on_path, wanted", [(True, "halfbyte"), (False, "bin/halfbyte")])
+def test_the_program_is_named_as_the_shell_finds_it(tmp_path, monkeypatch, on_path, wanted):
+    script = tmp_path / "bin" / "halfbyte"
+    script.parent.mkdir()
+    script.touch(mode=0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    monkeypatch.setenv("PATH", str(script.parent) if on_path else "")
+    assert program() == wanted
+
+
+def test_the_package_runs_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "halfbyte", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"halfbyte {hb.__version__}\n"
+
+
+def test_a_difference_reads_as_what_it_means():
+    assert difference(6.0775, 5.9529, "x") == "0.125 worse than x"
+    assert difference(3.9, 4.163, "x") == "0.263 better than x"
