@@ -43,14 +43,21 @@ def test_a_kept_operand_is_packed_as_the_definition_packs_it_and_loads_back() ->
 
 def test_a_weight_equals_the_definition() -> None:
     w = jax.random.normal(jax.random.key(1), (128, 256), jnp.float32)
-    found = PASSES.weight(w, NVFP4.fprop_w, axis=-2, key=None)
+    found = PASSES.weight(w, NVFP4.fprop_w, axis=-2, key=None, packed=False)
     expected = XLA.load(XLA.weight(w, NVFP4.fprop_w, axis=-2, key=None), NVFP4.fprop_w)
     assert same(found, expected)
 
 
+def test_a_weight_that_travels_is_packed_as_the_definition_packs_it_and_loads_back() -> None:
+    w = jax.random.normal(jax.random.key(1), (128, 256), jnp.float32).at[3, 5].set(-0.0)
+    a, b = (p.weight(w, NVFP4.fprop_w, axis=-2, key=None, packed=True) for p in (PASSES, XLA))
+    assert (a.packed == b.packed).all() and (a.scales == b.scales).all() and a.amax == b.amax
+    assert same(PASSES.load_weight(a, NVFP4.fprop_w), XLA.load_weight(b, NVFP4.fprop_w))
+
+
 def test_a_weight_is_made_again_from_its_master_and_its_scales() -> None:
     w = jax.random.normal(jax.random.key(1), (128, 256), jnp.float32)
-    made = QWeight(w, PASSES.weight(w, NVFP4.fprop_w, axis=-2, key=None), None, NVFP4)
+    made = QWeight(w, PASSES.weight(w, NVFP4.fprop_w, axis=-2, key=None, packed=False), None, NVFP4)
     kept = keep_weight(made, PASSES, kept="master", master=False)
     assert kept.anchor is w
     assert sum(leaf.size for leaf in jax.tree.leaves(kept) if leaf is not w) <= 9  # the scales, and one more float

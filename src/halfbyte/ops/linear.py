@@ -55,18 +55,18 @@ def plan_linear(
     It asks for all three GEMMs, or for fprop alone if the tokens cannot be blocked for wgrad (a decoder's single token,
     say).
     """
-    inputs, outputs = (n * size_of(axes) for n, axes in zip(w.shape, shards.stored, strict=True))
+    parts = size_of(shards.stored[0]), size_of(shards.stored[1])
     dtype = (w.anchor if isinstance(w, QWeight) else w).dtype.name
     problem = Problem(
         recipe,
         math.prod(x.shape[:-1]),
-        inputs,
-        outputs,
+        w.shape[0] * parts[0],
+        w.shape[1] * parts[1],
         target(),
         dtype=x.dtype.name,
         weight_dtype=dtype,
         sharded=sharded or several_devices(),
-        gathered=bool(axes_of(shards.stored)),
+        parts=parts,
     )
     if problem.unblockable() is not None:
         problem = dataclasses.replace(problem, training=False)
@@ -77,7 +77,8 @@ def quantized(plan: LinearPlan, w: Any, key: jax.Array | None) -> QWeight:
     """w as the plan's linear reads it; a QWeight as it is."""
     if isinstance(w, QWeight):
         return w
-    return quantize_part(w, plan.recipe, key, cut=plan.shards.w, passes=plan.choice.for_weight)
+    passes, packed = plan.choice.for_weight, plan.problem.gathered
+    return quantize_part(w, plan.recipe, key, cut=plan.shards.w, passes=passes, packed=packed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,12 +133,12 @@ class Linear:
         that makes y again reads it twice, and XLA does not find by itself that both gathers are the same.
         """
         if not shares_codes(self.plan.recipe) or isinstance(self.weight.fprop, EightBit):
-            return weight_operand(self.weight, role, self.plan.shards)
+            return weight_operand(self.weight, role, self.plan.shards, self.passes)
         return self._shared_weight
 
     @functools.cached_property
     def _shared_weight(self) -> Operand:
-        return weight_operand(self.weight, "fprop_w", self.plan.shards)
+        return weight_operand(self.weight, "fprop_w", self.plan.shards, self.passes)
 
     def _summed(
         self, gemm: Gemm, left: Operand, right: Operand, dtype: jnp.dtype, *, over: tuple[str, ...], cut: Cut

@@ -82,9 +82,12 @@ class Passes:
         raise AssertionError(f"the {self.name} passes hold no activation")
 
     def weight(
-        self, w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = ()
-    ) -> QuantizedWeight:
-        """A weight, quantized once and read by several GEMMs: packed codes, or what a kernel multiplies."""
+        self, w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),
+        packed: bool = True,
+    ) -> QuantizedWeight:  # fmt: skip
+        """A weight, quantized once and read by several GEMMs: what a kernel multiplies, or packed codes; always those
+        where `packed` says that the weight is to travel.
+        """
         made = quantize_operand(w, policy, axis=axis, key=key, cut=cut)
         assert not isinstance(made, Carrier), "a weight in bf16 is not quantized"
         return Packed.of(made.codes)
@@ -99,6 +102,10 @@ class Passes:
     def remake_weight(self, w: jax.Array, scales: WeightScales) -> QuantizedWeight:
         """The weight of which only scales were kept, bit for bit, from its master w."""
         raise AssertionError(f"the {self.name} passes keep their weights as they are")
+
+    def load_weight(self, codes: Packed, policy: OperandPolicy) -> Operand:
+        """Packed codes of a whole weight as an operand."""
+        return load(codes, policy)
 
     def load(self, kept: Kept, policy: OperandPolicy) -> Operand:
         """An operand that was kept, bit for bit."""

@@ -40,7 +40,17 @@ class Problem:
     dtype: str = "bfloat16"  # of the activations
     weight_dtype: str = "float32"  # of the master weight
     sharded: bool = False  # over more than one device, by the compiler
-    gathered: bool = False  # the weight is gathered before a GEMM reads it
+    parts: tuple[int, int] = (1, 1)  # of the inputs and outputs of the weight where it rests: gathered before a GEMM
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the weight is gathered before a GEMM reads it."""
+        return self.parts != (1, 1)
+
+    @property
+    def weight_part(self) -> tuple[int, int]:
+        """The shape of the weight where it rests."""
+        return self.inputs // self.parts[0], self.outputs // self.parts[1]
 
     @property
     def gemms(self) -> tuple[Gemm, ...]:

@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from halfbyte.formats import Packed, quantize
-from halfbyte.ops.operand import Carrier, EightBit, Operand, WeightScales, load, name_saved, quantize_operand
+from halfbyte.ops.operand import Carrier, EightBit, Operand, WeightScales, name_saved, quantize_operand
 from halfbyte.ops.passes import XLA, KeptWeight, Passes, QuantizedWeight
 from halfbyte.ops.shards import WHOLE, Cut, Shards, axes_of, cut_of, gather
 from halfbyte.recipe import OperandPolicy, Recipe, role_key
@@ -91,21 +91,22 @@ def weight_specs(weight: Any, spec: PartitionSpec) -> Any:
 
 def quantize_part(
     w: jax.Array, recipe: Recipe, key: jax.Array | None, *, cut: Cut = ((), ()), passes: Passes = XLA,
-    amax: jax.Array | None = None,
+    amax: jax.Array | None = None, packed: bool = True,
 ) -> QWeight:  # fmt: skip
-    """The weight, or one device's part of one that is `cut`, quantized by `passes`, or by the definition under a given
-    `amax`.
+    """The weight, or one device's part of one that is `cut`, quantized by `passes` (`packed`, where it is to travel),
+    or by the definition under a given `amax`.
     """
     constant = lax.stop_gradient(w)
-    given = (key, cut, passes, amax)
+    given = (key, cut, passes, amax, packed)
     fprop = _quantize(constant, recipe, "fprop_w", *given)
     dgrad = None if shares_codes(recipe) else _quantize(constant, recipe, "dgrad_w", *given)
     return QWeight(w, fprop, dgrad, recipe)
 
 
 def _quantize(
-    w: jax.Array, recipe: Recipe, role: str, key: jax.Array | None, cut: Cut, passes: Passes, amax: jax.Array | None
-) -> QuantizedWeight | None:
+    w: jax.Array, recipe: Recipe, role: str, key: jax.Array | None, cut: Cut, passes: Passes, amax: jax.Array | None,
+    packed: bool,
+) -> QuantizedWeight | None:  # fmt: skip
     policy: OperandPolicy = getattr(recipe, role)
     if not policy.format.quantized:
         return None
@@ -114,7 +115,7 @@ def _quantize(
     if amax is not None:  # kernels find a tensor's amax themselves
         made = Packed.of(quantize(w, policy.format, block=policy.block, axis=CONTRACTED[role], amax=amax))
     else:
-        made = passes.weight(w, policy, axis=CONTRACTED[role], key=role_bits, cut=cut)
+        made = passes.weight(w, policy, axis=CONTRACTED[role], key=role_bits, cut=cut, packed=packed)
     return name_saved(made) if isinstance(made, Packed) else made
 
 
@@ -147,8 +148,10 @@ def restore_weight(kept: QWeight, passes: Passes, *, after: jax.Array) -> QWeigh
     return dataclasses.replace(kept, fprop=restore(kept.fprop), dgrad=restore(kept.dgrad))
 
 
-def weight_operand(weight: QWeight, role: str, shards: Shards = WHOLE) -> Operand:
-    """The weight as the right operand of fprop or dgrad; where it is gathered, that happens here."""
+def weight_operand(weight: QWeight, role: str, shards: Shards = WHOLE, passes: Passes = XLA) -> Operand:
+    """The weight as the right operand of fprop or dgrad; where it is gathered, that happens here. `passes` read packed
+    codes.
+    """
     policy = getattr(weight.recipe, role)
     if not policy.format.quantized:
         narrow = quantize_operand(lax.stop_gradient(weight.anchor), policy, axis=CONTRACTED[role], key=None)
@@ -157,7 +160,8 @@ def weight_operand(weight: QWeight, role: str, shards: Shards = WHOLE) -> Operan
     assert codes is not None and not isinstance(codes, WeightScales), "restore a kept weight before a GEMM reads it"
     if isinstance(codes, Packed):
         scales = None if codes.scales is None else gather(codes.scales, shards.stored)
-        return load(dataclasses.replace(codes, packed=gather(codes.packed, shards.stored), scales=scales), policy)
+        whole = dataclasses.replace(codes, packed=gather(codes.packed, shards.stored), scales=scales)
+        return passes.load_weight(whole, policy)
     return _gathered(codes, role, shards) if axes_of(shards.stored) else codes
 
 

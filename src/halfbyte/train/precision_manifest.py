@@ -183,7 +183,7 @@ def _problem(site: models.GemmSite, chosen: Recipe, config: TrainConfig, device:
         site.n // tensor[1],
         device,
         dtype=config.precision.compute_dtype,
-        gathered=cut("embed") > 1 and "embed" in site.axes,
+        parts=(cut("embed") if inputs == "embed" else 1, cut("embed") if outputs == "embed" else 1),
     )
 
 

@@ -42,7 +42,7 @@ def linear(x, w, dy, key):
     dy_row, dy_column = K.tensor_scales(*K.maxima(dy))
     carriers = K.quantize(x, rows=K.Rowwise(x_row), columns=K.Columnwise(x_column, packed=True))
     gradients = K.quantize(dy, rows=K.Rowwise(dy_row, key), columns=K.Columnwise(dy_column, key))
-    return carriers[0], K.unpack(*carriers[1:]), K.quantize_weight(w, w_scale), gradients
+    return carriers[0], K.unpack(*carriers[1:]), K.quantize_weight(w, w_scale), K.pack_weight(w, w_scale), gradients
 
 
 def hidden(g, u, d, key):

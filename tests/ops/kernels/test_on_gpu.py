@@ -69,8 +69,11 @@ def test_operands(kind):
 def test_weight():
     w = data("wide").astype(np.float32) * np.float32(1.001)
     got = jax.jit(lambda w: K.quantize_weight(w, K.tensor_scale(K.weight_maxima(w))))(jnp.asarray(w))
-    want = oracle.quantize(w, np.abs(w).max(), axis=1, block2d=True)[2]
+    codes, scales, want = oracle.quantize(w, np.abs(w).max(), axis=1, block2d=True)
     np.testing.assert_array_equal(np.asarray(got).view(np.uint16), want.view(np.uint16))
+    packed = jax.jit(lambda w: K.pack_weight(w, K.tensor_scale(K.weight_maxima(w))))(jnp.asarray(w))
+    np.testing.assert_array_equal(packed[0], oracle.pack_tokens(codes))
+    np.testing.assert_array_equal(packed[1], scales)
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])

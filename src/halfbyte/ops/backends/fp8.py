@@ -197,8 +197,9 @@ class F8Passes(Passes):
         return tuple([_order(m, r) for r in requests] for m, requests in zip(pairs, (dg, du, h), strict=True))
 
     def weight(
-        self, w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = ()
-    ) -> EightBit:
+        self, w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),
+        packed: bool = True,
+    ) -> EightBit:  # fmt: skip
         """Both orders: W^T is what fprop reads, W what dgrad reads."""
         (top,) = whole_maxima([kernels.weight_maxima(w, interpret=self.interpret)], cut)
         scale, factor = self._scale(top, policy.format)

@@ -22,6 +22,7 @@ from halfbyte.ops.activation import SILU, Activation
 from halfbyte.ops.backends.backend import Backend
 from halfbyte.ops.gemms import DGRAD, FPROP, WGRAD, Gemm, result_shape
 from halfbyte.ops.kernels import Columnwise, Rowwise, Window
+from halfbyte.ops.kernels.layout import BLOCK
 from halfbyte.ops.kernels.matmul import unsupported as gemm_unsupported
 from halfbyte.ops.kernels.scale import AMAX, DECODE, GEMM, SIZE
 from halfbyte.ops.operand import SCALES, Carrier, Kept, Operand, WeightScales, gemm_factor, key_pair, name_saved
@@ -90,9 +91,7 @@ class FusedPasses(Passes):
             return f"its kernel makes nvfp4 2d rne, this is {policy}"
         if problem.weight_dtype != "float32":
             return f"its kernel reads float32 weights, got {problem.weight_dtype}"
-        if problem.gathered:
-            return "its kernel writes carriers, and a weight that is gathered travels as packed codes"
-        return kernels.unsupported(problem.inputs, problem.outputs)
+        return kernels.unsupported(*problem.weight_part)
 
     def unfused(self, activation: Activation, recipes: Sequence[Recipe]) -> str | None:
         if activation != SILU:
@@ -153,11 +152,23 @@ class FusedPasses(Passes):
         )
 
     def weight(
-        self, w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = ()
-    ) -> QuantizedWeight:
+        self, w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),
+        packed: bool = True,
+    ) -> QuantizedWeight:  # fmt: skip
         (tops,) = whole_maxima([kernels.weight_maxima(w, interpret=self.interpret)], cut)
         scale = name_saved(kernels.tensor_scale(tops, interpret=self.interpret), SCALES)
-        return self._weight(w, scale, policy)
+        if not packed:
+            return self._weight(w, scale, policy)
+        codes, scales = kernels.pack_weight(w, scale, interpret=self.interpret)
+        return Packed(codes, scales, scale[AMAX], scale[DECODE], policy.format, policy.block, axis)
+
+    def load_weight(self, codes: Packed, policy: OperandPolicy) -> Operand:
+        """The carrier of packed codes, by the kernel where it takes them."""
+        rows, columns = codes.packed.shape
+        if policy != WEIGHT or codes.axis != -2 or codes.scales is None or kernels.unsupported(2 * rows, columns):
+            return super().load_weight(codes, policy)
+        scales = jnp.repeat(codes.scales, BLOCK, axis=1)  # [inputs / 16, outputs / 16] -> [inputs / 16, outputs]
+        return Carrier(kernels.unpack(codes.packed, scales, interpret=self.interpret), gemm_factor(codes), policy)
 
     def _weight(self, w: jax.Array, scale: jax.Array, policy: OperandPolicy) -> Carrier:
         return Carrier(kernels.quantize_weight(w, scale, interpret=self.interpret), scale[GEMM], policy, scale)

@@ -6,7 +6,7 @@ from halfbyte.ops.kernels.layout import Tiling, unsupported
 from halfbyte.ops.kernels.matmul import GemmTiling, matmul
 from halfbyte.ops.kernels.nvfp4 import Columnwise, Rowwise, Window, maxima, quantize, unpack
 from halfbyte.ops.kernels.scale import amax_bits, scale_and_factor, tensor_scale, tensor_scales
-from halfbyte.ops.kernels.weights import quantize_weight, weight_maxima
+from halfbyte.ops.kernels.weights import pack_weight, quantize_weight, weight_maxima
 
 __all__ = [
     "Columnwise",
@@ -21,6 +21,7 @@ __all__ = [
     "forward_maxima",
     "matmul",
     "maxima",
+    "pack_weight",
     "quantize",
     "quantize_backward",
     "quantize_forward",

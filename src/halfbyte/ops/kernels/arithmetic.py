@@ -240,20 +240,28 @@ def amax_float(m: Any, rows: Sequence[Sequence[Any]]) -> Any:
     return functools.reduce(m.fmax_nan, [m.fabs(x) for row in rows for x in row])
 
 
-def quantize_square(m: Any, rows: Sequence[Sequence[Any]], mult: Any, dec: Any) -> list[list[Any]]:
-    """Carriers of float32 rows, one scale for each 16x16 tile, nearest."""
+def quantize_square(m: Any, rows: Sequence[Sequence[Any]], mult: Any, dec: Any, *, packed: bool) -> list[list[Any]]:
+    """Of 16 float32 rows, one scale for each 16x16 tile, nearest: 16 rows of carriers, or 8 rows of code bytes and one
+    of scale bytes, which repeats the tile's.
+    """
     top, bit = amax_float(m, rows), 8 // m.columns
     while bit:
         top, bit = m.fmax_nan(top, m.real(m.swap(top, bit))), bit // 2
-    value, _ = m.e4m3_decode(m.e4m3_encode(m.fmul(top, mult), 0.0))
-    encode, scale = encode_scale(m, value, dec), m.pack_exact(value, value)
-    out = []
-    for row in rows:
-        pairs = zip(row[::2], row[1::2], strict=True)
-        out.append([_square_pair(m, pair, encode, scale) for pair in pairs])
-    return out
-
-
-def _square_pair(m: Any, pair: Any, encode: Any, scale: Any) -> Any:
-    grid = round_scaled(m, (m.fmul(pair[0], encode), m.fmul(pair[1], encode)))
-    return carrier_pair(m, m.pack_exact(*pair), grid, scale)
+    largest = m.fmul(top, mult)
+    code = m.e4m3_encode(largest, largest)
+    value, _ = m.e4m3_decode(code)
+    encode = encode_scale(m, value, dec)
+    words = [[m.pack_exact(*pair) for pair in zip(row[::2], row[1::2], strict=True)] for row in rows]
+    grids = [
+        [round_scaled(m, (m.fmul(a, encode), m.fmul(b, encode))) for a, b in zip(row[::2], row[1::2], strict=True)]
+        for row in rows
+    ]
+    if not packed:
+        scale = m.pack_exact(value, value)
+        return [
+            [carrier_pair(m, w, g, scale) for w, g in zip(*row, strict=True)] for row in zip(words, grids, strict=True)
+        ]
+    nibbles = [[code_pair(m, w, g) for w, g in zip(*row, strict=True)] for row in zip(words, grids, strict=True)]
+    pairs = zip(nibbles[::2], nibbles[1::2], strict=True)
+    joined = [[m.or_(a, m.shl(b, 4)) for a, b in zip(*pair, strict=True)] for pair in pairs]
+    return [*(_bytes(m, row, 0x6420) for row in joined), [m.prmt(code, code, 0x1010)] * (m.columns // 4)]

@@ -1,10 +1,15 @@
 """The 2D quantization of a float32 weight [k, n], once a step: one scale for each 16x16 tile, nearest.
 
-One bf16 carrier serves FPROP and DGRAD, because W and its transpose share codes and scales.
+One bf16 carrier serves FPROP and DGRAD, because W and its transpose share codes and scales. A weight that travels is
+packed instead.
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from halfbyte.ops.kernels import arithmetic as q
 from halfbyte.ops.kernels import layout
@@ -36,20 +41,34 @@ def quantize_weight(
     w: jax.Array, scale: jax.Array, *, tiling: Tiling = WEIGHT_TILING, interpret: bool = False
 ) -> jax.Array:
     """bf16 carrier [k, n] of float32 w under the scales of `tensor_scale`."""
+    return _quantize(w, scale, [(BLOCK, jnp.bfloat16)], tiling, interpret, name="quantize_weight")[0]
+
+
+def pack_weight(
+    w: jax.Array, scale: jax.Array, *, tiling: Tiling = WEIGHT_TILING, interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """(uint8 codes [k / 2, n], two rows a byte; E4M3 scales [k / 16, n / 16]) of float32 w."""
+    outputs = [(BLOCK // 2, jnp.int8), (1, jnp.int8)]
+    codes, scales = _quantize(w, scale, outputs, tiling, interpret, name="pack_weight")
+    # [k / 16, n] -> [k / 16, n / 16]: the kernel repeats a tile's scale in each of its columns
+    return lax.bitcast_convert_type(codes, jnp.uint8), lax.bitcast_convert_type(scales[:, ::BLOCK], jnp.uint8)
+
+
+def _quantize(
+    w: jax.Array, scale: jax.Array, outputs: Sequence[tuple[int, Any]], tiling: Tiling, interpret: bool, *, name: str
+) -> list[jax.Array]:
     layout.check(w)
 
     def body(m, rows, given):
-        return q.quantize_square(m, rows, *given)
+        return q.quantize_square(m, rows, *given, packed=len(outputs) > 1)
 
     def kernel(_, arrays, refs, out_refs, __):
         tiles = [arrays[0][r] for r in range(BLOCK)]
         given = [refs[0][MULT], refs[0][DECODE]]
-        outputs = [jnp.bfloat16] * BLOCK
-        made = evaluate(body, tiles, given, outputs=outputs, columns=tiling.columns, interpret=interpret)
-        for r, tile in enumerate(made):
-            out_refs[0][r] = tile
+        dtypes = [dtype for count, dtype in outputs for _ in range(count)]
+        made = evaluate(body, tiles, given, outputs=dtypes, columns=tiling.columns, interpret=interpret)
+        places = [(ref, r) for ref, (count, _) in zip(out_refs, outputs, strict=True) for r in range(count)]
+        for (ref, r), tile in zip(places, made, strict=True):
+            ref[r] = tile
 
-    outputs = [(BLOCK, jnp.bfloat16)]
-    return layout.call(
-        kernel, [w], [scale], outputs=outputs, tiling=tiling, interpret=interpret, name="quantize_weight"
-    )[0]
+    return layout.call(kernel, [w], [scale], outputs=outputs, tiling=tiling, interpret=interpret, name=name)
