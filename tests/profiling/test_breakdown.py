@@ -78,12 +78,19 @@ def test_categories(name, expected):
         ("", "cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "attention"),
         ("", "ncclDevKernel_AllGather_RING_LL", "communication"),
         ("", "quantize_rows_columns_hadamard", "quantize"),
+        ("", "splitKreduce_kernel", "gemm"),
         ("", "MemcpyD2D", "other"),
         ("loop", "loop", None),
     ],
 )
 def test_events_are_placed_by_instruction_then_by_kernel(instruction, kernel, expected):
     assert Placer(read(PROGRAM))(Event(instruction, kernel, 0.0, 1.0)) == expected
+
+
+@pytest.mark.parametrize("module, expected", [("jit_step", "quantize"), ("jit_other", "other"), ("", "quantize")])
+def test_another_modules_instruction_of_the_same_name_is_not_this_programs(module, expected):
+    event = Event("fusion.1", "loop_floor_fusion", 0.0, 1.0, module=module)
+    assert Placer(read(PROGRAM))(event) == expected
 
 
 def test_merge():

@@ -50,12 +50,14 @@ def shares(busy: Mapping[str, list[Interval]], window: Interval) -> dict[str, fl
 
 @dataclass(frozen=True)
 class Event:
-    """Something that a device did: the HLO instruction if the trace names one, and the kernel's own name. Seconds."""
+    """Something that a device did: the HLO instruction and its module if the trace names them, and the kernel's own
+    name. Seconds."""
 
     instruction: str
     kernel: str
     start: float
     stop: float
+    module: str = ""
 
 
 def events_of(trace: Path) -> dict[str, list[Event]]:
@@ -75,8 +77,13 @@ def events_of(trace: Path) -> dict[str, list[Event]]:
                 if stream or ("hlo_op" in stats and not plane.name.startswith("/device:")):
                     device = plane.name if stream else f"{plane.name}:{stats.get('device_ordinal', 0)}"
                     span = (event.start_ns * 1e-9, (event.start_ns + event.duration_ns) * 1e-9)
-                    found.setdefault(device, []).append(Event(str(stats.get("hlo_op", "")), event.name, *span))
+                    named = (str(stats.get(stat, "")) for stat in ("hlo_op", "hlo_module"))
+                    found.setdefault(device, []).append(_event(*named, event.name, span))
     return found
+
+
+def _event(instruction: str, module: str, kernel: str, span: Interval) -> Event:
+    return Event(instruction, kernel, *span, module=module)
 
 
 def breakdown(trace: Path, program_text: str) -> dict[str, float]:
@@ -96,21 +103,25 @@ def breakdown(trace: Path, program_text: str) -> dict[str, float]:
 
 class Placer:
     """From an event to its category: by the instruction that the trace names, by the instruction that a kernel is
-    named after (XLA writes `fusion.3` as `fusion_3`), or by what libraries call their kernels."""
+    named after (XLA writes `fusion.3` as `fusion_3`), or by what libraries call their kernels. Every program has a
+    `fusion.3`: an event of another module is placed by its kernel alone."""
 
     def __init__(self, program: Program):
         self._program = program
         self._kernels = {_kernel_name(name): found for name, found in program.instructions.items()}
-        self._known: dict[tuple[str, str], str | None] = {}
+        self._known: dict[tuple[str, str, str], str | None] = {}
 
     def __call__(self, event: Event) -> str | None:
         """One of the program's categories; None for an event that only contains others."""
-        key = event.instruction, event.kernel
+        key = event.module, event.instruction, event.kernel
         if key not in self._known:
             self._known[key] = self._place(event)
         return self._known[key]
 
     def _place(self, event: Event) -> str | None:
+        module = event.module.partition("(")[0]  # some traces add the program's number
+        if module and self._program.name and module != self._program.name:
+            return category_of_name(event.kernel)
         named = self._program.instructions.get(event.instruction)
         if named is not None and named.opcode not in CONTAINERS:
             return category(self._program, named)

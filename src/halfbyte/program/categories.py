@@ -21,9 +21,11 @@ ORIGINS = (
     ("optimizer", re.compile(r"\boptim/|train/(?:step|scaling)\.py")),
 )
 """Category and what of an origin tells it, the first that fits. An origin is an operation's name and a source line."""
-GEMM_NAME = re.compile(r"cublas|blockScaledDot|gemm|matmul|onednn|nvjet|cutlass|xmma|ynn_fusion|\bdot\b", re.IGNORECASE)
+GEMM_NAME = re.compile(
+    r"cublas|blockScaledDot|gemm|matmul|onednn|nvjet|cutlass|xmma|splitK|ynn_fusion|\bdot\b", re.IGNORECASE
+)
 ATTENTION_NAME = re.compile(r"fmha|flash|attention|sdpa", re.IGNORECASE)
-QUANTIZE_NAME = re.compile(r"quantize|maxima|tensor_scale|swiglu|hadamard", re.IGNORECASE)
+QUANTIZE_NAME = re.compile(r"quantize|maxima|tensor_scale|swiglu|hadamard|unpack", re.IGNORECASE)
 COMMUNICATION_NAME = re.compile(r"nccl|^all-|^reduce-scatter|^collective-|nvshmem", re.IGNORECASE)
 
 

@@ -23,6 +23,7 @@ BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128} 
 CALLED = ("calls", "to_apply", "body", "condition", "called_computations", "branch_computations")
 
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\]")
+_MODULE = re.compile(r"^HloModule ([\w.\-]+)")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
 _LINE = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*)$")
 _CALLS = re.compile(rf"\b(?:{'|'.join(CALLED)})=(?:%?([\w.\-]+)|\{{([^}}]*)\}})")
@@ -100,11 +101,12 @@ class Instruction:
 
 @dataclass
 class Program:
-    """A compiled module: computations by name, each its instructions in the order in which they run."""
+    """A compiled module, by its name: computations by name, each its instructions in the order in which they run."""
 
     computations: dict[str, list[Instruction]] = field(default_factory=dict)
     entry: str = ""
     scheduled: bool = False
+    name: str = ""
 
     @cached_property
     def instructions(self) -> dict[str, Instruction]:
@@ -136,7 +138,8 @@ class Program:
 
 def read(text: str) -> Program:
     """The program of an HLO module's text. Raises Unreadable where a line or a type is not understood."""
-    program = Program(scheduled="is_scheduled=true" in text[: text.find("\n")])
+    module = _MODULE.match(text)
+    program = Program(scheduled="is_scheduled=true" in text[: text.find("\n")], name=module.group(1) if module else "")
     frames, computation = read_frames(text), ""
     for line in text.splitlines():
         if not line.startswith(" ") and (head := _HEAD.match(line)):
