@@ -130,13 +130,6 @@ def held(path: Path, *, wait: bool = False) -> Iterator[bool]:
         yield True
 
 
-def weight(job: Job) -> float:
-    """How long a run takes against others of the grid: its parameters, twice where GEMMs are quantized. A guess, to
-    decide whether one still fits."""
-    size, arm, _ = job
-    return without_embeddings(size) * (1.0 if arm.changes["recipe"] == "bf16" else 2.0)
-
-
 def command_run(args: argparse.Namespace) -> None:
     from halfbyte.train import open_source
 
@@ -147,19 +140,19 @@ def command_run(args: argparse.Namespace) -> None:
     out = Path(args.out)
     with held(out / "held" / "plan", wait=True):
         plans = {s: settle(out / s, plan_of(s, steps=steps, data=args.data)) for s in args.sizes}
-    slowest = 0.0  # seconds a unit of weight
+    slowest = dict.fromkeys(args.sizes, 0.0)  # seconds of a run, by size
     for job in jobs_of(plans):
         size, arm, seed = job
         with held(out / "held" / f"{size}-{arm.name}-{seed}") as mine:
             if not mine or finished(out, job, steps, tasks=args.tasks):
                 continue
-            if time.monotonic() + 1.2 * slowest * weight(job) > until:
+            if time.monotonic() + slowest[size] > until:
                 print(f"no time for {size} {arm.name} seed {seed}; the same command goes on", flush=True)
                 continue
             began = time.monotonic()
             if run_job(plans[size], out, job, args):
                 return
-            slowest = max(slowest, (time.monotonic() - began) / weight(job))
+            slowest[size] = max(slowest[size], time.monotonic() - began)
 
 
 def finished(out: Path, job: Job, steps: int, *, tasks: str) -> bool:
@@ -218,16 +211,16 @@ def command_collect(args: argparse.Namespace) -> None:
         found = json.loads(files["json"].read_text(encoding="utf-8"))
         found["evaluations"] = evaluations(folder)
         (into / f"{size}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        points += [point for arm in found["arms"] if (point := gap_point(size, arm))]
+        ratio = plan.base.steps * plan.base.batch * plan.base.seq / without_embeddings(size)
+        points += [point for arm in found["arms"] if (point := gap_point(size, arm, ratio))]
     (into / "gaps.json").write_text(json.dumps(fitted(points), indent=1) + "\n", encoding="utf-8")
 
 
-def gap_point(size: str, arm: dict[str, Any]) -> dict[str, Any] | None:
+def gap_point(size: str, arm: dict[str, Any], ratio: float) -> dict[str, Any] | None:
     if not arm["gaps"]:
         return None
-    values = list(arm["gaps"].values())
-    ratio = TOKENS / without_embeddings(size)
-    return {"size": size, "arm": arm["name"], "tokens_a_parameter": ratio, "gaps": values, "interval": arm["interval"]}
+    facts = {"size": size, "arm": arm["name"], "kind": arm["kind"], "tokens_a_parameter": ratio}
+    return {**facts, "gaps": list(arm["gaps"].values()), "interval": arm["interval"]}
 
 
 def fitted(points: list[dict[str, Any]]) -> dict[str, Any]:
@@ -245,14 +238,21 @@ def fitted(points: list[dict[str, Any]]) -> dict[str, Any]:
         error = None if line.covariance is None else float(np.sqrt(line.covariance[1][1]))
         half = None if error is None else t_quantile(0.95, line.freedom) * error
         bounds = None if half is None else [line.slope - half, line.slope + half]
-        lines[name] = {"a": line.intercept, "b": line.slope, "b_90": bounds}
+        covariance = None if line.covariance is None else np.asarray(line.covariance).tolist()
+        fit = {"covariance": covariance, "freedom": line.freedom, "runs": len(mine)}
+        lines[name] = {"a": line.intercept, "b": line.slope, "b_90": bounds, **fit}
     return {"unit": "% of the baseline's loss", "points": points, "lines": lines}
 
 
-def evaluations(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """arm/seed -> the rows of its evaluations."""
-    files = {f.parent: f.read_text().splitlines() for f in sorted(folder.glob("arms/*/seed-*/evaluations.jsonl"))}
-    return {f"{run.parent.name}/{run.name}": [json.loads(line) for line in lines] for run, lines in files.items()}
+def evaluations(folder: Path) -> dict[str, dict[str, Any]]:
+    """arm/seed -> task -> its metrics, each with its standard error."""
+    found: dict[str, dict[str, Any]] = {}
+    for file in sorted(folder.glob("arms/*/seed-*/evaluations.jsonl")):
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        found[f"{file.parent.parent.name}/{file.parent.name}"] = {
+            row["task"]: {"examples": row["examples"], "tokens": row["tokens"], **row["metrics"]} for row in rows
+        }
+    return found
 
 
 def main() -> None:

@@ -160,3 +160,13 @@ def test_an_array_without_its_file_list_is_still_verified(tmp_path):
     restored = Checkpoints(tmp_path / "checkpoints", say=lambda _: None).restore_latest(abstract(tree(20)))
     assert restored.step == 10
     assert np.all(jax.tree.leaves(jax.tree.map(lambda x: bool(jnp.all(jnp.isfinite(x))), restored.items)))
+
+
+def test_a_closed_event_loop_is_not_printed_and_everything_else_is(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    store.hush_late_writes()
+    store.hush_late_writes()
+    sys.excepthook(RuntimeError, RuntimeError("Event loop is closed"), None)
+    assert capsys.readouterr().err == ""
+    sys.excepthook(RuntimeError, RuntimeError("another"), None)
+    assert "another" in capsys.readouterr().err

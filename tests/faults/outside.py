@@ -62,14 +62,18 @@ class Trainer:
     count: int = field(default=0)
 
     def start(self, folder: Path, *flags: str, rank: int = 0, ranks: int = 1, port: int = 0, **options) -> Started:
-        """One process. `options`: stdout for the process."""
+        """One process of a run. `options`: stdout and cwd of the process."""
         words = ["train", "--config", str(self.config), "--run-dir", str(folder), "--compile-cache", str(self.cache)]
         words += ["--distributed.cpu-devices", str(2 // ranks), *self.flags]
         if ranks > 1:
             words += ["--distributed.coordinator", f"127.0.0.1:{port}", "--distributed.processes", str(ranks)]
             words += ["--distributed.process", str(rank), "--distributed.initialization-timeout-s", "60"]
+        return self.command(folder.name, *words, *flags, **options)
+
+    def command(self, name: str, *words: str, **options) -> Started:
+        """Any command of halfbyte, its output in a log under `name`."""
         self.count += 1
-        log = self.logs / f"{folder.name}-{self.count}.log"
+        log = self.logs / f"{name}-{self.count}.log"
         environ = {
             **os.environ,
             "PYTHONPATH": f"{SOURCE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
@@ -77,17 +81,22 @@ class Trainer:
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         }
         with open(log, "wb") as output:
-            target = options.get("stdout", output)
-            process = subprocess.Popen([*ENTRY, *words, *flags], env=environ, stdout=target, stderr=subprocess.STDOUT)
+            how = {"stdout": output, **options}
+            process = subprocess.Popen([*ENTRY, *words], env=environ, stderr=subprocess.STDOUT, **how)
         return Started(process, log)
 
-    def start_all(self, folder: Path, *flags: str, ranks: int, others: tuple[str, ...] = ()) -> list[Started]:
-        """Every rank; `others` are flags of the last one alone."""
+    def start_all(
+        self, folder: Path, *flags: str, ranks: int, others: tuple[str, ...] = (), homes: tuple[Path, ...] = ()
+    ) -> list[Started]:
+        """Every rank; `others` are flags of the last one alone, `homes` the working directory of each."""
         port = free_port()
         return [
-            self.start(folder, *flags, *(others if rank == ranks - 1 else ()), rank=rank, ranks=ranks, port=port)
+            self.start(
+                folder, *flags, *(others if rank == ranks - 1 else ()), rank=rank, ranks=ranks, port=port,
+                **({"cwd": homes[rank]} if homes else {}),
+            )
             for rank in range(ranks)
-        ]
+        ]  # fmt: skip
 
     def finish(self, folder: Path, *flags: str, ranks: int = 1) -> tuple[int, str]:
         """Run to the end; (exit code, output) of rank 0."""

@@ -22,7 +22,8 @@ FAMILIES = (
     "kill_during_a_step",
     "sigterm",
     "kill_one_rank",
-    "ranks_that_differ",
+    "ranks_with_another_rate",
+    "stop_one_rank",
     "flip_in_an_array",
     "flip_in_the_config",
 )

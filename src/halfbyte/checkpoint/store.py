@@ -9,6 +9,7 @@ storage is tried again and never taken for damage, and a failed write (a full di
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -58,6 +59,24 @@ def _warn(message: str) -> None:
     logging.getLogger("halfbyte.checkpoint").warning(message)
 
 
+def hush_late_writes() -> None:
+    """When one array cannot be written, Orbax gives the others up and closes its event loop; those that fail later find
+    it closed, and TensorStore prints a traceback for each. The failure is said once, by `Checkpoints`."""
+    if not isinstance(sys.excepthook, _WithoutClosedLoops):
+        sys.excepthook = _WithoutClosedLoops(sys.excepthook)
+
+
+@dataclass(frozen=True)
+class _WithoutClosedLoops:
+    """An excepthook that passes on everything but `Event loop is closed`."""
+
+    before: Callable[..., Any]
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if not (kind is RuntimeError and str(error) == "Event loop is closed"):
+            self.before(kind, error, trace)
+
+
 class Checkpoints:
     """The checkpoints under one directory: the last `keep_last`, and every `keep_every`-th step for good.
 
@@ -85,6 +104,7 @@ class Checkpoints:
 
     def _open(self) -> Any:
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # what fails is said here, in one line
+        hush_late_writes()
         return ocp.training.Checkpointer(
             self.directory,
             preservation_policy=ocp.training.preservation_policies.AnyPreservationPolicy(self._policies),

@@ -87,6 +87,7 @@ def run(args: Args) -> Result:
 
     if args.report:
         return finish(load(directory), directory, stopped=None)
+    check_validation(plan.base)
     plan = settle(directory, plan)
     say(describe(plan, directory))
     jobs = share(plan.jobs(), args.host) if args.host else plan.jobs()
@@ -175,6 +176,19 @@ def base_run(args: Args) -> "TrainConfig":
         validation=dataclasses.replace(base.validation, every=looks),
         checkpoint=dataclasses.replace(base.checkpoint, every=max(1, steps // 4), keep_last=1),
     )
+
+
+def check_validation(base: "TrainConfig") -> None:
+    """ValueError where there is nothing to compare: the outcome of a run is its validation loss."""
+    from halfbyte import data
+    from halfbyte.train import open_source
+
+    dataset = open_source(base).dataset
+    if dataset is not None and not data.validation_sources(dataset):
+        raise ValueError(
+            f"data {base.data}: it has no validation rows, and arms are compared by their validation loss; prepare it "
+            "with --val-fraction or --validation FILES"
+        )
 
 
 def steps_of(args: Args, base: "TrainConfig") -> int:

@@ -313,11 +313,11 @@ class Loop:
         evaluate = functools.partial(self.evaluate, self.state.params, self.state.seed)
         found = validate(self.session.source, self.mesh, evaluate)
         self.result.validation = found
-        by_source = {f"validation_loss/{name}": value for name, value in found.items() if name != "all"}
-        self._emit(finished, validation_loss=found["all"], **by_source)
+        names = {name: "validation_loss" if name == "all" else f"validation_loss/{name}" for name in found}
+        self._emit(finished, **{names[name]: value for name, value in found.items()})
         self.late.restart_clock()
         text = "  ".join(f"{name} {value:.4f}" for name, value in found.items() if name != "all" or len(found) > 2)
-        self._note(f"validation after step {self.step}: {text}")
+        self._note(f"validation after step {self.step}: {text or 'the data set has no validation rows'}")
 
     def _save(self) -> None:
         self._drain()  # a state whose numbers were not looked at is not worth keeping
