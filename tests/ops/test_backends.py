@@ -10,16 +10,18 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
-from checks import TOLERANCE, check_linear, tensors
+from checks import KEY, TOLERANCE, check_linear, matrix, rounded, tensors
 from instruments import quick
 from shapes import BLOCKS_OF_16, BLOCKS_OF_32
 
 import halfbyte as hb
 from halfbyte import devices, ops
-from halfbyte.formats import MXFP4
+from halfbyte.formats import MXFP4, MXFP8, untile_scales
 from halfbyte.ops.backends import BACKENDS, native
 from halfbyte.ops.backends.fused import FusedPasses
+from halfbyte.ops.passes import XLA
 
 CASES = [
     ("nvfp4", BLOCKS_OF_16[0], "float32"),
@@ -80,9 +82,7 @@ def test_fused_passes_in_interpret_mode(monkeypatch):
 
     The GEMM kernel has no interpreter: `carrier` multiplies.
     """
-    interpreted = dataclasses.replace(
-        BACKENDS["carrier"], name="fused", passes=InterpretedPasses(interpret=True)
-    )
+    interpreted = dataclasses.replace(BACKENDS["carrier"], name="fused", passes=InterpretedPasses(interpret=True))
     monkeypatch.setitem(BACKENDS, "fused", interpreted)
     x, w, dy = tensors(BLOCKS_OF_16[5], "bfloat16")
     check_linear(hb.recipe("nvfp4"), x, w, dy, backend="fused", compiler_options=quick)
@@ -104,16 +104,73 @@ def block_scaled_product(a, b, a_scales, b_scales, preferred_element_type):
     )
 
 
-@pytest.mark.parametrize("name, shape", [("nvfp4", BLOCKS_OF_16[4]), ("mxfp8", BLOCKS_OF_32[2])])
-def test_native_lays_out_its_operands_right(name, shape, monkeypatch):
-    """On any machine: with the block-scaled primitive replaced by its definition, `native` gives the oracle's GEMMs.
-
-    The float4 and float8 elements and scales that it hands over are decoded here, so a wrong transpose, nibble or scale
-    cannot cancel.
+def cudnn_call(a, b, *scales, dtype):
+    """What `__cudnn$blockScaledDot` means, by XLA's source: scales in tiles, and with a third one a product in the
+    result's type, of sums that are in it already.
     """
-    monkeypatch.setattr(jax.nn, "scaled_matmul", block_scaled_product)
+    compact = [
+        untile_scales(tiled.reshape(-1), rows.shape[1], rows.shape[2] // block)[None]
+        for rows, tiled, block in zip((a, b), scales, [16 if a.dtype == jnp.float4_e2m1fn else 32] * 2)
+    ]
+    sums = block_scaled_product(a, b, *compact, preferred_element_type=jnp.float32).astype(dtype)
+    return sums if len(scales) == 2 else sums * scales[2]
+
+
+LAID_OUT = [("nvfp4", BLOCKS_OF_16[4]), ("nvfp4", BLOCKS_OF_16[5]), ("mxfp8", BLOCKS_OF_32[2])]
+
+
+@pytest.mark.parametrize("name, shape", LAID_OUT)
+def test_native_lays_out_its_operands_right(name, shape, monkeypatch):
+    """On any machine: with cuDNN's call replaced by its definition, `native` gives the oracle's GEMMs.
+
+    The float4 and float8 elements and tiled scales that it hands over are decoded here, so a wrong transpose, nibble
+    or tile cannot cancel.
+    """
+    monkeypatch.setattr(native, "call", cudnn_call)
     with ops.compile_for(B200):
+        assert choose_native(name, shape).passes is not XLA
         check_linear(hb.recipe(name), *tensors(shape, "bfloat16"), backend="native", compiler_options=quick)
+
+
+@pytest.mark.parametrize("name, shape", [LAID_OUT[0], LAID_OUT[2]])
+def test_native_hands_scaled_matmul_the_right_operands(name, shape, monkeypatch):
+    """The same of the plain way: the one of Hopper, of old cuDNNs and of programs that the compiler cuts."""
+    monkeypatch.setattr(jax.nn, "scaled_matmul", block_scaled_product)
+    monkeypatch.setattr(native, "cudnn_version", lambda device: (9, 12, 0))
+    with ops.compile_for(B200):
+        assert choose_native(name, shape).passes is XLA
+        check_linear(hb.recipe(name), *tensors(shape, "bfloat16"), backend="native", compiler_options=quick)
+
+
+def choose_native(name, shape):
+    return ops.choose("native", problem(hb.recipe(name), shape, B200))
+
+
+def test_a_bfloat16_result_loses_no_bit_of_the_factor(monkeypatch):
+    """The power of two goes into the call and the rest onto its result: bf16(bf16(sums * 2^e) * m), to the bit."""
+    monkeypatch.setattr(native, "call", cudnn_call)
+    x, w, dy = tensors(BLOCKS_OF_16[4], "bfloat16")
+    with ops.compile_for(B200):
+        y = jax.jit(lambda x, w: hb.qdot(x, w, recipe=hb.recipe("nvfp4"), key=KEY, backend="native"))(x, w)
+    want = oracle.linear(matrix(x), matrix(w), np.asarray(dy).reshape(-1, w.shape[1]), hb.recipe("nvfp4"), KEY)["fprop"]
+    alpha = float(np.float32(want.left.decode) * np.float32(want.right.decode))
+    rest = np.float64(np.frexp(alpha)[0] * 2)
+    slack = TOLERANCE * want.bound
+    low, high = (rounded(rounded((want.result + s * slack) / rest, "bfloat16") * rest, "bfloat16") for s in (-1, 1))
+    got = matrix(y).astype(np.float64)
+    assert 1 < rest < 2 and ((low <= got) & (got <= high)).all()
+
+
+@pytest.mark.parametrize("factor", [1.0, 3.0, 2.0**-126, 1e-3, 7e-20, 0.0, 1e-45, np.inf, np.nan])
+def test_a_factor_is_split_without_loss(factor):
+    factor = jnp.float32(factor)
+    power, rest = jax.jit(native.power_and_rest)(factor)
+    assert float(power.astype(jnp.bfloat16)) == float(power) == 2.0 ** np.log2(float(power))
+    if np.float32(factor) >= np.finfo(np.float32).tiny and np.isfinite(factor):
+        assert 1 <= rest < 2 and np.float64(power) * np.float64(rest) == np.float64(factor)
+    else:
+        np.testing.assert_array_equal(*(np.asarray(a).view(np.uint32) for a in (rest, factor)))
+        assert power == 1
 
 
 def test_auto_is_native_exactly_where_the_device_trains_in_the_format():
@@ -135,7 +192,7 @@ def test_auto_is_native_exactly_where_the_device_trains_in_the_format():
 def test_auto_goes_by_the_unit_that_a_format_names():
     """A new name costs nothing, and a format without a unit is emulated on every device."""
     shape = BLOCKS_OF_32[2]
-    new = {"mine": dataclasses.replace(MXFP4, name="mine"), "odd": dataclasses.replace(MXFP4, name="odd", unit=None)}
+    new = {"mine": dataclasses.replace(MXFP8, name="mine"), "odd": dataclasses.replace(MXFP8, name="odd", unit=None)}
     recipes = {name: hb.Recipe(name, *[hb.OperandPolicy(format)] * 6) for name, format in new.items()}
     for device in ("h200", "b200"):
         chosen = {n: ops.choose("auto", problem(r, shape, devices.device(device))).name for n, r in recipes.items()}
@@ -156,6 +213,10 @@ def test_native_refuses_contractions_that_are_not_multiples_of_32(gemm, sizes):
 def test_native_says_which_formats_it_lacks():
     with pytest.raises(ValueError, match="fprop multiplies fp8 by fp8; block-scaled units take one block-scaled"):
         ops.choose("native", problem(hb.recipe("fp8"), BLOCKS_OF_16[4], B200))
+    # XLA's rewriter knows NVFP4 and MXFP8: a scaled_matmul of MXFP4 became a dequantized bfloat16 GEMM on Blackwell.
+    mxfp4 = hb.Recipe("mxfp4", *[hb.OperandPolicy(MXFP4)] * 6)
+    with pytest.raises(ValueError, match="fprop multiplies mxfp4, which cuDNN's block-scaled call does not take"):
+        ops.choose("native", problem(mxfp4, BLOCKS_OF_32[2], B200))
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="on a GPU native serves")

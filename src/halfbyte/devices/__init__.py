@@ -6,6 +6,7 @@ XLA on a machine that does not have one.
 """
 
 from halfbyte.devices.capability import native_inference, native_training
+from halfbyte.devices.cudnn import cudnn_version
 from halfbyte.devices.lookup import lookup
 from halfbyte.devices.platform import settle_platform
 from halfbyte.devices.table import DEVICES, Device, device
@@ -17,6 +18,7 @@ __all__ = [
     "UNITS",
     "Device",
     "Unit",
+    "cudnn_version",
     "device",
     "lookup",
     "native_inference",

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from halfbyte.formats import Packed
 from halfbyte.ops.backends import Choice, check_training, choose
 from halfbyte.ops.gemms import DGRAD, FPROP, WGRAD, Gemm, finish
 from halfbyte.ops.operand import EightBit, Operand
@@ -22,7 +23,16 @@ from halfbyte.ops.passes import Made, Passes, Request, request
 from halfbyte.ops.problem import Problem, target
 from halfbyte.ops.shards import WHOLE, Cut, Shards, axes_of, gather, scatter_sum, size_of
 from halfbyte.ops.surroundings import several_devices
-from halfbyte.ops.weight import QWeight, keep_weight, quantize_part, restore_weight, shares_codes, weight_operand
+from halfbyte.ops.weight import (
+    CONTRACTED,
+    QWeight,
+    gather_packed,
+    keep_weight,
+    quantize_part,
+    restore_weight,
+    shares_codes,
+    weight_operand,
+)
 from halfbyte.recipe import Recipe
 
 FLOAT32 = jnp.dtype(jnp.float32)
@@ -132,13 +142,20 @@ class Linear:
         """The weight as a GEMM's right operand, gathered once where fprop and dgrad read the same: a backward pass
         that makes y again reads it twice, and XLA does not find by itself that both gathers are the same.
         """
-        if not shares_codes(self.plan.recipe) or isinstance(self.weight.fprop, EightBit):
+        shared, fprop = shares_codes(self.plan.recipe), self.weight.fprop
+        if shared and isinstance(fprop, Packed) and not self.passes.one_weight:
+            return self.passes.load_weight(self._shared_codes, self.plan.recipe.fprop_w, axis=CONTRACTED[role])
+        if not shared or isinstance(fprop, EightBit):
             return weight_operand(self.weight, role, self.plan.shards, self.passes)
         return self._shared_weight
 
     @functools.cached_property
     def _shared_weight(self) -> Operand:
         return weight_operand(self.weight, "fprop_w", self.plan.shards, self.passes)
+
+    @functools.cached_property
+    def _shared_codes(self) -> Packed:
+        return gather_packed(self.weight.fprop, self.plan.shards)
 
     def _summed(
         self, gemm: Gemm, left: Operand, right: Operand, dtype: jnp.dtype, *, over: tuple[str, ...], cut: Cut

@@ -52,7 +52,7 @@ class Plan:
     def fused_passes(self) -> Passes | None:
         """The passes that hold the activation: those of all three linears, if they know it; else None."""
         passes = self.linears[0].choice.passes
-        alone = len({plan.choice.name for plan in self.linears}) == 1
+        alone = all(plan.choice.passes is passes for plan in self.linears)
         unfused = passes.unfused(self.activation, [plan.recipe for plan in self.linears])
         return passes if alone and unfused is None else None
 

@@ -10,10 +10,12 @@ whole tensor, which multiplies the GEMM's float32 sums:
 | `Carrier`   | element x block scale, exact in bfloat16                 | kernels; bf16 tensors         |
 | `Quantized` | the same numbers, and the codes and scales they stand for | the definition                |
 | `EightBit`  | 8-bit codes, as the tensor lies, transposed, or both     | FP8 kernels                   |
+| `BlockScaled` | packed codes with the contraction last, scales in tiles | native kernels                |
 """
 
 import dataclasses
 import functools
+import math
 from typing import ClassVar, TypeVar
 
 import jax
@@ -21,15 +23,26 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from halfbyte.formats import Packed, QTensor, amax_of, key_words, random_bytes, store, to_grid, transform_runs
+from halfbyte.formats import (
+    Packed,
+    QTensor,
+    amax_of,
+    key_words,
+    random_bytes,
+    store,
+    to_grid,
+    transform_runs,
+    unpack,
+    untile_scales,
+)
 from halfbyte.formats.bits import round_bfloat16
+from halfbyte.formats.elements import decode
+from halfbyte.formats.qtensor import scale_values
 from halfbyte.ops.shards import Cut, axes_of, largest, offsets, whole_shape
 from halfbyte.recipe import OperandPolicy
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["array", "factor", "vector"], meta_fields=["policy"]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array", "factor", "vector"], meta_fields=["policy"])
 @dataclasses.dataclass(frozen=True)
 class Carrier:
     """`array` float32 or bfloat16; `factor` float32 scalar, None for 1.
@@ -86,6 +99,48 @@ class EightBit:
         return self.transposed.T  # [features, tokens] -> [tokens, features]
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["codes", "scales", "factor"],
+    meta_fields=["policy", "shape", "axis"],
+)
+@dataclasses.dataclass(frozen=True)
+class BlockScaled:
+    """What a block-scaled unit reads of a tensor of `shape`, contracted along its features (`axis` -1) or along all
+    its other dims (-2).
+
+    `codes` uint8 [rows, contraction], two 4-bit ones a byte, the even index in the low nibble; `scales` uint8, those of
+    a row's blocks, flat, as `formats.tile_scales` tiles them. It is kept for the backward pass as it is.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    factor: jax.Array | None
+    policy: OperandPolicy
+    shape: tuple[int, ...]
+    axis: int
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The dims that are not contracted."""
+        return self.shape[:-1] if self.axis == -1 else self.shape[-1:]
+
+    @property
+    def contraction(self) -> int:
+        """How many numbers a row has."""
+        return math.prod(self.shape) // math.prod(self.rows)
+
+    def values(self) -> jax.Array:
+        """The numbers that are multiplied, as the tensor lies."""
+        fmt, rows = self.policy.format, math.prod(self.rows)
+        assert fmt.element is not None and fmt.block is not None
+        codes = unpack(self.codes) if fmt.element.bits == 4 else self.codes
+        scales = untile_scales(self.scales, rows, self.contraction // fmt.block)
+        # [rows, contraction] -> the tensor's own order
+        matrix = decode(fmt.element, codes) * jnp.repeat(scale_values(scales, fmt), fmt.block, axis=-1)
+        return (matrix if self.axis == -1 else matrix.T).reshape(self.shape)
+
+
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["vector"], meta_fields=["policy"])
 @dataclasses.dataclass(frozen=True)
 class WeightScales:
@@ -95,8 +150,9 @@ class WeightScales:
     policy: OperandPolicy
 
 
-Operand = Carrier | Quantized | EightBit
-Kept = Packed | EightBit | jax.Array  # until the backward pass: packed codes, 8-bit codes, the bfloat16 tensor itself
+Operand = Carrier | Quantized | EightBit | BlockScaled
+# Until the backward pass: packed codes, 8-bit codes, what a block-scaled unit reads, the bfloat16 tensor itself.
+Kept = Packed | EightBit | BlockScaled | jax.Array
 _Tree = TypeVar("_Tree")
 SAVED = "quantized"  # the checkpoint name of packed residuals: a remat policy may save them by it
 SCALES = "scales"  # of the scales of a tensor or the statistics of a row: a few bytes that spare a pass over the tensor
@@ -195,7 +251,7 @@ def name_saved(kept: _Tree, name: str = SAVED) -> _Tree:
 
 def load(kept: Kept, policy: OperandPolicy) -> Operand:
     """The operand of `keep`, bit for bit."""
-    if isinstance(kept, EightBit):
+    if isinstance(kept, EightBit | BlockScaled):
         return kept
     if not isinstance(kept, Packed):
         return Carrier(kept, None, policy)

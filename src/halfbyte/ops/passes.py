@@ -52,6 +52,7 @@ class Passes:
     """The definition of every pass, in plain JAX."""
 
     name = "xla"
+    one_weight = True  # one operand of a weight serves fprop and dgrad, where they share its codes
 
     def unsupported(self, problem: Problem) -> str | None:
         """Why these passes cannot make the operands of x and dy, or None."""
@@ -103,8 +104,8 @@ class Passes:
         """The weight of which only scales were kept, bit for bit, from its master w."""
         raise AssertionError(f"the {self.name} passes keep their weights as they are")
 
-    def load_weight(self, codes: Packed, policy: OperandPolicy) -> Operand:
-        """Packed codes of a whole weight as an operand."""
+    def load_weight(self, codes: Packed, policy: OperandPolicy, *, axis: int) -> Operand:
+        """Packed codes of a whole weight as the operand of a GEMM that sums over `axis`."""
         return load(codes, policy)
 
     def load(self, kept: Kept, policy: OperandPolicy) -> Operand:

@@ -28,9 +28,7 @@ CONTRACTED = {"fprop_w": -2, "dgrad_w": -1}  # the axis of W [inputs, outputs] t
 WEIGHTS_KEPT = ("master", "codes")
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["anchor", "fprop", "dgrad"], meta_fields=["recipe"]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["anchor", "fprop", "dgrad"], meta_fields=["recipe"])
 @dataclasses.dataclass(frozen=True)
 class QWeight:
     """Codes for fprop and for dgrad (None: not quantized, or dgrad shares those of fprop).
@@ -152,17 +150,21 @@ def weight_operand(weight: QWeight, role: str, shards: Shards = WHOLE, passes: P
     """The weight as the right operand of fprop or dgrad; where it is gathered, that happens here. `passes` read packed
     codes.
     """
-    policy = getattr(weight.recipe, role)
+    policy, axis = getattr(weight.recipe, role), CONTRACTED[role]
     if not policy.format.quantized:
-        narrow = quantize_operand(lax.stop_gradient(weight.anchor), policy, axis=CONTRACTED[role], key=None)
+        narrow = quantize_operand(lax.stop_gradient(weight.anchor), policy, axis=axis, key=None)
         return dataclasses.replace(narrow, array=gather(narrow.array, shards.stored))
     codes = weight.fprop if role == "fprop_w" or weight.dgrad is None else weight.dgrad
     assert codes is not None and not isinstance(codes, WeightScales), "restore a kept weight before a GEMM reads it"
     if isinstance(codes, Packed):
-        scales = None if codes.scales is None else gather(codes.scales, shards.stored)
-        whole = dataclasses.replace(codes, packed=gather(codes.packed, shards.stored), scales=scales)
-        return passes.load_weight(whole, policy)
+        return passes.load_weight(gather_packed(codes, shards), policy, axis=axis)
     return _gathered(codes, role, shards) if axes_of(shards.stored) else codes
+
+
+def gather_packed(codes: Packed, shards: Shards) -> Packed:
+    """The codes of a whole weight."""
+    scales = None if codes.scales is None else gather(codes.scales, shards.stored)
+    return dataclasses.replace(codes, packed=gather(codes.packed, shards.stored), scales=scales)
 
 
 def _gathered(codes: Carrier | EightBit, role: str, shards: Shards) -> Operand:

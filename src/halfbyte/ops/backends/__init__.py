@@ -21,18 +21,14 @@ BACKENDS = {module.BACKEND.name: module.BACKEND for module in (reference, carrie
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Who serves one linear: backend `name` makes its operands, `multipliers` (GEMM, backend) multiply them, and
-    `weight_passes` quantize the weight: the backend's own, or `xla`.
+    """Who serves one linear: `passes` of backend `name` make its operands of x and dy, `multipliers` (GEMM, backend)
+    multiply them, and `weight_passes` quantize the weight: the same passes, or `xla`.
     """
 
     name: str
     multipliers: tuple[tuple[str, str], ...]
     weight_passes: str = XLA.name
-
-    @property
-    def passes(self) -> Passes:
-        """What makes the operands of x and dy."""
-        return BACKENDS[self.name].passes
+    passes: Passes = XLA
 
     @property
     def for_weight(self) -> Passes:
@@ -71,9 +67,10 @@ def _choice(backend: Backend, problem: Problem) -> Choice:
     def multiplies(gemm: Gemm) -> str:
         return backend.name if backend.unsupported(problem, gemm) is None else carrier.BACKEND.name
 
-    reasons = [backend.passes.weight_unsupported(problem, getattr(problem.recipe, role)) for role in WEIGHTS]
-    weight_passes = XLA.name if any(reasons) else backend.passes.name
-    return Choice(backend.name, tuple((gemm.name, multiplies(gemm)) for gemm in problem.gemms), weight_passes)
+    passes = backend.maker(problem)
+    reasons = [passes.weight_unsupported(problem, getattr(problem.recipe, role)) for role in WEIGHTS]
+    weight_passes = XLA.name if any(reasons) else passes.name
+    return Choice(backend.name, tuple((gemm.name, multiplies(gemm)) for gemm in problem.gemms), weight_passes, passes)
 
 
 def _reason(backend: Backend, problem: Problem) -> str | None:
@@ -86,11 +83,13 @@ def _reason(backend: Backend, problem: Problem) -> str | None:
 
 def passed_over(problem: Problem, chosen: str) -> dict[str, str]:
     """Faster backend -> why it does not serve this problem, for those of its formats that `auto` would have preferred
-    to `chosen`.
+    to `chosen`; and why the passes of `chosen` itself leave its operands to XLA, if they do.
     """
     preferred = PREFERENCE[: PREFERENCE.index(chosen)] if chosen in PREFERENCE else PREFERENCE[:-1]
     fitting = [BACKENDS[name] for name in preferred if BACKENDS[name].foreign(problem.recipe) is None]
-    return {backend.name: reason for backend in fitting if (reason := _reason(backend, problem)) is not None}
+    found = {backend.name: reason for backend in fitting if (reason := _reason(backend, problem)) is not None}
+    own = BACKENDS[chosen].passes.unsupported(problem)
+    return found if own is None else found | {f"{chosen} kernels": own}
 
 
 def check_training(problem: Problem) -> None:

@@ -24,7 +24,8 @@ class Backend:
 
     The rest has defaults. `foreign(recipe)` says why its formats are not this recipe's. `pays(problem, gemm)`: whether
     `auto` should want it where it can serve. `shares_gemms`: where it cannot multiply, `carrier` may, over operands of
-    its passes. A program that it takes part in is compiled with `compiler_options`, traced inside `tracing()`, and
+    its passes. `plainer` are passes that make its operands where `passes` cannot: it serves if one of them can. A
+    program that it takes part in is compiled with `compiler_options`, traced inside `tracing()`, and
     read by `strays(lowered, compiled)`, JAX's two stages: lines that should not be there.
     """
 
@@ -32,6 +33,7 @@ class Backend:
     unsupported: Callable[[Problem, Gemm], str | None]
     gemm: Multiply
     passes: Passes = XLA
+    plainer: tuple[Passes, ...] = ()
     foreign: Callable[[Recipe], str | None] = lambda recipe: None
     pays: Callable[[Problem, Gemm], bool] = lambda problem, gemm: True
     shares_gemms: bool = False
@@ -41,8 +43,13 @@ class Backend:
 
     def unable(self, problem: Problem) -> str | None:
         """Why it does not serve the problem, or None: its formats, its passes, or a quantized GEMM that is its own."""
-        reason = self.foreign(problem.recipe) or self.passes.unsupported(problem)
+        reasons = [passes.unsupported(problem) for passes in (self.passes, *self.plainer)]
+        reason = self.foreign(problem.recipe) or (reasons[0] if all(reasons) else None)
         if reason is not None or self.shares_gemms:
             return reason
-        reasons = (self.unsupported(problem, gemm) for gemm in problem.quantized_gemms)
-        return next((found for found in reasons if found is not None), None)
+        unsupported = (self.unsupported(problem, gemm) for gemm in problem.quantized_gemms)
+        return next((found for found in unsupported if found is not None), None)
+
+    def maker(self, problem: Problem) -> Passes:
+        """The first of its passes that can make the operands of x and dy."""
+        return next(p for p in (self.passes, *self.plainer) if p.unsupported(problem) is None)

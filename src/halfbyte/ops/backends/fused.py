@@ -162,11 +162,11 @@ class FusedPasses(Passes):
         codes, scales = kernels.pack_weight(w, scale, interpret=self.interpret)
         return Packed(codes, scales, scale[AMAX], scale[DECODE], policy.format, policy.block, axis)
 
-    def load_weight(self, codes: Packed, policy: OperandPolicy) -> Operand:
+    def load_weight(self, codes: Packed, policy: OperandPolicy, *, axis: int) -> Operand:
         """The carrier of packed codes, by the kernel where it takes them."""
         rows, columns = codes.packed.shape
         if policy != WEIGHT or codes.axis != -2 or codes.scales is None or kernels.unsupported(2 * rows, columns):
-            return super().load_weight(codes, policy)
+            return super().load_weight(codes, policy, axis=axis)
         scales = jnp.repeat(codes.scales, BLOCK, axis=1)  # [inputs / 16, outputs / 16] -> [inputs / 16, outputs]
         return Carrier(kernels.unpack(codes.packed, scales, interpret=self.interpret), gemm_factor(codes), policy)
 

@@ -1,23 +1,51 @@
-"""`native`: block-scaled FP4 and FP8 tensor cores, through `jax.nn.scaled_matmul`.
+"""`native`: block-scaled FP4 and FP8 tensor cores, through cuDNN's block-scaled GEMM.
 
-Codes go in as float4_e2m1fn with their E4M3 scales (or as MX formats with E8M0), and on Blackwell each GEMM becomes one
-`__cudnn$blockScaledDot`. On older NVIDIA GPUs XLA dequantizes and calls a bfloat16 GEMM: right, but slower than
-`carrier`. The tensor factors multiply the float32 result.
+XLA calls it `__cudnn$blockScaledDot`: codes with the contraction last, block scales in tiles of 128x4, and one more
+operand that multiplies the result, all in one kernel. There are two ways to it:
+
+- **our own call**, over `BlockScaled` operands: what our passes wrote is what cuDNN reads, nothing in between.
+- **`jax.nn.scaled_matmul`**, over `Quantized` ones, where the compiler lays the program out over several devices (it
+  knows how to cut that one), where cuDNN is older than 9.13, and on GPUs without such units, where XLA dequantizes.
+  XLA tiles the scales, writes float32 sums, and a second pass multiplies and rounds them.
+
+The factor. With a bfloat16 result cuDNN's global scale is a bfloat16 number, and so is what it multiplies: a float32
+alpha would be rounded to 8 bits, and the sums twice. So the call is given alpha's power of two, which is exact
+wherever it is applied, and the rest of alpha, in [1, 2), multiplies the rounded result in float32:
+
+    y = bf16(bf16(sums * 2^e) * m),   alpha = 2^e * m
+
+No bit of alpha is lost; y is rounded twice. With a float32 result (wgrad) alpha goes in whole, and nothing is rounded.
 """
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from halfbyte.devices import native_training
-from halfbyte.formats import QTensor
+from halfbyte.devices import cudnn_version, native_training
+from halfbyte.formats import BlockFormat, Packed, QTensor, pack, tile_scales
 from halfbyte.ops.backends.backend import Backend
 from halfbyte.ops.gemms import Gemm, alpha, contraction_last, finish, result_shape
-from halfbyte.ops.operand import Operand, Quantized
-from halfbyte.ops.problem import Problem
-from halfbyte.recipe import Recipe
+from halfbyte.ops.operand import BlockScaled, Kept, Operand, Quantized, gemm_factor, keep, name_saved
+from halfbyte.ops.passes import XLA, Made, Passes, Request
+from halfbyte.ops.problem import Problem, target
+from halfbyte.recipe import OperandPolicy, Recipe
 
 MULTIPLE = 32  # compilation does not check it; execution needs it
+TARGET = "__cudnn$blockScaledDot"
+GLOBAL_SCALE = (9, 13, 0)  # the first cuDNN that applies it; earlier ones compile the call and leave it out
+SCOPE = "block_scaled_call"  # the name that native GEMMs carry in a compiled program
+TILE = 128  # rows of operands come in whole tiles
+KNOWN = (  # (element, scale, block) that XLA's call takes; it dequantizes others
+    ("float4_e2m1fn", "float8_e4m3fn", 16),
+    ("float8_e4m3fn", "float8_e8m0fnu", 32),
+    ("float8_e5m2", "float8_e8m0fnu", 32),
+)
 
 
 def foreign(recipe: Recipe) -> str | None:
@@ -26,15 +54,23 @@ def foreign(recipe: Recipe) -> str | None:
 
 
 def unsupported(problem: Problem, gemm: Gemm) -> str | None:
-    """Needs an NVIDIA GPU, a block-scaled format on both sides, and a contraction that is a multiple of 32."""
+    """Needs an NVIDIA GPU, formats that cuDNN's call knows, and a contraction that is a multiple of 32."""
     if problem.device.capability is None:
         name = problem.device.name
         return f"jax.nn.scaled_matmul has no implementation for {name}; it needs an NVIDIA GPU (use carrier)"
     left, right = (getattr(problem.recipe, role).format for role in gemm.roles)
     if left.unit is None or left.block is None or left.unit != right.unit:
         return f"{gemm} multiplies {left} by {right}; block-scaled units take one block-scaled format on both sides"
+    unknown = [fmt for fmt in (left, right) if not _known(fmt)]
+    if unknown:
+        return f"{gemm} multiplies {unknown[0]}, which cuDNN's block-scaled call does not take: XLA would dequantize it"
     size = problem.contraction(gemm)
     return f"{gemm} sums over {size}, and block-scaled units need a multiple of {MULTIPLE}" if size % MULTIPLE else None
+
+
+def _known(fmt: BlockFormat) -> bool:
+    assert fmt.element is not None and fmt.scale_dtype is not None
+    return (jnp.dtype(fmt.element.dtype).name, jnp.dtype(fmt.scale_dtype).name, fmt.block) in KNOWN
 
 
 def pays(problem: Problem, gemm: Gemm) -> bool:
@@ -43,26 +79,158 @@ def pays(problem: Problem, gemm: Gemm) -> bool:
 
 
 def multiply(gemm: Gemm, left: Operand, right: Operand, dtype: jnp.dtype) -> jax.Array:
-    """Exact products, float32 sums, the operands' factors, one rounding to `dtype`."""
+    """Exact products, float32 sums, the operands' factors."""
+    if isinstance(left, BlockScaled) and isinstance(right, BlockScaled):
+        return _scaled(left, right, dtype)
     assert isinstance(left, Quantized) and isinstance(right, Quantized), "block-scaled units read codes"
     axes = gemm.axes(left.codes.codes.ndim)
-    (a, a_scales), (b, b_scales) = (_rows(o.codes, summed) for o, summed in zip((left, right), axes, strict=True))
-    y = jax.nn.scaled_matmul(a, b, a_scales, b_scales, preferred_element_type=jnp.float32)
+    (a, a_scales), (b, b_scales) = (_elements(o.codes, summed) for o, summed in zip((left, right), axes, strict=True))
+    with jax.named_scope(SCOPE):
+        y = jax.nn.scaled_matmul(a, b, a_scales, b_scales, preferred_element_type=jnp.float32)
     y = y.reshape(result_shape(left.codes.shape, right.codes.shape, axes))  # [1, rows, columns] -> [free dims of both]
     return finish(y, alpha(left, right), dtype)
 
 
-def _rows(tensor: QTensor, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+def _scaled(left: BlockScaled, right: BlockScaled, dtype: jnp.dtype) -> jax.Array:
+    """The product of two operands with their factors, as the module says."""
+    factor = alpha(left, right)
+    if factor is None or dtype == jnp.float32:
+        return block_scaled_dot(left, right, factor, dtype)
+    power, rest = power_and_rest(factor)
+    return finish(block_scaled_dot(left, right, power, dtype).astype(jnp.float32), rest, dtype)
+
+
+def power_and_rest(factor: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(2^e, m) with factor = 2^e * m and m in [1, 2), float32, by integers; (1, factor) for zero, subnormal and
+    non-finite ones.
+    """
+    bits = lax.bitcast_convert_type(factor, jnp.uint32)
+    exponent = bits & jnp.uint32(0x7F80_0000)
+    normal = (exponent != 0) & (exponent != jnp.uint32(0x7F80_0000))
+    power = lax.bitcast_convert_type(exponent, jnp.float32)
+    rest = lax.bitcast_convert_type((bits & jnp.uint32(0x807F_FFFF)) | jnp.uint32(0x3F80_0000), jnp.float32)
+    return jnp.where(normal, power, jnp.float32(1)), jnp.where(normal, rest, factor)
+
+
+def block_scaled_dot(left: BlockScaled, right: BlockScaled, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+    """[rows of left, rows of right]: float32 sums times `scale`, which `dtype` must hold exactly, in `dtype`."""
+    m, n = math.prod(left.rows), math.prod(right.rows)
+    (a, a_scales), (b, b_scales) = (_side(operand) for operand in (left, right))
+    y = call(a, b, a_scales, b_scales, *(() if scale is None else (scale.astype(dtype),)), dtype=dtype)
+    return y[0, :m, :n].reshape(*left.rows, *right.rows)
+
+
+@jax.named_scope(SCOPE)
+def call(a: jax.Array, b: jax.Array, *scales: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """cuDNN's call over [1, rows, contraction] elements, with the tiled scales of both and a scalar for the result."""
+    shape = (1, a.shape[1], b.shape[1])
+    # The second result is cuDNN's workspace, whose size XLA sets.
+    results = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((0,), jnp.uint8)
+    y: jax.Array = jax.ffi.ffi_call(TARGET, results, vmap_method="sequential", custom_call_api_version=1)(
+        a, b, *scales
+    )[0]
+    return y
+
+
+def _side(operand: BlockScaled) -> tuple[jax.Array, jax.Array]:
+    """([1, rows, contraction] elements, [1, rows, blocks] scales in tiles), rows in whole tiles."""
+    fmt = operand.policy.format
+    assert fmt.element is not None and fmt.scale_dtype is not None
+    codes = jnp.pad(operand.codes, ((0, -operand.codes.shape[0] % TILE), (0, 0)))
+    # [rows, bytes] -> [rows, bytes, 2] where two codes share a byte -> [1, rows, contraction]
+    elements = lax.bitcast_convert_type(codes, fmt.element.dtype).reshape(1, codes.shape[0], operand.contraction)
+    return elements, lax.bitcast_convert_type(operand.scales, fmt.scale_dtype).reshape(1, codes.shape[0], -1)
+
+
+def _elements(tensor: QTensor, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     """([1, rows, contraction] elements, [1, rows, contraction / block] scales)."""
-    element, block = tensor.format.element, tensor.format.block
-    assert tensor.scales is not None and element is not None and block is not None
-    scales = lax.bitcast_convert_type(tensor.scales, jnp.uint8)
-    if tensor.block == "2d":  # one scale a tile: repeat it on each of the tile's rows
-        scales = jnp.repeat(scales, block, axis=1 - axes[0])
-    codes, scales = (contraction_last(t, axes) for t in (tensor.codes, scales))
-    narrow = codes.astype(jnp.uint4) if element.bits == 4 else codes
-    elements = lax.bitcast_convert_type(narrow, element.dtype)
+    codes, scales = _rows(tensor, axes)
+    assert tensor.format.element is not None and tensor.scales is not None
+    narrow = codes.astype(jnp.uint4) if tensor.format.element.bits == 4 else codes
+    elements = lax.bitcast_convert_type(narrow, tensor.format.element.dtype)
     return elements[None], lax.bitcast_convert_type(scales, tensor.scales.dtype)[None]
 
 
-BACKEND = Backend("native", unsupported, multiply, foreign=foreign, pays=pays)
+def _rows(tensor: QTensor, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """(uint8 codes [rows, contraction], uint8 scales [rows, contraction / block])."""
+    assert tensor.scales is not None and tensor.format.block is not None
+    scales = lax.bitcast_convert_type(tensor.scales, jnp.uint8)
+    if tensor.block == "2d":  # one scale a tile: repeat it on each of the tile's rows
+        scales = jnp.repeat(scales, tensor.format.block, axis=1 - axes[0])
+    return contraction_last(tensor.codes, axes), contraction_last(scales, axes)
+
+
+class TiledPasses(Passes):
+    """The definition's operands, laid out by XLA as our own call reads them."""
+
+    one_weight = False
+
+    def unsupported(self, problem: Problem) -> str | None:
+        """Needs units that our own call reaches, and arrays of one device."""
+        if problem.sharded:
+            return "its call multiplies arrays of one device, and this program is sharded by the compiler"
+        if not all(pays(problem, gemm) for gemm in problem.quantized_gemms):
+            return f"its call needs block-scaled units, and {problem.device.name} has none for training"
+        version = cudnn_version(problem.device)
+        if version < GLOBAL_SCALE:
+            found, wanted = (".".join(map(str, v)) for v in (version, GLOBAL_SCALE))
+            return f"cuDNN {found} leaves the factors of a block-scaled GEMM out; {wanted} applies them"
+        return None
+
+    def quantize(self, x: jax.Array, requests: Sequence[Request]) -> list[Made]:
+        made = [block_scaled(o, r.axis) for o, r in zip(self._defined(x, requests), requests, strict=True)]
+        return [_kept(o) if r.kept else o for o, r in zip(made, requests, strict=True)]
+
+    def _defined(self, x: jax.Array, requests: Sequence[Request]) -> list[Operand]:
+        return XLA.quantize(x, [dataclasses.replace(r, kept=False) for r in requests])
+
+    def load_weight(self, codes: Packed, policy: OperandPolicy, *, axis: int) -> Operand:
+        return packed_weight(codes, policy, axis)
+
+
+def _kept(operand: Operand) -> Kept:
+    return name_saved(operand) if isinstance(operand, BlockScaled) else keep(operand)
+
+
+def block_scaled(operand: Operand, axis: int) -> Operand:
+    """A `Quantized` operand that is contracted along `axis`, as a `BlockScaled` one; others as they are."""
+    if not isinstance(operand, Quantized):
+        return operand
+    shape = operand.codes.shape
+    summed = (len(shape) - 1,) if axis == -1 else tuple(range(len(shape) - 1))
+    codes, scales = _rows(operand.codes, summed)
+    element = operand.policy.format.element
+    assert element is not None
+    narrow = pack(codes) if element.bits == 4 else codes
+    return BlockScaled(narrow, tile_scales(scales), operand.factor, operand.policy, shape, axis)
+
+
+@jax.named_scope("quantize")
+def packed_weight(codes: Packed, policy: OperandPolicy, axis: int) -> BlockScaled:
+    """A packed weight [inputs, outputs] as the operand of a GEMM that sums over `axis`: -2 for fprop, -1 for dgrad."""
+    tensor = codes.unpack()
+    made = block_scaled(Quantized(tensor.carrier(), gemm_factor(codes), policy, tensor), axis)
+    assert isinstance(made, BlockScaled)
+    return made
+
+
+def strays(lowered: Any, compiled: Any) -> list[str]:
+    """Lines of a compiled program where a GEMM that should be native is something else, on a device that has the
+    units; or one line that says that nobody can tell, because the names are gone.
+    """
+    if not native_training(target(), "nvfp4"):
+        return []  # XLA dequantizes there, which was asked for by name
+    text = compiled.as_text()
+    if SCOPE not in text and SCOPE in lowered.as_text(debug_info=True):
+        return [f"XLA dropped the name {SCOPE}; empty the compilation cache if this program came from one"]
+    return stray_gemms(text)
+
+
+def stray_gemms(program: str) -> list[str]:
+    """Lines of a compiled program where a GEMM of this backend is something else than cuDNN's block-scaled call."""
+    other = re.compile(r'custom_call_target="__cublas|"kind":"__(?:triton\w*gemm|cudnn\$fusion)|(?<!%)\bdot\(')
+    return [line.strip() for line in program.splitlines() if SCOPE in line and other.search(line)]
+
+
+TILED = TiledPasses()
+BACKEND = Backend("native", unsupported, multiply, TILED, plainer=(XLA,), foreign=foreign, pays=pays, strays=strays)

@@ -1,0 +1,18 @@
+"""Which cuDNN a program will run with: the installed one, or the one that programs for other devices are made for."""
+
+from halfbyte.devices.table import Device
+from halfbyte.devices.target import CUDNN_VERSION
+
+
+def cudnn_version(device: Device) -> tuple[int, int, int]:
+    """Of the cuDNN that JAX loads for this machine's GPU; for a device that is not here, the target's."""
+    import jax
+
+    if jax.default_backend() != "gpu" or jax.devices()[0].device_kind != device.kind:
+        return CUDNN_VERSION
+    from jax._src.lib import cuda_versions  # JAX asks here itself; no public hook exists
+
+    if cuda_versions is None:
+        return (0, 0, 0)
+    number = cuda_versions.cudnn_get_version()
+    return number // 10000, number // 100 % 100, number % 100
