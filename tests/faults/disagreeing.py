@@ -23,9 +23,10 @@ def stop_one_rank(bench: Bench, folder: Path, random: Random) -> str:
     codes = code, ranks[victim].wait(60)
     output = ranks[1 - victim].output
     assert codes == (1, 1), f"ended with {codes}: {output[-600:]}"
-    for one in ranks:
+    assert f"rank {victim}" in output.splitlines()[-1], output[-400:]
+    for one in ranks:  # the stopped one wakes up to find the others gone, and says so
         is_sentence(one.output)
-        assert f"rank {victim}" in one.output.splitlines()[-1], one.output[-400:]
+        assert one.output.splitlines()[-1].startswith("halfbyte: rank"), one.output[-400:]
     bench.goes_on(folder, ranks=2)
     return f"rank {victim} stopped: named by the other after {seconds:.0f} s; bit-identical"
 

@@ -61,20 +61,20 @@ def _warn(message: str) -> None:
 
 def hush_late_writes() -> None:
     """When one array cannot be written, Orbax gives the others up and closes its event loop; those that fail later find
-    it closed, and TensorStore prints a traceback for each. The failure is said once, by `Checkpoints`."""
-    if not isinstance(sys.excepthook, _WithoutClosedLoops):
-        sys.excepthook = _WithoutClosedLoops(sys.excepthook)
+    it closed, and Python prints a traceback for each. The failure is said once, by `Checkpoints`."""
+    if not isinstance(sys.unraisablehook, _WithoutClosedLoops):
+        sys.unraisablehook = _WithoutClosedLoops(sys.unraisablehook)
 
 
 @dataclass(frozen=True)
 class _WithoutClosedLoops:
-    """An excepthook that passes on everything but `Event loop is closed`."""
+    """A hook for exceptions that nobody can catch; it passes on everything but `Event loop is closed`."""
 
-    before: Callable[..., Any]
+    before: Callable[[Any], Any]
 
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if not (kind is RuntimeError and str(error) == "Event loop is closed"):
-            self.before(kind, error, trace)
+    def __call__(self, unraisable: Any) -> None:
+        if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
+            self.before(unraisable)
 
 
 class Checkpoints:
