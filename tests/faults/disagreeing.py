@@ -12,12 +12,12 @@ from reference import Bench, at_random_step, is_sentence, kind
 
 @kind(times=3)
 def stop_one_rank(bench: Bench, folder: Path, random: Random) -> str:
-    ranks = bench.trainer.start_all(folder, "--watchdog-s", "20", ranks=2)
+    ranks = bench.trainer.start_all(folder, "--watchdog-s", "30", ranks=2)
     at_random_step(bench, folder, ranks, random)
     victim = random.randrange(2)
     ranks[victim].process.send_signal(signal.SIGSTOP)
     began = time.monotonic()
-    code = ranks[1 - victim].wait(60)
+    code = ranks[1 - victim].wait(90)
     seconds = time.monotonic() - began
     ranks[victim].process.send_signal(signal.SIGCONT)
     codes = code, ranks[victim].wait(60)
