@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from instruments import quick
 from jax.sharding import NamedSharding, PartitionSpec
 
-from halfbyte import devices
+from halfbyte import devices, program
 from halfbyte.ops import attention as module
+from halfbyte.ops import attention_blocks as blocks
 from halfbyte.ops.attention import attention, cached_attention, choose_attention, cudnn_version
 from halfbyte.sharding import make_mesh, parse_mesh
 
@@ -46,7 +48,8 @@ def plain(q, k, v, segments=None, mesh=None):
 
 def with_gradients(run):
     """Value and gradients of a mean over the outputs that is not linear in them."""
-    return jax.jit(jax.value_and_grad(lambda q, k, v: jnp.mean(jnp.sin(run(q, k, v))), argnums=(0, 1, 2)))
+    both = jax.value_and_grad(lambda q, k, v: jnp.mean(jnp.sin(run(q, k, v))), argnums=(0, 1, 2))
+    return jax.jit(both, compiler_options=quick)
 
 
 def assert_close(ours, exact, atol):
@@ -87,8 +90,8 @@ def test_long_sequences_go_in_blocks(monkeypatch):
     run = functools.partial(attention, segments=segments, implementation="xla")
     whole = with_gradients(run)(q, k, v)
     monkeypatch.setattr(module, "QUERY_BLOCK", 32)  # two whole blocks and a quarter
-    blocks = with_gradients(lambda *a: run(*a))(q, k, v)
-    assert_close(blocks, whole, atol=1e-7)  # means over 1,152 outputs: gradients are below 1e-3
+    cut = with_gradients(lambda *a: run(*a))(q, k, v)
+    assert_close(cut, whole, atol=1e-7)  # means over 1,152 outputs: gradients are below 1e-3
     text = str(jax.make_jaxpr(run)(q, k, v))
     assert "32,64]" in text and "72,72]" not in text  # a block's scores end at its diagonal; the whole never exists
 
@@ -101,15 +104,55 @@ def test_bf16_output_is_one_rounding_away():
     np.testing.assert_allclose(np.asarray(ours, np.float64), exact, atol=2**-7)  # weights and output rounded to bf16
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=4,tensor=2", "data=2,context=2,tensor=2"])
-def test_on_a_mesh(mesh):
+@pytest.mark.parametrize("mesh, with_segments", [
+    ("fsdp=4,tensor=2", True),
+    ("data=2,context=2,tensor=2", True),
+    ("fsdp=2,context=4", True),
+    ("context=8", False),
+])  # fmt: skip
+def test_on_a_mesh(mesh, with_segments):
     mesh = make_mesh(parse_mesh(mesh), jax.devices("cpu"))
     q, k, v = inputs(4, 32, 4, 2, 8)
-    segments = jnp.asarray(packed(4, 32))
+    segments = jnp.asarray(packed(4, 32)) if with_segments else None
     run = functools.partial(attention, segments=segments, implementation="xla")
     single = with_gradients(run)(q, k, v)
     spread = with_gradients(functools.partial(run, mesh=mesh))(q, k, v)
     assert_close(spread, single, atol=1e-7)  # means over 4,096 outputs
+
+
+def test_an_odd_number_of_devices_shares_a_sequence():
+    """The one in the middle is its own partner."""
+    mesh = make_mesh({"context": 3}, jax.devices("cpu")[:3])
+    q, k, v = inputs(2, 24, 4, 2, 8)
+    run = functools.partial(attention, segments=jnp.asarray(packed(2, 24)), implementation="xla")
+    assert_close(with_gradients(functools.partial(run, mesh=mesh))(q, k, v), with_gradients(run)(q, k, v), atol=2e-7)
+
+
+def test_a_sequence_of_half_chunks_is_refused():
+    mesh = make_mesh({"context": 4}, jax.devices("cpu")[:4])
+    with pytest.raises(ValueError, match="context=4 cuts a sequence into 8 chunks, and 20 is no multiple"):
+        attention(*inputs(1, 20, 2, 2, 8), mesh=mesh)
+
+
+def test_context_shares_the_work_of_8192_positions_evenly():
+    """All devices run one program without a branch, so none has more to do than another; and what they multiply is
+    what one device would, but for the upper triangles of the diagonal's chunks (XLA's kernels do not skip them)."""
+    seq, parts, heads, head_dim = 8192, 4, 2, 8
+    mesh = make_mesh({"context": parts}, jax.devices("cpu")[:parts])
+    spread = NamedSharding(mesh, PartitionSpec(None, "context"))
+    shape = jax.ShapeDtypeStruct((1, seq, heads, head_dim), jnp.bfloat16, sharding=spread)
+
+    def total(q, k, v):
+        return jnp.sum(attention(q, k, v, mesh=mesh, implementation="xla").astype(jnp.float32) ** 2)
+
+    compiled = jax.jit(jax.grad(total, argnums=(0, 1, 2)), compiler_options=quick).lower(shape, shape, shape).compile()
+    found = program.read(compiled.as_text())
+    assert not [each for each in found.instructions.values() if each.opcode == "conditional"]
+    multiplied = sum(gemm.flops for gemm in program.gemms(found))
+    chunk, needed = 2 * heads * head_dim * (seq // (2 * parts)) ** 2, 2 * heads * head_dim * (seq * seq // 2) / parts
+    products = 2 + 4  # scores, context; gradients of values, weights, queries, keys. One jit: scores are not made again
+    assert multiplied == products * (2 * parts + 1) * chunk
+    assert multiplied / (products * needed) == 1 + 1 / (2 * parts)  # before: 2.0, every query against every key
 
 
 def test_cached_attention_sees_what_is_visible():
@@ -149,8 +192,10 @@ def test_unknown_implementation_is_refused():
     ("fsdp=4,tensor=2", False, {"fmhaSoftmax", "fmhaSoftmaxBackward"}),
     ("fsdp=4,tensor=2", True, {"fmhaScaleBiasSoftmax", "fmhaScaleBiasSoftmaxBackward"}),
     ("fsdp=2,context=2,tensor=2", True, {"fmhaScaleBiasSoftmax", "fmhaScaleBiasSoftmaxBackward"}),
+    ("context=4,tensor=2", False, {"fmhaSoftmax", "fmhaSoftmaxBackward"}),
 ])  # fmt: skip
 def test_compiles_to_cudnn_without_a_gpu(mesh, packed, calls):
+    """And multiplies what a causal kernel on one device would, shared by all."""
     topology = devices.topology(devices.device("gb300"), hosts=2, per_host=4)
     mesh = make_mesh(parse_mesh(mesh), np.asarray(topology.devices))
     spread = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), "context", "tensor"))
@@ -164,9 +209,49 @@ def test_compiles_to_cudnn_without_a_gpu(mesh, packed, calls):
     with cudnn_version():
         text = jax.jit(jax.grad(run, argnums=(0, 1, 2))).lower(q, k, k, segments).compile().as_text()
     assert set(re.findall(r"__cudnn\$(\w+)", text)) == calls
+    multiplied = sum(call.flops for call in program.attention(program.read(text)))
+    assert (
+        multiplied == (2 + 5) * 2 * 4 * 8 * 64 * (256 * 256 // 2) // 8
+    )  # forward and backward, 4 x 8 heads, 8 devices
 
 
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU with cuDNN")
+ON_GPU = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU with cuDNN")
+
+
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("cudnn", marks=ON_GPU)])
+@pytest.mark.parametrize("with_segments", [False, True])
+def test_parts_of_attention_add_up(monkeypatch, implementation, with_segments):
+    """The second half of the queries against all keys before it and against its own, put together, is what one device
+    computes; so are the gradients, from the statistics of the whole."""
+    monkeypatch.setattr(blocks, "QUERY_BLOCK", 24)  # 32 queries: a block and a third
+    q, k, v = inputs(2, 64, 4, 2, 64, jnp.bfloat16)
+    segments = jnp.asarray(packed(2, 64)) if with_segments else None
+    exact, pullback = jax.vjp(lambda *a: plain(*a, segments), q, k, v)
+    dy = jnp.asarray(np.random.default_rng(0).normal(size=exact.shape), exact.dtype).at[:, :32].set(0)
+    late, (forward, backward) = (
+        q[:, 32:],
+        (blocks.BLOCKS[implementation].forward, blocks.BLOCKS[implementation].backward),
+    )
+    keys = [(k[:, at], v[:, at]) for at in (slice(0, 32), slice(32, 64))]
+    seen = [None, None]
+    if segments is not None:
+        seen = [segments[:, 32:, None] == segments[:, None, at] for at in (slice(0, 32), slice(32, 64))]
+    parts = [forward(late, *kv, mask, causal=own) for kv, mask, own in zip(keys, seen, (False, True), strict=True)]
+    context, statistics = blocks.merge(parts)
+    context = context.astype(q.dtype)
+    found = [
+        backward(late, *kv, mask, context, statistics, dy[:, 32:], causal=own)
+        for kv, mask, own in zip(keys, seen, (False, True), strict=True)
+    ]
+    dq, dk, dv = pullback(dy)
+    ours = [context, found[0][0].astype(jnp.float32) + found[1][0].astype(jnp.float32)]
+    ours += [jnp.concatenate([each[at] for each in found], axis=1) for at in (1, 2)]
+    for a, b in zip(ours, (exact[:, 32:], dq[:, 32:], dk, dv), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.abs(a - b).max() <= 0.02 * np.abs(b).max()  # probabilities and their gradients are rounded to bf16
+
+
+@ON_GPU
 @pytest.mark.parametrize("with_segments", [False, True])
 def test_cudnn_agrees_with_xla(with_segments):
     q, k, v = inputs(2, 256, 8, 2, 64, jnp.bfloat16)

@@ -3,8 +3,8 @@
 | remat | kept | recomputed |
 |---|---|---|
 | none | all that the VJPs read | nothing |
-| dots | outputs of linears and of fused attention, packed operands | norms, rotations, SwiGLU |
-| quantized | the inputs of both norms; q, k, v; fused attention's output; scales | operands, the MLP's g and u |
+| dots | outputs of linears and of fused or context-parallel attention, packed operands | norms, rotations, SwiGLU |
+| quantized | the inputs of both norms; q, k, v; attention's output, as above; scales | operands, the MLP's g and u |
 | full | the layer's input | everything |
 
 `quantized` makes again what costs passes over memory and no GEMM, and of the GEMMs only those of gate and up, whose
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from halfbyte.ops.context_attention import KEPT
 from halfbyte.ops.operand import SAVED, SCALES
 
 LINEAR = "linear"  # the checkpoint name of a linear's output, in the compute dtype
@@ -79,5 +80,5 @@ def _fused_attention(primitive: Any) -> bool:
     return bool(primitive.name.startswith(FUSED_ATTENTION))
 
 
-_SAVES_DOTS = jax.checkpoint_policies.save_only_these_names(LINEAR, SAVED, SCALES)
-_SAVES_STREAM = jax.checkpoint_policies.save_only_these_names(STREAM, SCALES)
+_SAVES_DOTS = jax.checkpoint_policies.save_only_these_names(LINEAR, KEPT, SAVED, SCALES)
+_SAVES_STREAM = jax.checkpoint_policies.save_only_these_names(STREAM, KEPT, SCALES)

@@ -10,8 +10,8 @@ segment mask, so segments are
 - `xla`: float32 scores. Long sequences go in blocks of queries, each rematerialized and cut at its diagonal, so that
 scores never exist whole.
 
-On a mesh it runs inside `shard_map`: batch over data and fsdp, heads over tensor; over context each device holds its
-queries and gathers all keys.
+On a mesh it runs inside `shard_map`: batch over data and fsdp, heads over tensor. Over context devices share the work
+evenly (`context_attention.py`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from halfbyte.sharding import DEFAULT_RULES, Rules, axis_size
 
+from .attention_blocks import QUERY_BLOCK, scores
+from .context_attention import balanced_attention
+
 IMPLEMENTATIONS = ("auto", "cudnn", "xla")
-QUERY_BLOCK = 512  # queries whose scores exist at one time on the XLA path
-MASKED = -1e30  # finite, so that a masked score never makes a NaN
 
 
 def attention(
@@ -52,18 +53,35 @@ def attention(
     chosen = choose_attention(q.shape, q.dtype, implementation=implementation, mesh=mesh, packed=segments is not None)
     local = functools.partial(_local, implementation=chosen)
     if mesh is None or mesh.size == 1:  # inside shard_map the backward pass would keep the result a second time
-        return local(q, k, v, segments, segments, None)
-    context = rules.spec(("seq",), mesh)
-    offset = functools.partial(_query_offset, axes=context)
-    queries, keys = rules.spec(("batch", "seq", "heads"), mesh), rules.spec(("batch", None, "kv_heads"), mesh)
-    q_segments, k_segments = rules.spec(("batch", "seq"), mesh), rules.spec(("batch",), mesh)
+        return local(q, k, v, segments)
+    axes = rules.mesh_axes("seq")
+    if axis_size(mesh, axes) > 1:
+        _check_halves(q.shape[1], axis_size(mesh, axes))
+        local = functools.partial(_shared, axes=axes, implementation=chosen)
+    queries, keys = (rules.spec(("batch", "seq", heads), mesh) for heads in ("heads", "kv_heads"))
+    in_specs = (queries, keys, keys, None if segments is None else rules.spec(("batch", "seq"), mesh))
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=queries, check_vma=False)
+    return mapped(q, k, v, segments)
 
-    def run(q: jax.Array, k: jax.Array, v: jax.Array, qs: jax.Array | None, ks: jax.Array | None) -> jax.Array:
-        return local(q, k, v, qs, ks, offset(q.shape[1]))
 
-    in_specs = (queries, keys, keys, *((None, None) if segments is None else (q_segments, k_segments)))
-    mapped = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=queries, check_vma=False)
-    return mapped(q, k, v, segments, segments)
+def _shared(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    *,
+    axes: tuple[str, ...],
+    implementation: str,
+) -> jax.Array:
+    return balanced_attention(q, k, v, segments, axes, implementation)
+
+
+def _check_halves(seq: int, parts: int) -> None:
+    if seq % (2 * parts):
+        raise ValueError(
+            f"attention: context={parts} cuts a sequence into {2 * parts} chunks, and {seq} is no multiple of that; "
+            f"use a seq that is a multiple of {2 * parts}, or a smaller context"
+        )
 
 
 def choose_attention(
@@ -98,8 +116,10 @@ def cudnn_unsupported(
         return f"it takes bfloat16 or float16, got {jnp.dtype(dtype).name}"
     if head_dim % 8 or head_dim > 128:
         return f"head_dim must be a multiple of 8 and at most 128, got {head_dim}"
-    if (packed or axis_size(mesh, "context") > 1) and (seq // axis_size(mesh, "context")) % 2:
-        return f"with a mask it needs an even sequence length on each device, got {seq // axis_size(mesh, 'context')}"
+    parts = axis_size(mesh, "context")
+    length = seq if parts == 1 else seq // (2 * parts)
+    if packed and length % 2:
+        return f"with a mask it needs an even sequence length in each block, got {length}"
     return None
 
 
@@ -131,88 +151,36 @@ def _platform(mesh: Mesh | None) -> str:
     return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
 
 
-def _query_offset(length: int, *, axes: PartitionSpec) -> jax.Array | None:
-    """The position of this device's first query; None where the queries are not split."""
-    names = axes[0] if len(axes) else None
-    return None if names is None else lax.axis_index(names).astype(jnp.int32) * length
-
-
-def _local(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    q_segments: jax.Array | None,
-    k_segments: jax.Array | None,
-    offset: jax.Array | None,
-    *,
-    implementation: str,
-) -> jax.Array:
+def _local(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, *, implementation: str) -> jax.Array:
     if implementation == "cudnn":
-        if q_segments is None and offset is None:
-            return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-        mask = _visible(q_segments, k_segments, q.shape[1], k.shape[1], offset)[:, None]
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=offset is None, implementation="cudnn")
-    return _xla(q, k, v, q_segments, k_segments, offset)
+        mask = None if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None]
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation="cudnn")
+    return _xla(q, k, v, segments)
 
 
-def _visible(
-    q_segments: jax.Array | None, k_segments: jax.Array | None, queries: int, keys: int, offset: jax.Array | int | None
-) -> jax.Array:
-    """bool [batch or 1, queries, keys]: at or before the query, and in its document."""
-    rows = lax.broadcasted_iota(jnp.int32, (1, queries, keys), 1) + (0 if offset is None else offset)
-    causal = rows >= lax.broadcasted_iota(jnp.int32, (1, queries, keys), 2)
-    if q_segments is None or k_segments is None:
-        return causal
-    return causal & (q_segments[:, :, None] == k_segments[:, None, :])
-
-
-def _xla(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    q_segments: jax.Array | None,
-    k_segments: jax.Array | None,
-    offset: jax.Array | None,
-) -> jax.Array:
+def _xla(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -> jax.Array:
     if q.shape[1] <= QUERY_BLOCK:
-        return _xla_rows(q, k, v, q_segments, k_segments, offset, start=0)
+        return _xla_rows(q, k, v, segments, start=0)
     # Slices are taken inside what is rematerialized, so that the backward pass keeps q, k and v once for all blocks.
     blocks = [
-        jax.checkpoint(functools.partial(_xla_rows, start=start))(q, k, v, q_segments, k_segments, offset)
+        jax.checkpoint(functools.partial(_xla_rows, start=start))(q, k, v, segments)
         for start in range(0, q.shape[1], QUERY_BLOCK)
     ]
     return jnp.concatenate(blocks, axis=1)
 
 
-def _xla_rows(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    q_segments: jax.Array | None,
-    k_segments: jax.Array | None,
-    offset: jax.Array | None,
-    *,
-    start: int,
-) -> jax.Array:
-    """The block of queries that begins at `start`, against the keys up to its end (all of them if the queries are
-    split over devices).
-    """
+def _xla_rows(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, *, start: int) -> jax.Array:
+    """The block of queries that begins at `start`, against the keys up to its end."""
     stop = min(start + QUERY_BLOCK, q.shape[1])
-    keys = stop if offset is None else k.shape[1]
-    qs = None if q_segments is None else q_segments[:, start:stop]
-    ks = None if k_segments is None else k_segments[:, :keys]
-    visible = _visible(qs, ks, stop - start, keys, start if offset is None else start + offset)
-    return _xla_block(q[:, start:stop], k[:, :keys], v[:, :keys], visible)
+    rows = lax.broadcasted_iota(jnp.int32, (1, stop - start, stop), 1) + start
+    visible = rows >= lax.broadcasted_iota(jnp.int32, (1, stop - start, stop), 2)
+    if segments is not None:
+        visible = visible & (segments[:, start:stop, None] == segments[:, None, :stop])
+    return _xla_block(q[:, start:stop], k[:, :stop], v[:, :stop], visible)
 
 
 def _xla_block(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
     """Scores of every query against every key in float32; query heads grouped by their key head, nothing repeated."""
-    batch, queries, heads, head_dim = q.shape
-    kv_heads = k.shape[2]
-    # [batch, queries, heads, head_dim] -> [batch, queries, kv_heads, group, head_dim]
-    grouped = q.reshape(batch, queries, kv_heads, heads // kv_heads, head_dim)
-    scores = jnp.einsum("bqhgd,bkhd->bhgqk", grouped, k, preferred_element_type=jnp.float32) * (head_dim**-0.5)
-    scores = jnp.where(visible[:, None, None], scores, MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    weights = jax.nn.softmax(scores(q, k, visible), axis=-1).astype(v.dtype)
     out = jnp.einsum("bhgqk,bkhd->bqhgd", weights, v, preferred_element_type=jnp.float32)
     return out.astype(q.dtype).reshape(q.shape)
