@@ -106,6 +106,15 @@ def test_a_layer_that_overflows_is_named(one_step):
     assert named.startswith("the forward pass of layer 1")
 
 
+def test_gradients_that_are_finite_and_whose_norm_is_not_are_named(one_step):
+    config, resolved, mesh, state, batch, step = one_step
+    large = with_weight(state, "down", (1, 3, 5), 1e30)
+    _, values = step(large, batch)
+    assert np.isfinite(values["loss"]) and np.isinf(values["grad_norm"])
+    named = locate(config, resolved, mesh, large.params, batch, step=jnp.int32(0))
+    assert named.startswith("the norm of the gradients: that of layers/mlp/"), named
+
+
 def test_a_token_outside_the_vocabulary_is_named(one_step):
     config, resolved, mesh, state, batch, _ = one_step
     bad = {**batch, "tokens": batch["tokens"].at[0, 0].set(9999)}

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from halfbyte import models
 from halfbyte.checkpoint import named_leaves
+from halfbyte.optim import global_norm
 from halfbyte.recipe import Resolved, step_key
 
 from .config import TrainConfig
@@ -28,7 +29,7 @@ def locate(config: TrainConfig, resolved: Resolved, mesh: Mesh, params: Any, bat
     grads, sums = jax.jit(
         lambda params, batch: gradients(config, resolved, mesh, params, batch, key=key, scale=jnp.float32(1.0))
     )(params, batch)
-    found = _in_tree(grads, "gradient")
+    found = _in_tree(grads, "gradient") or _too_large(grads)
     if found is None and not np.isfinite(float(sums["nll_sum"])):
         found = "the loss under the recipe, while the same forward pass in plain precision is finite"
     return found or "nowhere when the step is computed again: a passing fault of the device, or of the weights before"
@@ -56,6 +57,17 @@ def _in_tree(tree: Any, what: str) -> str | None:
             where = f", layer {_span(bad)}" if path.startswith("layers/") else ""
             return f"the {what} of {path}{where}: {int(counts.sum())} values are not finite"
     return None
+
+
+def _too_large(grads: Any) -> str | None:
+    """The site and layer of the largest gradient, where each is finite and the norm of all of them is not."""
+    if np.isfinite(float(jax.jit(global_norm)(grads))):
+        return None
+    sizes = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.max(jnp.abs(x).reshape(x.shape[0], -1), axis=1), tree))
+    largest = named_leaves(jax.device_get(sizes(grads)))
+    path = max(largest, key=lambda name: float(np.max(largest[name])))
+    where = f", layer {int(np.argmax(largest[path]))}" if path.startswith("layers/") else ""
+    return f"the norm of the gradients: that of {path}{where} reaches {float(np.max(largest[path])):.1e}"
 
 
 def _span(layers: np.ndarray) -> str:
