@@ -8,6 +8,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 # -qq: errors only; the two installs say themselves what they do.
 PIP    := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt
+# Other people's models, which ours is tried in; their packages bring more than the models need, so they come alone.
+MODELS := gemma google-tunix penzai ordered-set
 # Two workers: compiling is single-threaded, so two tests at a time use two cores. make test WORKERS=8 on a larger machine.
 WORKERS ?= 2
 ARGS   ?=
@@ -75,4 +77,5 @@ $(BASE): pyproject.toml constraints.txt requirements.lock
 $(VENV)/.test: $(BASE)
 	@echo "adding what the tests need: pytest, the CUDA compiler plugin, torch, transformers and lm-eval (a few minutes, once)"
 	@$(PIP) --editable '.[dev,plan,interop,harness]'
+	@$(PIP) --no-deps $(MODELS)
 	@touch $@

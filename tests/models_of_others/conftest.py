@@ -2,6 +2,9 @@
 codes.
 """
 
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +14,8 @@ import pytest
 import halfbyte.ops.operand
 from halfbyte.formats import random_bytes
 from halfbyte.recipe import recipe, step_key
+
+sys.path.insert(0, str(Path(__file__).parent))  # published: the models
 
 STEPS = 100
 # Compiling is most of a test's time, and the numbers do not depend on how hard LLVM tries.

@@ -282,6 +282,19 @@ def test_named_policies_find_mlps_by_what_they_compute():
     ]  # fmt: skip
 
 
+def test_what_lies_in_an_mlp_is_its_own_and_the_scale_of_a_norm_is_no_weight():
+    """As Penzai writes them: `value` is the ungated half of an MLP, and a norm multiplies by an einsum."""
+    names = [f"block_0/{name}" for name in ("pre_ffw_norm", "mlp/gate", "mlp/value", "mlp/out", "attention/value")]
+
+    def fn(p, x):
+        x = jnp.einsum("td,d->td", x, p[names[0]])
+        x = x + (jax.nn.silu(x @ p[names[1]]) * (x @ p[names[2]])) @ p[names[3]]
+        return x + x @ p[names[4]]
+
+    params = {name: jnp.ones(32) if "norm" in name else square() for name in names}
+    assert paths(report(fn, hb.policy("mlp", "nvfp4"), params, X).replaced) == names[1:4]
+
+
 def test_haiku_and_its_numbers():
     net = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([32, 32, 16])(x)))
     params = net.init(jax.random.key(0), X)

@@ -23,6 +23,7 @@ _MLP_NAMES = re.compile(
     r"gating_einsum|w[io](?:_\d)?|dense_h_to_4h|dense_4h_to_h|linear_fc[12])(?:[/_.]|$)",
     re.IGNORECASE,
 )
+_MLP_FOLDER = re.compile(r"(?:^|/)(?:mlps?|ffn?s?|ffw|feed_?forward)/", re.IGNORECASE)
 _ATTENTION_NAMES = re.compile(r"att|(?:^|[/_])(?:[qkvo]|qkv|kv|query|key|value)(?:_proj|_einsum)?(?:[/_]|$)", re.I)
 _ROUTER = re.compile(r"router|gate_logits|gating_network|expert", re.IGNORECASE)
 _KINDS = {MLP: "mlp", ATTENTION: "attention"}
@@ -55,11 +56,17 @@ def _kinds(weights: dict[str, Origin], jaxpr: Any, origins: Sequence[Value]) -> 
     used = _Hidden()
     used.body(jaxpr, [(value, frozenset()) for value in origins])
     dots = [path for path in weights if path in used.weights]
-    mlps = {p for p in dots if _MLP_NAMES.search(p) and not _ATTENTION_NAMES.search(p) and not _ROUTER.search(p)}
-    mlps = mlps or used.hidden
+    mlps = {p for p in dots if _is_mlp(p)} or used.hidden
     named = {p for p in dots if _ATTENTION_NAMES.search(p)} - mlps
     rest = {p for p in dots if weights[p].layers is not None and not _ROUTER.search(p)} - mlps
     return dict.fromkeys(mlps, "mlp") | dict.fromkeys(named or rest, "attention")
+
+
+def _is_mlp(path: str) -> bool:
+    """By name. What lies in a folder of that name is the MLP's, also where it is called `value` as attention's are."""
+    folder = _MLP_FOLDER.search(path)
+    asked = path[: folder.start()] if folder else path
+    return bool(_MLP_NAMES.search(path)) and not _ATTENTION_NAMES.search(asked) and not _ROUTER.search(path)
 
 
 Traced = tuple[Value, frozenset[str]]
@@ -95,7 +102,9 @@ class _Hidden:
             branches = [self.body(open_jaxpr(branch), operands[1:]) for branch in eqn.params["branches"]]
             return branches[-1]
         outs, pending = flow(eqn, values), frozenset[str]()
-        if name == "dot_general":
+        if name == "dot_general" and not eqn.params["dimension_numbers"][0][0]:
+            pending = _elementwise(operands)  # nothing is contracted: the scale of a norm, written as an einsum
+        elif name == "dot_general":
             pending = self._dot(eqn, operands)
         elif len(eqn.invars) == 1 and not name.startswith(("reduce", "arg", "cum")):
             pending = operands[0][1]
