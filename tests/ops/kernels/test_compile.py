@@ -62,6 +62,15 @@ def test_passes_compile(name):
     assert program.as_text().count("__gpu$xla.gpu.triton") >= 8
 
 
+def codes(x, w, g, u, d, scale, key):
+    """Every pass that writes what a block-scaled GEMM reads."""
+    order = K.ScaleOrder.TILED
+    row, column = K.Rowwise(scale, key, codes=order), K.Columnwise(scale, key, codes=order)
+    forward = K.quantize_forward(g, u, rows=K.Rowwise(scale, codes=order), columns=K.Columnwise(scale, codes=order))
+    backward = K.quantize_backward(g, u, d, dg=(row, column), du=(row, column), h=column)
+    return K.quantize(x, rows=row, columns=column), K.weight_codes(w, scale), forward, backward
+
+
 def three_linears(x, w, dy, seed):
     """q, k, v of one x, each on its own line, with their gradients."""
     key, nvfp4 = jax.random.key(seed), recipe("nvfp4")
@@ -92,6 +101,15 @@ def test_swiglu_passes_compile(name):
     like = shapes(topology_of(name))
     program = jax.jit(hidden).lower(*[like(256, 512)] * 3, like(2, dtype=jnp.uint32)).compile()
     assert program.as_text().count("__gpu$xla.gpu.triton") >= 6
+
+
+@pytest.mark.parametrize("name", ["h200", "gb300"])
+def test_codes_compile(name):
+    like = shapes(topology_of(name))
+    g, w = like(256, 1376), like(512, 1376, dtype=jnp.float32)
+    scale, key = like(8, dtype=jnp.float32), like(2, dtype=jnp.uint32)
+    text = jax.jit(codes).lower(like(256, 512), w, g, g, g, scale, key).compile().as_text()
+    assert text.count('custom_call_target="mosaic_gpu_v2"') == 4
 
 
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn"])

@@ -1,4 +1,22 @@
-"""GPU kernels for the quantize passes and the GEMM epilogue. Each module says what it cannot take."""
+"""GPU kernels for the quantize passes and the GEMM epilogue. Each module says what it cannot take.
+
+An operand is asked for as a carrier (`code * block_scale` in bf16, for the emulated GEMM), or with `codes=` as a
+block-scaled GEMM reads it: E2M1 codes, two a byte with the even index in the low nibble (`lax.bitcast_convert_type` of
+uint8 [..., n] to float4_e2m1fn [..., n, 2] unpacks them), and E4M3 bytes, one for 16 codes. All are uint8:
+
+| call | returns |
+|---|---|
+| `quantize(x, rows=Rowwise(s, codes=o))` | codes [tokens, features / 2], scales [tokens, features / 16] |
+| `quantize(x, columns=Columnwise(s, codes=o))` | codes [features, tokens / 2], scales [features, tokens / 16] |
+| `quantize(x, rows=..., columns=...)` | those of rows, then those of columns, in one read of x |
+| `quantize_forward(g, u, ...)` | the same of h = silu(g) u |
+| `quantize_backward(g, u, dh, dg=, du=, h=)` | row and column of dg, row and column of du, column of h: ten arrays |
+| `weight_codes(w, s)` | of w [k, n]: codes [n, k / 2], scales [n, k / 16], then codes [k, n / 2], scales [k, n / 16] |
+
+`o` is `ScaleOrder.PLAIN`, or `ScaleOrder.TILED` for scales in the 128x4 tiles of `formats.tile_scales`, flat. The
+maxima and `tensor_scales` are those of the carriers. Any width is taken; the last block of one that is no multiple of
+16 is filled up with zeros, so that rows have ceil(features / 16) * 8 bytes.
+"""
 
 from halfbyte.ops.kernels import f8
 from halfbyte.ops.kernels.gated import activation, backward_maxima, forward_maxima, quantize_backward, quantize_forward
@@ -6,12 +24,14 @@ from halfbyte.ops.kernels.layout import Tiling, unsupported
 from halfbyte.ops.kernels.matmul import GemmTiling, matmul
 from halfbyte.ops.kernels.nvfp4 import Columnwise, Rowwise, Window, maxima, quantize, unpack
 from halfbyte.ops.kernels.scale import amax_bits, scale_and_factor, tensor_scale, tensor_scales
-from halfbyte.ops.kernels.weights import pack_weight, quantize_weight, weight_maxima
+from halfbyte.ops.kernels.scale_order import ScaleOrder
+from halfbyte.ops.kernels.weights import pack_weight, quantize_weight, weight_codes, weight_maxima
 
 __all__ = [
     "Columnwise",
     "GemmTiling",
     "Rowwise",
+    "ScaleOrder",
     "Tiling",
     "Window",
     "activation",
@@ -31,5 +51,6 @@ __all__ = [
     "tensor_scales",
     "unpack",
     "unsupported",
+    "weight_codes",
     "weight_maxima",
 ]

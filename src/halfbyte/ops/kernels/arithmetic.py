@@ -139,24 +139,24 @@ def code_pair(m: Any, word: Any, grid: Any) -> Any:
 
 def row_scales(m: Any, rows: Sequence[Sequence[Any]], mult: Any, dec: Any) -> tuple[list[Any], list[Any]]:
     """Encode scale, and pair of equal bf16 scales, of each row's block of 16 columns."""
-    lanes = 16 // m.columns
-    tops = [magnitudes(m, words) for words in rows]
-    pairs = []
-    for a, b in zip(tops[::2], tops[1::2], strict=True):  # halves become rows
-        pairs.append(m.max_u16x2(m.prmt(a, b, 0x5410), m.prmt(a, b, 0x7632)))
-    own = _share_maxima(m, pairs, lanes)
-    encodes, values = [], []
-    for word in own:
-        _, value, encode = block_scales(m, word, mult, dec)
-        encodes.append(encode)
-        values.append(m.pack_exact(*value))
+    own = own_row_scales(m, rows, mult, dec)
+    encodes, values = [encode for _, _, encode in own], [m.pack_exact(*value) for _, value, _ in own]
     encode_of, scale_of = [], []
-    for k in range(len(pairs)):
+    for k in range(len(rows) // 2):
         lane, i = divmod(k, len(own))
         encode_of += [m.real(m.from_lane(e, lane)) for e in encodes[i]]
         value = m.from_lane(values[i], lane)
         scale_of += [m.prmt(value, value, 0x1010), m.prmt(value, value, 0x3232)]
     return encode_of, scale_of
+
+
+def own_row_scales(m: Any, rows: Sequence[Sequence[Any]], mult: Any, dec: Any) -> list[tuple[Any, Any, Any]]:
+    """`block_scales` of this lane's share of the rows, two rows each: lane i of a block has the i-th share."""
+    tops = [magnitudes(m, words) for words in rows]
+    pairs = []
+    for a, b in zip(tops[::2], tops[1::2], strict=True):  # halves become rows
+        pairs.append(m.max_u16x2(m.prmt(a, b, 0x5410), m.prmt(a, b, 0x7632)))
+    return [block_scales(m, word, mult, dec) for word in _share_maxima(m, pairs, 16 // m.columns)]
 
 
 def _share_maxima(m: Any, words: Sequence[Any], lanes: int) -> list[Any]:
@@ -178,13 +178,14 @@ def quantize_rows(m: Any, rows: Sequence[Sequence[Any]], mult: Any, dec: Any, ra
     for t, words in enumerate(rows):
         carriers = []
         for k, word in enumerate(words):
-            grid = round_pair(m, word, (encode[t], encode[t]), _pair_noise(m, random, k, t))
+            grid = round_pair(m, word, (encode[t], encode[t]), pair_noise(m, random, k, t))
             carriers.append(carrier_pair(m, word, grid, scale[t]))
         out.append(carriers)
     return out
 
 
-def _pair_noise(m: Any, random: Any, k: int, t: int) -> Any:
+def pair_noise(m: Any, random: Any, k: int, t: int) -> Any:
+    """`half_noise` of the k-th pair of columns of token t; None without random words."""
     if random is None:
         return None
     return half_noise(m, random[2 * k][t // 4], t), half_noise(m, random[2 * k + 1][t // 4], t)
@@ -201,7 +202,7 @@ def quantize_columns(
             words = hadamard_words(m, words)
         codes, values, encode = block_scales(m, magnitudes(m, words), mult, dec)
         scale = m.pack_exact(*values)
-        grids = [round_pair(m, w, encode, _pair_noise(m, random, k, t)) for t, w in enumerate(words)]
+        grids = [round_pair(m, w, encode, pair_noise(m, random, k, t)) for t, w in enumerate(words)]
         scale_codes.append(codes)
         if packed:
             nibbles = [code_pair(m, w, g) for w, g in zip(words, grids, strict=True)]
@@ -240,17 +241,22 @@ def amax_float(m: Any, rows: Sequence[Sequence[Any]]) -> Any:
     return functools.reduce(m.fmax_nan, [m.fabs(x) for row in rows for x in row])
 
 
-def quantize_square(m: Any, rows: Sequence[Sequence[Any]], mult: Any, dec: Any, *, packed: bool) -> list[list[Any]]:
-    """Of 16 float32 rows, one scale for each 16x16 tile, nearest: 16 rows of carriers, or 8 rows of code bytes and one
-    of scale bytes, which repeats the tile's.
-    """
+def square_scale(m: Any, rows: Sequence[Sequence[Any]], mult: Any, dec: Any) -> tuple[Any, Any, Any]:
+    """E4M3 code, twice in a word, value and encode scale of a 16x16 tile of float32."""
     top, bit = amax_float(m, rows), 8 // m.columns
     while bit:
         top, bit = m.fmax_nan(top, m.real(m.swap(top, bit))), bit // 2
     largest = m.fmul(top, mult)
     code = m.e4m3_encode(largest, largest)
     value, _ = m.e4m3_decode(code)
-    encode = encode_scale(m, value, dec)
+    return code, value, encode_scale(m, value, dec)
+
+
+def quantize_square(m: Any, rows: Sequence[Sequence[Any]], mult: Any, dec: Any, *, packed: bool) -> list[list[Any]]:
+    """Of 16 float32 rows, one scale for each 16x16 tile, nearest: 16 rows of carriers, or 8 rows of code bytes and one
+    of scale bytes, which repeats the tile's.
+    """
+    code, value, encode = square_scale(m, rows, mult, dec)
     words = [[m.pack_exact(*pair) for pair in zip(row[::2], row[1::2], strict=True)] for row in rows]
     grids = [
         [round_scaled(m, (m.fmul(a, encode), m.fmul(b, encode))) for a, b in zip(row[::2], row[1::2], strict=True)]

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from halfbyte.ops.kernels import layout
+from halfbyte.ops.kernels import codes, layout
 from halfbyte.ops.kernels.layout import BLOCK, Tiling
 from halfbyte.ops.kernels.nvfp4 import Columnwise, Rowwise, find_maxima, quantize_made
 from halfbyte.ops.kernels.tile import evaluate
@@ -117,6 +117,9 @@ def quantize_forward(
 ) -> tuple[jax.Array, ...]:
     """The operands of h asked for, in one read of g and u, as `quantize` gives them."""
     jobs: list[tuple[Rowwise | Columnwise, int]] = [(side, 0) for side in (rows, columns) if side is not None]
+    if codes.asked([side for side, _ in jobs]):
+        named = functools.partial(codes.quantize_made, name="swiglu_forward_codes", interpret=interpret)
+        return named([g, u], lambda m, rows: _forward_made(m, rows[0] + rows[1]), jobs, columns=4)
     make = _tile_maker(_forward_made, 1, tiling, interpret)
     return quantize_made([g, u], make, jobs, tiling=tiling, interpret=interpret, name="swiglu_forward")
 
@@ -149,8 +152,13 @@ def quantize_backward(
     tiling: Tiling = BACKWARD_TILING,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Five operands in one read of g, u and dh: dg by rows and by columns, du by rows and by columns, h by columns."""
+    """Five operands in one read of g, u and dh: dg by rows and by columns, du by rows and by columns, h by columns; as
+    `quantize` gives them.
+    """
     jobs: list[tuple[Rowwise | Columnwise, int]] = [(dg[0], 0), (dg[1], 0), (du[0], 1), (du[1], 1), (h, 2)]
+    if codes.asked([side for side, _ in jobs]):
+        named = functools.partial(codes.quantize_made, name="swiglu_backward_codes", interpret=interpret)
+        return named([g, u, dh], lambda m, rows: _backward_made(m, rows[0] + rows[1] + rows[2]), jobs, columns=2)
     make = _tile_maker(_backward_made, 3, tiling, interpret)
     order = (4, 0, 1, 2, 3)  # h first: its registers are free for the others
     run = functools.partial(quantize_made, [g, u, dh], make, jobs, order=order)

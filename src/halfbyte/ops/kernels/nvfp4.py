@@ -21,9 +21,10 @@ from jax import lax
 
 from halfbyte.formats.noise import multiply_high_low, wide_key
 from halfbyte.ops.kernels import arithmetic as q
-from halfbyte.ops.kernels import layout
+from halfbyte.ops.kernels import codes, layout
 from halfbyte.ops.kernels.layout import BLOCK, Tiling
 from halfbyte.ops.kernels.scale import DECODE, MULT
+from halfbyte.ops.kernels.scale_order import ScaleOrder
 from halfbyte.ops.kernels.tile import evaluate
 
 AMAX_TILING = Tiling(4, 4)
@@ -61,11 +62,15 @@ class Window:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rowwise:
-    """The rowwise operand: `scale` from `tensor_scale`; stochastic if `key` (uint32 [2]) is given."""
+    """The rowwise operand: `scale` from `tensor_scale`; stochastic if `key` (uint32 [2]) is given; with `codes` as
+    packed codes and scales in that order, not as a carrier.
+    """
 
     scale: jax.Array
     key: jax.Array | None = None
     window: Window | None = None
+    codes: ScaleOrder | None = dataclasses.field(default=None, metadata=STATIC)
+    along_tokens = False
 
     def outputs(self, tokens: int) -> list[tuple[int, Any]]:
         """(rows, dtype) of each output, for `tokens` token rows."""
@@ -75,13 +80,17 @@ class Rowwise:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Columnwise:
-    """The columnwise operand, as `Rowwise`; `packed` asks for code bytes and scale bytes instead of the carrier."""
+    """The columnwise operand, as `Rowwise`; `packed` asks for code bytes and scale bytes instead of the carrier, as
+    they lie, `codes` for those that a GEMM reads, transposed.
+    """
 
     scale: jax.Array
     key: jax.Array | None = None
     window: Window | None = None
     hadamard: bool = dataclasses.field(default=True, metadata=STATIC)
     packed: bool = dataclasses.field(default=False, metadata=STATIC)
+    codes: ScaleOrder | None = dataclasses.field(default=None, metadata=STATIC)
+    along_tokens = True
 
     def outputs(self, tokens: int) -> list[tuple[int, Any]]:
         """(rows, dtype) of each output, for `tokens` token rows; bytes are signed while Triton handles them."""
@@ -149,10 +158,15 @@ def quantize(
     """The operands asked for, in one read of x: the row carrier, then the column carrier or (codes, scales).
 
     Carriers are bf16 [tokens, columns]; packed codes uint8 [tokens / 2, columns], scales uint8 [tokens / 16, columns].
+    With `codes`: for rows uint8 [tokens, columns / 2] and scales [tokens, columns / 16], for columns uint8 [columns,
+    tokens / 2] and [columns, tokens / 16], or tiled scales.
     """
     sides = [side for side in (rows, columns) if side is not None]
     if not sides:
         raise ValueError("quantize was asked for no operand: give rows, columns or both")
+    if codes.asked(sides):
+        jobs = [(side, 0) for side in sides]
+        return codes.quantize_made([x], lambda m, rows: rows, jobs, columns=4, interpret=interpret, name=_name(*sides))
     alone = columns is None
     return quantize_made(
         [x],
@@ -161,7 +175,7 @@ def quantize(
         tokens=ROW_TOKENS if alone else BLOCK,
         tiling=tiling or (ROW_TILING if alone and x.shape[1] % (32 * ROW_TILING.columns) == 0 else BOTH_TILING),
         interpret=interpret,
-        name=_name(rows, columns),
+        name=_name(*sides),
     )
 
 
@@ -239,13 +253,14 @@ def _quantize_tiles(
     return evaluate(body, tiles, given, outputs=outputs, columns=tiling.columns, interpret=interpret)
 
 
-def _name(rows: Rowwise | None, columns: Columnwise | None) -> str:
+def _name(*sides: Rowwise | Columnwise) -> str:
     parts = ["quantize"]
-    if rows is not None:
-        parts.append("rows" if rows.key is None else "rows_stochastic")
-    if columns is not None:
-        parts.append("columns" if columns.key is None else "columns_stochastic")
-        parts += ["hadamard"] * columns.hadamard + ["packed"] * columns.packed
+    for side in sides:
+        name = "columns" if isinstance(side, Columnwise) else "rows"
+        parts.append(name if side.key is None else f"{name}_stochastic")
+        if isinstance(side, Columnwise):
+            parts += ["hadamard"] * side.hadamard + ["packed"] * side.packed
+        parts += [] if side.codes is None else ["codes"]
     return "_".join(parts)
 
 

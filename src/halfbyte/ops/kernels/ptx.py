@@ -186,6 +186,10 @@ class Ptx:
         )  # 1.0 becomes the smallest normal, 0.5 a subnormal: bits 6.. are the code
         return self.and_(self.shr(scaled, 6), 0x00070007)
 
+    def grid_nibbles(self, p):
+        """The same codes in bits 12 to 14 of each half; other bits of a negative p may be set."""
+        return self.shl(self.mul_bf16x2(p, 0x00800080), 6)
+
     def grid_values(self, codes):
         """The inverse of `grid_codes`; bits above the magnitude are ignored."""
         return self.mul_bf16x2(self.and_(self.shl(codes, 6), 0x01C001C0), 0x7E807E80)

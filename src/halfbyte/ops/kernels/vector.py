@@ -135,6 +135,9 @@ class Vector:
         lo, hi = self._halves(self.bits(p) & np.uint32(0x7FFF7FFF))
         return code(lo) | (code(hi) << np.uint32(16))
 
+    def grid_nibbles(self, p):
+        return self.grid_codes(p) << np.uint32(12)
+
     def grid_values(self, codes):
         def value(code):
             normal = (code << np.uint32(6)) + np.uint32(252 << 6)

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from halfbyte.ops.kernels import arithmetic as q
-from halfbyte.ops.kernels import layout
+from halfbyte.ops.kernels import codes, layout
 from halfbyte.ops.kernels.layout import BLOCK, Tiling
 from halfbyte.ops.kernels.scale import DECODE, MULT
+from halfbyte.ops.kernels.scale_order import ScaleOrder
 from halfbyte.ops.kernels.tile import evaluate
 
 WEIGHT_TILING = Tiling(4, 4)
@@ -49,9 +50,26 @@ def pack_weight(
 ) -> tuple[jax.Array, jax.Array]:
     """(uint8 codes [k / 2, n], two rows a byte; E4M3 scales [k / 16, n / 16]) of float32 w."""
     outputs = [(BLOCK // 2, jnp.int8), (1, jnp.int8)]
-    codes, scales = _quantize(w, scale, outputs, tiling, interpret, name="pack_weight")
+    packed, scales = _quantize(w, scale, outputs, tiling, interpret, name="pack_weight")
     # [k / 16, n] -> [k / 16, n / 16]: the kernel repeats a tile's scale in each of its columns
-    return lax.bitcast_convert_type(codes, jnp.uint8), lax.bitcast_convert_type(scales[:, ::BLOCK], jnp.uint8)
+    return lax.bitcast_convert_type(packed, jnp.uint8), lax.bitcast_convert_type(scales[:, ::BLOCK], jnp.uint8)
+
+
+@layout.once("inputs_last", "outputs_last", "interpret")
+def weight_codes(
+    w: jax.Array,
+    scale: jax.Array,
+    *,
+    inputs_last: ScaleOrder | None = ScaleOrder.PLAIN,
+    outputs_last: ScaleOrder | None = ScaleOrder.PLAIN,
+    interpret: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Packed codes and scales of float32 w [k, n], with the inputs k last for FPROP: uint8 [n, k / 2] and [n, k / 16],
+    then with the outputs n last for DGRAD: [k, n / 2] and [k, n / 16]. Both hold the same codes; a tile's scale is
+    repeated in each of its rows. An order that is None is not made; a `TILED` one has its scales tiled.
+    """
+    wanted = [(along, order) for along, order in ((True, inputs_last), (False, outputs_last)) if order is not None]
+    return codes.quantize_weight(w, scale, wanted, interpret=interpret, name="weight_codes")
 
 
 def _quantize(

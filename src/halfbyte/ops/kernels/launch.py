@@ -1,0 +1,87 @@
+"""How a body of `memory.py` becomes a kernel: one inline-assembly block in a Mosaic GPU kernel, or NumPy on the host.
+
+Mosaic GPU only launches it: there are no tiles, no pipelines and no layouts, so that nothing stands between the body
+and the machine code, and the kernel compiles where no GPU is present.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from halfbyte.later import later
+from halfbyte.ops.kernels.memory import PtxMemory, VectorMemory
+
+plgpu = later("jax.experimental.pallas.mosaic_gpu")
+GROUP = 4  # warps of a Mosaic thread, a warpgroup
+
+
+def launch(
+    body: Callable[[Any], None],
+    arrays: Sequence[jax.Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    *,
+    programs: int,
+    warps: int = GROUP,
+    columns: int,
+    interpret: bool,
+    name: str,
+) -> list[jax.Array]:
+    """The arrays of shapes `outputs` that `body(machine)` writes; it knows `arrays`, then `outputs`, by number.
+
+    Every byte of an output must be written by some lane.
+    """
+    if warps % GROUP:
+        raise ValueError(f"a program has a multiple of {GROUP} warps, got {warps}")
+    if interpret:
+        return _on_host(body, arrays, outputs, programs, warps, columns)
+    machine = PtxMemory(columns)
+    body(machine)
+    text, count = machine.text(), len(arrays) + len(outputs)
+
+    def kernel(*refs):
+        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * count)(functools.partial(_assemble, text))(*refs)
+
+    run = plgpu.kernel(
+        kernel,
+        out_type=[jax.ShapeDtypeStruct((math.prod(o.shape),), o.dtype) for o in outputs],
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=warps // GROUP,
+        thread_name="warpgroup",
+        kernel_name=name,
+    )
+    made = run(*(a.reshape(-1) for a in arrays))
+    return [m.reshape(o.shape) for m, o in zip(made, outputs, strict=True)]
+
+
+def _assemble(text: str, _: Any, *refs: Any) -> None:
+    """The assembly block over the addresses of `refs`, written into the kernel that is being built."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, llvm, memref
+
+    word = ir.IntegerType.get_signless(64)
+    places = [arith.index_cast(word, memref.extract_aligned_pointer_as_index(ref)) for ref in refs]
+    llvm.inline_asm(None, places, text, ",".join("l" * len(places)), has_side_effects=True)
+
+
+def _on_host(
+    body: Callable[[Any], None],
+    arrays: Sequence[jax.Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    programs: int,
+    warps: int,
+    columns: int,
+) -> list[jax.Array]:
+    def host(*given: Any) -> list[np.ndarray]:
+        written = [np.full(o.shape, 0xAB, np.uint8).repeat(jnp.dtype(o.dtype).itemsize) for o in outputs]
+        read = [np.ascontiguousarray(np.asarray(a)).reshape(-1).view(np.uint8) for a in given]
+        with np.errstate(all="ignore"):
+            body(VectorMemory(columns, [*read, *written], programs, warps))
+        return [w.view(o.dtype).reshape(o.shape) for w, o in zip(written, outputs, strict=True)]
+
+    return list(jax.pure_callback(host, list(outputs), *arrays))

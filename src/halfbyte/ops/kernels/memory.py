@@ -1,0 +1,216 @@
+"""Kernels without tiles: a body that finds its own place, reads and writes memory itself, on both machines of `ptx.py`.
+
+A body runs once a *lane* of every program. On the GPU its whole text is one inline-assembly block; on the host the same
+body runs once in NumPy, over arrays [programs, warps, blocks, lanes of a block], so that tests see the addresses, masks
+and exchanges that the GPU will use. Addresses are an array and a byte offset; a transfer moves 1, 2 or 4 units of 1, 2
+or 4 bytes, and a lane whose `where` is false reads zero and writes nothing.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from halfbyte.ops.kernels.ptx import Ptx, Reg
+from halfbyte.ops.kernels.vector import Vector
+
+SHARED = -1  # the array that is a program's shared memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """A place in array number `array`: a 64-bit register, or bytes from the array's start on the host."""
+
+    array: int
+    place: Any
+
+
+class PtxMemory(Ptx):
+    """Writes the whole kernel: operand i of the assembly block is the address of array i."""
+
+    def __init__(self, columns: int):
+        super().__init__(columns)
+        self.count["d"] = 0
+        self.shared_bytes = 0
+
+    def text(self) -> str:
+        declared = {"r": ".b32", "f": ".f32", "h": ".b16", "p": ".pred", "d": ".b64"}
+        lines = [f".reg {declared[k]} {k}<{n}>;" for k, n in self.count.items() if n]
+        if self.shared_bytes:
+            lines.append(f".shared .align 16 .b8 shared_tile[{self.shared_bytes}];")
+        return "{\n" + "\n".join([*lines, *self.lines]) + "\n}"
+
+    def _special(self, name: str) -> Reg:
+        out = self.reg("r")
+        self.lines.append(f"mov.u32 {out.name}, %{name};")
+        return out
+
+    def program(self) -> Reg:
+        return self._special("ctaid.x")
+
+    def thread(self) -> Reg:
+        return self._special("tid.x")
+
+    def divide(self, a: Any, k: int) -> Any:
+        return self._op("div.u32", "rrr", a, k)
+
+    def remainder(self, a: Any, k: int) -> Any:
+        return self._op("rem.u32", "rrr", a, k)
+
+    def multiply_high(self, a: Any, b: Any) -> Any:
+        return self._op("mul.hi.u32", "rrr", a, b)
+
+    def less(self, a: Any, b: Any) -> Reg:
+        texts, out = [self._text(x, "r") for x in (a, b)], self.reg("p")
+        self.lines.append(f"setp.lt.u32 {out.name}, {texts[0]}, {texts[1]};")
+        return out
+
+    def both(self, p: Reg, q: Reg) -> Reg:
+        out = self.reg("p")
+        self.lines.append(f"and.pred {out.name}, {p.name}, {q.name};")
+        return out
+
+    def flag(self, p: Reg) -> Reg:
+        """1 where p holds, else 0."""
+        out = self.reg("r")
+        self.lines.append(f"selp.b32 {out.name}, 1, 0, {p.name};")
+        return out
+
+    def address(self, array: int, index: Any, size: int) -> Address:
+        """Element `index` of an array whose elements have `size` bytes."""
+        text = self._text(index, "r")
+        if array == SHARED:
+            base, out = self.reg("r"), self.reg("r")
+            self.lines.append(f"mov.u32 {base.name}, shared_tile;")
+            self.lines.append(f"mad.lo.u32 {out.name}, {text}, {size}, {base.name};")
+            return Address(array, out)
+        out = self.reg("d")
+        self.lines.append(f"mad.wide.u32 {out.name}, {text}, {size}, ${array};")
+        return Address(array, out)
+
+    def load(self, at: Address, count: int = 1, *, offset: int = 0, size: int = 4, where: Any = None) -> list[Reg]:
+        """`count` units of `size` bytes, each in a word of its own."""
+        words = [self.reg("r") for _ in range(count)]
+        if where is not None:
+            self.lines += [f"mov.b32 {w.name}, 0;" for w in words]
+        space = "shared" if at.array == SHARED else "global.nc"
+        vector = "" if count == 1 else f".v{count}"
+        target = words[0].name if count == 1 else "{" + ", ".join(w.name for w in words) + "}"
+        kind = {4: "b32", 2: "u16", 1: "u8"}[size]
+        if size == 2:  # a 16-bit load needs a 16-bit register
+            halves = [self.reg("h") for _ in range(count)]
+            if where is not None:
+                self.lines += [f"mov.b16 {h.name}, 0;" for h in halves]
+            target = halves[0].name if count == 1 else "{" + ", ".join(h.name for h in halves) + "}"
+        self.lines.append(f"{_guard(where)}ld.{space}{vector}.{kind} {target}, [{at.place.name}+{offset}];")
+        if size == 2:
+            self.lines += [f"cvt.u32.u16 {w.name}, {h.name};" for w, h in zip(words, halves, strict=True)]
+        return words
+
+    def store(self, at: Address, words: Sequence[Any], *, offset: int = 0, size: int = 4, where: Any = None) -> None:
+        """The low `size` bytes of each word, side by side."""
+        names = [self._text(w, "r") for w in words]
+        if size == 2:
+            halves = [self.reg("h") for _ in names]
+            self.lines += [f"cvt.u16.u32 {h.name}, {n};" for h, n in zip(halves, names, strict=True)]
+            names = [h.name for h in halves]
+        space = "shared" if at.array == SHARED else "global"
+        vector = "" if len(names) == 1 else f".v{len(names)}"
+        source = names[0] if len(names) == 1 else "{" + ", ".join(names) + "}"
+        kind = {4: "b32", 2: "u16", 1: "u8"}[size]
+        self.lines.append(f"{_guard(where)}st.{space}{vector}.{kind} [{at.place.name}+{offset}], {source};")
+
+    def share(self, count: int) -> int:
+        """Where `count` more bytes of shared memory begin, a multiple of 16."""
+        start = self.shared_bytes
+        self.shared_bytes += -(-count // 16) * 16
+        return start
+
+    def barrier(self) -> None:
+        self.lines.append("bar.sync 0;")
+
+
+def _guard(where: Any) -> str:
+    return "" if where is None else f"@{where.name} "
+
+
+class VectorMemory(Vector):
+    """All lanes of all programs at once; `arrays` are flat uint8 arrays, those that are written among them."""
+
+    def __init__(self, columns: int, arrays: Sequence[np.ndarray], programs: int, warps: int):
+        super().__init__(columns)
+        lanes = 16 // columns
+        self.shape = (programs, warps, 32 // lanes, lanes)
+        self.arrays, self.shared_bytes = arrays, 0
+        self.shared = np.zeros((programs, 64 * 1024), np.uint8)
+
+    def _along(self, axes: tuple[int, ...]) -> np.ndarray:
+        numbers = np.arange(np.prod([self.shape[a] for a in axes]), dtype=np.uint32)
+        kept = [n if a in axes else 1 for a, n in enumerate(self.shape)]
+        return np.broadcast_to(numbers.reshape(kept), self.shape)
+
+    def program(self) -> np.ndarray:
+        return self._along((0,))
+
+    def thread(self) -> np.ndarray:
+        return self._along((1, 2, 3))
+
+    def divide(self, a: Any, k: int) -> Any:
+        return self.bits(a) // np.uint32(k)
+
+    def remainder(self, a: Any, k: int) -> Any:
+        return self.bits(a) % np.uint32(k)
+
+    def multiply_high(self, a: Any, b: Any) -> Any:
+        return ((self.bits(a).astype(np.uint64) * self.bits(b).astype(np.uint64)) >> np.uint64(32)).astype(np.uint32)
+
+    def less(self, a: Any, b: Any) -> Any:
+        return self.bits(a) < self.bits(b)
+
+    def both(self, p: Any, q: Any) -> Any:
+        return p & q
+
+    def flag(self, p: Any) -> Any:
+        return p.astype(np.uint32)
+
+    def address(self, array: int, index: Any, size: int) -> Address:
+        return Address(array, np.broadcast_to(self.bits(index).astype(np.int64) * size, self.shape))
+
+    def _bytes(self, at: Address) -> np.ndarray:
+        return self.shared if at.array == SHARED else self.arrays[at.array]
+
+    def _places(self, at: Address, start: int, where: Any) -> tuple[Any, ...]:
+        chosen = np.broadcast_to(True if where is None else where, self.shape)
+        places = at.place[chosen] + start
+        return (self.program()[chosen], places) if at.array == SHARED else (places,)
+
+    def load(self, at: Address, count: int = 1, *, offset: int = 0, size: int = 4, where: Any = None) -> list[Any]:
+        chosen, words = np.broadcast_to(True if where is None else where, self.shape), []
+        _check_aligned(at.place[chosen] + offset, count * size)
+        for unit in range(count):
+            word = np.zeros(self.shape, np.uint32)
+            for byte in range(size):
+                places = self._places(at, offset + unit * size + byte, where)
+                word[chosen] |= self._bytes(at)[places].astype(np.uint32) << np.uint32(8 * byte)
+            words.append(word)
+        return words
+
+    def store(self, at: Address, words: Sequence[Any], *, offset: int = 0, size: int = 4, where: Any = None) -> None:
+        chosen = np.broadcast_to(True if where is None else where, self.shape)
+        _check_aligned(at.place[chosen] + offset, len(words) * size)
+        for unit, word in enumerate(words):
+            bits = np.broadcast_to(self.bits(word), self.shape)[chosen]
+            for byte in range(size):
+                places = self._places(at, offset + unit * size + byte, where)
+                self._bytes(at)[places] = (bits >> np.uint32(8 * byte)).astype(np.uint8)
+
+    share = PtxMemory.share
+
+    def barrier(self) -> None:
+        """All lanes are always at the same instruction."""
+
+
+def _check_aligned(places: np.ndarray, unit: int) -> None:
+    if (places % unit).any():
+        raise ValueError(f"a kernel moves {unit} bytes at once at a place that is no multiple of them")

@@ -1,0 +1,80 @@
+"""E2M1 codes as a GEMM reads them: two in a byte along the contraction, the even index in the low nibble.
+
+A *nibble pair* is a word whose halves carry a signed code in their top four bits. Along a row the halves are
+neighbours: one multiplication by 1 + 2**12 puts both codes into the top byte. Along a column two tokens' words make the bytes, and
+byte permutations sort eight tokens of each column into one word.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from halfbyte.ops.kernels import arithmetic as q
+
+SIDE_BY_SIDE = 1 + 2**12
+
+
+def nibble_pair(m: Any, word: Any, grid: Any) -> Any:
+    """The codes of a grid pair with the signs of `word`; bits below the codes are not all zero."""
+    return m.with_sign(m.grid_nibbles(grid), word)
+
+
+def row_bytes(m: Any, pairs: Sequence[Any]) -> Any:
+    """The packed bytes of a lane's columns of one row, in the low bytes of a word."""
+    tops = [m.imad(pair, SIDE_BY_SIDE, 0) for pair in pairs]
+    return m.shr(tops[0], 24) if len(tops) == 1 else m.prmt(tops[0], tops[1], 0x0073)
+
+
+def column_words(m: Any, pairs: Sequence[Any]) -> list[list[Any]]:
+    """For each of two columns the words of its packed tokens, eight a word, from a nibble pair a token."""
+    halves = [m.or_(m.shr(a, 4), b) for a, b in zip(pairs[::2], pairs[1::2], strict=True)]
+    sorted_two = [m.prmt(a, b, 0x7351) for a, b in zip(halves[::2], halves[1::2], strict=True)]
+    fours = list(zip(sorted_two[::2], sorted_two[1::2], strict=True))
+    return [[m.prmt(a, b, selector) for a, b in fours] for selector in (0x5410, 0x7632)]
+
+
+def quantize_rows(
+    m: Any, rows: Sequence[Sequence[Any]], mult: Any, dec: Any, random: Any = None
+) -> tuple[list[Any], list[Any]]:
+    """(packed bytes of each row, E4M3 codes of this lane's share of the rows, two rows a word)."""
+    own = q.own_row_scales(m, rows, mult, dec)
+    made = []
+    for t, words in enumerate(rows):
+        lane, i = divmod(t // 2, len(own))
+        encode = m.real(m.from_lane(own[i][2][t % 2], lane))
+        grids = [q.round_pair(m, w, (encode, encode), q.pair_noise(m, random, k, t)) for k, w in enumerate(words)]
+        made.append(row_bytes(m, [nibble_pair(m, w, g) for w, g in zip(words, grids, strict=True)]))
+    return made, [codes for codes, _, _ in own]
+
+
+def quantize_columns(
+    m: Any, rows: Sequence[Sequence[Any]], mult: Any, dec: Any, random: Any = None, *, hadamard: bool
+) -> tuple[list[list[Any]], Any]:
+    """(words of each column's packed tokens, the E4M3 codes of the columns in the bytes of a word)."""
+    columns, codes = [], []
+    for k in range(len(rows[0])):
+        words = [row[k] for row in rows]
+        if hadamard:
+            words = q.hadamard_words(m, words)
+        code, _, encode = q.block_scales(m, q.magnitudes(m, words), mult, dec)
+        grids = [q.round_pair(m, w, encode, q.pair_noise(m, random, k, t)) for t, w in enumerate(words)]
+        columns += column_words(m, [nibble_pair(m, w, g) for w, g in zip(words, grids, strict=True)])
+        codes.append(code)
+    return columns, codes[0] if len(codes) == 1 else m.prmt(codes[0], codes[1], 0x5410)
+
+
+def quantize_square(
+    m: Any, rows: Sequence[Sequence[Any]], mult: Any, dec: Any
+) -> tuple[list[Any], list[list[Any]], Any]:
+    """Of float32 rows with one scale for each 16x16 tile: the packed bytes of each row, the words of each column's
+    packed rows, and the tile's E4M3 code in all bytes of a word.
+    """
+    code, _, encode = q.square_scale(m, rows, mult, dec)
+    pairs = []
+    for row in rows:
+        words = [m.pack_exact(a, b) for a, b in zip(row[::2], row[1::2], strict=True)]  # for their signs
+        grids = [
+            q.round_scaled(m, (m.fmul(a, encode), m.fmul(b, encode))) for a, b in zip(row[::2], row[1::2], strict=True)
+        ]
+        pairs.append([nibble_pair(m, w, g) for w, g in zip(words, grids, strict=True)])
+    columns = [c for k in range(len(pairs[0])) for c in column_words(m, [row[k] for row in pairs])]
+    return [row_bytes(m, row) for row in pairs], columns, m.prmt(code, code, 0x0000)

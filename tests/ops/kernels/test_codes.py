@@ -1,0 +1,148 @@
+"""Packed operands of a block-scaled GEMM in interpret mode, against the oracle: every byte, edges and tiles included.
+
+The host runs the same addresses, masks and exchanges as the GPU does; outputs begin as 0xAB, so that a byte that no
+lane writes is seen.
+"""
+
+import jax.numpy as jnp
+import kernel_oracle as oracle
+import ml_dtypes
+import numpy as np
+import pytest
+
+from halfbyte.formats import tile_scales
+from halfbyte.ops import kernels as K
+from halfbyte.ops.kernels import ScaleOrder
+from halfbyte.ops.kernels.vector import Vector
+
+KEYS = np.array([0x12345678, 0x9ABCDEF0], np.uint32), np.array([7, 11], np.uint32)
+SHAPES = [(64, 128), (128, 256), (48, 144), (16, 16), (80, 1376), (32, 43), (160, 62)]
+
+
+def data(shape, kind="normal"):
+    rng = np.random.default_rng(shape[0] + shape[1])
+    x = rng.standard_normal(shape).astype(np.float32)
+    if kind == "wide":
+        x *= np.exp2(rng.integers(-24, 12, shape)).astype(np.float32)
+    if kind == "zero_scales":
+        x *= np.float32(1e-6)
+        x[5, 7], x[3, :16], x[:16:2, 2] = 50.0, 0, -0.0
+    return x.astype(ml_dtypes.bfloat16)
+
+
+def top(x):
+    return np.abs(x.astype(np.float32)).max()
+
+
+def scale(amax):
+    return K.tensor_scale(K.amax_bits(jnp.float32(amax)), interpret=True)
+
+
+def padded(x, multiple=16):
+    return np.pad(x, ((0, 0), (0, -x.shape[1] % multiple)))
+
+
+def in_order(scales, order):
+    return scales if order is ScaleOrder.PLAIN else np.asarray(tile_scales(jnp.asarray(scales)))
+
+
+def rows_of(x, order, noise=None):
+    codes, scales, _ = oracle.quantize(padded(x), top(x), axis=1, noise=None if noise is None else padded(noise))
+    return oracle.pack_tokens(codes.T).T, in_order(scales, order)
+
+
+def columns_of(x, order, noise=None, hadamard=True):
+    source = oracle.hadamard_tokens(x) if hadamard else x.astype(np.float32)
+    codes, scales, _ = oracle.quantize(source, top(source), axis=0, noise=noise)
+    return oracle.pack_tokens(codes).T, in_order(scales.T, order)
+
+
+def same(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == jnp.uint8
+        np.testing.assert_array_equal(np.asarray(a), b)
+
+
+@pytest.mark.parametrize("order", ScaleOrder)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_and_columns_in_one_read(shape, order):
+    x = data(shape, "zero_scales")
+    turned = oracle.hadamard_tokens(x)
+    got = K.quantize(
+        jnp.asarray(x),
+        rows=K.Rowwise(scale(top(x)), codes=order),
+        columns=K.Columnwise(scale(top(turned)), codes=order),
+        interpret=True,
+    )
+    same(got, [*rows_of(x, order), *columns_of(x, order)])
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (48, 43)], ids=str)
+def test_stochastic(shape):
+    x, order = data(shape, "wide"), ScaleOrder.TILED
+    noise = [oracle.random_bytes(*shape, key) for key in KEYS]
+    got = K.quantize(
+        jnp.asarray(x),
+        rows=K.Rowwise(scale(top(x)), jnp.asarray(KEYS[0]), codes=order),
+        columns=K.Columnwise(scale(top(x)), jnp.asarray(KEYS[1]), hadamard=False, codes=order),
+        interpret=True,
+    )
+    same(got, [*rows_of(x, order, noise[0]), *columns_of(x, order, noise[1], hadamard=False)])
+
+
+@pytest.mark.parametrize("order", ScaleOrder)
+@pytest.mark.parametrize("shape", [(64, 128), (48, 1376), (128, 80)], ids=str)
+def test_weight(shape, order):
+    w = data(shape, "zero_scales").astype(np.float32) * np.float32(1.001)
+    codes, scales, _ = oracle.quantize(w, top(w), axis=1, block2d=True)
+    got = K.weight_codes(jnp.asarray(w), scale(top(w)), inputs_last=order, outputs_last=order, interpret=True)
+    repeated = [np.repeat(scales.T, 16, 0), np.repeat(scales, 16, 0)]
+    want = [oracle.pack_tokens(codes).T, in_order(repeated[0], order)]
+    same(got, [*want, oracle.pack_tokens(codes.T).T, in_order(repeated[1], order)])
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (48, 72)], ids=str)
+def test_swiglu(shape):
+    rng, order = np.random.default_rng(8), ScaleOrder.PLAIN
+    g, u, d = (rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for _ in range(3))
+    padded_inputs = [jnp.asarray(padded(a, 128)) for a in (g, u, d)]
+    dg, du, h = (np.asarray(a)[:, : shape[1]] for a in K.activation(*padded_inputs, interpret=True))
+    key, more = jnp.asarray(KEYS[0]), {"codes": order}
+    tops = {name: (top(a), top(oracle.hadamard_tokens(a))) for name, a in (("dg", dg), ("du", du), ("h", h))}
+    got = K.quantize_backward(
+        *map(jnp.asarray, (g, u, d)),
+        dg=(K.Rowwise(scale(tops["dg"][0]), key, **more), K.Columnwise(scale(tops["dg"][1]), key, **more)),
+        du=(K.Rowwise(scale(tops["du"][0]), key, **more), K.Columnwise(scale(tops["du"][1]), key, **more)),
+        h=K.Columnwise(scale(tops["h"][1]), **more),
+        interpret=True,
+    )
+    noise = oracle.random_bytes(*shape, KEYS[0])
+    want = [a for x in (dg, du) for make in (rows_of, columns_of) for a in make(x, order, noise)]
+    same(got, [*want, *columns_of(h, order)])
+    forward = K.quantize_forward(
+        jnp.asarray(g),
+        jnp.asarray(u),
+        rows=K.Rowwise(scale(tops["h"][0]), **more),
+        columns=K.Columnwise(scale(tops["h"][1]), **more),
+        interpret=True,
+    )
+    same(forward, [*rows_of(h, order), *columns_of(h, order)])
+
+
+def test_scale_order_is_the_tiling():
+    """Row r and scale c lie in tile (r // 128, c // 4) at (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4."""
+    rows, scales = 300, 10
+    r, c = np.meshgrid(np.arange(rows, dtype=np.uint32), np.arange(scales, dtype=np.uint32), indexing="ij")
+    got = ScaleOrder.TILED.index(Vector(4), r, c, scales)
+    want = (r // 128 * 3 + c // 4) * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4
+    np.testing.assert_array_equal(got, want)
+    numbers = np.arange(rows * scales).reshape(rows, scales)
+    np.testing.assert_array_equal(np.asarray(tile_scales(jnp.asarray(numbers)))[got], numbers)
+
+
+def test_mixed_operands_are_refused():
+    x, s = jnp.zeros((16, 128), jnp.bfloat16), scale(1.0)
+    with pytest.raises(ValueError, match="carriers or codes"):
+        K.quantize(x, rows=K.Rowwise(s), columns=K.Columnwise(s, codes=ScaleOrder.PLAIN), interpret=True)
+    with pytest.raises(ValueError, match="multiple of 16 tokens"):
+        K.quantize(jnp.zeros((24, 128), jnp.bfloat16), rows=K.Rowwise(s, codes=ScaleOrder.PLAIN), interpret=True)
