@@ -12,6 +12,7 @@ first step: `run` refuses a grid.json that is not this file's.
 
 import argparse
 import contextlib
+import dataclasses
 import fcntl
 import json
 import shutil
@@ -207,10 +208,14 @@ def command_collect(args: argparse.Namespace) -> None:
         plan = load_plan(folder)
         if plan is None:
             continue
+        if args.data:  # where it lies now: the report has its hash
+            plan = dataclasses.replace(plan, base=dataclasses.replace(plan.base, data=args.data))
         files = write_report(plan, folder, analyse(plan, folder))
         found = json.loads(files["json"].read_text(encoding="utf-8"))
         found["evaluations"] = evaluations(folder)
-        (into / f"{size}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        found["facts"] |= {"plan": "plan.json", "the runs": args.ran_with}
+        text = json.dumps(found, indent=1).replace(plan.base.data, "DATA")
+        (into / f"{size}.json").write_text(text + "\n", encoding="utf-8")
         ratio = plan.base.steps * plan.base.batch * plan.base.seq / without_embeddings(size)
         points += [point for arm in found["arms"] if (point := gap_point(size, arm, ratio))]
     (into / "gaps.json").write_text(json.dumps(fitted(points), indent=1) + "\n", encoding="utf-8")
@@ -275,6 +280,8 @@ def main() -> None:
     collect = commands.add_parser("collect")
     collect.add_argument("out")
     collect.add_argument("--into", default=str(GRID.parent))
+    collect.add_argument("--data", default="", help="where the data set lies now; default: where the runs had it")
+    collect.add_argument("--ran-with", default="", help="device and versions of the runs, for the JSON")
     collect.set_defaults(run=command_collect)
     args = parser.parse_args()
     args.run(args)

@@ -17,10 +17,11 @@ import numpy as np
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import MaxNLocator
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from parity_grid import ARMS, GRID, SEEDED, SEEDS, SIZES, TWIN, without_embeddings
+from parity_grid import ARMS, CONTROL, GRID, SEEDED, SEEDS, SIZES, TWIN, without_embeddings
 
 from halfbyte.parity.statistics import Line
 
@@ -135,29 +136,25 @@ def missing(reports: Mapping[str, Data]) -> Iterator[str]:
             yield f"- {size}: {', '.join(detail)}"
 
 
-def draw_gaps(gaps: Data, reports: Mapping[str, Data]) -> None:
-    """The gap of every arm against tokens a parameter, the fitted line of the seeded one with its band."""
-    figure, (wide, near) = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
-    names = list(dict.fromkeys(p["arm"] for p in gaps["points"]))
-    for axes in (wide, near):
-        for number, name in enumerate(names):
-            draw_arm(axes, gaps, name, COLOURS[number % len(COLOURS)], 1 + 0.012 * (number - len(names) / 2))
-        axes.axhspan(-0.5, 0.5, color="#009e73", alpha=0.08, zorder=0)
-        axes.axhline(0, color="#444", linewidth=0.8, linestyle=":")
-        axes.set_xscale("log")
-        axes.set_xlabel("training tokens a parameter (without embeddings)")
-        ticks = sorted({round(p["tokens_a_parameter"], 1) for p in gaps["points"]})
-        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        axes.minorticks_off()
-    wide.set_ylabel("gap of the validation loss to bf16, %")
-    wide.set_title("all arms", fontsize=9)
-    inside = [g for p in gaps["points"] if p["kind"] != "control" and "mxfp4" not in p["arm"] for g in p["gaps"]]
-    if inside:
-        room = 0.15 * (max(inside) - min(min(inside), 0.0)) + 0.05
-        near.set_ylim(min(*inside, 0.0) - room, max(inside) + room)
-    near.set_title("without the broken recipe and mxfp4", fontsize=9)
-    handles, labels = wide.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+def draw_gaps(gaps: Data) -> None:
+    """The gap of every arm against tokens a parameter, the fitted line of the seeded one with its band. The recipe that
+    is broken on purpose would flatten all others, and is in the table."""
+    figure, axes = plt.subplots(figsize=(8, 4.6), layout="constrained")
+    names = [arm.name for arm in ARMS if arm.kind != CONTROL and any(p["arm"] == arm.name for p in gaps["points"])]
+    for number, name in enumerate(names):
+        draw_arm(axes, gaps, name, COLOURS[number % len(COLOURS)], 1 + 0.02 * (number - len(names) / 2))
+    axes.axhspan(-0.5, 0.5, color="#009e73", alpha=0.08, zorder=0)
+    axes.axhline(0, color="#444", linewidth=0.8, linestyle=":")
+    axes.set_xscale("log")
+    axes.set_xlabel("training tokens a parameter (without embeddings)")
+    axes.set_ylabel("gap of the validation loss to bf16 of the same seed, %")
+    sizes = {p["size"]: p["tokens_a_parameter"] for p in gaps["points"]}
+    axes.set_xticks(list(sizes.values()), [f"{ratio:.1f}\n({size})" for size, ratio in sizes.items()])
+    axes.minorticks_off()
+    axes.set_title(
+        "dots: seeds; bars: 90% interval over seeds; band: 90% of the fitted line; green: the margin", fontsize=8
+    )
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(FOLDER / "gap.svg", metadata={"Date": None})
     plt.close(figure)
 
@@ -184,27 +181,40 @@ def draw_arm(axes: Any, gaps: Data, name: str, colour: str, shift: float) -> Non
 
 
 def draw_downstream(reports: Mapping[str, Data]) -> None:
-    """Each score with one standard error, by arm; bf16 with its twins in grey."""
-    figure, axes = plt.subplots(len(reports), len(SCORES), figsize=(12, 2.6 * len(reports)), layout="constrained",
-                                squeeze=False, sharey="row")  # fmt: skip
-    for row, (size, found) in enumerate(reports.items()):
-        names = [arm.name for arm in ARMS if any(run.startswith(arm.name + "/") for run in found["evaluations"])]
-        for column, (task, metric, heading, _) in enumerate(SCORES):
-            here = axes[row][column]
-            for run, tasks in found["evaluations"].items():
-                value = tasks.get(task, {}).get(metric)
-                if value is None or run.split("/")[0] == "broken":
-                    continue
-                place = names.index(run.split("/")[0]) + 0.15 * (int(run.rpartition("-")[2]) - 1)
-                colour = "#8a8f98" if run.startswith("bf16") else "#0072b2"
-                here.errorbar(
-                    value["value"], place, xerr=value["error"], fmt="o", color=colour, markersize=3, capsize=2
-                )
+    """Each score with one standard error, by arm; bf16 and its twins in grey. The broken recipe is in the table."""
+    shown = {
+        size: [run for run in found["evaluations"] if not run.startswith("broken/")] for size, found in reports.items()
+    }
+    names = [arm.name for arm in ARMS if arm.kind != CONTROL]
+    heights = [1 + len({run.split("/")[0] for run in runs}) for runs in shown.values()]
+    figure, axes = plt.subplots(len(reports), len(SCORES), figsize=(11, 0.25 * sum(heights) + 1.2 * len(reports)),
+                                layout="constrained", squeeze=False, height_ratios=heights)  # fmt: skip
+    for row, (size, runs) in zip(axes, shown.items(), strict=True):
+        places = {name: n for n, name in enumerate(n for n in names if any(run.startswith(n + "/") for run in runs))}
+        for here, (task, metric, heading, _) in zip(row, SCORES, strict=True):
+            for run in runs:
+                value = reports[size]["evaluations"][run].get(task, {}).get(metric)
+                if value is not None:
+                    arm, _, seed = run.partition("/seed-")
+                    colour = "#8a8f98" if arm.startswith("bf16") else "#0072b2"
+                    place = places[arm] + 0.2 * (int(seed) - 1)
+                    here.errorbar(
+                        value["value"], place, xerr=value["error"], fmt="o", color=colour, markersize=3, capsize=2
+                    )
             here.set_title(f"{size}: {heading}", fontsize=8)
-            here.set_yticks(range(len(names)), names, fontsize=7)
-        axes[row][0].invert_yaxis()
+            here.set_yticks(list(places.values()), list(places) if here is row[0] else [""] * len(places), fontsize=7)
+            here.set_ylim(len(places) - 0.5, -0.5)
+            here.xaxis.set_major_locator(MaxNLocator(4))
+            here.tick_params(axis="x", labelsize=7)
     figure.savefig(FOLDER / "downstream.svg", metadata={"Date": None})
     plt.close(figure)
+
+
+def verdicts(found: Data) -> Iterator[str]:
+    """A line for every candidate that has a run to be judged by."""
+    for arm in found["arms"]:
+        if arm["kind"] == "candidate" and arm["gaps"]:
+            yield f"- {arm['verdict']['word']} {arm['name']}: {arm['verdict']['reason']}"
 
 
 def page(reports: Mapping[str, Data], gaps: Data) -> str:
@@ -213,7 +223,7 @@ def page(reports: Mapping[str, Data], gaps: Data) -> str:
         "# The parity grid on real text: the results",
         "",
         "Made by `benchmarks/parity_page.py` from the JSON beside it; the plan, committed before the first step, is "
-        "[README.md](README.md).",
+        "[README.md](README.md). " + next(iter(reports.values()))["facts"]["the runs"],
         "",
         "Done: " + "; ".join(f"{size} {done.get(size, 0)} of {len(planned(size))} runs" for size in SIZES) + ".",
         "",
@@ -227,7 +237,7 @@ def page(reports: Mapping[str, Data], gaps: Data) -> str:
             f"{small / 1e6:.1f}M parameters without embeddings, {tokens / 1e6:.1f}M tokens, {tokens / small:.1f} each"
         )
         twins = f"; equal runs (twins) differ by {floor:.3f}%" if floor is not None else ""
-        lines += [f"**{size}**: {facts}{twins}. {found['verdict']}", ""]
+        lines += [f"**{size}**: {facts}{twins}.", *verdicts(found), ""]
     lines += ["## Validation loss, and the gap to bf16 of the same seed", "", *loss_table(reports), ""]
     lines += [
         "The gap is in percent of the baseline's loss; brackets are the 90% interval over seeds (Student's t).",
@@ -251,7 +261,7 @@ def main() -> None:
     files = {size: FOLDER / f"{size}.json" for size in SIZES}
     reports = {size: json.loads(file.read_text(encoding="utf-8")) for size, file in files.items() if file.is_file()}
     gaps = json.loads((FOLDER / "gaps.json").read_text(encoding="utf-8"))
-    draw_gaps(gaps, reports)
+    draw_gaps(gaps)
     draw_downstream(reports)
     (FOLDER / "results.md").write_text(page(reports, gaps), encoding="utf-8")
 

@@ -158,7 +158,7 @@ def scope(plan: Plan, arms: Sequence[Mapping[str, Any]], directory: Path) -> str
     size = models.count_params(plan.base.model)
     tokens = total_tokens(plan, directory)
     runs = sorted({word for arm in arms for word in arm["execution"]})
-    how = {"native": "native 4-bit units", "emulated": "exact emulation", "plain": "bf16"}
+    how = {"native": "native units of low precision", "emulated": "exact emulation", "plain": "bf16"}
     ran = ", ".join(how[word] for word in runs if word in how) or "nothing yet"
     spent = f"{tokens:,} tokens ({tokens / size:.2f} a parameter)" if tokens else f"{plan.base.steps} steps"
     return (
