@@ -18,13 +18,14 @@ GPU    ?= $(if $(wildcard /dev/nvidiactl /dev/nvidia0 /dev/dxg),1,0)
 EXTRA  := $(strip $(if $(filter 1 cuda12,$(GPU)),cuda12,$(filter cuda13 tpu,$(GPU))))
 BASE   := $(VENV)/.base$(if $(EXTRA),-$(EXTRA))$(if $(LOCKED),-locked)
 
-.PHONY: help train test lint bench faults soak setup clean wheels
+.PHONY: help train test lint docs bench faults soak setup clean wheels
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train   set up, then train a small Llama in NVFP4 on the embedded corpus (a few minutes on a laptop)"
 	@echo "make test    set up, then run every test that needs no special hardware"
 	@echo "make lint    ruff and mypy"
+	@echo "make docs    the documents as a site, in build/site"
 	@echo "make bench   the benchmarks that run on this machine"
 	@echo "make faults  more than 100 faults of 30 kinds against a small run, each with the outcome it must have (Linux)"
 	@echo "make soak    500 steps of the demo with a fault every 20, against a run that nobody disturbs"
@@ -44,6 +45,10 @@ test: $(VENV)/.test
 lint: $(VENV)/.test
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/mypy
+
+# HALFBYTE_URL=https://... is the repository that links to source files point to.
+docs: $(VENV)/.test
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Ratios measured in one run. The GPU's benchmarks join in where there is one.
 BENCHMARKS := benchmarks/startup.py benchmarks/quantize.py benchmarks/train_cpu.py \

@@ -1,4 +1,6 @@
-"""What the documents say is there, is there: linked files, named commands, and the flags of the deployment files."""
+"""What the documents say is there, is there: linked files, extras, and the flags of the deployment files. (Commands:
+docs/test_commands.py.)
+"""
 
 import re
 import shlex
@@ -6,8 +8,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
-from halfbyte.cli.main import find_commands
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -30,13 +30,6 @@ def test_linked_files_exist(document):
     links = re.findall(r"\]\(([^)#\s]+)", document.read_text(encoding="utf-8"))
     missing = [link for link in links if "://" not in link and not (document.parent / link).exists()]
     assert missing == []
-
-
-def test_the_readme_names_commands_that_exist():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"halfbyte ([a-z]+) ", text)) - {"as"}
-    assert named - set(find_commands()) == set()
-    assert {"doctor", "train"} <= named
 
 
 def test_the_readme_lists_six_files_to_read_first():
@@ -81,37 +74,6 @@ def test_the_maxtext_table_names_flags_that_exist(capsys):
     text = (ROOT / "docs" / "from-maxtext.md").read_text(encoding="utf-8").split("## Flags")[1].split("## What")[0]
     named = set(re.findall(r"(--[a-z][a-z0-9.-]+)", text)) - {"--tokenizer", "--out"}
     assert [flag for flag in sorted(named) if flag not in known] == []
-
-
-def test_the_commands_of_the_faults_page_parse():
-    from halfbyte.cli.launch import parse as parse_launch
-    from halfbyte.cli.train import parse
-
-    text = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8") + (ROOT / "docs" / "distributed.md").read_text()
-    lines = re.findall(r"^halfbyte launch (.+)$", text, re.M)
-    assert len(lines) >= 3
-    for line in lines:
-        args = parse_launch(shlex.split(line))
-        assert parse(list(args.command[1:])).run_dir
-
-
-def test_the_interchange_page_names_commands_and_flags_that_exist():
-    """Every `halfbyte` line of the page is parsed by the command itself."""
-    from halfbyte.cli import export, generate, import_
-    from halfbyte.cli.main import parse_flags
-    from halfbyte.cli.train import split_name
-    from halfbyte.recipe import recipe
-
-    text = (ROOT / "docs" / "interchange.md").read_text(encoding="utf-8")
-    lines = [shlex.split(line) for line in text.splitlines() if line.startswith("halfbyte ")]
-    modules = {"import": import_, "export": export, "generate": generate}
-    for words in lines:
-        command, rest = words[1], words[2:]
-        if command in modules:
-            parse_flags(command, modules[command], rest)
-        elif "--recipe" in rest:
-            assert command == "train" and split_name(rest)[0] == "" and recipe(rest[rest.index("--recipe") + 1])
-    assert {words[1] for words in lines} == {"import", "export", "generate", "eval", "train", "data"}
 
 
 def test_the_install_page_names_extras_that_exist():

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -98,6 +99,14 @@ def test_what_the_config_does_not_hold_is_carried_along(tmp_path):
     again = parse(list(steps[0].commands[0][1:]))
     assert (again.distributed, again.xla_flags) == (args.distributed, args.xla_flags)
     assert again.run == dataclasses.replace(args.run, recipe="bf16")
+
+
+@pytest.mark.parametrize("vocabulary, seq", [(1024, 128), (50_000, 4096)])
+def test_what_preparing_prints_fits_the_data(vocabulary, seq):
+    words = data.train_on(Path("my data"), SimpleNamespace(vocab_size=vocabulary, seq_len=seq))
+    made = parse(shlex.split(shlex.join(words))[1:]).run
+    assert (made.data, made.seq) == ("my data", seq)
+    assert made.model.vocab_size >= vocabulary and made.model.max_seq >= seq
 
 
 @pytest.mark.parametrize("on_path, wanted", [(True, "halfbyte"), (False, "bin/halfbyte")])

@@ -8,6 +8,7 @@ halfbyte data sample DIR        some rows, decoded
 
 import contextlib
 import dataclasses
+import shlex
 import signal
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from halfbyte.cli.next_steps import program
 from halfbyte.cli.result import Result
 
 
@@ -116,8 +118,19 @@ def run_prepare(args: Prepare) -> Result:
     else:
         print(f"{done.directory} is up to date: it holds exactly this request, and every file is intact")
     print_totals(done.manifest)
-    print(f"train on it: halfbyte train MODEL --data {done.directory} --seq {done.manifest.seq_len}")
+    print(f"train on it: {program()} {shlex.join(train_on(done.directory, done.manifest))}")
     return Result({"fresh": done.fresh, "seconds": done.seconds, **facts(done.directory, done.manifest)})
+
+
+def train_on(directory: Path, manifest: Any) -> list[str]:
+    """The command that trains the smallest model of the literature on a data set, grown where the data needs it."""
+    from halfbyte.models import preset
+
+    model = preset("llama-60m")
+    words = ["train", model.name, "--data", str(directory), "--seq", str(manifest.seq_len)]
+    if manifest.vocab_size > model.vocab_size:
+        words += ["--model.vocab-size", str(manifest.vocab_size)]
+    return words if manifest.seq_len <= model.max_seq else [*words, "--model.max-seq", str(manifest.seq_len)]
 
 
 @contextlib.contextmanager
