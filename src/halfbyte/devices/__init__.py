@@ -1,8 +1,8 @@
 """Facts about accelerators, each with its source: one table for MFU, roofline, capability gate and compiler.
 
 `DEVICES` is the table, `lookup` finds the entry of a JAX device, `UNITS` are what tensor cores multiply with,
-`native_training` and `native_inference` say which of them a device has, `target_config` and `topology` describe it to
-XLA on a machine that does not have one.
+`native_training` and `native_inference` say which of them a device has, `target_config`, `topology` and `lowering_for`
+describe it to XLA and to Pallas on a machine that does not have one.
 """
 
 from halfbyte.devices.capability import native_inference, native_training
@@ -10,7 +10,7 @@ from halfbyte.devices.cudnn import cudnn_version
 from halfbyte.devices.lookup import lookup
 from halfbyte.devices.platform import settle_platform
 from halfbyte.devices.table import DEVICES, Device, device
-from halfbyte.devices.target import target_config, topology
+from halfbyte.devices.target import lowering_for, target_config, topology
 from halfbyte.devices.units import UNITS, Unit
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "cudnn_version",
     "device",
     "lookup",
+    "lowering_for",
     "native_inference",
     "native_training",
     "settle_platform",

@@ -4,6 +4,7 @@ XLA takes the facts of a GPU as a `GpuTargetConfigProto` in text form, and a top
 What is not in the table is the same on every part of it: limits of the CUDA programming model on SM 9.0 and later.
 """
 
+import contextlib
 from importlib.util import find_spec
 from typing import Any
 
@@ -74,6 +75,18 @@ def target_config(device: Device) -> str:
         cuda=CUDA_VERSION,
         description=device.kind,
     )
+
+
+def lowering_for(device: Device) -> contextlib.AbstractContextManager[Any]:
+    """Within it, Pallas lowers kernels for `device`: without a GPU, JAX 0.11 asks the mesh of the context for one. That
+    mesh has no axes, so that nothing else is changed; a mesh that is there already is left alone.
+    """
+    import jax
+
+    if device.platform != "cuda" or not jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    described = jax.sharding.AbstractDevice(device_kind=device.kind, num_cores=device.sms, platform="gpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=described))
 
 
 def topology(device: Device, *, hosts: int, per_host: int) -> Any:

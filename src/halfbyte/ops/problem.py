@@ -2,20 +2,24 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 import jax
 
-from halfbyte.devices import Device, lookup
+from halfbyte.devices import Device, lookup, lowering_for
 from halfbyte.ops.gemms import FPROP, GEMMS, Gemm
 from halfbyte.recipe import Recipe
 
 _target = jax.make_user_context(None)  # JAX traces a function anew where it differs
 
 
-def compile_for(device: Device) -> contextlib.AbstractContextManager[None]:
-    """Backends are chosen for `device` instead of this machine's: for programs compiled here and run elsewhere."""
-    context: contextlib.AbstractContextManager[None] = _target(device)
-    return context
+@contextlib.contextmanager
+def compile_for(device: Device) -> Iterator[None]:
+    """Backends are chosen and kernels lowered for `device` instead of this machine's: for programs compiled here and
+    run elsewhere.
+    """
+    with _target(device), lowering_for(device):
+        yield
 
 
 def target() -> Device:

@@ -120,7 +120,7 @@ class FusedPasses(Passes):
             sides, scales = self._sides(tops, row, column, shape)
             wrote = run(rows=sides[0], columns=sides[1], interpret=self.interpret)
             wanted = [r for r in (row, column) if r is not None]
-            for r, operand in zip(wanted, _operands(wrote, wanted, scales, shape), strict=True):
+            for r, operand in zip(wanted, self._operands(wrote, wanted, scales, shape), strict=True):
                 made[id(r)] = operand
         return [made[id(r)] for r in requests]
 
@@ -129,8 +129,8 @@ class FusedPasses(Passes):
         transformed = column is not None and column.policy.hadamard
         vectors = kernels.tensor_scales(*tops[: 1 + transformed], interpret=self.interpret)
         sides = (
-            None if row is None else Rowwise(vectors[0], key=key_pair(row.key), window=_window(row, shape)),
-            None if column is None else _columnwise(column, vectors[-1], shape),
+            None if row is None else self._rowwise(row, vectors[0], shape),
+            None if column is None else self._columnwise(column, vectors[-1], shape),
         )
         scales = [v for r, v in ((row, vectors[0]), (column, vectors[-1])) if r is not None]
         return sides, scales
@@ -145,11 +145,37 @@ class FusedPasses(Passes):
             for i, wanted in enumerate(((dg[0], dg[1]), (du[0], du[1]), (None, h[0])))
         )
         made = kernels.quantize_backward(*flat, dg=dg_sides, du=du_sides, h=h_sides[1], interpret=self.interpret)
+        per = len(made) // 5  # arrays an operand
         return (
-            _operands(made[:2], dg, dg_scales, g.shape),
-            _operands(made[2:4], du, du_scales, g.shape),
-            _operands(made[4:], h, h_scales, g.shape),
+            self._operands(made[: 2 * per], dg, dg_scales, g.shape),
+            self._operands(made[2 * per : 4 * per], du, du_scales, g.shape),
+            self._operands(made[4 * per :], h, h_scales, g.shape),
         )
+
+    def _rowwise(self, row: Request, scale: jax.Array, shape: tuple[int, ...]) -> Rowwise:
+        """What a kernel is asked for a row."""
+        return Rowwise(scale, key=key_pair(row.key), window=_window(row, shape))
+
+    def _columnwise(self, column: Request, scale: jax.Array, shape: tuple[int, ...]) -> Columnwise:
+        """What a kernel is asked for a column."""
+        asked = {"hadamard": column.policy.hadamard, "packed": column.kept}
+        return Columnwise(scale, key=key_pair(column.key), window=_window(column, shape), **asked)
+
+    def _operands(
+        self, made: Sequence[jax.Array], requests: Sequence[Request], scales: Sequence[jax.Array],
+        shape: tuple[int, ...],
+    ) -> list[Made]:  # fmt: skip
+        """What a kernel wrote, row before column, as was requested: a carrier each, or packed codes and scales."""
+        arrays, operands = list(made), list[Made]()
+        for wanted, scale in zip(requests, scales, strict=True):
+            if wanted.kept:
+                # [tokens / 2, features] and [tokens / 16, features] -> with the leading dims of the tensor
+                codes, blocks = (t.reshape(*shape[:-2], -1, shape[-1]) for t in (arrays.pop(0), arrays.pop(0)))
+                packed = Packed(codes, blocks, scale[AMAX], scale[DECODE], wanted.policy.format, "1d", wanted.axis)
+                operands.append(name_saved(packed))
+            else:
+                operands.append(Carrier(arrays.pop(0).reshape(shape), scale[GEMM], wanted.policy, scale))
+        return operands
 
     def weight(
         self, w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),
@@ -195,16 +221,6 @@ def _transformed(requests: Sequence[Request]) -> bool:
     return any(r.policy.hadamard for r in requests)
 
 
-def _columnwise(column: Request, scale: jax.Array, shape: tuple[int, ...]) -> Columnwise:
-    return Columnwise(
-        scale,
-        key=key_pair(column.key),
-        window=_window(column, shape),
-        hadamard=column.policy.hadamard,
-        packed=column.kept,
-    )
-
-
 def _window(wanted: Request, shape: tuple[int, ...]) -> Window | None:
     """Where the tensor lies in the whole one, for random bits; None if it is whole, or none are drawn."""
     if wanted.key is None or not axes_of(wanted.cut):
@@ -214,22 +230,6 @@ def _window(wanted: Request, shape: tuple[int, ...]) -> Window | None:
 
 def _of_all(maxima: Sequence[jax.Array], requests: Sequence[Request]) -> tuple[jax.Array, ...]:
     return whole_maxima(maxima, requests[0].cut)
-
-
-def _operands(
-    made: Sequence[jax.Array], requests: Sequence[Request], scales: Sequence[jax.Array], shape: tuple[int, ...]
-) -> list[Made]:
-    """What a kernel wrote, row before column, as was requested: a carrier each, or packed codes and scales."""
-    arrays, operands = list(made), list[Made]()
-    for wanted, scale in zip(requests, scales, strict=True):
-        if wanted.kept:
-            # [tokens / 2, features] and [tokens / 16, features] -> with the leading dims of the tensor
-            codes, blocks = (t.reshape(*shape[:-2], -1, shape[-1]) for t in (arrays.pop(0), arrays.pop(0)))
-            packed = Packed(codes, blocks, scale[AMAX], scale[DECODE], wanted.policy.format, "1d", wanted.axis)
-            operands.append(name_saved(packed))
-        else:
-            operands.append(Carrier(arrays.pop(0).reshape(shape), scale[GEMM], wanted.policy, scale))
-    return operands
 
 
 BACKEND = Backend("fused", unsupported, multiply, FusedPasses(), foreign=foreign, shares_gemms=True)
