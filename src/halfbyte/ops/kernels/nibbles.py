@@ -1,8 +1,8 @@
 """E2M1 codes as a GEMM reads them: two in a byte along the contraction, the even index in the low nibble.
 
 A *nibble pair* is a word whose halves carry a signed code in their top four bits. Along a row the halves are
-neighbours: one multiplication by 1 + 2**12 puts both codes into the top byte. Along a column two tokens' words make the bytes, and
-byte permutations sort eight tokens of each column into one word.
+neighbours: one multiplication by 1 + 2**12 puts both codes into the top byte. Along a column two tokens' words make the
+bytes, and byte permutations sort eight tokens of each column into one word.
 """
 
 from collections.abc import Sequence

@@ -1,0 +1,270 @@
+"""Checks and timings of the kernels that write what a block-scaled GEMM reads: packed codes and scales.
+
+Checked: the stored vectors of `halfbyte.formats`, corners of the definition, and random tensors of a dozen shapes, half
+of them no multiple of 128 wide; rows, columns and weights, plain and tiled scales, both roundings, with and without
+the transform, SwiGLU forward and backward. Timed: whole passes, maxima to codes, by compulsory bytes: one read for the
+maxima, one for the codes, one write of each code and scale; and the writing of codes alone.
+"""
+
+import concurrent.futures
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import kernel_oracle as oracle
+import ml_dtypes
+import numpy as np
+from kernel_cases import KEY, KEY2, KINDS, all_equal, scale_of, special, top
+from kernel_timing import Case, random_array
+
+from halfbyte.formats import tile_scales
+from halfbyte.formats.noise import key_words
+from halfbyte.formats.selftest import VECTORS, load
+from halfbyte.ops import kernels as K
+from halfbyte.ops.kernels import Columnwise, Rowwise, ScaleOrder
+
+CHECKED = ((128, 128), (256, 1024), (64, 4096), (512, 1376), (128, 2731), (128, 10944), (48, 144), (16, 43), (80, 62),
+           (1024, 272), (2048, 512), (192, 640))  # fmt: skip
+ODD = ((16384, 1376), (16384, 1408), (8192, 2731), (8192, 2816), (8192, 10944), (8192, 11008))
+PASS, CODES = 2.0 + 2.0, 0.5 + 1 / 16  # bytes an element: two reads of bf16; a code and its share of the scale
+PLAIN, TILED = ScaleOrder.PLAIN, ScaleOrder.TILED
+
+
+def _in_order(scales: np.ndarray, order: ScaleOrder) -> np.ndarray:
+    return scales if order is PLAIN else np.asarray(tile_scales(jnp.asarray(scales)))
+
+
+def _padded(x: np.ndarray) -> np.ndarray:
+    return np.pad(x, ((0, 0), (0, -x.shape[1] % 16)))
+
+
+def want_rows(x: np.ndarray, order: ScaleOrder, key: np.ndarray | None = None) -> list[np.ndarray]:
+    noise = None if key is None else _padded(oracle.random_bytes(*x.shape, key))
+    codes, scales, _ = oracle.quantize(_padded(x), top(x), axis=1, noise=noise)
+    return [np.ascontiguousarray(oracle.pack_tokens(codes.T).T), _in_order(scales, order)]
+
+
+def want_columns(x: np.ndarray, order: ScaleOrder, key: np.ndarray | None = None, hadamard: bool = True):
+    source = oracle.hadamard_tokens(x) if hadamard else x.astype(np.float32)
+    noise = None if key is None else oracle.random_bytes(*x.shape, key)
+    codes, scales, _ = oracle.quantize(source, top(source), axis=0, noise=noise)
+    return [np.ascontiguousarray(oracle.pack_tokens(codes).T), _in_order(scales.T, order)]
+
+
+def _both(order: ScaleOrder, stochastic: bool, hadamard: bool = True) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """(rows and columns in one read, what the oracle wants of x)."""
+    keys = (KEY, KEY2) if stochastic else (None, None)
+
+    def fn(x, row_amax, column_amax, k0, k1):
+        row = Rowwise(scale_of(row_amax), k0 if stochastic else None, codes=order)
+        column = Columnwise(scale_of(column_amax), k1 if stochastic else None, hadamard=hadamard, codes=order)
+        return K.quantize(x, rows=row, columns=column)
+
+    def prepare(x):
+        source = oracle.hadamard_tokens(x) if hadamard else x
+        given = jnp.asarray(x), top(x), top(source), jnp.asarray(KEY), jnp.asarray(KEY2)
+        return given, [*want_rows(x, order, keys[0]), *want_columns(x, order, keys[1], hadamard)]
+
+    return fn, prepare
+
+
+def _weight(order: ScaleOrder) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def fn(w, amax):
+        return K.weight_codes(w, scale_of(amax), inputs_last=order, outputs_last=order)
+
+    def prepare(x):
+        w = x.astype(np.float32) * (1 + np.random.default_rng(1).random(x.shape, np.float32) * np.float32(1e-3))
+        codes, scales, _ = oracle.quantize(w, top(w), axis=1, block2d=True)
+        turned = [oracle.pack_tokens(codes).T, _in_order(np.repeat(scales.T, 16, 0), order)]
+        return (jnp.asarray(w), top(w)), [
+            *map(np.ascontiguousarray, turned),
+            np.ascontiguousarray(oracle.pack_tokens(codes.T).T),
+            _in_order(np.repeat(scales, 16, 0), order),
+        ]
+
+    return fn, prepare
+
+
+def _swiglu(g, u, d, tops, k):
+    """Forward and backward operands under given maxima: h, its transform, dg, its transform, du, its transform."""
+    h_row, h_column, dg_row, dg_column, du_row, du_column = (scale_of(t) for t in tops)
+    forward = K.quantize_forward(g, u, rows=Rowwise(h_row, codes=PLAIN), columns=Columnwise(h_column, codes=TILED))
+    backward = K.quantize_backward(
+        g,
+        u,
+        d,
+        dg=(Rowwise(dg_row, k, codes=TILED), Columnwise(dg_column, k, codes=PLAIN)),
+        du=(Rowwise(du_row, k, codes=PLAIN), Columnwise(du_column, k, codes=TILED)),
+        h=Columnwise(h_column, codes=PLAIN),
+    )
+    return *forward, *backward
+
+
+def _check_swiglu(shape: tuple[int, int]) -> str:
+    """Against the oracle's quantization of what the kernels themselves compute from padded inputs."""
+    rng = np.random.default_rng(0)
+    g, u, d = ((rng.standard_normal(shape) * s).astype(ml_dtypes.bfloat16) for s in (3.0, 1.0, 1e-3))
+    wide = [jnp.asarray(np.pad(a, ((0, 0), (0, -shape[1] % 128)))) for a in (g, u, d)]
+    dg, du, h = (np.asarray(a)[:, : shape[1]] for a in jax.jit(K.activation)(*wide))
+    tops = [t for x in (h, dg, du) for t in (top(x), top(oracle.hadamard_tokens(x)))]
+    got = jax.jit(_swiglu)(*map(jnp.asarray, (g, u, d)), tops, jnp.asarray(KEY))
+    want = [*want_rows(h, PLAIN), *want_columns(h, TILED), *want_rows(dg, TILED, KEY), *want_columns(dg, PLAIN, KEY)]
+    want += [*want_rows(du, PLAIN, KEY), *want_columns(du, TILED, KEY), *want_columns(h, PLAIN)]
+    return all_equal(list(zip(got, want, strict=True)))
+
+
+def _check_vectors(group: dict[str, np.ndarray]) -> str:
+    """The stored answers of `halfbyte.formats`, tensor by tensor."""
+    hadamard, square = bool(group["hadamard"]), str(group["block"]) == "2d"
+    key = None
+    if str(group["rounding"]) == "stochastic":
+        key = jnp.stack(key_words(jnp.asarray(group["key"])))
+
+    @jax.jit
+    def run(x, amax, key):
+        scale = scale_of(amax)
+        if square:
+            return K.weight_codes(x.astype(jnp.float32), scale, inputs_last=None)
+        if hadamard:  # the transform runs along tokens: quantize the transpose by columns
+            return K.quantize(x.T, columns=Columnwise(scale, key, codes=PLAIN))
+        return K.quantize(x, rows=Rowwise(scale, key, codes=PLAIN))
+
+    pairs = []
+    for x, codes, scales, amax in zip(*(group[f] for f in ("x", "codes", "scales", "amax")), strict=True):
+        values = x.view(ml_dtypes.bfloat16 if x.dtype == np.uint16 else np.float32)
+        got = run(jnp.asarray(values), jnp.asarray(amax.view(np.float32)), key)
+        repeated = np.repeat(scales, 16, 0) if square else scales
+        pairs += list(zip(got, (np.ascontiguousarray(oracle.pack_tokens(codes.T).T), repeated), strict=True))
+    return all_equal(pairs)
+
+
+def _jobs() -> dict[str, Callable[[], str]]:
+    jobs: dict[str, Callable[[], str]] = {}
+
+    def add(name: str, pair: Any, x: np.ndarray) -> None:
+        def run() -> str:
+            with np.errstate(all="ignore"):
+                given, want = pair[1](x)
+            return all_equal(list(zip(jax.jit(pair[0])(*given), want, strict=True)))
+
+        jobs[name] = run
+
+    for name, group in load(VECTORS).items():
+        usable = str(group["format"]) == "nvfp4" and (str(group["block"]) == "2d" or group["x"].dtype == np.uint16)
+        if usable and not (str(group["rounding"]) == "stochastic" and bool(group["hadamard"])):
+            jobs[f"codes:vectors {name}"] = lambda group=group: _check_vectors(group)
+    nearest, stochastic, weight = _both(TILED, False), _both(PLAIN, True), _weight(TILED)
+    for kind in KINDS:
+        add(f"codes:{kind}", nearest, special(kind))
+        add(f"codes_sr:{kind}", stochastic, special(kind))
+        add(f"weight_codes:{kind}", weight, special(kind))
+    for i, shape in enumerate(CHECKED):
+        x = np.random.default_rng(i).standard_normal(shape).astype(ml_dtypes.bfloat16)
+        add(f"codes:{shape}", _both((PLAIN, TILED)[i % 2], False), x)
+        add(f"codes_sr:{shape}", _both((TILED, PLAIN)[i % 2], True, hadamard=i % 3 != 0), x)
+        if shape[1] % 16 == 0:
+            add(f"weight_codes:{shape}", _weight((PLAIN, TILED)[i % 2]), x)
+            jobs[f"swiglu_codes:{shape}"] = lambda shape=shape: _check_swiglu(shape)
+    return jobs
+
+
+def checks(threads: int) -> dict[str, str]:
+    """{name:what: verdict}; those of one kernel that are all equal in one line."""
+
+    def run(item: tuple[str, Callable[[], str]]) -> tuple[str, str]:
+        try:
+            return item[0], item[1]()
+        except Exception as error:  # reported as a failed check
+            return item[0], f"{type(error).__name__}: {str(error)[:400]}"
+
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        found = dict(pool.map(run, _jobs().items()))
+    merged = {name: verdict for name, verdict in found.items() if verdict != "equal"}
+    for kernel in dict.fromkeys(name.split(":")[0] for name in found):
+        good = sum(v == "equal" for n, v in found.items() if n.split(":")[0] == kernel)
+        merged[f"{kernel}:{good} tensors"] = "equal"
+    return merged
+
+
+def _passes() -> dict[str, tuple[Callable[..., Any], float]]:
+    """Name -> (pass over x and keys, compulsory bytes an element)."""
+
+    def both(x, k0, k1, *, stochastic, order=TILED, hadamard=True):
+        scales = K.tensor_scales(*K.maxima(x, hadamard=hadamard))
+        row = Rowwise(scales[0], k0 if stochastic else None, codes=order)
+        column = Columnwise(scales[-1], k1 if stochastic else None, hadamard=hadamard, codes=order)
+        return K.quantize(x, rows=row, columns=column)
+
+    def rows(x, k0, k1):
+        return K.quantize(x, rows=Rowwise(K.tensor_scale(K.maxima(x, hadamard=False)[0]), codes=TILED))
+
+    return {
+        "codes pass": (lambda *a: both(*a, stochastic=False), PASS + 2 * CODES),
+        "codes pass, plain scales": (lambda *a: both(*a, stochastic=False, order=PLAIN), PASS + 2 * CODES),
+        "codes pass, no hadamard": (lambda *a: both(*a, stochastic=False, hadamard=False), PASS + 2 * CODES),
+        "codes_sr pass": (lambda *a: both(*a, stochastic=True), PASS + 2 * CODES),
+        "codes pass, rows": (rows, PASS + CODES),
+    }
+
+
+def _quantize_only(stochastic: bool) -> Callable[..., Any]:
+    def fn(x, k0, k1):
+        s = jnp.asarray(np.array([5, 537.6, 1 / 537.6, 89.6, 1 / 537.6, 0, 0, 0], np.float32))
+        keys = (k0, k1) if stochastic else (None, None)
+        return K.quantize(x, rows=Rowwise(s, keys[0], codes=TILED), columns=Columnwise(s, keys[1], codes=TILED))
+
+    return fn
+
+
+def _gated(g, u, d, k):
+    scales = K.tensor_scales(*K.backward_maxima(g, u, d, tensors=3))
+    sides = [(Rowwise(scales[i], k, codes=TILED), Columnwise(scales[i + 1], k, codes=TILED)) for i in (0, 2)]
+    return K.quantize_backward(g, u, d, dg=sides[0], du=sides[1], h=Columnwise(scales[5], codes=TILED))
+
+
+def _forward(g, u, d, k):
+    row, column = K.tensor_scales(*K.forward_maxima(g, u))
+    return K.quantize_forward(g, u, rows=Rowwise(row, codes=TILED), columns=Columnwise(column, codes=TILED))
+
+
+def cases(shapes: list[tuple[int, int]]) -> list[Case]:
+    out = []
+    for shape in [s for s in shapes if s in ((16384, 8192), (8192, 14336), (16384, 2048))]:
+        elements, keys = float(np.prod(shape)), (jnp.asarray(KEY), jnp.asarray(KEY2))
+        sets = [(random_array(shape, i), *keys) for i in range(3)]
+        out.append(Case("copy", shape, "negate", lambda: lambda x, k0, k1: -x, sets, 4 * elements))
+        for name, (fn, bytes_of) in _passes().items():
+            out.append(Case(name, shape, "", lambda fn=fn: fn, sets, bytes_of * elements))
+        for name, stochastic in (("codes", False), ("codes_sr", True)):
+            make = lambda s=stochastic: _quantize_only(s)  # noqa: E731
+            out.append(Case(f"{name} alone", shape, "", make, sets, (2 + 2 * CODES) * elements))
+        if shape != (16384, 2048):
+            triples = [(*(random_array(shape, 3 * i + j) for j in range(3)), keys[0]) for i in range(2)]
+            out.append(Case("swiglu_codes forward", shape, "", lambda: _forward, triples, (8 + 2 * CODES) * elements))
+            out.append(Case("swiglu_codes backward", shape, "", lambda: _gated, triples, (12 + 5 * CODES) * elements))
+    return out + _weight_cases() + _odd_cases()
+
+
+def _weight_pass(w):
+    return K.weight_codes(w, K.tensor_scale(K.weight_maxima(w)), inputs_last=TILED, outputs_last=TILED)
+
+
+def _weight_cases() -> list[Case]:
+    shape = (4096, 14336)
+    sets = [(random_array(shape, i, jnp.float32, 0.02),) for i in range(3)]
+    elements = float(np.prod(shape))
+    return [
+        Case("weight_codes pass", shape, "", lambda: _weight_pass, sets, (8 + 2 * CODES) * elements),
+        Case("copy", shape, "float32", lambda: lambda w: -w, sets, 8 * elements),
+    ]
+
+
+def _odd_cases() -> list[Case]:
+    """Codes alone at widths that no tile divides, and at the next multiple of 128."""
+    out = []
+    for shape in ODD:
+        sets = [(random_array(shape, i), jnp.asarray(KEY), jnp.asarray(KEY2)) for i in range(3)]
+        work = (2 + 2 * CODES) * float(np.prod(shape))
+        out.append(Case("codes alone", shape, "", lambda: _quantize_only(False), sets, work))
+    return out
