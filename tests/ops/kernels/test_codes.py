@@ -105,8 +105,7 @@ def test_weight(shape, order):
 def test_swiglu(shape):
     rng, order = np.random.default_rng(8), ScaleOrder.PLAIN
     g, u, d = (rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for _ in range(3))
-    padded_inputs = [jnp.asarray(padded(a, 128)) for a in (g, u, d)]
-    dg, du, h = (np.asarray(a)[:, : shape[1]] for a in K.activation(*padded_inputs, interpret=True))
+    dg, du, h = (np.asarray(a) for a in K.activation(*map(jnp.asarray, (g, u, d)), interpret=True))
     key, more = jnp.asarray(KEYS[0]), {"codes": order}
     tops = {name: (top(a), top(oracle.hadamard_tokens(a))) for name, a in (("dg", dg), ("du", du), ("h", h))}
     got = K.quantize_backward(
@@ -119,6 +118,9 @@ def test_swiglu(shape):
     noise = oracle.random_bytes(*shape, KEYS[0])
     want = [a for x in (dg, du) for make in (rows_of, columns_of) for a in make(x, order, noise)]
     same(got, [*want, *columns_of(h, order)])
+    wide = [jnp.asarray(padded(a, 128)) for a in (g, u, d)]
+    for a, b in zip((dg, du, h), K.activation(*wide, interpret=True), strict=True):
+        np.testing.assert_array_equal(bits(a), bits(np.ascontiguousarray(b[:, : shape[1]])))
     forward = K.quantize_forward(
         jnp.asarray(g),
         jnp.asarray(u),
@@ -127,6 +129,52 @@ def test_swiglu(shape):
         interpret=True,
     )
     same(forward, [*rows_of(h, order), *columns_of(h, order)])
+
+
+def bits(x):
+    return np.asarray(x).view(np.uint16)
+
+
+@pytest.mark.parametrize("shape", [(48, 144), (32, 43), (16, 62)], ids=str)
+def test_carriers_of_widths_that_no_tile_divides(shape):
+    x = data(shape, "wide")
+    turned, key = oracle.hadamard_tokens(x), jnp.asarray(KEYS[0])
+    found = [np.asarray(part).max().view(np.float32) for part in K.maxima(jnp.asarray(x), interpret=True)]
+    assert found == [top(x), top(turned)]
+    row, codes, scales = K.quantize(
+        jnp.asarray(x),
+        rows=K.Rowwise(scale(top(x)), key),
+        columns=K.Columnwise(scale(top(turned)), packed=True),
+        interpret=True,
+    )
+    noise = padded(oracle.random_bytes(*shape, KEYS[0]))
+    want = oracle.quantize(padded(x), top(x), axis=1, noise=noise)[2][:, : shape[1]]
+    np.testing.assert_array_equal(bits(row), want.view(np.uint16))
+    column = oracle.quantize(turned, top(turned), axis=0)
+    np.testing.assert_array_equal(codes, oracle.pack_tokens(column[0]))
+    np.testing.assert_array_equal(scales, column[1])
+    np.testing.assert_array_equal(bits(K.unpack(codes, scales, interpret=True)), column[2].view(np.uint16))
+
+
+@pytest.mark.parametrize("shape", [(48, 144), (32, 43)], ids=str)
+def test_weights_of_widths_that_no_tile_divides(shape):
+    w = data(shape, "wide").astype(np.float32) * np.float32(1.001)
+    parts = K.weight_maxima(jnp.asarray(w), interpret=True)
+    assert np.asarray(parts).max().view(np.float32) == top(w)
+    codes, scales, carrier = oracle.quantize(padded(w), top(w), axis=1, block2d=True)
+    got = K.quantize_weight(jnp.asarray(w), scale(top(w)), interpret=True)
+    np.testing.assert_array_equal(bits(got), np.ascontiguousarray(carrier[:, : shape[1]]).view(np.uint16))
+    packed = K.pack_weight(jnp.asarray(w), scale(top(w)), interpret=True)
+    same(packed, [oracle.pack_tokens(codes)[:, : shape[1]], scales])
+
+
+def test_a_weight_of_any_size_ends_in_blocks_filled_up():
+    w = data((43, 23)).astype(np.float32)
+    filled = np.pad(w, ((0, 5), (0, 9)))
+    codes, scales, _ = oracle.quantize(filled, top(w), axis=1, block2d=True)
+    got = K.weight_codes(jnp.asarray(w), scale(top(w)), interpret=True)
+    want = [oracle.pack_tokens(codes).T[:23], np.repeat(scales.T, 16, 0)[:23]]
+    same(got, [*want, oracle.pack_tokens(codes.T).T[:43], np.repeat(scales, 16, 0)[:43]])
 
 
 def test_scale_order_is_the_tiling():

@@ -1,11 +1,7 @@
-"""Operands as block-scaled tensor cores read them: packed E2M1 codes with the contraction last, and E4M3 scales.
+"""Quantize passes that find their own addresses: operands as codes, and carriers of widths that no tile divides.
 
-A warp owns 16 tokens of 32 x `columns` features, a program four such warps, one above the other: 64 tokens. Rows go to
-memory as they are made. Columns are transposed: each lane has 16 tokens, 8 bytes, of each of its columns, and the four
-warps' bytes of one column meet in shared memory, so that 32 bytes of it are written at once, and four scales as a word.
-
-Edges are masked: any width, and a multiple of 16 tokens. A width that is no multiple of 16 ends in a block filled up
-with zeros, so that packed rows have ceil(width / 16) * 8 bytes.
+Codes are what block-scaled tensor cores read: packed E2M1 with the contraction last, and E4M3 scales. How arrays are
+read and written is in `transfer.py`, the arithmetic in `nibbles.py` (codes) and `arithmetic.py` (carriers).
 """
 
 import dataclasses
@@ -17,158 +13,23 @@ import jax
 import jax.numpy as jnp
 
 from halfbyte.formats.noise import ROUNDS
-from halfbyte.formats.tiling import ROWS
 from halfbyte.ops.kernels import arithmetic as q
 from halfbyte.ops.kernels import nibbles
 from halfbyte.ops.kernels.launch import launch
-from halfbyte.ops.kernels.memory import SHARED
 from halfbyte.ops.kernels.scale import DECODE, MULT
 from halfbyte.ops.kernels.scale_order import ScaleOrder
-
-BLOCK = 16
-WARPS = 4
-TOKENS = BLOCK * WARPS  # of a program
-WARP_STRIDE = 72  # words from one warp's columns to the next one's: no two lanes of a transfer share a bank
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a lane stands in an array [tokens, width]: its warp's first token, its own first column."""
-
-    tokens: int
-    width: int
-    token: Any
-    column: Any
-    inside: Any  # whether both lie in the array; None where all do
-    first_token: Any  # of the program
-    first_column: Any
-    thread: Any
-
-    @property
-    def packed_width(self) -> int:
-        """Bytes of a packed row."""
-        return -(-self.width // BLOCK) * BLOCK // 2
-
-
-def programs(tokens: int, width: int, columns: int, *, tiled: bool) -> tuple[int, int]:
-    """Programs down and across an array; tiles of scales are filled up with zeros, by programs of their own."""
-    whole = ROWS if tiled else 1
-    covered = [-(-size // whole) * whole for size in (tokens, width)]
-    return -(-covered[0] // TOKENS), -(-covered[1] // (32 * columns))
-
-
-def place(m: Any, tokens: int, width: int, grid: tuple[int, int]) -> Place:
-    down, across = grid
-    program, thread = m.program(), m.thread()
-    first_token = m.imad(m.divide(program, across), TOKENS, 0)
-    first_column = m.imad(m.remainder(program, across), 32 * m.columns, 0)
-    token = m.imad(m.shr(thread, 5), BLOCK, first_token)
-    column = m.imad(m.and_(thread, 31), m.columns, first_column)
-    exact = down * TOKENS == tokens and across * 32 * m.columns == width
-    inside = None if exact else m.both(m.less(token, tokens), m.less(column, width))
-    return Place(tokens, width, token, column, inside, first_token, first_column, thread)
-
-
-def load_rows(m: Any, array: int, at: Place, words: int, size: int) -> list[list[Any]]:
-    """16 rows of a lane's columns: bf16 pairs (`size` 2) or float32 (`size` 4); zero outside."""
-    begin = m.address(array, m.imad(at.token, at.width, at.column), size)
-    row = at.width * size
-    if at.width % m.columns == 0:
-        return [m.load(begin, words, offset=r * row, where=at.inside) for r in range(BLOCK)]
-    inside = [m.both(at.inside, m.less(m.iadd(at.column, c), at.width)) for c in range(m.columns)]
-    rows = []
-    for r in range(BLOCK):
-        units = [m.load(begin, offset=r * row + c * size, size=size, where=w)[0] for c, w in enumerate(inside)]
-        rows.append(
-            units if size == 4 else [m.prmt(a, b, 0x5410) for a, b in zip(units[::2], units[1::2], strict=True)]
-        )
-    return rows
-
-
-def store_rows(
-    m: Any, codes: int, scales: int, at: Place, order: ScaleOrder, made: tuple[list[Any], list[Any]]
-) -> None:
-    """Packed bytes of 16 rows, and the scales of this lane's share of them."""
-    bytes_of, own = made
-    blocks, share = at.packed_width // 8, 2 * len(own)
-    inside = _also(m, at, at.token, at.tokens, at.column, 16 * blocks)
-    begin = m.address(codes, m.imad(at.token, at.packed_width, m.shr(at.column, 1)), 1)
-    for r, word in enumerate(bytes_of):
-        m.store(begin, [word], offset=r * at.packed_width, size=m.columns // 2, where=inside)
-    lane = m.and_(at.thread, 16 // m.columns - 1)
-    row, block = m.imad(lane, share, at.token), m.shr(at.column, 4)
-    tiled = order is ScaleOrder.TILED
-    if tiled:
-        inside = None if at.inside is None else m.less(block, order.extent(blocks, 4))
-    begin = m.address(scales, order.index(m, row, block, blocks), 1)
-    for i in range(share):
-        word = own[i // 2] if i % 2 == 0 else m.shr(own[i // 2], 8)
-        m.store(begin, [word], offset=i * (16 if tiled else blocks), size=1, where=inside)
-
-
-def _also(m: Any, at: Place, row: Any, rows: int, column: Any, columns: int) -> Any:
-    """Whether (row, column) lies in [rows, columns]; None where every lane's does."""
-    return None if at.inside is None else m.both(m.less(row, rows), m.less(column, columns))
-
-
-def store_columns(
-    m: Any, codes: int, scales: int, at: Place, order: ScaleOrder, made: tuple[list[list[Any]], Any]
-) -> None:
-    """Packed tokens of each column and its scales, transposed through shared memory."""
-    words, scale_word = made
-    start = m.share(len(words) * WARPS * WARP_STRIDE * 4)
-    scale_start = m.share(WARPS * 32 * 4)
-    warp, lane = m.shr(at.thread, 5), m.and_(at.thread, 31)
-    mine = m.address(SHARED, m.imad(warp, WARP_STRIDE, m.shl(lane, 1)), 4)
-    for c, pair in enumerate(words):
-        m.store(mine, pair, offset=start + c * WARPS * WARP_STRIDE * 4)
-    m.store(m.address(SHARED, at.thread, 4), [scale_word], offset=scale_start)
-    m.barrier()
-    for turn in range(len(words) // 2):
-        _store_codes(m, codes, at, start, turn)
-    _store_scales(m, scales, at, order, scale_start)
-
-
-def _store_codes(m: Any, codes: int, at: Place, start: int, turn: int) -> None:
-    """16 bytes of a column a lane: the tokens of two warps. Two lanes write the 32 bytes of a column."""
-    part, found = m.and_(at.thread, 1), m.shr(at.thread, 1)  # 64 columns a turn
-    number, lane = m.iadd(m.shr(found, 5), 2 * turn), m.and_(found, 31)
-    shared = m.imad(number, WARPS * WARP_STRIDE, m.imad(part, 2 * WARP_STRIDE, m.shl(lane, 1)))
-    source = m.address(SHARED, shared, 4)
-    words = [w for k in range(2) for w in m.load(source, 2, offset=start + k * WARP_STRIDE * 4)]
-    feature = m.iadd(m.imad(lane, m.columns, at.first_column), number)
-    token = m.imad(part, 2 * BLOCK, at.first_token)
-    target = m.address(codes, m.imad(feature, at.tokens // 2, m.shr(token, 1)), 1)
-    if at.tokens % (2 * BLOCK) == 0:
-        m.store(target, words, where=_also(m, at, token, at.tokens, feature, at.width))
-        return
-    for k in range(2):
-        inside = _also(m, at, m.iadd(token, k * BLOCK), at.tokens, feature, at.width)
-        m.store(target, words[2 * k : 2 * k + 2], offset=8 * k, where=inside)
-
-
-def _store_scales(m: Any, scales: int, at: Place, order: ScaleOrder, start: int) -> None:
-    """The four scales of a column, one from each warp, a lane each."""
-    number, lane = m.shr(at.thread, 5), m.and_(at.thread, 31)
-    source, shift = m.address(SHARED, lane, 4), m.shl(number, 3)
-    each = [m.shr(m.load(source, offset=start + w * 128)[0], shift) for w in range(WARPS)]
-    word = m.prmt(m.prmt(each[0], each[1], 0x0040), m.prmt(each[2], each[3], 0x0040), 0x5410)
-    feature = m.iadd(m.imad(lane, m.columns, at.first_column), number)
-    group, groups = m.shr(at.first_token, 4), at.tokens // BLOCK
-    tiled = order is ScaleOrder.TILED
-    rows, limit = (order.extent(at.width, ROWS), order.extent(groups, 4)) if tiled else (at.width, groups)
-    asked = None if m.columns == WARPS else m.less(number, m.columns)
-    target = m.address(scales, order.index(m, feature, group, groups), 1)
-    if tiled or groups % WARPS == 0:
-        m.store(target, [word], where=_both(m, asked, _also(m, at, group, limit, feature, rows)))
-        return
-    for w in range(WARPS):
-        inside = _both(m, asked, _also(m, at, m.iadd(group, w), limit, feature, rows))
-        m.store(target, [m.shr(word, 8 * w)], offset=w, size=1, where=inside)
-
-
-def _both(m: Any, p: Any, q: Any) -> Any:
-    return q if p is None else p if q is None else m.both(p, q)
+from halfbyte.ops.kernels.transfer import (
+    BLOCK,
+    WARPS,
+    Place,
+    load_rows,
+    place,
+    programs,
+    store_codes,
+    store_rows,
+    store_turned_codes,
+    whole,
+)
 
 
 def random_state(m: Any, key: int, origin: int | None, window: Any, at: Place) -> tuple[list[Any], int]:
@@ -214,9 +75,9 @@ class Arrays:
         self.given.append(array)
         return len(self.sources) + len(self.given) - 1
 
-    def make(self, *outputs: tuple[int, ...]) -> int:
+    def make(self, outputs: Sequence[jax.ShapeDtypeStruct]) -> int:
         """The first of these outputs, counted among the outputs alone."""
-        self.made.extend(jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in outputs)
+        self.made.extend(outputs)
         return len(self.made) - len(outputs)
 
     @property
@@ -226,41 +87,58 @@ class Arrays:
 
 def quantize_made(
     arrays: Sequence[jax.Array],
-    make: Callable[[Any, list[list[list[Any]]]], Sequence[list[list[Any]]]],
+    make: Callable[[Any, list[Any]], Sequence[Sequence[Any]]],
     jobs: Sequence[tuple[Any, int]],
     *,
     columns: int,
     interpret: bool,
     name: str,
 ) -> tuple[jax.Array, ...]:
-    """(codes, scales) of each of `jobs`: a `Rowwise` or `Columnwise` with `codes`, and which of the tensors of rows
-    that `make(machine, rows of each array)` returns.
+    """The operands of `jobs`: a `Rowwise` or `Columnwise`, and which of the tensors whose 16 rows are returned by
+    `make(machine, rows of all arrays)`.
     """
     tokens, width = arrays[0].shape
-    check(tokens, width)
     known = Arrays(arrays)
     places = [_given(known, side) for side, _ in jobs]
-    firsts = [known.make(*output_shapes(side, tokens, width)) for side, _ in jobs]
+    firsts = [known.make(outputs_of(side, tokens, width)) for side, _ in jobs]
     grid = programs(tokens, width, columns, tiled=any(s.codes is ScaleOrder.TILED for s, _ in jobs))
 
     def body(m: Any) -> None:
         at = place(m, tokens, width, grid)
-        tensors = make(m, [load_rows(m, i, at, m.columns // 2, 2) for i in range(len(arrays))])
+        tensors = make(m, [row for i in range(len(arrays)) for row in load_rows(m, i, at, 2)])
         for (side, which), (scale, key, origin), first in zip(jobs, places, firsts, strict=True):
-            factors = [m.real(m.load(m.address(scale, entry, 4))[0]) for entry in (MULT, DECODE)]
-            random = None
-            if key is not None:
-                state, stride = random_state(m, key, origin, side.window, at)
-                random = q.random_words(m, state, tokens=BLOCK, stride=stride)
-            outputs = known.outputs_begin + first, known.outputs_begin + first + 1
-            if side.along_tokens:
-                made = nibbles.quantize_columns(m, tensors[which], *factors, random, hadamard=side.hadamard)
-                store_columns(m, *outputs, at, side.codes, made)
-            else:
-                store_rows(m, *outputs, at, side.codes, nibbles.quantize_rows(m, tensors[which], *factors, random))
+            mult, dec = _factors(m, scale)
+            random = None if key is None else _random(m, key, origin, side.window, at)
+            _quantize(m, side, at, tensors[which], mult, dec, random, known.outputs_begin + first)
 
     run = functools.partial(launch, body, [*arrays, *known.given], known.made, programs=grid[0] * grid[1])
     return tuple(run(warps=WARPS, columns=columns, interpret=interpret, name=name))
+
+
+def _quantize(m: Any, side: Any, at: Place, rows: Any, mult: Any, dec: Any, random: Any, output: int) -> None:
+    """Makes one operand and writes it, from output number `output` on."""
+    if side.codes is not None and side.along_tokens:
+        turned = nibbles.quantize_columns(m, rows, mult, dec, random, hadamard=side.hadamard)
+        store_turned_codes(m, output, output + 1, at, side.codes, turned)
+    elif side.codes is not None:
+        store_codes(m, output, output + 1, at, side.codes, nibbles.quantize_rows(m, rows, mult, dec, random))
+    elif side.along_tokens:
+        made = q.quantize_columns(m, rows, mult, dec, random, hadamard=side.hadamard, packed=side.packed)
+        store_rows(m, output, at, made[:BLOCK] if not side.packed else made[: BLOCK // 2], 1 if side.packed else 2)
+        if side.packed:
+            store_rows(m, output + 1, at, made[BLOCK // 2 :], 1)
+    else:
+        store_rows(m, output, at, q.quantize_rows(m, rows, mult, dec, random), 2)
+
+
+def _factors(m: Any, scale: Any) -> list[Any]:
+    """mult and dec of a scale vector."""
+    return [m.real(m.load(m.address(scale, entry, 4))[0]) for entry in (MULT, DECODE)]
+
+
+def _random(m: Any, key: int, origin: int | None, window: Any, at: Place) -> Any:
+    state, stride = random_state(m, key, origin, window, at)
+    return q.random_words(m, state, tokens=BLOCK, stride=stride)
 
 
 def _given(known: Arrays, side: Any) -> tuple[Any, Any, Any]:
@@ -278,50 +156,139 @@ def asked(sides: Sequence[Any]) -> bool:
     return kinds == {True}
 
 
-def output_shapes(side: Any, tokens: int, width: int) -> list[tuple[int, ...]]:
-    """Of the codes and of the scales of one operand."""
-    blocks = -(-width // BLOCK)
+def outputs_of(side: Any, tokens: int, width: int) -> list[jax.ShapeDtypeStruct]:
+    """What is written of one operand."""
+    if side.codes is None:
+        rows = side.outputs(BLOCK)  # of 16 tokens
+        dtypes = [jnp.uint8 if dtype == jnp.int8 else dtype for _, dtype in rows]
+        return [jax.ShapeDtypeStruct((tokens * n // BLOCK, width), d) for (n, _), d in zip(rows, dtypes, strict=True)]
+    blocks, groups = whole(width) // BLOCK, whole(tokens) // BLOCK
     if side.along_tokens:
-        return [(width, tokens // 2), side.codes.shape(width, tokens // BLOCK)]
-    return [(tokens, 8 * blocks), side.codes.shape(tokens, blocks)]
+        shapes = [(width, 8 * groups), side.codes.shape(width, groups)]
+    else:
+        shapes = [(tokens, 8 * blocks), side.codes.shape(tokens, blocks)]
+    return [jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in shapes]
 
 
-def check(tokens: int, width: int) -> None:
-    if tokens % BLOCK or not tokens or not width:
-        raise ValueError(f"the kernels of codes need a multiple of {BLOCK} tokens, got [{tokens}, {width}]")
-
-
-def quantize_weight(
-    w: jax.Array, scale: jax.Array, orders: Sequence[tuple[bool, ScaleOrder]], *, interpret: bool, name: str
+def make_rows(
+    arrays: Sequence[jax.Array],
+    make: Callable[[Any, list[Any]], Sequence[Sequence[Any]]],
+    count: int,
+    *,
+    interpret: bool,
+    name: str,
 ) -> tuple[jax.Array, ...]:
-    """(codes, scales) of float32 w [k, n] in 16x16 tiles for each (whether k is to be last, order of the scales)."""
-    k, n = w.shape
-    check(k, n)
-    known = Arrays([w])
-    known.take(scale)
-    sides = [Square(along_tokens, order) for along_tokens, order in orders]
-    firsts = [known.make(*output_shapes(side, k, n)) for side in sides]
-    grid = programs(k, n, 4, tiled=any(side.codes is ScaleOrder.TILED for side in sides))
+    """The `count` bf16 tensors themselves that `make` computes."""
+    tokens, width = arrays[0].shape
+    grid = programs(tokens, width, 4)
 
     def body(m: Any) -> None:
-        at = place(m, k, n, grid)
-        rows = [[m.real(x) for x in row] for row in load_rows(m, 0, at, m.columns, 4)]
-        factors = [m.real(m.load(m.address(1, entry, 4))[0]) for entry in (MULT, DECODE)]
-        made = nibbles.quantize_square(m, rows, *factors)
-        for side, first in zip(sides, firsts, strict=True):
-            outputs = known.outputs_begin + first, known.outputs_begin + first + 1
-            if side.along_tokens:
-                store_columns(m, *outputs, at, side.codes, made[1:])
-            else:
-                store_rows(m, *outputs, at, side.codes, (made[0], [made[2]] * (m.columns // 2)))
+        at = place(m, tokens, width, grid)
+        given = [row for i in range(len(arrays)) for row in load_rows(m, i, at, 2)]
+        for number, rows in enumerate(make(m, given), len(arrays)):
+            store_rows(m, number, at, rows, 2)
 
-    run = functools.partial(launch, body, [w, scale], known.made, programs=grid[0] * grid[1])
-    return tuple(run(warps=WARPS, columns=4, interpret=interpret, name=name))
+    outputs = [jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)] * count
+    run = functools.partial(launch, body, arrays, outputs, programs=grid[0] * grid[1])
+    return tuple(run(columns=4, interpret=interpret, name=name))
+
+
+def find_maxima(
+    arrays: Sequence[jax.Array],
+    tops: Callable[[Any, list[Any]], Sequence[Any]],
+    count: int,
+    *,
+    columns: int = 4,
+    interpret: bool,
+    name: str,
+) -> tuple[jax.Array, ...]:
+    """int32 bits, one a warp, of the `count` maxima that `tops(machine, rows of all arrays)` finds in each lane."""
+    tokens, width = arrays[0].shape
+    size = arrays[0].dtype.itemsize
+    grid = programs(tokens, width, columns)
+
+    def body(m: Any) -> None:
+        at = place(m, tokens, width, grid)
+        found = tops(m, [row for i in range(len(arrays)) for row in load_rows(m, i, at, size)])
+        lane, warp = m.and_(at.thread, 31), m.shr(at.thread, 5)
+        for i, top in enumerate(found):
+            bits = m.bits(top)
+            for bit in (16, 8, 4, 2, 1):
+                bits = m.bits(m.fmax_nan(m.real(bits), m.real(m.swap(bits, bit))))
+            place_of = m.address(len(arrays) + i, m.imad(m.program(), WARPS, warp), 4)
+            m.store(place_of, [bits], where=m.less(lane, 1))
+
+    programs_all = grid[0] * grid[1]
+    outputs = [jax.ShapeDtypeStruct((programs_all * WARPS,), jnp.int32)] * count
+    run = functools.partial(launch, body, arrays, outputs, programs=programs_all)
+    return tuple(run(columns=columns, interpret=interpret, name=name))
+
+
+def unpack(codes: jax.Array, scales: jax.Array, *, interpret: bool) -> jax.Array:
+    """The bf16 carrier [tokens, columns] of codes [tokens / 2, columns] and scales [tokens / 16, columns]."""
+    tokens, width = 2 * codes.shape[0], codes.shape[1]
+    grid = programs(tokens, width, 4)
+
+    def body(m: Any) -> None:
+        at = place(m, tokens, width, grid)
+        code_rows, scale_rows = load_rows(m, 0, at, 1, rows=BLOCK // 2), load_rows(m, 1, at, 1, rows=1)
+        store_rows(m, 2, at, q.unpack_columns(m, code_rows, scale_rows[0]), 2)
+
+    outputs = [jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)]
+    run = functools.partial(launch, body, [codes, scales], outputs, programs=grid[0] * grid[1])
+    return run(columns=4, interpret=interpret, name="unpack")[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class Square:
-    """One order of a weight's codes."""
+    """One order of a weight's codes: with its inputs last (`along_tokens`), or its outputs."""
 
     along_tokens: bool
     codes: ScaleOrder
+
+
+def weight_codes(
+    w: jax.Array, scale: jax.Array, sides: Sequence[Square], *, interpret: bool, name: str
+) -> tuple[jax.Array, ...]:
+    """(codes, scales) of float32 w [k, n] in 16x16 tiles for each of `sides`."""
+    k, n = w.shape
+    known = Arrays([w])
+    known.take(scale)
+    firsts = [known.make(outputs_of(side, k, n)) for side in sides]
+    grid = programs(k, n, 4, tiled=any(side.codes is ScaleOrder.TILED for side in sides))
+
+    def body(m: Any) -> None:
+        at = place(m, k, n, grid)
+        rows, columns, code = nibbles.quantize_square(m, _floats(m, at), *_factors(m, 1))
+        for side, first in zip(sides, firsts, strict=True):
+            outputs = known.outputs_begin + first, known.outputs_begin + first + 1
+            if side.along_tokens:
+                store_turned_codes(m, *outputs, at, side.codes, (columns, code))
+            else:
+                store_codes(m, *outputs, at, side.codes, (rows, [code] * (m.columns // 2)))
+
+    run = functools.partial(launch, body, [w, scale], known.made, programs=grid[0] * grid[1])
+    return tuple(run(columns=4, interpret=interpret, name=name))
+
+
+def weight_rows(
+    w: jax.Array, scale: jax.Array, outputs: Sequence[tuple[int, Any]], *, interpret: bool, name: str
+) -> list[jax.Array]:
+    """Carriers of float32 w [k, n], or its codes [k / 2, n] and scales [k / 16, n]: (rows of 16, dtype) each."""
+    k, n = w.shape
+    grid = programs(k, n, 4)
+
+    def body(m: Any) -> None:
+        at = place(m, k, n, grid)
+        made = q.quantize_square(m, _floats(m, at), *_factors(m, 1), packed=len(outputs) > 1)
+        for i, (count, dtype) in enumerate(outputs):
+            first = sum(rows for rows, _ in outputs[:i])
+            store_rows(m, 2 + i, at, made[first : first + count], jnp.dtype(dtype).itemsize)
+
+    shapes = [jax.ShapeDtypeStruct((whole(k) * count // BLOCK, n), dtype) for count, dtype in outputs]
+    return launch(body, [w, scale], shapes, programs=grid[0] * grid[1], columns=4, interpret=interpret, name=name)
+
+
+def _floats(m: Any, at: Place) -> list[list[Any]]:
+    """16 rows of array 0, float32."""
+    return [[m.real(x) for x in row] for row in load_rows(m, 0, at, 4)]

@@ -85,6 +85,9 @@ def activation(
     layout.check(g)
     arrays = [g, u] if dh is None else [g, u, dh]
     count = 1 if dh is None else 3
+    if not layout.divides(g.shape[1]):
+        made = _forward_made if dh is None else _backward_made
+        return codes.make_rows(arrays, made, count, interpret=interpret, name="swiglu_activation")
     tiling = FORWARD_TILING
     make = _tile_maker(_forward_made if dh is None else _backward_made, count, tiling, interpret)
 
@@ -117,9 +120,10 @@ def quantize_forward(
 ) -> tuple[jax.Array, ...]:
     """The operands of h asked for, in one read of g and u, as `quantize` gives them."""
     jobs: list[tuple[Rowwise | Columnwise, int]] = [(side, 0) for side in (rows, columns) if side is not None]
-    if codes.asked([side for side, _ in jobs]):
-        named = functools.partial(codes.quantize_made, name="swiglu_forward_codes", interpret=interpret)
-        return named([g, u], lambda m, rows: _forward_made(m, rows[0] + rows[1]), jobs, columns=4)
+    if codes.asked([side for side, _ in jobs]) or not layout.divides(g.shape[1]):
+        layout.check(g)
+        run = functools.partial(codes.quantize_made, name="swiglu_forward_codes", interpret=interpret)
+        return run([g, u], _forward_made, jobs, columns=4)
     make = _tile_maker(_forward_made, 1, tiling, interpret)
     return quantize_made([g, u], make, jobs, tiling=tiling, interpret=interpret, name="swiglu_forward")
 
@@ -156,9 +160,10 @@ def quantize_backward(
     `quantize` gives them.
     """
     jobs: list[tuple[Rowwise | Columnwise, int]] = [(dg[0], 0), (dg[1], 0), (du[0], 1), (du[1], 1), (h, 2)]
-    if codes.asked([side for side, _ in jobs]):
-        named = functools.partial(codes.quantize_made, name="swiglu_backward_codes", interpret=interpret)
-        return named([g, u, dh], lambda m, rows: _backward_made(m, rows[0] + rows[1] + rows[2]), jobs, columns=2)
+    if codes.asked([side for side, _ in jobs]) or not layout.divides(g.shape[1]):
+        layout.check(g)
+        by_hand = functools.partial(codes.quantize_made, name="swiglu_backward_codes", interpret=interpret)
+        return by_hand([g, u, dh], _backward_made, jobs, columns=2)
     make = _tile_maker(_backward_made, 3, tiling, interpret)
     order = (4, 0, 1, 2, 3)  # h first: its registers are free for the others
     run = functools.partial(quantize_made, [g, u, dh], make, jobs, order=order)

@@ -34,13 +34,16 @@ def unsupported(tokens: int, columns: int, *, capability: tuple[int, int] | None
     """Why the quantize kernels cannot take a [tokens, columns] array, or None."""
     if tokens % BLOCK:
         return f"the GPU kernels need a multiple of {BLOCK} tokens, got {tokens}"
-    if columns % 128:
-        return f"the GPU kernels need a multiple of 128 columns, got {columns}"
     if capability is not None and capability < (9, 0):
         return f"the GPU kernels need compute capability 9.0 or newer, got {capability[0]}.{capability[1]}"
     if tokens // 4 * columns > 2**32:
         return f"the GPU kernels number random words with 32 bits, too few for {tokens} x {columns}"
     return None
+
+
+def divides(columns: int) -> bool:
+    """Whether tiles divide such rows; kernels without tiles (`codes.py`) serve the others."""
+    return columns % 128 == 0
 
 
 def fit(tiling: Tiling, columns: int) -> Tiling:

@@ -205,6 +205,10 @@ class VectorMemory(Vector):
                 places = self._places(at, offset + unit * size + byte, where)
                 self._bytes(at)[places] = (bits >> np.uint32(8 * byte)).astype(np.uint8)
 
+    def swap(self, x: Any, bit: int) -> Any:
+        lanes = self.bits(x).reshape(*self.shape[:2], 32)
+        return lanes[..., np.arange(32) ^ bit].reshape(self.shape)
+
     share = PtxMemory.share
 
     def barrier(self) -> None:

@@ -22,6 +22,7 @@ from jax import lax
 from halfbyte.formats.noise import multiply_high_low, wide_key
 from halfbyte.ops.kernels import arithmetic as q
 from halfbyte.ops.kernels import codes, layout
+from halfbyte.ops.kernels.codes import unpack as _unpack_any_width
 from halfbyte.ops.kernels.layout import BLOCK, Tiling
 from halfbyte.ops.kernels.scale import DECODE, MULT
 from halfbyte.ops.kernels.scale_order import ScaleOrder
@@ -120,9 +121,14 @@ def find_maxima(
 ) -> tuple[jax.Array, ...]:
     """`maxima` of each of the `count` tensors whose token rows `make(machine, rows of the arrays)` returns."""
     layout.check(arrays[0])
+    total = count * (2 if hadamard else 1)
 
     def body(m, words, _):
         return [top for rows in make(m, words)[:count] for top in _tops(m, rows, hadamard)]
+
+    if not layout.divides(arrays[0].shape[1]):
+        run = functools.partial(codes.find_maxima, arrays, lambda m, rows: [t[0] for t in body(m, rows, None)], total)
+        return run(columns=min(4, tiling.columns), interpret=interpret, name=name)
 
     def kernel(_, refs, __, ___, tops):
         tiles = [ref[r] for ref in refs for r in range(BLOCK)]
@@ -131,7 +137,6 @@ def find_maxima(
         for ref, tile in zip(tops, made, strict=True):
             ref[0, 0] = jnp.max(tile)
 
-    total = count * (2 if hadamard else 1)
     run = functools.partial(layout.call, kernel, arrays, [], outputs=[], maxima=total)
     return tuple(run(tiling=tiling, interpret=interpret, name=name))
 
@@ -164,9 +169,11 @@ def quantize(
     sides = [side for side in (rows, columns) if side is not None]
     if not sides:
         raise ValueError("quantize was asked for no operand: give rows, columns or both")
-    if codes.asked(sides):
+    if codes.asked(sides) or not layout.divides(x.shape[1]):
+        layout.check(x)
         jobs = [(side, 0) for side in sides]
-        return codes.quantize_made([x], lambda m, rows: rows, jobs, columns=4, interpret=interpret, name=_name(*sides))
+        run = functools.partial(codes.quantize_made, [x], lambda m, rows: [rows], jobs)
+        return run(columns=4, interpret=interpret, name=_name(*sides))
     alone = columns is None
     return quantize_made(
         [x],
@@ -317,6 +324,9 @@ def unpack(
     """The bf16 carrier [tokens, columns] of a packed columnwise operand."""
     if codes.shape[0] != 8 * scales.shape[0] or codes.shape[1] != scales.shape[1]:
         raise ValueError(f"packed codes {codes.shape} need scales [tokens / 16, columns], got {scales.shape}")
+
+    if not layout.divides(codes.shape[1]):
+        return _unpack_any_width(codes, scales, interpret=interpret)
 
     def body(m, words, _):
         return q.unpack_columns(m, words[:8], words[8])

@@ -4,6 +4,7 @@ One bf16 carrier serves FPROP and DGRAD, because W and its transpose share codes
 packed instead.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,9 @@ WEIGHT_TILING = Tiling(4, 4)
 def weight_maxima(w: jax.Array, *, tiling: Tiling = WEIGHT_TILING, interpret: bool = False) -> jax.Array:
     """Partial maxima of |w| as int32 bits, one a program; `tensor_scale` finishes them."""
     layout.check(w)
+    if not layout.divides(w.shape[1]):
+        run = functools.partial(codes.find_maxima, [w], lambda m, rows: [q.amax_float(m, _real(m, rows))], 1)
+        return run(interpret=interpret, name="weight_maxima")[0]
 
     def body(m, rows, _):
         return [[m.bits(q.amax_float(m, rows))] * m.columns]
@@ -36,6 +40,10 @@ def weight_maxima(w: jax.Array, *, tiling: Tiling = WEIGHT_TILING, interpret: bo
     return layout.call(kernel, [w], [], outputs=[], maxima=1, tiling=tiling, interpret=interpret, name="weight_maxima")[
         0
     ]
+
+
+def _real(m: Any, rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    return [[m.real(x) for x in row] for row in rows]
 
 
 def quantize_weight(
@@ -68,14 +76,17 @@ def weight_codes(
     then with the outputs n last for DGRAD: [k, n / 2] and [k, n / 16]. Both hold the same codes; a tile's scale is
     repeated in each of its rows. An order that is None is not made; a `TILED` one has its scales tiled.
     """
-    wanted = [(along, order) for along, order in ((True, inputs_last), (False, outputs_last)) if order is not None]
-    return codes.quantize_weight(w, scale, wanted, interpret=interpret, name="weight_codes")
+    orders = (True, inputs_last), (False, outputs_last)
+    sides = [codes.Square(along, order) for along, order in orders if order is not None]
+    return codes.weight_codes(w, scale, sides, interpret=interpret, name="weight_codes")
 
 
 def _quantize(
     w: jax.Array, scale: jax.Array, outputs: Sequence[tuple[int, Any]], tiling: Tiling, interpret: bool, *, name: str
 ) -> list[jax.Array]:
     layout.check(w)
+    if not layout.divides(w.shape[1]):
+        return codes.weight_rows(w, scale, outputs, interpret=interpret, name=name)
 
     def body(m, rows, given):
         return q.quantize_square(m, rows, *given, packed=len(outputs) > 1)
