@@ -10,6 +10,7 @@ import concurrent.futures
 from collections.abc import Callable
 from typing import Any
 
+import gemm_cases
 import jax
 import jax.numpy as jnp
 import kernel_oracle as oracle
@@ -102,16 +103,37 @@ def _swiglu(g, u, d, tops, k):
 
 
 def _check_swiglu(shape: tuple[int, int]) -> str:
-    """Against the oracle's quantization of what the kernels themselves compute from padded inputs."""
+    """Against the oracle's quantization of what the kernels themselves compute."""
     rng = np.random.default_rng(0)
     g, u, d = ((rng.standard_normal(shape) * s).astype(ml_dtypes.bfloat16) for s in (3.0, 1.0, 1e-3))
-    wide = [jnp.asarray(np.pad(a, ((0, 0), (0, -shape[1] % 128)))) for a in (g, u, d)]
-    dg, du, h = (np.asarray(a)[:, : shape[1]] for a in jax.jit(K.activation)(*wide))
+    dg, du, h = (np.asarray(a) for a in jax.jit(K.activation)(*map(jnp.asarray, (g, u, d))))
     tops = [t for x in (h, dg, du) for t in (top(x), top(oracle.hadamard_tokens(x)))]
     got = jax.jit(_swiglu)(*map(jnp.asarray, (g, u, d)), tops, jnp.asarray(KEY))
     want = [*want_rows(h, PLAIN), *want_columns(h, TILED), *want_rows(dg, TILED, KEY), *want_columns(dg, PLAIN, KEY)]
     want += [*want_rows(du, PLAIN, KEY), *want_columns(du, TILED, KEY), *want_columns(h, PLAIN)]
     return all_equal(list(zip(got, want, strict=True)))
+
+
+def _check_carriers(shape: tuple[int, int]) -> str:
+    """Maxima, the row carrier, packed columns and their carrier, and the weight carrier."""
+    x = np.random.default_rng(1).standard_normal(shape).astype(ml_dtypes.bfloat16)
+    w, turned = x.astype(np.float32) * np.float32(1.001), oracle.hadamard_tokens(x)
+
+    @jax.jit
+    def run(x, w, key):
+        tops, heaviest = K.maxima(x), K.weight_maxima(w)
+        row, column = K.tensor_scales(*tops)
+        made = K.quantize(x, rows=Rowwise(row, key), columns=Columnwise(column, packed=True))
+        weight = K.quantize_weight(w, K.tensor_scale(heaviest))
+        return *(jnp.max(t) for t in (*tops, heaviest)), *made, K.unpack(*made[1:]), weight
+
+    got = run(jnp.asarray(x), jnp.asarray(w), jnp.asarray(KEY))
+    noise, width = _padded(oracle.random_bytes(*shape, KEY)), shape[1]
+    codes, scales, column = oracle.quantize(turned, top(turned), axis=0)
+    want = [top(x).view(np.int32), top(turned).view(np.int32), top(w).view(np.int32)]
+    want += [oracle.quantize(_padded(x), top(x), axis=1, noise=noise)[2][:, :width], oracle.pack_tokens(codes), scales]
+    want += [column, oracle.quantize(_padded(w), top(w), axis=1, block2d=True)[2][:, :width]]
+    return all_equal([(a, np.ascontiguousarray(b)) for a, b in zip(got, want, strict=True)])
 
 
 def _check_vectors(group: dict[str, np.ndarray]) -> str:
@@ -160,6 +182,7 @@ def _jobs() -> dict[str, Callable[[], str]]:
         add(f"codes_sr:{kind}", stochastic, special(kind))
         add(f"weight_codes:{kind}", weight, special(kind))
     for i, shape in enumerate(CHECKED):
+        jobs[f"carriers:{shape}"] = lambda shape=shape: _check_carriers(shape)
         x = np.random.default_rng(i).standard_normal(shape).astype(ml_dtypes.bfloat16)
         add(f"codes:{shape}", _both((PLAIN, TILED)[i % 2], False), x)
         add(f"codes_sr:{shape}", _both((TILED, PLAIN)[i % 2], True, hadamard=i % 3 != 0), x)
@@ -184,7 +207,7 @@ def checks(threads: int) -> dict[str, str]:
     for kernel in dict.fromkeys(name.split(":")[0] for name in found):
         good = sum(v == "equal" for n, v in found.items() if n.split(":")[0] == kernel)
         merged[f"{kernel}:{good} tensors"] = "equal"
-    return merged
+    return merged | gemm_cases.check_sizes("gemm_odd", 528, 1376, 336)
 
 
 def _passes() -> dict[str, tuple[Callable[..., Any], float]]:
@@ -260,11 +283,26 @@ def _weight_cases() -> list[Case]:
     ]
 
 
+def _carriers(x, k0, k1):
+    row, column = K.tensor_scales(*K.maxima(x))
+    return K.quantize(x, rows=Rowwise(row), columns=Columnwise(column, packed=True))
+
+
+def _product(x, w, scale):
+    return K.matmul(x, w, scale, scale)
+
+
 def _odd_cases() -> list[Case]:
-    """Codes alone at widths that no tile divides, and at the next multiple of 128."""
+    """Widths that no tile divides, and the next multiple of 128 of each: codes, carriers and the GEMM over them."""
     out = []
     for shape in ODD:
         sets = [(random_array(shape, i), jnp.asarray(KEY), jnp.asarray(KEY2)) for i in range(3)]
-        work = (2 + 2 * CODES) * float(np.prod(shape))
-        out.append(Case("codes alone", shape, "", lambda: _quantize_only(False), sets, work))
+        elements = float(np.prod(shape))
+        out.append(Case("codes alone", shape, "", lambda: _quantize_only(False), sets, (2 + 2 * CODES) * elements))
+        out.append(Case("carriers pass", shape, "", lambda: _carriers, sets, (PASS + 2 + CODES) * elements))
+        if shape[1] % 8 == 0:
+            scale, w = jnp.ones((8,), jnp.float32), random_array((shape[1], 2048), 9)
+            products = [(s[0], w, scale) for s in sets]
+            work = 2.0 * shape[0] * shape[1] * 2048
+            out.append(Case("gemm", shape, "nn, 2048 outputs", lambda: _product, products, work, "TFLOP/s"))
     return out

@@ -114,6 +114,15 @@ def test_codes_compile(name):
 
 
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn"])
+def test_gemm_of_any_width_compiles_for_hopper(layout):
+    like = shapes(topology_of("h200"))
+    m, n, k = 1376, 528, 10944
+    a, b = like(*((k, m) if layout == "tn" else (m, k))), like(*((n, k) if layout == "nt" else (k, n)))
+    scale = like(8, dtype=jnp.float32)
+    assert "mosaic_gpu" in compiled(lambda a, b, s, t: K.matmul(a, b, s, t, layout=layout), "h200", a, b, scale, scale)
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn"])
 def test_gemm_compiles_for_hopper(layout):
     like = shapes(topology_of("h200"))
     a, b = like(512, 512), like(512, 512)

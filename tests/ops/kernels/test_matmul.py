@@ -31,7 +31,10 @@ def test_alpha_is_applied_before_the_one_rounding(layout, dtype):
 
 
 def test_unsupported_says_which_dim():
-    assert "n to be a multiple of 128, got 100" in unsupported(256, 100, 64)
+    assert "n to be a multiple of 16, got 1100" in unsupported(256, 1100, 64)
+    assert "n to be at least 256, got 96" in unsupported(4096, 96, 4096)
+    assert unsupported(16384, 1376, 512) is None and unsupported(8192, 4096, 10944) is None
+    assert "k to be a multiple of 16, got 2731" in unsupported(8192, 4096, 2731)
     assert "capability 9.0" in unsupported(256, 256, 64, capability=(10, 0))
     assert unsupported(256, 256, 64, capability=(9, 0)) is None
     with pytest.raises(ValueError, match="contracts dims of 64 and 32"):

@@ -11,7 +11,9 @@ none of which moves its operands first:
     "tn"  WGRAD  x [k, m]   dy [k, n]
 
 One warpgroup feeds shared memory through the copy engine, two multiply; a block stays on its multiprocessor and walks
-over output tiles in a snake, so that neighbours share operands in L2.
+over output tiles in a snake, so that neighbours share operands in L2. Where tiles do not divide a size, the copy engine
+reads zeros beyond the array's end and writes nothing there; it moves rows in pieces of 128, 64 or 32 bytes, the largest
+that divides them.
 """
 
 import dataclasses
@@ -28,6 +30,7 @@ from halfbyte.ops.kernels.scale import GEMM, SIZE
 
 plgpu = later("jax.experimental.pallas.mosaic_gpu")
 LAYOUTS = ("nn", "nt", "tn")
+ALIGNED = 16  # elements of bf16 in the smallest piece of a row that the copy engine moves, 32 bytes
 MULTIPROCESSORS = 132  # of an H100 or H200 module, where no device is at hand to ask
 
 
@@ -59,9 +62,13 @@ class GemmTiling:
 
     @property
     def step(self) -> tuple[int, int, int]:
-        """What m, n and k must be multiples of."""
+        """What one step of the walk covers of m, n and k."""
         block_m, block_n = self.block
         return block_m * (2 if self.pair == "m" else 1), block_n * (2 if self.pair == "n" else 1), self.k
+
+    def steps(self, sizes: tuple[int, int, int]) -> tuple[int, ...]:
+        """Steps along m, n and k, the last ones over the edge where they do not divide."""
+        return tuple(-(-size // step) for size, step in zip(sizes, self.step, strict=True))
 
 
 def with_float32_output(tiling: GemmTiling) -> GemmTiling:
@@ -105,12 +112,14 @@ def unsupported(
     capability: tuple[int, int] | None = None,
 ) -> str | None:
     """Why the GEMM kernel cannot serve, or None."""
-    tiling = default_tiling(layout, m, n, k, out_dtype)
     if capability is not None and capability[0] != 9:
         return f"the GEMM kernel is written for compute capability 9.0, got {capability[0]}.{capability[1]}"
-    for name, size, tile in zip("mnk", (m, n, k), tiling.step, strict=True):
-        if size % tile:
-            return f"the GEMM kernel needs {name} to be a multiple of {tile}, got {size}"
+    step = default_tiling(layout, m, n, k, out_dtype).step
+    for name, size, least in zip("mnk", (m, n, k), step, strict=True):
+        if size % ALIGNED:
+            return f"the GEMM kernel needs {name} to be a multiple of {ALIGNED}, got {size}"
+        if size < least:
+            return f"the GEMM kernel needs {name} to be at least {least}, got {size}"
     return None
 
 
@@ -132,9 +141,9 @@ def matmul(
     """
     m, n, k = dims(a.shape, b.shape, layout)
     tiling = tiling or default_tiling(layout, m, n, k, out_dtype)
-    for name, size, tile in zip("mnk", (m, n, k), tiling.step, strict=True):
-        if size % tile:
-            raise ValueError(f"the GEMM kernel needs {name} to be a multiple of {tile}, got {size}; use the XLA path")
+    reason = unsupported(m, n, k, layout=layout, out_dtype=out_dtype)
+    if reason:
+        raise ValueError(f"{reason}; use the XLA path")
     for name, scale in (("left", left), ("right", right)):
         if scale.shape not in ((), (SIZE,)):
             raise ValueError(f"{name} must be a scalar or a vector of tensor_scale, ({SIZE},), got shape {scale.shape}")
@@ -179,18 +188,18 @@ def _multiprocessors() -> int:
 
 
 def _kernel(a, b, left, right, out, *, tiling: GemmTiling, layout: str, sizes: tuple[int, int, int]):
-    m, n, k = sizes
     block_m, block_n = tiling.block
     turned_a, turned_b = layout == "tn", layout == "nt"
-    tiles = (m // tiling.step[0], n // tiling.step[1])
-    in_order, out_order = _transforms(tiling.k, jnp.bfloat16), _transforms(tiling.epilogue_n, out.dtype)
+    *tiles, turns = tiling.steps(sizes)
+    in_order = _transforms(tiling.k, jnp.bfloat16, a.shape[1], b.shape[1])
+    out_order = _transforms(tiling.epilogue_n, out.dtype, out.shape[1])
 
     def pipeline(multiply, context):
         shape_a = (tiling.k, block_m) if turned_a else (block_m, tiling.k)
         shape_b = (block_n, tiling.k) if turned_b else (tiling.k, block_n)
         return plgpu.emit_pipeline_warp_specialized(
             multiply,
-            grid=(k // tiling.k,),
+            grid=(turns,),
             memory_registers=40,
             in_specs=[
                 _operand(shape_a, turned_a, 1, in_order, tiling.in_flight, shared=tiling.pair == "n"),
@@ -217,7 +226,7 @@ def _kernel(a, b, left, right, out, *, tiling: GemmTiling, layout: str, sizes: t
 
         @plgpu.nd_loop((tiles[0] * tiles[1],), collective_axes="block")
         def _(loop):
-            i, j = plgpu.planar_snake(loop.index[0], tiles, 0 if tiling.minor == "m" else 1, tiling.width)
+            i, j = plgpu.planar_snake(loop.index[0], tuple(tiles), 0 if tiling.minor == "m" else 1, tiling.width)
             i = 2 * i + lax.axis_index("member") if tiling.pair == "m" else i
             j = 2 * j + lax.axis_index("member") if tiling.pair == "n" else j
             rows, columns = pl.ds(i * block_m, block_m), pl.ds(j * block_n, block_n)
@@ -279,10 +288,12 @@ def _operand(
     )
 
 
-def _transforms(columns: int, dtype: Any) -> tuple[Any, ...]:
-    """The swizzled order of shared memory for tiles at least `columns` wide."""
+def _transforms(columns: int, dtype: Any, *widths: int) -> tuple[Any, ...]:
+    """The swizzled order of shared memory for tiles at least `columns` wide of arrays with rows of `widths`."""
     size = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(columns * size * 8)
+    while any(width * size % swizzle for width in widths):
+        swizzle //= 2
     return plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
 
 
