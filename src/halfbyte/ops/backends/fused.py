@@ -158,8 +158,8 @@ class FusedPasses(Passes):
 
     def _columnwise(self, column: Request, scale: jax.Array, shape: tuple[int, ...]) -> Columnwise:
         """What a kernel is asked for a column."""
-        asked = {"hadamard": column.policy.hadamard, "packed": column.kept}
-        return Columnwise(scale, key=key_pair(column.key), window=_window(column, shape), **asked)
+        key, window = key_pair(column.key), _window(column, shape)
+        return Columnwise(scale, key, window, hadamard=column.policy.hadamard, packed=column.kept)
 
     def _operands(
         self, made: Sequence[jax.Array], requests: Sequence[Request], scales: Sequence[jax.Array],

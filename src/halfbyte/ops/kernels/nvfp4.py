@@ -127,8 +127,8 @@ def find_maxima(
         return [top for rows in make(m, words)[:count] for top in _tops(m, rows, hadamard)]
 
     if not layout.divides(arrays[0].shape[1]):
-        run = functools.partial(codes.find_maxima, arrays, lambda m, rows: [t[0] for t in body(m, rows, None)], total)
-        return run(columns=min(4, tiling.columns), interpret=interpret, name=name)
+        tops = lambda m, rows: [top[0] for top in body(m, rows, None)]  # noqa: E731
+        return codes.find_maxima(arrays, tops, total, columns=tiling.columns, interpret=interpret, name=name)
 
     def kernel(_, refs, __, ___, tops):
         tiles = [ref[r] for ref in refs for r in range(BLOCK)]
