@@ -6,6 +6,7 @@ formula here.
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -181,3 +182,22 @@ def test_another_activation_is_an_argument():
     np.testing.assert_array_equal(np.asarray(run(x, *weights)), np.asarray(want))
     with jax.numpy_dtype_promotion("standard"):
         assert not np.array_equal(np.asarray(want), np.asarray(hb.mlp(x, *weights, recipe=hb.recipe("bf16"))))
+
+
+def test_a_recipe_may_be_given_by_its_name():
+    """The same program, by its jaxpr; nothing runs."""
+    x, w = jnp.ones((16, 32), jnp.bfloat16), jnp.ones((32, 32))
+
+    def program(recipe):
+        one = dict.fromkeys(("gate", "up", "down"), recipe)
+        return str(jax.make_jaxpr(lambda x, w: (
+            hb.mlp(x, w, w, w, recipe=recipe, key=KEY), hb.mlp(x, w, w, w, recipe=one, key=KEY),
+            hb.qdot(x, hb.quantize_weight(w, recipe=recipe, key=KEY), recipe=recipe, key=KEY),
+        ))(x, w))  # fmt: skip
+
+    addresses = r" at 0x[0-9a-f]+"
+    assert re.sub(addresses, "", program("nvfp4")) == re.sub(addresses, "", program(hb.recipe("nvfp4")))
+    with pytest.raises(TypeError, match="mlp, up: recipe must be a Recipe or a recipe's name, got 3"):
+        hb.mlp(x, w, w, w, recipe={"gate": "nvfp4", "up": 3, "down": "bf16"}, key=KEY)
+    with pytest.raises(ValueError, match="no recipe named 'nvfp5'"):
+        hb.quantize_weight(w, recipe="nvfp5", key=KEY)

@@ -8,6 +8,7 @@ import pytest
 from tiny import tiny
 
 import halfbyte as hb
+from halfbyte.train import CheckpointConfig
 
 FILE = """
 import dataclasses
@@ -42,3 +43,15 @@ def test_values_reach_the_config_of_a_run():
     made = dataclasses.replace(hb.recipe("nvfp4"), name="mine", fprop_x=hb.OperandPolicy())
     config = tiny(recipe=made, policy=hb.Policy("p", (hb.Rule("layers/mlp/*", made),)))
     assert config == dataclasses.replace(config) and json.loads(config.recipe)["name"] == "mine"
+
+
+@pytest.mark.slow
+def test_values_train_without_a_terminal(tmp_path, capfd):
+    """One step; the recipe and the policy are values, and the manifest says what ran."""
+    made = dataclasses.replace(hb.recipe("nvfp4"), name="mine", fprop_x=hb.OperandPolicy())
+    rules = hb.Policy("last", (hb.Rule("layers/mlp/*", made, (-1, None)),))
+    result = hb.train(tiny(recipe=made, policy=rules, steps=1, checkpoint=CheckpointConfig(every=0)), tmp_path / "run")
+    assert result.step == 1 and capfd.readouterr().out == ""
+    sites = json.loads((tmp_path / "run" / "manifest.json").read_text())["sites"]
+    recipes = {(site["path"], *site["layers"]): site["recipe"] for site in sites if "mlp/up" in site["path"]}
+    assert recipes == {("layers/mlp/up", 0, 1): "bf16", ("layers/mlp/up", 1, 2): "mine"}

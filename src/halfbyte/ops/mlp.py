@@ -35,7 +35,7 @@ from halfbyte.ops.passes import Made, Passes
 from halfbyte.ops.qdot import on_mesh
 from halfbyte.ops.shards import WHOLE, Placement
 from halfbyte.ops.weight import QWeight, check_kept, weight_specs
-from halfbyte.recipe import Recipe, site_key
+from halfbyte.recipe import Recipe, as_recipe, site_key
 
 SITES = ("gate", "up", "down")
 MODES = ("fast", "input")
@@ -59,13 +59,14 @@ class Plan:
 
 def mlp(
     x: jax.Array, gate: jax.Array | QWeight, up: jax.Array | QWeight, down: jax.Array | QWeight, *,
-    recipe: Recipe | Mapping[str, Recipe], key: jax.Array | None = None, mode: str = "fast", backend: str = "auto",
-    activation: Activation = SILU, placements: Mapping[str, Placement] | None = None, weights_kept: str = "master",
-    sharded: bool = False,
+    recipe: Recipe | str | Mapping[str, Recipe | str], key: jax.Array | None = None, mode: str = "fast",
+    backend: str = "auto", activation: Activation = SILU, placements: Mapping[str, Placement] | None = None,
+    weights_kept: str = "master", sharded: bool = False,
 ) -> jax.Array:  # fmt: skip
     """Gated MLP of x [..., embed] with gate, up [embed, hidden] and down [hidden, embed], in x's dtype.
 
-    `recipe` is one for all three linears or one each by the names gate, up, down; `key` is folded by those names.
+    `recipe`, or its name, is one for all three linears or one each by the names gate, up, down; `key` is folded by
+    those names.
     `mode` chooses what the backward pass keeps. Weights stay as packed codes; where a backend has none but a carrier,
     it is made again from the `master`, or with `weights_kept="codes"` stays, for a master that is itself a copy. With
     `placements` every device of their mesh computes its part, by the same kernels as a single one; `sharded` as for
@@ -95,12 +96,12 @@ def _local(
     return _mlp(Plan(plans, activation, mode), tokens, anchors, codes, keys).reshape(x.shape)
 
 
-def _recipes(recipe: Recipe | Mapping[str, Recipe]) -> tuple[Recipe, ...]:
-    if isinstance(recipe, Recipe):
-        return (recipe,) * 3
+def _recipes(recipe: Recipe | str | Mapping[str, Recipe | str]) -> tuple[Recipe, ...]:
+    if not isinstance(recipe, Mapping):
+        return (as_recipe(recipe, "mlp"),) * 3
     if set(recipe) != set(SITES):
         raise ValueError(f"mlp takes one recipe, or one each for {', '.join(SITES)}; got {', '.join(recipe)}")
-    return tuple(recipe[site] for site in SITES)
+    return tuple(as_recipe(recipe[site], f"mlp, {site}") for site in SITES)
 
 
 def _check(x: jax.Array, weights: Sequence[jax.Array | QWeight], recipes: tuple[Recipe, ...]) -> None:

@@ -22,7 +22,7 @@ from halfbyte.formats import Packed, quantize
 from halfbyte.ops.operand import Carrier, EightBit, Operand, WeightScales, name_saved, quantize_operand
 from halfbyte.ops.passes import XLA, KeptWeight, Passes, QuantizedWeight
 from halfbyte.ops.shards import WHOLE, Cut, Shards, axes_of, cut_of, gather
-from halfbyte.recipe import OperandPolicy, Recipe, role_key
+from halfbyte.recipe import OperandPolicy, Recipe, as_recipe, role_key
 
 CONTRACTED = {"fprop_w": -2, "dgrad_w": -1}  # the axis of W [inputs, outputs] that each GEMM sums over
 WEIGHTS_KEPT = ("master", "codes")
@@ -54,7 +54,7 @@ def shares_codes(recipe: Recipe) -> bool:
 
 
 def quantize_weight(
-    w: jax.Array, *, recipe: Recipe, key: jax.Array | None = None, sharding: NamedSharding | None = None,
+    w: jax.Array, *, recipe: Recipe | str, key: jax.Array | None = None, sharding: NamedSharding | None = None,
     amax: jax.Array | None = None,
 ) -> QWeight:  # fmt: skip
     """`w` [inputs, outputs] under the recipe's weight policies. Gradients with respect to it go straight to `w`.
@@ -66,12 +66,13 @@ def quantize_weight(
         raise ValueError(
             f"a weight is a matrix [inputs, outputs], got shape {w.shape}; reshape it, or vmap over the leading dims"
         )
+    chosen = as_recipe(recipe, "quantize_weight")
     if sharding is None or sharding.mesh.size == 1:
-        return quantize_part(w, recipe, key, amax=amax)
+        return quantize_part(w, chosen, key, amax=amax)
     cut = cut_of(sharding.spec, 2)
 
     def codes(w: jax.Array, amax: jax.Array | None, cut: Cut = ((), ())) -> QWeight:
-        return dataclasses.replace(quantize_part(w, recipe, key, cut=cut, amax=amax), anchor=None)
+        return dataclasses.replace(quantize_part(w, chosen, key, cut=cut, amax=amax), anchor=None)
 
     specs = weight_specs(jax.eval_shape(codes, w, amax), sharding.spec)
     given = (sharding.spec, None if amax is None else PartitionSpec())

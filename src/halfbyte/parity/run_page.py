@@ -20,7 +20,7 @@ from .radar_view import radar_section
 
 FILE = "report.html"
 CAVEAT = (
-    "One run: it says what this run did, and not whether another recipe would have done better; `halfbyte parity` does."
+    "One run: it says what this run did, and not whether another recipe would have done better; halfbyte parity does."
 )
 
 
@@ -41,7 +41,7 @@ def sample_section(sample: tuple[str, str] | None) -> str:
     if sample is None:
         return ""
     prompt, written = map(page.page.text, sample)
-    return page.section("Sample", f'<p class="sample"><span class="soft">{prompt}</span>{written}</p>')
+    return page.section("Sample", f'<p class="soft">after {prompt}</p>', f'<p class="sample">{written}</p>')
 
 
 def sections(

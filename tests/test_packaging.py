@@ -1,0 +1,64 @@
+"""What a package index would show: one version number, links that work there, and addresses only where they are known.
+
+Oracles: pyproject.toml, setup.py with the build left out, and CHANGELOG.md.
+"""
+
+import re
+import runpy
+import tomllib
+from pathlib import Path
+
+import pytest
+import setuptools
+
+import halfbyte as hb
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """shown(address) -> what setup.py hands to setuptools."""
+
+    def run(address):
+        given = {}
+        monkeypatch.setattr(setuptools, "setup", lambda **fields: given.update(fields))
+        monkeypatch.setenv("HALFBYTE_URL", address)
+        runpy.run_path(str(ROOT / "setup.py"))
+        return given
+
+    return run
+
+
+def links(text):
+    return re.findall(r"\]\(([^)\s]+)\)", text)
+
+
+@pytest.mark.parametrize("address", ["https://example.org/a/halfbyte", "git@example.org:a/halfbyte.git"])
+def test_links_and_addresses_are_absolute(shown, address):
+    given = shown(address)
+    home = "https://example.org/a/halfbyte"
+    assert given["project_urls"]["Source"] == home
+    found = links(given["long_description"])
+    assert len(found) > 20 and all(link.startswith("https://") for link in found)
+    assert f"{home}/blob/main/docs/speed.md#it-learns" in found and f"{home}/raw/main/docs/evidence/run.svg" in found
+
+
+def test_without_an_address_nothing_points_nowhere(shown):
+    given = shown("/somewhere/on/a/disk")
+    assert given["project_urls"] == {}
+    assert all(link.startswith("https://") for link in links(given["long_description"]))
+    assert "speed.md" in given["long_description"]
+
+
+def test_there_is_one_version_number():
+    project = PROJECT["project"]
+    assert "version" not in project and "version" in project["dynamic"]
+    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "halfbyte.__version__"}
+    first = re.search(r"^## (\S+) \((\d{4}-\d{2}-\d{2})\)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
+    assert first is not None and first[1] == hb.__version__
+
+
+def test_every_dependency_has_a_lower_bound():
+    assert [name for name in PROJECT["project"]["dependencies"] if ">=" not in name] == []
