@@ -16,7 +16,6 @@ a time) and `cudnn`, whose kernels take the statistics from outside. Statistics 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,8 +63,8 @@ def scores(q: jax.Array, k: jax.Array, visible: jax.Array | None) -> jax.Array:
 
 
 def _xla_forward(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array | None, *, causal: bool) -> Part:
-    parts = [_xla_rows(*rows, k, v) for rows in _rows((q,), visible, k.shape[1], causal=causal)]
-    return tuple(jnp.concatenate(each, axis=1) for each in zip(*parts, strict=True))  # type: ignore[return-value]
+    parts = [_xla_rows(rows, seen, k, v) for (rows,), seen in _rows((q,), visible, k.shape[1], causal=causal)]
+    return jnp.concatenate([out for out, _ in parts], axis=1), jnp.concatenate([found for _, found in parts], axis=1)
 
 
 def _xla_rows(q: jax.Array, visible: jax.Array | None, k: jax.Array, v: jax.Array) -> Part:
@@ -88,11 +87,10 @@ def _xla_backward(
     *,
     causal: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    dq, dk, dv = [], 0.0, 0.0
-    for *arrays, seen in _rows((q, context, statistics, gradient), visible, k.shape[1], causal=causal):
-        dq_rows, dk_rows, dv_rows = _xla_gradient(*arrays, seen, k, v)
-        dq, dk, dv = [*dq, dq_rows], dk + dk_rows, dv + dv_rows
-    return jnp.concatenate(dq, axis=1), jnp.asarray(dk), jnp.asarray(dv)
+    of_queries = (q, context, statistics, gradient)
+    rows = _rows(of_queries, visible, k.shape[1], causal=causal)
+    dq, dk, dv = zip(*(_xla_gradient(*arrays, visible=seen, k=k, v=v) for arrays, seen in rows), strict=True)
+    return jnp.concatenate(dq, axis=1), functools.reduce(jnp.add, dk), functools.reduce(jnp.add, dv)
 
 
 def _xla_gradient(
@@ -100,6 +98,7 @@ def _xla_gradient(
     context: jax.Array,
     statistics: jax.Array,
     gradient: jax.Array,
+    *,
     visible: jax.Array | None,
     k: jax.Array,
     v: jax.Array,
@@ -116,7 +115,9 @@ def _xla_gradient(
     return dq, product("bhgqk,bqhgd->bkhd", d_scores, q_by_head), product("bhgqk,bqhgd->bkhd", weights, dy)
 
 
-def _rows(arrays: tuple[jax.Array, ...], visible: jax.Array | None, keys: int, *, causal: bool) -> list[Any]:
+def _rows(
+    arrays: tuple[jax.Array, ...], visible: jax.Array | None, keys: int, *, causal: bool
+) -> list[tuple[list[jax.Array], jax.Array | None]]:
     """`arrays` and what is visible, for QUERY_BLOCK queries at a time."""
     queries = arrays[0].shape[1]
     if causal:
@@ -124,7 +125,7 @@ def _rows(arrays: tuple[jax.Array, ...], visible: jax.Array | None, keys: int, *
         lower = lower >= lax.broadcasted_iota(jnp.int32, (1, queries, keys), 2)
         visible = lower if visible is None else visible & lower
     cuts = [slice(start, start + QUERY_BLOCK) for start in range(0, queries, QUERY_BLOCK)]
-    return [(*(x[:, cut] for x in arrays), None if visible is None else visible[:, cut]) for cut in cuts]
+    return [([x[:, cut] for x in arrays], None if visible is None else visible[:, cut]) for cut in cuts]
 
 
 def _cudnn_forward(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array | None, *, causal: bool) -> Part:
