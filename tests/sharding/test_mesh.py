@@ -1,11 +1,14 @@
-"""Oracle: the text and the numbers of devices, by hand."""
+"""Oracle: the text and the numbers of devices, by hand. Racks are made of devices that exist in name only."""
+
+from dataclasses import dataclass
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from halfbyte.sharding import AXES, axis_size, format_mesh, make_mesh, parse_mesh
+from halfbyte.sharding import AXES, axis_size, default_shape, format_mesh, make_mesh, parse_mesh, whole_sizes
+from halfbyte.sharding.hybrid import check_unseen, hybrid_devices
 
 
 def test_parse_and_format_are_inverse():
@@ -23,6 +26,8 @@ def test_parse_and_format_are_inverse():
         ("fsdp=2,fsdp=4", "given twice"),
         ("tensr=2", "did you mean 'tensor'"),
         ("pipeline=2", "the axes are data, fsdp, context, tensor"),
+        ("dcn.tensr=2", "did you mean 'tensor'"),
+        ("dcn.data=2,dcn.data=4", "given twice"),
     ],
 )
 def test_bad_text_is_refused(text, message):
@@ -47,3 +52,72 @@ def test_devices_may_come_in_an_array():
 def test_a_product_that_is_not_the_device_count_is_refused():
     with pytest.raises(ValueError, match="fsdp=3 needs 3 devices, but there are 8"):
         make_mesh({"fsdp": 3}, jax.devices("cpu"))
+
+
+@dataclass(frozen=True, order=True)
+class Fake:
+    """What of a device tells where it is."""
+
+    id: int
+    process_index: int
+    slice_index: int = 0
+    device_kind: str = "NVIDIA GB300"
+    platform: str = "gpu"
+
+
+def racks(count, size, *, per_host=4, by_slice=True, kind="NVIDIA GB300"):
+    """`count` racks of `size` devices; JAX knows them as slices, or as one."""
+    return [Fake(i, i // per_host, i // size if by_slice else 0, device_kind=kind) for i in range(count * size)]
+
+
+def test_parts_between_slices_come_first():
+    shape = parse_mesh("fsdp=16,tensor=4,dcn.data=128")
+    assert list(shape.items()) == [("dcn.data", 128), ("fsdp", 16), ("tensor", 4)]
+    assert format_mesh(shape) == "dcn.data=128,fsdp=16,tensor=4"
+    assert whole_sizes(parse_mesh("dcn.data=2,data=3,tensor=4")) == {"data": 6, "tensor": 4}
+
+
+@pytest.mark.parametrize("by_slice, per_host", [(True, 4), (False, 64), (False, 4)])
+def test_a_rack_is_one_place_along_its_axis(by_slice, per_host):
+    """Whether JAX knows racks, knows them as processes, or knows hosts only, neighbours of which make a rack."""
+    devices = racks(2, 64, by_slice=by_slice, per_host=per_host)
+    found = hybrid_devices(parse_mesh("dcn.data=2,fsdp=16,tensor=4"), AXES, devices[::-1])
+    assert found.shape == (2, 16, 1, 4)
+    assert [{device.id // 64 for device in rack.flat} for rack in found] == [{0}, {1}]
+    assert all(len({device.process_index for device in group}) == 1 for group in found.reshape(-1, 4))
+
+
+def test_an_axis_may_lie_within_and_between():
+    found = hybrid_devices(parse_mesh("dcn.fsdp=2,fsdp=4"), AXES, racks(2, 4))
+    assert [device.id for device in found.flat] == list(range(8)) and found.shape == (1, 8, 1, 1)
+
+
+def test_slices_that_are_not_there_are_refused():
+    with pytest.raises(ValueError, match="dcn.data=3 needs 3 slices, and these devices are 2 slices and 32 processes"):
+        hybrid_devices(parse_mesh("dcn.data=3,fsdp=16"), AXES, racks(2, 64))
+    with pytest.raises(ValueError, match="dcn.data=2 needs 2 slices, and these devices are 1 slice and 1 process;"):
+        make_mesh({"dcn.data": 2, "fsdp": 4}, jax.devices("cpu"))
+
+
+@pytest.mark.parametrize(
+    "text, devices, advice",
+    [
+        (
+            "fsdp=32,tensor=4",
+            racks(2, 64),
+            "fsdp=32 would leave a slice of 72.*dcn.fsdp=2,fsdp=16,tensor=4 is the same",
+        ),
+        ("fsdp=32", racks(4, 8, kind="NVIDIA H200"), "slice of 8 .*dcn.fsdp=4,fsdp=8 is the same.*dcn.data=4,fsdp=8 "),
+        ("tensor=4", racks(2, 2, kind="something new"), "tensor=4 would leave a slice of 2 .*dcn.tensor=2,tensor=2 "),
+    ],
+)
+def test_an_axis_that_leaves_a_rack_unseen_is_refused(text, devices, advice):
+    with pytest.raises(ValueError, match=advice):
+        check_unseen(parse_mesh(text), AXES, devices)
+    assert check_unseen(parse_mesh(text), AXES, jax.devices("cpu")) is None
+
+
+def test_without_a_mesh_fsdp_says_that_it_crosses():
+    assert default_shape(jax.devices("cpu")) == {"fsdp": 8}
+    assert default_shape(racks(4, 8, kind="NVIDIA H200")) == {"dcn.fsdp": 4, "fsdp": 8}
+    assert default_shape(racks(1, 64)) == {"fsdp": 64}

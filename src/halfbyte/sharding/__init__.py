@@ -7,7 +7,8 @@ mesh's shape.
 """
 
 from halfbyte.sharding.checks import check_model_dims, check_sharded
-from halfbyte.sharding.mesh import AXES, axis_size, format_mesh, make_mesh, parse_mesh
+from halfbyte.sharding.hybrid import default_shape
+from halfbyte.sharding.mesh import AXES, axis_size, format_mesh, make_mesh, parse_mesh, whole_sizes
 from halfbyte.sharding.rules import (
     DEFAULT_RULES,
     LOGICAL_AXES,
@@ -25,8 +26,10 @@ __all__ = [
     "check_model_dims",
     "check_sharded",
     "constrain",
+    "default_shape",
     "format_mesh",
     "make_mesh",
     "named_sharding",
     "parse_mesh",
+    "whole_sizes",
 ]

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from halfbyte import models
 from halfbyte.devices import Device
-from halfbyte.sharding import axis_size, format_mesh, make_mesh, parse_mesh
+from halfbyte.sharding import axis_size, default_shape, format_mesh, make_mesh, parse_mesh
 
 from .config import TrainConfig
 from .precision import phases
@@ -58,8 +58,7 @@ def run_mesh(config: TrainConfig, devices: list[jax.Device] | np.ndarray | None 
     """The mesh of the run; without one in the config, fsdp over every device."""
     shape = parse_mesh(config.mesh)
     if not shape:
-        count = len(jax.devices()) if devices is None else np.size(np.asarray(devices, dtype=object))
-        shape = {"fsdp": int(count)}
+        shape = default_shape(jax.devices() if devices is None else list(np.ravel(np.asarray(devices, dtype=object))))
     return make_mesh(shape, devices)
 
 
