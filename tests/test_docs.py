@@ -43,7 +43,7 @@ def test_deployment_files_use_flags_that_exist(name):
 
     args = parse(training_flags((ROOT / "deploy" / name).read_text(encoding="utf-8")))
     assert args.run.name == "llama3-8b"
-    assert args.run.mesh == "fsdp=32"
+    assert args.run.mesh == "dcn.fsdp=4,fsdp=8"
     assert args.run.watchdog_s == 900
 
 
@@ -56,7 +56,7 @@ def test_the_jobset_is_yaml_and_counts_agree():
     gpus = pods["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
     assert f"--distributed.processes {pods['completions']}" in command
     assert pods["completions"] == pods["parallelism"]
-    assert f"fsdp={pods['completions'] * gpus}" in command
+    assert f"--mesh dcn.fsdp={pods['completions']},fsdp={gpus}" in command
     assert f"{spec['metadata']['name']}-{job['name']}-0-0.{spec['metadata']['name']}:" in command
 
 

@@ -32,7 +32,13 @@ class Setting:
 
 # Collectives are not combined beyond XLA's own sizes: behind one gather a layer nothing can hide, because all GEMMs of
 # the layer wait for it. docs/distributed.md has what the compiled schedules of each set show.
-EVERY_GPU = (Setting("xla_gpu_enable_latency_hiding_scheduler", "true", "overlap FSDP gathers with GEMMs"),)
+EVERY_GPU = (
+    Setting("xla_gpu_enable_latency_hiding_scheduler", "true", "overlap FSDP gathers with GEMMs"),
+    Setting(
+        "xla_gpu_experimental_parallel_collective_overlap_limit", "4", "a collective need not wait for another's end"
+    ),
+)
+SERIAL = EVERY_GPU[:1]
 COMBINED = tuple(
     Setting(f"xla_gpu_{kind}_combine_threshold_bytes", str(GIB), "one a layer, not one a weight")
     for kind in ("all_gather", "reduce_scatter", "all_reduce")
@@ -46,10 +52,11 @@ DOUBLED = (Setting("xla_gpu_enable_while_loop_double_buffering", "true", "two la
 FLAG_SETS: dict[str, tuple[Setting, ...]] = {
     "recommended": EVERY_GPU,
     "none": (),
-    "combined": EVERY_GPU + COMBINED,
-    "pipelined": EVERY_GPU + PIPELINED,
-    "combined-pipelined": EVERY_GPU + COMBINED + PIPELINED,
-    "doubled": EVERY_GPU + DOUBLED,
+    "serial": SERIAL,
+    "combined": SERIAL + COMBINED,
+    "pipelined": SERIAL + PIPELINED,
+    "combined-pipelined": SERIAL + COMBINED + PIPELINED,
+    "doubled": SERIAL + DOUBLED,
 }
 # Hopper only: NVIDIA's tuning guide for JAX advises against a single queue on Blackwell.
 HOPPER = (Setting("CUDA_DEVICE_MAX_CONNECTIONS", "1", "collectives launch before the GEMM they hide behind"),)

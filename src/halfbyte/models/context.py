@@ -35,6 +35,7 @@ class Context:
     compute_dtype: of activations. bfloat16, or float32 to compare with another implementation.
     loss_chunk: a device's tokens whose logits exist at one time (None: about 1 GiB of them).
     unroll: layers a scan iteration.
+    reduce_dtype: what gradients of matrices travel in when they are scattered over fsdp.
     """
 
     policy: Resolved | None = None
@@ -47,6 +48,7 @@ class Context:
     compute_dtype: Any = jnp.bfloat16
     loss_chunk: int | None = None
     unroll: int = 1
+    reduce_dtype: str = "float32"
 
     @property
     def looped(self) -> bool:
@@ -97,7 +99,8 @@ class LayerContext:
         mesh, rules = self.ctx.mesh, self.ctx.rules
         assert mesh is not None, "on one device nothing is placed"
         spec: ParamSpec = self.specs["layers"][group][name]
-        return ops.Placement(mesh, *(rules.spec(axes, mesh) for axes in (x, spec.axes[1:], y)))
+        at_x, at_w, at_y = (rules.spec(axes, mesh) for axes in (x, spec.axes[1:], y))
+        return ops.Placement(mesh, at_x, at_w, at_y, reduce_dtype=self.ctx.reduce_dtype)
 
     @property
     def on_mesh(self) -> bool:

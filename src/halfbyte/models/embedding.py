@@ -21,6 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from halfbyte.models.context import Context
 from halfbyte.models.params import Params
+from halfbyte.ops.shards import scatter_gradient
 from halfbyte.sharding import Rules, axis_size, constrain
 
 
@@ -28,7 +29,7 @@ def embed_tokens(table: jax.Array, tokens: jax.Array, ctx: Context) -> jax.Array
     """Rows of `table` [vocab, embed], as [batch, seq, embed] in the compute dtype."""
     if ctx.mesh is None:
         return table[tokens].astype(ctx.compute_dtype)  # the table is not copied; its gradient adds up in float32
-    return _sharded_lookup(table, tokens, _Placement(ctx.mesh, ctx.rules, ctx.compute_dtype))
+    return _sharded_lookup(table, tokens, _Placement(ctx.mesh, ctx.rules, ctx.compute_dtype, ctx.reduce_dtype))
 
 
 def head_weight(params: Params) -> jax.Array:
@@ -37,11 +38,12 @@ def head_weight(params: Params) -> jax.Array:
 
 
 class _Placement(NamedTuple):
-    """Where table, tokens and rows live, and the dtype of the rows."""
+    """Where table, tokens and rows live, the dtype of the rows, and what the table's gradient travels in."""
 
     mesh: Mesh
     rules: Rules
     dtype: Any
+    reduce_dtype: str
 
     def axes(self, logical: str) -> tuple[str, ...]:
         """The mesh axes of more than one device that a logical axis is split over."""
@@ -98,7 +100,7 @@ def _local_gradient(g: jax.Array, tokens: jax.Array, like: jax.Array, *, at: _Pl
     scattered = at.axes("embed")
     summed = tuple(axis for axis in (*at.axes("batch"), *at.axes("seq")) if axis not in scattered)
     grad = lax.psum(grad, summed) if summed else grad
-    return lax.psum_scatter(grad, scattered, scatter_dimension=1, tiled=True) if scattered else grad
+    return scatter_gradient(grad, ((), scattered), at.reduce_dtype)
 
 
 def _local_index(tokens: jax.Array, rows: int, at: _Placement) -> tuple[jax.Array, jax.Array]:

@@ -71,6 +71,7 @@ def loss_sum(
         chunk=ctx.loss_chunk,
         mesh=ctx.mesh,
         rules=ctx.rules,
+        reduce_dtype=ctx.reduce_dtype,
     )
 
 

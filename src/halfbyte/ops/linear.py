@@ -21,7 +21,7 @@ from halfbyte.ops.gemms import DGRAD, FPROP, WGRAD, Gemm, finish
 from halfbyte.ops.operand import EightBit, Operand
 from halfbyte.ops.passes import Made, Passes, Request, request
 from halfbyte.ops.problem import Problem, target
-from halfbyte.ops.shards import WHOLE, Cut, Shards, axes_of, gather, scatter_sum, size_of
+from halfbyte.ops.shards import WHOLE, Cut, Shards, axes_of, gather, scatter_gradient, scatter_sum, size_of
 from halfbyte.ops.surroundings import several_devices
 from halfbyte.ops.weight import (
     CONTRACTED,
@@ -176,7 +176,7 @@ class Linear:
     def wgrad(self, x: Operand, dy: Operand) -> jax.Array:
         """dw = x^T dy, in the weight's dtype, where the weight rests: sums over the axes that it is gathered over."""
         dw = self._multiply(WGRAD, x, dy, self.plan.weight_dtype)
-        return scatter_sum(dw, self.plan.shards.stored)
+        return scatter_gradient(dw, self.plan.shards.stored, self.plan.shards.reduce_dtype)
 
     def _multiply(self, gemm: Gemm, left: Operand, right: Operand, dtype: jnp.dtype) -> jax.Array:
         return self.plan.choice.multiplier(gemm).gemm(gemm, left, right, dtype)

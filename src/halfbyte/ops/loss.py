@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
+from halfbyte.ops.shards import scatter_gradient
 from halfbyte.sharding import DEFAULT_RULES, Rules, axis_size, check_sharded, constrain
 
 CHUNK_BYTES = 2**30  # float32 logits of one chunk, at most, when the chunk size is not given
@@ -39,6 +40,7 @@ class _Setup(NamedTuple):
     chunk: int | None
     mesh: Mesh | None
     rules: Rules
+    reduce_dtype: str = "float32"
 
 
 class _PerToken(NamedTuple):
@@ -55,16 +57,18 @@ def cross_entropy(
     chunk: int | None = None,
     mesh: Mesh | None = None,
     rules: Rules = DEFAULT_RULES,
+    reduce_dtype: str = "float32",
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """(sum over scored tokens of nll + z_loss * lse^2, aux), float32. `hidden` [B, S, D], `head` [D, V], `targets`
     [B, S], -1 not scored.
 
     aux: `nll_sum`, `z_sum` (the z term's part of the sum) and `tokens` (how many were scored, float32); no gradient
     flows through it.
-    `chunk` is the number of a device's tokens whose logits exist at one time.
+    `chunk` is the number of a device's tokens whose logits exist at one time. The head's gradient travels in
+    `reduce_dtype`.
     """
     _check(hidden, head, targets, mesh, rules)
-    setup = _Setup(float(z_loss), chunk, mesh, rules)
+    setup = _Setup(float(z_loss), chunk, mesh, rules, reduce_dtype)
     total, nll_sum, z_sum = _summed(hidden, head, targets, setup)
     tokens = jnp.sum(targets >= 0, dtype=jnp.int32).astype(jnp.float32)
     return total, {"nll_sum": lax.stop_gradient(nll_sum), "z_sum": lax.stop_gradient(z_sum), "tokens": tokens}
@@ -216,7 +220,7 @@ def _reduce_head(dhead: jax.Array, setup: _Setup) -> jax.Array:
     split = _live_axes(setup, "embed")
     summed = tuple(axis for axis in (*_live_axes(setup, "batch"), *_live_axes(setup, "seq")) if axis not in split)
     dhead = _psum(dhead, summed)
-    return lax.psum_scatter(dhead, split, scatter_dimension=0, tiled=True) if split else dhead
+    return scatter_gradient(dhead, (split, ()), setup.reduce_dtype)
 
 
 def _live_axes(setup: _Setup, logical: str) -> tuple[str, ...]:

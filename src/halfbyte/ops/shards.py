@@ -8,7 +8,7 @@ must travel, and nothing else does:
 |---------------------------|-------------------------------------------------------|----------------|
 | W before a GEMM           | its codes, over the axes that cut tokens (FSDP)       | all-gather     |
 | a tensor's maxima         | a few integers for all operands of a pass             | all-reduce max |
-| dW                        | float32 sums, back to where W rests                   | reduce-scatter |
+| dW                        | float32 sums (or bfloat16), back to where W rests     | reduce-scatter |
 | x into, y out of a linear | its tokens, where features are cut instead (tensor)   | gather, scatter |
 
 Random bits depend on an element's place in the whole tensor (`offsets`), so that codes are the same on every mesh.
@@ -75,6 +75,14 @@ def scatter_sum(x: jax.Array, cut: Cut) -> jax.Array:
     return x
 
 
+def scatter_gradient(dw: jax.Array, cut: Cut, dtype: str) -> jax.Array:
+    """`scatter_sum` of a weight's gradient that travels in `dtype` (float32: as it is), in its own dtype."""
+    if not axes_of(cut) or jnp.finfo(dtype).bits >= jnp.finfo(dw.dtype).bits:
+        return scatter_sum(dw, cut)
+    # A compiler that may keep excess precision would send what was not rounded: all the bytes.
+    return scatter_sum(lax.optimization_barrier(dw.astype(dtype)), cut).astype(dw.dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class Shards:
     """How one linear is cut: by default not at all."""
@@ -91,6 +99,8 @@ class Shards:
     """Axes that cut the token dims of x where it comes from, beside `lead`: gathered on the way in."""
     y_lead: Cut = ()
     """Axes that cut the token dims of y where it goes, beside `lead`: scattered on the way out."""
+    reduce_dtype: str = "float32"
+    """Of dW while it is scattered, at most that of the weight."""
 
     @property
     def x(self) -> Cut:
@@ -116,6 +126,7 @@ class Placement:
     x: PartitionSpec
     w: PartitionSpec
     y: PartitionSpec
+    reduce_dtype: str = "float32"
 
     def shards(self, ndim: int) -> Shards:
         """What the specs mean for x of `ndim` dims: axes of y's features cut W's outputs, axes of x's features its
@@ -132,7 +143,7 @@ class Placement:
             raise ValueError(f"placement: w {self.w} does not fit x {self.x} and y {self.y}")
         x_lead = tuple(tuple(a for a in axes if a in outputs) for axes in x[:-1])
         y_lead = tuple(tuple(a for a in axes if a in inputs) for axes in y[:-1])
-        return Shards(lead, inputs, outputs, stored, x_lead, y_lead)
+        return Shards(lead, inputs, outputs, stored, x_lead, y_lead, self.reduce_dtype)
 
 
 def with_idle_axes(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:

@@ -25,6 +25,8 @@ class PrecisionConfig:
     """Of the quantized GEMMs: auto, reference, carrier, fused, fp8 or native."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of activations."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the gradients of matrices while fsdp adds them up: bfloat16 sends half the bytes and rounds every summand."""
     switch_at: float = 0.0
     """Leave the recipe at this step (1 or more) or fraction of the run; 0: never."""
     switch_to: str = "bf16"

@@ -42,6 +42,7 @@ def make_context(config: TrainConfig, resolved: Resolved | None, mesh: Mesh, key
         remat=config.remat,
         unroll=config.unroll or config.model.layers,
         compute_dtype=jnp.dtype(config.precision.compute_dtype),
+        reduce_dtype=config.precision.reduce_dtype,
     )
 
 
