@@ -19,17 +19,21 @@ import numpy as np
 from kernel_cases import KEY, KEY2, KINDS, all_equal, scale_of, special, top
 from kernel_timing import Case, random_array
 
-from halfbyte.formats import tile_scales
+from halfbyte.formats import MXFP8, quantize, tile_scales
 from halfbyte.formats.noise import key_words
 from halfbyte.formats.selftest import VECTORS, load
 from halfbyte.ops import kernels as K
-from halfbyte.ops.kernels import Columnwise, Rowwise, ScaleOrder
+from halfbyte.ops.kernels import Columnwise, Rowwise, ScaleOrder, mxfp8
+from halfbyte.ops.kernels.mxfp8 import MxOperand
 
 CHECKED = ((128, 128), (256, 1024), (64, 4096), (512, 1376), (128, 2731), (128, 10944), (48, 144), (16, 43), (80, 62),
            (1024, 272), (2048, 512), (192, 640))  # fmt: skip
 ODD = ((16384, 1376), (16384, 1408), (8192, 2731), (8192, 2816), (8192, 10944), (8192, 11008))
 PASS, CODES = 2.0 + 2.0, 0.5 + 1 / 16  # bytes an element: two reads of bf16; a code and its share of the scale
 PLAIN, TILED = ScaleOrder.PLAIN, ScaleOrder.TILED
+MX_CODES = 1 + 1 / 32
+MX_BOTH = MxOperand(False, TILED), MxOperand(True, TILED)
+MX_GRADIENTS = tuple(MxOperand(bool(along), TILED, tensor=i) for i, along in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 1)))
 
 
 def _in_order(scales: np.ndarray, order: ScaleOrder) -> np.ndarray:
@@ -133,7 +137,7 @@ def _check_carriers(shape: tuple[int, int]) -> str:
     want = [top(x).view(np.int32), top(turned).view(np.int32), top(w).view(np.int32)]
     want += [oracle.quantize(_padded(x), top(x), axis=1, noise=noise)[2][:, :width], oracle.pack_tokens(codes), scales]
     want += [column, oracle.quantize(_padded(w), top(w), axis=1, block2d=True)[2][:, :width]]
-    return all_equal([(a, np.ascontiguousarray(b)) for a, b in zip(got, want, strict=True)])
+    return all_equal([(a, np.array(b, order="C")) for a, b in zip(got, want, strict=True)])
 
 
 def _check_vectors(group: dict[str, np.ndarray]) -> str:
@@ -161,6 +165,40 @@ def _check_vectors(group: dict[str, np.ndarray]) -> str:
     return all_equal(pairs)
 
 
+def _want_mx(x: np.ndarray, operand: MxOperand) -> list[np.ndarray]:
+    """The codes and scales that `formats` gives, of x filled up to whole blocks."""
+    turned = x.T if operand.along_tokens else x
+    filled = np.pad(turned, ((0, 0), (0, -turned.shape[1] % 32)))
+    made = jax.jit(lambda x: quantize(x, MXFP8))(jnp.asarray(filled))
+    return [np.asarray(made.codes), _in_order(np.asarray(made.scales).view(np.uint8), operand.order)]
+
+
+def _check_mx(shape: tuple[int, int], dtype: Any) -> str:
+    rng = np.random.default_rng(shape[1])
+    x = (rng.standard_normal(shape) * np.exp2(rng.integers(-20, 12, (shape[0], 1)))).astype(dtype)
+    operands = MxOperand(False, TILED), MxOperand(True, PLAIN)
+    got = jax.jit(lambda x: mxfp8.quantize(x, operands=operands))(jnp.asarray(x))
+    return all_equal(list(zip(got, [a for o in operands for a in _want_mx(x, o)], strict=True)))
+
+
+def _check_mx_swiglu(shape: tuple[int, int]) -> str:
+    rng = np.random.default_rng(0)
+    g, u, d = (jnp.asarray((rng.standard_normal(shape) * s).astype(ml_dtypes.bfloat16)) for s in (3.0, 1.0, 1e-3))
+    dg, du, h = (np.asarray(a) for a in jax.jit(K.activation)(g, u, d))
+    got = jax.jit(lambda g, u, d: mxfp8.quantize_backward(g, u, d, operands=MX_GRADIENTS))(g, u, d)
+    want = [a for o in MX_GRADIENTS for a in _want_mx((dg, du, h)[o.tensor], o)]
+    got += jax.jit(lambda g, u: mxfp8.quantize_forward(g, u, operands=(mxfp8.ROW, mxfp8.COLUMN)))(g, u)
+    return all_equal(list(zip(got, want + _want_mx(h, mxfp8.ROW) + _want_mx(h, mxfp8.COLUMN), strict=True)))
+
+
+def _check_mx_vectors(group: dict[str, np.ndarray]) -> str:
+    run = jax.jit(lambda x: mxfp8.quantize(x, operands=(mxfp8.ROW,)))
+    pairs = []
+    for x, codes, scales in zip(*(group[f] for f in ("x", "codes", "scales")), strict=True):
+        pairs += list(zip(run(jnp.asarray(x.view(ml_dtypes.bfloat16))), (codes, scales), strict=True))
+    return all_equal(pairs)
+
+
 def _jobs() -> dict[str, Callable[[], str]]:
     jobs: dict[str, Callable[[], str]] = {}
 
@@ -176,12 +214,17 @@ def _jobs() -> dict[str, Callable[[], str]]:
         usable = str(group["format"]) == "nvfp4" and (str(group["block"]) == "2d" or group["x"].dtype == np.uint16)
         if usable and not (str(group["rounding"]) == "stochastic" and bool(group["hadamard"])):
             jobs[f"codes:vectors {name}"] = lambda group=group: _check_vectors(group)
+        if name == "mxfp8":
+            jobs["mxfp8:vectors"] = lambda group=group: _check_mx_vectors(group)
     nearest, stochastic, weight = _both(TILED, False), _both(PLAIN, True), _weight(TILED)
     for kind in KINDS:
         add(f"codes:{kind}", nearest, special(kind))
         add(f"codes_sr:{kind}", stochastic, special(kind))
         add(f"weight_codes:{kind}", weight, special(kind))
     for i, shape in enumerate(CHECKED):
+        if shape[0] % 32 == 0:
+            dtype = (ml_dtypes.bfloat16, np.float32)[i % 3 == 2]
+            jobs[f"mxfp8:{shape}"] = lambda shape=shape, dtype=dtype: _check_mx(shape, dtype)
         jobs[f"carriers:{shape}"] = lambda shape=shape: _check_carriers(shape)
         x = np.random.default_rng(i).standard_normal(shape).astype(ml_dtypes.bfloat16)
         add(f"codes:{shape}", _both((PLAIN, TILED)[i % 2], False), x)
@@ -189,6 +232,8 @@ def _jobs() -> dict[str, Callable[[], str]]:
         if shape[1] % 16 == 0:
             add(f"weight_codes:{shape}", _weight((PLAIN, TILED)[i % 2]), x)
             jobs[f"swiglu_codes:{shape}"] = lambda shape=shape: _check_swiglu(shape)
+            if i < 4:
+                jobs[f"mxfp8_swiglu:{shape}"] = lambda shape=shape: _check_mx_swiglu(shape)
     return jobs
 
 
@@ -259,12 +304,16 @@ def cases(shapes: list[tuple[int, int]]) -> list[Case]:
         out.append(Case("copy", shape, "negate", lambda: lambda x, k0, k1: -x, sets, 4 * elements))
         for name, (fn, bytes_of) in _passes().items():
             out.append(Case(name, shape, "", lambda fn=fn: fn, sets, bytes_of * elements))
+        make = lambda: lambda x, k0, k1: mxfp8.quantize(x, operands=MX_BOTH)  # noqa: E731
+        out.append(Case("mxfp8", shape, "", make, sets, (2 + 2 * MX_CODES) * elements))
         for name, stochastic in (("codes", False), ("codes_sr", True)):
             make = lambda s=stochastic: _quantize_only(s)  # noqa: E731
             out.append(Case(f"{name} alone", shape, "", make, sets, (2 + 2 * CODES) * elements))
         if shape != (16384, 2048):
             triples = [(*(random_array(shape, 3 * i + j) for j in range(3)), keys[0]) for i in range(2)]
             out.append(Case("swiglu_codes forward", shape, "", lambda: _forward, triples, (8 + 2 * CODES) * elements))
+            make = lambda: lambda g, u, d, k: mxfp8.quantize_backward(g, u, d, operands=MX_GRADIENTS)  # noqa: E731
+            out.append(Case("mxfp8_swiglu backward", shape, "", make, triples, (6 + 5 * MX_CODES) * elements))
             out.append(Case("swiglu_codes backward", shape, "", lambda: _gated, triples, (12 + 5 * CODES) * elements))
     return out + _weight_cases() + _odd_cases()
 

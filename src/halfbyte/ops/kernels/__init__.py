@@ -13,12 +13,15 @@ uint8 [..., n] to float4_e2m1fn [..., n, 2] unpacks them), and E4M3 bytes, one f
 | `quantize_backward(g, u, dh, dg=, du=, h=)` | row and column of dg, row and column of du, column of h: ten arrays |
 | `weight_codes(w, s)` | of w [k, n]: codes [n, k / 2], scales [n, k / 16], then codes [k, n / 2], scales [k, n / 16] |
 
+`mxfp8.quantize`, `mxfp8.quantize_forward` and `mxfp8.quantize_backward` give the same for MXFP8, from one read and
+without maxima: a byte a code, an E8M0 byte for 32 of them.
+
 `o` is `ScaleOrder.PLAIN`, or `ScaleOrder.TILED` for scales in the 128x4 tiles of `formats.tile_scales`, flat. The
 maxima and `tensor_scales` are those of the carriers. Any width is taken; the last block of one that is no multiple of
 16 is filled up with zeros, so that rows have ceil(features / 16) * 8 bytes.
 """
 
-from halfbyte.ops.kernels import f8
+from halfbyte.ops.kernels import f8, mxfp8
 from halfbyte.ops.kernels.gated import activation, backward_maxima, forward_maxima, quantize_backward, quantize_forward
 from halfbyte.ops.kernels.layout import Tiling, unsupported
 from halfbyte.ops.kernels.matmul import GemmTiling, matmul
@@ -41,6 +44,7 @@ __all__ = [
     "forward_maxima",
     "matmul",
     "maxima",
+    "mxfp8",
     "pack_weight",
     "quantize",
     "quantize_backward",

@@ -16,7 +16,7 @@ lane computes the scales of its share of the rows, and the lanes read each other
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from halfbyte.ops.kernels.ptx import FLT_MAX
@@ -156,17 +156,20 @@ def own_row_scales(m: Any, rows: Sequence[Sequence[Any]], mult: Any, dec: Any) -
     pairs = []
     for a, b in zip(tops[::2], tops[1::2], strict=True):  # halves become rows
         pairs.append(m.max_u16x2(m.prmt(a, b, 0x5410), m.prmt(a, b, 0x7632)))
-    return [block_scales(m, word, mult, dec) for word in _share_maxima(m, pairs, 16 // m.columns)]
+    return [block_scales(m, word, mult, dec) for word in share_maxima(m, pairs, 16 // m.columns)]
 
 
-def _share_maxima(m: Any, words: Sequence[Any], lanes: int) -> list[Any]:
+def share_maxima(
+    m: Any, words: Sequence[Any], lanes: int, larger: Callable[[Any, Any], Any] | None = None
+) -> list[Any]:
     """The maxima over the lanes of a block; lane i keeps the i-th share of the words."""
+    larger = larger or m.max_u16x2
     words, bit = list(words), lanes // 2
     while bit:
         here, half = m.lane_bit(bit), len(words) // 2
         keep = [m.select(here, words[half + i], words[i]) for i in range(half)]
         give = [m.select(here, words[i], words[half + i]) for i in range(half)]
-        words = [m.max_u16x2(k, m.swap(g, bit)) for k, g in zip(keep, give, strict=True)]
+        words = [larger(k, m.swap(g, bit)) for k, g in zip(keep, give, strict=True)]
         bit //= 2
     return words
 

@@ -54,13 +54,16 @@ def backward_words(m: Any, g: Sequence[Any], u: Sequence[Any], d: Sequence[Any])
     return dg, du, h
 
 
-def _forward_made(m: Any, words: Sequence[Any]) -> list[list[Any]]:
-    return [[forward_words(m, words[r], words[BLOCK + r]) for r in range(BLOCK)]]
+def forward_made(m: Any, words: Sequence[Any]) -> list[list[Any]]:
+    """h, from the token rows of g, then of u."""
+    count = len(words) // 2
+    return [[forward_words(m, words[r], words[count + r]) for r in range(count)]]
 
 
-def _backward_made(m: Any, words: Sequence[Any]) -> list[list[Any]]:
-    """dg, du and h, each 16 token rows."""
-    rows = [backward_words(m, words[r], words[BLOCK + r], words[2 * BLOCK + r]) for r in range(BLOCK)]
+def backward_made(m: Any, words: Sequence[Any]) -> list[list[Any]]:
+    """dg, du and h, from the token rows of g, of u, then of dh."""
+    count = len(words) // 3
+    rows = [backward_words(m, words[r], words[count + r], words[2 * count + r]) for r in range(count)]
     return [[row[i] for row in rows] for i in range(3)]
 
 
@@ -86,10 +89,10 @@ def activation(
     arrays = [g, u] if dh is None else [g, u, dh]
     count = 1 if dh is None else 3
     if not layout.divides(g.shape[1]):
-        made = _forward_made if dh is None else _backward_made
+        made = forward_made if dh is None else backward_made
         return codes.make_rows(arrays, made, count, interpret=interpret, name="swiglu_activation")
     tiling = FORWARD_TILING
-    make = _tile_maker(_forward_made if dh is None else _backward_made, count, tiling, interpret)
+    make = _tile_maker(forward_made if dh is None else backward_made, count, tiling, interpret)
 
     def kernel(_, refs, __, out_refs, ___):
         tensors = make([ref[r] for ref in refs for r in range(BLOCK)])
@@ -105,7 +108,7 @@ def forward_maxima(
     g: jax.Array, u: jax.Array, *, hadamard: bool = True, tiling: Tiling = FORWARD_TILING, interpret: bool = False
 ) -> tuple[jax.Array, ...]:
     """Partial maxima of h, and of its transform along tokens if `hadamard`; as `maxima`."""
-    run = functools.partial(find_maxima, [g, u], _forward_made, 1, hadamard=hadamard)
+    run = functools.partial(find_maxima, [g, u], forward_made, 1, hadamard=hadamard)
     return run(tiling=tiling, interpret=interpret, name="swiglu_forward_maxima")
 
 
@@ -123,8 +126,8 @@ def quantize_forward(
     if codes.asked([side for side, _ in jobs]) or not layout.divides(g.shape[1]):
         layout.check(g)
         run = functools.partial(codes.quantize_made, name="swiglu_forward_codes", interpret=interpret)
-        return run([g, u], _forward_made, jobs, columns=4)
-    make = _tile_maker(_forward_made, 1, tiling, interpret)
+        return run([g, u], forward_made, jobs, columns=4)
+    make = _tile_maker(forward_made, 1, tiling, interpret)
     return quantize_made([g, u], make, jobs, tiling=tiling, interpret=interpret, name="swiglu_forward")
 
 
@@ -141,7 +144,7 @@ def backward_maxima(
     """Partial maxima of dg, of its transform, of du, of its transform (without the transforms unless `hadamard`), and
     with `tensors=3` of h as well.
     """
-    run = functools.partial(find_maxima, [g, u, dh], _backward_made, tensors, hadamard=hadamard)
+    run = functools.partial(find_maxima, [g, u, dh], backward_made, tensors, hadamard=hadamard)
     return run(tiling=tiling, interpret=interpret, name="swiglu_backward_maxima")
 
 
@@ -163,8 +166,8 @@ def quantize_backward(
     if codes.asked([side for side, _ in jobs]) or not layout.divides(g.shape[1]):
         layout.check(g)
         by_hand = functools.partial(codes.quantize_made, name="swiglu_backward_codes", interpret=interpret)
-        return by_hand([g, u, dh], _backward_made, jobs, columns=2)
-    make = _tile_maker(_backward_made, 3, tiling, interpret)
+        return by_hand([g, u, dh], backward_made, jobs, columns=2)
+    make = _tile_maker(backward_made, 3, tiling, interpret)
     order = (4, 0, 1, 2, 3)  # h first: its registers are free for the others
     run = functools.partial(quantize_made, [g, u, dh], make, jobs, order=order)
     return run(tiling=tiling, interpret=interpret, name="swiglu_backward")

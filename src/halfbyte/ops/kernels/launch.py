@@ -28,18 +28,20 @@ def launch(
     programs: int,
     warps: int = GROUP,
     columns: int,
+    lanes: int | None = None,
     interpret: bool,
     name: str,
 ) -> list[jax.Array]:
     """The arrays of shapes `outputs` that `body(machine)` writes; it knows `arrays`, then `outputs`, by number.
 
+    `lanes` of a block are 16 / `columns` unless given.
     Every byte of an output must be written by some lane.
     """
     if warps % GROUP:
         raise ValueError(f"a program has a multiple of {GROUP} warps, got {warps}")
     if interpret:
-        return _on_host(body, arrays, outputs, programs, warps, columns)
-    machine = PtxMemory(columns)
+        return _on_host(body, arrays, outputs, programs, warps, columns, lanes)
+    machine = PtxMemory(columns, lanes)
     body(machine)
     text, count = machine.text(), len(arrays) + len(outputs)
 
@@ -76,12 +78,13 @@ def _on_host(
     programs: int,
     warps: int,
     columns: int,
+    lanes: int | None,
 ) -> list[jax.Array]:
     def host(*given: Any) -> list[np.ndarray]:
         written = [np.full(o.shape, 0xAB, np.uint8).repeat(jnp.dtype(o.dtype).itemsize) for o in outputs]
         read = [np.ascontiguousarray(np.asarray(a)).reshape(-1).view(np.uint8) for a in given]
         with np.errstate(all="ignore"):
-            body(VectorMemory(columns, [*read, *written], programs, warps))
+            body(VectorMemory(columns, [*read, *written], programs, warps, lanes))
         return [w.view(o.dtype).reshape(o.shape) for w, o in zip(written, outputs, strict=True)]
 
     return list(jax.pure_callback(host, list(outputs), *arrays))

@@ -29,8 +29,8 @@ class Address:
 class PtxMemory(Ptx):
     """Writes the whole kernel: operand i of the assembly block is the address of array i."""
 
-    def __init__(self, columns: int):
-        super().__init__(columns)
+    def __init__(self, columns: int, lanes: int | None = None):
+        super().__init__(columns, lanes)
         self.count["d"] = 0
         self.shared_bytes = 0
 
@@ -60,6 +60,10 @@ class PtxMemory(Ptx):
 
     def multiply_high(self, a: Any, b: Any) -> Any:
         return self._op("mul.hi.u32", "rrr", a, b)
+
+    def larger(self, a: Any, b: Any) -> Any:
+        """The larger one of two unsigned numbers."""
+        return self._op("max.u32", "rrr", a, b)
 
     def less(self, a: Any, b: Any) -> Reg:
         texts, out = [self._text(x, "r") for x in (a, b)], self.reg("p")
@@ -138,9 +142,9 @@ def _guard(where: Any) -> str:
 class VectorMemory(Vector):
     """All lanes of all programs at once; `arrays` are flat uint8 arrays, those that are written among them."""
 
-    def __init__(self, columns: int, arrays: Sequence[np.ndarray], programs: int, warps: int):
+    def __init__(self, columns: int, arrays: Sequence[np.ndarray], programs: int, warps: int, lanes: int | None = None):
         super().__init__(columns)
-        lanes = 16 // columns
+        self.lanes = lanes = lanes or 16 // columns
         self.shape = (programs, warps, 32 // lanes, lanes)
         self.arrays, self.shared_bytes = arrays, 0
         self.shared = np.zeros((programs, 64 * 1024), np.uint8)
@@ -164,6 +168,9 @@ class VectorMemory(Vector):
 
     def multiply_high(self, a: Any, b: Any) -> Any:
         return ((self.bits(a).astype(np.uint64) * self.bits(b).astype(np.uint64)) >> np.uint64(32)).astype(np.uint32)
+
+    def larger(self, a: Any, b: Any) -> Any:
+        return np.maximum(self.bits(a), self.bits(b))
 
     def less(self, a: Any, b: Any) -> Any:
         return self.bits(a) < self.bits(b)

@@ -36,8 +36,9 @@ def _f32_bits(value: float) -> int:
 class Ptx:
     """Writes PTX. Operands are registers, Python ints (bits) or Python floats (float32 constants)."""
 
-    def __init__(self, columns: int):
+    def __init__(self, columns: int, lanes: int | None = None):
         self.columns = columns
+        self.lanes = lanes or 16 // columns  # of a block
         self.lines: list[str] = []
         self.count = {"r": 0, "f": 0, "h": 0, "p": 0}
 
@@ -244,5 +245,5 @@ class Ptx:
 
     def from_lane(self, x: Any, lane: int) -> Any:
         """The value of lane `lane` of this block's lanes."""
-        segment = ((32 - 16 // self.columns) << 8) | 31
+        segment = ((32 - self.lanes) << 8) | 31
         return self._op("shfl.sync.idx.b32", "rrrrr", x, lane, segment, 0xFFFFFFFF)

@@ -1,8 +1,8 @@
 """How a quantize pass of any width reads a [tokens, width] array, and writes what it made of it.
 
-A warp owns 16 tokens of 32 x `columns` features, a program four such warps, one above the other: 64 tokens. Rows go to
-memory as they are made. Transposed columns meet in shared memory first: each lane has 16 tokens, 8 bytes, of each of
-its columns, and with the other three warps' bytes 32 are written at once, and four scales as a word.
+A warp owns a block of tokens, 16 for NVFP4, of 32 x `columns` features, a program four such warps, one above the other.
+Rows go to memory as they are made. Transposed columns meet in shared memory first: each lane has 16 tokens, 8 bytes, of
+each of its columns, and with the other three warps' bytes 32 are written at once, and four scales as a word.
 
 Edges are masked. Blocks that the array does not fill end in zeros: packed codes always have whole blocks.
 """
@@ -17,7 +17,6 @@ from halfbyte.ops.kernels.scale_order import ScaleOrder
 
 BLOCK = 16
 WARPS = 4
-TOKENS = BLOCK * WARPS  # of a program
 WARP_STRIDE = 72  # words from one warp's columns to the next one's: no two lanes of a transfer share a bank
 
 
@@ -38,43 +37,46 @@ class Place:
     first_token: Any  # of the program
     first_column: Any
     thread: Any
+    block: int = BLOCK  # tokens of a warp
 
     def within(self, m: Any, row: Any, rows: int, column: Any, columns: int) -> Any:
         """Whether (row, column) lies in [rows, columns]; None where every lane's does."""
         return None if self.inside is None else m.both(m.less(row, rows), m.less(column, columns))
 
 
-def programs(tokens: int, width: int, columns: int, *, tiled: bool = False) -> tuple[int, int]:
+def programs(tokens: int, width: int, columns: int, *, tiled: bool = False, block: int = BLOCK) -> tuple[int, int]:
     """Programs down and across an array; tiles of scales are filled up with zeros, by programs of their own."""
     covered = [whole(size, ROWS if tiled else 1) for size in (tokens, width)]
-    return -(-covered[0] // TOKENS), -(-covered[1] // (32 * columns))
+    return -(-covered[0] // (WARPS * block)), -(-covered[1] // (32 * columns))
 
 
-def place(m: Any, tokens: int, width: int, grid: tuple[int, int]) -> Place:
+def place(m: Any, tokens: int, width: int, grid: tuple[int, int], *, block: int = BLOCK) -> Place:
     down, across = grid
     program, thread = m.program(), m.thread()
-    first_token = m.imad(m.divide(program, across), TOKENS, 0)
+    first_token = m.imad(m.divide(program, across), WARPS * block, 0)
     first_column = m.imad(m.remainder(program, across), 32 * m.columns, 0)
-    token = m.imad(m.shr(thread, 5), BLOCK, first_token)
+    token = m.imad(m.shr(thread, 5), block, first_token)
     column = m.imad(m.and_(thread, 31), m.columns, first_column)
-    exact = down * TOKENS == tokens and across * 32 * m.columns == width
+    exact = down * WARPS * block == tokens and across * 32 * m.columns == width
     inside = None if exact else m.both(m.less(token, tokens), m.less(column, width))
-    return Place(tokens, width, token, column, inside, first_token, first_column, thread)
+    return Place(tokens, width, token, column, inside, first_token, first_column, thread, block)
 
 
-def load_rows(m: Any, array: int, at: Place, size: int, *, rows: int = BLOCK) -> list[list[Any]]:
-    """The words of a lane's columns of each of `rows` rows for 16 tokens, elements of `size` bytes; zero outside."""
-    return Rows(m, array, at, rows, size).load()
+def load_rows(m: Any, array: int, at: Place, size: int, *, rows: int | None = None) -> list[list[Any]]:
+    """The words of a lane's columns of each of `rows` rows for a block of tokens (all of them unless given), elements
+    of `size` bytes; zero outside.
+    """
+    return Rows(m, array, at, rows or at.block, size).load()
 
 
 def store_rows(m: Any, array: int, at: Place, made: Sequence[Sequence[Any]], size: int) -> None:
-    """Writes the words of a lane's columns, `len(made)` rows for 16 tokens, elements of `size` bytes."""
+    """Writes the words of a lane's columns, `len(made)` rows for a block of tokens, elements of `size` bytes."""
     Rows(m, array, at, len(made), size).store(made)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """A lane's columns of `rows` rows of an array that has so many for 16 tokens: at most 16, one a tile at least."""
+    """A lane's columns of `rows` rows of an array that has so many for a block of tokens."""
 
     m: Any
     array: int
@@ -88,14 +90,14 @@ class Rows:
         return self.at.width % self.m.columns != 0
 
     def _begin(self) -> Any:
-        first = self.m.divide(self.at.token, BLOCK // self.rows)
+        first = self.m.divide(self.at.token, self.at.block // self.rows)
         return self.m.address(self.array, self.m.imad(first, self.at.width, self.at.column), self.size)
 
     def _inside(self, row: int) -> list[Any]:
         """Whether each unit that is moved lies inside."""
         m, at = self.m, self.at
         inside = at.inside
-        if at.tokens % BLOCK and self.rows == BLOCK:
+        if at.tokens % at.block and self.rows == at.block:
             inside = m.both(inside, m.less(m.iadd(at.token, row), at.tokens))
         if not self.split:
             return [inside]

@@ -1,0 +1,75 @@
+"""MXFP8 kernels in interpret mode against `formats.quantize`: every code and scale, plain and tiled, edges included."""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from halfbyte.formats import MXFP8, MXFP8_E5M2, quantize, tile_scales
+from halfbyte.ops import kernels as K
+from halfbyte.ops.kernels import ScaleOrder, mxfp8
+from halfbyte.ops.kernels.mxfp8 import MxOperand
+
+FORMATS = {"e4m3": MXFP8, "e5m2": MXFP8_E5M2}
+
+
+def data(shape, dtype=ml_dtypes.bfloat16):
+    rng = np.random.default_rng(shape[1])
+    x = rng.standard_normal(shape) * np.exp2(rng.integers(-20, 12, (shape[0], 1)))
+    x[0], x[1, ::3], x[2, 5] = 0, -0.0, 448 * 2.0**-9
+    x[3:7, 0] = 448, 449, 2.0**-126, 2.0**-130
+    return x.astype(dtype)
+
+
+def want(x, operand):
+    """(codes, scales) of the definition, of x filled up with zeros to whole blocks."""
+    turned = x.T if operand.along_tokens else x
+    filled = np.pad(turned, ((0, 0), (0, -turned.shape[1] % 32)))
+    made = quantize(jnp.asarray(filled), FORMATS[operand.element])
+    scales = np.asarray(made.scales).view(np.uint8)
+    return made.codes, scales if operand.order is ScaleOrder.PLAIN else tile_scales(jnp.asarray(scales))
+
+
+def same(got, x, operands):
+    wanted = [a for tensor, operand in zip(x, operands, strict=True) for a in want(tensor, operand)]
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize("order", ScaleOrder)
+@pytest.mark.parametrize("shape", [(128, 128), (96, 160), (32, 43), (160, 62)], ids=str)
+def test_rows_and_columns_in_one_read(shape, order):
+    x = data(shape)
+    operands = MxOperand(False, order), MxOperand(True, order)
+    same(mxfp8.quantize(jnp.asarray(x), operands=operands, interpret=True), [x, x], operands)
+
+
+@pytest.mark.parametrize("element", FORMATS)
+def test_weights_and_gradients(element):
+    w = data((64, 96), np.float32) * np.float32(1.0001)
+    operands = MxOperand(True, element=element), MxOperand(False, element=element)
+    same(mxfp8.quantize(jnp.asarray(w), operands=operands, interpret=True), [w, w], operands)
+
+
+def test_swiglu():
+    rng = np.random.default_rng(8)
+    g, u, d = (jnp.asarray(rng.standard_normal((64, 96)).astype(ml_dtypes.bfloat16)) for _ in range(3))
+    dg, du, h = (np.asarray(a) for a in K.activation(g, u, d, interpret=True))
+    operands = tuple(
+        MxOperand(along, tensor=i) for i, along in ((0, False), (0, True), (1, False), (1, True), (2, True))
+    )
+    same(mxfp8.quantize_backward(g, u, d, operands=operands, interpret=True), [dg, dg, du, du, h], operands)
+    operands = mxfp8.ROW, mxfp8.COLUMN
+    same(mxfp8.quantize_forward(g, u, operands=operands, interpret=True), [h, h], operands)
+
+
+def test_a_block_with_an_infinity_or_a_nan():
+    x = data((32, 64))
+    x[8, 3], x[9, 40] = np.inf, np.nan
+    _, scales = mxfp8.quantize(jnp.asarray(x), operands=(mxfp8.ROW,), interpret=True)
+    np.testing.assert_array_equal(np.asarray(scales)[8:10], [[254, scales[8, 1]], [scales[9, 0], 255]])
+
+
+def test_unsupported():
+    assert "multiple of 32 tokens, got 48" in mxfp8.unsupported(48, 128)
+    assert mxfp8.unsupported(64, 43, capability=(9, 0)) is None
