@@ -78,7 +78,7 @@ def repeat(args: argparse.Namespace, recipe: str, root: Path) -> dict:
         "--checkpoint.keep-every",
         str(args.start),
     ]
-    environ = environment(args, share=0.9 / (2 * len(args.recipes)))
+    environ = environment(args, share=share_of(args))
     cached = ["--compile-cache", str(root / "cache")]
     with open(log, "w") as output:
         first = command(args, recipe, folder, "--deterministic", *saves, *cached)
@@ -111,10 +111,15 @@ def repeat(args: argparse.Namespace, recipe: str, root: Path) -> dict:
     }
 
 
+def share_of(args: argparse.Namespace) -> float:
+    """The card's memory for each of the runs that go side by side: one a recipe, and one that warms up its timing."""
+    return 0.9 / ((2 if args.timed else 1) * len(args.recipes))
+
+
 def prepare(args: argparse.Namespace, recipe: str, root: Path) -> None:
     """Compile the ordinary program into the cache, so that timing it later starts at once."""
     flags = ["--steps", "3", "--checkpoint.every", "0", "--compile-cache", str(root / "cache")]
-    timed(args, recipe, root / f"warm-{recipe}", flags, share=0.9 / (2 * len(args.recipes)))
+    timed(args, recipe, root / f"warm-{recipe}", flags, share=share_of(args))
 
 
 def timed(args: argparse.Namespace, recipe: str, folder: Path, flags: list[str], *, share: float) -> float:
@@ -129,7 +134,9 @@ def timed(args: argparse.Namespace, recipe: str, folder: Path, flags: list[str],
 
 
 def cost(args: argparse.Namespace, recipe: str, root: Path) -> dict:
-    """Step time with and without, one after the other on an idle card."""
+    """Step time with and without, one after the other on an idle card; nothing with --timed 0."""
+    if not args.timed:
+        return {"step_s": None, "deterministic_step_s": None, "ratio": None}
     flags = ["--steps", str(args.timed), "--checkpoint.every", "0", "--compile-cache", str(root / "cache")]
     plain = timed(args, recipe, root / f"plain-{recipe}", flags, share=0.9)
     exact = timed(args, recipe, root / f"timed-{recipe}", [*flags, "--deterministic"], share=0.9)
@@ -143,7 +150,7 @@ def main() -> int:
     parser.add_argument("--recipes", default="bf16,nvfp4,fp8", type=lambda text: text.split(","))
     parser.add_argument("--from", dest="start", type=int, default=20)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--timed", type=int, default=45)
+    parser.add_argument("--timed", type=int, default=45, help="steps of a timed run; 0: compare bits alone")
     parser.add_argument("--batch", type=int, default=0)
     parser.add_argument("--seq", type=int, default=0)
     parser.add_argument("--limit", type=float, default=240.0, help="seconds that one start may take")
@@ -153,11 +160,11 @@ def main() -> int:
     began, root = time.monotonic(), Path(tempfile.mkdtemp(prefix="halfbyte-deterministic-"))
     with ThreadPoolExecutor(2 * len(args.recipes)) as threads:
         repeats = [threads.submit(repeat, args, recipe, root) for recipe in args.recipes]
-        warm = [threads.submit(prepare, args, recipe, root) for recipe in args.recipes]
+        warm = [threads.submit(prepare, args, recipe, root) for recipe in args.recipes if args.timed]
         found = [job.result() for job in repeats]
         for job in warm:
             job.result()
-    print(f"bits compared after {time.monotonic() - began:.0f} s; timing", flush=True)
+    print(f"bits compared after {time.monotonic() - began:.0f} s", flush=True)
     results = [{**row, **cost(args, row["recipe"], root)} for row in found]
     facts = {
         "model": args.model,
@@ -168,9 +175,10 @@ def main() -> int:
     }
     print(f"{'recipe':8} {'equal losses':>14} {'equal norms':>12} {'first other':>12} {'largest':>9} {'cost':>7}")
     for row in results:
+        ratio = f"{row['ratio']:>6.3f}x" if row["ratio"] else "not timed"
         print(
             f"{row['recipe']:8} {row['equal']:>7} of {row['losses']:<4} {row['equal_gradient_norms']:>11} "
-            f"{row['first_difference'] or '-':>12} {row['largest_difference']:>9.1e} {row['ratio']:>6.3f}x"
+            f"{row['first_difference'] or '-':>12} {row['largest_difference']:>9.1e} {ratio}"
         )
     print(json.dumps(facts))
     if args.json:

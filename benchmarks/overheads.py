@@ -5,9 +5,10 @@
 
 Two programs of one step, with and without guards (the sum of the weights' bits before and after, and the count of
 values that are not finite), take turns on the same weights, so that a busy device slows both alike; each reports its
-median. Then one interval of `--interval` steps with a checkpoint in it is compared with one without: what the loop
-waits for (checksums, the copy off the device, and whatever the writing takes from the steps) over the whole interval.
-Last, one look of the radar and one of the telemetry, compiled already, over the steps between two looks.
+median. Then a checkpoint is saved and steps go on until it is written: what that takes longer than as many steps
+without it (checksums, the copy off the device, and whatever the writing takes from the steps), over `--interval` steps.
+Last, one look of the radar and one of the telemetry, compiled already, over the steps between two looks. Everything is
+compiled side by side at the start.
 Limits: guards 2%, saving 1% of 100 steps, the radar 1% at 400 steps, telemetry 2% at 100.
 """
 
@@ -20,6 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from halfbyte.devices.platform import settle_platform
@@ -39,6 +41,7 @@ from halfbyte.train.state import bit_sum  # noqa: E402
 from halfbyte.train.step import compiler_options, make_train_step  # noqa: E402
 
 GUARDS, SAVING = 0.02, 0.01
+PLAIN = 10  # steps without a save that one with it is held against
 LOOKS = {"radar": (Radar, 400, 0.01), "telemetry": (Telemetry, 100, 0.02)}  # steps between looks, limit
 
 
@@ -61,66 +64,72 @@ def seconds(step, state, batch, steps: int):
     return state, (time.perf_counter() - began) / steps
 
 
-def guards(config, mesh, batch, *, rounds: int, steps: int) -> dict:
+def guards(programs, state, batch, *, rounds: int, steps: int) -> dict:
     """Medians with and without guards, in turns on one state."""
-    state = create_state(config, mesh)
-    bare = dataclasses.replace(state, sentinel=None)
-    with_guards, without = compiled(config, mesh, state, batch), compiled(config, mesh, bare, batch)
     times: dict[str, list[float]] = {"guarded": [], "bare": []}
     for number in range(rounds + 1):
-        state, guarded_s = seconds(with_guards, state, batch, steps)
-        bare, bare_s = seconds(without, dataclasses.replace(state, sentinel=None), batch, steps)
+        state, guarded_s = seconds(programs["guarded"], state, batch, steps)
+        bare, bare_s = seconds(programs["bare"], dataclasses.replace(state, sentinel=None), batch, steps)
         state = dataclasses.replace(bare, sentinel=jax.jit(bit_sum)(bare.params))
         if number:
             times["guarded"].append(guarded_s)
             times["bare"].append(bare_s)
     medians = {name: statistics.median(found) for name, found in times.items()}
-    return {**medians, "overhead": medians["guarded"] / medians["bare"] - 1, "step": with_guards}
+    return {**medians, "overhead": medians["guarded"] / medians["bare"] - 1, "state": state}
 
 
-def saving(config, mesh, batch, step, *, interval: int, folder: Path) -> dict:
-    """Seconds of an interval with one checkpoint in it, and of one without."""
-    state = create_state(config, mesh)
+def saving(step, state, batch, *, interval: int, folder: Path) -> dict:
+    """What one checkpoint costs the loop: steps with a save under way against as many without one."""
     store = Checkpoints(folder / "checkpoints", keep_last=1)
-    state, _ = seconds(step, state, batch, 2)
-    found = {}
-    blocked = 0.0
-    for name in ("plain", "with_save", "plain_again"):
-        jax.block_until_ready(state.params)
-        began = time.perf_counter()
-        for number in range(interval):
-            state, values = step(state, batch)
-            float(values["loss"])
-            store.poll()
-            if name == "with_save" and number == 1:
-                start = time.perf_counter()
-                store.save(number, state.items(), extra={})
-                blocked = time.perf_counter() - start
-        jax.block_until_ready(state.params)
-        found[name] = time.perf_counter() - began
+    jax.block_until_ready(state.params)
     began = time.perf_counter()
+    store.save(1, state.items(), extra={})
+    blocked = time.perf_counter() - began
+    many = 0
+    while store.is_saving() and many < interval:
+        state, values = step(state, batch)
+        float(values["loss"])
+        many += 1
+    jax.block_until_ready(state.params)
+    with_save = time.perf_counter() - began
     written = store.close()
-    found["written_after_s"] = time.perf_counter() - began
-    plain = min(found["plain"], found["plain_again"])
-    return {**found, "written": written, "blocked_s": blocked, "overhead": found["with_save"] / plain - 1}
+    began = time.perf_counter()
+    for _ in range(PLAIN):
+        state, values = step(state, batch)
+        float(values["loss"])
+    jax.block_until_ready(state.params)
+    plain = (time.perf_counter() - began) / PLAIN
+    extra = with_save - many * plain
+    facts = {"written": written, "blocked_s": blocked, "steps_while_writing": many, "with_save_s": with_save}
+    return {**facts, "plain_step_s": plain, "overhead": extra / (interval * plain), "state": state}
 
 
-def looking(config, mesh, batch, step_s: float, *, folder: Path) -> dict:
-    """Seconds of one look of each observer, after one that compiles, and its share of the run."""
-    params = create_state(config, mesh).params
-    moment = Moment(1, config, phases(config)[0].resolved(config), mesh, params, batch)
+def looking(observers, moment, step_s: float) -> dict:
+    """Seconds of one look of each observer, and its share of the run."""
     found = {}
-    for name, (kind, every, _) in LOOKS.items():
-        observer = kind(every, folder)
-        observer.observe(moment)
+    for name, observer in observers.items():
         times = []
         for _ in range(3):
             began = time.perf_counter()
             observer.observe(moment)
             times.append(time.perf_counter() - began)
         look = statistics.median(times)
-        found[name] = {"look_s": look, "every": every, "overhead": look / (every * step_s)}
+        found[name] = {"look_s": look, "every": observer.every, "overhead": look / (observer.every * step_s)}
     return found
+
+
+def everything_compiled(config, mesh, state, batch, observers) -> dict:
+    """The two steps; the observers take a first look meanwhile."""
+    bare = dataclasses.replace(state, sentinel=None)
+    moment = Moment(1, config, phases(config)[0].resolved(config), mesh, state.params, batch)
+    with ThreadPoolExecutor(4) as threads:
+        jobs = {
+            name: threads.submit(compiled, config, mesh, s, batch) for name, s in (("guarded", state), ("bare", bare))
+        }
+        looks = [threads.submit(observer.observe, moment) for observer in observers.values()]
+        for look in looks:
+            look.result()
+        return {name: job.result() for name, job in jobs.items()}
 
 
 def main() -> int:
@@ -130,8 +139,8 @@ def main() -> int:
     parser.add_argument("--recipe", default="nvfp4")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=6, help="steps of a turn")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=5, help="steps of a turn")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--interval", type=int, default=100)
     parser.add_argument("--json", help="also write the result here")
     args = parser.parse_args()
@@ -148,22 +157,28 @@ def main() -> int:
     loader = open_source(config).loader(mesh)
     batch = to_mesh(next(loader), mesh, batch=config.batch)
     loader.close()
-    guarded = guards(config, mesh, batch, rounds=args.rounds, steps=args.steps)
-    step = guarded.pop("step")
     facts = {
         "model": args.model, "recipe": args.recipe, "batch": args.batch, "seq": args.seq,
         "device": jax.devices()[0].device_kind, "jax": jax.__version__, "python": platform.python_version(),
-        "guards": guarded,
     }  # fmt: skip
-    print(f"guards and checksums: {100 * guarded['overhead']:+.2f}% of a step (limit {100 * GUARDS:.0f}%)", flush=True)
     with tempfile.TemporaryDirectory(prefix="halfbyte-overheads-") as folder:
-        saved = facts["saving"] = saving(config, mesh, batch, step, interval=args.interval, folder=Path(folder))
+        observers = {name: kind(every, Path(folder)) for name, (kind, every, _) in LOOKS.items()}
+        state = create_state(config, mesh)
+        programs = everything_compiled(config, mesh, state, batch, observers)
+        guarded = facts["guards"] = guards(programs, state, batch, rounds=args.rounds, steps=args.steps)
+        state = guarded.pop("state")
+        print(
+            f"guards and checksums: {100 * guarded['overhead']:+.2f}% of a step (limit {100 * GUARDS:.0f}%)", flush=True
+        )
+        saved = facts["saving"] = saving(programs["guarded"], state, batch, interval=args.interval, folder=Path(folder))
+        state = saved.pop("state")
         print(
             f"saving: {100 * saved['overhead']:+.2f}% of {args.interval} steps (limit {100 * SAVING:.0f}%), "
-            f"{saved['blocked_s']:.2f} s blocked of {saved['plain']:.1f} s",
+            f"{saved['blocked_s']:.2f} s blocked, {saved['steps_while_writing']} steps while it was written",
             flush=True,
         )
-        looks = facts["looks"] = looking(config, mesh, batch, guarded["guarded"], folder=Path(folder))
+        moment = Moment(1, config, phases(config)[0].resolved(config), mesh, state.params, batch)
+        looks = facts["looks"] = looking(observers, moment, guarded["guarded"])
     within = guarded["overhead"] <= GUARDS and saved["overhead"] <= SAVING
     for name, found in looks.items():
         every, limit, share = found["every"], LOOKS[name][2], found["overhead"]

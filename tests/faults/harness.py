@@ -26,7 +26,7 @@ from kinds import KINDS, Bench
 from outside import Trainer, can_mount, saved_state
 
 NEEDS_MOUNT = ("disk_full_for_a_while", "disk_full_to_the_end", "out_of_inodes", "read_only_directory")
-STEPS, EVERY = 120, 10
+STEPS, EVERY = 60, 6
 
 
 def write_config(path: Path) -> None:
@@ -56,10 +56,10 @@ def write_config(path: Path) -> None:
         seq=32,
         accumulate=2,
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup=1),
-        loss_scale=LossScaleConfig(mode="dynamic", initial=8.0, growth_interval=50),
+        loss_scale=LossScaleConfig(mode="dynamic", initial=8.0, growth_interval=25),
         validation=ValidationConfig(every=0, batches=1),
         checkpoint=CheckpointConfig(every=EVERY, keep_last=3),
-        log=LogConfig(tensorboard=False, every=50),
+        log=LogConfig(tensorboard=False, every=30),
     )
     jsonconfig.save(config, path)
 

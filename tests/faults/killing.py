@@ -12,7 +12,7 @@ from reference import Bench, at_random_step, is_sentence, kind
 # Killed
 
 
-@kind(times=8)
+@kind(times=6)
 def kill_during_a_step(bench: Bench, folder: Path, random: Random) -> str:
     one = bench.trainer.start(folder)
     step = at_random_step(bench, folder, [one], random)
@@ -22,7 +22,7 @@ def kill_during_a_step(bench: Bench, folder: Path, random: Random) -> str:
     return f"killed after step {step}; resumed, bit-identical"
 
 
-@kind(times=6)
+@kind(times=5)
 def kill_during_a_save(bench: Bench, folder: Path, random: Random) -> str:
     one = bench.trainer.start(folder)
     at_random_step(bench, folder, [one], random)
@@ -35,7 +35,7 @@ def kill_during_a_save(bench: Bench, folder: Path, random: Random) -> str:
     return "killed in a save; resumed, bit-identical, nothing left behind"
 
 
-@kind(times=4)
+@kind(times=3)
 def kill_during_a_restore(bench: Bench, folder: Path, random: Random) -> str:
     one = bench.trainer.start(folder)
     at_random_step(bench, folder, [one], random)
@@ -50,7 +50,7 @@ def kill_during_a_restore(bench: Bench, folder: Path, random: Random) -> str:
     return "killed again while it restored; resumed, bit-identical"
 
 
-@kind(times=5)
+@kind(times=3)
 def kill_one_rank(bench: Bench, folder: Path, random: Random) -> str:
     ranks = bench.trainer.start_all(folder, ranks=2)
     step = at_random_step(bench, folder, ranks, random)
@@ -98,7 +98,7 @@ def sighup(bench: Bench, folder: Path, random: Random) -> str:
     return told(bench, folder, random, [signal.SIGHUP])
 
 
-@kind(times=3)
+@kind(times=2)
 def sigterm_during_a_save(bench: Bench, folder: Path, random: Random) -> str:
     one = bench.trainer.start(folder)
     at_random_step(bench, folder, [one], random)
@@ -136,7 +136,7 @@ def closed_pipe(bench: Bench, folder: Path, random: Random) -> str:
     return "exit 75 when nobody read any more, none lost; bit-identical"
 
 
-@kind(times=3)
+@kind(times=2)
 def sigterm_one_rank(bench: Bench, folder: Path, random: Random) -> str:
     ranks = bench.trainer.start_all(folder, ranks=2)
     at_random_step(bench, folder, ranks, random)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 ENTRY = [sys.executable, "-c", "from halfbyte.cli.main import entry; entry()"]
-LIMIT_S = 240.0
+LIMIT_S = 400.0
 STACKS = re.compile(r"\*\*\* Check failure stack trace|^\s+@\s+0x[0-9a-f]+|terminate called after", re.M)
 
 

@@ -60,7 +60,7 @@ def poisoned_checkpoint(bench: Bench, folder: Path, random: Random) -> str:
 STRICT = ("--loss-scale.mode", "off", "--guard.skips", "2")
 
 
-@kind(times=2)
+@kind(times=3)
 def gradient_that_is_not_finite(bench: Bench, folder: Path, random: Random) -> str:
     """A weight so large that the gradient through it is not finite, or its norm is not; the weight itself is."""
     one = bench.trainer.start(folder, *STRICT)
@@ -77,18 +77,6 @@ def gradient_that_is_not_finite(bench: Bench, folder: Path, random: Random) -> s
     assert "gradient" in named or "forward pass" in named, said[-800:]
     assert saved_state(folder) == before, "a step with such a gradient was kept"
     return f"after step {step}: {named}; exit 1"
-
-
-@kind(times=2)
-def infinity_in_the_gradient(bench: Bench, folder: Path, random: Random) -> str:
-    """A loss scale that takes the gradient out of float32's range: steps are skipped until it fits."""
-    scale = random.choice([2.0**127, 2.0**126])
-    code, output = bench.trainer.finish(folder, "--loss-scale.initial", str(scale))
-    assert code == 0 and "STEP SKIPPED" in output, f"ended with {code}: {output[-800:]}"
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    skipped = rows[-1]["skipped"]
-    assert skipped >= 1 and output.count("STEP SKIPPED") == skipped, f"{skipped} skipped, not all of them said"
-    return f"loss scale {scale:.1e}: {skipped:.0f} steps skipped and said, then it went on"
 
 
 def with_bad_tokens(bench: Bench, folder: Path, random: Random) -> Path:
@@ -145,16 +133,16 @@ def untouched_row(folder: Path) -> bytes:
 
 
 def changed_weight(bench: Bench, folder: Path, random: Random, value: bytes | None) -> str:
-    flags = (*QUIET, "--steps", "400")
+    flags = (*QUIET, "--steps", "300")
     whole = folder.parent / "quiet-reference"
     with ONE_REFERENCE:
         if not whole.exists():
             code, output = bench.trainer.finish(whole, *flags)
             assert code == 0, output[-800:]
+        row = untouched_row(whole)
     one = bench.trainer.start(folder, *flags)
     ready = lambda: last_step(folder) > 4 * bench.every  # noqa: E731
     assert wait_until(ready, [one]), one.output[-800:]
-    row = untouched_row(whole)
     offset = 4 * random.randrange(len(row) // 4)
     new = value or struct.pack("<I", struct.unpack_from("<I", row, offset)[0] ^ (1 << random.randrange(31)))
     copies = change_memory(one.process.pid, row, offset, new)

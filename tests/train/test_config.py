@@ -64,8 +64,9 @@ def test_loss_scale_is_a_power_of_two():
     from halfbyte.train import LossScaleConfig
 
     assert LossScaleConfig(initial=0.5).initial == 0.5
-    with pytest.raises(ValueError, match="power of two, got 1000"):
-        LossScaleConfig(initial=1000)
+    for value in (1000, 2.0**127):  # the inverse of the second is no normal number: every gradient would be zero
+        with pytest.raises(ValueError, match=r"power of two, at most 2\*\*24, got"):
+            LossScaleConfig(initial=value)
 
 
 def test_differences_are_dotted():

@@ -134,9 +134,13 @@ class Checkpoints:
             return
         self._pending = (step, response)
 
+    def is_saving(self) -> bool:
+        """Whether a write is under way."""
+        return self._pending is not None and self._orbax.is_saving_in_progress()
+
     def poll(self) -> None:
         """Finish the bookkeeping of a write that has ended; never blocks."""
-        if self._pending is not None and not self._orbax.is_saving_in_progress():
+        if self._pending is not None and not self.is_saving():
             self.wait()
 
     def wait(self) -> bool:

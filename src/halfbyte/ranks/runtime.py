@@ -69,11 +69,13 @@ def connect(
                 initialization_timeout=initialization_timeout_s,
                 heartbeat_timeout_seconds=heartbeat_timeout_s,
             )
-        except jax.errors.JaxRuntimeError as error:
+        except RuntimeError as error:  # std::bad_cast where the callback above was asked, else jaxlib's own
+            distributed.global_state.client = None  # or its shutdown at exit prints a traceback
+            why = "" if "bad_cast" in str(error) else f" ({' '.join(str(error).split())[:200]})"
             raise ValueError(
                 f"rank {process} did not find its {processes - 1} peers at {coordinator} within "
-                f"{initialization_timeout_s} s ({' '.join(str(error).split())[:200]}); start all ranks with the same "
-                "--distributed.coordinator and --distributed.processes"
+                f"{initialization_timeout_s} s{why}; start all ranks with the same --distributed.coordinator and "
+                "--distributed.processes"
             ) from None
         finally:
             distributed._jax = original

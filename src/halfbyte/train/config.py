@@ -44,6 +44,10 @@ class PrecisionConfig:
         check_whole("precision.twin", self.twin, zero="none")
 
 
+LARGEST_SCALE, SMALLEST_SCALE = 2.0**24, 2.0**-24
+"""Between which a loss scale stays: its inverse must be a normal number, or gradients come out as zero."""
+
+
 @dataclass(frozen=True)
 class LossScaleConfig:
     """Dynamic loss scaling by powers of two, which move no 4-bit code. An overflow skips the step and halves."""
@@ -54,8 +58,8 @@ class LossScaleConfig:
     """Steps without overflow before the scale doubles."""
 
     def __post_init__(self) -> None:
-        power_of_two = self.initial > 0 and math.frexp(self.initial)[0] == 0.5
-        check_real("loss_scale.initial", self.initial, holds=power_of_two, wanted="a power of two")
+        power_of_two = 0 < self.initial <= LARGEST_SCALE and math.frexp(self.initial)[0] == 0.5
+        check_real("loss_scale.initial", self.initial, holds=power_of_two, wanted="a power of two, at most 2**24")
         check_whole("loss_scale.growth_interval", self.growth_interval, least=1)
 
 

@@ -10,10 +10,9 @@ skips the step and halves the scale;
 import jax
 import jax.numpy as jnp
 
-from .config import LossScaleConfig
+from .config import LARGEST_SCALE, SMALLEST_SCALE, LossScaleConfig
 
 Scaler = dict[str, jax.Array]
-LARGEST, SMALLEST = 2.0**24, 2.0**-24
 
 
 def next_scaler(config: LossScaleConfig, scaler: Scaler, finite: jax.Array) -> Scaler:
@@ -24,5 +23,5 @@ def next_scaler(config: LossScaleConfig, scaler: Scaler, finite: jax.Array) -> S
     good = scaler["good_steps"] + 1
     grow = finite & (good >= config.growth_interval)
     factor = jnp.where(finite, jnp.where(grow, 2.0, 1.0), 0.5).astype(jnp.float32)
-    scale = jnp.clip(scaler["scale"] * factor, SMALLEST, LARGEST)
+    scale = jnp.clip(scaler["scale"] * factor, SMALLEST_SCALE, LARGEST_SCALE)
     return {"scale": scale, "good_steps": jnp.where(finite & ~grow, good, 0).astype(jnp.int32), "skipped": skipped}
