@@ -103,7 +103,8 @@ def command_prepare(args: argparse.Namespace) -> None:
 
     files = sorted(Path(args.corpus).glob("train-*.jsonl.xz"))
     held_out = sorted(Path(args.corpus).glob("validation.jsonl.xz"))
-    made = data.prepare(files, tokenizer=f"bpe:{VOCABULARY}", out=Path(args.out), seq_len=SEQ, validation=held_out)
+    tokenizer = args.tokenizer or f"bpe:{VOCABULARY}"
+    made = data.prepare(files, tokenizer=tokenizer, out=Path(args.out), seq_len=SEQ, validation=held_out)
     print(made)
 
 
@@ -267,6 +268,7 @@ def main() -> None:
     prepare = commands.add_parser("prepare")
     prepare.add_argument("corpus")
     prepare.add_argument("--out", required=True)
+    prepare.add_argument("--tokenizer", default="", help="one that was trained before; default: trained now")
     prepare.set_defaults(run=command_prepare)
     run = commands.add_parser("run")
     run.add_argument("sizes", nargs="+", choices=SIZES)

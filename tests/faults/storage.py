@@ -5,6 +5,7 @@ import json
 import lzma
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -239,8 +240,10 @@ def flip_in_compressed_text(bench: Bench, folder: Path, random: Random) -> str:
 def two_runs_in_one_directory(bench: Bench, folder: Path, random: Random) -> str:
     one = bench.trainer.start(folder)
     at_random_step(bench, folder, [one], random)
+    one.process.send_signal(signal.SIGSTOP)  # or it may be done before the other is awake
     other = bench.trainer.start(folder)
     code = other.wait()
+    one.process.send_signal(signal.SIGCONT)
     assert code == 2 and "is held by another process" in other.output.replace("\n ", ""), other.output[-600:]
     assert one.wait() == 0, one.output[-600:]
     bench.same_end(folder)
