@@ -22,6 +22,7 @@ from typing import Any
 from halfbyte.ops.kernels.ptx import FLT_MAX
 
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+COUNTER = 0x9E3779B9  # what a counter is multiplied by
 MAGNITUDE = 0x7FFF7FFF  # both halves of a word without their signs
 
 
@@ -68,9 +69,17 @@ def magnitudes(m: Any, words: Sequence[Any]) -> Any:
     return functools.reduce(m.max_u16x2, [m.and_(w, MAGNITUDE) for w in words])
 
 
+def largest(m: Any, words: Sequence[Any]) -> Any:
+    """`magnitudes` by floating-point maxima, half as many instructions; a NaN becomes another NaN."""
+    return m.and_(functools.reduce(m.max_abs_bf16x2, words), MAGNITUDE)
+
+
 def random_word(m: Any, index: Any, k0: Any, k1: Any) -> Any:
     """The 32 random bits of counter `index` under the key words k0, k1."""
-    h = m.imad(index, 0x9E3779B9, k0)
+    return _mixed(m, m.imad(index, COUNTER, k0), k1)
+
+
+def _mixed(m: Any, h: Any, k1: Any) -> Any:
     h = m.imad(m.xor(h, m.shr(h, 16)), 0x7FEB352D, k1)
     h = m.imad(m.xor(h, m.shr(h, 15)), 0x846CA68B, 0)
     return m.xor(h, m.shr(h, 16))
@@ -81,13 +90,12 @@ def random_words(m: Any, state: Sequence[Any], *, tokens: int, stride: int) -> l
     first four tokens (`stride` leads to the next four), or such three for each four tokens.
     """
     k0, k1, index = (list(state[i::3]) for i in range(3))
-    groups = range(tokens // 4)
+    groups = tokens // 4
+    begin = [m.imad(i, COUNTER, k) for i, k in zip(index, k0, strict=True)]
     if len(index) == 1:
-        k0, k1, index = k0 * len(groups), k1 * len(groups), [(index[0], q * stride) for q in groups]
-    else:
-        index = [(first, 0) for first in index]
+        begin, k1 = [m.iadd(begin[0], q * stride * COUNTER) for q in range(groups)], k1 * groups
     return [
-        [random_word(m, m.iadd(index[q][0], column + index[q][1]), k0[q], k1[q]) for q in groups]
+        [_mixed(m, m.iadd(b, column * COUNTER), k) for b, k in zip(begin, k1, strict=True)]
         for column in range(m.columns)
     ]
 
@@ -152,18 +160,20 @@ def row_scales(m: Any, rows: Sequence[Sequence[Any]], mult: Any, dec: Any) -> tu
 
 def own_row_scales(m: Any, rows: Sequence[Sequence[Any]], mult: Any, dec: Any) -> list[tuple[Any, Any, Any]]:
     """`block_scales` of this lane's share of the rows, two rows each: lane i of a block has the i-th share."""
-    tops = [magnitudes(m, words) for words in rows]
+    return [block_scales(m, word, mult, dec) for word in own_row_maxima(m, rows, 16 // m.columns)]
+
+
+def own_row_maxima(m: Any, rows: Sequence[Sequence[Any]], lanes: int) -> list[Any]:
+    """The absolute maxima of the lane's share of the rows over its block's lanes, as bf16 pairs of two rows."""
+    tops = [functools.reduce(m.max_abs_bf16x2, words) for words in rows]
     pairs = []
     for a, b in zip(tops[::2], tops[1::2], strict=True):  # halves become rows
-        pairs.append(m.max_u16x2(m.prmt(a, b, 0x5410), m.prmt(a, b, 0x7632)))
-    return [block_scales(m, word, mult, dec) for word in share_maxima(m, pairs, 16 // m.columns)]
+        pairs.append(m.max_abs_bf16x2(m.prmt(a, b, 0x5410), m.prmt(a, b, 0x7632)))
+    return [m.and_(word, MAGNITUDE) for word in share_maxima(m, pairs, lanes, m.max_abs_bf16x2)]
 
 
-def share_maxima(
-    m: Any, words: Sequence[Any], lanes: int, larger: Callable[[Any, Any], Any] | None = None
-) -> list[Any]:
+def share_maxima(m: Any, words: Sequence[Any], lanes: int, larger: Callable[[Any, Any], Any]) -> list[Any]:
     """The maxima over the lanes of a block; lane i keeps the i-th share of the words."""
-    larger = larger or m.max_u16x2
     words, bit = list(words), lanes // 2
     while bit:
         here, half = m.lane_bit(bit), len(words) // 2
@@ -203,7 +213,7 @@ def quantize_columns(
         words = [row[k] for row in rows]
         if hadamard:
             words = hadamard_words(m, words)
-        codes, values, encode = block_scales(m, magnitudes(m, words), mult, dec)
+        codes, values, encode = block_scales(m, largest(m, words), mult, dec)
         scale = m.pack_exact(*values)
         grids = [round_pair(m, w, encode, pair_noise(m, random, k, t)) for t, w in enumerate(words)]
         scale_codes.append(codes)

@@ -141,19 +141,15 @@ class BfloatRows(FloatRows):
     """
 
     def shared_tops(self) -> list[Any]:
-        m = self.m
-        tops = [q.magnitudes(m, row) for row in self.words]
-        pairs = [
-            m.max_u16x2(m.prmt(a, b, 0x5410), m.prmt(a, b, 0x7632)) for a, b in zip(tops[::2], tops[1::2], strict=True)
-        ]
-        return [half(word) for word in q.share_maxima(m, pairs, m.lanes) for half in (m.low, m.high)]
+        own = q.own_row_maxima(self.m, self.words, self.m.lanes)
+        return [half(word) for word in own for half in (self.m.low, self.m.high)]
 
     def row(self, r: int) -> list[Any]:
         return [half(w) for w in self.words[r] for half in (self.m.low, self.m.high)]
 
     def column(self, c: int) -> tuple[Any, list[Any]]:
         m, words = self.m, [row[c // 2] for row in self.words]
-        top = q.magnitudes(m, words)
+        top = q.largest(m, words)
         selector = 0x3244 if c % 2 else 0x1044
         return (m.high if c % 2 else m.low)(top), [m.real(m.prmt(w, 0, selector)) for w in words]
 

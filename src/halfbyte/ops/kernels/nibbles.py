@@ -55,7 +55,7 @@ def quantize_columns(
         words = [row[k] for row in rows]
         if hadamard:
             words = q.hadamard_words(m, words)
-        code, _, encode = q.block_scales(m, q.magnitudes(m, words), mult, dec)
+        code, _, encode = q.block_scales(m, q.largest(m, words), mult, dec)
         grids = [q.round_pair(m, w, encode, q.pair_noise(m, random, k, t)) for t, w in enumerate(words)]
         columns += column_words(m, [nibble_pair(m, w, g) for w, g in zip(words, grids, strict=True)])
         codes.append(code)

@@ -106,6 +106,10 @@ class Ptx:
     def max_u16x2(self, a, b):
         return self._op("max.u16x2", "rrr", a, b)
 
+    def max_abs_bf16x2(self, a, b):
+        """The larger magnitudes of two bf16 pairs, NaN if either is; the sign bits mean nothing."""
+        return self._op("max.NaN.xorsign.abs.bf16x2", "rrr", a, b)
+
     def with_sign(self, magnitude, sign):
         """Both halves of `magnitude` with the sign bits of `sign`."""
         return self._op("lop3.b32", "rrrrr", magnitude, sign, 0x7FFF7FFF, 0xE4)

@@ -57,6 +57,10 @@ class Vector:
         (a0, a1), (b0, b1) = self._halves(a), self._halves(b)
         return np.maximum(a0, b0) | (np.maximum(a1, b1) << np.uint32(16))
 
+    def max_abs_bf16x2(self, a, b):
+        mask = np.uint32(0x7FFF7FFF)
+        return self.max_u16x2(self.bits(a) & mask, self.bits(b) & mask) | np.uint32(0x80000000)
+
     def with_sign(self, magnitude, sign):
         return (self.bits(magnitude) & np.uint32(0x7FFF7FFF)) | (self.bits(sign) & np.uint32(0x80008000))
 
