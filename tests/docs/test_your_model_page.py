@@ -18,6 +18,7 @@ SAYS = {
     "Equinox": "3 dots replaced, 0 left",
     "haliax and Levanter": "1 dots replaced, 0 left",
     "Haiku": "2 dots replaced, 0 left",
+    "Under FSDP": "2 dots replaced, 0 left",
     "Random bits": "(32, 32)",
 }
 
