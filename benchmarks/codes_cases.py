@@ -7,7 +7,9 @@ maxima, one for the codes, one write of each code and scale; and the writing of 
 """
 
 import concurrent.futures
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gemm_cases
@@ -23,11 +25,11 @@ from halfbyte.formats import MXFP8, quantize, tile_scales
 from halfbyte.formats.noise import key_words
 from halfbyte.formats.selftest import VECTORS, load
 from halfbyte.ops import kernels as K
-from halfbyte.ops.kernels import Columnwise, Rowwise, ScaleOrder, mxfp8
+from halfbyte.ops.kernels import Columnwise, Rowwise, ScaleOrder, arithmetic, codes, mxfp8
 from halfbyte.ops.kernels.mxfp8 import MxOperand
 
-CHECKED = ((128, 128), (256, 1024), (64, 4096), (512, 1376), (128, 2731), (128, 10944), (48, 144), (16, 43), (80, 62),
-           (1024, 272), (2048, 512), (192, 640))  # fmt: skip
+CHECKED = ((128, 128), (256, 1024), (64, 2048), (256, 1376), (64, 2731), (64, 10944), (48, 144), (16, 43), (80, 62),
+           (512, 272), (1024, 512), (192, 640))  # fmt: skip
 ODD = ((16384, 1376), (16384, 1408), (8192, 2731), (8192, 2816), (8192, 10944), (8192, 11008))
 PASS, CODES = 2.0 + 2.0, 0.5 + 1 / 16  # bytes an element: two reads of bf16; a code and its share of the scale
 PLAIN, TILED = ScaleOrder.PLAIN, ScaleOrder.TILED
@@ -157,11 +159,11 @@ def _check_vectors(group: dict[str, np.ndarray]) -> str:
         return K.quantize(x, rows=Rowwise(scale, key, codes=PLAIN))
 
     pairs = []
-    for x, codes, scales, amax in zip(*(group[f] for f in ("x", "codes", "scales", "amax")), strict=True):
+    for x, wanted, scales, amax in zip(*(group[f] for f in ("x", "codes", "scales", "amax")), strict=True):
         values = x.view(ml_dtypes.bfloat16 if x.dtype == np.uint16 else np.float32)
         got = run(jnp.asarray(values), jnp.asarray(amax.view(np.float32)), key)
         repeated = np.repeat(scales, 16, 0) if square else scales
-        pairs += list(zip(got, (np.ascontiguousarray(oracle.pack_tokens(codes.T).T), repeated), strict=True))
+        pairs += list(zip(got, (np.ascontiguousarray(oracle.pack_tokens(wanted.T).T), repeated), strict=True))
     return all_equal(pairs)
 
 
@@ -194,8 +196,8 @@ def _check_mx_swiglu(shape: tuple[int, int]) -> str:
 def _check_mx_vectors(group: dict[str, np.ndarray]) -> str:
     run = jax.jit(lambda x: mxfp8.quantize(x, operands=(mxfp8.ROW,)))
     pairs = []
-    for x, codes, scales in zip(*(group[f] for f in ("x", "codes", "scales")), strict=True):
-        pairs += list(zip(run(jnp.asarray(x.view(ml_dtypes.bfloat16))), (codes, scales), strict=True))
+    for x, wanted, scales in zip(*(group[f] for f in ("x", "codes", "scales")), strict=True):
+        pairs += list(zip(run(jnp.asarray(x.view(ml_dtypes.bfloat16))), (wanted, scales), strict=True))
     return all_equal(pairs)
 
 
@@ -225,7 +227,8 @@ def _jobs() -> dict[str, Callable[[], str]]:
         if shape[0] % 32 == 0:
             dtype = (ml_dtypes.bfloat16, np.float32)[i % 3 == 2]
             jobs[f"mxfp8:{shape}"] = lambda shape=shape, dtype=dtype: _check_mx(shape, dtype)
-        jobs[f"carriers:{shape}"] = lambda shape=shape: _check_carriers(shape)
+        if shape[1] % 128:
+            jobs[f"carriers:{shape}"] = lambda shape=shape: _check_carriers(shape)
         x = np.random.default_rng(i).standard_normal(shape).astype(ml_dtypes.bfloat16)
         add(f"codes:{shape}", _both((PLAIN, TILED)[i % 2], False), x)
         add(f"codes_sr:{shape}", _both((TILED, PLAIN)[i % 2], True, hadamard=i % 3 != 0), x)
@@ -276,11 +279,19 @@ def _passes() -> dict[str, tuple[Callable[..., Any], float]]:
     }
 
 
-def _quantize_only(stochastic: bool) -> Callable[..., Any]:
+UNIT = np.array([5, 537.6, 1 / 537.6, 89.6, 1 / 537.6, 0, 0, 0], np.float32)  # the scales of a tensor of amax 5
+
+
+def _made(x: jax.Array, sides: Sequence[Any], columns: int, name: str) -> tuple[jax.Array, ...]:
+    run = functools.partial(codes.quantize_made, [x], lambda m, rows: [rows], [(side, 0) for side in sides])
+    return run(columns=columns, interpret=False, name=name)
+
+
+def _quantize_only(stochastic: bool, columns: int = 4) -> Callable[..., Any]:
     def fn(x, k0, k1):
-        s = jnp.asarray(np.array([5, 537.6, 1 / 537.6, 89.6, 1 / 537.6, 0, 0, 0], np.float32))
         keys = (k0, k1) if stochastic else (None, None)
-        return K.quantize(x, rows=Rowwise(s, keys[0], codes=TILED), columns=Columnwise(s, keys[1], codes=TILED))
+        sides = Rowwise(UNIT, keys[0], codes=TILED), Columnwise(UNIT, keys[1], codes=TILED)
+        return _made(x, sides, columns, "codes_alone")
 
     return fn
 
@@ -302,13 +313,13 @@ def cases(shapes: list[tuple[int, int]]) -> list[Case]:
         elements, keys = float(np.prod(shape)), (jnp.asarray(KEY), jnp.asarray(KEY2))
         sets = [(random_array(shape, i), *keys) for i in range(3)]
         out.append(Case("copy", shape, "negate", lambda: lambda x, k0, k1: -x, sets, 4 * elements))
-        for name, (fn, bytes_of) in _passes().items():
+        for name, (fn, bytes_of) in (_passes() | (_without_tiles() if shape == (16384, 8192) else {})).items():
             out.append(Case(name, shape, "", lambda fn=fn: fn, sets, bytes_of * elements))
         make = lambda: lambda x, k0, k1: mxfp8.quantize(x, operands=MX_BOTH)  # noqa: E731
         out.append(Case("mxfp8", shape, "", make, sets, (2 + 2 * MX_CODES) * elements))
-        for name, stochastic in (("codes", False), ("codes_sr", True)):
-            make = lambda s=stochastic: _quantize_only(s)  # noqa: E731
-            out.append(Case(f"{name} alone", shape, "", make, sets, (2 + 2 * CODES) * elements))
+        for (name, stochastic), columns in itertools.product((("codes", False), ("codes_sr", True)), (4, 2)):
+            make = functools.partial(_quantize_only, stochastic, columns)
+            out.append(Case(f"{name} alone", shape, f"c{columns}", make, sets, (2 + 2 * CODES) * elements))
         if shape != (16384, 2048):
             triples = [(*(random_array(shape, 3 * i + j) for j in range(3)), keys[0]) for i in range(2)]
             out.append(Case("swiglu_codes forward", shape, "", lambda: _forward, triples, (8 + 2 * CODES) * elements))
@@ -316,6 +327,31 @@ def cases(shapes: list[tuple[int, int]]) -> list[Case]:
             out.append(Case("mxfp8_swiglu backward", shape, "", make, triples, (6 + 5 * MX_CODES) * elements))
             out.append(Case("swiglu_codes backward", shape, "", lambda: _gated, triples, (12 + 5 * CODES) * elements))
     return out + _weight_cases() + _odd_cases()
+
+
+def _without_tiles() -> dict[str, tuple[Callable[..., Any], float]]:
+    """The carriers' passes by the kernels that find their own addresses, as `passes` times them with tiles."""
+
+    def both(x, k0, k1, *, stochastic=False, packed=False):
+        keys = (k0, k1) if stochastic else (None, None)
+        return _made(x, [Rowwise(UNIT, keys[0]), Columnwise(UNIT, keys[1], packed=packed)], 4, "both_without_tiles")
+
+    def maxima(x, k0, k1):
+        def tops(m, rows):
+            word = arithmetic.magnitudes(m, [w for row in rows for w in row])
+            plain = m.and_(m.max_u16x2(word, m.shl(word, 16)), 0xFFFF0000)
+            turned = [arithmetic.hadamard_amax(m, [row[k] for row in rows]) for k in range(len(rows[0]))]
+            return [plain, functools.reduce(m.fmax_nan, turned)]
+
+        return codes.find_maxima([x], tops, 2, interpret=False, name="maxima_without_tiles")
+
+    return {
+        "maxima without tiles": (maxima, 2.0),
+        "rows without tiles": (lambda x, k0, k1: _made(x, [Rowwise(UNIT)], 4, "rows_without_tiles"), 4.0),
+        "both without tiles": (both, 6.0),
+        "both_sr without tiles": (functools.partial(both, stochastic=True), 6.0),
+        "both_packed without tiles": (functools.partial(both, packed=True), 4 + CODES),
+    }
 
 
 def _weight_pass(w):

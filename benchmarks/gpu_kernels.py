@@ -10,6 +10,7 @@ and times what a block-scaled GEMM reads; `pass` in a name means that the maxima
 
 import argparse
 import json
+import os
 import pathlib
 import sys
 import time
@@ -34,7 +35,7 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path, default=None)
     parser.add_argument("--only", default="passes,weights,swiglu,codes,gemm,f8")
     parser.add_argument("--shapes", default=SHAPES)
-    parser.add_argument("--threads", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=min(16, os.cpu_count() or 8))
     parser.add_argument("--budget", type=float, default=240.0, help="seconds after which no further group starts")
     args = parser.parse_args()
     shapes = [tuple(int(n) for n in s.split("x")) for s in args.shapes.split(",")]

@@ -4,13 +4,15 @@ The host runs the same addresses, masks and exchanges as the GPU does; outputs b
 lane writes is seen.
 """
 
+import jax
 import jax.numpy as jnp
 import kernel_oracle as oracle
 import ml_dtypes
 import numpy as np
 import pytest
 
-from halfbyte.formats import tile_scales
+from halfbyte.formats import random_bytes, tile_scales
+from halfbyte.formats.noise import key_words
 from halfbyte.ops import kernels as K
 from halfbyte.ops.kernels import ScaleOrder
 from halfbyte.ops.kernels.vector import Vector
@@ -88,6 +90,27 @@ def test_stochastic(shape):
         interpret=True,
     )
     same(got, [*rows_of(x, order, noise[0]), *columns_of(x, order, noise[1], hadamard=False)])
+
+
+@pytest.mark.parametrize(
+    ("whole", "offset"),
+    [((4, 96, 400), (2, 16, 144)), ((64, 2**18, 2**12), (62, 2**17 + 32, 640))],
+    ids=["32", "64 bits"],
+)
+def test_a_part_takes_the_random_bytes_of_its_elements(whole, offset):
+    """Of an array whose random words have numbers of 32 bits, and of one that needs more."""
+    shape, key = (2, 32, 128), jax.random.key(3)
+    x = data((64, 128), "wide")
+    noise = random_bytes(key, shape, offset=offset, global_shape=whole, aligned=True)
+    words, window = jnp.stack(key_words(key)), K.Window.of(shape, offset, whole)
+    got = K.quantize(
+        jnp.asarray(x),
+        rows=K.Rowwise(scale(top(x)), words, window, codes=ScaleOrder.PLAIN),
+        columns=K.Columnwise(scale(top(x)), words, window, hadamard=False, codes=ScaleOrder.PLAIN),
+        interpret=True,
+    )
+    noise = np.asarray(noise).reshape(64, 128)
+    same(got, [*rows_of(x, ScaleOrder.PLAIN, noise), *columns_of(x, ScaleOrder.PLAIN, noise, hadamard=False)])
 
 
 @pytest.mark.parametrize("order", ScaleOrder)
