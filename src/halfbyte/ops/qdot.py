@@ -151,16 +151,17 @@ def _qdots_fwd(plan: Plan, x, anchors, codes, keys):
     operands = operands_of_x(x, linears, ("fprop_x", "wgrad_x"), kept=("wgrad_x",))
     results = tuple(linear.fprop(row, plan.out_dtype) for linear, (row, _) in zip(linears, operands, strict=True))
     columns = once_each(linears, "wgrad_x", [column for _, column in operands])
-    return results, (columns, weights, keys, jnp.zeros((0,), x.dtype))
+    return results, (columns, weights, keys)
 
 
 def _qdots_bwd(plan: Plan, residuals, gradients):
-    columns, weights, keys, like_x = residuals
+    columns, weights, keys = residuals
     parts = zip(plan.linears, weights, keys, gradients, strict=True)
     linears = [Linear.restore(p, w, k, after=dy) for p, w, k, dy in parts]
     gradients = [gathered_back(dy, linear.plan.shards) for linear, dy in zip(linears, gradients, strict=True)]
     operands = [linear.quantize(dy, "dgrad_dy", "wgrad_dy") for linear, dy in zip(linears, gradients, strict=True)]
-    dx = [linear.dx(row, like_x.dtype) for linear, (row, _) in zip(linears, operands, strict=True)]
+    dtype = jnp.dtype(plan.linears[0].problem.dtype)
+    dx = [linear.dx(row, dtype) for linear, (row, _) in zip(linears, operands, strict=True)]
     kept = [columns[i] for i in places_of(linears, "wgrad_x")]
     dw = [
         linear.wgrad(linear.load(column, "wgrad_x"), dy_column)
