@@ -76,6 +76,27 @@ def test_weight():
     np.testing.assert_array_equal(packed[1], scales)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [N, 688])
+def test_codes(kind, width):
+    """What a block-scaled GEMM reads, at a width that tiles divide and at one that they do not."""
+    x, order = data(kind)[:, :width], K.ScaleOrder.PLAIN
+    turned = oracle.hadamard_tokens(x)
+
+    @jax.jit
+    def run(x, key):
+        row, column = K.tensor_scales(*K.maxima(x))
+        return K.quantize(x, rows=K.Rowwise(row, key, codes=order), columns=K.Columnwise(column, codes=order))
+
+    with np.errstate(all="ignore"):
+        noise = oracle.random_bytes(T, width, KEY)
+        row = oracle.quantize(x, np.abs(x.astype(np.float32)).max(), axis=1, noise=noise)
+        column = oracle.quantize(turned, np.abs(turned).max(), axis=0)
+    want = oracle.pack_tokens(row[0].T).T, row[1], oracle.pack_tokens(column[0]).T, column[1].T
+    for a, b in zip(run(jnp.asarray(x), jnp.asarray(KEY)), want, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), b)
+
+
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
 def test_f8_cast(element):
     x = data("wide")
