@@ -21,6 +21,7 @@ from halfbyte import devices, ops
 from halfbyte.formats import MXFP4, MXFP8, untile_scales
 from halfbyte.ops.backends import BACKENDS, native
 from halfbyte.ops.backends.fused import FusedPasses
+from halfbyte.ops.backends.native import NativePasses
 from halfbyte.ops.passes import XLA
 
 CASES = [
@@ -121,12 +122,14 @@ LAID_OUT = [("nvfp4", BLOCKS_OF_16[4]), ("nvfp4", BLOCKS_OF_16[5]), ("mxfp8", BL
 
 @pytest.mark.parametrize("name, shape", LAID_OUT)
 def test_native_lays_out_its_operands_right(name, shape, monkeypatch):
-    """On any machine: with cuDNN's call replaced by its definition, `native` gives the oracle's GEMMs.
+    """On any machine: with cuDNN's call replaced by its definition and kernels interpreted, `native` gives the oracle's
+    GEMMs.
 
     The float4 and float8 elements and tiled scales that it hands over are decoded here, so a wrong transpose, nibble
     or tile cannot cancel.
     """
     monkeypatch.setattr(native, "call", cudnn_call)
+    monkeypatch.setitem(BACKENDS, "native", interpreted)
     with ops.compile_for(B200):
         assert choose_native(name, shape).passes is not XLA
         check_linear(hb.recipe(name), *tensors(shape, "bfloat16"), backend="native", compiler_options=quick)
@@ -142,6 +145,9 @@ def test_native_hands_scaled_matmul_the_right_operands(name, shape, monkeypatch)
         check_linear(hb.recipe(name), *tensors(shape, "bfloat16"), backend="native", compiler_options=quick)
 
 
+interpreted = dataclasses.replace(BACKENDS["native"], passes=NativePasses(interpret=True))
+
+
 def choose_native(name, shape):
     return ops.choose("native", problem(hb.recipe(name), shape, B200))
 
@@ -149,6 +155,7 @@ def choose_native(name, shape):
 def test_a_bfloat16_result_loses_no_bit_of_the_factor(monkeypatch):
     """The power of two goes into the call and the rest onto its result: bf16(bf16(sums * 2^e) * m), to the bit."""
     monkeypatch.setattr(native, "call", cudnn_call)
+    monkeypatch.setitem(BACKENDS, "native", interpreted)
     x, w, dy = tensors(BLOCKS_OF_16[4], "bfloat16")
     with ops.compile_for(B200):
         y = jax.jit(lambda x, w: hb.qdot(x, w, recipe=hb.recipe("nvfp4"), key=KEY, backend="native"))(x, w)

@@ -2,12 +2,14 @@
 
 from .fitting import Fit, bytes_needed, compile_step, fit_batch
 from .flag_sets import SetResult, measure_sets, ratios
+from .operand_traffic import OperandTraffic, native_calls, operand_traffic
 from .placement import Placement, hidden, needed_flops, placement
 from .timing import Measured, compare, count_gemms, measure, measure_largest, without_communication
 
 __all__ = [
     "Fit",
     "Measured",
+    "OperandTraffic",
     "Placement",
     "SetResult",
     "bytes_needed",
@@ -19,7 +21,9 @@ __all__ = [
     "measure",
     "measure_largest",
     "measure_sets",
+    "native_calls",
     "needed_flops",
+    "operand_traffic",
     "placement",
     "ratios",
     "without_communication",

@@ -19,7 +19,7 @@ from halfbyte.formats import Packed
 from halfbyte.ops.backends import Choice, check_training, choose
 from halfbyte.ops.gemms import DGRAD, FPROP, WGRAD, Gemm, finish
 from halfbyte.ops.operand import EightBit, Operand
-from halfbyte.ops.passes import Made, Passes, Request, request
+from halfbyte.ops.passes import Made, Passes, Read, Request, request
 from halfbyte.ops.problem import Problem, target
 from halfbyte.ops.shards import WHOLE, Cut, Shards, axes_of, gather, scatter_gradient, scatter_sum, size_of
 from halfbyte.ops.surroundings import several_devices
@@ -128,6 +128,18 @@ class Linear:
         """A residual as an operand."""
         return self.passes.load(kept, getattr(self.plan.recipe, role))
 
+    def fprop_owing(self, x: Operand, dtype: jnp.dtype) -> Read:
+        """`fprop`, for passes that take what is owed to its result."""
+        if self.plan.shards.inputs:
+            return self.fprop(x, dtype)
+        return self._multiply_owing(FPROP, x, self._weight("fprop_w"), dtype)
+
+    def dgrad_owing(self, dy: Operand, dtype: jnp.dtype) -> Read:
+        """`dgrad`, for passes that take what is owed to its result."""
+        if self.plan.shards.outputs:
+            return self.dgrad(dy, dtype)
+        return self._multiply_owing(DGRAD, dy, self._weight("dgrad_w"), dtype)
+
     def fprop(self, x: Operand, dtype: jnp.dtype) -> jax.Array:
         """y = x W, where y goes."""
         shards = self.plan.shards
@@ -180,6 +192,10 @@ class Linear:
 
     def _multiply(self, gemm: Gemm, left: Operand, right: Operand, dtype: jnp.dtype) -> jax.Array:
         return self.plan.choice.multiplier(gemm).gemm(gemm, left, right, dtype)
+
+    def _multiply_owing(self, gemm: Gemm, left: Operand, right: Operand, dtype: jnp.dtype) -> Read:
+        backend = self.plan.choice.multiplier(gemm)
+        return (backend.owing or backend.gemm)(gemm, left, right, dtype)
 
     def keep(self, *, fprop_again: bool = False) -> QWeight:
         """Its weight as the backward pass keeps it: for dgrad, and `fprop_again` where that computes y once more."""

@@ -31,7 +31,7 @@ from halfbyte.ops.linear import (
     prepare,
 )
 from halfbyte.ops.operand import add_rounded, name_saved
-from halfbyte.ops.passes import Made, Passes
+from halfbyte.ops.passes import Made, Passes, Read
 from halfbyte.ops.qdot import on_mesh
 from halfbyte.ops.shards import WHOLE, Placement
 from halfbyte.ops.weight import QWeight, check_kept, weight_specs
@@ -125,14 +125,26 @@ def _linears(plan: Plan, anchors, codes, keys) -> tuple[Linear, ...]:
     return tuple(Linear.of(*parts) for parts in zip(plan.linears, anchors, codes, keys, strict=True))
 
 
-def _of_h(plan: Plan, g: jax.Array, u: jax.Array, down: Linear) -> Made:
+def _products(plan: Plan, gate: Linear, up: Linear, x_gate: Made, x_up: Made, dtype: jnp.dtype) -> tuple[Read, Read]:
+    """g and u, as whoever holds the activation takes them."""
+    if _owing(plan):
+        return gate.fprop_owing(x_gate, dtype), up.fprop_owing(x_up, dtype)
+    return gate.fprop(x_gate, dtype), up.fprop(x_up, dtype)
+
+
+def _owing(plan: Plan) -> bool:
+    fused = plan.fused_passes()
+    return fused is not None and fused.takes_owed
+
+
+def _of_h(plan: Plan, g: Read, u: Read, down: Linear) -> Made:
     """Down's operand of h for fprop."""
     fused, requests = plan.fused_passes(), [down.request("fprop_x")]
     made = fused.activate(g, u, requests) if fused else down.passes.quantize(plan.activation.forward(g, u), requests)
     return made[0]
 
 
-def _of_gradients(plan: Plan, g: jax.Array, u: jax.Array, dh: jax.Array, linears: Sequence[Linear]):
+def _of_gradients(plan: Plan, g: Read, u: Read, dh: Read, linears: Sequence[Linear]):
     """The operands of dg and du for dgrad and wgrad, and of h for wgrad."""
     gate, up, down = linears
     dg_wanted, du_wanted = ([site.request(role) for role in ("dgrad_dy", "wgrad_dy")] for site in (gate, up))
@@ -149,7 +161,7 @@ def _of_gradients(plan: Plan, g: jax.Array, u: jax.Array, dh: jax.Array, linears
 def _mlp(plan: Plan, x, anchors, codes, keys):
     gate, up, down = _linears(plan, anchors, codes, keys)
     (x_gate,), (x_up,) = operands_of_x(gathered_in(x, gate.plan.shards), (gate, up), ("fprop_x",))
-    h = _of_h(plan, gate.fprop(x_gate, x.dtype), up.fprop(x_up, x.dtype), down)
+    h = _of_h(plan, *_products(plan, gate, up, x_gate, x_up, x.dtype), down)
     return down.fprop(h, x.dtype)
 
 
@@ -159,7 +171,7 @@ def _mlp_fwd(plan: Plan, x, anchors, codes, keys):
     roles = ("fprop_x",) if plan.mode == "input" else ("fprop_x", "wgrad_x")
     inside = gathered_in(x, gate.plan.shards)
     operands = operands_of_x(inside, (gate, up), roles, kept=("wgrad_x",))
-    g, u = (site.fprop(made[0], x.dtype) for site, made in zip((gate, up), operands, strict=True))
+    g, u = _products(plan, gate, up, operands[0][0], operands[1][0], x.dtype)
     y = down.fprop(_of_h(plan, g, u, down), x.dtype)
     if plan.mode == "input":
         return y, (x, weights, keys)
@@ -175,7 +187,7 @@ def _restored(plan: Plan, saved, gate: Linear, up: Linear, dtype: jnp.dtype):
         return [site.load(column, "wgrad_x") for site, column in zip((gate, up), kept, strict=True)], products
     x = gathered_in(saved, gate.plan.shards)
     (x_gate, gate_column), (x_up, up_column) = operands_of_x(x, (gate, up), ("fprop_x", "wgrad_x"))
-    return (gate_column, up_column), (gate.fprop(x_gate, dtype), up.fprop(x_up, dtype))
+    return (gate_column, up_column), _products(plan, gate, up, x_gate, x_up, dtype)
 
 
 def _mlp_bwd(plan: Plan, residuals, dy):
@@ -184,7 +196,7 @@ def _mlp_bwd(plan: Plan, residuals, dy):
     gate, up, down = linears = [Linear.restore(p, w, k, after=dy) for p, w, k in parts]
     (x_gate, x_up), (g, u) = _restored(plan, saved, gate, up, dy.dtype)
     dy_row, dy_column = down.quantize(gathered_back(dy, down.plan.shards), "dgrad_dy", "wgrad_dy")
-    dh = down.dgrad(dy_row, dy.dtype)
+    dh = down.dgrad_owing(dy_row, dy.dtype) if _owing(plan) else down.dgrad(dy_row, dy.dtype)
     (dg_row, dg_column), (du_row, du_column), (h_column,) = _of_gradients(plan, g, u, dh, linears)
     dw = gate.wgrad(x_gate, dg_column), up.wgrad(x_up, du_column), down.wgrad(h_column, dy_column)
     dx = add_rounded(gate.dx(dg_row, dy.dtype), up.dx(du_row, dy.dtype))

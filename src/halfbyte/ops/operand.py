@@ -150,6 +150,19 @@ class WeightScales:
     policy: OperandPolicy
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array", "factor"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Owed:
+    """A GEMM's bfloat16 result, whose reader is to multiply it by `factor`, float32, and to round the product."""
+
+    array: jax.Array
+    factor: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+
 Operand = Carrier | Quantized | EightBit | BlockScaled
 # Until the backward pass: packed codes, 8-bit codes, what a block-scaled unit reads, the bfloat16 tensor itself.
 Kept = Packed | EightBit | BlockScaled | jax.Array

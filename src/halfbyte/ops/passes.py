@@ -23,6 +23,7 @@ from halfbyte.recipe import OperandPolicy, Recipe, role_key
 ROWS, COLUMNS = -1, -2  # the axis that is blocked: features, for fprop and dgrad; tokens, for wgrad
 QuantizedWeight = Packed | Carrier | EightBit  # read by several GEMMs
 KeptWeight = QuantizedWeight | WeightScales
+Read = Any  # an array, or Owed where the passes take it
 Made = Any  # an Operand, or Kept where the request says so
 
 
@@ -52,6 +53,7 @@ class Passes:
     """The definition of every pass, in plain JAX."""
 
     name = "xla"
+    takes_owed = False  # `activate` and `activate_backward` apply the factors of `Owed` tensors themselves
     one_weight = True  # one operand of a weight serves fprop and dgrad, where they share its codes
 
     def unsupported(self, problem: Problem) -> str | None:
@@ -71,12 +73,12 @@ class Passes:
         made = [quantize_operand(x, r.policy, axis=r.axis, key=r.key, cut=r.cut) for r in requests]
         return [keep(operand) if r.kept else operand for operand, r in zip(made, requests, strict=True)]
 
-    def activate(self, g: jax.Array, u: jax.Array, requests: Sequence[Request]) -> list[Made]:
+    def activate(self, g: Read, u: Read, requests: Sequence[Request]) -> list[Made]:
         """What is requested of h, in one pass with the activation; only where `unfused` is None."""
         raise AssertionError(f"the {self.name} passes hold no activation")
 
     def activate_backward(
-        self, g: jax.Array, u: jax.Array, dh: jax.Array,
+        self, g: Read, u: Read, dh: Read,
         dg: Sequence[Request], du: Sequence[Request], h: Sequence[Request],
     ) -> tuple[list[Made], list[Made], list[Made]]:  # fmt: skip
         """What is requested of dg, du and h, in one pass; only where `unfused` is None."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from halfbyte.ops.gemms import Gemm
-from halfbyte.ops.operand import Operand
+from halfbyte.ops.operand import Operand, Owed
 from halfbyte.ops.passes import XLA, Passes
 from halfbyte.ops.problem import Problem
 from halfbyte.recipe import Recipe
@@ -20,7 +20,8 @@ Multiply = Callable[[Gemm, Operand, Operand, jnp.dtype], jax.Array]
 @dataclasses.dataclass(frozen=True)
 class Backend:
     """`unsupported(problem, gemm)` says why it cannot multiply that GEMM, or None. `gemm` multiplies two operands:
-    exact products, float32 sums, their factors, one rounding. `passes` make its operands.
+    exact products, float32 sums, their factors, one rounding. `passes` make its operands. `owing` is `gemm` for passes
+    that take results with a factor `Owed` to them.
 
     The rest has defaults. `foreign(recipe)` says why its formats are not this recipe's. `pays(problem, gemm)`: whether
     `auto` should want it where it can serve. `shares_gemms`: where it cannot multiply, `carrier` may, over operands of
@@ -33,6 +34,7 @@ class Backend:
     unsupported: Callable[[Problem, Gemm], str | None]
     gemm: Multiply
     passes: Passes = XLA
+    owing: Callable[[Gemm, Operand, Operand, jnp.dtype], jax.Array | Owed] | None = None
     plainer: tuple[Passes, ...] = ()
     foreign: Callable[[Recipe], str | None] = lambda recipe: None
     pays: Callable[[Problem, Gemm], bool] = lambda problem, gemm: True

@@ -10,6 +10,7 @@ memory and read them again. A GEMM whose sizes its tiles do not divide is `carri
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -25,8 +26,8 @@ from halfbyte.ops.kernels import Columnwise, Rowwise, Window
 from halfbyte.ops.kernels.layout import BLOCK
 from halfbyte.ops.kernels.matmul import unsupported as gemm_unsupported
 from halfbyte.ops.kernels.scale import AMAX, DECODE, GEMM, SIZE
-from halfbyte.ops.operand import SCALES, Carrier, Kept, Operand, WeightScales, gemm_factor, key_pair, name_saved
-from halfbyte.ops.passes import ROWS, KeptWeight, Made, Passes, QuantizedWeight, Request
+from halfbyte.ops.operand import SCALES, Carrier, Kept, Operand, Owed, WeightScales, gemm_factor, key_pair, name_saved
+from halfbyte.ops.passes import ROWS, KeptWeight, Made, Passes, QuantizedWeight, Read, Request
 from halfbyte.ops.problem import Problem
 from halfbyte.ops.shards import Cut, axes_of, offsets, whole_maxima, whole_shape
 from halfbyte.recipe import OperandPolicy, Recipe
@@ -105,11 +106,11 @@ class FusedPasses(Passes):
         tops = _of_all(kernels.maxima(flat, hadamard=_transformed(requests), interpret=self.interpret), requests)
         return self._in_rounds(lambda **sides: kernels.quantize(flat, **sides), tops, requests, x.shape)
 
-    def activate(self, g: jax.Array, u: jax.Array, requests: Sequence[Request]) -> list[Made]:
-        flat = [t.reshape(-1, t.shape[-1]) for t in (g, u)]  # [tokens, features] each
-        found = kernels.forward_maxima(*flat, hadamard=_transformed(requests), interpret=self.interpret)
-        tops = _of_all(found, requests)
-        return self._in_rounds(lambda **sides: kernels.quantize_forward(*flat, **sides), tops, requests, g.shape)
+    def activate(self, g: Read, u: Read, requests: Sequence[Request]) -> list[Made]:
+        flat, owed = _matrices(g, u)
+        found = kernels.forward_maxima(*flat, owed=owed, hadamard=_transformed(requests), interpret=self.interpret)
+        run = functools.partial(kernels.quantize_forward, *flat, owed=owed)
+        return self._in_rounds(run, _of_all(found, requests), requests, g.shape)
 
     def _in_rounds(self, run, tops: Sequence[jax.Array], requests: Sequence[Request], shape: tuple) -> list[Made]:
         """A kernel makes one row and one column at most: linears that cannot share an operand take turns."""
@@ -136,15 +137,17 @@ class FusedPasses(Passes):
         return sides, scales
 
     def activate_backward(self, g, u, dh, dg, du, h):
-        flat = [t.reshape(-1, t.shape[-1]) for t in (g, u, dh)]  # [tokens, features] each
-        found = kernels.backward_maxima(*flat, hadamard=_transformed(h), tensors=3, interpret=self.interpret)
+        flat, owed = _matrices(g, u, dh)
+        run = functools.partial(kernels.backward_maxima, *flat, owed=owed, tensors=3)
+        found = run(hadamard=_transformed(h), interpret=self.interpret)
         tops = _of_all(found, dg)
         each = len(tops) // 3
         (dg_sides, dg_scales), (du_sides, du_scales), (h_sides, h_scales) = (
             self._sides(tops[i * each : (i + 1) * each], *wanted, g.shape)
             for i, wanted in enumerate(((dg[0], dg[1]), (du[0], du[1]), (None, h[0])))
         )
-        made = kernels.quantize_backward(*flat, dg=dg_sides, du=du_sides, h=h_sides[1], interpret=self.interpret)
+        run = functools.partial(kernels.quantize_backward, *flat, owed=owed, interpret=self.interpret)
+        made = run(dg=dg_sides, du=du_sides, h=h_sides[1])
         per = len(made) // 5  # arrays an operand
         return (
             self._operands(made[: 2 * per], dg, dg_scales, g.shape),
@@ -215,6 +218,15 @@ class FusedPasses(Passes):
         flat = [t.reshape(-1, features) for t in (kept.packed, kept.scales)]
         shape = (*kept.packed.shape[:-2], 2 * kept.packed.shape[-2], features)
         return Carrier(kernels.unpack(*flat, interpret=self.interpret).reshape(shape), gemm_factor(kept), policy)
+
+
+def _matrices(*tensors: Read) -> tuple[list[jax.Array], jax.Array | None]:
+    """([tokens, features] of each, the factors that are owed to them; None where nothing is)."""
+    arrays = [t.array if isinstance(t, Owed) else t for t in tensors]
+    flat = [a.reshape(-1, a.shape[-1]) for a in arrays]  # [tokens..., features] -> [tokens, features]
+    if not any(isinstance(t, Owed) for t in tensors):
+        return flat, None
+    return flat, jnp.stack([t.factor if isinstance(t, Owed) else jnp.float32(1) for t in tensors])
 
 
 def _transformed(requests: Sequence[Request]) -> bool:

@@ -14,7 +14,9 @@ wherever it is applied, and the rest of alpha, in [1, 2), multiplies the rounded
 
     y = bf16(bf16(sums * 2^e) * m),   alpha = 2^e * m
 
-No bit of alpha is lost; y is rounded twice. With a float32 result (wgrad) alpha goes in whole, and nothing is rounded.
+No bit of alpha is lost; y is rounded twice. Whoever reads y multiplies by m as it loads: XLA where it can fuse it, and
+the gated kernels, which are handed g, u and dh as `Owed`; so y is written once. With a float32 result (wgrad) alpha
+goes in whole, and nothing is rounded.
 """
 
 import dataclasses
@@ -29,11 +31,16 @@ from jax import lax
 
 from halfbyte.devices import cudnn_version, native_training
 from halfbyte.formats import BlockFormat, Packed, QTensor, pack, tile_scales
+from halfbyte.ops.backends import fused
 from halfbyte.ops.backends.backend import Backend
+from halfbyte.ops.backends.fused import FusedPasses
 from halfbyte.ops.gemms import Gemm, alpha, contraction_last, finish, result_shape
-from halfbyte.ops.operand import BlockScaled, Kept, Operand, Quantized, gemm_factor, keep, name_saved
-from halfbyte.ops.passes import XLA, Made, Passes, Request
+from halfbyte.ops.kernels import Columnwise, Rowwise, ScaleOrder
+from halfbyte.ops.kernels.scale import GEMM
+from halfbyte.ops.operand import BlockScaled, Kept, Operand, Owed, Quantized, gemm_factor, keep, load, name_saved
+from halfbyte.ops.passes import XLA, Made, Passes, QuantizedWeight, Request
 from halfbyte.ops.problem import Problem, target
+from halfbyte.ops.shards import Cut
 from halfbyte.recipe import OperandPolicy, Recipe
 
 MULTIPLE = 32  # compilation does not check it; execution needs it
@@ -80,6 +87,12 @@ def pays(problem: Problem, gemm: Gemm) -> bool:
 
 def multiply(gemm: Gemm, left: Operand, right: Operand, dtype: jnp.dtype) -> jax.Array:
     """Exact products, float32 sums, the operands' factors."""
+    y = owing(gemm, left, right, dtype)
+    return finish(y.array.astype(jnp.float32), y.factor, dtype) if isinstance(y, Owed) else y
+
+
+def owing(gemm: Gemm, left: Operand, right: Operand, dtype: jnp.dtype) -> jax.Array | Owed:
+    """The same, with the rest of a factor left to the reader."""
     if isinstance(left, BlockScaled) and isinstance(right, BlockScaled):
         return _scaled(left, right, dtype)
     assert isinstance(left, Quantized) and isinstance(right, Quantized), "block-scaled units read codes"
@@ -91,13 +104,13 @@ def multiply(gemm: Gemm, left: Operand, right: Operand, dtype: jnp.dtype) -> jax
     return finish(y, alpha(left, right), dtype)
 
 
-def _scaled(left: BlockScaled, right: BlockScaled, dtype: jnp.dtype) -> jax.Array:
+def _scaled(left: BlockScaled, right: BlockScaled, dtype: jnp.dtype) -> jax.Array | Owed:
     """The product of two operands with their factors, as the module says."""
     factor = alpha(left, right)
     if factor is None or dtype == jnp.float32:
         return block_scaled_dot(left, right, factor, dtype)
     power, rest = power_and_rest(factor)
-    return finish(block_scaled_dot(left, right, power, dtype).astype(jnp.float32), rest, dtype)
+    return Owed(block_scaled_dot(left, right, power, dtype), rest)
 
 
 def power_and_rest(factor: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -214,6 +227,50 @@ def packed_weight(codes: Packed, policy: OperandPolicy, axis: int) -> BlockScale
     return made
 
 
+@dataclasses.dataclass(frozen=True)
+class NativePasses(FusedPasses):
+    """The kernels of `fused`, asked for codes and tiles instead of carriers: what cuDNN reads, and what is kept."""
+
+    name = "native"
+    takes_owed = True
+    one_weight = False
+
+    def unsupported(self, problem: Problem) -> str | None:
+        """Needs what our own call needs, and what the kernels need."""
+        return TILED.unsupported(problem) or fused.foreign(problem.recipe) or super().unsupported(problem)
+
+    def _rowwise(self, row: Request, scale: jax.Array, shape: tuple[int, ...]) -> Rowwise:
+        return dataclasses.replace(super()._rowwise(row, scale, shape), codes=ScaleOrder.TILED)
+
+    def _columnwise(self, column: Request, scale: jax.Array, shape: tuple[int, ...]) -> Columnwise:
+        return dataclasses.replace(super()._columnwise(column, scale, shape), packed=False, codes=ScaleOrder.TILED)
+
+    def _operands(
+        self, made: Sequence[jax.Array], requests: Sequence[Request], scales: Sequence[jax.Array],
+        shape: tuple[int, ...],
+    ) -> list[Made]:  # fmt: skip
+        """What a kernel wrote: codes and scales of each operand, row before column."""
+        pairs = zip(made[::2], made[1::2], strict=True)
+        found = [
+            BlockScaled(codes, tiles, scale[GEMM], r.policy, shape, r.axis)
+            for (codes, tiles), scale, r in zip(pairs, scales, requests, strict=True)
+        ]
+        return [name_saved(o) if r.kept else o for o, r in zip(found, requests, strict=True)]
+
+    def weight(
+        self, w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),
+        packed: bool = True,
+    ) -> QuantizedWeight:  # fmt: skip
+        """Packed codes, whether the weight travels or not: GEMMs read it in two orders, made where they are read."""
+        return super().weight(w, policy, axis=axis, key=key, cut=cut, packed=True)
+
+    def load_weight(self, codes: Packed, policy: OperandPolicy, *, axis: int) -> Operand:
+        return packed_weight(codes, policy, axis)
+
+    def load(self, kept: Kept, policy: OperandPolicy) -> Operand:
+        return load(kept, policy)
+
+
 def strays(lowered: Any, compiled: Any) -> list[str]:
     """Lines of a compiled program where a GEMM that should be native is something else, on a device that has the
     units; or one line that says that nobody can tell, because the names are gone.
@@ -233,4 +290,15 @@ def stray_gemms(program: str) -> list[str]:
 
 
 TILED = TiledPasses()
-BACKEND = Backend("native", unsupported, multiply, TILED, plainer=(XLA,), foreign=foreign, pays=pays, strays=strays)
+NATIVE = NativePasses()
+BACKEND = Backend(
+    "native",
+    unsupported,
+    multiply,
+    NATIVE,
+    owing=owing,
+    plainer=(TILED, XLA),
+    foreign=foreign,
+    pays=pays,
+    strays=strays,
+)

@@ -140,6 +140,20 @@ def carrier_pair(m: Any, word: Any, grid: Any, scale_pair: Any) -> Any:
     return m.with_sign(m.mul_bf16x2(grid, scale_pair), word)
 
 
+def multiply_rows(m: Any, rows: Sequence[Sequence[Any]], factors: Sequence[Any]) -> list[list[Any]]:
+    """Rows of bf16 pairs of several arrays, as many of each, times its float32 factor, rounded to bf16: what a GEMM
+    owed whoever reads its result. As they are without factors.
+    """
+    if not factors:
+        return [list(row) for row in rows]
+    each = len(rows) // len(factors)
+    return [
+        [m.pack_round(m.fmul(m.low(w), factor), m.fmul(m.high(w), factor)) for w in row]
+        for i, factor in enumerate(factors)
+        for row in rows[i * each : (i + 1) * each]
+    ]
+
+
 def code_pair(m: Any, word: Any, grid: Any) -> Any:
     """4-bit codes of a grid pair, one in each half, with the signs of `word`."""
     return m.or_(m.grid_codes(grid), m.and_(m.shr(word, 12), 0x00080008))

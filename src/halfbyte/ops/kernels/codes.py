@@ -92,20 +92,21 @@ def quantize_made(
     *,
     columns: int,
     interpret: bool,
+    owed: jax.Array | None = None,
     name: str,
 ) -> tuple[jax.Array, ...]:
     """The operands of `jobs`: a `Rowwise` or `Columnwise`, and which of the tensors whose 16 rows are returned by
-    `make(machine, rows of all arrays)`.
+    `make(machine, rows of all arrays)`. `owed`, float32, one an array, multiplies what is read.
     """
     tokens, width = arrays[0].shape
     known = Arrays(arrays)
-    places = [_given(known, side) for side, _ in jobs]
+    places, factors_at = [_given(known, side) for side, _ in jobs], known.take(owed)
     firsts = [known.make(outputs_of(side, tokens, width)) for side, _ in jobs]
     grid = programs(tokens, width, columns, tiled=any(s.codes is ScaleOrder.TILED for s, _ in jobs))
 
     def body(m: Any) -> None:
         at = place(m, tokens, width, grid)
-        tensors = make(m, [row for i in range(len(arrays)) for row in load_rows(m, i, at, 2)])
+        tensors = make(m, _load_all(m, len(arrays), at, 2, factors_at))
         for (side, which), (scale, key, origin), first in zip(jobs, places, firsts, strict=True):
             mult, dec = _factors(m, scale)
             random = None if key is None else _random(m, key, origin, side.window, at)
@@ -113,6 +114,14 @@ def quantize_made(
 
     run = functools.partial(launch, body, [*arrays, *known.given], known.made, programs=grid[0] * grid[1])
     return tuple(run(warps=WARPS, columns=columns, interpret=interpret, name=name))
+
+
+def _load_all(m: Any, count: int, at: Place, size: int, factors_at: int | None) -> list[list[Any]]:
+    """The rows of the first `count` arrays, times the factors of array number `factors_at` if there is one."""
+    rows = [row for i in range(count) for row in load_rows(m, i, at, size)]
+    if factors_at is None:
+        return rows
+    return q.multiply_rows(m, rows, [m.real(m.load(m.address(factors_at, i, 4))[0]) for i in range(count)])
 
 
 def _quantize(m: Any, side: Any, at: Place, rows: Any, mult: Any, dec: Any, random: Any, output: int) -> None:
@@ -200,27 +209,32 @@ def find_maxima(
     *,
     columns: int = 4,
     interpret: bool,
+    owed: jax.Array | None = None,
     name: str,
 ) -> tuple[jax.Array, ...]:
-    """int32 bits, one a warp, of the `count` maxima that `tops(machine, rows of all arrays)` finds in each lane."""
+    """int32 bits, one a warp, of the `count` maxima that `tops(machine, rows of all arrays)` finds in each lane. `owed`
+    as for `quantize_made`.
+    """
     tokens, width = arrays[0].shape
     size = arrays[0].dtype.itemsize
     grid = programs(tokens, width, columns)
+    known = Arrays(arrays)
+    factors_at = known.take(owed)
 
     def body(m: Any) -> None:
         at = place(m, tokens, width, grid)
-        found = tops(m, [row for i in range(len(arrays)) for row in load_rows(m, i, at, size)])
+        found = tops(m, _load_all(m, len(arrays), at, size, factors_at))
         lane, warp = m.and_(at.thread, 31), m.shr(at.thread, 5)
         for i, top in enumerate(found):
             bits = m.bits(top)
             for bit in (16, 8, 4, 2, 1):
                 bits = m.bits(m.fmax_nan(m.real(bits), m.real(m.swap(bits, bit))))
-            place_of = m.address(len(arrays) + i, m.imad(m.program(), WARPS, warp), 4)
+            place_of = m.address(known.outputs_begin + i, m.imad(m.program(), WARPS, warp), 4)
             m.store(place_of, [bits], where=m.less(lane, 1))
 
     programs_all = grid[0] * grid[1]
     outputs = [jax.ShapeDtypeStruct((programs_all * WARPS,), jnp.int32)] * count
-    run = functools.partial(launch, body, arrays, outputs, programs=programs_all)
+    run = functools.partial(launch, body, [*arrays, *known.given], outputs, programs=programs_all)
     return tuple(run(columns=columns, interpret=interpret, name=name))
 
 

@@ -8,6 +8,9 @@ last place from XLA's; the maxima pass and the quantize pass of one tensor run t
 belong together. Conformance with `reference` is therefore stated on the quantizers' inputs: `activation` returns the h,
 dg and du that the kernels see, and every operand equals `quantize` of those, bit for bit.
 
+g, u and dh may come from GEMMs that owe them a float32 factor each (`owed`): what is read is then bf16(g owed), and so
+on. With carriers nothing is owed.
+
 Passes over [tokens, hidden]: forward, two reads of g and u and one written operand; backward, two reads of g, u and dh
 and five written operands. h, dg and du never reach memory.
 """
@@ -105,17 +108,29 @@ def activation(
 
 
 def forward_maxima(
-    g: jax.Array, u: jax.Array, *, hadamard: bool = True, tiling: Tiling = FORWARD_TILING, interpret: bool = False
+    g: jax.Array,
+    u: jax.Array,
+    *,
+    owed: jax.Array | None = None,
+    hadamard: bool = True,
+    tiling: Tiling = FORWARD_TILING,
+    interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Partial maxima of h, and of its transform along tokens if `hadamard`; as `maxima`."""
-    run = functools.partial(find_maxima, [g, u], forward_made, 1, hadamard=hadamard)
+    run = functools.partial(find_maxima, [g, u], forward_made, 1, owed=owed, hadamard=hadamard)
     return run(tiling=tiling, interpret=interpret, name="swiglu_forward_maxima")
+
+
+def _check_paid(owed: jax.Array | None) -> None:
+    if owed is not None:
+        raise ValueError("the passes that write carriers in tiles read what owes nothing; multiply g, u and dh first")
 
 
 def quantize_forward(
     g: jax.Array,
     u: jax.Array,
     *,
+    owed: jax.Array | None = None,
     rows: Rowwise | None = None,
     columns: Columnwise | None = None,
     tiling: Tiling = FORWARD_TILING,
@@ -126,7 +141,8 @@ def quantize_forward(
     if codes.asked([side for side, _ in jobs]) or not layout.divides(g.shape[1]):
         layout.check(g)
         run = functools.partial(codes.quantize_made, name="swiglu_forward_codes", interpret=interpret)
-        return run([g, u], forward_made, jobs, columns=4)
+        return run([g, u], forward_made, jobs, columns=4, owed=owed)
+    _check_paid(owed)
     make = _tile_maker(forward_made, 1, tiling, interpret)
     return quantize_made([g, u], make, jobs, tiling=tiling, interpret=interpret, name="swiglu_forward")
 
@@ -136,6 +152,7 @@ def backward_maxima(
     u: jax.Array,
     dh: jax.Array,
     *,
+    owed: jax.Array | None = None,
     hadamard: bool = True,
     tensors: int = 2,
     tiling: Tiling = BACKWARD_MAXIMA_TILING,
@@ -144,7 +161,7 @@ def backward_maxima(
     """Partial maxima of dg, of its transform, of du, of its transform (without the transforms unless `hadamard`), and
     with `tensors=3` of h as well.
     """
-    run = functools.partial(find_maxima, [g, u, dh], backward_made, tensors, hadamard=hadamard)
+    run = functools.partial(find_maxima, [g, u, dh], backward_made, tensors, owed=owed, hadamard=hadamard)
     return run(tiling=tiling, interpret=interpret, name="swiglu_backward_maxima")
 
 
@@ -153,6 +170,7 @@ def quantize_backward(
     u: jax.Array,
     dh: jax.Array,
     *,
+    owed: jax.Array | None = None,
     dg: tuple[Rowwise, Columnwise],
     du: tuple[Rowwise, Columnwise],
     h: Columnwise,
@@ -166,7 +184,8 @@ def quantize_backward(
     if codes.asked([side for side, _ in jobs]) or not layout.divides(g.shape[1]):
         layout.check(g)
         by_hand = functools.partial(codes.quantize_made, name="swiglu_backward_codes", interpret=interpret)
-        return by_hand([g, u, dh], backward_made, jobs, columns=2)
+        return by_hand([g, u, dh], backward_made, jobs, columns=2, owed=owed)
+    _check_paid(owed)
     make = _tile_maker(backward_made, 3, tiling, interpret)
     order = (4, 0, 1, 2, 3)  # h first: its registers are free for the others
     run = functools.partial(quantize_made, [g, u, dh], make, jobs, order=order)

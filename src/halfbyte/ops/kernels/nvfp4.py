@@ -117,27 +117,34 @@ def find_maxima(
     hadamard: bool,
     tiling: Tiling,
     interpret: bool,
+    owed: jax.Array | None = None,
     name: str = "maxima",
 ) -> tuple[jax.Array, ...]:
-    """`maxima` of each of the `count` tensors whose token rows `make(machine, rows of the arrays)` returns."""
+    """`maxima` of each of the `count` tensors whose token rows `make(machine, rows of the arrays)` returns. `owed`,
+    float32, one an array, multiplies what is read.
+    """
     layout.check(arrays[0])
     total = count * (2 if hadamard else 1)
 
-    def body(m, words, _):
-        return [top for rows in make(m, words)[:count] for top in _tops(m, rows, hadamard)]
+    def body(m, words, factors):
+        tensors = make(m, q.multiply_rows(m, words, factors))[:count]
+        return [top for rows in tensors for top in _tops(m, rows, hadamard)]
 
     if not layout.divides(arrays[0].shape[1]):
-        tops = lambda m, rows: [top[0] for top in body(m, rows, None)]  # noqa: E731
-        return codes.find_maxima(arrays, tops, total, columns=tiling.columns, interpret=interpret, name=name)
+        tops = lambda m, rows: [top[0] for top in body(m, rows, ())]  # noqa: E731
+        by_hand = functools.partial(codes.find_maxima, arrays, tops, total, owed=owed)
+        return by_hand(columns=tiling.columns, interpret=interpret, name=name)
 
-    def kernel(_, refs, __, ___, tops):
+    def kernel(_, refs, scalar_refs, ___, tops):
         tiles = [ref[r] for ref in refs for r in range(BLOCK)]
+        factors = [ref[i] for ref in scalar_refs for i in range(len(arrays))]
         outputs = [jnp.int32] * len(tops)
-        made = evaluate(body, tiles, [], outputs=outputs, columns=tiling.columns, interpret=interpret)
+        made = evaluate(body, tiles, factors, outputs=outputs, columns=tiling.columns, interpret=interpret)
         for ref, tile in zip(tops, made, strict=True):
             ref[0, 0] = jnp.max(tile)
 
-    run = functools.partial(layout.call, kernel, arrays, [], outputs=[], maxima=total)
+    scalars = [] if owed is None else [owed]
+    run = functools.partial(layout.call, kernel, arrays, scalars, outputs=[], maxima=total)
     return tuple(run(tiling=tiling, interpret=interpret, name=name))
 
 
