@@ -38,11 +38,12 @@ def category(program: Program, found: Instruction) -> str | None:
     inside = [found, *program.inside(found)]
     if ATTENTION.search(found.origin) or any(is_attention(part) for part in inside):
         return "attention"
-    origins = " ".join(part.origin for part in inside)
-    if any(_multiplies(part) for part in inside):
-        return "attention" if ATTENTION.search(origins) else "gemm"
+    dots = [part.origin for part in inside if _multiplies(part)]
+    if dots:  # what else is fused into a GEMM may come from anywhere
+        return "attention" if ATTENTION.search(" ".join(dots)) else "gemm"
     if OWN_KERNEL.search(found.target):
         return "quantize"
+    origins = " ".join(part.origin for part in inside)
     return next((name for name, pattern in ORIGINS if pattern.search(origins)), "other")
 
 
