@@ -4,6 +4,7 @@ import pytest
 from fakes import GAPS, fake_parity, plan_of
 
 from halfbyte.parity.analysis import analyse
+from halfbyte.parity.between import between
 
 
 def verdicts(data):
@@ -68,3 +69,13 @@ def test_a_gap_across_the_margin_says_how_many_seeds_would_decide(tmp_path):
     data = analyse(fake_parity(tmp_path, gaps={**GAPS, "nvfp4": 0.011}, noise=0.003), tmp_path)
     assert verdicts(data)["nvfp4"] == "CANNOT TELL"
     assert "seeds would probably decide" in data["next"][0] or "more than 64 seeds" in data["next"][0]
+
+
+def test_candidates_are_told_apart_or_said_not_to_be():
+    gaps = {"a": {0: 0.10, 1: 0.20, 2: 0.15}, "b": {0: 0.60, 1: 0.71, 2: 0.64}, "c": {0: 0.3, 1: -0.2, 2: 0.4}}
+    apart, alike = between(["a", "b", "c"], gaps, "%")
+    assert apart.startswith("b minus a: +0.500%") and apart.endswith(": told apart")
+    assert alike.startswith("c minus a: +0.017%") and alike.endswith("these runs cannot tell them apart")
+    (few,) = between(["a", "d"], {**gaps, "d": {0: 0.1}}, "nats")
+    assert few == "d minus a: +0.0000 nats over 1; too few seeds to tell them apart"
+    assert between(["a", "d"], {**gaps, "d": {}}, "%") == []

@@ -17,6 +17,7 @@ from halfbyte.inputs import read_json
 from halfbyte.metrics import read_rows
 
 from .arms import BASELINE, CANDIDATE, CONTROL, TWIN, Arm
+from .between import between
 from .plan import Plan
 from .runner import DIVERGED, DONE, MISSING, Status, run_directory, status_of
 from .statistics import Interval, fit_line, moving_block_bootstrap, over_seeds, t_quantile
@@ -66,7 +67,8 @@ def analyse(plan: Plan, directory: Path) -> dict[str, Any]:
     for entry in arms:
         if entry["name"] in final:
             entry["verdict"] = verdict_json(final[entry["name"]])
-    candidates = [final[arm.name] for arm in plan.of_kind(CANDIDATE)]
+    names = {arm.name: arm for arm in plan.of_kind(CANDIDATE)}
+    candidates = [final[name] for name in names]
     done = sum(cell.status.state in (DONE, DIVERGED) for cell in cells.values())
     return {
         "verdict": verdict_line(candidates),
@@ -77,6 +79,7 @@ def analyse(plan: Plan, directory: Path) -> dict[str, Any]:
             {"arm": c.arm.name, "seed": c.seed, "state": c.status.state, "step": c.status.step}
             for c in cells.values() if c.status.state not in (DONE, DIVERGED)]},
         "next": [line for v in candidates if (line := next_step(plan, v))],
+        "between": between(list(names), {n: gaps_of(plan, arm, cells) for n, arm in names.items()}, plan.margin.unit),
         "controls": checks,
         "arms": arms,
         "plan": plan.to_json(),

@@ -81,6 +81,7 @@ def head(data: Data) -> list[str]:
         f'<div class="verdict '
         f'{kind}"><strong>{page.page.text(data["verdict"])}</strong>{page.paragraph(data["scope"], soft=True)}</div>'
     )
+    lines += [page.paragraph(f"{line}.") for line in data["between"]]
     return [*lines, *(page.paragraph(f"Next: {line}") for line in data["next"])]
 
 
@@ -255,6 +256,7 @@ def markdown(plan: Plan, data: Data) -> str:
     if not data["complete"]:
         lines += [f"**INCOMPLETE: {data['runs']['done']} of {data['runs']['planned']} runs are done.**", ""]
     lines += [f"**{data['verdict']}**", "", data["scope"], ""]
+    lines += [text for line in data["between"] for text in (f"{line}.", "")]
     lines += [f"Next: {line}" for line in data["next"]] + [""] * bool(data["next"])
     lines += [f"| arm | verdict | gap, {unit} [90% over seeds] | seeds |", "|---|---|---|---|"]
     for arm in data["arms"]:
@@ -286,6 +288,8 @@ def print_report(data: Data, file: Any = None) -> None:
     console.print("")
     console.print(data["verdict"], style="bold", markup=False, soft_wrap=True)
     console.print(data["scope"], markup=False, soft_wrap=True)
+    for line in data["between"]:
+        console.print(line, markup=False, soft_wrap=True)
     for line in data["next"]:
         console.print(f"next: {line}", markup=False, soft_wrap=True)
 
