@@ -1,11 +1,14 @@
 """`halfbyte doctor`: says what is here, and exits with 3 when a quantizer is wrong."""
 
+import dataclasses
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from halfbyte.cli import doctor
+from halfbyte.cli import acceptance, doctor
 from halfbyte.cli.main import main
 from halfbyte.devices import DEVICES, UNITS
 from halfbyte.formats import selftest
@@ -68,3 +71,63 @@ def test_a_broken_quantizer_exits_3(few_vectors, capfd, monkeypatch):
 def test_unreadable_vectors_exit_3(tmp_path, capfd):
     assert main(["doctor", "--vectors", str(tmp_path / "none.npz")]) == 3
     assert "cannot be read" in capfd.readouterr().out
+
+
+ENTRY = re.compile(r"^- (.*?)(?=^- |^## |\Z)", re.MULTILINE | re.DOTALL)
+
+
+def test_every_entry_of_unverified_names_its_line():
+    text = (Path(__file__).parents[2] / "docs" / "unverified.md").read_text(encoding="utf-8")
+    named = [re.findall(r"Line: `([\w-]+)`\.", entry) for entry in ENTRY.findall(text)]
+    assert all(len(names) == 1 for names in named), named
+    assert sorted(names[0] for names in named) == sorted(line.name for line in acceptance.LINES)
+    assert all((line.check is None) == bool(line.by_hand) for line in acceptance.LINES)
+
+
+def quick_lines(monkeypatch, *names):
+    monkeypatch.setattr(acceptance, "LINES", [line for line in acceptance.LINES if line.name in names])
+
+
+def test_acceptance_without_a_gpu_says_what_is_missing(few_vectors, tmp_path, capfd, monkeypatch):
+    quick_lines(monkeypatch, "mesh-mock", "device-peak", "native-gemms", "faults")
+    monkeypatch.setattr(acceptance, "visible_gpus", list)
+    out = tmp_path / "answers.json"
+    assert main(["doctor", "--accept", "--vectors", str(few_vectors), "--out", str(out)]) == 0
+    shown = capfd.readouterr().out
+    found = {line["name"]: (line["outcome"], line["figure"]) for line in json.loads(out.read_text())["acceptance"]}
+    assert found["mesh-mock"] == ("not possible here", "needs 2 NVIDIA GPUs, here 0")
+    assert found["native-gemms"] == ("not possible here", "cpu has no NVFP4 units")
+    assert found["faults"] == ("by hand", "make faults && make soak")
+    assert "[1/4] mesh-mock: not possible here" in shown and "answers: " in shown
+
+
+def test_a_missed_line_exits_3(few_vectors, tmp_path, capfd, monkeypatch):
+    wrong = dataclasses.replace(acceptance.LINES[0], check=lambda machine: acceptance.Outcome("missed", "0.5x"))
+    broken = dataclasses.replace(acceptance.LINES[1], check=lambda machine: int("x"))
+    monkeypatch.setattr(acceptance, "LINES", [wrong, broken])
+    out = tmp_path / "answers.json"
+    assert main(["doctor", "--accept", "--vectors", str(few_vectors), "--out", str(out), "--json"]) == 3
+    lines = json.loads(capfd.readouterr().out)["acceptance"]
+    assert [line["outcome"] for line in lines] == ["missed", "missed"]
+    assert lines[1]["figure"].startswith("ValueError: invalid literal")
+
+
+@pytest.mark.parametrize("mocked, outcome", [(80.0, "held"), (130.0, "missed")])
+def test_a_mocked_step_is_compared_with_a_real_one(monkeypatch, mocked, outcome):
+    asked = []
+
+    def rows(*arguments):
+        asked.append(arguments)
+        return [{"recipe": "bf16", "milliseconds": mocked if "--mock-gpus" in arguments else 100.0}]
+
+    monkeypatch.setattr(acceptance, "bench_rows", rows)
+    found = acceptance.mocked_beside_real(acceptance.Machine(("NVIDIA H200",) * 8))
+    assert found.outcome == outcome and f"bf16 {100 / mocked:.3f}x" in found.figure
+    assert "fsdp=8" in asked[0] and asked[1][-2:] == ("--mock-gpus", "8")
+
+
+@pytest.mark.parametrize("serial, outcome", [(110.0, "held"), (90.0, "missed")])
+def test_flags_are_compared(monkeypatch, serial, outcome):
+    times = {"recommended": 100.0, "serial": serial, "none": 120.0}
+    monkeypatch.setattr(acceptance, "bench_rows", lambda *a: [{"milliseconds": times[a[-1]]}])
+    assert acceptance.flags_overlap(acceptance.Machine(("NVIDIA H200",) * 8)).outcome == outcome

@@ -1,8 +1,10 @@
 """What runs native here, what emulated, and a self-test of every quantizer.
 
 Exits with 3 if a quantizer does not give the stored bits inside jit on this machine: then no result computed here in
-that format means anything."""
+that format means anything. `--accept` also answers every line of docs/unverified.md that this machine can, writes the
+answers to a file to send, and exits with 3 if one is missed."""
 
+import json
 import os
 import platform
 from dataclasses import asdict, dataclass
@@ -13,6 +15,7 @@ from typing import Any
 from halfbyte.cli.result import DONE, NOT_PASSED, Result
 from halfbyte.cli.screen import console, table
 from halfbyte.devices.platform import idle_card
+from halfbyte.inputs import check_output
 
 PACKAGES = (
     "halfbyte", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "numpy", "ml_dtypes", "optax",
@@ -26,9 +29,16 @@ LARGE = 4096  # tokens, inputs and outputs of the GEMM that backends are asked f
 class Args:
     vectors: Path | None = None
     """Another file of stored vectors for the self-test."""
+    accept: bool = False
+    """Check what no hardware of ours could show: on GPUs whole steps are run, which takes minutes."""
+    out: Path = Path("halfbyte-acceptance.json")
+    """Where --accept writes its answers."""
 
 
 def run(args: Args) -> Result:
+    if args.accept:
+        check_output(args.out, flag="--out")
+    lines = accept() if args.accept else []
     devices = find_devices()
     warning = idle_card(os.environ, devices[0]["platform"])
     if warning:
@@ -36,8 +46,8 @@ def run(args: Args) -> Result:
     formats = [row for device in devices for row in format_rows(device)]
     show(devices, formats, versions())
     checks = run_self_test(args.vectors)
-    passed = all(check["passed"] for check in checks)
-    data = {
+    passed = all(check["passed"] for check in checks) and not any(line["outcome"] == "missed" for line in lines)
+    data: dict[str, Any] = {
         "versions": versions(),
         "devices": [_public(d) for d in devices],
         "warning": warning,
@@ -45,7 +55,24 @@ def run(args: Args) -> Result:
         "checks": checks,
         "passed": passed,
     }
+    if args.accept:
+        data["acceptance"] = lines
+        args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        console().print(f"answers: {args.out}     please send this file with what you think of it")
     return Result(data, DONE if passed else NOT_PASSED)
+
+
+def accept() -> list[dict[str, Any]]:
+    """Answers every line, prints them as they come and then in one table, and gives them as plain data."""
+    from halfbyte.cli.acceptance import LINES, answers, this_machine, to_json
+
+    out, answered = console(), []
+    for line, found, seconds in answers(this_machine()):
+        answered.append((line, found, seconds))
+        out.print(f"[{len(answered)}/{len(LINES)}] {line.name}: {found.outcome} ({seconds:.0f} s)")
+    rows = [(line.name, found.outcome, line.claim, found.figure) for line, found, _ in answered]
+    out.print(table(["line", "outcome", "claim", "figure, reason or command"], rows, title="docs/unverified.md, here"))
+    return to_json(answered)
 
 
 def versions() -> dict[str, str]:

@@ -1,6 +1,14 @@
 """Does this device compute what the definition says? Asked before a run, and before a ratio is given."""
 
+from .mesh_bits import operands_on_mesh
 from .native_gemms import SelfTestFailed, native_gemms_agree
 from .operand_bits import definition, differing, operands_agree
 
-__all__ = ["SelfTestFailed", "definition", "differing", "native_gemms_agree", "operands_agree"]
+__all__ = [
+    "SelfTestFailed",
+    "definition",
+    "differing",
+    "native_gemms_agree",
+    "operands_agree",
+    "operands_on_mesh",
+]

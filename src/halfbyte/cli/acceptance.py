@@ -1,0 +1,256 @@
+"""`halfbyte doctor --accept`: what no hardware at hand could show, asked of the machine that this runs on.
+
+One line for each entry of docs/unverified.md, by the name that stands there. A line is held or missed, with its figure;
+not possible here, with what is missing; or for a person to look at, with the command. Lines that run whole steps do so
+in processes of their own, before this one takes the cards' memory.
+"""
+
+import contextlib
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from halfbyte.bench.flag_sets import HALFBYTE
+from halfbyte.launch import visible_gpus
+
+HELD, MISSED, NOT_HERE, BY_HAND = "held", "missed", "not possible here", "by hand"
+CPUS = 4  # devices that a machine without a GPU shows itself as
+STEP = ("llama3-8b", "--layers", "4", "--unroll", "1", "--seq", "8192", "--steps", "5", "--repeats", "2")
+TIME_LIMIT = 1800
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What lines may need: GPUs as the driver lists them; the rest as JAX and the device table know it."""
+
+    gpus: tuple[str, ...] = ()
+
+    @property
+    def device(self) -> Any:
+        """The table's entry of the first device; JAX starts here."""
+        import jax
+
+        from halfbyte.devices import lookup
+
+        return lookup(jax.devices()[0])
+
+    def without_gpus(self, count: int) -> str | None:
+        """Why something that needs `count` GPUs cannot run, or None."""
+        here = len(self.gpus)
+        return None if here >= count else f"needs {count} NVIDIA GPU{'s' * (count > 1)}, here {here}"
+
+    def without_native(self) -> str | None:
+        """Why no native 4-bit GEMM can run, or None."""
+        from halfbyte.devices import native_training
+
+        return None if native_training(self.device, "nvfp4") else f"{self.device.name} has no NVFP4 units"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a line came out, with the figure that says so."""
+
+    outcome: str
+    figure: str
+    values: Any = None
+
+
+Check = Callable[[Machine], Outcome]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One claim. `check` answers it here; without one, `by_hand` is the command for a person to run and look at."""
+
+    name: str
+    claim: str
+    check: Check | None = None
+    by_hand: str = ""
+
+    def answer(self, machine: Machine) -> Outcome:
+        """What this machine says. An error is an answer too: it is missed, with the error."""
+        if self.check is None:
+            return Outcome(BY_HAND, self.by_hand)
+        try:
+            return self.check(machine)
+        except (RuntimeError, ValueError, OSError, subprocess.SubprocessError) as error:
+            return Outcome(MISSED, f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:200]}")
+
+
+def answers(machine: Machine) -> Iterator[tuple[Line, Outcome, float]]:
+    """Every line, what it came to, and its seconds."""
+    for line in LINES:
+        began = time.monotonic()
+        found = line.answer(machine)
+        yield line, found, time.monotonic() - began
+
+
+def to_json(answered: list[tuple[Line, Outcome, float]]) -> list[dict[str, Any]]:
+    """What is sent."""
+    return [
+        {"name": line.name, "claim": line.claim, **asdict(found), "seconds": round(seconds, 1)}
+        for line, found, seconds in answered
+    ]
+
+
+def this_machine() -> Machine:
+    """The machine, found before JAX starts; one without a GPU shows itself to JAX as several devices."""
+    gpus = tuple(visible_gpus())
+    if not gpus:
+        import jax
+
+        with contextlib.suppress(RuntimeError):  # if JAX has started, it keeps the devices that it has
+            jax.config.update("jax_num_cpu_devices", CPUS)
+    return Machine(gpus)
+
+
+# Whole steps, in processes of their own
+
+
+def bench_rows(*arguments: str) -> list[dict[str, Any]]:
+    """The rows of `halfbyte bench ARGUMENTS --json`."""
+    command = [*HALFBYTE, "bench", *arguments, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIME_LIMIT)
+    if not done.stdout.strip():
+        last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
+        raise RuntimeError(f"halfbyte bench ended with {done.returncode}: {last[:160]}")
+    rows: list[dict[str, Any]] = json.loads(done.stdout)["rows"]
+    return rows
+
+
+def mocked_beside_real(machine: Machine) -> Outcome:
+    """Compute only against whole steps of the same mesh."""
+    reason = machine.without_gpus(2)
+    if reason:
+        return Outcome(NOT_HERE, reason)
+    count = str(len(machine.gpus))
+    mesh = (*STEP, "--recipes", "bf16,nvfp4", "--batch", str(2 * len(machine.gpus)), "--mesh", f"fsdp={count}")
+    real, mocked = bench_rows(*mesh), bench_rows(*mesh, "--mock-gpus", count)
+    ratios = {a["recipe"]: a["milliseconds"] / b["milliseconds"] for a, b in zip(real, mocked, strict=True)}
+    told = ", ".join(f"{name} {ratio:.3f}x" for name, ratio in ratios.items())
+    held = all(ratio >= 0.98 for ratio in ratios.values())  # 2% is what two runs of one program differ by
+    return Outcome(HELD if held else MISSED, f"whole steps take {told} of compute only", ratios)
+
+
+def flags_overlap(machine: Machine) -> Outcome:
+    """The recommended flags against one collective at a time and against XLA's own."""
+    reason = machine.without_gpus(2)
+    if reason:
+        return Outcome(NOT_HERE, reason)
+    shape = (*STEP, "--recipes", "bf16", "--batch", str(2 * len(machine.gpus)))
+    times = {name: bench_rows(*shape, "--flags", name)[0]["milliseconds"] for name in ("recommended", "serial", "none")}
+    best = min(times.values())
+    told = ", ".join(f"{name} {each:.1f} ms" for name, each in times.items())
+    return Outcome(HELD if times["recommended"] <= 1.02 * best else MISSED, told, times)
+
+
+# In this process
+
+
+def known_by_name(machine: Machine) -> Outcome:
+    """Whether the board's name is in the table."""
+    reason = machine.without_gpus(1)
+    if reason:
+        return Outcome(NOT_HERE, reason)
+    known = bool(machine.device.peak)
+    return Outcome(HELD if known else MISSED, f"{machine.gpus[0]!r} is {machine.device.name}", machine.gpus[0])
+
+
+def below_peak(machine: Machine) -> Outcome:
+    """A large bf16 GEMM stays below the table's peak."""
+    import jax
+    import jax.numpy as jnp
+
+    peak = machine.device.peak.get("bf16")
+    if machine.without_gpus(1) or peak is None:
+        return Outcome(NOT_HERE, machine.without_gpus(1) or f"the table knows no peak of {machine.device.name}")
+    size, times = 8192, 20
+    a = jnp.ones((size, size), jnp.bfloat16)
+    product = jax.jit(lambda a: jax.lax.fori_loop(0, times, lambda _, b: jnp.dot(a, b), a))
+    jax.block_until_ready(product(a))
+    began = time.perf_counter()
+    jax.block_until_ready(product(a))
+    rate = times * 2 * size**3 / (time.perf_counter() - began)
+    told = f"bf16 {rate / 1e12:,.0f} of {peak / 1e12:,.0f} TFLOP/s"
+    return Outcome(HELD if 0.3 * peak < rate <= peak else MISSED, told, rate)
+
+
+def native_gemms(machine: Machine) -> Outcome:
+    """Native NVFP4 GEMMs against the carrier, all three directions."""
+    from halfbyte import conformance
+    from halfbyte.recipe import recipe
+
+    reason = machine.without_native()
+    if reason:
+        return Outcome(NOT_HERE, reason)
+    try:
+        found = conformance.native_gemms_agree(recipe("nvfp4"))
+    except conformance.SelfTestFailed as error:
+        return Outcome(MISSED, str(error))
+    return Outcome(HELD, ", ".join(f"{name} off by {value:.2g}" for name, value in found.items()), found)
+
+
+def operand_bits(recipe_name: str) -> Check:
+    """Operands of every backend that serves here against the definition, bit for bit."""
+
+    def check(machine: Machine) -> Outcome:
+        from halfbyte import conformance
+        from halfbyte.recipe import recipe
+
+        found = conformance.operands_agree(recipe(recipe_name))
+        told = ", ".join(f"{name} {'equal' if same else 'DIFFER'}" for name, same in found.items())
+        return Outcome(HELD if all(found.values()) else MISSED, f"{told} on {machine.device.name}", found)
+
+    return check
+
+
+def mesh_codes(machine: Machine) -> Outcome:
+    """Operands of tensors that are cut over the devices that are here."""
+    import jax
+
+    from halfbyte import conformance
+    from halfbyte.recipe import recipe
+
+    devices = jax.devices()
+    if len(devices) < 2:
+        return Outcome(NOT_HERE, "needs two devices, here one")
+    cut = devices[: 1 << (len(devices).bit_length() - 1)]
+    found = {name: conformance.operands_on_mesh(recipe(name), cut, features=128) for name in ("nvfp4", "fp8")}
+    wrong = sum(sum(each.values()) for each in found.values())
+    told = f"{wrong} numbers differ on {len(cut)} x {machine.device.name}, nvfp4 and fp8, tokens and features cut"
+    return Outcome(HELD if wrong == 0 else MISSED, told, found)
+
+
+LINES = (
+    Line("mesh-mock", "compute only is a lower bound of a real mesh's step", mocked_beside_real),
+    Line("mesh-flags", "no set of flags is more than 2% faster than the recommended", flags_overlap),
+    Line("device-name", "the board's name is in the device table", known_by_name),
+    Line("device-peak", "a large GEMM stays below the table's peak", below_peak),
+    Line("native-gemms", "native NVFP4 GEMMs equal the carrier's", native_gemms),
+    Line("kernel-bits", "operands of nvfp4 equal the definition, bit for bit", operand_bits("nvfp4")),
+    Line("fp8-bits", "operands of fp8 equal the definition, bit for bit", operand_bits("fp8")),
+    Line("mesh-codes", "codes do not depend on the mesh", mesh_codes),
+    Line("context-attention", "cuDNN's parts of attention add up", by_hand="pytest tests/ops/test_attention.py"),
+    Line(
+        "largest-batch", "the largest batches of docs/speed.md fit",
+        by_hand="halfbyte bench llama3.2-1b --remat none,quantized --unroll 1 --seq 4096 --largest-batch",
+    ),
+    Line(
+        "kernel-codes", "kernels that write codes, at any width",
+        by_hand="python benchmarks/gpu_kernels.py --only codes --out codes.json",
+    ),
+    Line("gemm-pair", "what GemmTiling.pair is worth", by_hand="python benchmarks/gpu_kernels.py --only gemm"),
+    Line("deterministic", "a GPU run repeats itself after kill -9", by_hand="python benchmarks/deterministic.py"),
+    Line("overheads", "guards and saving cost little at 1B", by_hand="python benchmarks/overheads.py"),
+    Line("faults", "every fault ends as it must", by_hand="make faults && make soak"),
+    Line("rank-failures", "NCCL's errors take the same way out", by_hand="docs/faults.md, on several hosts"),
+    Line("serving", "vLLM, SGLang and TensorRT-LLM load an export", by_hand="vllm serve out/nvfp4"),
+    Line("published-checkpoints", "published checkpoints import", by_hand="halfbyte import FOLDER --out RUN"),
+    Line("shared-scales", "what nvfp4_shared_scales costs",
+         by_hand="halfbyte bench llama3.2-1b --recipes bf16,nvfp4,nvfp4_shared_scales"),
+    Line("dockerfile", "the image builds", by_hand="docker build -f deploy/Dockerfile ."),
+    Line("cluster-files", "deploy/train.sbatch and jobset.yaml run", by_hand="sbatch deploy/train.sbatch"),
+)  # fmt: skip
