@@ -83,6 +83,7 @@ def row(args: argparse.Namespace, mesh_text: str) -> dict[str, object]:
         "gathered_gb": {dtype: round(size / 1e9, 3) for dtype, size in found.gathered.items()},
         "wide_gathers": len(found.wide_gathers), "whole_reduces": len(found.whole_reduces),
         "hidden": round(bench.hidden(read, dict(mesh.shape), device), 3),
+        "hidden_time": round(bench.hidden_time(read, dict(mesh.shape), device), 3),
         "traffic_gb": {name: round(each.total / 1e9, 1) for name, each in program.traffic(read).items()},
         "compile_s": round(seconds, 1), "jax": jax.__version__,
     }  # fmt: skip

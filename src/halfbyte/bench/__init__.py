@@ -3,7 +3,7 @@
 from .fitting import Fit, bytes_needed, compile_step, fit_batch
 from .flag_sets import SetResult, measure_sets, ratios
 from .operand_traffic import OperandTraffic, native_calls, operand_traffic
-from .placement import Placement, hidden, needed_flops, placement
+from .placement import Placement, hidden, hidden_time, needed_flops, placement
 from .timing import Measured, compare, count_gemms, measure, measure_largest, without_communication
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "count_gemms",
     "fit_batch",
     "hidden",
+    "hidden_time",
     "measure",
     "measure_largest",
     "measure_sets",

@@ -13,7 +13,19 @@ from jax.sharding import Mesh
 
 from halfbyte import models
 from halfbyte.devices import Device
-from halfbyte.program import Collective, Gemm, Program, category, collectives, gemms, hidden_share, overlap, read
+from halfbyte.program import (
+    Collective,
+    Gemm,
+    Overlap,
+    Program,
+    category,
+    collectives,
+    gemms,
+    hidden_on_one_link,
+    hidden_share,
+    overlap,
+    read,
+)
 from halfbyte.train import TrainConfig
 
 from .fitting import bytes_needed
@@ -90,12 +102,27 @@ def hidden(program: Program, mesh: Mapping[str, int], device: Device) -> float:
     """Part of the bytes of FSDP's gathers and reduce-scatters that have, between start and done, GEMMs and fused
     attention which at peak last at least as long as the bytes at the link's rate (one direction of NVLink).
     """
+    peaks, link = _rates(device)
+    return hidden_share(_weights(program, mesh), flops_per_second=peaks, link=link)
+
+
+def hidden_time(program: Program, mesh: Mapping[str, int], device: Device) -> float:
+    """Part of the time of these collectives that is hidden, if they share one link and no GEMM counts twice."""
+    peaks, link = _rates(device)
+    return hidden_on_one_link(program, _weights(program, mesh), flops_per_second=peaks, link=link)
+
+
+def _weights(program: Program, mesh: Mapping[str, int]) -> list[Overlap]:
+    return [each for each in overlap(program, mesh) if _of_weights(each.collective)]
+
+
+def _rates(device: Device) -> tuple[dict[str, float], float]:
+    """FLOPs a second by kind of GEMM, and bytes a second in one direction of NVLink."""
     if device.nvlink_bandwidth is None or "bf16" not in device.peak:
         raise ValueError(f"the table knows no peak or no link of {device.name}; name an NVIDIA GPU of the table")
     bf16 = device.peak["bf16"]
     peaks = {"dot": bf16, "cublas-f8": device.peak.get("fp8", bf16), "block-scaled": device.peak.get("nvfp4", bf16)}
-    weights = [each for each in overlap(program, mesh) if _of_weights(each.collective)]
-    return hidden_share(weights, flops_per_second=peaks, link=device.nvlink_bandwidth / 2)
+    return peaks, device.nvlink_bandwidth / 2
 
 
 def _of_weights(each: Collective) -> bool:

@@ -6,6 +6,7 @@ from .collectives import Collective, Overlap, collectives, hidden_share, overlap
 from .frames import Source
 from .gemms import Gemm, flops_by_kind, gemms, multiplier
 from .groups import axes_of, read_groups
+from .link import hidden_on_one_link
 from .schedule import Launch, launches
 from .text import Array, Instruction, Program, Unreadable, read
 from .traffic import Traffic, traffic, traffic_of_launches
@@ -30,6 +31,7 @@ __all__ = [
     "collectives",
     "flops_by_kind",
     "gemms",
+    "hidden_on_one_link",
     "hidden_share",
     "launches",
     "multiplier",

@@ -180,7 +180,7 @@ def _size(found: Instruction, groups: Groups | None, mesh: Mapping[str, int] | N
 def _overlap(program: Program, collective: Collective) -> Overlap:
     if not collective.asynchronous:
         return Overlap(collective)
-    beside = [launch for found in _between(program, collective.instruction) for launch in _under(program, found, 1)]
+    beside = [launch for found in _between(program, collective.instruction) for launch in under(program, found, 1)]
     return Overlap(
         collective,
         gemms=tuple(gemm for launch in beside for gemm in gemms_of(program, launch)),
@@ -198,14 +198,14 @@ def _between(program: Program, start: Instruction) -> list[Instruction]:
     raise Unreadable(f"{start.name} ({start.opcode}) is not done in {start.computation}, where it starts")
 
 
-def _under(program: Program, found: Instruction, times: int) -> Iterable[Launch]:
+def under(program: Program, found: Instruction, times: int) -> Iterable[Launch]:
     """One instruction, or what it calls, loops walked."""
     if found.opcode == "while":
         turns = times * trips(program, found)
         for part in program.computations[found.called("body")]:
-            yield from _under(program, part, turns)
+            yield from under(program, part, turns)
     elif found.opcode in ("call", "conditional"):
         for part in (inner for name in found.calls for inner in program.computations[name]):
-            yield from _under(program, part, times)
+            yield from under(program, part, times)
     else:
         yield Launch(found, times)

@@ -1,0 +1,72 @@
+"""How much of a step's communication computation hides, if collectives share one link.
+
+`hidden_share` asks of each collective alone whether enough runs beside it. Where several are under way at once, the
+same GEMM is counted for each of them; here it is not: collectives take the link one after the other, in the order in
+which they start, a GEMM lets the first of them go on for as long as it lasts at peak, and whoever waits for one that
+has not arrived waits for all before it.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from .attention import attention_of
+from .collectives import Overlap, under
+from .gemms import gemms_of
+from .text import Instruction, Program
+
+
+def hidden_on_one_link(
+    program: Program, found: Iterable[Overlap], *, flops_per_second: Mapping[str, float], link: float
+) -> float:
+    """Part of the time of these collectives, `link` in bytes a second, that GEMMs and fused attention last at peak. 1.0
+    where nothing travels.
+    """
+    by_place: dict[str, list[Overlap]] = {}
+    for each in found:
+        by_place.setdefault(each.collective.instruction.computation, []).append(each)
+    total = exposed = 0.0
+    for place, here in by_place.items():
+        times = here[0].collective.times
+        seconds = {each.collective.instruction.name: each.collective.wire_each / link for each in here}
+        waits = {each.collective.instruction.name for each in here if not each.collective.asynchronous}
+        total += times * sum(seconds.values())
+        exposed += times * _waited(program, program.computations[place], seconds, waits, flops_per_second)
+    return 1 - exposed / total if total else 1.0
+
+
+def _waited(
+    program: Program,
+    body: list[Instruction],
+    seconds: Mapping[str, float],
+    synchronous: set[str],
+    rates: Mapping[str, float],
+) -> float:
+    """Seconds that one run of `body` stands still for its collectives."""
+    waited, queue = 0.0, dict[str, float]()
+    for found in body:
+        done = next((name for name in found.operands if name in queue), "") if found.opcode.endswith("-done") else ""
+        if found.name in seconds:
+            queue[found.name] = seconds[found.name]
+            done = found.name if found.name in synchronous else ""
+        if done:
+            for name in list(queue):
+                waited += queue.pop(name)
+                if name == done:
+                    break
+        else:
+            _go_on(queue, _lasts(program, found, rates))
+    return waited
+
+
+def _go_on(queue: dict[str, float], seconds: float) -> None:
+    for name, left in queue.items():
+        queue[name] = max(0.0, left - seconds)
+        seconds = max(0.0, seconds - left)
+
+
+def _lasts(program: Program, found: Instruction, rates: Mapping[str, float]) -> float:
+    launched = list(under(program, found, 1))
+    products = (
+        gemm.flops / rates.get(gemm.kind, rates["dot"]) for each in launched for gemm in gemms_of(program, each)
+    )
+    fused = (call.flops / rates["dot"] for each in launched for call in attention_of(program, each))
+    return sum(products) + sum(fused)
