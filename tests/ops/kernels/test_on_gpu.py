@@ -121,12 +121,49 @@ def test_gemm_rounds_once(layout):
     a = rng.integers(-6, 7, (k, m) if layout == "tn" else (m, k)).astype(ml_dtypes.bfloat16)
     b = rng.integers(-6, 7, (n, k) if layout == "nt" else (k, n)).astype(ml_dtypes.bfloat16)
     left, right = jnp.float32(0.37), jnp.float32(1.93e-3)
-    got = jax.jit(lambda a, b, s, t: matmul(a, b, s, t, layout=layout))(
-        jnp.asarray(a), jnp.asarray(b), left, right
-    )
+    got = jax.jit(lambda a, b, s, t: matmul(a, b, s, t, layout=layout))(jnp.asarray(a), jnp.asarray(b), left, right)
     turned = [
         v.astype(np.float32).T if flip else v.astype(np.float32)
         for v, flip in ((a, layout == "tn"), (b, layout == "nt"))
     ]
     want = ((turned[0] @ turned[1]) * (np.float32(left) * np.float32(right))).astype(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(np.asarray(got).view(np.uint16), want.view(np.uint16))
+
+
+def parts_of(rows, columns):
+    """Where the parts of a [T, N] array begin that is cut into rows x columns, row by row."""
+    return [[(i * T // rows, j * N // columns) for j in range(columns)] for i in range(rows)]
+
+
+@pytest.mark.parametrize("cut", [(4, 1), (1, 2), (2, 2)], ids=["fsdp=4", "tensor=2", "fsdp=2,tensor=2"])
+@pytest.mark.parametrize("codes", [None, K.ScaleOrder.PLAIN], ids=["carriers", "codes"])
+def test_parts_put_together_are_the_whole(cut, codes):
+    """Each device's kernel alone, with its offset and the maxima of the whole, as on a mesh."""
+    x, shape = data("wide"), (T // cut[0], N // cut[1])
+
+    def sides(tops, window):
+        row, column = K.tensor_scales(*tops)
+        keys = jnp.asarray(KEY), jnp.asarray(KEY2)
+        return {
+            "rows": K.Rowwise(row, keys[0], window, codes=codes),
+            "columns": K.Columnwise(column, keys[1], window, codes=codes),
+        }
+
+    def part(at):
+        return jnp.asarray(x[at[0] : at[0] + shape[0], at[1] : at[1] + shape[1]])
+
+    def quantized(at):
+        return jax.jit(lambda p: K.quantize(p, **sides(tops, K.Window.of(shape, at, (T, N)))))(part(at))
+
+    places = parts_of(*cut)
+    tops = [jnp.max(top) for top in jax.jit(K.maxima)(jnp.asarray(x))]
+    of_parts = [[jnp.max(top) for top in jax.jit(K.maxima)(part(at))] for line in places for at in line]
+    assert [max(map(int, same)) for same in zip(*of_parts, strict=True)] == [int(top) for top in tops]
+    whole = jax.jit(lambda x: K.quantize(x, **sides(tops, None)))(jnp.asarray(x))
+    made = [[quantized(at) for at in line] for line in places]
+    turned = len(whole) // 2  # codes of columns are transposed
+    for i, expected in enumerate(whole):
+        blocks = [[np.asarray(part[i]) for part in line] for line in made]
+        if codes is not None and i >= turned:
+            blocks = [list(line) for line in zip(*blocks, strict=True)]
+        assert np.array_equal(np.block(blocks).view(np.uint8), np.asarray(expected).view(np.uint8)), i
