@@ -103,31 +103,35 @@ class Rows:
             return [inside]
         return [m.both(inside, m.less(m.iadd(at.column, c), at.width)) for c in range(m.columns)]
 
+    @property
+    def unit(self) -> int:
+        """Bytes of a unit that is moved: an element, or as much of a lane's columns as a word holds."""
+        return self.size if self.split else min(4, self.m.columns * self.size)
+
     def load(self) -> list[list[Any]]:
-        m, begin, step = self.m, self._begin(), self.at.width * self.size
-        words = m.columns * self.size // 4
-        rows = []
-        for r in range(self.rows):
-            inside = self._inside(r)
-            if self.split:
-                units = [m.load(begin, offset=r * step + c * self.size, size=self.size, where=w)[0] for c, w in enumerate(inside)]  # fmt: skip  # noqa: E501
-                rows.append(joined(m, units, self.size))
-            elif words:
-                rows.append(m.load(begin, words, offset=r * step, where=inside[0]))
-            else:
-                rows.append(m.load(begin, offset=r * step, size=m.columns * self.size, where=inside[0]))
-        return rows
+        begin = self._begin()
+        return [self._load(begin, r) for r in range(self.rows)]
+
+    def _load(self, begin: Any, row: int) -> list[Any]:
+        m, offset, inside = self.m, row * self.at.width * self.size, self._inside(row)
+        if not self.split:
+            count = m.columns * self.size // self.unit
+            words: list[Any] = m.load(begin, count, offset=offset, size=self.unit, where=inside[0])
+            return words
+        units = []
+        for c, where in enumerate(inside):
+            units += m.load(begin, offset=offset + c * self.size, size=self.size, where=where)
+        return joined(m, units, self.size)
 
     def store(self, made: Sequence[Sequence[Any]]) -> None:
-        m, begin, step = self.m, self._begin(), self.at.width * self.size
-        words = m.columns * self.size // 4
+        m, begin = self.m, self._begin()
         for r, row in enumerate(made):
-            inside = self._inside(r)
-            if self.split:
-                for c, (unit, where) in enumerate(zip(parted(m, row, self.size), inside, strict=True)):
-                    m.store(begin, [unit], offset=r * step + c * self.size, size=self.size, where=where)
-            else:
-                m.store(begin, row, offset=r * step, size=4 if words else m.columns * self.size, where=inside[0])
+            offset, inside = r * self.at.width * self.size, self._inside(r)
+            if not self.split:
+                m.store(begin, row, offset=offset, size=self.unit, where=inside[0])
+                continue
+            for c, (part, where) in enumerate(zip(parted(m, row, self.size), inside, strict=True)):
+                m.store(begin, [part], offset=offset + c * self.size, size=self.size, where=where)
 
 
 def joined(m: Any, units: Sequence[Any], size: int) -> list[Any]:
