@@ -3,8 +3,9 @@
 import pytest
 from fakes import GAPS, fake_parity, plan_of
 
-from halfbyte.parity.analysis import analyse
+from halfbyte.parity.analysis import analyse, verdict_line
 from halfbyte.parity.between import between
+from halfbyte.parity.verdict import SINGLE, Verdict, Word
 
 
 def verdicts(data):
@@ -79,3 +80,11 @@ def test_candidates_are_told_apart_or_said_not_to_be():
     (few,) = between(["a", "d"], {**gaps, "d": {0: 0.1}}, "nats")
     assert few == "d minus a: +0.0000 nats over 1; too few seeds to tell them apart"
     assert between(["a", "d"], {**gaps, "d": {}}, "%") == []
+
+
+def test_many_candidates_are_named_by_verdict_in_one_line():
+    words = [Word.PASS, Word.CANNOT_TELL, Word.FAIL, Word.PASS, Word.CANNOT_TELL]
+    reasons = ["", f"{SINGLE} (+0.1% over 1)", "", "", "across"]
+    found = [Verdict(*row, None) for row in zip("abcde", words, reasons, strict=True)]
+    assert verdict_line(found) == f"VERDICT: PASS a, d; FAIL c; CANNOT TELL b, e ({SINGLE})"
+    assert verdict_line(found[2:]) == "VERDICT: FAIL c: ; PASS d: ; CANNOT TELL e: across"

@@ -21,10 +21,11 @@ from .between import between
 from .plan import Plan
 from .runner import DIVERGED, DONE, MISSING, Status, run_directory, status_of
 from .statistics import Interval, fit_line, moving_block_bootstrap, over_seeds, t_quantile
-from .verdict import Verdict, Word, judge, noise_floor
+from .verdict import SINGLE, Verdict, Word, judge, noise_floor
 
 GRID = 24  # points of the fitted curve
 DRAWN = 240  # points of a drawn curve
+MOST_SPELLED = 4  # candidates whose reasons the verdict line has
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def analyse(plan: Plan, directory: Path) -> dict[str, Any]:
         "runs": {"done": done, "planned": len(cells), "missing": [
             {"arm": c.arm.name, "seed": c.seed, "state": c.status.state, "step": c.status.step}
             for c in cells.values() if c.status.state not in (DONE, DIVERGED)]},
-        "next": [line for v in candidates if (line := next_step(plan, v))],
+        "next": next_steps(plan, candidates),
         "between": between(list(names), {n: gaps_of(plan, arm, cells) for n, arm in names.items()}, plan.margin.unit),
         "controls": checks,
         "arms": arms,
@@ -132,8 +133,12 @@ def withheld(found: Verdict, checks: Mapping[str, Any]) -> Verdict:
 
 
 def verdict_line(found: Sequence[Verdict]) -> str:
-    """The one line."""
-    return "VERDICT: " + "; ".join(verdict.line() for verdict in found)
+    """The one line; of many candidates it names who passed and who did not, and the table has the reasons."""
+    if len(found) <= MOST_SPELLED:
+        return "VERDICT: " + "; ".join(verdict.line() for verdict in found)
+    by_word = {word: [v.arm for v in found if v.word is word] for word in Word}
+    single = f" ({SINGLE})" if any(v.reason.startswith(SINGLE) for v in found) else ""
+    return "VERDICT: " + "; ".join(f"{word.value} {', '.join(arms)}" for word, arms in by_word.items() if arms) + single
 
 
 def verdict_json(found: Verdict) -> dict[str, Any]:
@@ -141,19 +146,26 @@ def verdict_json(found: Verdict) -> dict[str, Any]:
     return {"word": found.word.value, "reason": found.reason, "interval": interval, "p": found.p, "seeds": found.seeds}
 
 
-def next_step(plan: Plan, found: Verdict) -> str | None:
-    """What would probably decide, with the command."""
+def next_steps(plan: Plan, found: Sequence[Verdict]) -> list[str]:
+    """What would probably decide, with the command; candidates that need the same share a line."""
+    steps: dict[str, list[str]] = {}
+    for verdict in found:
+        if text := _next_step(plan, verdict):
+            steps.setdefault(text, []).append(verdict.arm)
+    return [f"{', '.join(arms)}: {text}" for text, arms in steps.items()]
+
+
+def _next_step(plan: Plan, found: Verdict) -> str | None:
     if found.word is not Word.CANNOT_TELL:
         return None
     if found.seeds is None:
         return (
-            f"{found.arm}: its gap is about the margin itself, and more than 64 seeds would be needed; train on more "
-            f"tokens "
+            "the gap is about the margin itself, and more than 64 seeds would be needed; train on more tokens "
             "(--tokens, in another --out), where gaps settle, or decide on another margin for a new parity"
         )
     if found.seeds <= len(plan.seeds):
-        return f"{found.arm}: some of its runs are not there; the same command goes on"
-    return f"{found.arm}: {found.seeds} seeds would probably decide (80%): the same command with --seeds {found.seeds}"
+        return "some runs are not there; the same command goes on"
+    return f"{found.seeds} seeds would probably decide (80%): the same command with --seeds {found.seeds}"
 
 
 def scope(plan: Plan, arms: Sequence[Mapping[str, Any]], directory: Path) -> str:
