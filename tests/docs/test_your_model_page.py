@@ -29,6 +29,8 @@ def block(heading):
 
 @pytest.mark.parametrize("heading", SAYS)
 def test_an_example_prints_its_sites(heading):
+    if "haliax" in heading and not hasattr(jax.core, "is_constant_dim"):
+        pytest.skip("haliax 1.4.dev453 needs jax.core.is_constant_dim, which JAX 0.11 has removed")
     output = io.StringIO()
     with contextlib.redirect_stdout(output), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         exec(compile(block(heading), heading, "exec"), {"__name__": "example"})

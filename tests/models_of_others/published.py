@@ -164,6 +164,8 @@ def nnx_model():
 
 
 def haliax_model():
+    if not hasattr(jax.core, "is_constant_dim"):
+        pytest.skip("haliax 1.4.dev453 needs jax.core.is_constant_dim, which JAX 0.11 has removed")
     Embed, Vocab, Layers = hax.Axis("embed", EMBED), hax.Axis("vocab", VOCAB), hax.Axis("layers", LAYERS)
     Seq, Batch = hax.Axis("seq", SEQ), hax.Axis("batch", BATCH)
     keys = jax.random.split(jax.random.key(0), 3)

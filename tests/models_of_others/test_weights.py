@@ -158,6 +158,7 @@ def test_products_that_are_no_dots_are_reported():
         report(loss, rules(("experts", "nvfp4")), p, X, jnp.ones((1, 3, 16, 16)))
 
 
+@pytest.mark.skipif(not hasattr(jax.core, "is_constant_dim"), reason="haliax 1.4.dev453 does not run on JAX 0.11")
 def test_haliax_scales_its_weights():
     In, Out, Batch = hax.Axis("in", 32), hax.Axis("out", 64), hax.Axis("batch", 16)
     model = hnn.Linear.init(In, Out, key=jax.random.key(0), use_bias=False)

@@ -47,7 +47,7 @@ def next_steps(config: TrainConfig, directory: Path, *, started: Sequence[str] =
     return [
         Step(f"this run in {other}, all else equal, and the two side by side", (changed, ("compare", *pair))),
         Step("is that gap noise? paired runs, and a verdict", (parity(config, run, plain=plain),)),
-        Step("let it write", (("generate", run, "--prompt", "We the people"),)),
+        Step("let it write", (("generate", run, "--prompt", "We the people", "--temperature", "0.8"),)),
         Step("go on where it stopped", (("train", "--run-dir", run, "--steps", str(2 * config.steps), *started),)),
         Step(
             "the same run on text of your own (FILES)",
