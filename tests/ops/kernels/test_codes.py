@@ -13,8 +13,11 @@ import pytest
 
 from halfbyte.formats import random_bytes, tile_scales
 from halfbyte.formats.noise import key_words
+from halfbyte.formats.selftest import VECTORS, load
 from halfbyte.ops import kernels as K
 from halfbyte.ops.kernels import ScaleOrder
+from halfbyte.ops.kernels import codes as kernel_codes
+from halfbyte.ops.kernels.launch import on_host
 from halfbyte.ops.kernels.vector import Vector
 
 KEYS = np.array([0x12345678, 0x9ABCDEF0], np.uint32), np.array([7, 11], np.uint32)
@@ -152,6 +155,30 @@ def test_swiglu(shape):
         interpret=True,
     )
     same(forward, [*rows_of(h, order), *columns_of(h, order)])
+
+
+def host_launch(body, arrays, outputs, *, interpret, name, **sizes):
+    return on_host(body, arrays, outputs, **sizes)
+
+
+@pytest.mark.parametrize("group", ["nvfp4_1d", "nvfp4_2d", "nvfp4_hadamard", "nvfp4_stochastic"])
+def test_stored_vectors(group, monkeypatch):
+    """The answers that `formats` is checked with, outside XLA, which would flush the subnormal ones."""
+    monkeypatch.setattr(kernel_codes, "launch", host_launch)
+    stored, order = load(VECTORS)[group], ScaleOrder.PLAIN
+    key = np.stack(key_words(jnp.asarray(stored["key"]))) if group == "nvfp4_stochastic" else None
+    for x, codes, scales, amax in zip(*(stored[f] for f in ("x", "codes", "scales", "amax")), strict=True):
+        values, (s, dec, mult) = x.view(ml_dtypes.bfloat16), oracle.tensor_scales(amax.view(np.float32))
+        factors = np.array([0, s, dec, mult, dec, 0, 0, 0], np.float32)
+        with jax.disable_jit():
+            if group == "nvfp4_2d":
+                got = K.weight_codes(values.astype(np.float32), factors, inputs_last=None)
+                scales = np.repeat(scales, 16, 0)
+            elif group == "nvfp4_hadamard":
+                got = K.quantize(np.ascontiguousarray(values.T), columns=K.Columnwise(factors, codes=order))
+            else:
+                got = K.quantize(values, rows=K.Rowwise(factors, key, codes=order))
+        same(got, [oracle.pack_tokens(codes.T).T, scales])
 
 
 def bits(x):

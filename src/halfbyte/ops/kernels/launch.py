@@ -40,7 +40,8 @@ def launch(
     if warps % GROUP:
         raise ValueError(f"a program has a multiple of {GROUP} warps, got {warps}")
     if interpret:
-        return _on_host(body, arrays, outputs, programs, warps, columns, lanes)
+        host = functools.partial(on_host, programs=programs, warps=warps, columns=columns, lanes=lanes)
+        return list(jax.pure_callback(lambda *given: host(body, given, outputs), list(outputs), *arrays))
     machine = PtxMemory(columns, lanes)
     body(machine)
     text, count = machine.text(), len(arrays) + len(outputs)
@@ -71,20 +72,19 @@ def _assemble(text: str, _: Any, *refs: Any) -> None:
     llvm.inline_asm(None, places, text, ",".join("l" * len(places)), has_side_effects=True)
 
 
-def _on_host(
+def on_host(
     body: Callable[[Any], None],
-    arrays: Sequence[jax.Array],
+    arrays: Sequence[np.ndarray],
     outputs: Sequence[jax.ShapeDtypeStruct],
+    *,
     programs: int,
-    warps: int,
+    warps: int = GROUP,
     columns: int,
-    lanes: int | None,
-) -> list[jax.Array]:
-    def host(*given: Any) -> list[np.ndarray]:
-        written = [np.full(o.shape, 0xAB, np.uint8).repeat(jnp.dtype(o.dtype).itemsize) for o in outputs]
-        read = [np.ascontiguousarray(np.asarray(a)).reshape(-1).view(np.uint8) for a in given]
-        with np.errstate(all="ignore"):
-            body(VectorMemory(columns, [*read, *written], programs, warps, lanes))
-        return [w.view(o.dtype).reshape(o.shape) for w, o in zip(written, outputs, strict=True)]
-
-    return list(jax.pure_callback(host, list(outputs), *arrays))
+    lanes: int | None = None,
+) -> list[np.ndarray]:
+    """What `launch` returns, in NumPy; in a thread of XLA, which flushes subnormal numbers, it flushes them as well."""
+    written = [np.full(o.shape, 0xAB, np.uint8).repeat(jnp.dtype(o.dtype).itemsize) for o in outputs]
+    read = [np.ascontiguousarray(np.asarray(a)).reshape(-1).view(np.uint8) for a in arrays]
+    with np.errstate(all="ignore"):
+        body(VectorMemory(columns, [*read, *written], programs, warps, lanes))
+    return [w.view(o.dtype).reshape(o.shape) for w, o in zip(written, outputs, strict=True)]
