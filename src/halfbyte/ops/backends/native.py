@@ -221,10 +221,29 @@ def block_scaled(operand: Operand, axis: int) -> Operand:
 @jax.named_scope("quantize")
 def packed_weight(codes: Packed, policy: OperandPolicy, axis: int) -> BlockScaled:
     """A packed weight [inputs, outputs] as the operand of a GEMM that sums over `axis`: -2 for fprop, -1 for dgrad."""
+    if codes.block == "2d" and codes.axis == -2 and codes.scales is not None and policy.format.block is not None:
+        narrow = codes.packed.T if axis == -2 else _paired_along_rows(codes.packed)
+        tiles = codes.scales.T if axis == -2 else codes.scales
+        scales = tile_scales(jnp.repeat(tiles, policy.format.block, axis=0))  # one scale a tile, on each of its rows
+        shape = 2 * codes.packed.shape[0], codes.packed.shape[1]
+        return BlockScaled(narrow, scales, gemm_factor(codes), policy, shape, axis)
     tensor = codes.unpack()
     made = block_scaled(Quantized(tensor.carrier(), gemm_factor(codes), policy, tensor), axis)
     assert isinstance(made, BlockScaled)
     return made
+
+
+def _paired_along_rows(packed: jax.Array) -> jax.Array:
+    """4-bit codes uint8 [inputs / 2, outputs], two inputs a byte -> [inputs, outputs / 2], two outputs a byte; word by
+    word, so that XLA makes one pass of it.
+    """
+    rows, columns = packed.shape
+    # [inputs / 2, outputs] -> [inputs / 2, outputs / 2]: a word has two inputs of two outputs
+    words = lax.bitcast_convert_type(packed.reshape(rows, columns // 2, 2), jnp.uint16)
+    shifts = jnp.array([0, 4], jnp.uint16)[None, :, None]  # of the even and of the odd input
+    ours = words[:, None, :] >> shifts
+    pairs = (ours & jnp.uint16(0xF)) | ((ours >> jnp.uint16(4)) & jnp.uint16(0xF0))
+    return pairs.astype(jnp.uint8).reshape(2 * rows, columns // 2)  # [inputs / 2, 2, ...] -> [inputs, ...]
 
 
 @dataclasses.dataclass(frozen=True)
