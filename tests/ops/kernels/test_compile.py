@@ -97,6 +97,21 @@ def test_an_input_of_three_linears_is_quantized_once():
     assert names["maxima"] == 4
 
 
+def one_linear(x, w, dy, seed):
+    y, pull = jax.vjp(lambda x, w: ops.qdot(x, w, recipe=recipe("nvfp4"), key=jax.random.key(seed)), x, w)
+    return y, pull(dy)
+
+
+def test_a_width_that_no_tile_divides_is_served_by_kernels():
+    like = shapes(topology_of("h200"))
+    args = like(1024, 512), like(512, 1376, dtype=jnp.float32), like(1024, 1376), like(dtype=jnp.uint32)
+    text = compiled(one_linear, "h200", *args)
+    names = re.findall(r'op_name="[^"]*?/(\w+)/mpmd_map', text)
+    assert names.count("gemm") == 3 and "__cublas" not in text
+    assert {"maxima", "weight_maxima", "quantize_weight"} <= set(names)
+    assert "quantize_rows_stochastic_columns_stochastic_hadamard" in names
+
+
 @pytest.mark.parametrize("name", ["h200", "gb300"])
 def test_swiglu_passes_compile(name):
     like = shapes(topology_of(name))
