@@ -115,16 +115,17 @@ def tokens_outside_the_vocabulary_in_the_batch(bench: Bench, folder: Path, rando
     return f"exit 2, file and row named, after step {last_step(folder / 'run')}"
 
 
-QUIET = ("--model.vocab-size", "4096", "--optimizer.weight-decay", "0")
-"""A vocabulary so large that most rows of the embedding are never touched: their bytes can be found in memory."""
+LARGE = ("--model.vocab-size", "32768", "--steps", "120")
+QUIET = (*LARGE, "--optimizer.weight-decay", "0", "--checkpoint.keep-every", "30")
+"""A vocabulary so large that many rows of the embedding are never touched: their bytes can be found in memory."""
 
 
 ONE_REFERENCE = threading.Lock()
 
 
 def untouched_row(folder: Path) -> bytes:
-    """Half a row of the embedding that two checkpoints hold alike, bit for bit: what lies in one piece in memory, also
-    where two devices hold half of each row."""
+    """Half a row of the embedding that no step has changed: what lies in one piece in memory, also where two devices
+    hold half of each row."""
     import numpy as np
 
     steps = sorted(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit())
@@ -135,15 +136,14 @@ def untouched_row(folder: Path) -> bytes:
 
 
 def changed_weight(bench: Bench, folder: Path, random: Random, value: bytes | None) -> str:
-    flags = (*QUIET, "--steps", "300")
     whole = folder.parent / "quiet-reference"
     with ONE_REFERENCE:
         if not whole.exists():
-            code, output = bench.trainer.finish(whole, *flags)
+            code, output = bench.trainer.finish(whole, *QUIET)
             assert code == 0, output[-800:]
         row = untouched_row(whole)
-    one = bench.trainer.start(folder, *flags)
-    ready = lambda: last_step(folder) > 4 * bench.every  # noqa: E731
+    one = bench.trainer.start(folder, *QUIET)
+    ready = lambda: last_step(folder) > 36  # noqa: E731
     assert wait_until(ready, [one]), one.output[-800:]
     offset = 4 * random.randrange(len(row) // 4)
     new = value or struct.pack("<I", struct.unpack_from("<I", row, offset)[0] ^ (1 << random.randrange(31)))

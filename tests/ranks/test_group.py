@@ -155,6 +155,8 @@ def test_the_furthest_behind_is_blamed_and_nobody_during_a_pause():
     still_compiling = {0: Beat(9, 1, "step", 500.0), 1: Beat(9, 0, "compile", 510.0)}
     assert judge(still_compiling, {0: 0.1, 1: 0.1}, limits) is None
     assert judge({0: Beat(9, 13, "step", 9.0)}, {0: 0.1}, limits) is None
+    just_compiled = {0: Beat(9, 2, "step", 500.0), 1: Beat(9, 1, "step", 0.5)}
+    assert judge(just_compiled, {0: 0.1, 1: 0.1}, limits) is None
     assert judge({0: Beat(9, 13, "done", 9.0)}, {0: 900.0}, limits) is None
 
 

@@ -51,9 +51,8 @@ def judge(beats: Mapping[int, Beat], silent: Mapping[int, float], limits: Limits
                 f"rank {rank} has stopped: no sign of life for {seconds:.0f} s ({where}); "
                 "every rank ends, the last checkpoint is intact"
             )
-    working = [beat for beat in beats.values() if beat.doing not in PAUSED]
-    late = [beat for beat in working if beat.idle > limits.progress]
-    if not limits.progress or not late or len(working) < len(beats):
+    late = [beat for beat in beats.values() if beat.doing not in PAUSED and beat.idle > limits.progress]
+    if not limits.progress or not late or len(late) < len(beats):  # one that has just left its compiler is not late
         return None
     rank, beat = min(beats.items(), key=lambda item: (item[1].step, ORDER.get(item[1].doing, 0)))
     idle = max(found.idle for found in late)
