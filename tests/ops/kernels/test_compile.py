@@ -105,7 +105,8 @@ def one_linear(x, w, dy, seed):
 def test_a_width_that_no_tile_divides_is_served_by_kernels():
     like = shapes(topology_of("h200"))
     args = like(1024, 512), like(512, 1376, dtype=jnp.float32), like(1024, 1376), like(dtype=jnp.uint32)
-    text = compiled(one_linear, "h200", *args)
+    with ops.compile_for(devices.device("h200")):
+        text = compiled(one_linear, "h200", *args)
     names = re.findall(r'op_name="[^"]*?/(\w+)/mpmd_map', text)
     assert names.count("gemm") == 3 and "__cublas" not in text
     assert {"maxima", "weight_maxima", "quantize_weight"} <= set(names)
