@@ -1,6 +1,7 @@
 """How the 8B step lies on eight H200, compiled without one. Oracle: the model's own FLOPs and bytes."""
 
 import dataclasses
+import json
 from importlib.util import find_spec
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from halfbyte import bench, models, ops
 from halfbyte.bench.placement import AGAIN
 from halfbyte.devices import device, topology
+from halfbyte.launch.xla_flags import EVERY_GPU
 from halfbyte.models import REMAT
 from halfbyte.ops.attention import cudnn_version
 from halfbyte.program import read
@@ -39,8 +41,9 @@ def test_needed_flops_are_the_models_and_what_remat_repeats():
 )
 def test_a_device_multiplies_gathers_and_hides_what_it_should():
     mesh = run_mesh(CONFIG, np.array(topology(H200, hosts=1, per_host=8).devices))
+    flags = {setting.name: json.loads(setting.value) for setting in EVERY_GPU}
     with ops.compile_for(H200), cudnn_version():
-        compiled = bench.compile_step(CONFIG, mesh, seq=8192)
+        compiled = bench.compile_step(CONFIG, mesh, seq=8192, options=flags)
     found = bench.placement(compiled, CONFIG, mesh)
     assert found.excess == pytest.approx(1.0, abs=1e-3)
     assert found.bytes_needed < H200.memory_bytes
@@ -48,5 +51,8 @@ def test_a_device_multiplies_gathers_and_hides_what_it_should():
     # Every weight of a layer once for the forward and once for the backward pass; embedding and head once.
     layer = models.count_params(CONFIG.model) - 2 * 4096 * 128256 - (2 * CONFIG.model.layers + 1) * 4096
     assert found.gathered == {"bf16": 2 * (2 * layer + 2 * 4096 * 128256)}
-    hidden = bench.hidden(read(compiled.as_text()), dict(mesh.shape), H200)
-    assert hidden > 0.5  # 0.58, and 0.71 while XLA placed the collectives; with one gather a layer it was 0
+    program = read(compiled.as_text())
+    hidden, together = (measure(program, dict(mesh.shape), H200) for measure in (bench.hidden, bench.hidden_time))
+    assert hidden >= 0.8  # 0.82; 0.58 with one collective at a time, 0 with one gather a layer
+    assert 0.6 < together <= 1.0
+    print(f"8 H200, bf16: {hidden:.3f} of the bytes, {together:.3f} of the time on one link")

@@ -33,7 +33,7 @@ ENTRY %main (a: bf16[64,128], x: bf16[512,512]) -> bf16[512,512] {{
     (["g1", "dot1", "d1", "g2", "dot2", "d2"], 1.0, 1.0),
     (["g1", "g2", "dot1", "dot2", "d1", "d2"], 1.0, 1.0),
     (["g1", "g2", "dot1", "d1", "d2", "dot2"], 1.0, 0.5),  # one GEMM cannot hide two
-    (["g1", "g2", "dot1", "d2", "d1", "dot2"], 1.0, 0.5),  # whoever waits for the second waits for the first
+    (["g1", "g2", "dot1", "d2", "d1", "dot2"], 1.0, 0.5),  # both go on while one is waited for
     (["g1", "d1", "dot1", "g2", "dot2", "d2"], 0.5, 0.5),
 ])  # fmt: skip
 def test_a_gemm_counts_once(schedule, alone, together):

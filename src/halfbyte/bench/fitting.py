@@ -7,7 +7,7 @@ largest batch that fits and the smallest that does not, with few compilations be
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax.sharding import Mesh
@@ -29,10 +29,10 @@ class Fit:
     needed: dict[int, int]
 
 
-def compile_step(config: TrainConfig, mesh: Mesh, *, seq: int) -> Any:
-    """The step over plain rows (no segments), compiled from shapes alone."""
+def compile_step(config: TrainConfig, mesh: Mesh, *, seq: int, options: Mapping[str, Any] | None = None) -> Any:
+    """The step over plain rows (no segments), compiled from shapes alone; `options` of XLA beside the step's own."""
     resolved = phases(config)[0].resolved(config)
-    step = jit_train_step(config, resolved, mesh)
+    step = jit_train_step(config, resolved, mesh, options=options)
     batch = {name: abstract_batch(config, mesh, seq=seq)[name] for name in ("tokens", "targets")}
     return compile_train_step(step.lower(abstract_state(config, mesh), batch), resolved)
 

@@ -99,8 +99,8 @@ def _local_gradient(g: jax.Array, tokens: jax.Array, like: jax.Array, *, at: _Pl
     grad = jnp.zeros((like.shape[0], g.shape[-1]), like.dtype).at[outside].add(g.astype(like.dtype), mode="drop")
     scattered = at.axes("embed")
     summed = tuple(axis for axis in (*at.axes("batch"), *at.axes("seq")) if axis not in scattered)
-    grad = lax.psum(grad, summed) if summed else grad
-    return scatter_gradient(grad, ((), scattered), at.reduce_dtype)
+    grad = scatter_gradient(grad, ((), scattered), at.reduce_dtype)  # first: what is left to add up is a part
+    return lax.psum(grad, summed) if summed else grad
 
 
 def _local_index(tokens: jax.Array, rows: int, at: _Placement) -> tuple[jax.Array, jax.Array]:

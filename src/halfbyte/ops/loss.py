@@ -219,8 +219,7 @@ def _reduce_head(dhead: jax.Array, setup: _Setup) -> jax.Array:
         return dhead
     split = _live_axes(setup, "embed")
     summed = tuple(axis for axis in (*_live_axes(setup, "batch"), *_live_axes(setup, "seq")) if axis not in split)
-    dhead = _psum(dhead, summed)
-    return scatter_gradient(dhead, (split, ()), setup.reduce_dtype)
+    return _psum(scatter_gradient(dhead, (split, ()), setup.reduce_dtype), summed)  # what is left to add up is a part
 
 
 def _live_axes(setup: _Setup, logical: str) -> tuple[str, ...]:

@@ -1,11 +1,11 @@
 """How much of a step's communication computation hides, if collectives share one link.
 
 `hidden_share` asks of each collective alone whether enough runs beside it. Where several are under way at once, the
-same GEMM is counted for each of them; here it is not: collectives take the link one after the other, in the order in
-which they start, a GEMM lets the first of them go on for as long as it lasts at peak, and whoever waits for one that
-has not arrived waits for all before it.
+same GEMM is counted for each of them; here it is not: collectives under way divide the link evenly, a GEMM lets them go
+on for as long as it lasts at peak, and whoever waits for one lets the others go on as well.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 
 from .attention import attention_of
@@ -41,26 +41,32 @@ def _waited(
     rates: Mapping[str, float],
 ) -> float:
     """Seconds that one run of `body` stands still for its collectives."""
-    waited, queue = 0.0, dict[str, float]()
+    waited, under_way = 0.0, dict[str, float]()
     for found in body:
-        done = next((name for name in found.operands if name in queue), "") if found.opcode.endswith("-done") else ""
+        ends = found.opcode.endswith("-done")
+        done = next((name for name in found.operands if name in under_way), "") if ends else ""
         if found.name in seconds:
-            queue[found.name] = seconds[found.name]
+            under_way[found.name] = seconds[found.name]
             done = found.name if found.name in synchronous else ""
         if done:
-            for name in list(queue):
-                waited += queue.pop(name)
-                if name == done:
-                    break
-        else:
-            _go_on(queue, _lasts(program, found, rates))
+            waited += _go_on(under_way, math.inf, until=done)
+        elif under_way:
+            _go_on(under_way, _lasts(program, found, rates))
     return waited
 
 
-def _go_on(queue: dict[str, float], seconds: float) -> None:
-    for name, left in queue.items():
-        queue[name] = max(0.0, left - seconds)
-        seconds = max(0.0, seconds - left)
+def _go_on(under_way: dict[str, float], seconds: float, *, until: str = "") -> float:
+    """Lets collectives divide the link for `seconds`, or until one has arrived, which is taken out; the seconds that
+    this took.
+    """
+    spent = 0.0
+    while spent < seconds and under_way.get(until, 1.0) > 0 and any(left > 0 for left in under_way.values()):
+        going = [name for name, left in under_way.items() if left > 0]
+        each = min(min(under_way[name] for name in going), (seconds - spent) / len(going))
+        under_way |= {name: under_way[name] - each for name in going}
+        spent += each * len(going)
+    under_way.pop(until, None)
+    return spent
 
 
 def _lasts(program: Program, found: Instruction, rates: Mapping[str, float]) -> float:
