@@ -1,5 +1,9 @@
 """The page of one run: the same page as a parity's, with what one run can say."""
 
+import shutil
+import subprocess
+
+import pytest
 from fakes import fake_parity
 
 from halfbyte.parity.run_page import write_run_page
@@ -7,14 +11,30 @@ from halfbyte.parity.runner import run_directory
 from halfbyte.train import jsonconfig
 
 
-def test_a_run_leaves_a_page(tmp_path):
+@pytest.fixture
+def page(tmp_path):
     plan = fake_parity(tmp_path)
     arm = plan.arms[1]
     folder = run_directory(tmp_path, arm, 0)
     jsonconfig.save(arm.configure(plan.base, 0), folder / "config.json")
-    text = write_run_page(folder).read_text()
+    return write_run_page(folder, sample=("The <b>", " people\n& more"))
+
+
+def test_a_run_leaves_a_page(page):
+    text = page.read_text()
     parts = ["nats a token, validation 3.", "after 60 steps", "One run: it says what this run did", "Loss, nats"]
-    parts += ["By source of text", "Gradient truth", "Cost", "emulated", "Precision", "Provenance", "config.json"]
+    parts += ["By source of text", "after The &lt;b&gt;", "people", "&amp; more", "Gradient truth", "Cost", "emulated", "Precision", "Provenance", "config.json"]
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
     assert "VERDICT" not in text and "<script" not in text and "http" not in text.replace("http-equiv", "")
+
+
+def test_a_browser_opens_it_without_a_word(page):
+    """No message on the console: nothing is refused by the page's own policy, nothing fails to load."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("needs Chromium")
+    quiet = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking")
+    command = [browser, *quiet, "--enable-logging=stderr", "--dump-dom", f"file://{page}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert "nats a token" in done.stdout and "CONSOLE" not in done.stderr
