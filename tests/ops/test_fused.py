@@ -76,7 +76,6 @@ H200 = devices.device("h200")
         ({"dtype": "float32"}, "bfloat16"),
         ({"recipe": recipe("mxfp4")}, "mxfp4"),
         ({"recipe": recipe("nvfp4_rht_everywhere")}, "Hadamard"),
-        ({"inputs": 96}, "128"),
         ({"tokens": 24}, "16"),
     ],
 )
@@ -89,3 +88,7 @@ def test_it_serves_nvfp4_on_one_hopper_gpu() -> None:
     problem = Problem(NVFP4, 256, 256, 512, H200)
     assert fused.BACKEND.unable(problem) is None
     assert [fused.unsupported(problem, gemm) for gemm in GEMMS] == [None] * 3
+
+
+def test_it_serves_widths_that_no_tile_divides() -> None:
+    assert fused.BACKEND.unable(Problem(NVFP4, 256, 96, 1376, H200)) is None
