@@ -46,9 +46,9 @@ def _on_mesh(
 ) -> list[np.ndarray]:
     mesh = Mesh(np.array(devices, dtype=object), (AXIS,))
     cut = tuple((AXIS,) if entry == AXIS else () for entry in (*spec, None)[:2])
-    parts = [len(devices) if axes else 1 for axes in cut]
-    local = [size // part for size, part in zip(x.shape, parts, strict=True)]
-    passes = ops.choose("auto", ops.Problem(chosen, *local, local[1], device=ops.target(), sharded=True)).passes
+    tokens, features = (size // (len(devices) if axes else 1) for size, axes in zip(x.shape, cut, strict=True))
+    problem = ops.Problem(chosen, tokens, features, features, device=ops.target(), sharded=True)
+    passes = ops.choose("auto", problem).passes
 
     def make(x: jax.Array, dy: jax.Array) -> list[jax.Array]:
         made = []
