@@ -50,7 +50,8 @@ def test_values_train_without_a_terminal(tmp_path, capfd):
     """One step; the recipe and the policy are values, and the manifest says what ran."""
     made = dataclasses.replace(hb.recipe("nvfp4"), name="mine", fprop_x=hb.OperandPolicy())
     rules = hb.Policy("last", (hb.Rule("layers/mlp/*", made, (-1, None)),))
-    result = hb.train(tiny(recipe=made, policy=rules, steps=1, checkpoint=CheckpointConfig(every=0)), tmp_path / "run")
+    config = tiny(recipe=made, policy=rules, steps=1, mesh="data=8", checkpoint=CheckpointConfig(every=0))
+    result = hb.train(config, tmp_path / "run")
     assert result.step == 1 and capfd.readouterr().out == ""
     sites = json.loads((tmp_path / "run" / "manifest.json").read_text())["sites"]
     recipes = {(site["path"], *site["layers"]): site["recipe"] for site in sites if "mlp/up" in site["path"]}
