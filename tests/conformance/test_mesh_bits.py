@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from halfbyte.conformance import mesh_bits
+from halfbyte.conformance import definition, mesh_bits
 from halfbyte.recipe import recipe
 
 
@@ -14,8 +14,15 @@ def quick_compiles():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.mark.slow
 def test_a_cut_tensor_gives_the_operands_of_one_device(quick_compiles, monkeypatch):
-    chosen, devices = recipe("nvfp4"), jax.devices("cpu")[:2]
+    chosen, devices, made = recipe("nvfp4"), jax.devices("cpu")[:2], []
+
+    def once(*tensors):
+        made.extend([] if made else definition(*tensors))
+        return made
+
+    monkeypatch.setattr(mesh_bits, "definition", once)
     assert mesh_bits.operands_on_mesh(chosen, devices, features=32) == {"tokens": 0, "features": 0}
     right = mesh_bits.request
     monkeypatch.setattr(mesh_bits, "request", lambda *a, cut: right(*a))  # each part as if it were the whole
