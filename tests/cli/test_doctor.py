@@ -35,7 +35,9 @@ def test_healthy(few_vectors, capfd):
         assert words in err
 
 
-@pytest.mark.parametrize("device, native", [("cpu", {"bf16"}), ("h200", {"bf16", "fp8"}), ("gb300", set(UNITS) - {"mxfp4"})])
+@pytest.mark.parametrize(
+    "device, native", [("cpu", {"bf16"}), ("h200", {"bf16", "fp8"}), ("gb300", set(UNITS) - {"mxfp4"})]
+)
 def test_what_is_native_where(device, native):
     rows = doctor.format_rows({"table": DEVICES[device]})
     assert {row["format"] for row in rows if row["training"] == "native"} == native
