@@ -3,8 +3,9 @@
     python benchmarks/startup.py [--json]
 
 Run it in an environment without the CUDA compiler plugin (extra `plan`), as users have it: with the plugin `import jax`
-alone takes three times as long. Limits: `import halfbyte` 0.2 s, `halfbyte --help` 0.5 s, `halfbyte train --help` 2 s, on two quiet cores. Each is the
-least of three: another program on the machine makes a start slower, nothing makes it faster.
+alone takes three times as long. Limits: `import halfbyte` 0.2 s, `halfbyte --help` 0.5 s, `halfbyte train --help` 2 s,
+on two quiet cores. Each is the least of three: another program on the machine makes a start slower, nothing makes it
+faster.
 """
 
 import json
