@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from halfbyte import ops
-from halfbyte.conformance import SelfTestFailed, native_gemms_agree
+from halfbyte.conformance import SelfTestFailed, native_gemms, native_gemms_agree, native_sites_agree
 from halfbyte.recipe import recipe
 
 
@@ -19,5 +19,23 @@ def test_native_self_test_passes_and_fails(monkeypatch):
         return y if backend == "carrier" else jax.lax.stop_gradient(y) + 0 * y
 
     monkeypatch.setattr(ops, "qdot", broken)
-    with pytest.raises(SelfTestFailed, match=r"dgrad off by 1.*--precision.backend carrier"):
+    with pytest.raises(SelfTestFailed, match=r"dgrad off by 1.*nothing else is used.*--precision.backend carrier"):
         native_gemms_agree(recipe("nvfp4"), candidate="native")
+
+
+def test_linears_are_compared_at_their_own_sizes_once_each_and_named(monkeypatch):
+    asked = []
+
+    def agree(recipe, *, sizes, site):
+        asked.append((sizes, site))
+        if site.endswith("down"):
+            raise SelfTestFailed(f"at {site}")
+        return {"fprop": 0.0, "dgrad": 0.0, "wgrad": 0.0}
+
+    monkeypatch.setattr(native_gemms, "native_gemms_agree", agree)
+    nvfp4 = recipe("nvfp4")
+    sites = [(f"layers/mlp/{name}", nvfp4, (65536, 512, 1024)) for name in ("gate", "up")]
+    assert set(native_sites_agree(sites)) == {"layers/mlp/gate", "layers/mlp/up"}
+    assert asked == [((4096, 512, 1024), "layers/mlp/gate")]
+    with pytest.raises(SelfTestFailed, match="layers/mlp/down"):
+        native_sites_agree([*sites, ("layers/mlp/down", nvfp4, (256, 1024, 512))])

@@ -1,7 +1,7 @@
 """Does this device compute what the definition says? Asked before a run, and before a ratio is given."""
 
 from .mesh_bits import operands_on_mesh
-from .native_gemms import SelfTestFailed, native_gemms_agree
+from .native_gemms import SelfTestFailed, native_gemms_agree, native_sites_agree
 from .operand_bits import definition, differing, operands_agree
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "definition",
     "differing",
     "native_gemms_agree",
+    "native_sites_agree",
     "operands_agree",
     "operands_on_mesh",
 ]

@@ -64,7 +64,9 @@ class Site:
     flops: float
     """Of one step, all layers of the segment, three GEMMs."""
     passed_over: dict[str, str]
-    """Faster backends that cannot serve this linear, each with the reason."""
+    """Faster backends that cannot serve this linear, and kernels that cannot make its operands, with the reason."""
+    on_device: tuple[int, int, int] = (0, 0, 0)
+    """(tokens, inputs, outputs) of what one device multiplies."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,8 @@ def _describe(
     passed_over = {} if choice is None else ops.passed_over(problem, choice.name)
     flops = 6.0 * (layers[1] - layers[0]) * site.tokens * site.k * site.n * config.accumulate
     backend = XLA if choice is None else choice.name
-    return Site(site.path, layers, site.tokens, site.k, site.n, chosen.name, backend, gemms, flops, passed_over)
+    own = problem.tokens, problem.inputs, problem.outputs
+    return Site(site.path, layers, site.tokens, site.k, site.n, chosen.name, backend, gemms, flops, passed_over, own)
 
 
 def gemms_of(problem: ops.Problem, choice: ops.Choice | None, *, ahead: bool = False) -> dict[str, Gemm]:

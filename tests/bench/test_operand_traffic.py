@@ -1,0 +1,83 @@
+"""What making operands costs in bytes. Oracle: the compulsory bytes, counted by hand for one layer; and the compiled
+program's own text, in which an MLP that XLA quantizes must be found out.
+"""
+
+import dataclasses
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+
+from halfbyte import bench, ops
+from halfbyte.bench.operand_traffic import compulsory_bytes, operand_bytes
+from halfbyte.devices import device, topology
+from halfbyte.ops.attention import cudnn_version
+from halfbyte.ops.backends import BACKENDS, native
+from halfbyte.program import read
+from halfbyte.recipe import recipe
+from halfbyte.runs import run_config
+from halfbyte.train import run_mesh
+
+GB200 = device("gb200")
+CONFIG = dataclasses.replace(run_config("llama3-8b"), mesh="fsdp=8", batch=32, data="synthetic")
+needs_plugin = pytest.mark.skipif(
+    not any(find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin")),
+    reason="needs the CUDA compiler plugin (extra `plan`), no GPU",
+)
+
+
+def test_an_operand_of_nvfp4_has_four_and_a_half_bits():
+    assert operand_bytes(recipe("nvfp4")) == 0.5625
+
+
+def test_compulsory_bytes_of_one_layer_by_hand():
+    """One sequence a device: x and dy of 8192 x 4096, g, u and dh of 8192 x 14336."""
+    model = dataclasses.replace(CONFIG.model, layers=1)
+    x, h, w = 8192 * 4096, 8192 * 14336, 4096 * 14336
+    plain = dataclasses.replace(CONFIG, model=model, mesh="fsdp=1", batch=1, remat="none")
+    tokens = x * (4 + 2 * 0.5625) * 2 + h * (8 + 0.5625 + 12 + 5 * 0.5625)
+    weights = 3 * w * (8 + 0.5625) + 6 * w * 0.5625
+    assert compulsory_bytes(plain, {}) == tokens + weights
+    # Remat makes the row of x in the forward pass, both operands in the backward pass, and weights twice.
+    again = dataclasses.replace(plain, remat="full")
+    repeated = x * (4 + 0.5625) + 3 * w * (8 + 0.5625) + 2 * w * 0.5625
+    assert compulsory_bytes(again, {}) == tokens + weights + repeated
+
+
+def test_what_is_not_counted_is_refused():
+    with pytest.raises(ValueError, match="MLP alone"):
+        compulsory_bytes(dataclasses.replace(CONFIG, policy="all_linear"), {"fsdp": 8})
+    with pytest.raises(ValueError, match="accumulate"):
+        compulsory_bytes(dataclasses.replace(CONFIG, accumulate=2), {"fsdp": 8})
+
+
+def program(config):
+    mesh = run_mesh(config, np.array(topology(GB200, hosts=2, per_host=4).devices))
+    with ops.compile_for(GB200), cudnn_version():
+        return read(bench.compile_step(config, mesh, seq=config.seq).as_text())
+
+
+@pytest.mark.slow
+@needs_plugin
+def test_the_8b_step_on_eight_gb200_makes_its_operands_once():
+    """Layers are a loop, whose trip count makes the figures those of all 32."""
+    found = program(CONFIG)
+    operands, (gemms, calls) = bench.operand_traffic(found, CONFIG, {"fsdp": 8}), bench.native_calls(found, CONFIG)
+    assert operands.excess <= 1.5  # 8.4x by XLA's passes
+    assert sum(gemm.times for gemm in gemms) == calls == (3 * 3 + 2) * 32
+    results = [gemm.result.dtype for gemm in gemms for _ in range(gemm.times)]
+    assert results.count("f32") == 3 * 32 and results.count("bf16") == calls - 3 * 32  # wgrad, and the others once
+    print(f"8B on 8 GB200: {operands.moved / 1e9:.0f} GB for operands, {operands.excess:.2f}x")
+
+
+@pytest.mark.slow
+@needs_plugin
+def test_a_step_that_xla_quantizes_is_found_out(monkeypatch):
+    """The same reader over a smaller model whose kernels were taken away: far beyond the limit."""
+    small = dataclasses.replace(
+        CONFIG, model=dataclasses.replace(CONFIG.model, layers=2, embed=512, mlp=2048, heads=4, kv_heads=4), batch=8,
+        seq=1024,
+    )  # fmt: skip
+    assert bench.operand_traffic(program(small), small, {"fsdp": 8}).excess < 3  # weights weigh more in a small model
+    monkeypatch.setitem(BACKENDS, "native", dataclasses.replace(BACKENDS["native"], passes=native.TILED))
+    assert bench.operand_traffic(program(small), small, {"fsdp": 8}).excess > 5
