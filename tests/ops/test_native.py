@@ -18,6 +18,7 @@ from halfbyte.ops.backends.native import TILED, NativePasses
 from halfbyte.ops.gemms import finish
 from halfbyte.ops.operand import BlockScaled, Owed
 from halfbyte.ops.passes import XLA, request
+from halfbyte.ops.shards import Shards
 from halfbyte.recipe import recipe
 
 NVFP4 = recipe("nvfp4")
@@ -64,6 +65,28 @@ def test_a_weight_is_the_definitions_bytes_in_both_orders() -> None:
         return [native.block_scaled(o, axis) for o, axis in zip(made, (-1, -2), strict=True)]
 
     same(*(compiled(lambda p=p: operands(p)) for p in (PASSES, XLA)))
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_a_weight_whose_outputs_are_gathered_is_put_in_order_first(axis) -> None:
+    """Four devices as a mapped axis; their parts, ordered and gathered, are the whole weight's bytes."""
+    w = jax.random.normal(jax.random.key(1), (64, 256), jnp.float32)
+    codes = XLA.weight(w, NVFP4.fprop_w, axis=-2, key=None)
+    parts = [jnp.stack(jnp.split(a, 4, axis=1)) for a in (codes.packed, codes.scales)]
+    shards = Shards(stored=((), ("devices",)))
+
+    def gathered(packed, scales):
+        part = dataclasses.replace(codes, packed=packed, scales=scales)
+        made = PASSES.gather_weight(part, NVFP4.fprop_w, axis=axis, shards=shards)
+        return made.codes, made.scales, made.shape
+
+    found = jax.vmap(gathered, axis_name="devices", out_axes=(0, 0, None))(*parts)
+    want = PASSES.load_weight(codes, NVFP4.fprop_w, axis=axis)
+    assert found[2] == want.shape == (64, 256)
+    for device in range(4):
+        np.testing.assert_array_equal(found[0][device], want.codes)
+        np.testing.assert_array_equal(found[1][device], want.scales)
+    assert PASSES.gather_weight(codes, NVFP4.fprop_w, axis=axis, shards=Shards()) is None
 
 
 def paid(tensors):

@@ -156,7 +156,9 @@ class Linear:
         """
         shared, fprop = shares_codes(self.plan.recipe), self.weight.fprop
         if shared and isinstance(fprop, Packed) and not self.passes.one_weight:
-            return self.passes.load_weight(self._shared_codes, self.plan.recipe.fprop_w, axis=CONTRACTED[role])
+            policy, axis = self.plan.recipe.fprop_w, CONTRACTED[role]
+            made = self.passes.gather_weight(fprop, policy, axis=axis, shards=self.plan.shards)
+            return made or self.passes.load_weight(self._shared_codes, policy, axis=axis)
         if not shared or isinstance(fprop, EightBit):
             return weight_operand(self.weight, role, self.plan.shards, self.passes)
         return self._shared_weight

@@ -17,7 +17,7 @@ from halfbyte.formats import Packed
 from halfbyte.ops.activation import Activation
 from halfbyte.ops.operand import Carrier, EightBit, Kept, Operand, WeightScales, keep, load, quantize_operand
 from halfbyte.ops.problem import Problem
-from halfbyte.ops.shards import Cut
+from halfbyte.ops.shards import Cut, Shards
 from halfbyte.recipe import OperandPolicy, Recipe, role_key
 
 ROWS, COLUMNS = -1, -2  # the axis that is blocked: features, for fprop and dgrad; tokens, for wgrad
@@ -109,6 +109,10 @@ class Passes:
     def load_weight(self, codes: Packed, policy: OperandPolicy, *, axis: int) -> Operand:
         """Packed codes of a whole weight as the operand of a GEMM that sums over `axis`."""
         return load(codes, policy)
+
+    def gather_weight(self, codes: Packed, policy: OperandPolicy, *, axis: int, shards: Shards) -> Operand | None:
+        """The operand of a weight of which these are one device's codes, if these passes gather it themselves."""
+        return None
 
     def load(self, kept: Kept, policy: OperandPolicy) -> Operand:
         """An operand that was kept, bit for bit."""

@@ -40,7 +40,7 @@ from halfbyte.ops.kernels.scale import GEMM
 from halfbyte.ops.operand import BlockScaled, Kept, Operand, Owed, Quantized, gemm_factor, keep, load, name_saved
 from halfbyte.ops.passes import XLA, Made, Passes, QuantizedWeight, Request
 from halfbyte.ops.problem import Problem, target
-from halfbyte.ops.shards import Cut
+from halfbyte.ops.shards import Cut, Shards, axes_of, gather
 from halfbyte.recipe import OperandPolicy, Recipe
 
 MULTIPLE = 32  # compilation does not check it; execution needs it
@@ -200,6 +200,9 @@ class TiledPasses(Passes):
     def load_weight(self, codes: Packed, policy: OperandPolicy, *, axis: int) -> Operand:
         return packed_weight(codes, policy, axis)
 
+    def gather_weight(self, codes: Packed, policy: OperandPolicy, *, axis: int, shards: Shards) -> Operand | None:
+        return gathered_weight(codes, policy, axis, shards)
+
 
 def _kept(operand: Operand) -> Kept:
     return name_saved(operand) if isinstance(operand, BlockScaled) else keep(operand)
@@ -221,16 +224,39 @@ def block_scaled(operand: Operand, axis: int) -> Operand:
 @jax.named_scope("quantize")
 def packed_weight(codes: Packed, policy: OperandPolicy, axis: int) -> BlockScaled:
     """A packed weight [inputs, outputs] as the operand of a GEMM that sums over `axis`: -2 for fprop, -1 for dgrad."""
-    if codes.block == "2d" and codes.axis == -2 and codes.scales is not None and policy.format.block is not None:
-        narrow = codes.packed.T if axis == -2 else _paired_along_rows(codes.packed)
-        tiles = codes.scales.T if axis == -2 else codes.scales
-        scales = tile_scales(jnp.repeat(tiles, policy.format.block, axis=0))  # one scale a tile, on each of its rows
-        shape = 2 * codes.packed.shape[0], codes.packed.shape[1]
-        return BlockScaled(narrow, scales, gemm_factor(codes), policy, shape, axis)
+    if codes.block == "2d" and codes.axis == -2:
+        return _of_squares(_ordered(codes.packed, axis), codes, policy, axis)
     tensor = codes.unpack()
     made = block_scaled(Quantized(tensor.carrier(), gemm_factor(codes), policy, tensor), axis)
     assert isinstance(made, BlockScaled)
     return made
+
+
+@jax.named_scope("quantize")
+def gathered_weight(codes: Packed, policy: OperandPolicy, axis: int, shards: Shards) -> BlockScaled | None:
+    """The same of a weight whose outputs are gathered, None where it is another: its parts are put in order first. A
+    gather along outputs turns the whole anyway; regrouping nibbles after it would be a second pass.
+    """
+    if codes.block != "2d" or codes.axis != -2 or axes_of(shards.stored[:1]) or not axes_of(shards.stored):
+        return None
+    cut = shards.stored[::-1] if axis == -2 else shards.stored
+    ordered = gather(_ordered(codes.packed, axis), cut)
+    whole = dataclasses.replace(codes, scales=None if codes.scales is None else gather(codes.scales, shards.stored))
+    return _of_squares(ordered, whole, policy, axis)
+
+
+def _ordered(packed: jax.Array, axis: int) -> jax.Array:
+    """Codes uint8 [inputs / 2, outputs] as rows with the contraction last."""
+    return packed.T if axis == -2 else _paired_along_rows(packed)
+
+
+def _of_squares(ordered: jax.Array, codes: Packed, policy: OperandPolicy, axis: int) -> BlockScaled:
+    """The operand of ordered codes and of the scales [inputs / 16, outputs / 16] of `codes`."""
+    assert codes.scales is not None and policy.format.block is not None
+    rows = codes.scales.T if axis == -2 else codes.scales
+    scales = tile_scales(jnp.repeat(rows, policy.format.block, axis=0))  # one scale a tile, on each of its rows
+    shape = tuple(n * policy.format.block for n in codes.scales.shape)
+    return BlockScaled(ordered, scales, gemm_factor(codes), policy, shape, axis)
 
 
 def _paired_along_rows(packed: jax.Array) -> jax.Array:
@@ -285,6 +311,9 @@ class NativePasses(FusedPasses):
 
     def load_weight(self, codes: Packed, policy: OperandPolicy, *, axis: int) -> Operand:
         return packed_weight(codes, policy, axis)
+
+    def gather_weight(self, codes: Packed, policy: OperandPolicy, *, axis: int, shards: Shards) -> Operand | None:
+        return gathered_weight(codes, policy, axis, shards)
 
     def load(self, kept: Kept, policy: OperandPolicy) -> Operand:
         return load(kept, policy)
