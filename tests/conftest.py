@@ -15,6 +15,8 @@ from halfbyte.devices.platform import load_jax_quietly, settle_platform
 if settle_platform(os.environ):
     load_jax_quietly()
 
+from pathlib import Path
+
 import jax
 from hypothesis import settings
 
@@ -25,6 +27,29 @@ jax.config.update("jax_num_cpu_devices", 8)
 # Examples are derived from the test itself: a failure on one machine is the same failure on the next.
 settings.register_profile("halfbyte", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("halfbyte")
+
+
+# Mosaic GPU assembles all kernels of a process for the first target that it meets, so files that compile for Blackwell
+# run where nothing compiles for Hopper: test_other_targets.py starts a process for each.
+BLACKWELL = (
+    "bench/test_405b.py",
+    "bench/test_operand_traffic.py",
+    "ops/test_blackwell.py",
+    "program/test_blackwell_program.py",
+)
+
+
+def pytest_generate_tests(metafunc):
+    if "blackwell_file" in metafunc.fixturenames:
+        metafunc.parametrize("blackwell_file", BLACKWELL)
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Files that compile for Blackwell run in processes of their own, or where they are named."""
+    here = Path(__file__).parent
+    named = {Path(config.invocation_params.dir, argument.split("::")[0]).resolve() for argument in config.args}
+    is_blackwell = collection_path in {here / file for file in BLACKWELL}
+    return True if is_blackwell and collection_path not in named else None
 
 
 def pytest_terminal_summary(terminalreporter):

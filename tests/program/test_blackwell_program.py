@@ -1,0 +1,59 @@
+"""A program for eight GB200, compiled without one, whose figures are known by hand."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import halfbyte as hb
+from halfbyte import devices, ops
+from halfbyte.program import collectives, flops_by_kind, gemms, overlap, read, traffic
+
+needs_plugin = pytest.mark.skipif(
+    not any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin")),
+    reason="needs the CUDA compiler: pip install 'halfbyte[plan]'",
+)
+AXES = ("data", "fsdp", "context", "tensor")
+F32, BF16 = jnp.float32, jnp.bfloat16
+
+
+def shape(*dims, dtype=F32, sharding=None):
+    return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+
+
+def mesh_of(where, **sizes):
+    dims = tuple(sizes.get(axis, 1) for axis in AXES)
+    return Mesh(where.reshape(dims), AXES, axis_types=(AxisType.Auto,) * 4), dict(zip(AXES, dims, strict=True))
+
+
+@pytest.mark.slow
+@needs_plugin
+def test_fsdp_on_eight_gb200_in_four_bits():
+    """One linear, [1024, 512] x [512, 1024], tokens and weights over fsdp=8: an eighth of three GEMMs a device."""
+    gb200 = devices.device("gb200")
+    mesh, sizes = mesh_of(np.array(devices.topology(gb200, hosts=2, per_host=4).devices), fsdp=8)
+    rows = NamedSharding(mesh, P("fsdp"))
+    placement = ops.Placement(mesh, rows.spec, rows.spec, rows.spec)
+
+    def loss(x, w):
+        y = hb.qdot(x, w, recipe=hb.recipe("nvfp4"), key=jax.random.key(0), placement=placement)
+        return jnp.sum(y.astype(F32) ** 2)
+
+    with ops.compile_for(gb200):
+        fn = jax.jit(jax.grad(loss, (0, 1)), out_shardings=(rows, rows))
+        lowered = fn.lower(shape(1024, 512, dtype=BF16, sharding=rows), shape(512, 1024, sharding=rows))
+    program = read(lowered.compile().as_text())
+    assert flops_by_kind(gemms(program)) == {"block-scaled": 3 * 2 * 1024 * 512 * 1024 // 8}
+    moved = {}
+    for each in collectives(program, sizes):
+        assert each.axes == ("fsdp",)
+        moved[each.kind] = moved.get(each.kind, 0) + each.moved
+    elements = 512 * 1024
+    assert elements / 2 <= moved["all-gather"] <= 0.6 * elements  # 4 bits an element, and scales
+    assert moved["reduce-scatter"] == 4 * elements
+    assert [each.collective for each in overlap(program, sizes)] == collectives(program, sizes)
+    assert traffic(program)["quantize"].total > 0

@@ -1,0 +1,19 @@
+"""Programs for Blackwell, each file in a process of its own (conftest.py says why)."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.slow
+def test_blackwell(blackwell_file):
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(HERE / blackwell_file)],
+        cwd=HERE.parent, capture_output=True, text=True, timeout=1800, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    assert " passed" in run.stdout
