@@ -86,7 +86,11 @@ def test_a_stopped_preparation_leaves_nothing(tmp_path, number):
         "--workers",
         "1",
     ]
-    program = "import sys; from halfbyte.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    # A test run that was itself started in the background ignores SIGINT, and its children would too.
+    program = (
+        "import signal, sys; from halfbyte.cli.main import main; "
+        "signal.signal(signal.SIGINT, signal.default_int_handler); sys.exit(main(sys.argv[1:]))"
+    )
     work = subprocess.Popen([sys.executable, "-c", program, *argv], stderr=subprocess.PIPE, text=True)
     while work.poll() is None and not list(tmp_path.glob(".set.partial-*/tokenizer.json")):
         time.sleep(0.01)
