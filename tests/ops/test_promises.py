@@ -2,7 +2,7 @@
 
 Oracle: the equations of the traced linear with its gradients. A GEMM that XLA multiplies is two `dot_general`s (one for
 the CPU, one for others), an 8-bit one is one, a native one is the block-scaled call, and one of our own kernel is none
-of these; passes of ours are `pallas_call`s by name. Cases with the same recipe and choice are the same program at
+of these; passes of ours are kernels by name. Cases with the same recipe and choice are the same program at
 another size, and are traced once.
 """
 
@@ -22,6 +22,7 @@ from halfbyte.recipe import recipe_names
 SHAPES = [(256, 256, 512), (256, 128, 640), (128, 384, 1376), (64, 96, 64)]
 DEVICES = ["cpu", "h200", "b200", "gb300"]
 DOTS = {"carrier": 2, "reference": 1, "fp8": 1, "fused": 0, "native": 0}
+KERNELS = ("pallas_call", "mpmd_map")  # of tiles, and of one program for all widths
 NATIVE = ("ffi_call", "scaled_matmul_wrapper")  # our own call of cuDNN's GEMM, and JAX's
 
 
@@ -44,7 +45,7 @@ def called(name, shape, device):
     found = Counter()
     for equation, _ in equations(traced.jaxpr):
         found[equation.primitive.name] += 1
-        if equation.primitive.name == "pallas_call":
+        if equation.primitive.name in KERNELS:
             found[str(equation.params.get("name") or equation.params["name_and_src_info"]).split()[0]] += 1
     return found
 
