@@ -1,4 +1,4 @@
-"""Makes the hand-written program of this folder importable."""
+"""Makes the helpers of this folder importable."""
 
 import sys
 from pathlib import Path

@@ -1,33 +1,16 @@
 """A program for eight GB200, compiled without one, whose figures are known by hand."""
 
-import importlib.util
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from compiling import BF16, F32, mesh_of, needs_plugin, shape
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import halfbyte as hb
 from halfbyte import devices, ops
 from halfbyte.program import collectives, flops_by_kind, gemms, overlap, read, traffic
-
-needs_plugin = pytest.mark.skipif(
-    not any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin")),
-    reason="needs the CUDA compiler: pip install 'halfbyte[plan]'",
-)
-AXES = ("data", "fsdp", "context", "tensor")
-F32, BF16 = jnp.float32, jnp.bfloat16
-
-
-def shape(*dims, dtype=F32, sharding=None):
-    return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
-
-
-def mesh_of(where, **sizes):
-    dims = tuple(sizes.get(axis, 1) for axis in AXES)
-    return Mesh(where.reshape(dims), AXES, axis_types=(AxisType.Auto,) * 4), dict(zip(AXES, dims, strict=True))
 
 
 @pytest.mark.slow

@@ -1,14 +1,14 @@
 """Programs compiled here, whose figures are known by hand: for the CPU and, without a GPU, for an H200."""
 
 import functools
-import importlib.util
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import BF16, mesh_of, needs_plugin, shape
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from halfbyte import devices, ops
@@ -21,17 +21,6 @@ from halfbyte.program import (
     read,
     traffic,
 )
-
-needs_plugin = pytest.mark.skipif(
-    not any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin")),
-    reason="needs the CUDA compiler: pip install 'halfbyte[plan]'",
-)
-AXES = ("data", "fsdp", "context", "tensor")
-F32, BF16 = jnp.float32, jnp.bfloat16
-
-
-def shape(*dims, dtype=F32, sharding=None):
-    return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
 
 
 def compiled(fn, *arguments):
@@ -75,11 +64,6 @@ def test_a_call_that_nobody_knows_is_an_error():
     strange = '  %strange = f32[8]{0} custom-call(), custom_call_target="their_gemm"\n  ROOT'
     with pytest.raises(Unreadable, match="their_gemm.*say in halfbyte/program/gemms.py whether it multiplies"):
         gemms(read(text[: text.index("ENTRY")] + text[text.index("ENTRY") :].replace("  ROOT", strange, 1)))
-
-
-def mesh_of(where, **sizes):
-    dims = tuple(sizes.get(axis, 1) for axis in AXES)
-    return Mesh(where.reshape(dims), AXES, axis_types=(AxisType.Auto,) * 4), dict(zip(AXES, dims, strict=True))
 
 
 def cpu_mesh(**sizes):

@@ -14,8 +14,9 @@ from halfbyte.program import Gemm, Program, gemms, traffic
 from halfbyte.recipe import Recipe
 from halfbyte.train import TrainConfig, phases
 
+from .placement import AGAIN
+
 MAKING = ("quantize", "mlp")  # categories of program.traffic
-AGAIN = ("quantized", "full")  # remat policies that make the operands of x, g and u again
 BF16, FLOAT32 = 2, 4
 
 
@@ -42,12 +43,16 @@ def compulsory_bytes(config: TrainConfig, mesh: Mapping[str, int]) -> float:
     """The compulsory bytes of a step of `config`. Raises ValueError where other linears than the MLP's are quantized,
     or microbatches are accumulated: their passes are not counted here.
     """
-    resolved = phases(config)[0].resolved(config)
-    recipes = [segment.recipes for segment in resolved.segments for _ in range(segment.start, segment.stop)]
-    layers = [_recipe(found) for found in recipes]
+    layers = [_recipe(found) for found in _layers(config)]
     if config.accumulate > 1:
         raise ValueError("compulsory bytes are those of a step without accumulation; use --accumulate 1")
     return sum(_layer(config, mesh, recipe) for recipe in layers if recipe is not None)
+
+
+def _layers(config: TrainConfig) -> list[Mapping[str, Recipe]]:
+    """Path -> recipe, of each layer."""
+    resolved = phases(config)[0].resolved(config)
+    return [segment.recipes for segment in resolved.segments for _ in range(segment.start, segment.stop)]
 
 
 def _recipe(found: Mapping[str, Recipe]) -> Recipe | None:
@@ -64,7 +69,7 @@ def _layer(config: TrainConfig, mesh: Mapping[str, int], recipe: Recipe) -> floa
     parts = {axis: mesh.get(axis, 1) for axis in ("data", "fsdp", "context", "tensor")}
     tokens = config.batch * config.seq // (parts["data"] * parts["fsdp"] * parts["context"])
     embed, hidden = config.model.embed, config.model.mlp // parts["tensor"]
-    again = config.remat in AGAIN
+    again = "layers/mlp/gate" in AGAIN[config.remat]  # then the operands of x, g and u are made again
     x, h = tokens * embed, tokens * hidden
     code = operand_bytes(recipe)
     read = 2 * BF16  # for maxima and for codes
@@ -88,11 +93,9 @@ def operand_bytes(recipe: Recipe) -> float:
 
 
 def native_calls(program: Program, config: TrainConfig) -> tuple[list[Gemm], int]:
-    """(the block-scaled GEMMs of a program, how many a step of `config` should call: three a linear and layer, and gate
-    and up once more where its remat repeats them).
+    """(the block-scaled GEMMs of a program, how many a step of `config` should call: three a linear and layer, and one
+    more where its remat repeats fprop).
     """
-    resolved = phases(config)[0].resolved(config)
-    recipes = [segment.recipes for segment in resolved.segments for _ in range(segment.start, segment.stop)]
-    quantized = [path for found in recipes for path, recipe in found.items() if recipe.quantized]
-    again = [path for path in quantized if path.endswith(("/gate", "/up"))] if config.remat in AGAIN else []
+    quantized = [path for found in _layers(config) for path, recipe in found.items() if recipe.quantized]
+    again = [path for path in quantized if path in AGAIN[config.remat]]
     return [g for g in gemms(program) if g.kind == "block-scaled"], 3 * len(quantized) + len(again)

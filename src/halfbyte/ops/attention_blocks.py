@@ -106,7 +106,11 @@ def _xla_gradient(
     kv_heads = k.shape[2]
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     q_by_head, dy = grouped(q, kv_heads), grouped(gradient, kv_heads)
-    of_query = lambda x: jnp.moveaxis(grouped(x[..., None], kv_heads)[..., 0], 1, 3)[..., None]  # noqa: E731
+
+    def of_query(x: jax.Array) -> jax.Array:
+        """[batch, queries, heads] -> [batch, kv_heads, group, queries, 1], beside scores."""
+        return jnp.moveaxis(grouped(x[..., None], kv_heads)[..., 0], 1, 3)[..., None]
+
     weights = jnp.exp(scores(q, k, visible) - of_query(statistics))
     delta = jnp.sum(gradient.astype(jnp.float32) * context.astype(jnp.float32), axis=-1)
     d_scores = weights * (product("bqhgd,bkhd->bhgqk", dy, v) - of_query(delta)) * (q.shape[-1] ** -0.5)

@@ -62,10 +62,9 @@ def _forward(
         forward(*arrays, causal=causal)
         for *arrays, causal in zip(share.queries(halves), keys, values, visible, CAUSAL, strict=True)
     ]
-    wholes = [_named(merge(found)) for found in share.by_half(*parts)]
-    contexts = tuple(context.astype(q.dtype) for context, _ in wholes)
-    statistics = tuple(found for _, found in wholes)
-    return share.swap_back(contexts), (halves, k, v, segments, contexts, statistics)  # type: ignore[arg-type]
+    lower, upper = (_named(merge(found)) for found in share.by_half(*parts))
+    contexts = lower[0].astype(q.dtype), upper[0].astype(q.dtype)
+    return share.swap_back(contexts), (halves, k, v, segments, contexts, (lower[1], upper[1]))
 
 
 def _backward(axes: tuple[str, ...], implementation: str, kept: Any, gradient: jax.Array) -> tuple[Any, ...]:
@@ -147,8 +146,8 @@ class Share:
         if segments is None:
             return (None, None, None)
         known = self.chunks(segments)
-        halves = tuple(jnp.take(known, at, axis=1, mode="clip") for at in (self.lower, self.upper))
-        both = zip(self.queries(halves), self.keys(known), strict=True)  # type: ignore[arg-type]
+        lower, upper = (jnp.take(known, at, axis=1, mode="clip") for at in (self.lower, self.upper))
+        both = zip(self.queries((lower, upper)), self.keys(known), strict=True)
         return tuple(queries[:, :, None] == keys[:, None, :] for queries, keys in both)
 
     def by_half(self, wide: Part, pairs: Part, own: Part) -> tuple[list[Part], list[Part]]:
@@ -178,12 +177,10 @@ class Share:
         left = chunk < self.n
         paired = jnp.where(left, chunk < self.lower, chunk < self.upper)
         pair = jnp.where(left, chunk, chunk - self.n + self.lower)
-        dims = tuple(range(2, own.ndim))
-        at = lambda flags: jnp.expand_dims(flags[None], dims)  # noqa: E731
-        total = jnp.where(at(paired), jnp.take(pairs, pair, axis=1, mode="clip"), 0.0)
-        total += jnp.where(at(chunk == self.lower), own[:, :1], 0.0) + jnp.where(
-            at(chunk == self.upper), own[:, 1:], 0.0
-        )
+        dims = (0, *range(2, own.ndim))  # flags of chunks [2n] -> [1, 2n, 1, ...]
+        paired, first, second = (jnp.expand_dims(at, dims) for at in (paired, chunk == self.lower, chunk == self.upper))
+        total = jnp.where(paired, jnp.take(pairs, pair, axis=1, mode="clip"), 0.0)
+        total += jnp.where(first, own[:, :1], 0.0) + jnp.where(second, own[:, 1:], 0.0)
         # [batch, n * seq / 2n, ...] -> [batch, 2n, seq / 2n, ...], nothing for the right half of the chunks
         total = total.at[:, : self.n].add(wide.astype(jnp.float32).reshape(total[:, : self.n].shape))
         whole = total.reshape(total.shape[0], -1, *total.shape[3:])

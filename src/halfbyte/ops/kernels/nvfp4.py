@@ -131,8 +131,11 @@ def find_maxima(
         return [top for rows in tensors for top in _tops(m, rows, hadamard)]
 
     if not layout.divides(arrays[0].shape[1]):
-        tops = lambda m, rows: [top[0] for top in body(m, rows, ())]  # noqa: E731
-        by_hand = functools.partial(codes.find_maxima, arrays, tops, total, owed=owed)
+
+        def first(m, rows):
+            return [top[0] for top in body(m, rows, ())]
+
+        by_hand = functools.partial(codes.find_maxima, arrays, first, total, owed=owed)
         return by_hand(columns=tiling.columns, interpret=interpret, name=name)
 
     def kernel(_, refs, scalar_refs, ___, tops):
