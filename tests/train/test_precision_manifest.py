@@ -1,13 +1,15 @@
 """Oracle: ANCHORS (65.7% of Llama 3 8B's FLOPs and 78.4% of 405B's are in the MLP at 8192), and the device table."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from halfbyte.devices import device
+from halfbyte.recipe import GEMMS
 from halfbyte.runs import run_config
-from halfbyte.train import PrecisionConfig, build_manifest, phases, table
+from halfbyte.train import PrecisionConfig, build_manifest, phases, session, table
 from halfbyte.train.precision_manifest import makers, served
 
 
@@ -87,3 +89,26 @@ def test_the_table_fits_eighty_columns(capsys):
     assert "78.4% of FLOPs in 4 bits" in out
     assert "…" not in out
     assert max(map(len, out.splitlines())) <= 80
+
+
+def test_native_linears_are_compared_under_their_own_recipes(monkeypatch):
+    """A policy may have two native recipes; neither the first of them nor the run's stands for the other."""
+    config = dataclasses.replace(run_config("llama3-8b"), policy="mlp; attention/*=mxfp8; layers[-1]/mlp/*=nvfp4_no_sr")
+    manifest, asked, said = manifest_of("llama3-8b", "gb200", policy=config.policy), [], []
+
+    def agree(sites):
+        asked.extend(sites)
+        return {path: dict.fromkeys(GEMMS, 0.0) for path, _, _ in sites}
+
+    monkeypatch.setattr(session, "native_sites_agree", agree)
+    started = SimpleNamespace(config=config, preflight=SimpleNamespace(manifests=[manifest]), say=said.append)
+    session.check_native_gemms(started)
+    recipes = {path: recipe.name for path, recipe, _ in asked}
+    sizes = {site.path: site.on_device for site in manifest.sites}
+    assert all(size == sizes[path.split(",")[0]] for path, _, size in asked)
+    assert recipes == {
+        **{f"layers/attention/{name}, layers 0 to 31": "mxfp8" for name in "qkvo"},
+        **{f"layers/mlp/{name}, layers 0 to 30": "nvfp4" for name in ("gate", "up", "down")},
+        **{f"layers/mlp/{name}, layers 31 to 31": "nvfp4_no_sr" for name in ("gate", "up", "down")},
+    }
+    assert "native mxfp8, nvfp4, nvfp4_no_sr GEMMs" in said[0]

@@ -120,6 +120,18 @@ def build_manifest(config: TrainConfig, resolved: Resolved, recipe: Recipe, *, s
     )
 
 
+def native_sites(manifest: Manifest, resolved: Resolved) -> list[tuple[str, Recipe, tuple[int, int, int]]]:
+    """(path and layers, recipe, sizes on a device) of each linear that the native backend serves."""
+    found = []
+    for site in manifest.sites:
+        if site.backend == "native":
+            first, last = site.layers
+            layered = site.path.startswith("layers/")
+            where = f"{site.path}, layers {first} to {last - 1}" if layered else site.path
+            found.append((where, resolved.at(site.path, first if layered else None), site.on_device))
+    return found
+
+
 def _spans(site: models.GemmSite, resolved: Resolved, layers: int) -> list[tuple[int, int, Recipe]]:
     if not site.path.startswith("layers/"):
         return [(0, 1, resolved.at(site.path))]

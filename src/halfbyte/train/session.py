@@ -37,7 +37,7 @@ from .directory import Found, Taken, check_data, look_at, settle, take
 from .guard import Return
 from .identity import fingerprint
 from .precision import Phase, phases, with_fallback
-from .precision_manifest import Manifest, build_manifest, table
+from .precision_manifest import Manifest, build_manifest, native_sites, table
 from .preflight import GIB, Preflight, check, memory_of, run_mesh
 from .source import Source, open_source
 
@@ -134,15 +134,16 @@ def _peak_text(session: Session) -> str:
 
 
 def check_native_gemms(session: Session) -> None:
-    """Compare each native GEMM direction with `carrier`, at the sizes of each native linear on one device, where the
-    device has native units.
+    """Compare each native GEMM direction with `carrier`, under the recipe and at the sizes of each native linear on one
+    device, where the device has native units.
     """
     for phase, manifest in zip(phases(session.config), session.preflight.manifests, strict=True):
-        sites = [(site.path, phase.recipe, site.on_device) for site in manifest.sites if site.backend == "native"]
+        sites = native_sites(manifest, phase.resolved(session.config))
         if sites:
             found = native_sites_agree(sites).values()
             worst = ", ".join(f"{name} {max(each[name] for each in found):.2g}" for name in GEMMS)
-            session.say(f"self-test of native {phase.recipe.name} GEMMs against carrier passed ({worst})")
+            names = ", ".join(dict.fromkeys(recipe.name for _, recipe, _ in sites))
+            session.say(f"self-test of native {names} GEMMs against carrier passed ({worst})")
 
 
 @dataclass
