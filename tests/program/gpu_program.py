@@ -81,6 +81,8 @@ ENTRY %main (a: bf16[64,128], w: bf16[128,256], q: f4e2m1fn[64,128], v: f4e2m1fn
   %own = bf16[64,256]{1,0} custom-call(%a, %w), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/gemm/mpmd_map"}, backend_config={kernel_hash = "x"}
   %row.read = f32[64]{0} fusion(%stack, %n), kind=kLoop, calls=%rows
   %stack.next = f32[4,64]{1,0} fusion(%stack, %n, %row.read), kind=kLoop, calls=%update
+  %early.start = ((f32[4,64]{1,0}, s32[], f32[64]{0}), f32[4,64]{1,0}, u32[]) fusion-start(%stack, %n, %row.read), kind=kLoop, calls=%update
+  %early.done = f32[4,64]{1,0} fusion-done(%early.start)
   %pass = (f4e2m1fn[64,128]{1,0}, f8e4m3fn[64,8]{1,0}) custom-call(%a), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(step)/quantize_rows/pallas_call"}, backend_config={name = "quantize_rows"}
   ROOT %out = bf16[64,256]{1,0} copy(%own)
 }

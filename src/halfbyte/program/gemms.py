@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from .schedule import Launch, launches
-from .text import Array, Instruction, Program, Unreadable
+from .text import FUSIONS, Array, Instruction, Program, Unreadable
 
 BLOCK_SCALED = "__cudnn$blockScaledDot"
 CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
@@ -23,7 +23,7 @@ NO_GEMM = re.compile(
     r"^AssumeGatherIndicesInBound$|^CreateBuffer$|^Pin$|^Unpin$|^__cudnn\$norm"
 )
 MULTIPLIES = ("dot", "scaled-dot")
-NEVER_SEEN = ("convolution", "ragged-dot", "triangular-solve", "cholesky", "fft")
+NEVER_SEEN = ("convolution", "ragged-dot", "triangular-solve", "cholesky", "fft", "dot-start", "custom-call-start")
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def gemms_of(program: Program, launch: Launch) -> Iterator[Gemm]:
         yield from _of_call(program, launch)
     elif found.opcode in MULTIPLIES:
         yield _of_dot(program, found, launch, kind="dot")
-    elif found.opcode == "fusion":
+    elif found.opcode in FUSIONS:
         kind = fusion_kind(found)
         for part in program.inside(found):
             if part.opcode in MULTIPLIES:

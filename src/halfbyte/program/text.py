@@ -20,6 +20,7 @@ BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128} 
     for name in "s1 u1 s2 u2 s4 u4 s8 u8 s16 u16 s32 u32 s64 u64 f16 f32 f64 f4e2m1fn f8e4m3 f8e4m3fn f8e5m2 f8e8m0fnu "
     "f8e4m3b11fnuz f8e4m3fnuz f8e5m2fnuz f8e3m4".split()
 }
+FUSIONS = ("fusion", "fusion-start")  # one that is waited for, and one beside which others run
 CALLED = ("calls", "to_apply", "body", "condition", "called_computations", "branch_computations")
 
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\]")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from .categories import category, kind_of_done
 from .collectives import kind_of
 from .schedule import Launch, launches
-from .text import Instruction, Program
+from .text import FUSIONS, Instruction, Program
 
 SLICES = ("dynamic-slice", "slice", "gather")
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
@@ -58,7 +58,7 @@ def traffic_of_launches(program: Program) -> Iterator[tuple[Launch, Traffic]]:
 def bytes_of(program: Program, found: Instruction) -> tuple[int, int]:
     """(read, written) by one execution of one instruction."""
     results = sum(array.bytes for array in found.results)
-    if found.opcode == "fusion":
+    if found.opcode in FUSIONS:
         return _of_fusion(program, found)
     if found.opcode in ("dynamic-slice", "slice"):
         return results, results
