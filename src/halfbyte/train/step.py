@@ -30,6 +30,7 @@ Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 BATCH_KEYS = ("tokens", "targets", "segments", "positions")
+SUMS = ("nll_sum", "z_sum", "tokens")  # over the scored tokens of a microbatch, float32
 
 
 def make_context(config: TrainConfig, resolved: Resolved | None, mesh: Mesh, key: jax.Array | None) -> models.Context:
@@ -67,7 +68,7 @@ def gradients(
         context = make_context(config, resolved, mesh, key)
         weights = models.with_anchors(ready, params)
         total, aux = models.loss_sum(config.model, weights, micro, context, z_loss=config.z_loss)
-        return total * weight, {name: aux[name] for name in ("nll_sum", "z_sum", "tokens")}
+        return total * weight, {name: aux[name] for name in SUMS}
 
     def one(micro: Batch, key: jax.Array) -> tuple[Any, Metrics]:
         grads, sums = jax.grad(loss, has_aux=True)(params, micro, key)
@@ -80,10 +81,8 @@ def gradients(
         index, rows = micro
         return jax.tree.map(jnp.add, total, one(rows, jax.random.fold_in(key, index))), None
 
-    split = microbatches(batch, config.accumulate)
-    shapes = jax.eval_shape(one, {name: x[0] for name, x in split.items()}, key)
-    start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    return lax.scan(add, start, (jnp.arange(config.accumulate), split))[0]
+    start = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params), dict.fromkeys(SUMS, jnp.zeros((), jnp.float32))
+    return lax.scan(add, start, (jnp.arange(config.accumulate), microbatches(batch, config.accumulate)))[0]
 
 
 def make_train_step(config: TrainConfig, resolved: Resolved, mesh: Mesh) -> TrainStep:
