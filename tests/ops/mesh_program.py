@@ -4,12 +4,20 @@ As a script it is one of two processes of two devices each: `mesh_program.py RAN
 """
 
 import sys
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+
+import halfbyte as hb
+from halfbyte.formats import random_bytes
+from halfbyte.ops import shards
+from halfbyte.ops.operand import quantize_operand
+from halfbyte.ops.passes import request
+from halfbyte.recipe import role_key
 
 BATCH, SEQ, WIDTH = 4, 16, 64
 AXES = ("fsdp", "tensor")
@@ -28,42 +36,66 @@ def tensors():
     return made
 
 
-def operands(recipe, key):
-    """(x, w, dy) -> role -> codes, scales as bytes, amax, and the random bytes of its key."""
-    from halfbyte.formats import random_bytes
-    from halfbyte.ops.operand import quantize_operand
-    from halfbyte.ops.passes import request
-    from halfbyte.recipe import role_key
+def within(shape, cut):
+    """Where a part lies in the whole, as random_bytes is told; nothing for a whole tensor."""
+    return {"offset": shards.offsets(shape, cut), "global_shape": shards.whole_shape(shape, cut)} if cut else {}
 
-    def one(role, x):
+
+def operands(recipe, key, cuts=MappingProxyType({})):
+    """(x, w, dy) -> role -> codes, scales as bytes, amax, and the random bytes of its key; of local parts by `cuts`."""
+
+    def one(role, x, cut):
         axis = -2 if role.startswith("wgrad") or role == "fprop_w" else -1
         wanted = request(recipe, role, key)
-        made = quantize_operand(x, wanted.policy, axis=axis, key=wanted.key).codes
+        made = quantize_operand(x, wanted.policy, axis=axis, key=wanted.key, cut=cut).codes
         scales = jax.lax.bitcast_convert_type(made.scales, jnp.uint8)
-        return made.codes, scales, made.amax, random_bytes(role_key(key, role), x.shape)
+        return made.codes, scales, made.amax, random_bytes(role_key(key, role), x.shape, **within(x.shape, cut))
 
-    return lambda x, w, dy: {role: one(role, {"x": x, "w": w, "dy": dy}[t]) for role, t in TENSOR_OF.items()}
+    def all_of(x, w, dy):
+        tensor = {"x": x, "w": w, "dy": dy}
+        return {role: one(role, tensor[name], cuts.get(name, ())) for role, name in TENSOR_OF.items()}
+
+    return all_of
 
 
-def run(mesh):
-    """{role: [codes, scales, amax, bytes]} on the host, made by the devices of `mesh` from sharded tensors."""
-    import halfbyte as hb
+def in_parts(mesh, recipe, key):
+    """`operands` as linears make them: inside shard_map, of local parts that know where they lie."""
+    whole = {role: (SPECS[name], SPECS[name], P(), SPECS[name]) for role, name in TENSOR_OF.items()}
+    cuts = {name: shards.cut_of(spec, len(spec)) for name, spec in SPECS.items()}
+    local = operands(recipe, key, cuts)
+    return jax.shard_map(local, mesh=mesh, in_specs=tuple(SPECS.values()), out_specs=whole, check_vma=False)
+
+
+def run(mesh, ways=("compiler", "parts")):
+    """{way: {role: [codes, scales, amax, bytes]}} on the host, made by the devices of `mesh` from sharded tensors: cut
+    by the compiler, and into parts by shard_map.
+    """
+    recipe, key = hb.recipe("nvfp4"), jax.random.key(3)
 
     def place(name, value):
         sharding = NamedSharding(mesh, SPECS[name])
         return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
-    arrays = {name: place(name, value) for name, value in tensors().items()}
-    x, dy = (jax.jit(lambda a: a.astype(jnp.bfloat16))(arrays[name]) for name in ("x", "dy"))
-    made = jax.jit(operands(hb.recipe("nvfp4"), jax.random.key(3)), compiler_options=quick)(x, arrays["w"], dy)
-    codes = made["dgrad_dy"][0]
-    assert not codes.is_fully_replicated or mesh.size == 1, "not computed in shards"
+    def make(x, w, dy):
+        given = x.astype(jnp.bfloat16), w, dy.astype(jnp.bfloat16)
+        by = {"compiler": operands(recipe, key), "parts": in_parts(mesh, recipe, key)}
+        return {way: by[way](*given) for way in ways}
+
+    arrays = [place(name, value) for name, value in tensors().items()]
+    made = jax.jit(make, compiler_options=quick)(*arrays)
+    for each in made.values():
+        assert not each["dgrad_dy"][0].is_fully_replicated or mesh.size == 1, "not computed in shards"
     whole = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, P()))(made)
     return jax.tree.map(lambda a: np.asarray(a.addressable_data(0)), whole)
 
 
 def flat(made):
-    return {f"{role}.{i}": leaf for role, leaves in made.items() for i, leaf in enumerate(leaves)}
+    return {
+        f"{way} {role}.{i}": leaf
+        for way, roles in made.items()
+        for role, leaves in roles.items()
+        for i, leaf in enumerate(leaves)
+    }
 
 
 def main(rank, port, out):
@@ -73,7 +105,7 @@ def main(rank, port, out):
     jax.distributed.initialize(
         address, 2, rank, coordinator_bind_address=address, initialization_timeout=60, heartbeat_timeout_seconds=30
     )
-    made = run(jax.make_mesh((2, 2), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 2))
+    made = run(jax.make_mesh((2, 2), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 2), ways=("parts",))
     if rank == 0:
         np.savez(out, **flat(made))
 

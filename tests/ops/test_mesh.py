@@ -26,6 +26,7 @@ import halfbyte as hb
 from halfbyte import ops
 
 MESHES = [(1, 1), (4, 1), (2, 2), (1, 4)]
+BOTH_WAYS = [(1, 1), (2, 2)]
 
 
 def mesh(shape):
@@ -35,7 +36,8 @@ def mesh(shape):
 
 @functools.cache
 def operands(shape):
-    return mesh_program.flat(mesh_program.run(mesh(shape)))
+    ways = ("compiler", "parts") if shape in BOTH_WAYS else ("parts",)
+    return mesh_program.flat(mesh_program.run(mesh(shape), ways))
 
 
 def assert_equal(got, want):
@@ -46,14 +48,27 @@ def assert_equal(got, want):
 
 @pytest.mark.parametrize("shape", MESHES[1:], ids=lambda s: f"{s[0]}x{s[1]}")
 def test_operands_are_the_same_on_every_mesh(shape):
-    assert_equal(operands(shape), operands((1, 1)))
+    assert_equal(operands(shape), {name: operands((1, 1))[name] for name in operands(shape)})
+
+
+def test_parts_are_the_definition_of_the_whole():
+    made = operands((1, 1))
+    for name in made:
+        np.testing.assert_array_equal(made[name], made[name.replace("parts", "compiler")], err_msg=name)
+
+
+def test_a_part_that_does_not_know_its_place_is_found(monkeypatch):
+    monkeypatch.setattr("halfbyte.ops.operand.offsets", lambda shape, cut: (0,) * len(shape))
+    lost, right = mesh_program.flat(mesh_program.run(mesh((2, 1)), ways=("parts",))), operands((1, 1))
+    wrong = {name for name, value in lost.items() if not np.array_equal(value, right[name])}
+    assert wrong == {f"parts {role}.0" for role in ("dgrad_dy", "wgrad_dy")}  # those that round stochastically
 
 
 def test_the_amax_is_of_the_whole_tensor():
     """It lies in one corner: a scale of the shard's own would miss it on three devices of four."""
     for role, tensor in mesh_program.TENSOR_OF.items():
         if role not in ("wgrad_x", "wgrad_dy"):  # those see it spread over sixteen tokens
-            assert operands((2, 2))[f"{role}.2"] == 30, tensor
+            assert operands((2, 2))[f"parts {role}.2"] == 30, tensor
 
 
 def free_port():
@@ -63,6 +78,7 @@ def free_port():
 
 
 def test_two_processes_of_two_devices(tmp_path):
+    """fsdp lies over the processes, tensor inside each."""
     port, out = free_port(), tmp_path / "operands.npz"
     source = pathlib.Path(hb.__file__).parents[1]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(source)}
@@ -81,7 +97,7 @@ def test_two_processes_of_two_devices(tmp_path):
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
     with np.load(out) as saved:
-        assert_equal(dict(saved), operands((1, 1)))
+        assert_equal(dict(saved), {name: value for name, value in operands((1, 1)).items() if "parts" in name})
 
 
 def test_fsdp_and_tensor_sharding_of_a_weight():
