@@ -14,19 +14,30 @@ FileNames
 1 "/a/halfbyte/ops/attention.py"
 2 "/a/halfbyte/formats/quantization.py"
 3 "/a/jax/core.py"
+4 "/a/halfbyte/models/llama.py"
+5 "/a/halfbyte/ops/operand.py"
 
 FunctionNames
 1 "f"
+2 "attention_block"
+3 "to_bfloat16"
+4 "quantize_operand"
 
 FileLocations
 1 {file_name_id=1 function_name_id=1 line=10}
 2 {file_name_id=2 function_name_id=1 line=10}
 3 {file_name_id=3 function_name_id=1 line=10}
+4 {file_name_id=4 function_name_id=2 line=10}
+5 {file_name_id=5 function_name_id=3 line=10}
+6 {file_name_id=5 function_name_id=4 line=10}
 
 StackFrames
 1 {file_location_id=1 parent_frame_id=1}
 2 {file_location_id=3 parent_frame_id=5}
 4 {file_location_id=2 parent_frame_id=1}
+5 {file_location_id=4 parent_frame_id=1}
+6 {file_location_id=5 parent_frame_id=1}
+7 {file_location_id=6 parent_frame_id=1}
 
 %fused (p: f32[8]) -> f32[8] {
   %p = f32[8]{0} parameter(0)
@@ -43,6 +54,9 @@ ENTRY %main (a: f32[8]) -> f32[8] {
   %fusion.1 = f32[8]{0} fusion(%a), kind=kLoop, calls=%fused
   %fusion.2 = f32[8,8]{1,0} fusion(%a), kind=kOutput, calls=%fused.dot
   %scores = f32[8,8]{1,0} dot(%a, %a), metadata={op_name="jit(step)/dot" stack_frame_id=1}
+  %norm = f32[8]{0} multiply(%a, %a), metadata={op_name="jit(step)/mul" stack_frame_id=5}
+  %cast = bf16[8]{0} convert(%a), metadata={op_name="jit(step)/convert_element_type" stack_frame_id=6}
+  %codes = u8[8]{0} convert(%a), metadata={op_name="jit(step)/convert_element_type" stack_frame_id=7}
   %gemm.3 = (f32[8,8]{1,0}, s8[4]{0}) custom-call(%a), custom_call_target="__cudnn$blockScaledDot"
   %ar = f32[8]{0} all-reduce-start(%a), to_apply=%fused
   %loop = f32[8]{0} while(%a), condition=%fused, body=%fused
@@ -57,6 +71,9 @@ ENTRY %main (a: f32[8]) -> f32[8] {
         ("fusion.1", "quantize"),
         ("fusion.2", "gemm"),
         ("scores", "attention"),
+        ("norm", "other"),  # the model's attention_block is norms and linears too
+        ("cast", "other"),  # a bf16 linear's weight is not quantized
+        ("codes", "quantize"),
         ("gemm.3", "gemm"),
         ("ar", "communication"),
         ("loop", None),

@@ -202,7 +202,6 @@ def add_rounded(a: jax.Array, b: jax.Array) -> jax.Array:
     return (round_bfloat16(total) if a.dtype == jnp.bfloat16 else total).astype(a.dtype)
 
 
-@jax.named_scope("quantize")
 def quantize_operand(
     x: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = ()
 ) -> Carrier | Quantized:
@@ -212,6 +211,13 @@ def quantize_operand(
     """
     if not policy.format.quantized and not policy.hadamard:
         return Carrier(to_bfloat16(x), None, policy)  # the caller's own array, which is kept once
+    return _quantized_or_transformed(x, policy, axis, key, cut)
+
+
+@jax.named_scope("quantize")  # a name for profiles: a cast to bfloat16 alone has none
+def _quantized_or_transformed(
+    x: jax.Array, policy: OperandPolicy, axis: int, key: jax.Array | None, cut: Cut
+) -> Carrier | Quantized:
     x = pinned(to_bfloat16(x) if policy.source == "bfloat16" else x)
     if policy.hadamard:
         x = transform_runs(x, axis=axis)

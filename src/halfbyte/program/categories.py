@@ -14,9 +14,16 @@ from .text import Instruction, Program
 CATEGORIES = ("gemm", "quantize", "attention", "mlp", "optimizer", "communication", "other")
 OWN_KERNEL = re.compile(r"^__gpu\$xla\.gpu\.triton$|^triton_kernel_call$|^mosaic_gpu")
 CONTAINERS = ("while", "conditional", "call", "async-start", "async-update", "async-done")
-ATTENTION = re.compile(r"attention")
+ATTENTION = re.compile(r"attention(?!_block\b)")  # the model's attention_block is norms and linears too
+ROUNDINGS = "to_bfloat16|pinned|add_rounded"  # functions of ops/operand.py that bf16 linears call as well
 ORIGINS = (
-    ("quantize", re.compile(r"\bformats/|ops/kernels/|ops/(?:operand|weight|passes|backends)\b|quantize|hadamard")),
+    (
+        "quantize",
+        re.compile(
+            rf"\bformats/|ops/kernels/|ops/operand\.py:\d+:(?!{ROUNDINGS})|ops/(?:weight|passes|backends)\b"
+            r"|quantize|hadamard"
+        ),
+    ),
     ("mlp", re.compile(r"ops/(?:mlp|swiglu|activation|linear)\b")),
     ("optimizer", re.compile(r"\boptim/|train/(?:step|scaling)\.py")),
 )
