@@ -48,11 +48,11 @@ def test_a_device_multiplies_gathers_and_hides_what_it_should():
     assert found.excess == pytest.approx(1.0, abs=1e-3)
     assert found.bytes_needed < H200.memory_bytes
     assert not found.whole_reduces
-    # Every weight of a layer once for the forward and once for the backward pass; embedding and head once.
+    # Every weight of a layer once for the forward and once for the backward pass; the head once, the embedding never.
     layer = models.count_params(CONFIG.model) - 2 * 4096 * 128256 - (2 * CONFIG.model.layers + 1) * 4096
-    assert found.gathered == {"bf16": 2 * (2 * layer + 2 * 4096 * 128256)}
+    tokens = 4 * 16 * 8192  # bytes: whose rows are looked up
+    assert found.gathered == {"bf16": 2 * (2 * layer + 4096 * 128256), "s32": tokens}
     program = read(compiled.as_text())
     hidden, together = (measure(program, dict(mesh.shape), H200) for measure in (bench.hidden, bench.hidden_time))
-    assert hidden >= 0.8  # 0.82; 0.58 with one collective at a time, 0 with one gather a layer
-    assert 0.6 < together <= 1.0
+    assert hidden >= 0.9 and together >= 0.9  # 0.58 and 0.65 with one collective at a time, 0 with one gather a layer
     print(f"8 H200, bf16: {hidden:.3f} of the bytes, {together:.3f} of the time on one link")

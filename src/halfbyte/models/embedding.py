@@ -3,10 +3,11 @@
 The embedding is read in the compute dtype, and its gradient is summed in float32: a common token is added to one row
 thousands of times a step, which bfloat16 would lose.
 
-On a mesh the table is split by vocabulary over `tensor`, and by width over `fsdp`. A device gathers its vocabulary's
-part
-over fsdp, looks up the tokens that fall into it, and leaves zeros for the others; the sum over `tensor`, which has one
-term that is not zero, leaves positions split as between blocks. The gradient takes the same way back.
+On a mesh the table is split by vocabulary over `tensor`, and by width over `fsdp`, and stays where it is. A device
+looks up its part of the width for the tokens of all devices of its fsdp group, and the rows go to whose tokens they
+are: the table itself, whose gather nothing could hide, would be eight times their bytes (128k words, 16k tokens a
+device). Tokens outside of its part of the vocabulary get zeros; the sum over `tensor`, which has one term that is not
+zero, leaves positions split as between blocks. The gradient takes the same way back, in the dtype of the rows.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from jax.sharding import Mesh, PartitionSpec
 
 from halfbyte.models.context import Context
 from halfbyte.models.params import Params
-from halfbyte.ops.shards import scatter_gradient
 from halfbyte.sharding import Rules, axis_size, constrain
 
 
@@ -29,7 +29,7 @@ def embed_tokens(table: jax.Array, tokens: jax.Array, ctx: Context) -> jax.Array
     """Rows of `table` [vocab, embed], as [batch, seq, embed] in the compute dtype."""
     if ctx.mesh is None:
         return table[tokens].astype(ctx.compute_dtype)  # the table is not copied; its gradient adds up in float32
-    return _sharded_lookup(table, tokens, _Placement(ctx.mesh, ctx.rules, ctx.compute_dtype, ctx.reduce_dtype))
+    return _sharded_lookup(table, tokens, _Placement(ctx.mesh, ctx.rules, ctx.compute_dtype))
 
 
 def head_weight(params: Params) -> jax.Array:
@@ -38,12 +38,11 @@ def head_weight(params: Params) -> jax.Array:
 
 
 class _Placement(NamedTuple):
-    """Where table, tokens and rows live, the dtype of the rows, and what the table's gradient travels in."""
+    """Where table, tokens and rows live, and the dtype of the rows."""
 
     mesh: Mesh
     rules: Rules
     dtype: Any
-    reduce_dtype: str
 
     def axes(self, logical: str) -> tuple[str, ...]:
         """The mesh axes of more than one device that a logical axis is split over."""
@@ -60,8 +59,8 @@ class _Placement(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _sharded_lookup(table: jax.Array, tokens: jax.Array, at: _Placement) -> jax.Array:
-    cast = constrain(table.astype(at.dtype), ("vocab", "embed"), at.mesh, at.rules)  # before the gather
-    specs = (at.spec("vocab", None), at.spec("batch", "seq"))
+    cast = constrain(table.astype(at.dtype), ("vocab", "embed"), at.mesh, at.rules)
+    specs = (at.spec("vocab", "embed"), at.spec("batch", "seq"))
     return at.map(_local_rows, specs, at.spec("batch", "residual_seq", None))(cast, tokens)
 
 
@@ -80,8 +79,10 @@ _sharded_lookup.defvjp(_lookup_fwd, _lookup_bwd)
 
 def _local_rows(table: jax.Array, tokens: jax.Array, *, at: _Placement) -> jax.Array:
     """[batch, seq, embed] of this device: rows of its part of the vocabulary, summed over the parts."""
-    index, mine = _local_index(tokens, table.shape[0], at)
+    index, mine = _local_index(_of_group(tokens, at), table.shape[0], at)
     rows = jnp.where(mine[..., None], table[index], jnp.zeros((), table.dtype))
+    # [batch of the group, seq, part of embed] -> [batch, seq, embed]
+    rows = _exchanged(rows, at, split=0, join=2)
     split = _split_seq(at)
     rows = lax.psum_scatter(rows, split, scatter_dimension=1, tiled=True) if split else rows
     rest = tuple(axis for axis in at.axes("vocab") if axis not in split)
@@ -89,18 +90,29 @@ def _local_rows(table: jax.Array, tokens: jax.Array, *, at: _Placement) -> jax.A
 
 
 def _local_gradient(g: jax.Array, tokens: jax.Array, like: jax.Array, *, at: _Placement) -> jax.Array:
-    """The gradient of this device's part of the table, in the table's dtype: its own tokens' first, then all
-    devices'.
+    """The gradient of this device's part of the table, in the table's dtype: its group's tokens' first, then all
+    groups'.
     """
     split = _split_seq(at)
     g = lax.all_gather(g, split, axis=1, tiled=True) if split else g
-    index, mine = _local_index(tokens, like.shape[0], at)
+    g = _exchanged(g, at, split=2, join=0)  # [batch, seq, embed] -> [batch of the group, seq, part of embed]
+    index, mine = _local_index(_of_group(tokens, at), like.shape[0], at)
     outside = jnp.where(mine, index, like.shape[0])  # dropped
     grad = jnp.zeros((like.shape[0], g.shape[-1]), like.dtype).at[outside].add(g.astype(like.dtype), mode="drop")
-    scattered = at.axes("embed")
-    summed = tuple(axis for axis in (*at.axes("batch"), *at.axes("seq")) if axis not in scattered)
-    grad = scatter_gradient(grad, ((), scattered), at.reduce_dtype)  # first: what is left to add up is a part
+    summed = tuple(axis for axis in (*at.axes("batch"), *at.axes("seq")) if axis not in at.axes("embed"))
     return lax.psum(grad, summed) if summed else grad
+
+
+def _of_group(tokens: jax.Array, at: _Placement) -> jax.Array:
+    """The tokens of all devices that share one row of the table."""
+    axes = at.axes("embed")
+    return lax.all_gather(tokens, axes, axis=0, tiled=True) if axes else tokens
+
+
+def _exchanged(rows: jax.Array, at: _Placement, *, split: int, join: int) -> jax.Array:
+    """`rows` cut along dim `split`, a part for each device of the group, and the parts of all joined along `join`."""
+    axes = at.axes("embed")
+    return lax.all_to_all(rows, axes, split_axis=split, concat_axis=join, tiled=True) if axes else rows
 
 
 def _local_index(tokens: jax.Array, rows: int, at: _Placement) -> tuple[jax.Array, jax.Array]:
