@@ -1,12 +1,18 @@
 """Weights quantized once. Oracles: the codes that each layer's weight has by itself, and the model without it."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from halfbyte import models, ops
+from halfbyte.models.context import LayerContext
+from halfbyte.models.linear import quantize_ahead
 from halfbyte.models.quantized import is_qweight
 from halfbyte.recipe import policy, recipe
+from halfbyte.sharding import make_mesh
 
 NVFP4 = recipe("nvfp4")
 
@@ -26,6 +32,33 @@ def test_codes_are_those_of_each_layer(tiny, tiny_params):
         assert np.array_equal(stacked.fprop.scales, alone.fprop.scales)
     joined = models.with_anchors(ready, tiny_params)
     assert joined["layers"]["mlp"]["up"].anchor is tiny_params["layers"]["mlp"]["up"]
+
+
+def ahead(cfg, params, mesh):
+    ctx = models.Context(policy=resolved(cfg), mesh=mesh)
+    here = LayerContext(ctx, models.param_specs(cfg), resolved(cfg).segments[0].recipes, None)
+    x = jnp.zeros((4, 32, cfg.embed), jnp.bfloat16)
+    return jax.jit(lambda layers: quantize_ahead(layers, x, here))(params["layers"])
+
+
+def test_codes_made_ahead_of_the_loop_are_those_of_each_layer(tiny, tiny_params):
+    mesh = make_mesh({"fsdp": 2, "tensor": 2}, jax.devices("cpu")[:4])
+    made = ahead(tiny, jax.device_put(tiny_params, models.param_shardings(tiny, mesh)), mesh)
+    assert not any(is_qweight(weight) for weight in made["attention"].values())  # policy mlp
+    for name in ("up", "down"):
+        weight = made["mlp"][name]
+        packed = weight.fprop.packed
+        assert 4 * math.prod(packed.sharding.shard_shape(packed.shape)) == packed.size
+        for layer in range(tiny.layers):
+            alone = ops.quantize_weight(tiny_params["layers"]["mlp"][name][layer], recipe=NVFP4)
+            for a, b in zip(jax.tree.leaves(weight.fprop), jax.tree.leaves(alone.fprop), strict=True):
+                assert np.array_equal(a[layer], b)
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 1}, {"data": 2}])
+def test_nothing_is_made_ahead_where_nothing_is_gathered(tiny, tiny_params, axes):
+    made = ahead(tiny, tiny_params, make_mesh(axes, jax.devices("cpu")[: math.prod(axes.values())]))
+    assert not any(map(is_qweight, jax.tree.leaves(made, is_leaf=is_qweight)))
 
 
 def test_policies_that_differ_by_layer_are_left_to_the_model(tiny):

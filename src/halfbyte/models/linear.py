@@ -28,6 +28,48 @@ def inside(features: str) -> Axes:
     return ("batch", "seq", features)
 
 
+ENDS: dict[str, dict[str, tuple[Axes, Axes]]] = {
+    "attention": {
+        "q": (BETWEEN, inside("heads")),
+        "k": (BETWEEN, inside("kv_heads")),
+        "v": (BETWEEN, inside("kv_heads")),
+        "o": (inside("heads"), BETWEEN),
+    },
+    "mlp": {
+        "gate": (BETWEEN, inside("mlp")),
+        "up": (BETWEEN, inside("mlp")),
+        "down": (inside("mlp"), BETWEEN),
+    },
+}
+"""The logical axes of what each linear reads and of what it gives."""
+
+
+def quantize_ahead(layers: Params, x: jax.Array, here: LayerContext) -> Params:
+    """Stacked `layers` of a loop with the codes of those weights that are gathered as codes; x is the stream."""
+    everywhere = [axes for ends in ENDS.values() for pair in ends.values() for axes in pair]
+    if not (here.on_mesh and here.ctx.looped and here.divides(x, *everywhere)):
+        return layers
+    sites = {(group, name): _site(here, group, name) for group, ends in ENDS.items() for name in ends}
+    ahead = {
+        f"{group}/{name}": site
+        for (group, name), site in sites.items()
+        if site.worth_making_ahead(x.ndim) and not isinstance(layers[group][name], ops.QWeight)
+    }
+    if not ahead:
+        return layers
+    stacks = {path: layers[path.split("/")[0]][path.split("/")[1]] for path in ahead}
+    made = ops.quantize_stacks(stacks, jax.ShapeDtypeStruct(x.shape, x.dtype), ahead)
+    return {
+        group: {name: made.get(f"{group}/{name}", weight) for name, weight in inner.items()}
+        for group, inner in layers.items()
+    }
+
+
+def _site(here: LayerContext, group: str, name: str) -> ops.Site:
+    recipe = here.recipe(group, name)
+    return ops.Site(recipe, here.backend(recipe), here.placement(group, name, *ENDS[group][name]))
+
+
 def linears(
     x: jax.Array, weights: Params, here: LayerContext, group: str, names: Mapping[str, Axes], *, x_axes: Axes
 ) -> tuple[jax.Array, ...]:
@@ -60,7 +102,6 @@ def gated_mlp(x: jax.Array, weights: Params, here: LayerContext, activation: ops
         gate, up = linears(x, weights, here, "mlp", {"gate": inside("mlp"), "up": inside("mlp")}, x_axes=BETWEEN)
         (y,) = linears(activation.curve(gate) * up, weights, here, "mlp", {"down": BETWEEN}, x_axes=inside("mlp"))
         return y
-    ends = {"gate": (BETWEEN, inside("mlp")), "up": (BETWEEN, inside("mlp")), "down": (inside("mlp"), BETWEEN)}
     placed = here.on_mesh and here.divides(x, BETWEEN, inside("mlp"))
     return ops.mlp(
         x,
@@ -70,7 +111,7 @@ def gated_mlp(x: jax.Array, weights: Params, here: LayerContext, activation: ops
         mode="input" if here.ctx.remat == "quantized" else "fast",
         backend=here.backend(*recipes.values()),
         activation=activation,
-        placements={name: here.placement("mlp", name, *ends[name]) for name in MLP_SITES} if placed else None,
+        placements={name: here.placement("mlp", name, *ENDS["mlp"][name]) for name in MLP_SITES} if placed else None,
         sharded=here.on_mesh,
         weights_kept=here.weights_kept,
     )

@@ -19,7 +19,7 @@ from jax import lax
 from halfbyte.models.config import LlamaConfig
 from halfbyte.models.context import PLAIN, Context, LayerContext, key_of_layer, segments
 from halfbyte.models.embedding import embed_tokens, head_weight
-from halfbyte.models.linear import BETWEEN, gated_mlp, inside, linears
+from halfbyte.models.linear import BETWEEN, gated_mlp, inside, linears, quantize_ahead
 from halfbyte.models.params import Params, param_specs
 from halfbyte.models.quantized import share_scales
 from halfbyte.models.remat import flattened, rematerialized, streamed
@@ -105,15 +105,13 @@ def hidden_states(cfg: LlamaConfig, params: Params, batch: Batch, ctx: Context =
             return block(cfg, weights, x, tables, here, attend), None
 
         layer = rematerialized(body, ctx.remat, looped=ctx.looped)
-        x = through_layers(layer, x, params, cfg, segment, unroll=ctx.unroll)
+        layers = quantize_ahead(layer_slice(params, cfg, segment), x, LayerContext(ctx, specs, segment.recipes, None))
+        x = through_layers(layer, x, layers, segment, unroll=ctx.unroll)
     return gather_seq(rms_norm(x, params["final_norm"], cfg.norm_eps), ctx)
 
 
-def through_layers(
-    body: Any, x: jax.Array, params: Params, cfg: LlamaConfig, segment: Any, *, unroll: int
-) -> jax.Array:
+def through_layers(body: Any, x: jax.Array, layers: Params, segment: Any, *, unroll: int) -> jax.Array:
     """x after a segment's layers: a loop, or one layer after another if `unroll` covers them all."""
-    layers = layer_slice(params, cfg, segment)
     count = segment.stop - segment.start
     if unroll < count or count == 1:
         return lax.scan(body, x, (layers, layer_numbers(segment)), unroll=unroll)[0]

@@ -1,6 +1,7 @@
 """Operations: the quantized linear and MLP with their backends, and the plain pieces of a transformer."""
 
 from halfbyte.ops.activation import ACTIVATIONS, Activation
+from halfbyte.ops.ahead import Site, quantize_stacks
 from halfbyte.ops.backends import BACKENDS, Backend, Choice, choose, passed_over, serving
 from halfbyte.ops.dot_general import dot_general
 from halfbyte.ops.gemms import GEMMS, Gemm
@@ -22,6 +23,7 @@ __all__ = [
     "Placement",
     "Problem",
     "QWeight",
+    "Site",
     "apply_recipe",
     "choose",
     "compile_for",
@@ -30,6 +32,7 @@ __all__ = [
     "passed_over",
     "qdot",
     "qdots",
+    "quantize_stacks",
     "quantize_weight",
     "serving",
     "target",

@@ -81,11 +81,19 @@ def quantize_weight(
     return dataclasses.replace(made, anchor=w)
 
 
-def weight_specs(weight: Any, spec: PartitionSpec) -> Any:
-    """The PartitionSpecs of a weight, array or QWeight, whose matrix is cut by `spec`: codes and scales of blocks as
-    the matrix, scalars not at all.
+def weight_specs(weight: Any, spec: PartitionSpec, *, lead: int = 0) -> Any:
+    """The PartitionSpecs of a weight, array or QWeight, whose matrix is cut by `spec`, under `lead` dims that are not:
+    codes and scales of blocks as the matrix, a transpose the other way round, scalars not at all.
     """
-    return jax.tree.map(lambda leaf: spec if leaf.ndim == 2 else PartitionSpec(), weight)
+    inner = (*spec, *(None,) * (2 - len(spec)))
+    whole, turned = (PartitionSpec(*(None,) * lead, *dims) for dims in (inner, inner[::-1]))
+
+    def of(path: Any, leaf: Any) -> PartitionSpec:
+        if leaf.ndim != 2 + lead:
+            return PartitionSpec()
+        return turned if path and path[-1] == jax.tree_util.GetAttrKey("transposed") else whole
+
+    return jax.tree_util.tree_map_with_path(of, weight)
 
 
 def quantize_part(

@@ -1,0 +1,71 @@
+"""Weights of layers in a loop, quantized before the loop begins.
+
+Where a weight is gathered, its codes travel, and they can only be sent once they are there: inside the loop the way
+from the master weight to gathered codes (a maximum, its all-reduce, the codes, the gather) is as long as the attention
+that it should hide behind, and the backward pass walks a part of it again. Codes of all layers are small beside what
+else a step keeps (4.25 bits a number of this device's part under NVFP4), and with them a turn of the loop begins with
+the gathers. The passes and the bits are those that each turn would have made.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from halfbyte.ops.linear import plan_linear, quantized
+from halfbyte.ops.shards import Placement, axes_of, size_of
+from halfbyte.ops.weight import QWeight, weight_specs
+from halfbyte.recipe import WEIGHTS, Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One linear of the loop's layers: its recipe, who serves it, and how it lies on the mesh."""
+
+    recipe: Recipe
+    backend: str
+    placement: Placement
+
+    def worth_making_ahead(self, ndim: int) -> bool:
+        """Whether the weight is gathered, before x of `ndim` dims meets it, as codes that its layer's turn has nothing
+        to add to: no random bits, and a scale of its own.
+        """
+        policies = [getattr(self.recipe, role) for role in WEIGHTS]
+        codes = all(policy.format.quantized and not policy.stochastic for policy in policies)
+        return codes and not self.recipe.shared_scales and bool(axes_of(self.placement.shards(ndim).stored))
+
+
+def quantize_stacks(
+    stacks: Mapping[str, jax.Array], x: jax.ShapeDtypeStruct, sites: Mapping[str, Site]
+) -> dict[str, QWeight]:
+    """Stacked weights [layers, inputs, outputs] -> stacked QWeights, layer by layer, each by the passes of its linear;
+    x [tokens..., features] is what a layer reads.
+    """
+    mesh = next(iter(sites.values())).placement.mesh
+    given = {name: PartitionSpec(None, *sites[name].placement.w) for name in stacks}
+
+    def local(parts: dict[str, jax.Array]) -> dict[str, QWeight]:
+        def layer(weights: dict[str, jax.Array]) -> dict[str, QWeight]:
+            return {name: _codes(w, x, sites[name]) for name, w in weights.items()}
+
+        return lax.map(layer, parts)
+
+    def on_mesh(out_specs: object) -> dict[str, QWeight]:
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=(given,), out_specs=out_specs, check_vma=False)
+        made: dict[str, QWeight] = mapped(lax.stop_gradient(dict(stacks)))
+        return made
+
+    shapes = jax.eval_shape(lambda: on_mesh(PartitionSpec()))
+    specs = {name: weight_specs(made, sites[name].placement.w, lead=1) for name, made in shapes.items()}
+    return {name: dataclasses.replace(made, anchor=stacks[name]) for name, made in on_mesh(specs).items()}
+
+
+def _codes(w: jax.Array, x: jax.ShapeDtypeStruct, site: Site) -> QWeight:
+    """This device's part of one weight, as the linear would have quantized it."""
+    shards = site.placement.shards(x.ndim)
+    tokens = tuple(n // size_of(axes) for n, axes in zip(x.shape, shards.lead, strict=False))
+    inside = jax.ShapeDtypeStruct((*tokens, w.shape[0]), x.dtype)
+    plan = plan_linear(inside, w, site.recipe, backend=site.backend, weights_kept="master", shards=shards)
+    return dataclasses.replace(quantized(plan, w, None), anchor=None)
