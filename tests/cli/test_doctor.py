@@ -131,6 +131,12 @@ def test_a_mocked_step_is_compared_with_a_real_one(monkeypatch, mocked, outcome)
 
 @pytest.mark.parametrize("serial, outcome", [(110.0, "held"), (90.0, "missed")])
 def test_flags_are_compared(monkeypatch, serial, outcome):
-    times = {"recommended": 100.0, "serial": serial, "none": 120.0}
-    monkeypatch.setattr(acceptance, "bench_rows", lambda *a: [{"milliseconds": times[a[-1]]}])
-    assert acceptance.flags_overlap(acceptance.Machine(("NVIDIA H200",) * 8)).outcome == outcome
+    times = {"recommended": 100.0, "four": 105.0, "serial": serial, "none": 120.0}
+
+    def rows(*arguments):
+        return [{"recipe": "bf16", "milliseconds": 100.0}, {"recipe": "nvfp4", "milliseconds": times[arguments[-1]]}]
+
+    monkeypatch.setattr(acceptance, "bench_rows", rows)
+    found = acceptance.flags_overlap(acceptance.Machine(("NVIDIA H200",) * 8))
+    assert found.outcome == outcome
+    assert f"nvfp4: recommended 100.0 ms, four 105.0 ms, serial {serial:.1f}" in found.figure

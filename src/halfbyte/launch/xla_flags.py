@@ -30,33 +30,35 @@ class Setting:
         return self.name.startswith("xla_")
 
 
-# Collectives are not combined beyond XLA's own sizes: behind one gather a layer nothing can hide, because all GEMMs of
-# the layer wait for it. docs/distributed.md has what the compiled schedules of each set show.
-EVERY_GPU = (
-    Setting("xla_gpu_enable_latency_hiding_scheduler", "true", "overlap FSDP gathers with GEMMs"),
-    Setting(
-        "xla_gpu_experimental_parallel_collective_overlap_limit", "4", "a collective need not wait for another's end"
-    ),
-)
-SERIAL = EVERY_GPU[:1]
+# Weights are gathered a turn of the layers' loop ahead, gradients scattered a turn late (XLA's own default), and all of
+# them may be under way at once: so each has a whole turn's GEMMs to hide behind. With fewer allowed, XLA ends one to
+# start the next. They are not combined beyond XLA's own sizes. docs/distributed.md has what compiled schedules show.
+SCHEDULED = Setting("xla_gpu_enable_latency_hiding_scheduler", "true", "overlap FSDP gathers with GEMMs")
+AHEAD = Setting("xla_gpu_enable_pipelined_all_gather", "true", "a layer's weights travel beside the GEMMs of the last")
+
+
+def under_way(count: int) -> Setting:
+    """How many collectives may be under way at once."""
+    return Setting("xla_gpu_experimental_parallel_collective_overlap_limit", str(count), "none waits for another's end")
+
+
+EVERY_GPU = (SCHEDULED, AHEAD, under_way(16))
+SERIAL = (SCHEDULED,)
 COMBINED = tuple(
     Setting(f"xla_gpu_{kind}_combine_threshold_bytes", str(GIB), "one a layer, not one a weight")
     for kind in ("all_gather", "reduce_scatter", "all_reduce")
 )
-PIPELINED = tuple(
-    Setting(f"xla_gpu_enable_pipelined_{kind}", "true", "a layer's collectives beside its neighbour's GEMMs")
-    for kind in ("all_gather", "reduce_scatter")
-)
-DOUBLED = (Setting("xla_gpu_enable_while_loop_double_buffering", "true", "two layers a turn of the loop"),)
+DOUBLED = Setting("xla_gpu_enable_while_loop_double_buffering", "true", "two layers a turn of the loop")
 # What `halfbyte bench --flags` can compare: the same program under other flags of XLA, everything else as it is.
 FLAG_SETS: dict[str, tuple[Setting, ...]] = {
     "recommended": EVERY_GPU,
     "none": (),
     "serial": SERIAL,
+    "four": (SCHEDULED, under_way(4)),
+    "ahead-serial": (SCHEDULED, AHEAD),
     "combined": SERIAL + COMBINED,
-    "pipelined": SERIAL + PIPELINED,
-    "combined-pipelined": SERIAL + COMBINED + PIPELINED,
-    "doubled": SERIAL + DOUBLED,
+    "combined-ahead": (*EVERY_GPU, *COMBINED),
+    "doubled": (*EVERY_GPU, DOUBLED),
 }
 # Hopper only: NVIDIA's tuning guide for JAX advises against a single queue on Blackwell.
 HOPPER = (Setting("CUDA_DEVICE_MAX_CONNECTIONS", "1", "collectives launch before the GEMM they hide behind"),)
