@@ -18,6 +18,7 @@ from halfbyte.train.guard import Guard, Trouble
 from halfbyte.train.locate import locate
 from halfbyte.train.precision import with_fallback
 from halfbyte.train.source import open_source, to_mesh
+from halfbyte.train.state import watch_weights
 from halfbyte.train.step import make_train_step
 
 WELL = {"loss": 2.0, "grad_norm": 1.0, "skipped": 0.0, "weights_not_finite": 0.0, "weights_intact": 1.0}
@@ -87,6 +88,14 @@ def test_one_flipped_bit_in_a_weight_is_noticed_and_nothing_is_built_on_it(one_s
     assert values["weights_intact"] == 0
     assert np.array_equal(then.params["layers"]["mlp"]["up"], after.params["layers"]["mlp"]["up"])
     assert int(then.scaler["skipped"]) == 1
+
+
+def test_weights_are_looked_at_after_the_gradients_and_not_before(one_step):
+    """Or a bit that flips while a step runs would be built on. A norm that cannot be shows that it is waited for."""
+    state = one_step[3]
+    intact = jax.jit(lambda state, norm: watch_weights(state, norm).intact)
+    assert bool(intact(state, jnp.float32(1.0)))
+    assert not bool(intact(state, jnp.float32(-1.0)))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -102,7 +102,7 @@ def make_train_step(config: TrainConfig, resolved: Resolved, mesh: Mesh) -> Trai
         norm = optim.global_norm(grads)
         scored = jnp.maximum(sums["tokens"], 1.0)
         loss = sums["nll_sum"] / scored
-        watched = watch_weights(state)
+        watched = watch_weights(state, norm)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss) & watched.good
         clipped = optim.clip_by_norm(grads, norm, config.optimizer.clip)
         updates, optimizer = transform.update(clipped, state.optimizer, state.params)
