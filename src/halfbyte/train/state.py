@@ -52,8 +52,8 @@ class TrainState:
 
 
 def bit_sum(params: Any, turn: jax.Array | int = 0) -> jax.Array:
-    """uint32: the sum of the bits of every weight (its lowest bits turned by `turn`), modulo 2^32, each array times an
-    odd number of its own. A flip of any one bit changes it. Integers, so that no order of summation and no mesh does."""
+    """uint32: the sum of the bits of every weight (its lowest bit turned by `turn`), modulo 2^32, each array times an
+    odd number of its own. A flip of any one bit changes it. Integers: no order of summation and no mesh does."""
     total = jnp.zeros((), jnp.uint32)
     for number, leaf in enumerate(jax.tree.leaves(params)):
         words = {2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
