@@ -49,7 +49,9 @@ def compiled(config, mesh, state, batch):
     """The step for this state: one without a sentinel has no guards."""
     resolved = phases(config)[0].resolved(config)
     step = jax.jit(
-        make_train_step(config, resolved, mesh), donate_argnums=0, compiler_options=compiler_options(mesh, resolved)
+        make_train_step(config, resolved, mesh),
+        donate_argnums=0,
+        compiler_options=compiler_options(config, mesh, resolved),
     )
     return step.lower(state, batch).compile()
 

@@ -156,22 +156,27 @@ def jit_train_step(
         make_train_step(config, resolved, mesh),
         donate_argnums=0,
         out_shardings=(shardings, everywhere),
-        compiler_options=compiler_options(mesh, resolved, options or {}),
+        compiler_options=compiler_options(config, mesh, resolved, options or {}),
     )
 
 
 def compiler_options(
-    mesh: Mesh, resolved: Resolved, more: Mapping[str, Any] = MappingProxyType({})
+    config: TrainConfig, mesh: Mesh, resolved: Resolved, more: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any] | None:
     """What XLA is told for this program. On a GPU its dynamic-slice fusion is off: it computes a GEMM whose result is
     both read at once and stacked for the backward pass twice, 8% of a step. On a single GPU its own rematerialization,
     which begins at 80% of the memory, is put out of reach: in a step that fills the card it computed slices and casts
     again and saved nothing. A backend may have options of its own.
+
+    Where a layer is made again from its input alone and activations are gathered too, XLA would not only gather weights
+    a turn of the loop ahead but activations as well, and compute all that they are made of twice: attention's linears.
     """
     if mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return None
     memory = {"xla_gpu_memory_limit_slop_factor": 300} if mesh.size == 1 else {}
-    options: dict[str, Any] = {"xla_gpu_enable_dynamic_slice_fusion": False, **memory}
+    gathers_activations = any(mesh.shape.get(axis, 1) > 1 for axis in ("tensor", "context"))
+    ahead = {"xla_gpu_enable_pipelined_all_gather": False} if config.remat == "full" and gathers_activations else {}
+    options: dict[str, Any] = {"xla_gpu_enable_dynamic_slice_fusion": False, **memory, **ahead}
     for backend in serving(resolved):
         options |= backend.compiler_options
     return options | dict(more)
