@@ -30,7 +30,7 @@ settle_platform(os.environ)
 
 import jax  # noqa: E402
 
-from halfbyte.checkpoint import Checkpoints  # noqa: E402
+from halfbyte.checkpoint import Checkpoints, describe_with_checksums  # noqa: E402
 from halfbyte.diagnosis.radar import Radar  # noqa: E402
 from halfbyte.diagnosis.telemetry import Telemetry  # noqa: E402
 from halfbyte.runs import run_config  # noqa: E402
@@ -82,6 +82,10 @@ def guards(programs, state, batch, *, rounds: int, steps: int) -> dict:
 
 def saving(step, state, batch, *, interval: int, folder: Path) -> dict:
     """What one checkpoint costs the loop: steps with a save under way against as many without one."""
+    warm = Checkpoints(folder / "warm")  # the first save of a process loads Orbax and compiles the checksums
+    warm.save(1, {"step": {"step": state.step}}, extra={})
+    warm.close()
+    describe_with_checksums(state.items())
     store = Checkpoints(folder / "checkpoints", keep_last=1)
     jax.block_until_ready(state.params)
     began = time.perf_counter()

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,15 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from stored import abstract, biggest_files, filled, same, tree
 
-from halfbyte.checkpoint import CheckpointMismatch, Checkpoints, NoGoodCheckpoint, RunDirectoryHeld, RunLock, checksums
+from halfbyte.checkpoint import (
+    CheckpointMismatch,
+    Checkpoints,
+    NoGoodCheckpoint,
+    RunDirectoryHeld,
+    RunLock,
+    aside,
+    checksums,
+)
 
 # Orbax drops its coroutines when it meets a damaged file.
 pytestmark = [
@@ -36,6 +45,39 @@ def test_no_checkpoint_is_none(tmp_path):
 def test_keeps_the_last_and_every_mth(tmp_path):
     store = filled(tmp_path / "checkpoints", steps=(10, 20, 25, 30, 35), keep_last=2, keep_every=20)
     assert store.steps() == [20, 30, 35]
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_what_is_saved_is_what_it_was_although_training_writes_on_it_at_once(tmp_path, monkeypatch, room):
+    """From a copy on the device, or, where there is no room for one, after the arrays are off it; said once."""
+    monkeypatch.setattr(aside, "never_used", lambda device: float("inf") if room else 100.0)
+    said = []
+    store = Checkpoints(tmp_path / "checkpoints", say=said.append)
+    overwrite = jax.jit(lambda items: jax.tree.map(lambda leaf: leaf + 1, items), donate_argnums=0)
+    for step in (10, 20):
+        items = tree(step)
+        store.save(step, items, extra={})
+        jax.block_until_ready(overwrite(items))
+    assert store.wait()
+    assert same(store.restore(10, abstract(tree(10))).items, tree(10))
+    assert same(store.restore(20, abstract(tree(20))).items, tree(20))
+    assert ["stops training" in text for text in said] == ([] if room else [True])
+    store.close()
+
+
+def test_saving_returns_before_anything_is_written(tmp_path, monkeypatch):
+    store = Checkpoints(tmp_path / "checkpoints")
+    go_on, begin = threading.Event(), store._orbax.save_checkpointables_async
+    monkeypatch.setattr(
+        store._orbax, "save_checkpointables_async", lambda *words, **more: go_on.wait(30) and begin(*words, **more)
+    )
+    store.save(10, tree(10), extra={})
+    assert store.is_saving()
+    assert store.steps() == []
+    go_on.set()
+    assert store.wait()
+    assert store.steps() == [10]
+    store.close()
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])

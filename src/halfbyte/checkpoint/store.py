@@ -7,11 +7,13 @@ and the one before it is used, a checkpoint of another step or another run is no
 storage is tried again and never taken for damage, and a failed write (a full disk) does not poison the next.
 """
 
+import functools
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from jax.experimental import multihost_utils
 
 from halfbyte.later import later
 
+from .aside import copied, without_room
 from .checksum import disagreements, inspect, named_leaves
 from .files import check_file_list, check_readable, remove_unfinished, write_file_list
 from .record import (
@@ -99,7 +102,9 @@ class Checkpoints:
             self._policies.append(ocp.training.preservation_policies.EveryNSteps(keep_every))
         self._run = run
         self._say = say
-        self._pending: tuple[int, Any] | None = None
+        self._pending: tuple[int, Future[Any]] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._room: bool | None = None
         self._orbax = self._open()
 
     def _open(self) -> Any:
@@ -118,7 +123,7 @@ class Checkpoints:
     # -----------------------------------------------------------------------------------------------------------------
 
     def save(self, step: int, items: Mapping[str, Any], *, extra: Mapping[str, Any]) -> None:
-        """Start writing `items` (pytrees of arrays by name); returns once the arrays are copied off the device.
+        """Start writing `items` (pytrees of arrays by name); returns once training may write on the arrays again.
 
         Raises PoisonedCheckpoint, and writes nothing, when a value is not finite. A write that fails is said aloud, and
         the next save starts clean.
@@ -127,16 +132,34 @@ class Checkpoints:
         leaves = describe_with_checksums(items)
         record = Record(step=step, leaves=leaves, extra={**extra, "run": self._run})
         flat = {item: _storable(tree) for item, tree in items.items()}
+        begin = functools.partial(
+            self._orbax.save_checkpointables_async, step, force=True, custom_metadata=record.to_json()
+        )
         try:
-            response = self._orbax.save_checkpointables_async(step, flat, force=True, custom_metadata=record.to_json())
+            if self._has_room(flat):
+                write = functools.partial(_to_the_end, begin, copied(flat))
+            else:
+                write = begin(checkpointables=flat).result  # returns when the arrays are off the device
         except Exception as error:  # Orbax raises whatever the storage raised
             self._not_written(step, error)
             return
-        self._pending = (step, response)
+        self._pending = (step, self._thread.submit(write))
+
+    def _has_room(self, flat: Mapping[str, Any]) -> bool:
+        """Whether saves are made from a copy on the device; settled by the first, since copies count as used. With
+        several processes they are not: Orbax's barriers are collectives, which must not meet those of a step."""
+        if self._room is None and jax.process_count() > 1:
+            self._room = False
+        if self._room is None:
+            reason = without_room(flat)
+            self._room = reason is None
+            if reason:
+                self._say(f"each save stops training until the state is copied to the host: {reason}")
+        return self._room
 
     def is_saving(self) -> bool:
         """Whether a write is under way."""
-        return self._pending is not None and self._orbax.is_saving_in_progress()
+        return self._pending is not None and not self._pending[1].done()
 
     def poll(self) -> None:
         """Finish the bookkeeping of a write that has ended; never blocks."""
@@ -148,9 +171,9 @@ class Checkpoints:
         clean."""
         if self._pending is None:
             return True
-        (step, response), self._pending = self._pending, None
+        (step, write), self._pending = self._pending, None
         try:
-            response.result()  # also ends the thread that waits for the write, and closes its files
+            write.result()
             self._orbax.wait()
         except Exception as error:  # Orbax raises whatever the storage raised
             self._not_written(step, error)
@@ -180,6 +203,7 @@ class Checkpoints:
     def close(self) -> bool:
         """Wait for the last write, then let go. False when that write failed."""
         written = self.wait()
+        self._thread.shutdown()
         self._orbax.close()
         return written
 
@@ -307,6 +331,11 @@ def _verify(record: Record, loaded: Mapping[str, Any]) -> None:
             )
         poisoned |= {f"{item}/{name}": facts.not_finite for name, facts in found.items() if facts.not_finite}
     refuse_poisoned(poisoned)
+
+
+def _to_the_end(begin: Callable[..., Any], flat: Mapping[str, Any]) -> None:
+    """Write, and wait for it: that also ends the thread that Orbax waits with, and closes its files."""
+    begin(checkpointables=flat).result()
 
 
 def _storable(tree: Any) -> dict[str, Any]:
