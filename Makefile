@@ -10,7 +10,8 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt
 # Other people's models, which ours is tried in; their packages bring more than the models need, so they come alone.
 MODELS := gemma google-tunix penzai ordered-set
-# Two workers: compiling is single-threaded, so two tests at a time use two cores. make test WORKERS=8 on a larger machine.
+# Two workers: compiling is single-threaded, so two tests at a time use two cores; who is done takes
+# half of what the other has left, so neighbours mostly share a worker and its fixtures. make test WORKERS=8 on a larger machine.
 WORKERS ?= 2
 ARGS   ?=
 # GPU=1 (CUDA 12), GPU=cuda13, GPU=tpu, or GPU=0 for a CPU; without it CUDA 12 where there is an NVIDIA driver.
@@ -40,7 +41,7 @@ train: $(BASE)
 	$(BIN)/halfbyte train $(ARGS)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -q -n $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check src tests benchmarks

@@ -4,6 +4,7 @@ Warnings are errors too (`filterwarnings` in pyproject.toml). The CPU shows itse
 real; on a GPU machine tests that need several devices take `jax.devices("cpu")`.
 """
 
+import gc
 import os
 
 # XLA's CPU client blocks a thread in each collective that waits for its peers, and takes as many threads as NPROC says:
@@ -18,7 +19,9 @@ if settle_platform(os.environ):
 from pathlib import Path
 
 import jax
+import pytest
 from hypothesis import settings
+from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -27,6 +30,52 @@ jax.config.update("jax_num_cpu_devices", 8)
 # Examples are derived from the test itself: a failure on one machine is the same failure on the next.
 settings.register_profile("halfbyte", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("halfbyte")
+
+
+@pytest.fixture(scope="session")
+def compiled_programs(tmp_path_factory, request):
+    """Folder of what was compiled in this test run, by any of its workers."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if hasattr(request.config, "workerinput") else own) / "compiled"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def quick_compiles(compiled_programs):
+    """For rooms that train small models again and again: without the optimizations that only make programs fast, and
+    what another test of the run has compiled is loaded. Not for tests of bits under default flags, of program texts, or
+    of compiling itself. A process looks for a cache when it first compiles, so it is told to look again."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    use_cache(str(compiled_programs))
+    yield
+    use_cache(None)
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def use_cache(folder):
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="session")
+def quick_environment(compiled_programs):
+    """The same for commands that a test starts: variables to add to their environment."""
+    return {
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(compiled_programs),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
+def pytest_collection_finish():
+    """What is imported by now stays, and tracing makes millions of small objects: look for garbage among those alone,
+    and less often. A fifth of the time of a test that traces."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 # Mosaic GPU assembles all kernels of a process for the first target that it meets, so files that compile for Blackwell
@@ -50,6 +99,14 @@ def pytest_ignore_collect(collection_path, config):
     named = {Path(config.invocation_params.dir, argument.split("::")[0]).resolve() for argument in config.args}
     is_blackwell = collection_path in {here / file for file in BLACKWELL}
     return True if is_blackwell and collection_path not in named else None
+
+
+# One test of these files takes a minute or more: begun first, so that no worker is left alone with one at the end.
+LONGEST = ("test_other_targets.py", "test_processes.py", "test_exercises.py", "test_subset.py", "test_resume.py")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def pytest_terminal_summary(terminalreporter):

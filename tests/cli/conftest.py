@@ -11,8 +11,13 @@ SECRET = "hunter2-8f31c0"
 WORDS = "the a of union state people congress law naïve and to we shall not year nation peace war tax".split()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _quick(quick_compiles):
+    """Compiling is most of what these tests cost."""
+
+
 @pytest.fixture(scope="session")
-def tiny_run(tmp_path_factory):
+def tiny_run(tmp_path_factory, quick_environment):
     """Four NVFP4 steps of a tiny Llama over bytes, by the command itself; a sample is drawn at the end."""
     from halfbyte import data, models
     from halfbyte.optim import OptimizerConfig
@@ -48,7 +53,7 @@ def tiny_run(tmp_path_factory):
     jsonconfig.save(config, folder / "config.json")
     command = ["train", "--config", str(folder / "config.json"), "--run-dir", str(folder / "run")]
     code = "import sys; from halfbyte.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    environment = {**os.environ, "HALFBYTE_API_TOKEN": SECRET}
+    environment = {**os.environ, **quick_environment, "HALFBYTE_API_TOKEN": SECRET}
     done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert "sample, after 'The': " in done.stdout

@@ -21,6 +21,11 @@ def _float32_products():
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _quick(quick_compiles):
+    """Compiling is most of what these tests cost."""
+
+
 @pytest.fixture(scope="session")
 def model():
     """Random weights with a head large enough that tokens differ in likelihood."""

@@ -34,10 +34,10 @@ def applied(patch: pathlib.Path, tree: pathlib.Path) -> pathlib.Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXERCISES)
-def test_a_patch_trains_the_demo_and_stands_in_its_manifest(name, tmp_path):
+def test_a_patch_trains_the_demo_and_stands_in_its_manifest(name, tmp_path, quick_environment):
     flags, seen = EXERCISES[name]
     path = [str(applied(HERE / f"{name}.patch", tmp_path)), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(path), "JAX_PLATFORMS": "cpu"}
+    environ = os.environ | quick_environment | {"PYTHONPATH": os.pathsep.join(path), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", "from halfbyte.cli.main import entry; entry()", "train", "--steps", "2"]
     run = tmp_path / "run"
     done = subprocess.run(

@@ -4,7 +4,6 @@ and what the plan says."""
 import dataclasses
 import json
 
-import jax
 import pytest
 from fakes import BASE
 
@@ -15,10 +14,8 @@ from halfbyte.train import CheckpointConfig, Diverged, jsonconfig
 
 
 @pytest.fixture(autouse=True, scope="module")
-def quick_compiles():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+def _quick(quick_compiles):
+    """Compiling is most of what these tests cost."""
 
 
 @pytest.fixture(scope="module")
