@@ -284,7 +284,7 @@ UNIT = np.array([5, 537.6, 1 / 537.6, 89.6, 1 / 537.6, 0, 0, 0], np.float32)  # 
 
 def _made(x: jax.Array, sides: Sequence[Any], columns: int, name: str) -> tuple[jax.Array, ...]:
     run = functools.partial(codes.quantize_made, [x], lambda m, rows: [rows], [(side, 0) for side in sides])
-    return run(columns=columns, interpret=False, name=name)
+    return run(columns=columns, groups=16 // columns, interpret=False, name=name)
 
 
 def _quantize_only(stochastic: bool, columns: int = 4) -> Callable[..., Any]:

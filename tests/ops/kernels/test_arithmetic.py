@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from halfbyte.ops.kernels import arithmetic, gated
+from halfbyte.ops.kernels.memory import VectorMemory
 from halfbyte.ops.kernels.vector import Vector
 
 T, N = 64, 256
@@ -107,6 +108,33 @@ def test_columns(kind, hadamard, stochastic):
     np.testing.assert_array_equal(array(packed[8:], np.uint8), scale_bytes)
     again = arithmetic.unpack_columns(m, packed[:8], packed[8])
     same_bits(array(again, ml_dtypes.bfloat16), carrier)
+
+
+def test_stochastic_codes_where_the_definition_rounds_its_sum():
+    """Every byte for magnitudes a few units from each multiple of 1/512 up to 8, and for the smallest and largest."""
+    marks = np.arange(8 * 512 + 1, dtype=np.float32) / np.float32(512)
+    near = [marks.view(np.uint32) + np.uint32(d % 2**32) for d in (-40, -3, -2, -1, 0, 1, 2, 9)]
+    just = [(marks[:257] - np.float32(2.0**-26) * np.float32(j)).view(np.uint32) for j in (0.25, 0.5, 1, 1.5, 2)]
+    extreme = np.array([0, 1, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0x7F800000], np.uint32)
+    y = np.concatenate([*near, *just, extreme]).view(np.float32)
+    y = y[y >= 0]
+    byte = np.arange(256, dtype=np.uint32)[:, None]
+    one, m = np.full((256, len(y)), 0xBF803F80, np.uint32), Vector(4)  # 1 and -1: the magnitude is the scale
+    got = arithmetic.draw_pair(m, one, (y, y[::-1]), byte | (byte[::-1] << np.uint32(16)))
+    assert not (got & np.uint32(0xF000F000)).any()
+    np.testing.assert_array_equal((got >> np.uint32(9)) & np.uint32(7), oracle.round_stochastic(y, byte))
+    np.testing.assert_array_equal((got >> np.uint32(25)) & np.uint32(7), oracle.round_stochastic(y[::-1], byte[::-1]))
+
+
+def test_division_by_a_product():
+    """Numbers of programs and tokens, up to 2**31."""
+    rng = np.random.default_rng(0)
+    m = VectorMemory(4, [], 1, 1)
+    for k in (1, 2, 3, 7, 11, 64, 112, 1376, 8192, 2**30 + 1, 2**31 - 1):
+        a = np.concatenate([rng.integers(0, 2**31, 2000), np.arange(100), 2**31 - 1 - np.arange(100)])
+        a = np.concatenate([a, a // k * k, np.maximum(a // k * k, 1) - 1]).astype(np.uint32)
+        np.testing.assert_array_equal(m.divide(a, k), a // np.uint32(k))
+        np.testing.assert_array_equal(m.remainder(a, k), a % np.uint32(k))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -157,7 +157,7 @@ def test_swiglu(shape):
     same(forward, [*rows_of(h, order), *columns_of(h, order)])
 
 
-def host_launch(body, arrays, outputs, *, interpret, name, **sizes):
+def host_launch(body, arrays, outputs, *, interpret, name, groups=1, **sizes):
     return on_host(body, arrays, outputs, **sizes)
 
 

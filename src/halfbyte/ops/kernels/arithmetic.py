@@ -5,10 +5,16 @@ For a block with absolute maximum b in a tensor with scales `mult` = S * f32(1/6
     s8   = e4m3_rne(min(b * mult, 448))          enc = min(1 / (s8 * dec), FLT_MAX)
     code = e2m1(x * enc)                         carrier = e2m1(code) * s8, exact in bf16
 
-E2M1 has the step e/2 where e = max(1, 2**floor(log2 |y|)). Rounding to nearest adds and subtracts 1.5 * 2**22 * e; the
-stochastic rounding adds (byte / 256) steps and truncates by adding 2**22 * e toward zero. Near 2 and 4 both steps
-give the same result, so e may be taken before or after the noise. Values over 6, also the infinities that a block scale
-of zero makes, are clamped after rounding. The sign is put back last, so zero keeps it.
+E2M1 has the step e/2 where e = max(1, 2**floor(log2 |y|)). Rounding to nearest adds and subtracts 1.5 * 2**22 * e.
+Values over 6, also the infinities that a block scale of zero makes, are clamped after rounding. The sign is put back
+last, so zero keeps it.
+
+The stochastic rounding works on codes. float16 has E2M1's shape where its subnormals end: the bits of |y| 2**-14, cut
+off to float16, are the code in bits 9 to 11 and 9 bits of what lies between it and the next one, whatever the step. So
+byte / 256 steps are an integer, 2 * byte, added to both halves of a word at once, and the code is what stands above.
+The definition adds y and byte / 256 steps in float32 and cuts off then. Of sums that end below a grid value none is
+rounded up to it but those of y < 1/4 that end in the last 2**-26 below 1/2. Adding 2**-26 to y, rounded toward zero,
+gives the same: it changes no other y.
 
 A scale shared by the 16 columns of a row block is wanted by all lanes of the block. Computing it in each of them would
 cost as much as the rounding itself, so the lanes split the rows: maxima are exchanged as bf16 pairs of two rows, each
@@ -76,34 +82,40 @@ def largest(m: Any, words: Sequence[Any]) -> Any:
 
 def random_word(m: Any, index: Any, k0: Any, k1: Any) -> Any:
     """The 32 random bits of counter `index` under the key words k0, k1."""
-    return _mixed(m, m.imad(index, COUNTER, k0), k1)
-
-
-def _mixed(m: Any, h: Any, k1: Any) -> Any:
-    h = m.imad(m.xor(h, m.shr(h, 16)), 0x7FEB352D, k1)
-    h = m.imad(m.xor(h, m.shr(h, 15)), 0x846CA68B, 0)
+    h = _mixed(m, m.imad(index, COUNTER, k0), k1)
     return m.xor(h, m.shr(h, 16))
 
 
+def _mixed(m: Any, h: Any, k1: Any) -> Any:
+    """All of the hash but its last step, h ^ (h >> 16)."""
+    h = m.imad(m.xor(h, m.shr(h, 16)), 0x7FEB352D, k1)
+    return m.imad(m.xor(h, m.shr(h, 15)), 0x846CA68B, 0)
+
+
 def random_words(m: Any, state: Sequence[Any], *, tokens: int, stride: int) -> list[list[Any]]:
-    """[column][token // 4] random words. `state` is two key words and the counter of the lane's first column, for its
-    first four tokens (`stride` leads to the next four), or such three for each four tokens.
+    """[pair of columns][token // 2] random words: one column's bytes of two tokens in each half. `state` is two key
+    words and the counter of the lane's first column, for its first four tokens (`stride` leads to the next four), or
+    such three for each four tokens.
     """
     k0, k1, index = (list(state[i::3]) for i in range(3))
     groups = tokens // 4
     begin = [m.imad(i, COUNTER, k) for i, k in zip(index, k0, strict=True)]
     if len(index) == 1:
         begin, k1 = [m.iadd(begin[0], q * stride * COUNTER) for q in range(groups)], k1 * groups
-    return [
+    mixed = [
         [_mixed(m, m.iadd(b, column * COUNTER), k) for b, k in zip(begin, k1, strict=True)]
         for column in range(m.columns)
     ]
+    return [_by_tokens(m, a, b) for a, b in zip(mixed[::2], mixed[1::2], strict=True)]
 
 
-def half_noise(m: Any, word: Any, token: int) -> Any:
-    """byte / 512 in float32, the byte of `token` in its random word."""
-    scaled = m.prmt(word, 0x4B000000, 0x7404 | ((token % 4) << 4))  # 2**23 + 256 * byte
-    return m.ffma(scaled, 2.0**-17, -64.0)
+def _by_tokens(m: Any, a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
+    """The last step of the hash for two columns at once: the upper half of h stays, the lower is xored with it."""
+    words = []
+    for low, high in zip(a, b, strict=True):
+        upper = m.prmt(low, high, 0x7632)
+        words += [m.xor(m.prmt(low, high, 0x5410), upper), upper]
+    return words
 
 
 def block_scales(m: Any, amax_word: Any, mult: Any, dec: Any) -> tuple[Any, tuple[Any, Any], tuple[Any, Any]]:
@@ -117,22 +129,31 @@ def encode_scale(m: Any, value: Any, dec: Any) -> Any:
     return m.fmin(m.reciprocal(m.fmul(value, dec)), FLT_MAX)
 
 
-def round_pair(m: Any, word: Any, encode: tuple[Any, Any], noise: tuple[Any, Any] | None = None) -> Any:
+def round_pair(m: Any, word: Any, encode: tuple[Any, Any]) -> Any:
     """A pair on the E2M1 grid: both halves of `word` times their encode scales, rounded; signs of zeros are lost."""
-    return round_scaled(m, (m.fmul(m.low(word), encode[0]), m.fmul(m.high(word), encode[1])), noise)
+    return round_scaled(m, (m.fmul(m.low(word), encode[0]), m.fmul(m.high(word), encode[1])))
 
 
-def round_scaled(m: Any, scaled: tuple[Any, Any], noise: tuple[Any, Any] | None = None) -> Any:
-    """The E2M1 grid values of two float32, as one word."""
-    rounded = []
-    for i, y in enumerate(scaled):
-        if noise is None:
-            e = m.fmax(m.real(m.and_(y, 0x7F800000)), 1.0)
-            rounded.append(m.round_grid(y, e))
-        else:
-            e = m.fmax_magnitude(m.real(m.and_(y, 0xFF800000)), 1.0)  # e with the sign of y: everything is symmetric
-            rounded.append(m.truncate_grid(m.ffma(noise[i], e, y), e))
+def round_scaled(m: Any, scaled: tuple[Any, Any]) -> Any:
+    """The nearest E2M1 grid values of two float32, as one word."""
+    rounded = [m.round_grid(y, m.fmax(m.real(m.and_(y, 0x7F800000)), 1.0)) for y in scaled]
     return m.clamp_six(m.pack_exact(*rounded))
+
+
+def draw_pair(m: Any, word: Any, encode: tuple[Any, Any], noise: Any) -> Any:
+    """Magnitudes of a pair, times their encode scales, stochastically rounded by the bytes of `noise`: codes in bits 9
+    to 11 of each half, 0 above, anything below.
+    """
+    scaled = m.fmul(m.fabs(m.low(word)), encode[0]), m.fmul(m.fabs(m.high(word)), encode[1])
+    cut = m.pack_half_cut(*(m.ffma_cut(y, 2.0**-14, 2.0**-40) for y in scaled))
+    return m.min_u16x2(m.imad(noise, 2, cut), 0x0FFF0FFF)
+
+
+def grid_pair(m: Any, word: Any, encode: tuple[Any, Any], noise: Any) -> Any:
+    """`round_pair`, or the same of `draw_pair` where there is noise."""
+    if noise is None:
+        return round_pair(m, word, encode)
+    return m.grid_values(m.shr(draw_pair(m, word, encode, noise), 9))
 
 
 def carrier_pair(m: Any, word: Any, grid: Any, scale_pair: Any) -> Any:
@@ -205,17 +226,18 @@ def quantize_rows(m: Any, rows: Sequence[Sequence[Any]], mult: Any, dec: Any, ra
     for t, words in enumerate(rows):
         carriers = []
         for k, word in enumerate(words):
-            grid = round_pair(m, word, (encode[t], encode[t]), pair_noise(m, random, k, t))
+            grid = grid_pair(m, word, (encode[t], encode[t]), pair_noise(m, random, k, t))
             carriers.append(carrier_pair(m, word, grid, scale[t]))
         out.append(carriers)
     return out
 
 
 def pair_noise(m: Any, random: Any, k: int, t: int) -> Any:
-    """`half_noise` of the k-th pair of columns of token t; None without random words."""
+    """The random bytes of the k-th pair of columns of token t, one in each half; None without random words."""
     if random is None:
         return None
-    return half_noise(m, random[2 * k][t // 4], t), half_noise(m, random[2 * k + 1][t // 4], t)
+    word = random[k][t // 2]
+    return m.prmt(word, 0, 0x4341) if t % 2 else m.and_(word, 0x00FF00FF)
 
 
 def quantize_columns(
@@ -229,7 +251,7 @@ def quantize_columns(
             words = hadamard_words(m, words)
         codes, values, encode = block_scales(m, largest(m, words), mult, dec)
         scale = m.pack_exact(*values)
-        grids = [round_pair(m, w, encode, pair_noise(m, random, k, t)) for t, w in enumerate(words)]
+        grids = [grid_pair(m, w, encode, pair_noise(m, random, k, t)) for t, w in enumerate(words)]
         scale_codes.append(codes)
         if packed:
             nibbles = [code_pair(m, w, g) for w, g in zip(words, grids, strict=True)]

@@ -24,6 +24,7 @@ from halfbyte.ops.kernels.transfer import (
     Place,
     load_rows,
     place,
+    prefetch,
     programs,
     store_codes,
     store_rows,
@@ -62,6 +63,14 @@ def _wide(m: Any, k0: Any, k1: Any, row: Any, column: Any, stride: int) -> list[
 
 
 @dataclasses.dataclass(frozen=True)
+class Lanes:
+    """`columns` of a lane, and programs that a multiprocessor runs at a time (`launch`)."""
+
+    columns: int
+    groups: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Arrays:
     """The numbers of a kernel's arrays: sources, then for each job its scale, key and origin, then its outputs."""
 
@@ -93,10 +102,13 @@ def quantize_made(
     columns: int,
     interpret: bool,
     owed: jax.Array | None = None,
+    order: Sequence[int] | None = None,
+    groups: int = 4,
     name: str,
 ) -> tuple[jax.Array, ...]:
     """The operands of `jobs`: a `Rowwise` or `Columnwise`, and which of the tensors whose 16 rows are returned by
-    `make(machine, rows of all arrays)`. `owed`, float32, one an array, multiplies what is read.
+    `make(machine, rows of all arrays)`. `owed`, float32, one an array, multiplies what is read. They are made in
+    `order`, which decides how many registers are alive; `groups` as for `launch`.
     """
     tokens, width = arrays[0].shape
     known = Arrays(arrays)
@@ -106,14 +118,18 @@ def quantize_made(
 
     def body(m: Any) -> None:
         at = place(m, tokens, width, grid)
-        tensors = make(m, _load_all(m, len(arrays), at, 2, factors_at))
-        for (side, which), (scale, key, origin), first in zip(jobs, places, firsts, strict=True):
+        loaded = _load_all(m, len(arrays), at, 2, factors_at)
+        if len(jobs) > 1:  # a pass over one operand waits for memory alone
+            prefetch(m, len(arrays), tokens, width, grid, 2)
+        tensors = make(m, loaded)
+        for i in order or range(len(jobs)):
+            (side, which), (scale, key, origin), first = jobs[i], places[i], firsts[i]
             mult, dec = _factors(m, scale)
             random = None if key is None else _random(m, key, origin, side.window, at)
             _quantize(m, side, at, tensors[which], mult, dec, random, known.outputs_begin + first)
 
     run = functools.partial(launch, body, [*arrays, *known.given], known.made, programs=grid[0] * grid[1])
-    return tuple(run(warps=WARPS, columns=columns, interpret=interpret, name=name))
+    return tuple(run(columns=columns, groups=groups, interpret=interpret, name=name))
 
 
 def _load_all(m: Any, count: int, at: Place, size: int, factors_at: int | None) -> list[list[Any]]:

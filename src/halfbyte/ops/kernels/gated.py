@@ -30,6 +30,7 @@ from halfbyte.ops.kernels.tile import evaluate
 FORWARD_TILING = Tiling(4, 2)
 BACKWARD_MAXIMA_TILING = Tiling(2, 4)
 BACKWARD_TILING = Tiling(2, 8)  # two columns a lane: half the registers of four, and a third faster
+H_FIRST = (4, 0, 1, 2, 3)  # the order of the backward pass's operands: h's registers are free for the others
 
 
 def _gate(m: Any, g_word: Any) -> tuple[list[Any], list[Any], Any]:
@@ -184,9 +185,8 @@ def quantize_backward(
     if codes.asked([side for side, _ in jobs]) or not layout.divides(g.shape[1]):
         layout.check(g)
         by_hand = functools.partial(codes.quantize_made, name="swiglu_backward_codes", interpret=interpret)
-        return by_hand([g, u, dh], backward_made, jobs, columns=2, owed=owed)
+        return by_hand([g, u, dh], backward_made, jobs, columns=2, owed=owed, order=H_FIRST)
     _check_paid(owed)
     make = _tile_maker(backward_made, 3, tiling, interpret)
-    order = (4, 0, 1, 2, 3)  # h first: its registers are free for the others
-    run = functools.partial(quantize_made, [g, u, dh], make, jobs, order=order)
+    run = functools.partial(quantize_made, [g, u, dh], make, jobs, order=H_FIRST)
     return run(tiling=tiling, interpret=interpret, name="swiglu_backward")

@@ -17,7 +17,15 @@ from halfbyte.later import later
 from halfbyte.ops.kernels.memory import PtxMemory, VectorMemory
 
 plgpu = later("jax.experimental.pallas.mosaic_gpu")
-GROUP = 4  # warps of a Mosaic thread, a warpgroup
+GROUP = 4  # warps of a Mosaic thread, a warpgroup, and of a program
+MULTIPROCESSORS = 132  # of an H100 or H200, where no device says it
+
+
+def multiprocessors() -> int:
+    try:
+        return int(jax.local_devices()[0].core_count)
+    except (AttributeError, RuntimeError):
+        return MULTIPROCESSORS
 
 
 def launch(
@@ -26,25 +34,29 @@ def launch(
     outputs: Sequence[jax.ShapeDtypeStruct],
     *,
     programs: int,
-    warps: int = GROUP,
     columns: int,
     lanes: int | None = None,
+    groups: int = 1,
     interpret: bool,
     name: str,
 ) -> list[jax.Array]:
     """The arrays of shapes `outputs` that `body(machine)` writes; it knows `arrays`, then `outputs`, by number.
 
-    `lanes` of a block are 16 / `columns` unless given.
-    Every byte of an output must be written by some lane.
+    `lanes` of a block are 16 / `columns` unless given. Every byte of an output must be written by some lane.
+
+    Mosaic GPU asks for one block a multiprocessor, and the assembler then gives a lane as many registers as such a
+    block can have: up to 255, with which two blocks of one program fit. With `groups` > 1 a block is as large as a
+    multiprocessor: so many programs at a time, 65536 / (128 groups) registers a lane, and each warpgroup goes on to its
+    next program by itself.
     """
-    if warps % GROUP:
-        raise ValueError(f"a program has a multiple of {GROUP} warps, got {warps}")
     if interpret:
-        host = functools.partial(on_host, programs=programs, warps=warps, columns=columns, lanes=lanes)
+        host = functools.partial(on_host, programs=programs, columns=columns, lanes=lanes)
         return list(jax.pure_callback(lambda *given: host(body, given, outputs), list(outputs), *arrays))
     machine = PtxMemory(columns, lanes)
     body(machine)
-    text, count = machine.text(), len(arrays) + len(outputs)
+    count = len(arrays) + len(outputs)
+    blocks = programs if groups == 1 else min(multiprocessors(), -(-programs // groups))
+    text = machine.text(programs, blocks, groups)
 
     def kernel(*refs):
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * count)(functools.partial(_assemble, text))(*refs)
@@ -52,9 +64,9 @@ def launch(
     run = plgpu.kernel(
         kernel,
         out_type=[jax.ShapeDtypeStruct((math.prod(o.shape),), o.dtype) for o in outputs],
-        grid=(programs,),
-        grid_names=("program",),
-        num_threads=warps // GROUP,
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=groups,
         thread_name="warpgroup",
         kernel_name=name,
     )
@@ -78,7 +90,6 @@ def on_host(
     outputs: Sequence[jax.ShapeDtypeStruct],
     *,
     programs: int,
-    warps: int = GROUP,
     columns: int,
     lanes: int | None = None,
 ) -> list[np.ndarray]:
@@ -86,5 +97,5 @@ def on_host(
     written = [np.full(o.shape, 0xAB, np.uint8).repeat(jnp.dtype(o.dtype).itemsize) for o in outputs]
     read = [np.ascontiguousarray(np.asarray(a)).reshape(-1).view(np.uint8) for a in arrays]
     with np.errstate(all="ignore"):
-        body(VectorMemory(columns, [*read, *written], programs, warps, lanes))
+        body(VectorMemory(columns, [*read, *written], programs, GROUP, lanes))
     return [w.view(o.dtype).reshape(o.shape) for w, o in zip(written, outputs, strict=True)]

@@ -26,12 +26,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from halfbyte.later import later
+from halfbyte.ops.kernels.launch import multiprocessors
 from halfbyte.ops.kernels.scale import GEMM, SIZE
 
 plgpu = later("jax.experimental.pallas.mosaic_gpu")
 LAYOUTS = ("nn", "nt", "tn")
 ALIGNED = 16  # elements of bf16 in the smallest piece of a row that the copy engine moves, 32 bytes
-MULTIPROCESSORS = 132  # of an H100 or H200 module, where no device is at hand to ask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +153,7 @@ def matmul(
     run = plgpu.kernel(
         functools.partial(_kernel, tiling=tiling, layout=layout, sizes=(m, n, k)),
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
-        grid=(_multiprocessors() // members,),
+        grid=(multiprocessors() // members,),
         grid_names=("block",),
         cluster=(members,),
         cluster_names=("member",),
@@ -178,13 +178,6 @@ def _through_xla(a: jax.Array, b: jax.Array, alpha: jax.Array, layout: str, out_
     if jnp.dtype(out_dtype) == jnp.bfloat16:
         y = lax.reduce_precision(y, 8, 7)  # a rounding that XLA does not remove
     return y.astype(out_dtype)
-
-
-def _multiprocessors() -> int:
-    try:
-        return int(jax.local_devices()[0].core_count)
-    except (AttributeError, RuntimeError):
-        return MULTIPROCESSORS
 
 
 def _kernel(a, b, left, right, out, *, tiling: GemmTiling, layout: str, sizes: tuple[int, int, int]):

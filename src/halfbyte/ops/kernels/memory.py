@@ -16,6 +16,7 @@ from halfbyte.ops.kernels.ptx import Ptx, Reg
 from halfbyte.ops.kernels.vector import Vector
 
 SHARED = -1  # the array that is a program's shared memory
+GROUP_BARRIER = "bar.sync barrier, 128;"  # of the 128 lanes of one program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,29 +35,61 @@ class PtxMemory(Ptx):
         self.count["d"] = 0
         self.shared_bytes = 0
 
-    def text(self) -> str:
+    def text(self, programs: int, blocks: int, groups: int) -> str:
+        """The kernel of `blocks` blocks of `groups` warpgroups, each of which runs one program after the other."""
         declared = {"r": ".b32", "f": ".f32", "h": ".b16", "p": ".pred", "d": ".b64"}
         lines = [f".reg {declared[k]} {k}<{n}>;" for k, n in self.count.items() if n]
         if self.shared_bytes:
-            lines.append(f".shared .align 16 .b8 shared_tile[{self.shared_bytes}];")
-        return "{\n" + "\n".join([*lines, *self.lines]) + "\n}"
+            lines.append(f".shared .align 16 .b8 shared_tile[{groups * self.shared_bytes}];")
+        return "{\n" + "\n".join([*lines, *self._begin(programs, blocks, groups), *self._end(programs)]) + "\n}"
 
-    def _special(self, name: str) -> Reg:
-        out = self.reg("r")
-        self.lines.append(f"mov.u32 {out.name}, %{name};")
-        return out
+    def _begin(self, programs: int, blocks: int, groups: int) -> list[str]:
+        """Up to the body: a warpgroup's first program, its barrier (0 is the block's own) and its shared memory."""
+        lines = [
+            ".reg .b32 program, following, thread, group, barrier, shared_start;",
+            ".reg .pred more;",
+            "mov.u32 thread, %tid.x;",
+            "mov.u32 program, %ctaid.x;",
+            f"mov.u32 shared_start, {'shared_tile' if self.shared_bytes else 0};",
+            "mov.u32 barrier, 0;",
+        ]
+        if groups > 1:
+            lines += [
+                "shr.u32 group, thread, 7;",
+                "and.b32 thread, thread, 127;",
+                f"mad.lo.u32 program, program, {groups}, group;",
+                f"mad.lo.u32 shared_start, group, {self.shared_bytes}, shared_start;",
+                "add.u32 barrier, group, 1;",
+            ]
+        enough = [f"setp.ge.u32 more, program, {programs};", "@more bra done;"]
+        return [*lines, *enough, "again:", f"add.u32 following, program, {blocks * groups};", *self.lines]
+
+    def _end(self, programs: int) -> list[str]:
+        """After the body: on to the next program, once all lanes have read what they shared."""
+        lines = [GROUP_BARRIER] if self.shared_bytes else []
+        lines += ["mov.u32 program, following;", f"setp.lt.u32 more, program, {programs};"]
+        return [*lines, "@more bra again;", "done:"]
 
     def program(self) -> Reg:
-        return self._special("ctaid.x")
+        return Reg("program", "r")
+
+    def following(self) -> Reg:
+        """The program that this one's lanes run next; there may be none of that number."""
+        return Reg("following", "r")
+
+    def prefetch(self, at: Address, where: Reg) -> None:
+        """Has the cache read what lies there."""
+        self.lines.append(f"@{where.name} prefetch.global.L2 [{at.place.name}];")
 
     def thread(self) -> Reg:
-        return self._special("tid.x")
+        """This lane's number among those of its program."""
+        return Reg("thread", "r")
 
     def divide(self, a: Any, k: int) -> Any:
-        return self._op("div.u32", "rrr", a, k)
+        return _divide(self, a, k)
 
     def remainder(self, a: Any, k: int) -> Any:
-        return self._op("rem.u32", "rrr", a, k)
+        return self.imad(self.divide(a, k), -k, a)
 
     def multiply_high(self, a: Any, b: Any) -> Any:
         return self._op("mul.hi.u32", "rrr", a, b)
@@ -85,9 +118,8 @@ class PtxMemory(Ptx):
         """Element `index` of an array whose elements have `size` bytes."""
         text = self._text(index, "r")
         if array == SHARED:
-            base, out = self.reg("r"), self.reg("r")
-            self.lines.append(f"mov.u32 {base.name}, shared_tile;")
-            self.lines.append(f"mad.lo.u32 {out.name}, {text}, {size}, {base.name};")
+            out = self.reg("r")
+            self.lines.append(f"mad.lo.u32 {out.name}, {text}, {size}, shared_start;")
             return Address(array, out)
         out = self.reg("d")
         self.lines.append(f"mad.wide.u32 {out.name}, {text}, {size}, ${array};")
@@ -132,7 +164,15 @@ class PtxMemory(Ptx):
         return start
 
     def barrier(self) -> None:
-        self.lines.append("bar.sync 0;")
+        self.lines.append(GROUP_BARRIER)
+
+
+def _divide(m: Any, a: Any, k: int) -> Any:
+    """a // k for a < 2**31, by a product (Granlund and Montgomery, 1994): the assembler would divide at run time."""
+    bits = (k - 1).bit_length()
+    if k == 1 << bits:
+        return m.shr(a, bits) if bits else a
+    return m.shr(m.multiply_high(a, (1 << (31 + bits)) // k + 1), bits - 1)
 
 
 def _guard(where: Any) -> str:
@@ -157,14 +197,16 @@ class VectorMemory(Vector):
     def program(self) -> np.ndarray:
         return self._along((0,))
 
+    def following(self) -> np.ndarray:
+        return self.program() + np.uint32(1)
+
+    def prefetch(self, at: Address, where: Any) -> None:
+        """There is no cache."""
+
     def thread(self) -> np.ndarray:
         return self._along((1, 2, 3))
 
-    def divide(self, a: Any, k: int) -> Any:
-        return self.bits(a) // np.uint32(k)
-
-    def remainder(self, a: Any, k: int) -> Any:
-        return self.bits(a) % np.uint32(k)
+    divide, remainder = PtxMemory.divide, PtxMemory.remainder
 
     def multiply_high(self, a: Any, b: Any) -> Any:
         return ((self.bits(a).astype(np.uint64) * self.bits(b).astype(np.uint64)) >> np.uint64(32)).astype(np.uint32)

@@ -11,22 +11,42 @@ from typing import Any
 from halfbyte.ops.kernels import arithmetic as q
 
 SIDE_BY_SIDE = 1 + 2**12
+UPPER = 0xF0F0F0F0  # the upper nibble of each byte
 
 
 def nibble_pair(m: Any, word: Any, grid: Any) -> Any:
-    """The codes of a grid pair with the signs of `word`; bits below the codes are not all zero."""
+    """The codes of a grid pair with the signs of `word`; bits 8 to 11 of each half are zero."""
     return m.with_sign(m.grid_nibbles(grid), word)
 
 
+def coded_pair(m: Any, word: Any, encode: tuple[Any, Any], noise: Any) -> Any:
+    """The nibble pair of `word` times its encode scales; with noise, bits below the codes are not zero."""
+    if noise is None:
+        return nibble_pair(m, word, q.round_pair(m, word, encode))
+    return m.with_sign(m.shl(q.draw_pair(m, word, encode, noise), 3), word)
+
+
 def row_bytes(m: Any, pairs: Sequence[Any]) -> Any:
-    """The packed bytes of a lane's columns of one row, in the low bytes of a word."""
+    """The packed bytes of a lane's columns of one row, in the low bytes of a word; from nibble pairs of zeros below."""
     tops = [m.imad(pair, SIDE_BY_SIDE, 0) for pair in pairs]
     return m.shr(tops[0], 24) if len(tops) == 1 else m.prmt(tops[0], tops[1], 0x0073)
 
 
+def drawn_row_bytes(m: Any, rows: Sequence[Sequence[Any]]) -> list[Any]:
+    """`row_bytes` of each row, from nibble pairs with anything below: four pairs make a word, of as many rows."""
+    pairs, wide = [pair for row in rows for pair in row], len(rows[0])
+    made = []
+    for first in range(0, len(pairs), 4):
+        halves = [m.prmt(pairs[i], pairs[i + 1], 0x7351) for i in (first, first + 2)]  # even columns, then odd ones
+        even, odd = m.prmt(*halves, 0x5410), m.prmt(*halves, 0x7632)
+        word = m.merge(odd, m.shr(even, 4), UPPER)
+        made += [m.shr(word, 8 * i) if i else word for i in range(0, 4, wide)]
+    return made
+
+
 def column_words(m: Any, pairs: Sequence[Any]) -> list[list[Any]]:
     """For each of two columns the words of its packed tokens, eight a word, from a nibble pair a token."""
-    halves = [m.or_(m.shr(a, 4), b) for a, b in zip(pairs[::2], pairs[1::2], strict=True)]
+    halves = [m.merge(b, m.shr(a, 4), UPPER) for a, b in zip(pairs[::2], pairs[1::2], strict=True)]
     sorted_two = [m.prmt(a, b, 0x7351) for a, b in zip(halves[::2], halves[1::2], strict=True)]
     fours = list(zip(sorted_two[::2], sorted_two[1::2], strict=True))
     return [[m.prmt(a, b, selector) for a, b in fours] for selector in (0x5410, 0x7632)]
@@ -41,9 +61,9 @@ def quantize_rows(
     for t, words in enumerate(rows):
         lane, i = divmod(t // 2, len(own))
         encode = m.real(m.from_lane(own[i][2][t % 2], lane))
-        grids = [q.round_pair(m, w, (encode, encode), q.pair_noise(m, random, k, t)) for k, w in enumerate(words)]
-        made.append(row_bytes(m, [nibble_pair(m, w, g) for w, g in zip(words, grids, strict=True)]))
-    return made, [codes for codes, _, _ in own]
+        made.append([coded_pair(m, w, (encode, encode), q.pair_noise(m, random, k, t)) for k, w in enumerate(words)])
+    packed = [row_bytes(m, row) for row in made] if random is None else drawn_row_bytes(m, made)
+    return packed, [codes for codes, _, _ in own]
 
 
 def quantize_columns(
@@ -56,8 +76,8 @@ def quantize_columns(
         if hadamard:
             words = q.hadamard_words(m, words)
         code, _, encode = q.block_scales(m, q.largest(m, words), mult, dec)
-        grids = [q.round_pair(m, w, encode, q.pair_noise(m, random, k, t)) for t, w in enumerate(words)]
-        columns += column_words(m, [nibble_pair(m, w, g) for w, g in zip(words, grids, strict=True)])
+        pairs = [coded_pair(m, w, encode, q.pair_noise(m, random, k, t)) for t, w in enumerate(words)]
+        columns += column_words(m, pairs)
         codes.append(code)
     return columns, codes[0] if len(codes) == 1 else m.prmt(codes[0], codes[1], 0x5410)
 

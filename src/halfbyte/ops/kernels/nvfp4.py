@@ -33,6 +33,8 @@ ROW_TILING = Tiling(8, 4)
 BOTH_TILING = Tiling(4, 4)
 UNPACK_TILING = Tiling(4, 4)
 ROW_TOKENS = 8  # tokens a program of the rowwise-only pass
+CODES = codes.Lanes(4, 4)
+BOTH_CODES = codes.Lanes(2, 8)  # nearest: fewer registers, more warps; the faster the narrower the array
 
 
 STATIC = {"static": True}
@@ -183,7 +185,8 @@ def quantize(
         layout.check(x)
         jobs = [(side, 0) for side in sides]
         run = functools.partial(codes.quantize_made, [x], lambda m, rows: [rows], jobs)
-        return run(columns=4, interpret=interpret, name=_name(*sides))
+        tile = BOTH_CODES if len(jobs) > 1 and all(s.key is None and s.codes is not None for s in sides) else CODES
+        return run(columns=tile.columns, groups=tile.groups, interpret=interpret, name=_name(*sides))
     alone = columns is None
     return quantize_made(
         [x],

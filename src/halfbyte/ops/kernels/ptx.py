@@ -106,13 +106,20 @@ class Ptx:
     def max_u16x2(self, a, b):
         return self._op("max.u16x2", "rrr", a, b)
 
+    def min_u16x2(self, a, b):
+        return self._op("min.u16x2", "rrr", a, self.word(b) if isinstance(b, int) else b)
+
     def max_abs_bf16x2(self, a, b):
         """The larger magnitudes of two bf16 pairs, NaN if either is; the sign bits mean nothing."""
         return self._op("max.NaN.xorsign.abs.bf16x2", "rrr", a, b)
 
+    def merge(self, a: Any, b: Any, mask: int) -> Any:
+        """The bits of a where `mask` has ones, of b elsewhere."""
+        return self._op("lop3.b32", "rrrrr", a, b, mask, 0xE4)
+
     def with_sign(self, magnitude, sign):
         """Both halves of `magnitude` with the sign bits of `sign`."""
-        return self._op("lop3.b32", "rrrrr", magnitude, sign, 0x7FFF7FFF, 0xE4)
+        return self.merge(magnitude, sign, 0x7FFF7FFF)
 
     # float32
     def fmul(self, a, b):
@@ -128,6 +135,10 @@ class Ptx:
         """a * b + c rounded once. Bodies use it only where a * b is exact, so that other machines agree."""
         return self._op("fma.rn.f32", "ffff", a, b, c)
 
+    def ffma_cut(self, a, b, c):
+        """a * b + c rounded once, toward zero; for a >= 0 and powers of two b and c."""
+        return self._op("fma.rz.f32", "ffff", a, b, c)
+
     def fabs(self, a):
         return self._op("abs.f32", "ff", a)
 
@@ -137,17 +148,23 @@ class Ptx:
     def fmax(self, a, b):
         return self._op("max.f32", "fff", a, b)
 
-    def fmax_magnitude(self, a, b):
-        """The larger magnitude, with the sign of a; b > 0."""
-        return self._op("max.xorsign.abs.f32", "fff", a, b)
-
     def fmax_nan(self, a, b):
         """The larger one; NaN if either is."""
         return self._op("max.NaN.f32", "fff", a, b)
 
     def reciprocal(self, a):
-        """1 / a, correctly rounded."""
-        return self._op("rcp.rn.f32", "ff", a)
+        """1 / a, correctly rounded, for 0 <= a < 2**126; NaN for 0.
+
+        The steps of `rcp.rn`, which branches away for subnormal numbers and so cuts a kernel into pieces that the
+        compiler schedules one by one; here they are scaled, and no lane branches.
+        """
+        small, factor = self.reg("p"), self.reg("f")
+        self.lines.append(f"setp.lt.f32 {small.name}, {self._text(a, 'f')}, {self._text(2.0**-126, 'f')};")
+        self.lines.append(f"selp.f32 {factor.name}, {self._text(2.0**24, 'f')}, {self._text(1.0, 'f')}, {small.name};")
+        scaled = self.fmul(a, factor)
+        guess = self._op("rcp.approx.ftz.f32", "ff", scaled)
+        error = self._op("neg.f32", "ff", self.ffma(scaled, guess, -1.0))
+        return self.fmul(self.ffma(guess, error, guess), factor)
 
     def sigmoid(self, a):
         """1 / (1 + exp(-a)) to a few units in the last place."""
@@ -157,10 +174,6 @@ class Ptx:
     def round_grid(self, y, e):
         """y to the nearest multiple of e / 2, ties to even, for a power of two e and abs(y) < 2**20 e."""
         return self.ffma(e, -6291456.0, self.ffma(e, 6291456.0, y))
-
-    def truncate_grid(self, y, e):
-        """y toward zero to a multiple of e / 2; e has the sign of y."""
-        return self.ffma(e, -4194304.0, self._op("fma.rz.f32", "ffff", e, 4194304.0, y))
 
     # pairs of bf16 in a word
     def low(self, w):
@@ -176,6 +189,10 @@ class Ptx:
     def pack_round(self, lo, hi):
         """Two float32 rounded to bf16, ties to even, as one word."""
         return self._op("cvt.rn.bf16x2.f32", "rff", hi, lo)
+
+    def pack_half_cut(self, lo, hi):
+        """Two float32 >= 0 cut off to float16, as one word; what is too large for it is at least 65504."""
+        return self._op("cvt.rz.f16x2.f32", "rff", hi, lo)
 
     def mul_bf16x2(self, a, b):
         return self._op("mul.rn.bf16x2", "rrr", a, self.word(b) if isinstance(b, int) else b)

@@ -50,9 +50,22 @@ def programs(tokens: int, width: int, columns: int, *, tiled: bool = False, bloc
     return -(-covered[0] // (WARPS * block)), -(-covered[1] // (32 * columns))
 
 
-def place(m: Any, tokens: int, width: int, grid: tuple[int, int], *, block: int = BLOCK) -> Place:
+def prefetch(m: Any, arrays: int, tokens: int, width: int, grid: tuple[int, int], size: int) -> None:
+    """Has the cache read what the next program of these lanes will: half a row of its warp's columns a lane."""
+    program = m.following()
+    at = place(m, tokens, width, grid, program=program)
+    row, half = m.shr(m.and_(at.thread, 31), 1), m.and_(at.thread, 1)
+    token, column = m.iadd(at.token, row), m.imad(half, 16 * m.columns, at.first_column)
+    inside = m.less(program, grid[0] * grid[1])
+    if at.inside is not None:
+        inside = m.both(inside, m.both(m.less(token, tokens), m.less(column, width)))
+    for array in range(arrays):
+        m.prefetch(m.address(array, m.imad(token, width, column), size), inside)
+
+
+def place(m: Any, tokens: int, width: int, grid: tuple[int, int], *, block: int = BLOCK, program: Any = None) -> Place:
     down, across = grid
-    program, thread = m.program(), m.thread()
+    program, thread = m.program() if program is None else program, m.thread()
     first_token = m.imad(m.divide(program, across), WARPS * block, 0)
     first_column = m.imad(m.remainder(program, across), 32 * m.columns, 0)
     token = m.imad(m.shr(thread, 5), block, first_token)

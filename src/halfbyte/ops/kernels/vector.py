@@ -57,12 +57,19 @@ class Vector:
         (a0, a1), (b0, b1) = self._halves(a), self._halves(b)
         return np.maximum(a0, b0) | (np.maximum(a1, b1) << np.uint32(16))
 
+    def min_u16x2(self, a, b):
+        (a0, a1), (b0, b1) = self._halves(a), self._halves(b)
+        return np.minimum(a0, b0) | (np.minimum(a1, b1) << np.uint32(16))
+
     def max_abs_bf16x2(self, a, b):
         mask = np.uint32(0x7FFF7FFF)
         return self.max_u16x2(self.bits(a) & mask, self.bits(b) & mask) | np.uint32(0x80000000)
 
+    def merge(self, a: Any, b: Any, mask: int) -> Any:
+        return (self.bits(a) & np.uint32(mask)) | (self.bits(b) & ~np.uint32(mask))
+
     def with_sign(self, magnitude, sign):
-        return (self.bits(magnitude) & np.uint32(0x7FFF7FFF)) | (self.bits(sign) & np.uint32(0x80008000))
+        return self.merge(magnitude, sign, 0x7FFF7FFF)
 
     def fmul(self, a, b):
         return self.real(a) * self.real(b)
@@ -76,6 +83,11 @@ class Vector:
     def ffma(self, a, b, c):
         return self.real(a) * self.real(b) + self.real(c)
 
+    def ffma_cut(self, a, b, c):
+        exact = self.real(a).astype(np.float64) * b + c  # where float64 rounds, it rounds to a, whose sum is cut to a
+        near = exact.astype(np.float32)
+        return (near.view(np.uint32) - (near > exact)).view(np.float32)
+
     def fabs(self, a):
         return np.abs(self.real(a))
 
@@ -84,9 +96,6 @@ class Vector:
 
     def fmax(self, a, b):
         return np.maximum(self.real(a), self.real(b))
-
-    def fmax_magnitude(self, a, b):
-        return np.copysign(np.maximum(np.abs(self.real(a)), self.real(b)), a)
 
     fmax_nan = fmax
 
@@ -100,10 +109,6 @@ class Vector:
         magic = e * np.float32(6291456)
         return (y + magic) - magic
 
-    def truncate_grid(self, y, e):
-        step = e * np.float32(0.5)
-        return np.floor(y / step) * step
-
     def low(self, w):
         return self.real(self.shl(w, 16))
 
@@ -115,6 +120,14 @@ class Vector:
 
     def pack_round(self, lo, hi):
         return self.pack_exact(self._round_bf16(self.bits(self.real(lo))), self._round_bf16(self.bits(self.real(hi))))
+
+    def pack_half_cut(self, lo, hi):
+        lo, hi = (self._cut_half(self.real(x)).astype(np.uint32) for x in (lo, hi))
+        return lo | (hi << np.uint32(16))
+
+    def _cut_half(self, x):
+        near = x.astype(np.float16)
+        return near.view(np.uint16) - (near.astype(np.float32) > x)
 
     def _round_bf16(self, bits):
         rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
