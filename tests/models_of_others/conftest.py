@@ -18,8 +18,11 @@ from halfbyte.recipe import recipe, step_key
 sys.path.insert(0, str(Path(__file__).parent))  # published: the models
 
 STEPS = 100
-# Compiling is most of a test's time, and the numbers do not depend on how hard LLVM tries.
-QUICK = {"xla_backend_optimization_level": 0}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick(quick_compiles):
+    """Compiling is most of what these tests cost, and the numbers do not depend on how hard LLVM tries."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -73,7 +76,7 @@ def train():
             BROKEN.pop()
             return losses[0], losses[-10:].mean()
 
-        compiled = jax.jit(whole, static_argnums=(1,) if static else (), compiler_options=QUICK)
+        compiled = jax.jit(whole, static_argnums=(1,) if static else ())
         return lambda broken: tuple(float(loss) for loss in compiled(params, broken))
 
     return program

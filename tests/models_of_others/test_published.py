@@ -17,7 +17,6 @@ from halfbyte.recipe import step_key
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # other people's code, older than this JAX
 STEPS, SEEDS = 100, range(3)
-QUICK = {"xla_backend_optimization_level": 0}
 MLPS = {"gemma": 2, "llama3": 3, "qwen3": 3, "penzai": 3, "nnx": 2, "haliax": 2, "haiku": 2, "equinox": 2}
 
 
@@ -59,7 +58,7 @@ def trained(loss, params, text, made):
         losses = jax.lax.scan(step, (params, optimizer.init(params)), jnp.arange(STEPS))[1]
         return jnp.stack([losses[0], losses[-10:].mean()])
 
-    compiled = jax.jit(whole, compiler_options=QUICK)
+    compiled = jax.jit(whole)
     return np.stack([compiled(params, seed) for seed in SEEDS])
 
 
