@@ -179,6 +179,48 @@ def test_a_sink_that_cannot_even_be_made_is_dropped(tmp_path):
     assert len(said) == 1
 
 
+class Refusing:
+    """A file that takes nothing while `full`."""
+
+    def __init__(self, file):
+        self.file, self.full = file, True
+
+    def write(self, data):
+        if self.full:
+            raise OSError(28, "No space left on device")
+        return self.file.write(data)
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+
+def test_rows_that_wait_are_written_at_the_end_or_said_to_be_missing(tmp_path):
+    lost = "metrics.jsonl WAS NOT CLOSED: OSError: [Errno 28] No space left on device"
+    for full, end in ((False, []), (True, [lost])):
+        path, said = tmp_path / f"metrics-{full}.jsonl", []
+        inner = Jsonl(path)
+        disk = inner._file = Refusing(inner._file)
+        sink = Guarded("metrics.jsonl", lambda inner=inner: inner, said.append)
+        sink.write({"step": 1})
+        disk.full = full
+        sink.close()
+        assert [row["step"] for row in read_rows(path)] == ([] if full else [1])
+        assert [line.partition(";")[0] for line in said[1:]] == end
+
+
+def test_rows_that_are_too_many_to_keep_are_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(Jsonl, "MOST_KEPT", 2)
+    inner, said = Jsonl(tmp_path / "metrics.jsonl"), []
+    disk = inner._file = Refusing(inner._file)
+    sink = Guarded("metrics.jsonl", lambda: inner, said.append)
+    for step in range(1, 5):
+        disk.full = step < 4
+        sink.write({"step": step})
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [3, 4]
+    sink.close()
+    assert said[1:] == ["metrics.jsonl is written again; 2 rows of it are lost"]
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """A real file system of 64 KiB; where none can be mounted, a limit on the size of a file does its part."""

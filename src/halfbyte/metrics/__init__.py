@@ -2,12 +2,11 @@
 
 from .display import Compiling, Display, make_display
 from .late import Finished, OneStepLate
-from .rows import read_rows
+from .rows import append_row, finite, read_rows
 from .sinks import Aside, Guarded, Jsonl, Sink, TensorBoard, WandB
-from .throughput import FLOPS_FORMULA, Throughput, mixed_peak
+from .throughput import Throughput, mixed_peak
 
 __all__ = [
-    "FLOPS_FORMULA",
     "Aside",
     "Compiling",
     "Display",
@@ -19,6 +18,8 @@ __all__ = [
     "TensorBoard",
     "Throughput",
     "WandB",
+    "append_row",
+    "finite",
     "make_display",
     "mixed_peak",
     "read_rows",

@@ -1,14 +1,17 @@
-"""Files of one JSON object a line, read as far as they can be read.
+"""Files of one JSON object a line, appended to, and read as far as they can be read.
 
 A kill cuts the last line; a bad disk or another program may leave bytes that are no text in the middle. Such lines are
 left out and counted; they never stop a run from going on.
 """
 
 import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from halfbyte.inputs import no_follow
 
 MOST_LINE = 1 << 20
 """Bytes of one line; what is longer is no record."""
@@ -34,6 +37,21 @@ def rows_until(path: str | os.PathLike[str], step: int) -> Rows:
         else:
             kept.append(line)
     return Rows(tuple(kept), tuple(damaged), later)
+
+
+def append_row(path: str | os.PathLike[str], row: Mapping[str, Any]) -> None:
+    """Add one record, `finite`, to a file that is no symbolic link."""
+    with open(path, "a", encoding="utf-8", opener=no_follow) as file:
+        file.write(json.dumps(finite(row), allow_nan=False) + "\n")
+
+
+def finite(value: Any) -> Any:
+    """`value` with None for every number that is not finite: JSON has no word for those."""
+    if isinstance(value, Mapping):
+        return {str(name): finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

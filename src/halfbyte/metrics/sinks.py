@@ -49,11 +49,18 @@ class Guarded:
         failed = self._failing
         if self._guard(lambda: sink.write(row)) and failed:
             self._failing = False
-            self._say(f"{self._name} is written again; nothing of it is lost")
+            lost = getattr(sink, "dropped", 0)
+            what = f"{lost} rows of it are lost" if lost else "nothing of it is lost"
+            self._say(f"{self._name} is written again; {what}")
 
     def close(self) -> None:
-        if self._sink is not None and self._guard(self._sink.close):
-            self._sink = None
+        sink, self._sink = self._sink, None
+        if sink is None:
+            return
+        try:
+            sink.close()
+        except Exception as error:  # as in `_guard`; the run is over, so that nothing can be tried again
+            self._say(f"{self._name} WAS NOT CLOSED: {type(error).__name__}: {error}; its last rows may be missing")
 
     def _guard(self, action: Callable[[], None]) -> bool:
         """True if it worked. ValueError is a mistake of the caller's and passes."""
@@ -72,7 +79,6 @@ class Guarded:
             return False
         return True
 
-
     def _drop(self) -> None:
         sink, self._sink = self._sink, None
         if sink is not None:
@@ -83,8 +89,8 @@ class Guarded:
 class Jsonl:
     """One JSON object a line, written at once. Rows of steps past `resume_step` are removed when it opens.
 
-    What could not be written (a full disk) is kept, 10,000 rows at most, and written with a later row; half a line is
-    taken back.
+    What could not be written (a full disk) is kept, 10,000 rows at most, and written with a later row or at the end;
+    half a line is taken back. `dropped` counts the rows that were too many to keep.
     """
 
     retries = True
@@ -99,6 +105,7 @@ class Jsonl:
     ):
         self.path = Path(path)
         self._waiting: list[bytes] = []
+        self.dropped = 0
         if resume_step is None or not self.path.exists():
             replace_file(self.path, b"")
         else:
@@ -117,7 +124,11 @@ class Jsonl:
 
     def write(self, row: Row) -> None:
         self._waiting.append(json.dumps(_finite(row)).encode() + b"\n")
+        self.dropped += max(0, len(self._waiting) - self.MOST_KEPT)
         del self._waiting[: -self.MOST_KEPT]
+        self._write_waiting()
+
+    def _write_waiting(self) -> None:
         data = b"".join(self._waiting)
         try:
             if self._file.write(data) != len(data):
@@ -129,7 +140,11 @@ class Jsonl:
         self._waiting = []
 
     def close(self) -> None:
-        self._file.close()
+        """Raises OSError, closed all the same, if rows still wait and cannot be written now either."""
+        try:
+            self._write_waiting()
+        finally:
+            self._file.close()
 
 
 def _finite(row: Row) -> dict[str, Any]:

@@ -1,17 +1,12 @@
 """Speed of a step from its wall time: tokens/s, TFLOP/s and MFU a device.
 
-FLOPs are counted from the model's shapes, as the published figures count them (matmuls only, causal attention halved,
-three times the
-forward pass); they say what the model needs, not what the machine did, so recomputation does not flatter. MFU divides
-by the dense peak of the
-formats that the GEMMs really run in. Where a device's peak is not in the table it is None, never a guess.
+FLOPs are counted from the model's shapes (`models.flops`); they say what the model needs, not what the machine did, so
+recomputation does not flatter. MFU divides by the dense peak of the formats that the GEMMs really run in. Where a
+device's peak is not in the table it is None, never a guess.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-FLOPS_FORMULA = "matmul-causal-1"
-"""Version of the counting rule; written into every log."""
 
 
 def mixed_peak(shares: Mapping[str, float], peaks: Mapping[str, float]) -> float | None:
