@@ -14,7 +14,7 @@ from radar_bands import CONFIG, MODEL, batch_of
 
 from halfbyte import models
 from halfbyte.diagnosis.bands import bands, fit_bands, kind_of, of_mean, outside
-from halfbyte.diagnosis.radar import Probe, Radar, judged, part_of, step_of
+from halfbyte.diagnosis.radar import Probe, Radar, judged, part_of, step_of, summary
 from halfbyte.recipe import recipe
 from halfbyte.train import resolve, run_mesh
 from halfbyte.train.observing import Moment, due
@@ -71,6 +71,22 @@ def test_bands_and_alarms_by_hand():
     assert marked[0]["alarm"] and "mean gain 0.8800" in alarms[0]
     assert judged([{**one, "gain": 1.0}], fitted)[1] == []
     assert judged([{**one, "kind": "unknown", "gain": 0.5}], fitted)[1] == []
+
+
+def test_what_has_no_band_is_said_not_to_be_judged():
+    gemms, _ = judged([{"kind": "wgrad a", "gain": 1.0}, {"kind": "wgrad b", "gain": 0.5}], {"wgrad a": (0.9, 1.1)})
+    assert summary(3, gemms[:1], []) == "radar before step 3: 1 GEMMs, gains 1.000 to 1.000, no alarm"
+    told = "no alarm; 1 of them NOT JUDGED, no band is known of wgrad b"
+    assert summary(3, gemms, []).endswith(told) and "no alarm" not in summary(3, gemms, ["wgrad: mean gain"])
+
+
+def test_a_link_in_the_place_of_the_record_is_not_followed(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / "radar.jsonl").symlink_to(victim)
+    with pytest.raises(ValueError, match="symbolic link"):
+        Radar(1, tmp_path)._write({"step": 1})
+    assert victim.read_text() == "mine"
 
 
 def test_a_part_of_the_batch():

@@ -9,7 +9,6 @@ continuation, gold), last words (context, continuation), minimal pairs (sentence
 stands for every task in it. Results are added to RUN/evaluations.jsonl."""
 
 import datetime
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -61,8 +60,10 @@ class Args:
 
 
 def run(args: Args) -> Result:
+    from halfbyte.cli.main import plain
     from halfbyte.evaluation import SCORING_RULES, Scorer
     from halfbyte.interchange.opening import open_model
+    from halfbyte.metrics import append_row
 
     if args.limit < 0:
         raise ValueError(f"--limit must be 0 (all examples) or more, got {args.limit}")
@@ -83,7 +84,7 @@ def run(args: Args) -> Result:
     for result in evaluate(args, loaded, scorer, tasks):
         results.append(result)
         if save:
-            append(loaded.directory / EVALUATIONS, {**settings(args, loaded, scorer), **result.to_json()})
+            append_row(loaded.directory / EVALUATIONS, {**settings(args, loaded, scorer), **plain(result.to_json())})
     print_table(results)
     if save:
         print(f"added to {loaded.directory / EVALUATIONS}")
@@ -167,13 +168,6 @@ def settings(args: Args, loaded: "LoadedRun", scorer: Any) -> dict[str, Any]:
     fixed = {"limit": args.limit, "seq": scorer.window, "stride": args.stride or scorer.window}
     fixed |= {"scales": scorer.scales, "batch_tokens": scorer.batch_tokens}
     return {"time": now, "run": str(loaded.directory), "step": loaded.step, "recipe": loaded.recipe, **fixed}
-
-
-def append(path: Path, record: dict[str, Any]) -> None:
-    from halfbyte.cli.main import plain
-
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(plain(record), allow_nan=False) + "\n")
 
 
 def print_table(results: "list[evaluation.Result]") -> None:

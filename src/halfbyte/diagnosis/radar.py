@@ -5,7 +5,6 @@ An alarm is a gain outside of its band (see `bands`), a result that is not finit
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from halfbyte.metrics import append_row
 from halfbyte.models import Context
 from halfbyte.models.context import segments
 from halfbyte.recipe import Recipe, Resolved, step_key
@@ -133,19 +133,21 @@ class Radar:
                 f"random bits: {' and '.join(bits['between'])} share them (correlation {bits['largest']:.2f})"
             )
         self._write({"step": moment.step, "gemms": gemms, "bits": bits, "alarms": alarms})
-        gains = [gemm["gain"] for gemm in gemms]
-        line = f"radar before step {moment.step}: {len(gemms)} GEMMs, gains {min(gains):.3f} to {max(gains):.3f}"
-        return [f"{line}, no alarm" if not alarms else line, *(f"RADAR ALARM: {alarm}" for alarm in alarms)]
+        return [summary(moment.step, gemms, alarms), *(f"RADAR ALARM: {alarm}" for alarm in alarms)]
 
     def _write(self, row: dict[str, Any]) -> None:
         if jax.process_index() == 0:
-            with open(self._file, "a", encoding="utf-8") as file:
-                file.write(json.dumps(_finite(row)) + "\n")
+            append_row(self._file, row)
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def summary(step: int, gemms: Sequence[Mapping[str, Any]], alarms: Sequence[str]) -> str:
+    """A line for the log. GEMMs of a kind that no band is known of are not judged, and that is said."""
+    gains = [gemm["gain"] for gemm in gemms]
+    line = f"radar before step {step}: {len(gemms)} GEMMs, gains {min(gains):.3f} to {max(gains):.3f}"
+    unknown = list(dict.fromkeys(gemm["kind"] for gemm in gemms if gemm["band"] is None))
+    line += "" if alarms else ", no alarm"
+    if not unknown:
+        return line
+    many = sum(gemm["band"] is None for gemm in gemms)
+    more = f" and {len(unknown) - 1} more kinds" if len(unknown) > 1 else ""
+    return f"{line}; {many} of them NOT JUDGED, no band is known of {unknown[0]}{more}"

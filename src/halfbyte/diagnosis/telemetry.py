@@ -5,12 +5,12 @@ The same numbers as `halfbyte inspect`, on a part of the step's own batch.
 """
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from halfbyte.metrics import append_row
 from halfbyte.recipe import Resolved
 from halfbyte.train.observing import Moment
 from halfbyte.train.step import make_context
@@ -54,5 +54,4 @@ class Telemetry:
 
     def _write(self, row: dict[str, Any]) -> None:
         if jax.process_index() == 0:
-            with open(self._file, "a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            append_row(self._file, row)

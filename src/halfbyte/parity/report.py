@@ -9,6 +9,7 @@ from typing import Any
 
 from halfbyte import report as page
 from halfbyte.inputs import replace_file
+from halfbyte.metrics import finite
 from halfbyte.report import Band, Dot, Row, Series
 
 from .analysis import interval_text
@@ -36,15 +37,6 @@ def write_report(plan: Plan, directory: Path, data: Data) -> dict[str, Path]:
 def title(plan: Plan) -> str:
     candidates = ", ".join(arm.name for arm in plan.of_kind(CANDIDATE))
     return f"Parity: {candidates} against {plan.baseline.name}, {plan.base.model.name}"
-
-
-def finite(value: Any) -> Any:
-    """JSON has no word for what is not finite."""
-    if isinstance(value, Mapping):
-        return {str(key): finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def sections(plan: Plan, directory: Path, data: Data) -> list[str]:

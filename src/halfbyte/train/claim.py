@@ -10,7 +10,7 @@ from halfbyte.inputs import UnreadableFile, check_output, read_json, refuse_link
 WRITTEN = (
     ".lock", "config.json", "run.json", "manifest.json", "data.json", "tokenizer.json", "metrics.jsonl",
     "evaluations.jsonl", "tensorboard", "checkpoints", "damaged", "profile", "wandb", "wandb_id",
-    "report.html", "huggingface",
+    "report.html", "huggingface", "radar.jsonl", "telemetry.jsonl",
 )  # fmt: skip
 """What a run writes. Where a symbolic link has one of these names, the run would write somewhere else."""
 IMPORTED = "imported.json"  # of a directory that holds an imported model and no training
