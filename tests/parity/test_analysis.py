@@ -66,6 +66,14 @@ def test_a_pass_is_withheld_where_the_broken_recipe_does_not_fail(tmp_path):
     assert "CANNOT TELL nvfp4" in data["verdict"] and "this comparison is blind" in data["verdict"]
 
 
+def test_a_pass_is_withheld_where_the_broken_recipe_cannot_be_told(tmp_path):
+    gaps = {**GAPS, "control-fp4_one_scale": 0.0125}  # 0.47%: more seeds would tell it from the margin, three do not
+    data = analyse(fake_parity(tmp_path, gaps=gaps, noise=0.0015), tmp_path)
+    control = data["controls"]["broken"]
+    assert control["word"] == "CANNOT TELL" and control["seeds"] > 3 and data["controls"]["sensitive"] is False
+    assert "CANNOT TELL nvfp4" in data["verdict"] and "this comparison is blind" in data["verdict"]
+
+
 def test_a_gap_across_the_margin_says_how_many_seeds_would_decide(tmp_path):
     data = analyse(fake_parity(tmp_path, gaps={**GAPS, "nvfp4": 0.011}, noise=0.003), tmp_path)
     assert verdicts(data)["nvfp4"] == "CANNOT TELL"

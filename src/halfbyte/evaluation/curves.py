@@ -126,6 +126,13 @@ def aligned(run: Curve, baseline: Curve) -> tuple[np.ndarray, np.ndarray, np.nda
     return common[finite], values[finite], base[finite], interpolated
 
 
+def differences(run: Curve, baseline: Curve) -> np.ndarray:
+    """The run's loss minus the baseline's wherever both were logged at the same tokens and are finite."""
+    _, mine, theirs = np.intersect1d(run.tokens, baseline.tokens, return_indices=True)
+    apart = run.loss[mine] - baseline.loss[theirs]
+    return apart[np.isfinite(apart)]
+
+
 def gap(run: Curve, baseline: Curve, *, last: int | None = None) -> Gap | None:
     """How far the run ends from the baseline; None if they have no point in common."""
     tokens, values, base, interpolated = aligned(run, baseline)

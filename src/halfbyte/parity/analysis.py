@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from halfbyte import models
-from halfbyte.evaluation.curves import Curve, default_last, median, read_curve, smooth, speed_of
+from halfbyte.evaluation.curves import Curve, default_last, differences, median, read_curve, smooth, speed_of
 from halfbyte.inputs import read_json
 from halfbyte.metrics import read_rows
 
@@ -112,10 +112,10 @@ def controls(plan: Plan, verdicts: Mapping[str, Verdict], cells: Mapping[tuple[s
         found["noise_floor"] = noise_floor(gaps_of(plan, arm, cells))
         found["twin_failed"] = verdicts[arm.name].word is Word.FAIL
     for arm in plan.of_kind(CONTROL):
-        found["broken"] = verdict_json(verdicts[arm.name])
-        judged = verdicts[arm.name].interval is not None or verdicts[arm.name].word is Word.FAIL
-        enough = (judged and verdicts[arm.name].seeds is None) or verdicts[arm.name].word is Word.FAIL
-        found["sensitive"] = verdicts[arm.name].word is Word.FAIL if enough else None
+        verdict = verdicts[arm.name]
+        found["broken"] = verdict_json(verdict)
+        judged = verdict.word is Word.FAIL or (verdict.interval is not None and verdict.interval.low is not None)
+        found["sensitive"] = verdict.word is Word.FAIL if judged else None
     return found
 
 
@@ -234,19 +234,13 @@ def within_run(mine: Sequence[Cell], base: Sequence[Cell]) -> list[dict[str, Any
     for a, b in zip(mine, base, strict=True):
         if a.curve is None or b.curve is None:
             continue
-        apart = _differences(a.curve, b.curve)
+        apart = differences(a.curve, b.curve)
         tail = apart[-default_last(len(apart)) :]
         bounds = moving_block_bootstrap(tail)
         if bounds is not None:
             label = "moving-block bootstrap within this run's last steps; nothing about another seed"
             found.append({"seed": a.seed, "mean": float(tail.mean()), "low": bounds[0], "high": bounds[1], "is": label})
     return found
-
-
-def _differences(a: Curve, b: Curve) -> np.ndarray:
-    _, left, right = np.intersect1d(a.tokens, b.tokens, return_indices=True)
-    apart = a.loss[left] - b.loss[right]
-    return apart[np.isfinite(apart)]
 
 
 def by_source(plan: Plan, mine: Sequence[Cell], base: Sequence[Cell]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import numpy as np
 from rich.console import Console
 
 from halfbyte.checkpoint import Checkpoints
-from halfbyte.evaluation.curves import Curve, read_curve
+from halfbyte.evaluation.curves import Curve, differences, read_curve
 from halfbyte.recipe import recipe
 from halfbyte.train import Diverged, TrainConfig, jsonconfig, train
 
@@ -96,7 +96,7 @@ def compare(plan: Branches, step: int, folders: dict[str, Path]) -> dict[str, An
     """The run's own branch minus the baseline's."""
     own, base = (read_curve(folders[name], name) for name in (plan.config.recipe, plan.baseline))
     validation = [_last(curve) for curve in (own, base)]
-    apart = _differences(own, base)
+    apart = differences(own, base)
     bounds = moving_block_bootstrap(apart)
     return {
         "step": step,
@@ -111,12 +111,6 @@ def compare(plan: Branches, step: int, folders: dict[str, Path]) -> dict[str, An
 def _last(curve: Curve) -> float | None:
     _, losses = curve.validation()
     return float(losses[-1]) if len(losses) and np.isfinite(losses[-1]) else None
-
-
-def _differences(a: Curve, b: Curve) -> np.ndarray:
-    _, left, right = np.intersect1d(a.tokens, b.tokens, return_indices=True)
-    apart = a.loss[left] - b.loss[right]
-    return apart[np.isfinite(apart)]
 
 
 def verdict_line(plan: Branches, found: Sequence[dict[str, Any]], margin: Margin) -> str:
