@@ -15,7 +15,15 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 from stored import abstract, biggest_files, filled, same, tree
 
-from halfbyte.checkpoint import Checkpoints, PoisonedCheckpoint, Record, UnreadableCheckpoint, files, store
+from halfbyte.checkpoint import (
+    Checkpoints,
+    DamagedCheckpoint,
+    PoisonedCheckpoint,
+    Record,
+    UnreadableCheckpoint,
+    files,
+    store,
+)
 from halfbyte.checkpoint.record import describe
 
 # Orbax drops its coroutines when a write fails.
@@ -109,6 +117,15 @@ def test_one_read_error_is_not_damage(tmp_path, monkeypatch):
     with pytest.raises(UnreadableCheckpoint, match=r"step 20 cannot be read.*left where it is"):
         kept.restore_latest(abstract(tree(20)))
     assert kept.steps() == [10, 20]
+
+
+@pytest.mark.parametrize("damaged", ['{"a": {}}', '{"a": null}', '["a"]', '{"a": {"bytes": "1"}}', "{"])
+def test_a_damaged_list_of_files_is_named(tmp_path, damaged):
+    """A flip may leave JSON that is no list of ours."""
+    (tmp_path / "a").write_text("1")
+    (tmp_path / files.FILE_LIST).write_text(damaged)
+    with pytest.raises(DamagedCheckpoint, match=rf"{files.FILE_LIST} is damaged|file a "):
+        files.check_file_list(tmp_path)
 
 
 def test_a_list_of_files_cut_by_a_kill_does_no_harm(tmp_path):

@@ -4,9 +4,11 @@ import dataclasses
 import json
 from contextlib import ExitStack
 
+import jax.numpy as jnp
 import pytest
 from tiny import tiny
 
+from halfbyte.checkpoint import Checkpoints
 from halfbyte.train import CheckpointConfig
 from halfbyte.train.directory import check_data, look_at, refuse_lost_checkpoints, set_rows_aside, settle, take
 from halfbyte.train.identity import load_identity
@@ -50,6 +52,26 @@ def test_a_damaged_identity_is_named(begun):
     (directory / "run.json").write_text(text.replace("content-1", "content-2"))
     with pytest.raises(ValueError, match=r"run\.json is damaged"):
         look(directory, config)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_run_without_its_identity_goes_on_as_the_message_says(begun, saved):
+    """Its checkpoints carry the name; one that has none yet gets the same name in every process."""
+    directory, config = begun
+    if saved:
+        store = Checkpoints(directory / "checkpoints", run=load_identity(directory).run)
+        store.save(2, {"params": {"w": jnp.zeros(4)}}, extra={})
+        store.close()
+    before = load_identity(directory).run
+    (directory / "run.json").unlink()
+    names = []
+    for _ in range(2):
+        with ExitStack() as stack:
+            taken = take(look(directory, config), config, "content-1", stack=stack, is_main=True, say=lambda text: None)
+            names.append(taken.identity.run)
+            assert [taken.store.record(step).step for step in taken.store.steps()] == [2] * saved
+            taken.store.close()
+    assert names[0] == names[1] and (names[0] == before) is saved
 
 
 def test_a_kill_between_the_two_files_does_no_harm(begun, monkeypatch):

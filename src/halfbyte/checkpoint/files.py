@@ -35,7 +35,7 @@ def check_file_list(directory: Path) -> None:
     try:
         expected = read_json(listed)
         wanted = {name: _entry(value) for name, value in expected.items()}
-    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+    except (ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
         raise DamagedCheckpoint(f"file {FILE_LIST} is damaged: {one_line(error)}") from error
     except OSError as error:
         raise UnreadableCheckpoint(f"file {FILE_LIST}: {one_line(error)}") from error

@@ -21,6 +21,10 @@ class DamagedCheckpoint(Exception):
     """A checkpoint whose bytes are not those that were written. The message names the file or the arrays."""
 
 
+class LoadFailed(DamagedCheckpoint):
+    """A checkpoint that was not loaded, by an error that damage makes and a passing fault of the storage makes too."""
+
+
 class PoisonedCheckpoint(DamagedCheckpoint):
     """A checkpoint whose bytes are those that were written, and whose values are not all finite."""
 

@@ -29,6 +29,7 @@ from .checksum import disagreements, inspect, named_leaves
 from .files import check_file_list, check_readable, remove_unfinished, write_file_list
 from .record import (
     DamagedCheckpoint,
+    LoadFailed,
     PoisonedCheckpoint,
     Record,
     UnreadableCheckpoint,
@@ -122,8 +123,9 @@ class Checkpoints:
     # -- writing
     # -----------------------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, items: Mapping[str, Any], *, extra: Mapping[str, Any]) -> None:
-        """Start writing `items` (pytrees of arrays by name); returns once training may write on the arrays again.
+    def save(self, step: int, items: Mapping[str, Any], *, extra: Mapping[str, Any]) -> bool:
+        """Start writing `items` (pytrees of arrays by name); returns once training may write on the arrays again. False
+        when the write could not even begin.
 
         Raises PoisonedCheckpoint, and writes nothing, when a value is not finite. A write that fails is said aloud, and
         the next save starts clean.
@@ -142,8 +144,9 @@ class Checkpoints:
                 write = begin(checkpointables=flat).result  # returns when the arrays are off the device
         except Exception as error:  # Orbax raises whatever the storage raised
             self._not_written(step, error)
-            return
+            return False
         self._pending = (step, self._thread.submit(write))
+        return True
 
     def _has_room(self, flat: Mapping[str, Any]) -> bool:
         """Whether saves are made from a copy on the device; settled by the first, since copies count as used. With
@@ -217,7 +220,7 @@ class Checkpoints:
             metadata = self._orbax.checkpointables_metadata(step)
         except Exception as error:  # a bare Exception is what damage looks like from here
             check_readable(self.directory / str(step))
-            raise DamagedCheckpoint(f"its metadata cannot be read: {one_line(error)}") from error
+            raise LoadFailed(f"its metadata cannot be read: {one_line(error)}") from error
         record = Record.from_json(metadata.custom_metadata)
         if record.step != step:
             raise DamagedCheckpoint(f"it is the checkpoint of step {record.step}, under the name of step {step}")
@@ -225,6 +228,15 @@ class Checkpoints:
         if self._run is not None and theirs is not None and theirs != self._run:
             raise DamagedCheckpoint(f"it belongs to another run ({theirs}; this one is {self._run})")
         return record
+
+    def owner(self) -> str | None:
+        """The run that the newest checkpoint with a readable record belongs to; None where none says."""
+        for step in reversed(self.steps()):
+            try:
+                return self.record(step).extra.get("run")
+            except DamagedCheckpoint:
+                continue  # named when it is restored
+        return None
 
     def restore(self, step: int, abstract: Mapping[str, Any]) -> Restored:
         """The items of one step on the shardings of `abstract`, verified. Raises DamagedCheckpoint,
@@ -237,7 +249,7 @@ class Checkpoints:
             loaded = self._orbax.load_checkpointables(step, wanted)
         except Exception as error:
             check_readable(self.directory / str(step))
-            raise DamagedCheckpoint(f"its arrays cannot be read: {one_line(error)}") from error
+            raise LoadFailed(f"its arrays cannot be read: {one_line(error)}") from error
         _verify(record, loaded)
         items = {item: _rebuild(tree, loaded[item]) for item, tree in abstract.items()}
         return Restored(step=step, items=items, extra=record.extra)
@@ -309,9 +321,8 @@ class Checkpoints:
                         "left where it is: mend the storage and start again"
                     ) from error
                 self._say(f"reading the checkpoint of step {step} failed ({error}); trying again")
-            except DamagedCheckpoint as error:
-                # Verified damage stays what it is. A load that failed for another reason may have met a passing error.
-                if attempt == READ_ATTEMPTS or "cannot be read" not in str(error):
+            except LoadFailed:  # verified damage stays what it is; this may have been a passing error
+                if attempt == READ_ATTEMPTS:
                     raise
             time.sleep(RETRY_PAUSE_S)
         raise AssertionError("unreachable")

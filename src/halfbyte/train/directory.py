@@ -89,7 +89,7 @@ def take(
     """Lock the directory and open its checkpoints; a fresh one gets its config. Every process calls it."""
     directory = found.path
     had_checkpoints = (directory / CHECKPOINTS).exists()
-    identity = found.identity or Identity(new_name(), "", content)
+    identity = found.identity or Identity(_name_of(found), "", content)
     if is_main:
         stack.enter_context(RunLock(directory))
         if not found.exists:
@@ -110,6 +110,21 @@ def take(
     )
     store.remove_unfinished()
     return Taken(identity, store)
+
+
+def _name_of(found: Found) -> str:
+    """The name of a run without run.json: a new one for a fresh run; else the one that its checkpoints carry, or, if
+    they carry none, one that every process finds in its config."""
+    if not found.exists:
+        return new_name()
+    folder = found.path / CHECKPOINTS
+    if folder.is_dir():
+        store = Checkpoints(folder)
+        name = store.owner()
+        store.close()
+        if name is not None:
+            return name
+    return hash_of(found.path / CONFIG)[:16]
 
 
 def settle(directory: Path, config: TrainConfig, identity: Identity, *, content: str) -> None:
