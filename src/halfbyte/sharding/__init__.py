@@ -11,7 +11,6 @@ from halfbyte.sharding.hybrid import default_shape
 from halfbyte.sharding.mesh import AXES, axis_size, format_mesh, make_mesh, parse_mesh, whole_sizes
 from halfbyte.sharding.rules import (
     DEFAULT_RULES,
-    LOGICAL_AXES,
     Rules,
     constrain,
     named_sharding,
@@ -20,7 +19,6 @@ from halfbyte.sharding.rules import (
 __all__ = [
     "AXES",
     "DEFAULT_RULES",
-    "LOGICAL_AXES",
     "Rules",
     "axis_size",
     "check_model_dims",

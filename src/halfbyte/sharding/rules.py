@@ -31,7 +31,6 @@ DEFAULT_MAPPING: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("layers", ()),
     ("width", ()),
 )
-LOGICAL_AXES = tuple(name for name, _ in DEFAULT_MAPPING)
 
 
 @dataclasses.dataclass(frozen=True)
