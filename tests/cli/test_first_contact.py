@@ -12,6 +12,7 @@ from halfbyte.cli import main as cli
 from halfbyte.cli.maxtext import KEYS, maxtext_arguments, together, translated
 from halfbyte.cli.train import parse
 from halfbyte.runs import run_config
+from halfbyte.sharding import parse_mesh
 from halfbyte.train import jsonconfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,6 +108,12 @@ def test_a_command_of_maxtext_is_answered_line_by_line(capfd):
         assert len(re.findall(rf"^  {re.escape(word)} +\S", error, re.M)) == 1
     assert "together: halfbyte train llama3-8b --recipe te_nvfp4 --mesh fsdp=4,tensor=2" in " ".join(error.split())
     assert parse(together(words.split()).split()[2:]).run.mesh == "fsdp=4,tensor=2"
+
+
+def test_axes_between_slices_are_not_those_within():
+    words = ["ici_fsdp_parallelism=8", "dcn_fsdp_parallelism=2", "dcn_data_parallelism=4"]
+    mesh = together(words).partition("--mesh ")[2]
+    assert parse_mesh(mesh) == {"dcn.data": 4, "dcn.fsdp": 2, "fsdp": 8}
 
 
 def test_values_of_flags_are_no_arguments_of_maxtext():

@@ -1,11 +1,14 @@
 """Flags of `halfbyte train`. Oracle: the config they should make."""
 
+import contextlib
 import dataclasses
+import io
+import re
 
 import pytest
 from tiny import tiny
 
-from halfbyte.cli.train import parse, split_name
+from halfbyte.cli.train import SWITCHES, parse, split_name
 from halfbyte.runs import run_config
 from halfbyte.train import jsonconfig
 
@@ -19,10 +22,19 @@ from halfbyte.train import jsonconfig
         (["--data", "demo"], ""),
         (["--allow-change", "llama-60m"], "llama-60m"),
         (["--steps=5", "llama-60m"], "llama-60m"),
+        (["--allow_change", "llama-60m"], "llama-60m"),
     ],
 )
 def test_the_name_of_the_run(argv, name):
     assert split_name(argv)[0] == name
+
+
+def test_every_flag_without_a_value_is_known():
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), pytest.raises(SystemExit):
+        parse(["--help"])
+    switches = {flag for pair in re.findall(r"(--[a-z.-]+), (--[a-z.]*no-[a-z.-]+)", shown.getvalue()) for flag in pair}
+    assert switches and switches <= set(SWITCHES)
 
 
 def test_no_arguments_is_the_demo():

@@ -77,7 +77,8 @@ class Line:
         try:
             return self.check(machine)
         except (RuntimeError, ValueError, OSError, subprocess.SubprocessError) as error:
-            return Outcome(MISSED, f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:200]}")
+            last = (str(error).strip().splitlines() or ["without a message"])[-1]
+            return Outcome(MISSED, f"{type(error).__name__}: {last[:200]}")
 
 
 def answers(machine: Machine) -> Iterator[tuple[Line, Outcome, float]]:

@@ -18,7 +18,7 @@ import tyro
 
 from halfbyte.cli.result import DONE, NOT_PASSED, BadInput, Result
 from halfbyte.cli.screen import console, table
-from halfbyte.inputs import check_output
+from halfbyte.inputs import check_output, replace_file
 
 COLUMNS = (
     "recipe",
@@ -69,8 +69,6 @@ class Args:
     0: the devices that are here."""
     flags: str = "recommended"
     """Sets of XLA flags, comma-separated, or `all`: more than one are compared in one table, a process each."""
-    synthetic: bool = True
-    """Random tokens; the only source there is for a speed run."""
     state: Literal["float32", "bfloat16"] = "float32"
     """Type of Adam's moments."""
     out: Path | None = None
@@ -191,8 +189,9 @@ def plain_args(args: Args) -> dict[str, Any]:
 
 def write(args: Args, data: dict[str, Any]) -> None:
     if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        path = check_output(args.out, flag="--out")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, json.dumps(data, indent=1) + "\n")
 
 
 def measured(args: Args, config: Any, say: Callable[[str], None]) -> Any:

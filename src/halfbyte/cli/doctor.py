@@ -15,7 +15,7 @@ from typing import Any
 from halfbyte.cli.result import DONE, NOT_PASSED, Result
 from halfbyte.cli.screen import console, table
 from halfbyte.devices.platform import idle_card
-from halfbyte.inputs import check_output
+from halfbyte.inputs import check_output, replace_file
 
 PACKAGES = (
     "halfbyte", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "numpy", "ml_dtypes", "optax",
@@ -37,7 +37,7 @@ class Args:
 
 def run(args: Args) -> Result:
     if args.accept:
-        check_output(args.out, flag="--out")
+        out = check_output(args.out, flag="--out")
     lines = accept() if args.accept else []
     devices = find_devices()
     warning = idle_card(os.environ, devices[0]["platform"])
@@ -57,8 +57,8 @@ def run(args: Args) -> Result:
     }
     if args.accept:
         data["acceptance"] = lines
-        args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        console().print(f"answers: {args.out}     please send this file with what you think of it")
+        replace_file(out, json.dumps(data, indent=1) + "\n")
+        console().print(f"answers: {out}     please send this file with what you think of it")
     return Result(data, DONE if passed else NOT_PASSED)
 
 

@@ -39,7 +39,7 @@ def run(args: Args) -> Result:
     from halfbyte.cli.screen import console
     from halfbyte.diagnosis.inspection import inspect
     from halfbyte.diagnosis.inspection_page import html, terminal
-    from halfbyte.inputs import replace_file
+    from halfbyte.inputs import check_output, replace_file
     from halfbyte.interchange.opening import read_config, restore_params, trained_with
     from halfbyte.recipe import read_policy
     from halfbyte.sharding import DEFAULT_RULES
@@ -49,6 +49,8 @@ def run(args: Args) -> Result:
         raise ValueError(f"--batches must be 1 or more, got {args.batches}")
     directory = Path(args.run)
     config = read_config(directory)
+    out = check_output(args.out, flag="--out") if args.out else directory
+    out.mkdir(parents=True, exist_ok=True)
     restored = restore_params(directory, config, mesh=None, rules=DEFAULT_RULES, step=args.step or None)
     chosen = trained_with(config, restored.step)
     text = read_policy(args.policy or config.policy)
@@ -62,7 +64,6 @@ def run(args: Args) -> Result:
         screen.print(f"layer {layer} {site} {gemm}: {value:.1f} dB", markup=False)
     verdict = "every GEMM reaches" if policy == text else "to reach"
     screen.print(f"{verdict} {args.snr:g} dB: --policy {policy!r}", markup=False, soft_wrap=True)
-    out = Path(args.out or directory)
     lines = [f"{directory}, step {restored.step}, recipe {chosen.name}, policy {text}, {found.batches} batches"]
     data = describe(found, policy)
     replace_file(

@@ -41,7 +41,10 @@ if TYPE_CHECKING:
 
 SWITCHES = (
     "--deterministic", "--no-deterministic", "--allow-change", "--no-allow-change", "--json", "--sample", "--no-sample",
+    "--log.tensorboard", "--log.no-tensorboard", "--model.tied", "--model.no-tied", "--model.qk-norm",
+    "--model.no-qk-norm",
 )  # fmt: skip
+"""Flags without a value: the word behind one may be the run's name."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def split_name(argv: list[str]) -> tuple[str, list[str]]:
     value."""
     for at, word in enumerate(argv):
         before = argv[at - 1] if at else ""
-        is_value = before.startswith("--") and "=" not in before and before not in SWITCHES
+        is_value = before.startswith("--") and "=" not in before and before.replace("_", "-") not in SWITCHES
         if not word.startswith("-") and not is_value:
             return word, argv[:at] + argv[at + 1 :]
     return "", argv
