@@ -7,7 +7,7 @@ import pytest
 
 import halfbyte as hb
 from halfbyte.models import preset
-from halfbyte.recipe import policy, recipe, spell_policy, spell_recipe
+from halfbyte.recipe import own, policy, recipe, spell_policy, spell_recipe
 from halfbyte.train.config import TrainConfig
 
 MINE = """
@@ -44,6 +44,14 @@ def test_a_recipe_of_a_file_is_pinned_by_its_hash(mine):
     with pytest.raises(ValueError, match="the file has changed since"):
         recipe(made.recipe)
     assert config(recipe=f"{mine}:half").recipe != made.recipe  # what a resumed run compares
+
+
+def test_what_was_hashed_is_what_runs(mine, monkeypatch):
+    """A file that is replaced behind the hash: what lies there by then is not imported."""
+    source = (MINE + "# hashed").encode()
+    mine.write_text("raise RuntimeError('another file')")
+    monkeypatch.setattr(own, "_source", lambda path: source)
+    assert recipe(f"{mine}:half").fprop_x.format == hb.NVFP4
 
 
 def test_a_policy_of_a_file_is_a_value_or_a_function_of_the_recipe(mine):

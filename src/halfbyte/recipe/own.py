@@ -16,6 +16,7 @@ import hashlib
 import importlib.util
 import json
 import re
+from importlib.abc import SourceLoader
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def from_file(text: str, what: str) -> Any:
             f"{what} {text}: the file has changed since (it is {digest} now); put the old file back, or name it anew "
             f"without the hash, {found['path']}:{found['name']}, in a new run or with --allow-change"
         )
-    names = _load(found["path"], digest)
+    names = _load(found["path"], source, digest)
     if found["name"] not in names:
         raise ValueError(f"{what} {text}: the file defines no {found['name']!r}")
     return names[found["name"]]
@@ -76,14 +77,29 @@ def _digest(source: bytes) -> str:
     return hashlib.sha256(source).hexdigest()[:16]
 
 
-def _load(path: str, digest: str) -> dict[str, Any]:
+def _load(path: str, source: bytes, digest: str) -> dict[str, Any]:
+    """What the file defines. The bytes that were hashed are those that run, whatever lies there by now."""
     if (path, digest) not in _LOADED:
-        spec = importlib.util.spec_from_file_location(f"halfbyte_own_{digest}", path)
-        assert spec is not None and spec.loader is not None
+        loader = _Hashed(f"halfbyte_own_{digest}", path, source)
+        spec = importlib.util.spec_from_file_location(loader.name, path, loader=loader)
+        assert spec is not None
         module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
         _LOADED[path, digest] = vars(module)
     return _LOADED[path, digest]
+
+
+class _Hashed(SourceLoader):
+    """A module from source that has been read already."""
+
+    def __init__(self, name: str, path: str, source: bytes):
+        self.name, self._path, self._source = name, path, source
+
+    def get_filename(self, fullname: str) -> str:
+        return self._path
+
+    def get_data(self, path: str | bytes) -> bytes:
+        return self._source
 
 
 def spell_recipe(made: Recipe) -> str:
