@@ -5,6 +5,7 @@ Opening compares every file with the manifest before a single step is taken: siz
 
 import concurrent.futures
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -143,14 +144,14 @@ def _again(directory: Path) -> str:
 
 
 def _check_listing(directory: Path, manifest: Manifest) -> None:
-    listed = [shard.file for shard in manifest.shards]
+    listed = Counter(shard.file for shard in manifest.shards)
     present = {path.name for path in directory.glob(f"*{SHARD_SUFFIX}")}
-    for name in listed:
-        if listed.count(name) > 1:
+    for name, times in listed.items():
+        if times > 1:
             raise ValueError(f"{directory / name}: listed twice in the manifest; {_again(directory)}")
         if name not in present:
             raise ValueError(f"{directory / name}: shard missing; {_again(directory)}")
-    for name in sorted(present - set(listed)):
+    for name in sorted(present - listed.keys()):
         raise ValueError(f"{directory / name}: a shard that the manifest does not list (a duplicate?); remove it")
 
 
