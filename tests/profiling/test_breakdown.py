@@ -187,6 +187,23 @@ def test_a_trace_of_a_gpu_is_read_from_its_streams(tmp_path):
     )
 
 
+def test_a_range_that_never_comes_is_said_and_one_that_is_cut_short_ends(tmp_path, monkeypatch):
+    called, said = [], []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda *_, **__: called.append("start"))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: called.append("stop"))
+    for steps in (range(1, 4), range(5, 7), range(7, 9)):
+        capture = Capture(ProfileConfig("xprof", 5, 7), tmp_path, say=said.append)
+        for step in steps:
+            capture.before(step, 0)
+            capture.after(step, 0, str)
+        capture.finish(steps[-1], 0, str)
+    assert called == ["start", "stop"]
+    assert [line.partition(" in ")[0].partition(":")[0] for line in said] == [
+        "NOTHING WAS CAPTURED", "trace of steps 5 to 6", "NOTHING WAS CAPTURED",
+    ]  # fmt: skip
+    assert "ended at step 3 and did not run step 5" in said[0]
+
+
 def test_profile_range_is_checked():
     with pytest.raises(ValueError, match="profile_start 5 and profile_stop 3"):
         ProfileConfig("xprof", 5, 3)

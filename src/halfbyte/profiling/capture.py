@@ -38,11 +38,12 @@ class ProfileConfig:
 
 
 class Capture:
-    """Starts before step `profile_start` and ends after `profile_stop`; `shares` holds the breakdown afterwards."""
+    """Starts before step `profile_start` and ends after `profile_stop`, or with the run; `shares` holds the breakdown
+    afterwards."""
 
     def __init__(self, config: ProfileConfig, directory: Path, *, say: Callable[[str], None]):
         self._config, self._directory, self._say = config, directory, say
-        self._running = False
+        self._running, self._captured = False, config.profile == "off"
         self.shares: dict[str, float] = {}
         if config.profile == "nsys":
             command = " ".join(sys.argv)
@@ -61,7 +62,7 @@ class Capture:
 
         Waits for it: starting a profiler takes longer than a step, and the device would stand idle in the trace.
         """
-        if self._config.profile == "off" or step != self._config.profile_start:
+        if self._config.profile == "off" or self._running or step != self._config.profile_start:
             return
         jax.block_until_ready(state)
         self._running = True
@@ -75,16 +76,27 @@ class Capture:
 
     def after(self, step: int, result: Any, program_text: Callable[[], str]) -> None:
         """Call after dispatching `step` with something to wait for."""
-        if not self._running or step != self._config.profile_stop:
-            return
-        self._running = False
+        if self._running and step == self._config.profile_stop:
+            self._end(step, result, program_text)
+
+    def finish(self, step: int, result: Any, program_text: Callable[[], str]) -> None:
+        """Call after the last step of the run: what is still being captured ends, and a range that never came is
+        said."""
+        if self._running:
+            self._end(step, result, program_text)
+        if not self._captured:
+            first = self._config.profile_start
+            self._say(f"NOTHING WAS CAPTURED: this start ended at step {step} and did not run step {first}, the first")
+
+    def _end(self, step: int, result: Any, program_text: Callable[[], str]) -> None:
+        self._running, self._captured = False, True
         jax.block_until_ready(result)
         if self._config.profile == "nsys":
             _cuda_profiler("cudaProfilerStop")
             return
         jax.profiler.stop_trace()
         traces = sorted(self._directory.rglob("*.xplane.pb"))
-        steps = f"steps {self._config.profile_start} to {self._config.profile_stop}"
+        steps = f"steps {self._config.profile_start} to {step}"
         self._say(f"trace of {steps} in {self._directory} (open with xprof or Perfetto)")
         if traces:
             try:
