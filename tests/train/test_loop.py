@@ -1,15 +1,18 @@
 """The host loop on a tiny run. Oracles: the files it leaves, and each other's numbers."""
 
+import contextlib
 import dataclasses
 import io
 import json
+from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import pytest
 from rich.console import Console
 from tiny import tiny
 
-from halfbyte.metrics import read_rows
+from halfbyte.metrics import OneStepLate, read_rows
 from halfbyte.optim import OptimizerConfig
 from halfbyte.profiling import ProfileConfig
 from halfbyte.train import (
@@ -18,11 +21,15 @@ from halfbyte.train import (
     LogConfig,
     LossScaleConfig,
     PrecisionConfig,
+    RunResult,
     TrainConfig,
     ValidationConfig,
     jsonconfig,
     train,
 )
+from halfbyte.train.goodput import Goodput
+from halfbyte.train.loop import Loop
+from halfbyte.train.state import bit_sum
 
 
 def run(config, directory, **options):
@@ -99,3 +106,18 @@ def test_a_diverged_run_stops_loudly(tmp_path):
     with pytest.raises(Diverged, match=named):
         run(config, tmp_path / "run")
     assert [row["skipped"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_last_checkpoint_that_could_not_begin_is_no_success(tmp_path, begins):
+    """A stop at the step of a save that failed at once: the state is nowhere, and nobody may be told that it is."""
+    store = SimpleNamespace(save=lambda *_, **__: begins, close=lambda: True)
+    params = {"w": jnp.ones(4)}
+    loop = object.__new__(Loop)
+    loop.step, loop.last_saved, loop.late, loop.program = 4, 2, OneStepLate(), None
+    loop.result = RunResult(tmp_path, 4, stopped="SIGTERM")
+    loop.config, loop.data_state, loop.goodput, loop.returns = tiny(), None, Goodput(0.0), []
+    loop.session, loop.outputs = SimpleNamespace(content=""), SimpleNamespace(store=store)
+    loop.state = SimpleNamespace(params=params, sentinel=bit_sum(params), items=dict)
+    with contextlib.nullcontext() if begins else pytest.raises(OSError, match=r"step 4\) could not be written"):
+        loop._finish()

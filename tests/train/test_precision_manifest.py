@@ -7,9 +7,10 @@ import pytest
 from rich.console import Console
 
 from halfbyte.devices import device
-from halfbyte.recipe import GEMMS
+from halfbyte.models import gemm_sites
+from halfbyte.recipe import GEMMS, recipe
 from halfbyte.runs import run_config
-from halfbyte.train import PrecisionConfig, build_manifest, phases, session, table
+from halfbyte.train import PrecisionConfig, build_manifest, phases, precision_manifest, run_mesh, session, table
 from halfbyte.train.precision_manifest import makers, served
 
 
@@ -36,6 +37,17 @@ def test_native_on_blackwell_emulated_on_hopper():
         assert {gemm.runs_in for gemm in emulated[path].gemms.values()} == {"bf16"}
     for path in ("layers/attention/q", "head"):
         assert {gemm.execution for gemm in native[path].gemms.values()} == {"plain"}
+
+
+def test_a_run_without_a_mesh_is_described_on_the_mesh_that_it_gets():
+    """fsdp over all devices, which cuts weights where they rest, here over the eight of the test run."""
+    config = run_config("llama3-8b")
+    site = gemm_sites(config.model, config.batch, config.seq)[0]
+    default, named = (
+        precision_manifest._problem(site, recipe("nvfp4"), dataclasses.replace(config, mesh=mesh), device("h200"))
+        for mesh in ("", f"fsdp={run_mesh(config).size}")
+    )
+    assert default == named and max(named.parts) == 8
 
 
 def test_every_operand_is_named():

@@ -106,11 +106,10 @@ class GuardConfig:
     """How often the run may go back to a checkpoint (divergence, spike, weights changed in memory) before it stops."""
 
     def __post_init__(self) -> None:
-        for name in ("skips", "returns"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"guard.{name} must be 0 or more, got {getattr(self, name)}")
-        if self.spike and not 1.0 < self.spike < 1e6:
-            raise ValueError(f"guard.spike must be 0 (off) or more than 1, got {self.spike}")
+        check_whole("guard.skips", self.skips)
+        check_whole("guard.returns", self.returns)
+        sane = not self.spike or 1.0 < self.spike < 1e6
+        check_real("guard.spike", self.spike, holds=sane, wanted="0 (off) or between 1 and a million")
 
 
 @dataclass(frozen=True)

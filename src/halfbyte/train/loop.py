@@ -91,7 +91,6 @@ class Loop:
         self.evaluate: Any = None
         self.meter: Throughput | None = None
         self.last_saved: int | None = start.step if start.resumed else None
-        self.saved_goodput = goodput.productive
         self.guard = Guard(self.config)
         self.guard.restart(float(jax.device_get(start.state.scaler["skipped"])))
         self.recent: deque[tuple[int, Batch]] = deque(maxlen=3)
@@ -111,6 +110,7 @@ class Loop:
                 break
             except Trouble as trouble:
                 self._answer(trouble)
+        self.capture.finish(self.step, self.state, lambda: self.program.as_text())
         self.result.seconds = time.monotonic() - began
         self.result.params = self.state.params
         self.result.breakdown = self.capture.shares
@@ -263,7 +263,7 @@ class Loop:
         self.late = OneStepLate()
         self.recent.clear()
         self.guard.restart(float(jax.device_get(start.state.scaler["skipped"])))
-        self.goodput.throw_away(self.saved_goodput if start.resumed else 0.0)
+        self.goodput.throw_away(start.goodput["productive"] if start.goodput else 0.0)
         self.last_saved = start.step if start.resumed else None
         for sink in self.outputs.sinks:
             sink.close()
@@ -282,7 +282,9 @@ class Loop:
         )
 
     def _last_words(self, reason: str, *, willing: bool) -> str:
-        saved = f"the checkpoint of step {self.last_saved} is good" if self.last_saved else "there is no checkpoint yet"
+        self.outputs.store.wait()
+        written = self.outputs.store.steps()
+        saved = f"the checkpoint of step {written[-1]} is good" if written else "there is no checkpoint yet"
         if willing:
             return f"{reason}; after {len(self.returns)} returns to a checkpoint training stops here, and {saved}"
         return (
@@ -333,10 +335,10 @@ class Loop:
             "returns": [back.to_json() for back in self.returns],
         }
         try:
-            self.outputs.store.save(self.step, self.state.items(), extra=extra)
+            begun = self.outputs.store.save(self.step, self.state.items(), extra=extra)
         except PoisonedCheckpoint as poison:
             raise Trouble(self.step, f"step {self.step}: the state was not saved, {poison}") from None
-        self.last_saved, self.saved_goodput = self.step, self.goodput.productive
+        self.last_saved = self.step if begun else self.last_saved
         self.late.restart_clock()
 
     def _finish(self) -> None:
@@ -346,7 +348,8 @@ class Loop:
             self._drain()
         if self.last_saved != self.step and self.step:
             self._save()
-        if not self.outputs.store.close():
+        written = self.outputs.store.close()
+        if not written or (self.step and self.last_saved != self.step):
             lost = f"the last checkpoint (step {self.step}) could not be written; see the message above"
             raise OSError(errno.EIO, lost)
 

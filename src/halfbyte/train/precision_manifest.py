@@ -21,7 +21,7 @@ from halfbyte.formats import BF16
 from halfbyte.metrics import mixed_peak
 from halfbyte.models.flops import FLOPS_FORMULA
 from halfbyte.recipe import GEMMS, OperandPolicy, Recipe, Resolved
-from halfbyte.sharding import DEFAULT_RULES, parse_mesh, whole_sizes
+from halfbyte.sharding import DEFAULT_RULES, default_shape, parse_mesh, whole_sizes
 
 from .config import TrainConfig
 
@@ -183,7 +183,7 @@ def _gemm(gemm: ops.Gemm, problem: ops.Problem, choice: ops.Choice | None, *, ah
 
 def _problem(site: models.GemmSite, chosen: Recipe, config: TrainConfig, device: Device) -> ops.Problem:
     """The linear as one device of the run's mesh multiplies it: its tokens, its features, a weight that is gathered."""
-    shape = whole_sizes(parse_mesh(config.mesh)) or {"data": len(jax.devices())}
+    shape = whole_sizes(parse_mesh(config.mesh) or default_shape(jax.devices()))
 
     def cut(*names: str | None) -> int:
         axes = {axis for name in names if name for axis in DEFAULT_RULES.mesh_axes(name)}
