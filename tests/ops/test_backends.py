@@ -18,9 +18,10 @@ from shapes import BLOCKS_OF_16, BLOCKS_OF_32
 
 import halfbyte as hb
 from halfbyte import devices, ops
-from halfbyte.formats import MXFP4, MXFP8, untile_scales
-from halfbyte.ops.backends import BACKENDS, native
+from halfbyte.formats import MXFP4, MXFP8, MXFP8_E5M2, untile_scales
+from halfbyte.ops.backends import BACKENDS, block_scaled, native
 from halfbyte.ops.backends.fused import FusedPasses
+from halfbyte.ops.backends.mx_passes import MxPasses
 from halfbyte.ops.backends.native import NativePasses
 from halfbyte.ops.passes import XLA
 
@@ -128,10 +129,11 @@ def test_native_lays_out_its_operands_right(name, shape, monkeypatch):
     The float4 and float8 elements and tiled scales that it hands over are decoded here, so a wrong transpose, nibble
     or tile cannot cancel.
     """
-    monkeypatch.setattr(native, "call", cudnn_call)
+    monkeypatch.setattr(block_scaled, "call", cudnn_call)
     monkeypatch.setitem(BACKENDS, "native", interpreted)
     with ops.compile_for(B200):
-        assert choose_native(name, shape).passes is not XLA
+        choice = choose_native(name, shape)
+        assert choice.passes.name == choice.weight_passes == "native"
         check_linear(hb.recipe(name), *tensors(shape, "bfloat16"), backend="native", compiler_options=quick)
 
 
@@ -139,13 +141,15 @@ def test_native_lays_out_its_operands_right(name, shape, monkeypatch):
 def test_native_hands_scaled_matmul_the_right_operands(name, shape, monkeypatch):
     """The same of the plain way: the one of Hopper, of old cuDNNs and of programs that the compiler cuts."""
     monkeypatch.setattr(jax.nn, "scaled_matmul", block_scaled_product)
-    monkeypatch.setattr(native, "cudnn_version", lambda device: (9, 12, 0))
+    monkeypatch.setattr(block_scaled, "cudnn_version", lambda device: (9, 12, 0))
     with ops.compile_for(B200):
         assert choose_native(name, shape).passes is XLA
         check_linear(hb.recipe(name), *tensors(shape, "bfloat16"), backend="native", compiler_options=quick)
 
 
-interpreted = dataclasses.replace(BACKENDS["native"], passes=NativePasses(interpret=True))
+interpreted = dataclasses.replace(
+    BACKENDS["native"], passes=NativePasses(interpret=True), plainer=(MxPasses(interpret=True), native.TILED, XLA)
+)
 
 
 def choose_native(name, shape):
@@ -154,7 +158,7 @@ def choose_native(name, shape):
 
 def test_a_bfloat16_result_loses_no_bit_of_the_factor(monkeypatch):
     """The power of two goes into the call and the rest onto its result: bf16(bf16(sums * 2^e) * m), to the bit."""
-    monkeypatch.setattr(native, "call", cudnn_call)
+    monkeypatch.setattr(block_scaled, "call", cudnn_call)
     monkeypatch.setitem(BACKENDS, "native", interpreted)
     x, w, dy = tensors(BLOCKS_OF_16[4], "bfloat16")
     with ops.compile_for(B200):
@@ -224,6 +228,9 @@ def test_native_says_which_formats_it_lacks():
     mxfp4 = hb.Recipe("mxfp4", *[hb.OperandPolicy(MXFP4)] * 6)
     with pytest.raises(ValueError, match="fprop multiplies mxfp4, which cuDNN's block-scaled call does not take"):
         ops.choose("native", problem(mxfp4, BLOCKS_OF_32[2], B200))
+    wide = hb.Recipe("wide", *[hb.OperandPolicy(MXFP8_E5M2)] * 6)
+    with pytest.raises(ValueError, match="E5M2 on one side only"):
+        ops.choose("native", problem(wide, BLOCKS_OF_32[2], B200))
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="on a GPU native serves")

@@ -13,17 +13,23 @@ import pytest
 from instruments import quick
 
 from halfbyte import devices, ops
-from halfbyte.ops.backends import native
+from halfbyte.formats import MXFP8_E5M2
+from halfbyte.ops import kernels
+from halfbyte.ops.backends import block_scaled, native
+from halfbyte.ops.backends.mx_passes import MX, MxPasses
 from halfbyte.ops.backends.native import TILED, NativePasses
 from halfbyte.ops.gemms import finish
 from halfbyte.ops.operand import BlockScaled, Owed
 from halfbyte.ops.passes import XLA, request
 from halfbyte.ops.shards import Shards
-from halfbyte.recipe import recipe
+from halfbyte.ops.weight import CONTRACTED, quantize_part, weight_operand
+from halfbyte.recipe import GRADIENTS, recipe
 
-NVFP4 = recipe("nvfp4")
+NVFP4, MXFP8 = recipe("nvfp4"), recipe("mxfp8")
+E5M2 = dataclasses.replace(MXFP8, **MXFP8.with_operands(GRADIENTS, format=MXFP8_E5M2))
 KEY = jax.random.key(5)
 PASSES = NativePasses(interpret=jax.default_backend() != "gpu")
+MX_PASSES = MxPasses(interpret=PASSES.interpret)
 B200 = devices.device("b200")
 X, G, U, DH = (jax.random.normal(jax.random.key(i), (2, 16, 128), jnp.float32).astype(jnp.bfloat16) for i in range(4))
 OWED = [jnp.float32(m) for m in (1.2345678, 1.9999, 1.0)]
@@ -40,7 +46,7 @@ def same(found, expected) -> None:
         assert (a.policy, a.shape, a.axis) == (b.policy, b.shape, b.axis)
         np.testing.assert_array_equal(np.asarray(a.codes), np.asarray(b.codes))
         np.testing.assert_array_equal(np.asarray(a.scales), np.asarray(b.scales))
-        assert float(a.factor) == float(b.factor)
+        np.testing.assert_array_equal(a.factor, b.factor)
 
 
 @pytest.mark.parametrize("roles", [("fprop_x", "wgrad_x"), ("dgrad_dy", "wgrad_dy"), ("fprop_x",)])
@@ -89,6 +95,54 @@ def test_a_weight_whose_outputs_are_gathered_is_put_in_order_first(axis) -> None
     assert PASSES.gather_weight(codes, NVFP4.fprop_w, axis=axis, shards=Shards()) is None
 
 
+MX_ROLES = ("fprop_x", "wgrad_x"), ("dgrad_dy", "wgrad_dy"), ("wgrad_x",)
+
+
+@pytest.mark.parametrize("bad", [0.0, np.inf, np.nan])
+@pytest.mark.parametrize("roles", MX_ROLES, ids=str)
+def test_mxfp8_operands_are_the_definitions_bytes(roles, bad) -> None:
+    """Also of a tensor that is not finite, of which all that counts is the factor, NaN."""
+    requests = [request(E5M2, role, KEY) for role in roles]
+    x = X.reshape(1, 32, 128).at[0, 3, 7].add(jnp.bfloat16(bad))
+    found, want = (compiled(lambda x, p=p: p.quantize(x, requests), x) for p in (MX_PASSES, TILED))
+    if bad == 0:
+        same(found, want)
+    np.testing.assert_array_equal([o.factor for o in found], [o.factor for o in want])
+
+
+def test_mxfp8_of_a_gated_activation_is_that_of_its_numbers() -> None:
+    dy, h = [request(MXFP8, role, KEY) for role in ("dgrad_dy", "wgrad_dy")], request(MXFP8, "fprop_x", KEY)
+    kept = dataclasses.replace(request(MXFP8, "wgrad_x", KEY), kept=True)
+    g, u, dh = (t.reshape(32, 128) for t in (G, U, DH))
+    made = kernels.activation(g, u, dh, interpret=PASSES.interpret)
+    same(MX_PASSES.activate(g, u, [h]), MX_PASSES.quantize(made[2], [h]))
+    found = MX_PASSES.activate_backward(g, u, dh, dy, dy, [kept])
+    for a, tensor, asked in zip(found, made, (dy, dy, [kept]), strict=True):
+        same(a, MX_PASSES.quantize(tensor, asked))
+    assert MX_PASSES.load(found[2][0], MXFP8.wgrad_x) is found[2][0]
+
+
+@pytest.mark.parametrize("role", ["fprop_w", "dgrad_w"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_an_mxfp8_weight_is_quantized_where_it_rests_and_gathered_in_order(role, dim) -> None:
+    """Four devices as a mapped axis, whole weights as the definition quantizes them."""
+    w = jax.random.normal(jax.random.key(1), (128, 256), jnp.float32)
+    parts = [quantize_part(part, MXFP8, None, passes=MX_PASSES) for part in jnp.split(w, 4, axis=dim)]
+    shards = Shards(stored=tuple(("devices",) if i == dim else () for i in (0, 1)))
+
+    def gathered(part):
+        made = weight_operand(part, role, shards, MX_PASSES)
+        return made.codes, made.scales, made.factor, made.shape
+
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
+    found = jax.vmap(gathered, axis_name="devices", out_axes=(0, 0, 0, None))(stacked)
+    whole = weight_operand(quantize_part(w, MXFP8, None), role, passes=XLA)
+    want = native.block_scaled(whole, CONTRACTED[role])
+    assert found[3] == want.shape
+    for array, expected in zip(found, (want.codes, want.scales, want.factor), strict=False):
+        np.testing.assert_array_equal(array, np.broadcast_to(expected, array.shape))
+
+
 def paid(tensors):
     """The tensors as they are when nothing is owed to them any more."""
     return [finish(t.astype(jnp.float32), m, jnp.dtype(jnp.bfloat16)) for t, m in zip(tensors, OWED, strict=False)]
@@ -112,9 +166,9 @@ def test_the_backward_pass_applies_what_gemms_owe_it() -> None:
         same(a, b)
 
 
-def problem(**changes):
+def problem(recipe=NVFP4, **changes):
     given = {"tokens": 256, "inputs": 256, "outputs": 512, "device": B200} | changes
-    return ops.Problem(NVFP4, **given)
+    return ops.Problem(recipe, **given)
 
 
 @pytest.mark.parametrize(
@@ -128,15 +182,26 @@ def problem(**changes):
 )
 def test_a_choice_says_who_makes_the_operands_and_why(changes, passes, reason) -> None:
     case = problem(**changes)
-    choice = ops.choose("auto", case)
+    choice, mx = (ops.choose("auto", dataclasses.replace(case, recipe=r)) for r in (NVFP4, MXFP8))
     assert choice.name == "native" and choice.maker("fprop_x") == passes
+    assert mx.name == "native" and mx.maker("dgrad_dy") == mx.maker("fprop_w") == passes
+    assert mx.passes is (XLA if changes.get("sharded") else MX if passes == "native" else TILED)
+    assert ops.passed_over(dataclasses.replace(case, recipe=MXFP8), "native") == ops.passed_over(case, "native")
     assert choice.passes is (XLA if changes.get("sharded") else native.NATIVE if passes == "native" else TILED)
     said = ops.passed_over(case, "native")
     assert said == {} if reason is None else reason in said["native kernels"]
 
 
+def test_mxfp8_by_other_rules_is_left_to_xla() -> None:
+    """The kernels round scales up; floor's operands are another format's, and a blend's are of two."""
+    for name in ("mxfp8_floor", "nvfp4+mxfp8_backward"):
+        choice = ops.choose("auto", problem(recipe(name)))
+        assert (choice.name, choice.passes) == ("native", TILED)
+        assert "native kernels" in ops.passed_over(problem(recipe(name)), "native")
+
+
 def test_an_old_cudnn_is_given_no_factor(monkeypatch) -> None:
-    monkeypatch.setattr(native, "cudnn_version", lambda device: (9, 12, 0))
+    monkeypatch.setattr(block_scaled, "cudnn_version", lambda device: (9, 12, 0))
     assert ops.choose("auto", problem()).passes is XLA
     assert "cuDNN 9.12.0 leaves the factors" in ops.passed_over(problem(), "native")["native kernels"]
 

@@ -186,15 +186,18 @@ def below_peak(machine: Machine) -> Outcome:
 
 
 def native_gemms(machine: Machine) -> Outcome:
-    """Native NVFP4 GEMMs against the carrier, all three directions."""
+    """Native NVFP4 and MXFP8 GEMMs against the carrier, all three directions."""
     from halfbyte import conformance
     from halfbyte.recipe import recipe
 
     reason = machine.without_native()
     if reason:
         return Outcome(NOT_HERE, reason)
+    found: dict[str, float] = {}
     try:
-        found = conformance.native_gemms_agree(recipe("nvfp4"))
+        for name in ("nvfp4", "mxfp8"):
+            agreed = conformance.native_gemms_agree(recipe(name))
+            found |= {f"{name} {gemm}": value for gemm, value in agreed.items()}
     except conformance.SelfTestFailed as error:
         return Outcome(MISSED, str(error))
     return Outcome(HELD, ", ".join(f"{name} off by {value:.2g}" for name, value in found.items()), found)
@@ -236,7 +239,7 @@ LINES = (
     Line("mesh-flags", "no set of flags is more than 2% faster than the recommended", flags_overlap),
     Line("device-name", "the board's name is in the device table", known_by_name),
     Line("device-peak", "a large GEMM stays below the table's peak", below_peak),
-    Line("native-gemms", "native NVFP4 GEMMs equal the carrier's", native_gemms),
+    Line("native-gemms", "native NVFP4 and MXFP8 GEMMs equal the carrier's", native_gemms),
     Line("kernel-bits", "operands of nvfp4 equal the definition, bit for bit", operand_bits("nvfp4")),
     Line("fp8-bits", "operands of fp8 equal the definition, bit for bit", operand_bits("fp8")),
     Line("mesh-codes", "codes do not depend on the mesh", mesh_codes),

@@ -60,6 +60,10 @@ class Passes:
         """Why these passes cannot make the operands of x and dy, or None."""
         return None
 
+    def foreign(self, recipe: Recipe) -> str | None:
+        """Why its formats are not this recipe's, or None."""
+        return None
+
     def weight_unsupported(self, problem: Problem, policy: OperandPolicy) -> str | None:
         """Why these passes cannot quantize the weight, or None."""
         return None

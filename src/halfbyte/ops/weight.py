@@ -166,7 +166,8 @@ def weight_operand(weight: QWeight, role: str, shards: Shards = WHOLE, passes: P
     codes = weight.fprop if role == "fprop_w" or weight.dgrad is None else weight.dgrad
     assert codes is not None and not isinstance(codes, WeightScales), "restore a kept weight before a GEMM reads it"
     if isinstance(codes, Packed):
-        return passes.load_weight(gather_packed(codes, shards), policy, axis=axis)
+        made = passes.gather_weight(codes, policy, axis=axis, shards=shards)
+        return made or passes.load_weight(gather_packed(codes, shards), policy, axis=axis)
     return _gathered(codes, role, shards) if axes_of(shards.stored) else codes
 
 

@@ -88,7 +88,7 @@ def passed_over(problem: Problem, chosen: str) -> dict[str, str]:
     preferred = PREFERENCE[: PREFERENCE.index(chosen)] if chosen in PREFERENCE else PREFERENCE[:-1]
     fitting = [BACKENDS[name] for name in preferred if BACKENDS[name].foreign(problem.recipe) is None]
     found = {backend.name: reason for backend in fitting if (reason := _reason(backend, problem)) is not None}
-    own = BACKENDS[chosen].passes.unsupported(problem)
+    own = BACKENDS[chosen].left_to_xla(problem)
     return found if own is None else found | {f"{chosen} kernels": own}
 
 

@@ -55,3 +55,13 @@ class Backend:
     def maker(self, problem: Problem) -> Passes:
         """The first of its passes that can make the operands of x and dy."""
         return next(p for p in (self.passes, *self.plainer) if p.unsupported(problem) is None)
+
+    def left_to_xla(self, problem: Problem) -> str | None:
+        """Why kernels do not make these operands, or None if they do or there are none: the reason of the first passes
+        whose formats these are.
+        """
+        kernels = [p for p in (self.passes, *self.plainer) if p.name != XLA.name]
+        reasons = {p: p.unsupported(problem) for p in kernels}
+        if not kernels or None in reasons.values():
+            return None
+        return next((reasons[p] for p in kernels if p.foreign(problem.recipe) is None), reasons[kernels[0]])

@@ -16,11 +16,10 @@ wherever it is applied, and the rest of alpha, in [1, 2), multiplies the rounded
 
 No bit of alpha is lost; y is rounded twice. Whoever reads y multiplies by m as it loads: XLA where it can fuse it, and
 the gated kernels, which are handed g, u and dh as `Owed`; so y is written once. With a float32 result (wgrad) alpha
-goes in whole, and nothing is rounded.
+goes in whole, and nothing is rounded. MXFP8 has no scale of the tensor: alpha is 1 (or NaN), and y is rounded once.
 """
 
 import dataclasses
-import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -29,11 +28,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from halfbyte.devices import cudnn_version, native_training
-from halfbyte.formats import BlockFormat, Packed, QTensor, pack, tile_scales
+from halfbyte.devices import native_training
+from halfbyte.formats import E5M2, BlockFormat, Packed, QTensor, pack, tile_scales
 from halfbyte.ops.backends import fused
 from halfbyte.ops.backends.backend import Backend
+from halfbyte.ops.backends.block_scaled import SCOPE, block_scaled_dot, pays, uncalled
 from halfbyte.ops.backends.fused import FusedPasses
+from halfbyte.ops.backends.mx_passes import MX
 from halfbyte.ops.gemms import Gemm, alpha, contraction_last, finish, result_shape
 from halfbyte.ops.kernels import Columnwise, Rowwise, ScaleOrder
 from halfbyte.ops.kernels.scale import GEMM
@@ -44,10 +45,6 @@ from halfbyte.ops.shards import Cut, Shards, axes_of, gather
 from halfbyte.recipe import OperandPolicy, Recipe
 
 MULTIPLE = 32  # compilation does not check it; execution needs it
-TARGET = "__cudnn$blockScaledDot"
-GLOBAL_SCALE = (9, 13, 0)  # the first cuDNN that applies it; earlier ones compile the call and leave it out
-SCOPE = "block_scaled_call"  # the name that native GEMMs carry in a compiled program
-TILE = 128  # rows of operands come in whole tiles
 KNOWN = (  # (element, scale, block) that XLA's call takes; it dequantizes others
     ("float4_e2m1fn", "float8_e4m3fn", 16),
     ("float8_e4m3fn", "float8_e8m0fnu", 32),
@@ -71,6 +68,8 @@ def unsupported(problem: Problem, gemm: Gemm) -> str | None:
     unknown = [fmt for fmt in (left, right) if not _known(fmt)]
     if unknown:
         return f"{gemm} multiplies {unknown[0]}, which cuDNN's block-scaled call does not take: XLA would dequantize it"
+    if left.element == right.element == E5M2:
+        return f"{gemm} multiplies {left} by {right}; cuDNN's block-scaled call takes E5M2 on one side only"
     size = problem.contraction(gemm)
     return f"{gemm} sums over {size}, and block-scaled units need a multiple of {MULTIPLE}" if size % MULTIPLE else None
 
@@ -78,11 +77,6 @@ def unsupported(problem: Problem, gemm: Gemm) -> str | None:
 def _known(fmt: BlockFormat) -> bool:
     assert fmt.element is not None and fmt.scale_dtype is not None
     return (jnp.dtype(fmt.element.dtype).name, jnp.dtype(fmt.scale_dtype).name, fmt.block) in KNOWN
-
-
-def pays(problem: Problem, gemm: Gemm) -> bool:
-    """Whether the device trains in both formats on units of its own."""
-    return all(native_training(problem.device, getattr(problem.recipe, role).format.unit) for role in gemm.roles)
 
 
 def multiply(gemm: Gemm, left: Operand, right: Operand, dtype: jnp.dtype) -> jax.Array:
@@ -107,7 +101,8 @@ def owing(gemm: Gemm, left: Operand, right: Operand, dtype: jnp.dtype) -> jax.Ar
 def _scaled(left: BlockScaled, right: BlockScaled, dtype: jnp.dtype) -> jax.Array | Owed:
     """The product of two operands with their factors, as the module says."""
     factor = alpha(left, right)
-    if factor is None or dtype == jnp.float32:
+    exact = dtype == jnp.float32 or not any(o.policy.format.tensor_scale for o in (left, right))
+    if factor is None or exact:
         return block_scaled_dot(left, right, factor, dtype)
     power, rest = power_and_rest(factor)
     return Owed(block_scaled_dot(left, right, power, dtype), rest)
@@ -123,36 +118,6 @@ def power_and_rest(factor: jax.Array) -> tuple[jax.Array, jax.Array]:
     power = lax.bitcast_convert_type(exponent, jnp.float32)
     rest = lax.bitcast_convert_type((bits & jnp.uint32(0x807F_FFFF)) | jnp.uint32(0x3F80_0000), jnp.float32)
     return jnp.where(normal, power, jnp.float32(1)), jnp.where(normal, rest, factor)
-
-
-def block_scaled_dot(left: BlockScaled, right: BlockScaled, scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
-    """[rows of left, rows of right]: float32 sums times `scale`, which `dtype` must hold exactly, in `dtype`."""
-    m, n = math.prod(left.rows), math.prod(right.rows)
-    (a, a_scales), (b, b_scales) = (_side(operand) for operand in (left, right))
-    y = call(a, b, a_scales, b_scales, *(() if scale is None else (scale.astype(dtype),)), dtype=dtype)
-    return y[0, :m, :n].reshape(*left.rows, *right.rows)
-
-
-@jax.named_scope(SCOPE)
-def call(a: jax.Array, b: jax.Array, *scales: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """cuDNN's call over [1, rows, contraction] elements, with the tiled scales of both and a scalar for the result."""
-    shape = (1, a.shape[1], b.shape[1])
-    # The second result is cuDNN's workspace, whose size XLA sets.
-    results = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((0,), jnp.uint8)
-    y: jax.Array = jax.ffi.ffi_call(TARGET, results, vmap_method="sequential", custom_call_api_version=1)(
-        a, b, *scales
-    )[0]
-    return y
-
-
-def _side(operand: BlockScaled) -> tuple[jax.Array, jax.Array]:
-    """([1, rows, contraction] elements, [1, rows, blocks] scales in tiles), rows in whole tiles."""
-    fmt = operand.policy.format
-    assert fmt.element is not None and fmt.scale_dtype is not None
-    codes = jnp.pad(operand.codes, ((0, -operand.codes.shape[0] % TILE), (0, 0)))
-    # [rows, bytes] -> [rows, bytes, 2] where two codes share a byte -> [1, rows, contraction]
-    elements = lax.bitcast_convert_type(codes, fmt.element.dtype).reshape(1, codes.shape[0], operand.contraction)
-    return elements, lax.bitcast_convert_type(operand.scales, fmt.scale_dtype).reshape(1, codes.shape[0], -1)
 
 
 def _elements(tensor: QTensor, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
@@ -179,16 +144,8 @@ class TiledPasses(Passes):
     one_weight = False
 
     def unsupported(self, problem: Problem) -> str | None:
-        """Needs units that our own call reaches, and arrays of one device."""
-        if problem.sharded:
-            return "its call multiplies arrays of one device, and this program is sharded by the compiler"
-        if not all(pays(problem, gemm) for gemm in problem.quantized_gemms):
-            return f"its call needs block-scaled units, and {problem.device.name} has none for training"
-        version = cudnn_version(problem.device)
-        if version < GLOBAL_SCALE:
-            found, wanted = (".".join(map(str, v)) for v in (version, GLOBAL_SCALE))
-            return f"cuDNN {found} leaves the factors of a block-scaled GEMM out; {wanted} applies them"
-        return None
+        """Needs what our own call needs."""
+        return uncalled(problem)
 
     def quantize(self, x: jax.Array, requests: Sequence[Request]) -> list[Made]:
         made = [block_scaled(o, r.axis) for o, r in zip(self._defined(x, requests), requests, strict=True)]
@@ -280,9 +237,12 @@ class NativePasses(FusedPasses):
     takes_owed = True
     one_weight = False
 
+    def foreign(self, recipe: Recipe) -> str | None:
+        return fused.foreign(recipe)
+
     def unsupported(self, problem: Problem) -> str | None:
         """Needs what our own call needs, and what the kernels need."""
-        return TILED.unsupported(problem) or fused.foreign(problem.recipe) or super().unsupported(problem)
+        return uncalled(problem) or self.foreign(problem.recipe) or super().unsupported(problem)
 
     def _rowwise(self, row: Request, scale: jax.Array, shape: tuple[int, ...]) -> Rowwise:
         return dataclasses.replace(super()._rowwise(row, scale, shape), codes=ScaleOrder.TILED)
@@ -345,7 +305,7 @@ BACKEND = Backend(
     multiply,
     NATIVE,
     owing=owing,
-    plainer=(TILED, XLA),
+    plainer=(MX, TILED, XLA),
     foreign=foreign,
     pays=pays,
     strays=strays,
