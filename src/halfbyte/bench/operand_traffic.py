@@ -1,23 +1,29 @@
-"""Bytes that a step moves to make the operands of the MLP's 4-bit GEMMs, against those that it must.
+"""Bytes that a step moves to make the operands of its quantized GEMMs, against those that it must.
 
-Compulsory, for one device: each source tensor is read once for its maxima and once for its codes, and each code and
-scale that a GEMM or the backward pass reads is written once. Sources are x and dy of the MLP in bfloat16, g and u for
-h, g, u and dh for their gradients, and the float32 master of a weight where it rests. What the stated remat repeats
-counts again. A program moves more: the bytes of everything that quantizes or belongs to the MLP, as `program.traffic`
-finds them, with the sums and casts around it that the compiler made part of the same kernels.
+Compulsory, for one device: each source tensor is read once for its maxima, if its format has a scale of the tensor, and
+once for its codes, and each code and scale that a GEMM or the backward pass reads is written once. Sources are x and dy
+of each linear in bfloat16 (one x for q, k and v, one for gate and up), and the float32 master of a weight where it
+rests; where the passes hold the MLP's activation, g and u for h, and g, u and dh for their gradients. What the stated
+remat repeats counts again. A program moves more: the bytes of everything that quantizes or belongs to the MLP, as
+`program.traffic` finds them, with the sums and casts around it that the compiler made part of the same kernels.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from halfbyte import models
+from halfbyte.ops.weight import shares_codes
 from halfbyte.program import Gemm, Program, gemms, traffic
-from halfbyte.recipe import Recipe
+from halfbyte.recipe import OperandPolicy, Recipe
 from halfbyte.train import TrainConfig, phases
 
 from .placement import AGAIN
 
 MAKING = ("quantize", "mlp")  # categories of program.traffic
 BF16, FLOAT32 = 2, 4
+KEEPING = ("none", "dots")  # remat that keeps operands for the backward pass
+GATE, UP, DOWN = MLP = tuple(f"layers/mlp/{name}" for name in ("gate", "up", "down"))
+OF_ONE_X = (("layers/attention/q", "layers/attention/k", "layers/attention/v"), ("layers/attention/o",), (GATE, UP))
 
 
 @dataclass(frozen=True)
@@ -40,13 +46,28 @@ def operand_traffic(program: Program, config: TrainConfig, mesh: Mapping[str, in
 
 
 def compulsory_bytes(config: TrainConfig, mesh: Mapping[str, int]) -> float:
-    """The compulsory bytes of a step of `config`. Raises ValueError where other linears than the MLP's are quantized,
-    or microbatches are accumulated: their passes are not counted here.
+    """The compulsory bytes of a step of `config`. Raises ValueError where microbatches are accumulated: their passes
+    are not counted here.
     """
-    layers = [_recipe(found) for found in _layers(config)]
     if config.accumulate > 1:
         raise ValueError("compulsory bytes are those of a step without accumulation; use --accumulate 1")
-    return sum(_layer(config, mesh, recipe) for recipe in layers if recipe is not None)
+    return sum(_of_layer(_linears(config, mesh, found), config.remat) for found in _layers(config))
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """One quantized linear of a layer, as one device has it."""
+
+    path: str
+    recipe: Recipe
+    tokens: int
+    inputs: int
+    outputs: int
+    shards: int
+
+    def policies(self, *roles: str) -> list[OperandPolicy]:
+        """Those of `roles` that are quantized."""
+        return [p for p in (getattr(self.recipe, role) for role in roles) if p.format.quantized]
 
 
 def _layers(config: TrainConfig) -> list[Mapping[str, Recipe]]:
@@ -55,41 +76,92 @@ def _layers(config: TrainConfig) -> list[Mapping[str, Recipe]]:
     return [segment.recipes for segment in resolved.segments for _ in range(segment.start, segment.stop)]
 
 
-def _recipe(found: Mapping[str, Recipe]) -> Recipe | None:
-    """The recipe of a layer's MLP, None if it quantizes nothing."""
-    inside = {recipe for path, recipe in found.items() if "/mlp/" in path}
-    outside = [path for path, recipe in found.items() if "/mlp/" not in path and recipe.quantized]
-    if len(inside) > 1 or outside:
-        raise ValueError(f"compulsory bytes are counted where the MLP alone has one recipe; this policy has {found}")
-    (recipe,) = inside
-    return recipe if recipe.quantized else None
+def _linears(config: TrainConfig, mesh: Mapping[str, int], recipes: Mapping[str, Recipe]) -> dict[str, _Linear]:
+    size = {axis: mesh.get(axis, 1) for axis in ("data", "fsdp", "context", "tensor")}
+    parts = size["data"] * size["fsdp"] * size["context"]
+    found = {}
+    for site in models.gemm_sites(config.model, config.batch, config.seq):
+        if site.path in recipes and recipes[site.path].quantized:
+            cut = [1 if axis == "embed" else size["tensor"] for axis in site.axes]
+            sizes = site.tokens // parts, site.k // cut[0], site.n // cut[1]
+            found[site.path] = _Linear(site.path, recipes[site.path], *sizes, size["fsdp"])
+    return found
 
 
-def _layer(config: TrainConfig, mesh: Mapping[str, int], recipe: Recipe) -> float:
-    parts = {axis: mesh.get(axis, 1) for axis in ("data", "fsdp", "context", "tensor")}
-    tokens = config.batch * config.seq // (parts["data"] * parts["fsdp"] * parts["context"])
-    embed, hidden = config.model.embed, config.model.mlp // parts["tensor"]
-    again = "layers/mlp/gate" in AGAIN[config.remat]  # then the operands of x, g and u are made again
-    x, h = tokens * embed, tokens * hidden
-    code = operand_bytes(recipe)
-    read = 2 * BF16  # for maxima and for codes
-    forward = read * x + code * x * (1 if again else 2) + 2 * read * h + code * h
-    backward = (read + 2 * code) * x * (2 if again else 1) + 3 * read * h + 5 * code * h
-    return forward + backward + _weights(embed * hidden, parts["fsdp"], code, again)
+def _of_layer(linears: Mapping[str, _Linear], remat: str) -> float:
+    held = _holds_activation(linears)
+    total = sum(_of_weight(linear, remat) for linear in linears.values())
+    for group in OF_ONE_X:
+        total += _of_x([linears[path] for path in group if path in linears], remat)
+    for linear in linears.values():
+        if not (held and linear.path in (GATE, UP)):
+            total += _made(linear.policies("dgrad_dy", "wgrad_dy"), linear.tokens * linear.outputs)
+    return total + (_of_h(linears, held) if DOWN in linears else 0.0)
 
 
-def _weights(elements: int, shards: int, code: float, again: bool) -> float:
-    """Of gate, up and down: quantized where they rest, then written as fprop and dgrad read them."""
-    rests = (2 * FLOAT32 + code) * elements / shards
-    orders = 3 + 3 + (2 if again else 0)  # fprop, dgrad, and fprop of gate and up again
-    return 3 * rests * (2 if again else 1) + orders * code * elements
+def _holds_activation(linears: Mapping[str, _Linear]) -> bool:
+    """Whether passes hold the MLP's activation: all its operands in one kind of blocks."""
+    if not all(path in linears for path in MLP):
+        return False
+    roles = "fprop_x", "dgrad_dy", "wgrad_x", "wgrad_dy"
+    return len({getattr(linears[path].recipe, role).format.block for path in MLP for role in roles}) == 1
 
 
-def operand_bytes(recipe: Recipe) -> float:
+def _of_x(group: Sequence[_Linear], remat: str) -> float:
+    """Operands of the x that these linears share: all in the forward pass where they are kept, else those that each
+    pass reads.
+    """
+    if not group:
+        return 0.0
+    elements, again = group[0].tokens * group[0].inputs, group[0].path in AGAIN[remat]
+    rows, columns = (_distinct(p for each in group for p in each.policies(role)) for role in ("fprop_x", "wgrad_x"))
+    if remat in KEEPING:
+        return _made(rows + columns, elements)
+    return _made(rows, elements) + _made((rows if again else []) + columns, elements)
+
+
+def _of_h(linears: Mapping[str, _Linear], held: bool) -> float:
+    """Operands of h, for fprop and, made again, for wgrad; with those of dg and du where one pass makes all of them."""
+    down = linears[DOWN]
+    elements, row, column = down.tokens * down.inputs, down.policies("fprop_x"), down.policies("wgrad_x")
+    if not held:
+        return _made(row, elements) + _made(column, elements)
+    gradients = [p for path in (GATE, UP) for p in linears[path].policies("dgrad_dy", "wgrad_dy")]
+    return _made(row, elements, sources=2) + _made(gradients + column, elements, sources=3)
+
+
+def _of_weight(linear: _Linear, remat: str) -> float:
+    """Quantized where it rests, once if it is gathered (then before the layers' loop), then written as fprop and dgrad
+    read it.
+    """
+    (code, *_), again = [*map(operand_bytes, linear.policies("fprop_w", "dgrad_w")), 0.0], linear.path in AGAIN[remat]
+    elements = linear.inputs * linear.outputs
+    shared, kept = shares_codes(linear.recipe), remat in KEEPING or linear.shards > 1
+    sets = [1 if shared else 2] if kept else [1, 1 if shared else 1 + again]  # of codes, in each pass that makes them
+    read = FLOAT32 * _reads(linear.policies("fprop_w", "dgrad_w"))
+    rests = sum(read + count * code for count in sets) * elements / linear.shards
+    return rests + (2 + again) * code * elements
+
+
+def _made(policies: Sequence[OperandPolicy], elements: int, *, sources: int = 1) -> float:
+    """Operands under `policies` of as many elements, from one reading of `sources` in bfloat16."""
+    return (sources * BF16 * _reads(policies) + sum(map(operand_bytes, policies))) * elements
+
+
+def _reads(policies: Sequence[OperandPolicy]) -> int:
+    """How often a source is read for such operands."""
+    return 0 if not policies else 1 + any(p.format.tensor_scale for p in policies)
+
+
+def _distinct(policies: Iterable[OperandPolicy]) -> list[OperandPolicy]:
+    """One of each that linears share; random bits are each linear's own."""
+    listed = list(policies)
+    return [p for i, p in enumerate(listed) if p.stochastic or p not in listed[:i]]
+
+
+def operand_bytes(policy: OperandPolicy) -> float:
     """Bytes of an element of an operand: its code and its part of a scale."""
-    fmt = recipe.fprop_x.format
-    assert fmt.element is not None and fmt.block is not None, "an MLP with block-scaled operands"
-    return fmt.element.bits / 8 + 1 / fmt.block
+    return policy.format.bits_per_element / 8
 
 
 def native_calls(program: Program, config: TrainConfig) -> tuple[list[Gemm], int]:

@@ -2,7 +2,7 @@
 
 What it does comes first (it multiplies, it calls an attention kernel, it communicates), then where it came from: the
 lines of ours that it and the instructions fused into it were written on. Our own kernels that do not multiply make
-operands: quantize.
+operands: quantize. An update of the optimizer that reads a gradient of the MLP is the optimizer's.
 """
 
 import re
@@ -50,7 +50,11 @@ def category(program: Program, found: Instruction) -> str | None:
         return "attention" if ATTENTION.search(" ".join(dots)) else "gemm"
     if OWN_KERNEL.search(found.target):
         return "quantize"
-    origins = " ".join(part.origin for part in inside)
+    name = _by_origin(" ".join(part.origin for part in inside))
+    return "optimizer" if name == "mlp" and _by_origin(found.origin) == "optimizer" else name
+
+
+def _by_origin(origins: str) -> str:
     return next((name for name, pattern in ORIGINS if pattern.search(origins)), "other")
 
 
