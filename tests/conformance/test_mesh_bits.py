@@ -7,13 +7,6 @@ from halfbyte.conformance import definition, mesh_bits
 from halfbyte.recipe import recipe
 
 
-@pytest.fixture
-def quick_compiles():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.mark.slow
 def test_a_cut_tensor_gives_the_operands_of_one_device(quick_compiles, monkeypatch):
     chosen, devices, made = recipe("nvfp4"), jax.devices("cpu")[:2], []

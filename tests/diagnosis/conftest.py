@@ -3,16 +3,12 @@
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks")]
 
 
-@pytest.fixture(autouse=True, scope="package")
-def quick_compiles():
+@pytest.fixture(autouse=True, scope="module")
+def _quick(quick_compiles):
     """Compiling is most of what these tests cost."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)

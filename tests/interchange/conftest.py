@@ -29,12 +29,8 @@ def _float32_products():
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _quick_compilation():
-    """These programs run once or twice: without LLVM's costly passes they compile in a third of the time."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+def _quick(quick_compiles):
+    """Compiling is most of what these tests cost."""
 
 
 @pytest.fixture(scope="session")
