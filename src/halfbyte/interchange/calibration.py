@@ -98,4 +98,4 @@ def observed_block(
     both = {"gate": inside("mlp"), "up": inside("mlp")}
     gate, up = linears(h, weights["mlp"], here, "mlp", both, x_axes=BETWEEN)
     seen |= {"mlp": amax_of(h), "down": amax_of(ACTIVATIONS[cfg.activation].forward(gate, up))}
-    return x + mlp_block(cfg, weights["mlp"], x, here), seen
+    return x + mlp_block(cfg, weights["mlp"], x, here)[0], seen

@@ -36,6 +36,8 @@ class Context:
     loss_chunk: a device's tokens whose logits exist at one time (None: about 1 GiB of them).
     unroll: layers a scan iteration.
     reduce_dtype: what gradients of matrices travel in when they are scattered over fsdp.
+    stacked: keep the MLPs' products of looped layers in stacks that kernels read in place; for a pass whose gradient is
+    taken.
     """
 
     policy: Resolved | None = None
@@ -49,6 +51,7 @@ class Context:
     loss_chunk: int | None = None
     unroll: int = 1
     reduce_dtype: str = "float32"
+    stacked: bool = False
 
     @property
     def looped(self) -> bool:

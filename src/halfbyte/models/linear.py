@@ -9,15 +9,18 @@ On a mesh x comes and goes as it lies between blocks, its positions cut over `te
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from halfbyte import ops
-from halfbyte.models.context import Axes, LayerContext
+from halfbyte.models.context import Axes, Context, LayerContext
 from halfbyte.models.params import Params
 from halfbyte.models.remat import named
-from halfbyte.recipe import Recipe
+from halfbyte.ops.shards import axes_of, cut_of
+from halfbyte.ops.stacks import ghost
+from halfbyte.recipe import Recipe, Segment
 
 MLP_SITES = ("gate", "up", "down")
 BETWEEN: Axes = ("batch", "residual_seq", "width")  # of the stream between blocks
@@ -95,26 +98,54 @@ def linears(
     return tuple(named(y) for y in made)
 
 
-def gated_mlp(x: jax.Array, weights: Params, here: LayerContext, activation: ops.Activation) -> jax.Array:
-    """(a(x gate) * (x up)) down, in x's dtype."""
+def gated_mlp(
+    x: jax.Array, weights: Params, here: LayerContext, activation: ops.Activation, place: Any = None
+) -> tuple[jax.Array, Any, Any]:
+    """((a(x gate) * (x up)) down, in x's dtype; `place` and what is to be kept there, as `ops.mlp_in_stacks`)."""
     recipes = {name: here.recipe("mlp", name) for name in MLP_SITES}
     if here.tap is not None or all(is_exact(x, recipe) for recipe in recipes.values()):
         gate, up = linears(x, weights, here, "mlp", {"gate": inside("mlp"), "up": inside("mlp")}, x_axes=BETWEEN)
         (y,) = linears(activation.curve(gate) * up, weights, here, "mlp", {"down": BETWEEN}, x_axes=inside("mlp"))
-        return y
+        return y, None, None
     placed = here.on_mesh and here.divides(x, BETWEEN, inside("mlp"))
-    return ops.mlp(
-        x,
-        *(weights[name] for name in MLP_SITES),
-        recipe=recipes,
-        key=here.site_key("mlp"),
-        mode="input" if here.ctx.remat == "quantized" else "fast",
-        backend=here.backend(*recipes.values()),
-        activation=activation,
-        placements={name: here.placement("mlp", name, *ENDS["mlp"][name]) for name in MLP_SITES} if placed else None,
-        sharded=here.on_mesh,
-        weights_kept=here.weights_kept,
-    )
+    options: dict[str, Any] = {
+        "recipe": recipes,
+        "key": here.site_key("mlp"),
+        "backend": here.backend(*recipes.values()),
+        "activation": activation,
+        "placements": {name: here.placement("mlp", name, *ENDS["mlp"][name]) for name in MLP_SITES} if placed else None,
+        "sharded": here.on_mesh,
+        "weights_kept": here.weights_kept,
+    }
+    gate, up, down = (weights[name] for name in MLP_SITES)
+    if place is not None:
+        return ops.mlp_in_stacks(x, gate, up, down, place, **options)
+    mode = "input" if here.ctx.remat == "quantized" else "fast"
+    return ops.mlp(x, gate, up, down, mode=mode, **options), None, None
+
+
+def ghosts_of(segment: Segment, x: jax.Array, width: int, ctx: Context) -> tuple[jax.Array, jax.Array] | None:
+    """Ghosts of the stacks of gate's and up's results, of `width`, of a segment's looped layers; None where each layer
+    keeps its own: without a gradient, a loop or a quantized MLP, under remat, or where the mesh does not cut them
+    evenly over all its axes.
+    """
+    axes, layers = inside("mlp"), segment.stop - segment.start
+    quantized = any(segment.recipes[f"layers/mlp/{name}"].quantized for name in MLP_SITES)
+    kept = ctx.stacked and ctx.looped and ctx.remat == "none" and x.dtype == jnp.bfloat16
+    if not kept or not quantized or layers < 2 or not _cut_evenly(x, axes, ctx):
+        return None
+    made = (ghost(layers, (*x.shape[:-1], width), x.dtype) for _ in range(2))
+    g, u = (ctx.constrain(stack, None, *axes) for stack in made)
+    return g, u
+
+
+def _cut_evenly(x: jax.Array, axes: Axes, ctx: Context) -> bool:
+    """Whether a result of `axes` made of x is cut over every axis of the mesh, evenly."""
+    if ctx.mesh is None:
+        return True
+    cut = axes_of(cut_of(ctx.rules.spec(axes, ctx.mesh), len(axes)))
+    over_all = all(axis in cut for axis, size in ctx.mesh.shape.items() if size > 1)
+    return over_all and LayerContext(ctx, {}, {}, None).divides(x, BETWEEN, axes)
 
 
 def is_exact(x: jax.Array, recipe: Recipe) -> bool:

@@ -19,7 +19,7 @@ from jax import lax
 from halfbyte.models.config import LlamaConfig
 from halfbyte.models.context import PLAIN, Context, LayerContext, key_of_layer, segments
 from halfbyte.models.embedding import embed_tokens, head_weight
-from halfbyte.models.linear import BETWEEN, gated_mlp, inside, linears, quantize_ahead
+from halfbyte.models.linear import BETWEEN, gated_mlp, ghosts_of, inside, linears, quantize_ahead
 from halfbyte.models.params import Params, param_specs
 from halfbyte.models.quantized import share_scales
 from halfbyte.models.remat import flattened, rematerialized, streamed
@@ -31,6 +31,7 @@ from halfbyte.ops.loss import token_nll as chunked_nll
 from halfbyte.ops.norm import rms_norm
 from halfbyte.ops.operand import pinned
 from halfbyte.ops.rope import apply_rope, rope_frequencies, rope_tables
+from halfbyte.ops.stacks import hand_back
 from halfbyte.sharding import axis_size
 
 Batch = dict[str, jax.Array]
@@ -98,26 +99,32 @@ def hidden_states(cfg: LlamaConfig, params: Params, batch: Batch, ctx: Context =
     for segment in segments(cfg, ctx):
 
         def body(
-            x: jax.Array, layer: tuple[Params, jax.Array], recipes: Any = segment.recipes
-        ) -> tuple[jax.Array, None]:
-            weights, number = layer
-            here = LayerContext(ctx, specs, recipes, key_of_layer(ctx, number))
-            return block(cfg, weights, x, tables, here, attend), None
+            carry: tuple[jax.Array, Any], layer: tuple[Params, jax.Array], segment: Any = segment
+        ) -> tuple[tuple[jax.Array, Any], Any]:
+            (x, ghosts), (weights, number) = carry, layer
+            here = LayerContext(ctx, specs, segment.recipes, key_of_layer(ctx, number))
+            place = None if ghosts is None else (*ghosts, number - segment.start)
+            x, place, kept = block_in_place(cfg, weights, x, place, tables, here, attend)
+            return (x, None if place is None else place[:2]), kept
 
         layer = rematerialized(body, ctx.remat, looped=ctx.looped)
         layers = quantize_ahead(layer_slice(params, cfg, segment), x, LayerContext(ctx, specs, segment.recipes, None))
-        x = through_layers(layer, x, layers, segment, unroll=ctx.unroll)
+        ghosts = ghosts_of(segment, x, cfg.mlp, ctx)
+        x = through_layers(layer, x, ghosts, layers, segment, unroll=ctx.unroll)
     return gather_seq(rms_norm(x, params["final_norm"], cfg.norm_eps), ctx)
 
 
-def through_layers(body: Any, x: jax.Array, layers: Params, segment: Any, *, unroll: int) -> jax.Array:
-    """x after a segment's layers: a loop, or one layer after another if `unroll` covers them all."""
+def through_layers(body: Any, x: jax.Array, ghosts: Any, layers: Params, segment: Any, *, unroll: int) -> jax.Array:
+    """x after a segment's layers: a loop, or one layer after another if `unroll` covers them all. `ghosts` of what the
+    loop stacks, or None.
+    """
     count = segment.stop - segment.start
     if unroll < count or count == 1:
-        return lax.scan(body, x, (layers, layer_numbers(segment)), unroll=unroll)[0]
+        (x, ghosts), stacks = lax.scan(body, (x, ghosts), (layers, layer_numbers(segment)), unroll=unroll)
+        return x if stacks is None else hand_back(x, ghosts, stacks)
     traced_once = jax.jit(body)
     for layer, number in zip(unstack(layers, count), layer_numbers(segment), strict=True):
-        x, _ = traced_once(x, (layer, number))
+        (x, _), _ = traced_once((x, None), (layer, number))
     return x
 
 
@@ -125,11 +132,18 @@ def block(
     cfg: LlamaConfig, weights: Params, x: jax.Array, tables: Tables, here: LayerContext, attend: Any
 ) -> jax.Array:
     """One transformer block, [batch, seq, embed] -> the same. `attend(q, k, v)` is given rotated q and k."""
+    return block_in_place(cfg, weights, x, None, tables, here, attend)[0]
+
+
+def block_in_place(
+    cfg: LlamaConfig, weights: Params, x: jax.Array, place: Any, tables: Tables, here: LayerContext, attend: Any
+) -> tuple[jax.Array, Any, Any]:
+    """(`block`, `place` and what is to be kept there of its MLP, as `ops.mlp_in_stacks`)."""
     ctx = here.ctx
     x = x + attention_block(cfg, weights["attention"], x, tables, here, attend)
     x = streamed(ctx.constrain(x, *BETWEEN))
-    x = x + mlp_block(cfg, weights["mlp"], x, here)
-    return pinned(ctx.constrain(x, *BETWEEN))
+    y, place, kept = mlp_block(cfg, weights["mlp"], x, here, place)
+    return pinned(ctx.constrain(x + y, *BETWEEN)), place, kept
 
 
 def attention_block(
@@ -160,12 +174,14 @@ def attention_block(
     return ctx.constrain(y, *BETWEEN)
 
 
-def mlp_block(cfg: LlamaConfig, weights: Params, x: jax.Array, here: LayerContext) -> jax.Array:
-    """Norm and gated MLP."""
+def mlp_block(
+    cfg: LlamaConfig, weights: Params, x: jax.Array, here: LayerContext, place: Any = None
+) -> tuple[jax.Array, Any, Any]:
+    """(norm and gated MLP, `place` and what is to be kept there)."""
     weights = share_scales(weights, here, "mlp")
     h = here.ctx.constrain(rms_norm(x, weights["norm"], cfg.norm_eps), *BETWEEN)
-    y = gated_mlp(h, weights, here, ACTIVATIONS[cfg.activation])
-    return here.ctx.constrain(y, *BETWEEN)
+    y, place, kept = gated_mlp(h, weights, here, ACTIVATIONS[cfg.activation], place)
+    return here.ctx.constrain(y, *BETWEEN), place, kept
 
 
 def gather_seq(h: jax.Array, ctx: Context) -> jax.Array:

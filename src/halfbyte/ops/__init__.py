@@ -5,7 +5,7 @@ from halfbyte.ops.ahead import Site, quantize_stacks
 from halfbyte.ops.backends import BACKENDS, Backend, Choice, choose, passed_over, serving
 from halfbyte.ops.dot_general import dot_general
 from halfbyte.ops.gemms import GEMMS, Gemm
-from halfbyte.ops.mlp import mlp
+from halfbyte.ops.mlp import mlp, mlp_in_stacks
 from halfbyte.ops.problem import Problem, compile_for, target
 from halfbyte.ops.qdot import qdot, qdots
 from halfbyte.ops.rewrite import apply_recipe
@@ -29,6 +29,7 @@ __all__ = [
     "compile_for",
     "dot_general",
     "mlp",
+    "mlp_in_stacks",
     "passed_over",
     "qdot",
     "qdots",

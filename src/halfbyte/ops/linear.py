@@ -189,8 +189,11 @@ class Linear:
 
     def wgrad(self, x: Operand, dy: Operand) -> jax.Array:
         """dw = x^T dy, in the weight's dtype, where the weight rests: sums over the axes that it is gathered over."""
-        dw = self._multiply(WGRAD, x, dy, self.plan.weight_dtype)
-        return scatter_gradient(dw, self.plan.shards.stored, self.plan.shards.reduce_dtype)
+        shards, dtype = self.plan.shards, self.plan.weight_dtype
+        if self.plan.problem.turned_wgrad:
+            turned = self._multiply(WGRAD, dy, x, dtype)  # [outputs, inputs]
+            return scatter_gradient(turned, shards.stored[::-1], shards.reduce_dtype).T
+        return scatter_gradient(self._multiply(WGRAD, x, dy, dtype), shards.stored, shards.reduce_dtype)
 
     def _multiply(self, gemm: Gemm, left: Operand, right: Operand, dtype: jnp.dtype) -> jax.Array:
         return self.plan.choice.multiplier(gemm).gemm(gemm, left, right, dtype)

@@ -8,7 +8,8 @@ and up, lets the passes hold the activation, and decides what the backward pass 
 | `fast`  | wgrad's operand of x (packed), g, u | h                                   |
 | `input` | x as it came                        | the operands of x, g, u, h          |
 
-`input` is for a caller whose remat policy makes x again, and then keeps nothing at all.
+`input` is for a caller whose remat policy makes x again, and then keeps nothing at all. In a loop over layers `fast`
+can keep g and u in stacks of the caller's (`mlp_in_stacks`), from which kernels read them without a copy.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from halfbyte.ops.activation import SILU, Activation
 from halfbyte.ops.linear import (
@@ -30,15 +32,17 @@ from halfbyte.ops.linear import (
     places_of,
     prepare,
 )
-from halfbyte.ops.operand import add_rounded, name_saved
+from halfbyte.ops.operand import Owed, add_rounded, name_saved
 from halfbyte.ops.passes import Made, Passes, Read
 from halfbyte.ops.qdot import on_mesh
 from halfbyte.ops.shards import WHOLE, Placement
+from halfbyte.ops.stacks import Layer, array_of
 from halfbyte.ops.weight import QWeight, check_kept, weight_specs
 from halfbyte.recipe import Recipe, as_recipe, site_key
 
 SITES = ("gate", "up", "down")
 MODES = ("fast", "input")
+Place = tuple[jax.Array, jax.Array, jax.Array]  # ghosts of the stacks of g and of u, and the number of the layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +59,11 @@ class Plan:
         alone = all(plan.choice.passes is passes for plan in self.linears)
         unfused = passes.unfused(self.activation, [plan.recipe for plan in self.linears])
         return passes if alone and unfused is None else None
+
+    def in_place(self, place: Any) -> bool:
+        """Whether the backward pass reads g and u at `place`: if kernels do. XLA fuses slices of its own stacks."""
+        fused = self.fused_passes()
+        return place is not None and fused is not None and fused.reads_stacks
 
 
 def mlp(
@@ -74,26 +83,55 @@ def mlp(
     """
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
-    check_kept(weights_kept)
-    recipes, weights = _recipes(recipe), (gate, up, down)
+    options: dict[str, Any] = {"backend": backend, "activation": activation, "kept": weights_kept, "sharded": sharded}
+    return _mlp_of(x, (gate, up, down), None, recipe, key, placements, mode=mode, **options)[0]
+
+
+def mlp_in_stacks(
+    x: jax.Array, gate: jax.Array | QWeight, up: jax.Array | QWeight, down: jax.Array | QWeight, place: Place, *,
+    recipe: Recipe | str | Mapping[str, Recipe | str], key: jax.Array | None = None, backend: str = "auto",
+    activation: Activation = SILU, placements: Mapping[str, Placement] | None = None, weights_kept: str = "master",
+    sharded: bool = False,
+) -> tuple[jax.Array, Place, tuple[jax.Array, jax.Array] | None]:  # fmt: skip
+    """(`mlp` of mode `fast`, `place` as it came, (g, u)). The backward pass reads g and u at `place`: the cotangents of
+    its ghosts [layers, *x.shape[:-1], hidden] must be the stacks of g and u, as `stacks.hand_back` gives them. On a
+    mesh both lie as gate's result, which must be cut over all axes. Where no kernel would read them there, None is
+    returned for (g, u), and they are kept as usual.
+    """
+    options: dict[str, Any] = {"backend": backend, "activation": activation, "kept": weights_kept, "sharded": sharded}
+    y, place, products = _mlp_of(x, (gate, up, down), place, recipe, key, placements, mode="fast", **options)
+    return y, place, jax.lax.stop_gradient(products)
+
+
+def _mlp_of(
+    x: jax.Array, weights: tuple[Any, ...], place: Place | None, recipe: Any, key: jax.Array | None,
+    placements: Mapping[str, Placement] | None, *, kept: str, sharded: bool, **options: Any,
+) -> tuple[jax.Array, Any, Any]:  # fmt: skip
+    check_kept(kept)
+    recipes = _recipes(recipe)
     _check(x, weights, recipes)
     keys = tuple(None if key is None else site_key(key, site) for site in SITES)
-    run = functools.partial(
-        _local, recipes=recipes, backend=backend, activation=activation, mode=mode, kept=weights_kept
-    )
+    run: Any = functools.partial(_local, recipes=recipes, kept=kept, **options)
     if placements is None:
-        return run(x, weights, keys, shards=(WHOLE,) * 3, sharded=sharded)
+        return run((x, place), weights, keys, shards=(WHOLE,) * 3, sharded=sharded)
     placed = [placements[site] for site in SITES]
     run = functools.partial(run, shards=tuple(p.shards(x.ndim) for p in placed))
     specs = [weight_specs(w, p.w) for w, p in zip(weights, placed, strict=True)]
-    return on_mesh(run, placed[0], specs, placed[2].y, x, weights, keys)
+    product = placed[0].y
+    at = None if place is None else (*[PartitionSpec(None, *product)] * 2, PartitionSpec())
+    out = (placed[2].y, at, product)
+    return on_mesh(run, placed[0].mesh, specs, (placed[0].x, at), out, (x, place), weights, keys)
 
 
 def _local(
-    x: jax.Array, weights: tuple, keys: tuple, *, activation: Activation, mode: str, **planned: Any
-) -> jax.Array:
+    given: tuple[jax.Array, Any], weights: tuple, keys: tuple, *, activation: Activation, mode: str, **planned: Any
+) -> tuple[jax.Array, Any, Any]:
+    x, place = given
     tokens, plans, anchors, codes = prepare(x, weights, keys, **planned)
-    return _mlp(Plan(plans, activation, mode), tokens, anchors, codes, keys).reshape(x.shape)
+    y, place, products = _mlp(Plan(plans, activation, mode), tokens, anchors, codes, keys, place)
+    if place is not None and products is not None:
+        products = tuple(p.reshape(place[0].shape[1:]) for p in products)
+    return y.reshape(x.shape), place, products
 
 
 def _recipes(recipe: Recipe | str | Mapping[str, Recipe | str]) -> tuple[Recipe, ...]:
@@ -151,21 +189,43 @@ def _of_gradients(plan: Plan, g: Read, u: Read, dh: Read, linears: Sequence[Line
     h_wanted, fused = [down.request("wgrad_x")], plan.fused_passes()
     if fused:
         return fused.activate_backward(g, u, dh, dg_wanted, du_wanted, h_wanted)
+    g, u = array_of(g), array_of(u)
     dg, du = plan.activation.backward(g, u, dh)
     h = plan.activation.forward(g, u)
     made = gate.passes.quantize(dg, dg_wanted), up.passes.quantize(du, du_wanted)
     return *made, down.passes.quantize(h, h_wanted)
 
 
+def _array(product: Read) -> jax.Array:
+    return product.array if isinstance(product, Owed) else product
+
+
+def _handed_out(plan: Plan, products: tuple[Read, Read], place: Any) -> tuple[jax.Array, jax.Array] | None:
+    """g and u as results, for a loop to stack; None where the op keeps them itself."""
+    return (_array(products[0]), _array(products[1])) if plan.in_place(place) else None
+
+
+def _beside(products: tuple[Read, Read], place: Place) -> tuple[Any, ...]:
+    """What the backward pass needs beside the stacks: what is owed to g and u, and the number of the layer."""
+    return *(p.factor if isinstance(p, Owed) else None for p in products), place[2]
+
+
+def _taken(beside: tuple[Any, ...], stacks: tuple[jax.Array, jax.Array], lead: tuple[int, ...]) -> list[Read]:
+    """g and u [*lead, hidden] of a layer, where they lie."""
+    *owed, number = beside
+    layers: list[Read] = [Layer(stack, number).reshape(*lead, stack.shape[-1]) for stack in stacks]
+    return [p if factor is None else Owed(p, factor) for p, factor in zip(layers, owed, strict=True)]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(plan: Plan, x, anchors, codes, keys):
+def _mlp(plan: Plan, x, anchors, codes, keys, place):
     gate, up, down = _linears(plan, anchors, codes, keys)
     (x_gate,), (x_up,) = operands_of_x(gathered_in(x, gate.plan.shards), (gate, up), ("fprop_x",))
-    h = _of_h(plan, *_products(plan, gate, up, x_gate, x_up, x.dtype), down)
-    return down.fprop(h, x.dtype)
+    products = _products(plan, gate, up, x_gate, x_up, x.dtype)
+    return down.fprop(_of_h(plan, *products, down), x.dtype), place, _handed_out(plan, products, place)
 
 
-def _mlp_fwd(plan: Plan, x, anchors, codes, keys):
+def _mlp_fwd(plan: Plan, x, anchors, codes, keys, place):
     gate, up, down = _linears(plan, anchors, codes, keys)
     weights = tuple(site.keep(fprop_again=plan.mode == "input") for site in (gate, up, down))
     roles = ("fprop_x",) if plan.mode == "input" else ("fprop_x", "wgrad_x")
@@ -174,13 +234,14 @@ def _mlp_fwd(plan: Plan, x, anchors, codes, keys):
     g, u = _products(plan, gate, up, operands[0][0], operands[1][0], x.dtype)
     y = down.fprop(_of_h(plan, g, u, down), x.dtype)
     if plan.mode == "input":
-        return y, (x, weights, keys)
+        return (y, place, None), (x, weights, keys)
     columns = once_each((gate, up), "wgrad_x", [made[1] for made in operands])
-    return y, ((columns, name_saved((g, u))), weights, keys)
+    kept = _beside((g, u), place) if plan.in_place(place) else name_saved((g, u))
+    return (y, place, _handed_out(plan, (g, u), place)), ((columns, kept), weights, keys)
 
 
 def _restored(plan: Plan, saved, gate: Linear, up: Linear, dtype: jnp.dtype):
-    """((wgrad's operands of x for gate and for up), (g, u)): loaded, or made again from x."""
+    """((wgrad's operands of x for gate and for up), g and u as they were kept): loaded, or made again from x."""
     if plan.mode == "fast":
         columns, products = saved
         kept = [columns[i] for i in places_of((gate, up), "wgrad_x")]
@@ -190,17 +251,20 @@ def _restored(plan: Plan, saved, gate: Linear, up: Linear, dtype: jnp.dtype):
     return (gate_column, up_column), _products(plan, gate, up, x_gate, x_up, dtype)
 
 
-def _mlp_bwd(plan: Plan, residuals, dy):
+def _mlp_bwd(plan: Plan, residuals, gradients):
     saved, weights, keys = residuals
+    dy, place, _ = gradients  # the cotangents of ghosts are stacks
     parts = zip(plan.linears, weights, keys, strict=True)
     gate, up, down = linears = [Linear.restore(p, w, k, after=dy) for p, w, k in parts]
-    (x_gate, x_up), (g, u) = _restored(plan, saved, gate, up, dy.dtype)
-    dy_row, dy_column = down.quantize(gathered_back(dy, down.plan.shards), "dgrad_dy", "wgrad_dy")
+    (x_gate, x_up), products = _restored(plan, saved, gate, up, dy.dtype)
+    back = gathered_back(dy, down.plan.shards)
+    g, u = _taken(products, place[:2], back.shape[:-1]) if plan.in_place(place) else products
+    dy_row, dy_column = down.quantize(back, "dgrad_dy", "wgrad_dy")
     dh = down.dgrad_owing(dy_row, dy.dtype) if _owing(plan) else down.dgrad(dy_row, dy.dtype)
     (dg_row, dg_column), (du_row, du_column), (h_column,) = _of_gradients(plan, g, u, dh, linears)
     dw = gate.wgrad(x_gate, dg_column), up.wgrad(x_up, du_column), down.wgrad(h_column, dy_column)
     dx = add_rounded(gate.dx(dg_row, dy.dtype), up.dx(du_row, dy.dtype))
-    return dx, dw, None, None
+    return dx, dw, None, None, place
 
 
 _mlp.defvjp(_mlp_fwd, _mlp_bwd)

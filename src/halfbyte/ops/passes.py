@@ -54,6 +54,7 @@ class Passes:
 
     name = "xla"
     takes_owed = False  # `activate` and `activate_backward` apply the factors of `Owed` tensors themselves
+    reads_stacks = False  # `activate_backward` takes g and u as a `stacks.Layer`, and reads them where they lie
     one_weight = True  # one operand of a weight serves fprop and dgrad, where they share its codes
 
     def unsupported(self, problem: Problem) -> str | None:

@@ -71,10 +71,18 @@ class Problem:
         """How many products a sum of `gemm` has."""
         return int(getattr(self, gemm.over))
 
+    @property
+    def turned_wgrad(self) -> bool:
+        """Whether wgrad computes dw^T = dy^T x: where the outputs alone of the weight are cut, so that a reduce-scatter
+        cuts its result along the leading dim; along another one it would transpose all of it first.
+        """
+        return self.parts[0] == 1 < self.parts[1]
+
     def sizes(self, gemm: Gemm) -> tuple[int, int, int]:
         """(m, n, k): rows and columns of the result, and the contraction."""
+        weight = (self.outputs, self.inputs) if self.turned_wgrad else (self.inputs, self.outputs)
         of = {"fprop": (self.tokens, self.outputs), "dgrad": (self.tokens, self.inputs)}
-        return *of.get(gemm.name, (self.inputs, self.outputs)), self.contraction(gemm)
+        return *of.get(gemm.name, weight), self.contraction(gemm)
 
     def without_kernels(self) -> str | None:
         """Why GPU kernels of our own cannot serve it whatever its recipe, or None."""

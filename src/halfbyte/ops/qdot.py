@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from halfbyte.ops.linear import (
     Linear,
@@ -89,28 +89,25 @@ def qdots(
         return run(x, tuple(weights), tuple(keys), shards=(WHOLE,) * len(recipes), sharded=sharded)
     shards = tuple(p.shards(x.ndim) for p in placements)
     specs = tuple(weight_specs(w, p.w) for w, p in zip(weights, placements, strict=True))
-    return on_mesh(
-        functools.partial(run, shards=shards), placements[0], specs, tuple(p.y for p in placements), x, weights, keys
-    )
+    run, first = functools.partial(run, shards=shards), placements[0]
+    return on_mesh(run, first.mesh, specs, first.x, tuple(p.y for p in placements), x, weights, keys)
 
 
 def on_mesh(
-    run: Any, placement: Placement, weight_specs: Any, out_specs: Any, x: jax.Array, weights: Any, keys: Sequence[Any]
+    run: Any, mesh: Mesh, weight_specs: Any, x_specs: Any, out_specs: Any, x: Any, weights: Any, keys: Sequence[Any]
 ) -> Any:
     """run(x, weights, keys) on local arrays, with typed keys passed as their words."""
     words = tuple(None if key is None else jax.random.key_data(key) for key in keys)
     kinds = [None if key is None else jax.random.key_impl(key) for key in keys]
 
-    def local(x: jax.Array, weights: Any, words: Any) -> Any:
+    def local(x: Any, weights: Any, words: Any) -> Any:
         typed = [None if w is None else jax.random.wrap_key_data(w, impl=k) for w, k in zip(words, kinds, strict=True)]
         return run(x, weights, tuple(typed))
 
-    specs = (placement.x, tuple(weight_specs), jax.tree.map(lambda _: PartitionSpec(), words))
+    specs = (x_specs, tuple(weight_specs), jax.tree.map(lambda _: PartitionSpec(), words))
     # Axes that are not named in a spec are summed over in its gradient: those of size 1 are named.
-    mentioned = functools.partial(jax.tree.map, functools.partial(with_idle_axes, mesh=placement.mesh))
-    mapped = jax.shard_map(
-        local, mesh=placement.mesh, in_specs=mentioned(specs), out_specs=mentioned(out_specs), check_vma=False
-    )
+    mentioned = functools.partial(jax.tree.map, functools.partial(with_idle_axes, mesh=mesh))
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=mentioned(specs), out_specs=mentioned(out_specs), check_vma=False)
     return mapped(x, tuple(weights), words)
 
 

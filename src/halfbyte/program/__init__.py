@@ -9,7 +9,7 @@ from .groups import axes_of, read_groups
 from .link import hidden_on_one_link
 from .schedule import Launch, launches
 from .text import Array, Instruction, Program, Unreadable, read
-from .traffic import Traffic, traffic, traffic_of_launches
+from .traffic import Traffic, moves, traffic, traffic_of_launches
 
 __all__ = [
     "CATEGORIES",
@@ -34,6 +34,7 @@ __all__ = [
     "hidden_on_one_link",
     "hidden_share",
     "launches",
+    "moves",
     "multiplier",
     "overlap",
     "read",

@@ -17,6 +17,15 @@ from .text import FUSIONS, Instruction, Program
 SLICES = ("dynamic-slice", "slice", "gather")
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 """Opcodes that change part of their first operand, and which operand holds the new part."""
+MOVES = {
+    "transpose": ("transpose",),
+    "update": ("dynamic-update-slice",),
+    "slice": ("dynamic-slice", "slice"),
+    "fill": ("broadcast",),
+    "copy": ("copy", "concatenate"),
+}
+"""Kinds of instructions that compute nothing, by an opcode that they hold, the first that fits."""
+WITHOUT_WORK = frozenset("parameter constant bitcast tuple get-tuple-element convert".split())
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,24 @@ def traffic(program: Program) -> dict[str, Traffic]:
         name = category(program, launch.instruction) or "other"
         found[name] = found.get(name, Traffic()) + each
     return found
+
+
+def moves(program: Program) -> dict[str, Traffic]:
+    """Bytes of a step by kind of MOVES: of instructions and fusions that only put numbers elsewhere."""
+    found: dict[str, Traffic] = {}
+    for launch, each in traffic_of_launches(program):
+        kind = _move(program, launch.instruction)
+        if kind is not None:
+            found[kind] = found.get(kind, Traffic()) + each
+    return found
+
+
+def _move(program: Program, found: Instruction) -> str | None:
+    fused = found.opcode in FUSIONS
+    opcodes = {part.opcode for part in program.inside(found)} if fused else {found.opcode.removesuffix("-start")}
+    if opcodes - WITHOUT_WORK - {opcode for kind in MOVES.values() for opcode in kind}:
+        return None
+    return next((kind for kind, named in MOVES.items() if opcodes & set(named)), None)
 
 
 def traffic_of_launches(program: Program) -> Iterator[tuple[Launch, Traffic]]:

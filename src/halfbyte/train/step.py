@@ -9,6 +9,7 @@ come from (seed, step, microbatch, layer, site, role).
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -65,7 +66,7 @@ def gradients(
     ready = models.quantize_weights(config.model, params, resolved, mesh) if once else params
 
     def loss(params: Any, micro: Batch, key: jax.Array) -> tuple[jax.Array, Metrics]:
-        context = make_context(config, resolved, mesh, key)
+        context = dataclasses.replace(make_context(config, resolved, mesh, key), stacked=True)
         weights = models.with_anchors(ready, params)
         total, aux = models.loss_sum(config.model, weights, micro, context, z_loss=config.z_loss)
         return total * weight, {name: aux[name] for name in SUMS}

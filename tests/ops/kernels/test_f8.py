@@ -7,6 +7,7 @@ import pytest
 
 from halfbyte.ops import kernels
 from halfbyte.ops.kernels import f8
+from halfbyte.ops.stacks import Layer
 
 TILING = f8.F8Tiling(32, 16, 1)
 TYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
@@ -50,6 +51,16 @@ def test_swiglu_casts_are_those_of_the_activation():
         np.testing.assert_array_equal(np.asarray(a).view(np.uint8), b)
     (row,) = f8.cast_forward(g, u, scales[2], tiling=TILING, interpret=True)
     np.testing.assert_array_equal(np.asarray(row).view(np.uint8), h)
+
+
+def test_a_layer_of_a_stack_is_read_in_place():
+    rng = np.random.default_rng(1)
+    g, u, d = (jnp.asarray(rng.standard_normal((64, 128)).astype(ml_dtypes.bfloat16)) for _ in range(3))
+    layers = [Layer(jnp.full((2, 64, 128), jnp.nan, jnp.bfloat16).at[1].set(a), jnp.int32(1)) for a in (g, u)]
+    scales = [scale(np.asarray(x), "e4m3") for x in (g, u, d)]
+    got, want = (f8.cast_backward(*pair, d, scales, tiling=TILING, interpret=True) for pair in (layers, (g, u)))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
 
 
 def test_unsupported():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from halfbyte.ops import kernels
+from halfbyte.ops.stacks import Layer
 
 T, N = 32, 256
 KEY = np.array([0x12345678, 0x9ABCDEF0], np.uint32)
@@ -105,6 +106,23 @@ def test_swiglu_operands_are_those_of_the_activation(x):
         top = np.abs(turned[name]).max()
         same_bits(made[2 * i + 1], oracle.quantize(turned[name], top, axis=0, noise=noise)[2])
     same_bits(made[4], oracle.quantize(turned["h"], np.abs(turned["h"]).max(), axis=0)[2])
+
+
+def test_a_layer_of_a_stack_is_read_in_place():
+    """Oracle: the same kernels on the layer alone. The stack is turned to NaN everywhere else."""
+    rng = np.random.default_rng(9)
+    g, u, d = (jnp.asarray(rng.standard_normal((T, N)).astype(ml_dtypes.bfloat16)) for _ in range(3))
+    layers = [Layer(jnp.full((3, T, N), jnp.nan, jnp.bfloat16).at[2].set(a), jnp.int32(2)) for a in (g, u)]
+    options = {"tiling": TILING, "interpret": True}
+
+    def run(g, u):
+        tops = kernels.backward_maxima(g, u, d, tensors=3, **options)
+        scales = kernels.tensor_scales(*tops, interpret=True)
+        dg, du = ((kernels.Rowwise(s), kernels.Columnwise(t)) for s, t in (scales[:2], scales[2:4]))
+        return *tops, *kernels.quantize_backward(g, u, d, dg=dg, du=du, h=kernels.Columnwise(scales[5]), **options)
+
+    for got, want in zip(run(*layers), run(g, u), strict=True):
+        np.testing.assert_array_equal(np.asarray(got).view(np.uint16), np.asarray(want).view(np.uint16))
 
 
 def same_bits(got, want):

@@ -138,6 +138,7 @@ class F8Passes(Passes):
 
     interpret: bool = False
     name = "fp8"
+    reads_stacks = True
 
     def unsupported(self, problem: Problem) -> str | None:
         """Needs one NVIDIA GPU with 8-bit units, bfloat16 activations, and sizes that the kernels' tiles divide."""

@@ -79,6 +79,7 @@ class FusedPasses(Passes):
 
     interpret: bool = False
     name = "fused"
+    reads_stacks = True
 
     def unsupported(self, problem: Problem) -> str | None:
         """Needs one Hopper or newer NVIDIA GPU, bfloat16 tensors, and sizes that the kernels' tiles divide."""

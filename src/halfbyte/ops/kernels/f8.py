@@ -23,6 +23,7 @@ from halfbyte.ops.kernels import layout
 from halfbyte.ops.kernels.gated import backward_words, forward_words
 from halfbyte.ops.kernels.scale import ENCODE
 from halfbyte.ops.kernels.tile import evaluate
+from halfbyte.ops.stacks import Layer
 
 plgpu = later("jax.experimental.pallas.triton")
 ELEMENTS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
@@ -97,8 +98,8 @@ def cast_forward(
 
 
 def cast_backward(
-    g: jax.Array,
-    u: jax.Array,
+    g: jax.Array | Layer,
+    u: jax.Array | Layer,
     dh: jax.Array,
     scales: Sequence[jax.Array],
     *,
@@ -114,7 +115,7 @@ def cast_backward(
 
 
 def _run(
-    arrays: Sequence[jax.Array],
+    arrays: Sequence[jax.Array | Layer],
     make: Callable[..., Sequence[Any]],
     jobs: Sequence[Cast],
     scales: Sequence[jax.Array],
@@ -130,9 +131,12 @@ def _run(
         made = make(m, words)
         return [[_code_word(m, made[job.tensor], encodes[job.tensor], job.element)] for job in jobs]
 
+    indices = [array.index.reshape(1) for array in arrays if isinstance(array, Layer)]
+
     def kernel(*refs):
-        inputs, given, outs = refs[: len(arrays)], refs[len(arrays) : len(arrays) + len(scales)], list(refs)
-        outs = outs[len(arrays) + len(scales) :]
+        reads, a, s = list(refs), len(arrays), len(arrays) + len(scales)
+        given, numbers, outs = reads[a:s], reads[s : s + len(indices)], reads[s + len(indices) :]
+        inputs = layout.in_layers(arrays, reads[:a], numbers)
         encodes = [ref[ENCODE] for ref in given]
         tiles = evaluate(
             body,
@@ -157,17 +161,24 @@ def _run(
                 specs.append(spec)
                 shapes.append(jax.ShapeDtypeStruct(shape, jnp.int8))
                 elements.append(ELEMENTS[job.element])
-    whole = [pl.BlockSpec(s.shape, functools.partial(lambda n, *_: (0,) * n, s.ndim)) for s in scales]
+    small = [*scales, *indices]
+    whole = [pl.BlockSpec(s.shape, functools.partial(lambda n, *_: (0,) * n, s.ndim)) for s in small]
+
+    def in_spec(array: jax.Array | Layer) -> pl.BlockSpec:
+        if not isinstance(array, Layer):
+            return block
+        return pl.BlockSpec((array.stack.shape[0], tiling.rows, tiling.columns), lambda j, i: (0, i, j))
+
     made = pl.pallas_call(
         kernel,
         grid=(columns // tiling.columns, rows // tiling.rows),
-        in_specs=[*[block] * len(arrays), *whole],
+        in_specs=[*map(in_spec, arrays), *whole],
         out_specs=specs,
         out_shape=shapes,
         compiler_params=plgpu.CompilerParams(num_warps=tiling.warps, num_stages=1),
         interpret=interpret,
         name=name,
-    )(*arrays, *scales)
+    )(*(array.stack if isinstance(array, Layer) else array for array in arrays), *small)
     return tuple(lax.bitcast_convert_type(a, e) for a, e in zip(made, elements, strict=True))
 
 

@@ -26,6 +26,7 @@ from halfbyte.ops.kernels import codes, layout
 from halfbyte.ops.kernels.layout import BLOCK, Tiling
 from halfbyte.ops.kernels.nvfp4 import Columnwise, Rowwise, find_maxima, quantize_made
 from halfbyte.ops.kernels.tile import evaluate
+from halfbyte.ops.stacks import Layer, array_of
 
 FORWARD_TILING = Tiling(4, 2)
 BACKWARD_MAXIMA_TILING = Tiling(2, 4)
@@ -149,8 +150,8 @@ def quantize_forward(
 
 
 def backward_maxima(
-    g: jax.Array,
-    u: jax.Array,
+    g: jax.Array | Layer,
+    u: jax.Array | Layer,
     dh: jax.Array,
     *,
     owed: jax.Array | None = None,
@@ -167,8 +168,8 @@ def backward_maxima(
 
 
 def quantize_backward(
-    g: jax.Array,
-    u: jax.Array,
+    g: jax.Array | Layer,
+    u: jax.Array | Layer,
     dh: jax.Array,
     *,
     owed: jax.Array | None = None,
@@ -185,7 +186,8 @@ def quantize_backward(
     if codes.asked([side for side, _ in jobs]) or not layout.divides(g.shape[1]):
         layout.check(g)
         by_hand = functools.partial(codes.quantize_made, name="swiglu_backward_codes", interpret=interpret)
-        return by_hand([g, u, dh], backward_made, jobs, columns=2, owed=owed, order=H_FIRST)
+        arrays = [array_of(g), array_of(u), dh]
+        return by_hand(arrays, backward_made, jobs, columns=2, owed=owed, order=H_FIRST)
     _check_paid(owed)
     make = _tile_maker(backward_made, 3, tiling, interpret)
     run = functools.partial(quantize_made, [g, u, dh], make, jobs, order=H_FIRST)

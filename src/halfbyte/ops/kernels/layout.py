@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from halfbyte.later import later
+from halfbyte.ops.stacks import Layer
 
 plgpu = later("jax.experimental.pallas.triton")
 BLOCK = 16
@@ -63,7 +64,7 @@ def once(*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return lambda fn: jax.jit(fn, static_argnames=static)
 
 
-def check(x: jax.Array) -> None:
+def check(x: jax.Array | Layer) -> None:
     reason = unsupported(*x.shape) if x.ndim == 2 else f"the GPU kernels need [tokens, columns], got shape {x.shape}"
     if reason:
         raise ValueError(reason)
@@ -71,7 +72,7 @@ def check(x: jax.Array) -> None:
 
 def call(
     kernel: Callable[..., None],
-    arrays: Sequence[jax.Array],
+    arrays: Sequence[jax.Array | Layer],
     scalars: Sequence[jax.Array],
     *,
     outputs: Sequence[tuple[int, Any]],
@@ -91,24 +92,35 @@ def call(
     grid = (groups, width // tiling.width)
     order = (lambda j, i: (i, j)) if tiling.columns_first else (lambda i, j: (i, j))
 
-    def spec(count: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, count, blocks, BLOCK), lambda *p: (order(*p)[0], 0, order(*p)[1], 0))
+    def spec(count: int, layers: tuple[int, ...] = ()) -> pl.BlockSpec:
+        first = (0,) * len(layers)
+        shape = (*layers, None, count, blocks, BLOCK)
+        return pl.BlockSpec(shape, lambda *p: (*first, order(*p)[0], 0, order(*p)[1], 0))
 
-    def view(array: jax.Array) -> jax.Array:
-        return array.reshape(groups, array.shape[0] // groups, width // BLOCK, BLOCK)
+    def in_spec(array: jax.Array | Layer) -> pl.BlockSpec:
+        return spec(array.shape[0] // groups, array.stack.shape[:1] if isinstance(array, Layer) else ())
+
+    def view(array: jax.Array | Layer) -> jax.Array:
+        viewed = array.reshape(groups, array.shape[0] // groups, width // BLOCK, BLOCK)
+        return viewed.stack if isinstance(viewed, Layer) else viewed
+
+    indices = [array.index.reshape(1) for array in arrays if isinstance(array, Layer)]
+    scalars = [*scalars, *indices]
 
     def body(*refs):
         a, s = len(arrays), len(scalars)
         i, j = order(pl.program_id(0), pl.program_id(1))
         split = a + s + len(outputs)
-        kernel((i, j), refs[:a], refs[a : a + s], refs[a + s : split], refs[split:])
+        given = s - len(indices)
+        inputs = in_layers(arrays, refs[:a], refs[a + given : a + s])
+        kernel((i, j), inputs, refs[a : a + given], refs[a + s : split], refs[split:])
 
     whole = [pl.BlockSpec(s.shape, functools.partial(lambda n, *_: (0,) * n, s.ndim)) for s in scalars]
     one = pl.BlockSpec((1, 1), lambda *p: order(*p))
     results = pl.pallas_call(
         body,
         grid=grid[::-1] if tiling.columns_first else grid,
-        in_specs=[*(spec(a.shape[0] // groups) for a in arrays), *whole],
+        in_specs=[*map(in_spec, arrays), *whole],
         out_specs=[*(spec(count) for count, _ in outputs), *[one] * maxima],
         out_shape=[
             *(jax.ShapeDtypeStruct((groups, count, width // BLOCK, BLOCK), d) for count, d in outputs),
@@ -120,3 +132,21 @@ def call(
     )(*map(view, arrays), *scalars)
     shaped = [r.reshape(-1, width) for r in results[: len(outputs)]]
     return [*shaped, *results[len(outputs) :]]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerRef:
+    """A kernel's reference to its tile of one layer of a stack."""
+
+    ref: Any
+    index: Any
+
+    def __getitem__(self, at: Any) -> jax.Array:
+        return self.ref[self.index] if at is ... else self.ref[self.index, at]
+
+
+def in_layers(arrays: Sequence[jax.Array | Layer], refs: Sequence[Any], indices: Sequence[Any]) -> list[Any]:
+    """References to the tiles of `arrays`; `indices` are those of their layers' numbers, in order."""
+    numbers = iter(indices)
+    pairs = zip(arrays, refs, strict=True)
+    return [LayerRef(ref, next(numbers)[0]) if isinstance(array, Layer) else ref for array, ref in pairs]

@@ -27,6 +27,7 @@ from halfbyte.ops.kernels.layout import BLOCK, Tiling
 from halfbyte.ops.kernels.scale import DECODE, MULT
 from halfbyte.ops.kernels.scale_order import ScaleOrder
 from halfbyte.ops.kernels.tile import evaluate
+from halfbyte.ops.stacks import Layer, array_of
 
 AMAX_TILING = Tiling(4, 4)
 ROW_TILING = Tiling(8, 4)
@@ -112,7 +113,7 @@ def maxima(
 
 
 def find_maxima(
-    arrays: Sequence[jax.Array],
+    arrays: Sequence[jax.Array | Layer],
     make: Callable[[Any, list[Any]], Sequence[Sequence[Any]]],
     count: int,
     *,
@@ -137,7 +138,7 @@ def find_maxima(
         def first(m, rows):
             return [top[0] for top in body(m, rows, ())]
 
-        by_hand = functools.partial(codes.find_maxima, arrays, first, total, owed=owed)
+        by_hand = functools.partial(codes.find_maxima, [array_of(a) for a in arrays], first, total, owed=owed)
         return by_hand(columns=tiling.columns, interpret=interpret, name=name)
 
     def kernel(_, refs, scalar_refs, ___, tops):
@@ -200,7 +201,7 @@ def quantize(
 
 
 def quantize_made(
-    arrays: Sequence[jax.Array],
+    arrays: Sequence[jax.Array | Layer],
     make: Callable[[list[jax.Array]], Sequence[list[jax.Array]]],
     jobs: Sequence[tuple[Rowwise | Columnwise, int]],
     *,

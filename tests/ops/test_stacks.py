@@ -1,0 +1,104 @@
+"""Residuals in stacks. Oracles: the same loop with residuals of its own, bit for bit; and the bytes that eight H200
+move to no purpose, read from the program of a loop of three small layers.
+"""
+
+import functools
+from importlib.util import find_spec
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from halfbyte import devices, ops, program
+from halfbyte.ops.backends import fp8
+from halfbyte.ops.mlp import Plan
+from halfbyte.ops.stacks import ghost, hand_back
+from halfbyte.sharding import make_mesh
+
+LAYERS = 3
+H200 = devices.device("h200")
+CUT = {"gate": P("fsdp"), "up": P("fsdp"), "down": P(None, "fsdp")}
+
+
+def layers(mesh, recipe, stacked, x, weights):
+    """x after LAYERS residual MLPs whose weights are [LAYERS, ...]."""
+    placements = {name: ops.Placement(mesh, P("fsdp"), cut, P("fsdp")) for name, cut in CUT.items()}
+    shape = (*x.shape[:-1], weights["gate"].shape[-1])
+    ghosts = tuple(ghost(LAYERS, shape, x.dtype) for _ in range(2)) if stacked else None
+
+    def body(carry, layer):
+        (x, ghosts), (w, number) = carry, layer
+        options = {"recipe": recipe, "key": jax.random.fold_in(jax.random.key(1), number), "placements": placements}
+        if ghosts is None:
+            return (x + ops.mlp(x, *(w[name] for name in CUT), **options), None), None
+        y, (*ghosts, _), kept = ops.mlp_in_stacks(x, *(w[name] for name in CUT), (*ghosts, number), **options)
+        return (x + y, tuple(ghosts)), kept
+
+    (x, ghosts), stacks = lax.scan(body, (x, ghosts), (weights, jnp.arange(LAYERS)))
+    return x if stacks is None else hand_back(x, ghosts, stacks)
+
+
+def gradients(mesh, recipe, stacked, x, weights):
+    def loss(x, weights):
+        return jnp.sum(layers(mesh, recipe, stacked, x, weights).astype(jnp.float32) ** 2)
+
+    return jax.grad(loss, (0, 1))(x, weights)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
+def test_a_loop_with_stacks_has_the_gradients_of_one_without(recipe, monkeypatch):
+    """On the CPU no kernel would read them in place: the op is told that one does."""
+    monkeypatch.setattr(Plan, "in_place", lambda plan, place: place is not None)
+    mesh = make_mesh({"fsdp": 4}, jax.devices("cpu")[:4])
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(4, 16, 64)), jnp.bfloat16)
+    shapes = {"gate": (64, 128), "up": (64, 128), "down": (128, 64)}
+    weights = {name: jnp.asarray(rng.normal(size=(LAYERS, *s)) / 16, jnp.float32) for name, s in shapes.items()}
+    options = {"xla_backend_optimization_level": 0}
+    own, stacked = (
+        jax.jit(functools.partial(gradients, mesh, recipe, kept), compiler_options=options)(x, weights)
+        for kept in (False, True)
+    )
+    assert float(jnp.abs(own[1]["gate"]).max()) > 0
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), own, stacked)
+
+
+SIZE, TOKENS, EMBED, HIDDEN = 8, 1024, 512, 1024  # tokens and sizes of one device's GEMMs
+
+
+def moved(recipe):
+    """Bytes that each of eight H200 moves in a step, by kind."""
+    mesh = make_mesh({"fsdp": SIZE}, np.asarray(devices.topology(H200, hosts=1, per_host=SIZE).devices))
+
+    def like(shape, dtype, *spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+    x = like((SIZE, TOKENS, EMBED), jnp.bfloat16, "fsdp")
+    shapes = {"gate": (EMBED, HIDDEN), "up": (EMBED, HIDDEN), "down": (HIDDEN, EMBED)}
+    weights = {name: like((LAYERS, *s), jnp.float32, None, *CUT[name]) for name, s in shapes.items()}
+    options = {"xla_gpu_enable_dynamic_slice_fusion": False, **(fp8.COMPILER_OPTIONS if recipe == "fp8" else {})}
+    with ops.compile_for(H200), fp8.one_call():
+        run = jax.jit(functools.partial(gradients, mesh, recipe, True), compiler_options=options)
+        text = run.lower(x, weights).compile().as_text()
+    return {kind: each.total for kind, each in program.moves(program.read(text)).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    find_spec("jax_cuda12_plugin") is None and find_spec("jax_cuda13_plugin") is None, reason="needs the extra `plan`"
+)
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4", "fp8"])
+def test_a_step_copies_no_layer_and_transposes_no_gradient(recipe):
+    """A layer's product, copied, is 4.2 MB read and written; so is the whole gradient of a weight, transposed. There
+    are six and three of them. Weights that are cut along a contraction are transposed as they are gathered, in codes.
+    """
+    found = moved(recipe)
+    product, gradient, code = 2 * TOKENS * HIDDEN * 2, 2 * EMBED * HIDDEN * 4, 2 * EMBED * HIDDEN
+    gathered = {"bf16": 0, "nvfp4": 2 * LAYERS * code * 9 // 16, "fp8": 3 * LAYERS * code}[recipe]
+    assert found["transpose"] < gathered + gradient, found
+    if recipe != "bf16":  # whose slices of g and u are part of XLA's own fusions, or copies, as it likes
+        assert found["slice"] < 3 * product, found
