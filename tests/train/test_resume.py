@@ -11,15 +11,15 @@ from tiny import tiny
 
 from halfbyte.train import CheckpointConfig, LossScaleConfig
 
-STEPS = 240
+STEPS, EVERY = 120, 20
 
 
 @pytest.fixture(scope="module", params=["bf16", "nvfp4"])
 def whole(request, tmp_path_factory, compile_cache):
     """(runner, directory of an uninterrupted run), with gradient accumulation."""
     folder = tmp_path_factory.mktemp(request.param)
-    save_often = CheckpointConfig(every=40, keep_last=2)
-    scale = LossScaleConfig(mode="dynamic", initial=8.0, growth_interval=70)  # doubles before and after the kill
+    save_often = CheckpointConfig(every=EVERY, keep_last=2)
+    scale = LossScaleConfig(mode="dynamic", initial=8.0, growth_interval=35)  # doubles before and after the kill
     config = tiny(recipe=request.param, steps=STEPS, accumulate=2, checkpoint=save_often, loss_scale=scale)
     runner = Runner(folder, config, compile_cache)
     code, output = runner.run(folder / "whole")
@@ -38,7 +38,7 @@ def damage(directory, step):
 
 def test_killed_and_restarted(whole, tmp_path):
     runner, reference = whole
-    code, _ = runner.killed_at(tmp_path / "run", 90)
+    code, _ = runner.killed_at(tmp_path / "run", 45)
     assert code == -signal.SIGKILL
     code, output = runner.run(tmp_path / "run")
     assert code == 0, output
@@ -51,7 +51,7 @@ def test_killed_and_restarted(whole, tmp_path):
     code, output = runner.run(tmp_path / "run")
     assert code == 0, output
     assert f"checkpoints/{STEPS}: checksum differs in" in output.replace("\n", " ")
-    assert f"GOING BACK to the checkpoint of step {STEPS - 40}" in output
+    assert f"GOING BACK to the checkpoint of step {STEPS - EVERY}" in output
     assert (tmp_path / "run" / "damaged" / str(STEPS)).is_dir()
     assert losses(tmp_path / "run") == losses(reference)
     assert final_checksums(tmp_path / "run") == final_checksums(reference)
@@ -59,7 +59,7 @@ def test_killed_and_restarted(whole, tmp_path):
 
 def test_sigterm_saves_and_exits_75(whole, tmp_path):
     runner, reference = whole
-    code, output = runner.killed_at(tmp_path / "run", 60, number=signal.SIGTERM)
+    code, output = runner.killed_at(tmp_path / "run", 30, number=signal.SIGTERM)
     assert code == 75, output
     assert "stopped by SIGTERM after step" in output
     code, output = runner.run(tmp_path / "run")
