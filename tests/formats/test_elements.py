@@ -9,9 +9,17 @@ import pytest
 from other_formats import E2M3, E3M2
 
 from halfbyte.formats import E2M1, E4M3, E5M2
-from halfbyte.formats.elements import E8M0_DTYPE, decode, decode_e8m0, encode, encode_e8m0, round_to
+from halfbyte.formats.bits import copy_sign, float32_bits
+from halfbyte.formats.elements import E8M0_DTYPE, decode, decode_e8m0, encode, round_nearest
 
 ELEMENTS = [E2M1, E2M3, E3M2, E4M3, E5M2]
+
+
+def round_to(element, x):
+    """x on the element's grid: the value that `encode` gives the code of."""
+    return copy_sign(round_nearest(element, jnp.abs(x)).value, float32_bits(x))
+
+
 decoded, encoded, rounded = (jax.jit(f, static_argnums=0) for f in (decode, encode, round_to))
 
 
@@ -99,18 +107,6 @@ class TestE8M0:
         codes = np.arange(256, dtype=np.uint8)
         found = np.asarray(jax.jit(decode_e8m0)(codes))  # code 0 is a subnormal float32
         np.testing.assert_array_equal(bits(found), bits(codes.view(E8M0_DTYPE).astype(np.float32)))
-
-    def test_every_value_encodes_to_its_code(self):
-        codes = np.arange(255, dtype=np.uint8)
-        np.testing.assert_array_equal(jax.jit(encode_e8m0)(codes.view(E8M0_DTYPE).astype(np.float32)), codes)
-
-    def test_rounding_as_in_ml_dtypes(self):
-        powers = np.arange(254, dtype=np.uint8).view(E8M0_DTYPE).astype(np.float32)
-        x = np.concatenate([powers * np.float32(f) for f in (1.25, 1.4999999, 1.5, 1.5000001, 1.75, 1.9999999)])
-        x = np.concatenate([x, np.float32([0, -1, -0.0, np.inf, np.nan, 3.4e38, 2.0**127, 1.49 * 2.0**127, 1e-45])])
-        with np.errstate(invalid="ignore"):
-            expected = x.astype(E8M0_DTYPE).view(np.uint8)
-        np.testing.assert_array_equal(jax.jit(encode_e8m0)(x), expected)
 
 
 def test_strict_dtypes_of_results():

@@ -31,8 +31,10 @@ def test_decoding_equals_the_whole_sequence(tiny, tiny_params, packed_batch, ctx
 
 
 def test_shapes_and_dtypes(tiny, tiny_params):
-    cache = models.empty_cache(tiny, 2, 8)
-    assert cache.k.shape == (2, 2, 8, 2, 16) and cache.k.dtype == jnp.bfloat16
+    _, cache = jax.eval_shape(
+        lambda p, t: models.prefill(tiny, p, t, size=8), tiny_params, jnp.zeros((2, 6), jnp.int32)
+    )
+    assert cache.k.shape == cache.v.shape == (2, 2, 8, 2, 16) and cache.lengths.shape == (2,)
     logits, after = jax.eval_shape(
         lambda p, c, t: models.decode_step(tiny, p, c, t), tiny_params, cache, jnp.zeros(2, jnp.int32)
     )

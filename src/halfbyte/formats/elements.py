@@ -145,12 +145,6 @@ def with_sign(element: Element, code: jax.Array, bits: jax.Array) -> jax.Array:
     return (code | ((bits & jnp.uint32(SIGN)) >> (32 - element.bits))).astype(jnp.uint8)
 
 
-def round_to(element: Element, x: jax.Array) -> jax.Array:
-    """x on the element's grid as float32: the value that `encode` gives the code of."""
-    bits = float32_bits(x)
-    return copy_sign(round_nearest(element, float_of_bits(bits & jnp.uint32(MAGNITUDE))).value, bits)
-
-
 def decode(element: Element, codes: jax.Array) -> jax.Array:
     """float32 values of uint8 codes; exact. Codes of NaN and of infinities become those."""
     codes = codes.astype(jnp.uint32)
@@ -178,16 +172,3 @@ def decode_e8m0(codes: jax.Array) -> jax.Array:
     codes = codes.astype(jnp.uint32)
     bits = jnp.where(codes == 0, jnp.uint32(0x40_0000), codes << 23)
     return jnp.where(codes == E8M0_NAN, jnp.float32(jnp.nan), float_of_bits(bits))
-
-
-def encode_e8m0(value: jax.Array) -> jax.Array:
-    """E8M0 codes of positive float32 values, rounded to the nearest power of two, ties up.
-
-    What it cannot hold is NaN (255): zero, negatives, infinity, 1.5 * 2**127 and above.
-    """
-    bits = float32_bits(value)
-    normal = (bits + jnp.uint32(0x40_0000)) >> 23
-    subnormal = (bits > jnp.uint32(0x40_0000)).astype(jnp.uint32)
-    code = jnp.where(bits < jnp.uint32(0x80_0000), subnormal, normal)
-    outside = (bits == 0) | (bits >= jnp.uint32(0x7F40_0000))
-    return jnp.where(outside, jnp.uint32(E8M0_NAN), code).astype(jnp.uint8)

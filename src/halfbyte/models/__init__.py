@@ -1,6 +1,6 @@
 """Llama 3 and Qwen3: shapes, parameters and forward passes, as plain pytrees and pure functions."""
 
-from halfbyte.models.cache import Cache, decode_step, empty_cache, prefill
+from halfbyte.models.cache import Cache, decode_step, prefill
 from halfbyte.models.config import LlamaConfig, preset, presets
 from halfbyte.models.context import REMAT, Context
 from halfbyte.models.flops import GemmSite, flops_per_token, flops_shares, gemm_sites
@@ -37,7 +37,6 @@ __all__ = [
     "count_params",
     "decay_mask",
     "decode_step",
-    "empty_cache",
     "flatten",
     "flops_per_token",
     "flops_shares",

@@ -1,9 +1,8 @@
 """Generation with a key-value cache: `prefill` reads the prompts, `decode_step` adds one token to each row. All
 shapes are static, both jit.
 
-Prompts of different lengths are padded on the right; row b holds `lengths[b]` tokens. Padding is written into the
-cache too, but never seen: a query sees
-the first `length + 1` entries, and later tokens overwrite the padding.
+Prompts of different lengths are padded on the right; row b holds `lengths[b]` tokens. Padding is written into the cache
+too, but never seen: a query sees the first `length + 1` entries, and later tokens overwrite the padding.
 """
 
 from __future__ import annotations
@@ -31,12 +30,6 @@ class Cache(NamedTuple):
     k: jax.Array
     v: jax.Array
     lengths: jax.Array
-
-
-def empty_cache(cfg: LlamaConfig, batch: int, size: int, dtype: Any = jnp.bfloat16) -> Cache:
-    """A cache with room for `size` tokens in each of `batch` rows."""
-    shape = (cfg.layers, batch, size, cfg.kv_heads, cfg.head_dim)
-    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((batch,), jnp.int32))
 
 
 def prefill(
