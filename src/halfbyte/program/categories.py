@@ -24,7 +24,7 @@ ORIGINS = (
             r"|quantize|hadamard"
         ),
     ),
-    ("mlp", re.compile(r"ops/(?:mlp|swiglu|activation|linear)\b")),
+    ("mlp", re.compile(r"ops/(?:mlp|activation|linear)\b")),
     ("optimizer", re.compile(r"\boptim/|train/(?:step|scaling)\.py")),
 )
 """Category and what of an origin tells it, the first that fits. An origin is an operation's name and a source line."""

@@ -25,7 +25,7 @@ from halfbyte.sharding import DEFAULT_RULES, default_shape, parse_mesh, whole_si
 
 from .config import TrainConfig
 
-PLAIN_LIMIT_BITS = 4
+FOUR_BITS = 4
 PLAIN = str(BF16.unit)
 XLA = "xla"
 BY_XLA = ("carrier", "reference")  # backends whose GEMMs are XLA's
@@ -105,7 +105,7 @@ def build_manifest(config: TrainConfig, resolved: Resolved, recipe: Recipe, *, s
     for entry in sites:
         for gemm in entry.gemms.values():
             by_multiplier[gemm.runs_in] = by_multiplier.get(gemm.runs_in, 0.0) + entry.flops / 3 / total
-            four_bit += entry.flops / 3 / total if gemm.bits == PLAIN_LIMIT_BITS else 0.0
+            four_bit += entry.flops / 3 / total if gemm.bits == FOUR_BITS else 0.0
     attention = 1 - sum(by_multiplier.values())
     by_multiplier[PLAIN] = by_multiplier.get(PLAIN, 0.0) + attention
     return Manifest(
