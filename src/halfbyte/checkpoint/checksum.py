@@ -4,10 +4,9 @@ Storage loses bits, and the array format we store in does not notice. So a check
 
     word_j(a) = sum over elements of mix_j(bits(a[i]) + hash_j(i))        mod 2^32,  j = 0, 1
 
-`mix` is a bijection of 32-bit words, so that a change of one element, whatever it is, always changes the sum; the
-index enters, so
-that swapped elements change it too. Sums of integers do not depend on their order: shards add up to the same word on
-every mesh.
+`mix` is a bijection of 32-bit words, so that a change of one element, whatever it is, always changes the sum; the index
+enters, so that swapped elements change it too. Sums of integers do not depend on their order: shards add up to the same
+word on every mesh.
 """
 
 from collections.abc import Mapping

@@ -1,10 +1,8 @@
 """Train a Llama in NVFP4, on this machine or on many hosts.
 
-`halfbyte train` alone trains a small model on the embedded corpus. `halfbyte train RUN` starts from a named run
-(demo, llama-60m, ...,
-llama3.1-405b); every field can be changed by a flag, groups by dotted ones. A run directory with a checkpoint is
-resumed; `--run-dir DIR` alone
-goes on with the config that DIR holds."""
+`halfbyte train` alone trains a small model on the embedded corpus. `halfbyte train RUN` starts from a named run (demo,
+llama-60m, ..., llama3.1-405b); every field can be changed by a flag, groups by dotted ones. A run directory with a
+checkpoint is resumed; `--run-dir DIR` alone goes on with the config that DIR holds."""
 
 import datetime
 import os

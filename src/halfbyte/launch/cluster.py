@@ -1,8 +1,7 @@
 """Who the other processes are: from flags, or from what Slurm, Open MPI or Kubernetes put into the environment.
 
 The coordinator listens on loopback when the whole job is on one machine, else on the one address that its peers are
-told; never on every interface
-unless `--coordinator-bind` says so.
+told; never on every interface unless `--coordinator-bind` says so.
 """
 
 import re

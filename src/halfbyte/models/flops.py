@@ -1,9 +1,8 @@
 """Counting: which GEMMs a step runs, and how many FLOPs a token costs.
 
 FLOPs of a training step are counted as MaxText counts them, for B sequences of S tokens: ffn 6BSdF, qkv 2BSd(H+2K)h,
-output projection 2BSdHh, attention
-4BS^2Hh/2 (causal), head 2BSdV; the first four times the layers, all times 3 for forward and backward. Rematerialized
-work is not counted.
+output projection 2BSdHh, attention 4BS^2Hh/2 (causal), head 2BSdV; the first four times the layers, all times 3 for
+forward and backward. Rematerialized work is not counted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Causal attention over packed documents, grouped-query heads, by `jax.nn.dot_product_attention`.
 
-A query sees the keys at or before its position that carry the same segment id; padding (segment 0) is a document of
-its own, so that every row of
-the softmax has a key. Two implementations:
+A query sees the keys at or before its position that carry the same segment id; padding (segment 0) is a document of its
+own, so that every row of the softmax has a key. Two implementations:
 
 - `cudnn`: flash attention. Without segments it is told 'causal' and skips the upper triangle. Its fused kernel has no
 segment mask, so segments are
@@ -46,9 +45,8 @@ def attention(
     """Causal attention, [batch, seq, heads, head_dim] in q's dtype. `k`, `v` [batch, seq, kv_heads, head_dim],
     kv_heads divides heads.
 
-    `segments` int32 [batch, seq] masks documents from each other; None means that every row is one document. Naming
-    an implementation that cannot serve is
-    a ValueError that says why.
+    `segments` int32 [batch, seq] masks documents from each other; None means that every row is one document. Naming an
+    implementation that cannot serve is a ValueError that says why.
     """
     chosen = choose_attention(q.shape, q.dtype, implementation=implementation, mesh=mesh, packed=segments is not None)
     local = functools.partial(_local, implementation=chosen)

@@ -1,17 +1,15 @@
 """Cross-entropy of a language model without its logits.
 
 A batch of 8 x 8192 tokens against a vocabulary of 128k has 34 GB of float32 logits. Here the tokens are taken in
-chunks: one chunk's logits are made,
-reduced and dropped. When a gradient is wanted, the same visit also makes it, because for a loss that is a *sum* over
-tokens
+chunks: one chunk's logits are made, reduced and dropped. When a gradient is wanted, the same visit also makes it,
+because for a loss that is a *sum* over tokens
 
     L = sum over t of (lse_t - logit_t[target]) + z lse_t^2
     dlogits_t = softmax_t (1 + 2 z lse_t) - onehot_t,   dx = dlogits W^T,   dW = x^T dlogits
 
 need nothing from later: the backward pass only multiplies by the cotangent of L. The head's GEMM therefore runs once
-forward and twice backward, as in
-a model that keeps its logits. Logits are float32 from a GEMM of the hidden states' dtype; dlogits are rounded to that
-dtype (they lie in -1..1).
+forward and twice backward, as in a model that keeps its logits. Logits are float32 from a GEMM of the hidden states'
+dtype; dlogits are rounded to that dtype (they lie in -1..1).
 
 On a mesh the loop runs inside `shard_map`: tokens split over data, fsdp and context, the vocabulary over tensor. dW
 is summed over devices once.
@@ -63,9 +61,8 @@ def cross_entropy(
     [B, S], -1 not scored.
 
     aux: `nll_sum`, `z_sum` (the z term's part of the sum) and `tokens` (how many were scored, float32); no gradient
-    flows through it.
-    `chunk` is the number of a device's tokens whose logits exist at one time. The head's gradient travels in
-    `reduce_dtype`.
+    flows through it. `chunk` is the number of a device's tokens whose logits exist at one time. The head's gradient
+    travels in `reduce_dtype`.
     """
     _check(hidden, head, targets, mesh, rules)
     setup = _Setup(float(z_loss), chunk, mesh, rules, reduce_dtype)

@@ -75,11 +75,10 @@ def mlp(
     """Gated MLP of x [..., embed] with gate, up [embed, hidden] and down [hidden, embed], in x's dtype.
 
     `recipe`, or its name, is one for all three linears or one each by the names gate, up, down; `key` is folded by
-    those names.
-    `mode` chooses what the backward pass keeps. Weights stay as packed codes; where a backend has none but a carrier,
-    it is made again from the `master`, or with `weights_kept="codes"` stays, for a master that is itself a copy. With
-    `placements` every device of their mesh computes its part, by the same kernels as a single one; `sharded` as for
-    `qdots`.
+    those names. `mode` chooses what the backward pass keeps. Weights stay as packed codes; where a backend has none but
+    a carrier, it is made again from the `master`, or with `weights_kept="codes"` stays, for a master that is itself a
+    copy. With `placements` every device of their mesh computes its part, by the same kernels as a single one; `sharded`
+    as for `qdots`.
     """
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")

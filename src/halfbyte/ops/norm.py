@@ -1,9 +1,8 @@
 """RMSNorm, y = x / rms(x) * scale.
 
-Computed in float32, returned in the dtype of x. The VJP is written out so that what the backward pass keeps is x as
-it came (bf16) and one float32
-a row, never a float32 copy of x. That float32 has a checkpoint name: with it saved, y is made again by two products,
-the same to the last bit:
+Computed in float32, returned in the dtype of x. The VJP is written out so that what the backward pass keeps is x as it
+came (bf16) and one float32 a row, never a float32 copy of x. That float32 has a checkpoint name: with it saved, y is
+made again by two products, the same to the last bit:
 
     r  = rsqrt(mean(x^2) + eps),  n = x r
     dx = r (g s - n mean(g s n)),  ds = sum over rows of g n

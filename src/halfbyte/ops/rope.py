@@ -1,9 +1,8 @@
 """Rotary position embedding, with the frequency scaling of Llama 3.1.
 
-Pair i of a head (elements i and i + head_dim/2) turns by the angle position * theta^(-2i/head_dim). Llama 3.1
-stretches long wavelengths: those
-above original/low are divided by `factor`, those below original/high are kept, and between them the two are blended
-linearly in original/wavelength.
+Pair i of a head (elements i and i + head_dim/2) turns by the angle position * theta^(-2i/head_dim). Llama 3.1 stretches
+long wavelengths: those above original/low are divided by `factor`, those below original/high are kept, and between them
+the two are blended linearly in original/wavelength.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
     * w)
 
 The rate is read from the step of the train state, not from a counter of our own, so a skipped step does not shift the
-schedule. m and v may be kept
-in bfloat16; the arithmetic is float32 either way.
+schedule. m and v may be kept in bfloat16; the arithmetic is float32 either way.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Which recipe a step runs under: the recipe of the run, and from the switch on another one for some of its GEMMs.
 
-The published long runs leave 4 bits for the last part of training: forward GEMMs in bf16 for the last 18% cut the
-loss gap to a third
-(arXiv 2509.25149). A switch is a new compiled step; phases are known before the first one.
+The published long runs leave 4 bits for the last part of training: forward GEMMs in bf16 for the last 18% cut the loss
+gap to a third (arXiv 2509.25149). A switch is a new compiled step; phases are known before the first one.
 """
 
 from dataclasses import dataclass, replace

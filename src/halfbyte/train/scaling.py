@@ -1,10 +1,8 @@
 """Dynamic loss scaling by powers of two.
 
 Multiplying a tensor by 2^k multiplies its amax by 2^k, hence divides NVFP4's tensor scale by 2^k, and leaves block
-scales and 4-bit codes where
-they were: the scale guards bf16 and fp8 gradients against underflow without touching the 4-bit ones. An overflow
-skips the step and halves the scale;
-`growth_interval` good steps double it.
+scales and 4-bit codes where they were: the scale guards bf16 and fp8 gradients against underflow without touching the
+4-bit ones. An overflow skips the step and halves the scale; `growth_interval` good steps double it.
 """
 
 import jax

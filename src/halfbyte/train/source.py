@@ -1,8 +1,7 @@
 """The run's data: opened and verified at start, cut among the hosts, put onto the mesh.
 
-Each process reads only the rows that its own devices hold. Which rows these are follows from the mesh, so that a
-batch split over `tensor` or
-`context` across processes is read by all of them, and one split over `fsdp` is read once.
+Each process reads only the rows that its own devices hold. Which rows these are follows from the mesh, so that a batch
+split over `tensor` or `context` across processes is read by all of them, and one split over `fsdp` is read once.
 """
 
 import itertools
