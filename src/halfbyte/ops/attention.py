@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
+from halfbyte.devices.target import CUDNN_VERSION
 from halfbyte.sharding import DEFAULT_RULES, Rules, axis_size
 
 from .attention_blocks import QUERY_BLOCK, scores
@@ -129,8 +130,9 @@ def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Arra
 
 
 @contextlib.contextmanager
-def cudnn_version(version: int = 91500) -> Iterator[None]:
-    """Within it, JAX believes in a cuDNN of `version`: for compiling, without a GPU, for a machine that has one.
+def cudnn_version() -> Iterator[None]:
+    """Within it, JAX believes in the cuDNN that programs for other devices are made for: for compiling, without a GPU,
+    for a machine that has one.
 
     JAX asks the installed library for its version while it traces cuDNN attention, and a machine without a GPU has
     none.
@@ -138,7 +140,8 @@ def cudnn_version(version: int = 91500) -> Iterator[None]:
     from jax._src.cudnn import fused_attention_stablehlo as fused  # the only place that knows; no public hook exists
 
     original = fused.check_cudnn_version
-    fused.check_cudnn_version = lambda: version
+    major, minor, patch = CUDNN_VERSION
+    fused.check_cudnn_version = lambda: 10000 * major + 100 * minor + patch
     try:
         yield
     finally:
