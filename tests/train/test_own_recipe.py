@@ -8,7 +8,10 @@ import pytest
 from tiny import tiny
 
 import halfbyte as hb
+from halfbyte.interchange.opening import read_config
+from halfbyte.parity.plan import load_plan
 from halfbyte.train import CheckpointConfig
+from halfbyte.train.jsonconfig import to_dict
 
 FILE = """
 import dataclasses
@@ -37,6 +40,22 @@ def test_a_recipe_of_a_file_trains_resumes_and_is_refused_after_a_change(tmp_pat
         hb.train(tiny(recipe=f"{file}:half", policy=f"{file}:last_layer", steps=2, mesh="data=8"), run)
     with pytest.raises(ValueError, match="the file has changed since"):
         hb.train(dataclasses.replace(config, seed=1), run)
+
+
+@pytest.mark.parametrize("field", ["recipe", "policy", "precision.switch_to"])
+def test_a_run_directory_from_elsewhere_executes_nothing_of_its_own(tmp_path, field):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "theirs.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n" + FILE)
+    values = to_dict(tiny())
+    group, _, name = field.rpartition(".")
+    (values[group] if group else values)[name] = f"{tmp_path}/elsewhere/../run/theirs.py:half"
+    (tmp_path / "run" / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"nothing inside a run is executed.*move it out of there"):
+        read_config(tmp_path / "run")
+    (tmp_path / "run" / "plan.json").write_text(json.dumps({"version": 1, "arms": [{"changes": values}]}))
+    with pytest.raises(ValueError, match="nothing inside a run is executed"):
+        load_plan(tmp_path / "run")
+    assert not (tmp_path / "executed").exists()
 
 
 def test_values_reach_the_config_of_a_run():

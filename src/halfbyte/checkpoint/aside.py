@@ -26,10 +26,11 @@ def never_used(device: jax.Device) -> float:
     return counted.get("bytes_limit", 0) - counted.get("peak_bytes_in_use", 0)
 
 
-def without_room(tree: Any) -> str | None:
-    """Why a copy does not fit beside the state and a step's own memory; None when it does."""
+def without_room(tree: Any, *, copied_before: bool) -> str | None:
+    """Why a copy does not fit beside the state and a step's own memory; None when it does. What a copy has used
+    before, it may use again."""
     for device, size in bytes_by_device(tree).items():
-        free = never_used(device)
+        free = never_used(device) + copied_before * size
         if MARGIN * size > free:
             return f"the state takes {size / 2**30:.1f} GiB of {device} and {free / 2**30:.1f} GiB of it are free"
     return None

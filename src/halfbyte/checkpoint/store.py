@@ -105,7 +105,7 @@ class Checkpoints:
         self._say = say
         self._pending: tuple[int, Future[Any]] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._room: bool | None = None
+        self._copied = self._stops = False  # whether a save was made from a copy, and whether the last had no room
         self._orbax = self._open()
 
     def _open(self) -> Any:
@@ -149,16 +149,15 @@ class Checkpoints:
         return True
 
     def _has_room(self, flat: Mapping[str, Any]) -> bool:
-        """Whether saves are made from a copy on the device; settled by the first, since copies count as used. With
-        several processes they are not: Orbax's barriers are collectives, which must not meet those of a step."""
-        if self._room is None and jax.process_count() > 1:
-            self._room = False
-        if self._room is None:
-            reason = without_room(flat)
-            self._room = reason is None
-            if reason:
-                self._say(f"each save stops training until the state is copied to the host: {reason}")
-        return self._room
+        """Whether a save is made from a copy on the device. With several processes it is not: Orbax's barriers are
+        collectives, which must not meet those of a step."""
+        if jax.process_count() > 1:
+            return False
+        reason = without_room(flat, copied_before=self._copied)
+        if reason and not self._stops:
+            self._say(f"each save stops training until the state is copied to the host: {reason}")
+        self._stops, self._copied = reason is not None, self._copied or reason is None
+        return reason is None
 
     def is_saving(self) -> bool:
         """Whether a write is under way."""

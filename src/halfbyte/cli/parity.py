@@ -164,7 +164,9 @@ def base_run(args: Args) -> "TrainConfig":
     from halfbyte.train import LogConfig, TrainConfig, jsonconfig
 
     file = args.model.endswith(".json")
-    base = jsonconfig.load(TrainConfig, Path(args.model)) if file else run_config(args.model)
+    base = (
+        jsonconfig.from_dict(TrainConfig, jsonconfig.read_values(Path(args.model))) if file else run_config(args.model)
+    )
     given = {n: v for n in ("data", "batch", "seq", "policy", "mesh") if (v := getattr(args, n))}
     base = dataclasses.replace(base, seed=0, **given)
     steps = steps_of(args, base)

@@ -104,7 +104,11 @@ def plan_from_json(found: Any, where: str) -> Plan:
 def load_plan(directory: Path) -> Plan | None:
     """The plan of a parity directory, None if it has none."""
     path = directory / FILE
-    return plan_from_json(read_json(path), str(path)) if path.is_file() else None
+    if not path.is_file():
+        return None
+    found = read_json(path)
+    jsonconfig.refuse_programs(found, directory)
+    return plan_from_json(found, str(path))
 
 
 def settle(directory: Path, plan: Plan) -> Plan:

@@ -60,6 +60,17 @@ def from_file(text: str, what: str) -> Any:
     return names[found["name"]]
 
 
+def refuse_inside(text: str, folder: Path) -> None:
+    """ValueError for a file under `folder`: a run directory may come from elsewhere, and nothing in it is executed."""
+    found = FILE.match(text)
+    if found and Path(found["path"]).resolve().is_relative_to(folder.resolve()):
+        raise ValueError(
+            f"{folder} names a program of its own, {found['path']}, as its recipe or policy, and nothing inside a run "
+            f"is executed; look at the file, move it out of there, and name the new place in the config: "
+            f"PATH/FILE.py:{found['name']}"
+        )
+
+
 def from_package(name: str, what: str) -> Any:
     """The object that an installed package offers under this name, None if none does."""
     found = list(entry_points(group=GROUPS[what], name=name))
