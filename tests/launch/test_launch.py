@@ -103,6 +103,13 @@ def test_settings_are_applied_visibly_and_never_over_a_persons_own():
     assert [line.split(":")[0].split(" ")[0] for line in lines] == ["kept", "set", "left", "kept"]
 
 
+def test_a_flag_is_known_by_its_whole_name_and_a_contrary_one_is_said():
+    environ = {"XLA_FLAGS": "--xla_a_limit=3 --xla_b=true --xla_b=false"}
+    lines = apply((Setting("xla_a", "true", "a"), Setting("xla_b", "true", "bits")), environ, known=lambda flag: True)
+    assert environ["XLA_FLAGS"].endswith("--xla_a=true")
+    assert lines == ["set --xla_a=true  (a)", "kept as you set it: xla_b=false, not true (bits)"]
+
+
 def test_recommended_by_device():
     assert recommended("cpu", several=True) == ()
     names = {setting.name: setting.value for setting in recommended("NVIDIA GB300", several=True)}

@@ -122,8 +122,10 @@ def apply(
     lines = []
     for setting in settings:
         assignment = f"--{setting.name}={setting.value}" if setting.is_flag else f"{setting.name}={setting.value}"
-        if _already_set(setting, environ):
-            lines.append(f"kept as you set it: {setting.name}")
+        yours = _already_set(setting, environ)
+        if yours is not None:
+            against = "" if yours == setting.value else f", not {setting.value} ({setting.why})"
+            lines.append(f"kept as you set it: {setting.name}={yours}{against}")
         elif setting.is_flag and not known(setting.name):
             lines.append(f"left out, this XLA does not know it: {assignment}")
         else:
@@ -135,10 +137,13 @@ def apply(
     return lines
 
 
-def _already_set(setting: Setting, environ: Mapping[str, str]) -> bool:
-    if setting.is_flag:
-        return f"--{setting.name}" in environ.get("XLA_FLAGS", "")
-    return setting.name in environ
+def _already_set(setting: Setting, environ: Mapping[str, str]) -> str | None:
+    """The value that the person has given, the last where there are several; None where there is none."""
+    if not setting.is_flag:
+        return environ.get(setting.name)
+    given = [word.partition("=") for word in environ.get("XLA_FLAGS", "").split()]
+    values = [value or "true" for name, _, value in given if name == f"--{setting.name}"]
+    return values[-1] if values else None
 
 
 def known_to_xla(flag: str) -> bool:
