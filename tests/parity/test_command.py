@@ -22,6 +22,7 @@ def _quick(quick_compiles):
 def config_file(tmp_path_factory):
     small = dataclasses.replace(
         BASE,
+        model=BASE.model.replace(layers=1),
         steps=6,
         mesh="data=8",
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup=1),
