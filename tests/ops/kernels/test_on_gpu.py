@@ -11,6 +11,7 @@ from halfbyte import devices
 from halfbyte.ops import kernels as K
 from halfbyte.ops.kernels import f8
 from halfbyte.ops.kernels.matmul import LAYOUTS, matmul, unsupported
+from halfbyte.ops.stacks import Layer
 
 T, N = 256, 1024
 KEY, KEY2 = np.array([0x12345678, 0x9ABCDEF0], np.uint32), np.array([7, 11], np.uint32)
@@ -167,3 +168,21 @@ def test_parts_put_together_are_the_whole(cut, codes):
         if codes is not None and i >= turned:
             blocks = [list(line) for line in zip(*blocks, strict=True)]
         assert np.array_equal(np.block(blocks).view(np.uint8), np.asarray(expected).view(np.uint8)), i
+
+
+@pytest.mark.parametrize(("layers", "tokens", "width"), [(3, T, N), (9, 16384, 16384)])
+def test_a_layer_of_a_stack_is_read_in_place(layers, tokens, width):
+    """Oracle: the same kernels on the layer alone; the larger stack is beyond 4 GiB, the rest of it NaN."""
+    g, u, d = (jax.random.normal(key, (tokens, width), jnp.bfloat16) for key in jax.random.split(jax.random.key(0), 3))
+    stacks = [jnp.full((layers, tokens, width), jnp.nan, jnp.bfloat16).at[layers - 1].set(a) for a in (g, u)]
+
+    @jax.jit
+    def run(g, u, d):
+        tops = K.backward_maxima(g, u, d, tensors=3)
+        scales = K.tensor_scales(*tops)
+        dg, du = ((K.Rowwise(s, KEY), K.Columnwise(t, KEY2)) for s, t in (scales[:2], scales[2:4]))
+        return *tops, *K.quantize_backward(g, u, d, dg=dg, du=du, h=K.Columnwise(scales[5]))
+
+    read = run(*(Layer(stack, jnp.int32(layers - 1)) for stack in stacks), d)
+    for got, want in zip(read, run(g, u, d), strict=True):
+        assert got.dtype == want.dtype and bool(jnp.array_equal(got, want)), (got.shape, got.dtype)
