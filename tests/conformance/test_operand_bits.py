@@ -4,7 +4,10 @@ import jax
 import jax.numpy as jnp
 
 from halfbyte.conformance import definition, differing, operands_agree
+from halfbyte.conformance.operand_bits import differing_in_stacks
+from halfbyte.ops.backends.fused import FusedPasses
 from halfbyte.ops.passes import XLA, Passes
+from halfbyte.ops.stacks import Layer
 from halfbyte.recipe import recipe
 
 
@@ -26,3 +29,12 @@ def test_a_wrong_weight_is_found_and_counted() -> None:
     right = definition(recipe("fp8"), x, dy, w)
     assert differing(recipe("fp8"), XLA, XLA, x, dy, w, right) == 0
     assert differing(recipe("fp8"), XLA, BrokenWeight(), x, dy, w, right) >= 2  # at least both scales
+
+
+def test_layers_of_a_stack_are_read_as_arrays_are_and_a_wrong_layer_is_found(monkeypatch) -> None:
+    x, dy = (jax.random.normal(jax.random.key(i), (32, 128), jnp.bfloat16) for i in range(2))
+    passes = FusedPasses(interpret=True)
+    assert differing_in_stacks(recipe("nvfp4"), passes, x, dy) == 0
+    right = Layer.reshape
+    monkeypatch.setattr(Layer, "reshape", lambda a, *shape: Layer(right(a, *shape).stack, jnp.int32(1)))
+    assert differing_in_stacks(recipe("nvfp4"), passes, x, dy) > 0

@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from halfbyte import ops
+from halfbyte.ops.activation import SILU
 from halfbyte.ops.operand import EightBit, Operand
 from halfbyte.ops.passes import XLA, Passes, Request, request
+from halfbyte.ops.stacks import Layer
 from halfbyte.ops.weight import CONTRACTED, quantize_part, weight_operand
 from halfbyte.recipe import Recipe
 
@@ -26,7 +28,11 @@ def operands_agree(chosen: Recipe, *, tokens: int = 256, features: int = 512) ->
     right = definition(chosen, x, dy, w)
     choices = {backend.name: ops.choose(backend.name, problem) for backend in serving}
     makers = {name: (choice.passes, choice.for_weight) for name, choice in choices.items()}
-    counts = {made: differing(chosen, *made, x, dy, w, right) for made in set(makers.values())}
+    counts = {
+        (passes, for_weight): differing(chosen, passes, for_weight, x, dy, w, right)
+        + differing_in_stacks(chosen, passes, x, dy)
+        for passes, for_weight in set(makers.values())
+    }
     return {name: counts[made] == 0 for name, made in makers.items()}
 
 
@@ -47,6 +53,23 @@ def differing(
     for tensor, requests in _requests(chosen, x, dy):
         found += jax.jit(functools.partial(passes.quantize, requests=requests))(tensor)
     return sum(_distance(a, b) for a, b in zip(found + _weights(chosen, for_weight, w), right, strict=True))
+
+
+def differing_in_stacks(chosen: Recipe, passes: Passes, x: jax.Array, dy: jax.Array, *, layers: int = 3) -> int:
+    """How many numbers of a gated MLP's backward operands, with g and u read inside the stack of a loop's layers,
+    differ from those of the same arrays alone; 0 for passes that never read so. The other layers are NaN.
+    """
+    if not passes.reads_stacks or passes.unfused(SILU, [chosen] * 3) is not None:
+        return 0
+    (_, of_h), (_, of_d) = _requests(chosen, x, dy)
+
+    @jax.jit
+    def made(g: jax.Array | Layer, u: jax.Array | Layer, dh: jax.Array) -> list[Operand]:
+        return [operand for one in passes.activate_backward(g, u, dh, of_d, of_d, of_h[1:]) for operand in one]
+
+    stacks = [jnp.full((layers, *a.shape), jnp.nan, a.dtype).at[layers - 1].set(a) for a in (x, dy)]
+    found = made(*(Layer(stack, jnp.int32(layers - 1)) for stack in stacks), x)
+    return sum(_distance(a, b) for a, b in zip(found, made(x, dy, x), strict=True))
 
 
 def _requests(chosen: Recipe, x: jax.Array, dy: jax.Array) -> list[tuple[jax.Array, list[Request]]]:
