@@ -21,6 +21,7 @@ from pathlib import Path
 from random import Random
 
 sys.path.insert(0, str(Path(__file__).parent))
+os.environ["JAX_PLATFORMS"] = "cpu"  # the harness reads checkpoints itself
 
 from kinds import KINDS, Bench
 from outside import Trainer, can_mount, saved_state
