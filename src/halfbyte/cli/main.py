@@ -82,7 +82,16 @@ def entry() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if any(not thread.daemon and thread is not threading.main_thread() for thread in threading.enumerate()):
         _end_in(LEFT_THREADS_S, code)
+    if "halfbyte.ranks" in sys.modules:  # where it was needed; it loads JAX
+        _leave_the_group(code)
     sys.exit(code)
+
+
+def _leave_the_group(code: int) -> None:
+    from halfbyte.ranks import is_connected, leave_and_exit
+
+    if is_connected():
+        leave_and_exit(code)
 
 
 def _end_in(seconds: float, code: int) -> None:

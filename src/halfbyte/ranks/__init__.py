@@ -3,7 +3,7 @@
 from .beats import Beat, Limits, judge
 from .ending import End, leave
 from .group import Disagreement, Group
-from .runtime import connect, on_terminate
+from .runtime import connect, is_connected, leave_and_exit, on_terminate
 from .signals import Signals
 
 __all__ = [
@@ -14,7 +14,9 @@ __all__ = [
     "Limits",
     "Signals",
     "connect",
+    "is_connected",
     "judge",
     "leave",
+    "leave_and_exit",
     "on_terminate",
 ]
