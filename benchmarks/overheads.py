@@ -41,7 +41,8 @@ from halfbyte.train.state import bit_sum  # noqa: E402
 from halfbyte.train.step import compiler_options, make_train_step  # noqa: E402
 
 GUARDS, SAVING = 0.02, 0.01
-PLAIN = 10  # steps without a save that one with it is held against
+PLAIN = 20  # steps without a save that those with it are held against
+SAVES = 2  # the second takes the first one's place
 LOOKS = {"radar": (Radar, 400, 0.01), "telemetry": (Telemetry, 100, 0.02)}  # steps between looks, limit
 
 
@@ -80,34 +81,36 @@ def guards(programs, state, batch, *, rounds: int, steps: int) -> dict:
     return {**medians, "overhead": medians["guarded"] / medians["bare"] - 1, "state": state}
 
 
-def saving(step, state, batch, *, interval: int, folder: Path) -> dict:
-    """What one checkpoint costs the loop: steps with a save under way against as many without one."""
-    warm = Checkpoints(folder / "warm")  # the first save of a process loads Orbax and compiles the checksums
-    warm.save(1, {"step": {"step": state.step}}, extra={})
-    warm.close()
-    describe_with_checksums(state.items())
-    store = Checkpoints(folder / "checkpoints", keep_last=1)
-    jax.block_until_ready(state.params)
-    began = time.perf_counter()
-    store.save(1, state.items(), extra={})
-    blocked = time.perf_counter() - began
-    many = 0
-    while store.is_saving() and many < interval:
+def late_steps(step, state, batch, go_on):
+    """(state, how many) steps while `go_on(count)`; a loss is read once the next step was started, as in training."""
+    many, late = 0, None
+    while go_on(many):
         state, values = step(state, batch)
-        float(values["loss"])
-        many += 1
+        if late is not None:
+            float(late)
+        many, late = many + 1, values["loss"]
     jax.block_until_ready(state.params)
-    with_save = time.perf_counter() - began
-    written = store.close()
-    began = time.perf_counter()
-    for _ in range(PLAIN):
-        state, values = step(state, batch)
-        float(values["loss"])
-    jax.block_until_ready(state.params)
-    plain = (time.perf_counter() - began) / PLAIN
-    extra = with_save - many * plain
-    facts = {"written": written, "blocked_s": blocked, "steps_while_writing": many, "with_save_s": with_save}
-    return {**facts, "plain_step_s": plain, "overhead": extra / (interval * plain), "state": state}
+    return state, many
+
+
+def saving(step, state, batch, store, *, interval: int) -> dict:
+    """What checkpoints cost the loop: steps with a save under way against as many without one; the dearest counts."""
+    state, _ = late_steps(step, state, batch, lambda many: many < 2)
+    saves = []
+    for number in range(1, SAVES + 1):
+        began = time.perf_counter()
+        store.save(number, state.items(), extra={})
+        blocked = time.perf_counter() - began
+        state, many = late_steps(step, state, batch, lambda many: store.is_saving() and many < interval)
+        with_save = time.perf_counter() - began
+        written = store.wait()
+        began = time.perf_counter()
+        state, _ = late_steps(step, state, batch, lambda many: many < PLAIN)
+        plain = (time.perf_counter() - began) / PLAIN
+        facts = {"written": written, "blocked_s": blocked, "steps_while_writing": many, "with_save_s": with_save}
+        saves.append({**facts, "plain_step_s": plain, "overhead": (with_save - many * plain) / (interval * plain)})
+    store.close()
+    return {"saves": saves, "overhead": max(save["overhead"] for save in saves), "state": state}
 
 
 def looking(observers, moment, step_s: float) -> dict:
@@ -124,11 +127,11 @@ def looking(observers, moment, step_s: float) -> dict:
     return found
 
 
-def everything_compiled(config, mesh, state, batch, observers) -> dict:
-    """The two steps; the observers take a first look meanwhile."""
+def everything_compiled(config, mesh, state, batch, observers, store) -> dict:
+    """The two steps; the observers take a first look meanwhile, and the store takes memory for its saves."""
     bare = dataclasses.replace(state, sentinel=None)
     moment = Moment(1, config, phases(config)[0].resolved(config), mesh, state.params, batch)
-    with ThreadPoolExecutor(4) as threads:
+    with store.preparing(state.items()), ThreadPoolExecutor(4) as threads:
         jobs = {
             name: threads.submit(compiled, config, mesh, s, batch) for name, s in (("guarded", state), ("bare", bare))
         }
@@ -170,20 +173,24 @@ def main() -> int:
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="halfbyte-overheads-") as folder:
         observers = {name: kind(every, Path(folder)) for name, (kind, every, _) in LOOKS.items()}
+        store = Checkpoints(Path(folder) / "checkpoints", keep_last=1)
         state = create_state(config, mesh)
-        programs = everything_compiled(config, mesh, state, batch, observers)
+        describe_with_checksums(state.items())  # compiles the checksums
+        programs = everything_compiled(config, mesh, state, batch, observers, store)
         guarded = facts["guards"] = guards(programs, state, batch, rounds=args.rounds, steps=args.steps)
         state = guarded.pop("state")
         print(
             f"guards and checksums: {100 * guarded['overhead']:+.2f}% of a step (limit {100 * GUARDS:.0f}%)", flush=True
         )
-        saved = facts["saving"] = saving(programs["guarded"], state, batch, interval=args.interval, folder=Path(folder))
+        saved = facts["saving"] = saving(programs["guarded"], state, batch, store, interval=args.interval)
         state = saved.pop("state")
-        print(
-            f"saving: {100 * saved['overhead']:+.2f}% of {args.interval} steps (limit {100 * SAVING:.0f}%), "
-            f"{saved['blocked_s']:.2f} s blocked, {saved['steps_while_writing']} steps while it was written",
-            flush=True,
-        )
+        print(f"saving: {100 * saved['overhead']:+.2f}% of {args.interval} steps (limit {100 * SAVING:.0f}%)")
+        for each in saved["saves"]:
+            print(
+                f"  {100 * each['overhead']:+.2f}%, {each['blocked_s']:.2f} s blocked, "
+                f"{each['steps_while_writing']} steps while it was written",
+                flush=True,
+            )
         moment = Moment(1, config, phases(config)[0].resolved(config), mesh, state.params, batch)
         looks = facts["looks"] = looking(observers, moment, guarded["guarded"])
     within = guarded["overhead"] <= GUARDS and saved["overhead"] <= SAVING

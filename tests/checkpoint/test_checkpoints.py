@@ -20,6 +20,7 @@ from halfbyte.checkpoint import (
     aside,
     checksums,
 )
+from halfbyte.checkpoint import store as store_module
 
 # Orbax drops its coroutines when it meets a damaged file.
 pytestmark = [
@@ -63,6 +64,38 @@ def test_what_is_saved_is_what_it_was_although_training_writes_on_it_at_once(tmp
     assert same(store.restore(20, abstract(tree(20))).items, tree(20))
     assert ["stops training" in text for text in said] == ([] if room else [True])
     store.close()
+
+
+@pytest.mark.parametrize("free", [2**40, 1000])
+def test_saves_go_through_locked_memory_of_the_host_or_it_is_said_why_not(tmp_path, monkeypatch, free):
+    """Taken beside what is done meanwhile. A CPU's devices have such memory too."""
+    monkeypatch.setattr(store_module, "on_gpus", lambda: True)
+    monkeypatch.setattr(aside, "free_on_the_host", lambda: free)
+    said = []
+    store = Checkpoints(tmp_path / "checkpoints", say=said.append)
+    with store.preparing(tree(10)):
+        assert store.steps() == []
+    assert store._orbax._context.array.saving.enable_pinned_host_transfer == (free > 1000)
+    assert ["1000" in text or "0.0 GiB" in text for text in said] == ([] if free > 1000 else [True])
+    for step in (10, 20):
+        store.save(step, tree(step), extra={})
+    assert store.wait()
+    assert same(store.restore_latest(abstract(tree(20))).items, tree(20))
+    store.close()
+
+
+def test_locked_memory_is_taken_from_what_host_and_container_have_free(tmp_path):
+    assert aside.free_on_the_host(tmp_path) == 0
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 900 kB\nMemFree: 100 kB\nMemAvailable:     300 kB\n")
+    assert aside.free_on_the_host(tmp_path) == 300 * 1024
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.current").write_text("1000\n")
+    (group / "memory.max").write_text("max\n")
+    assert aside.free_on_the_host(tmp_path) == 300 * 1024
+    (group / "memory.max").write_text("5000\n")
+    assert aside.free_on_the_host(tmp_path) == 4000
 
 
 def test_saving_returns_before_anything_is_written(tmp_path, monkeypatch):

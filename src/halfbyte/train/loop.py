@@ -148,7 +148,8 @@ class Loop:
                 f"PRECISION SWITCH after step {self.step}: {before.recipe.name} -> {phase.recipe.name}; compiling"
             )
         began = time.monotonic()
-        with Compiling(self.session.console, shown=self.session.is_main and self.outputs.display is None):
+        shown = self.session.is_main and self.outputs.display is None
+        with self.outputs.store.preparing(self.state.items()), Compiling(self.session.console, shown=shown):
             self.program, self.evaluate = self._compile(phase)
         self.meter = make_meter(self.session, phase)
         needed = self.program.memory_analysis()
