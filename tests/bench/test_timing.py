@@ -5,6 +5,7 @@ import dataclasses
 import gpu_program
 
 from halfbyte import bench, conformance, ops
+from halfbyte.cli.bench import gemm_shares
 from halfbyte.cli.main import main
 from halfbyte.ops.passes import Passes
 
@@ -13,8 +14,18 @@ def row(name: str, milliseconds: float | None, remat: str = "none") -> bench.Mea
     return bench.Measured(name, "mlp", remat, "", milliseconds=milliseconds)
 
 
-def test_gemms_are_counted_by_what_multiplies() -> None:
-    assert bench.count_gemms(gpu_program.TEXT) == {"fp4": 1, "f8": 1, "bf16": 2, "own": 1}
+def test_gemm_flops_are_counted_by_format() -> None:
+    """The loop's two GEMMs run three times: seven of the ten calls are bf16, one of them outside the loop."""
+    each = 2 * 64 * 128 * 256
+    calls = {"fp4": 1, "fp8": 1, "bf16": 7, "bf16 by our kernel": 1}
+    work = bench.gemm_work(gpu_program.TEXT)
+    assert work == {name: {"calls": count, "flops": count * each} for name, count in calls.items()}
+    assert gemm_shares(work) == "fp4 10.0%, fp8 10.0%, bf16 70.0%, bf16 by our kernel 10.0%"
+
+
+def test_shares_are_of_flops_and_not_of_calls() -> None:
+    assert gemm_shares({"bf16": {"calls": 9, "flops": 10}, "fp4": {"calls": 1, "flops": 30}}) == "bf16 25.0%, fp4 75.0%"
+    assert gemm_shares({}) == ""
 
 
 def test_ratios_are_to_bf16_of_the_same_remat() -> None:

@@ -12,7 +12,6 @@ from halfbyte.program import (
     flops_by_kind,
     gemms,
     hidden_share,
-    multiplier,
     overlap,
     read,
     traffic_of_launches,
@@ -33,9 +32,9 @@ def test_flops_by_kind(program):
 
 
 def test_what_the_hardware_multiplies(program):
-    names = ("fp4", "f8", "plain", "own", "dot.1", "pass")
-    units = [multiplier(program, program.instructions[name]) for name in names]
-    assert units == ["fp4", "f8", "bf16", "own", "bf16", None]
+    found = {gemm.instruction.name: gemm.format for gemm in gemms(program)}
+    bf16 = dict.fromkeys(("plain", "own", "gemm_fusion.1", "after"), "bf16")
+    assert found == {"fp4": "fp4", "f8": "fp8", **bf16}
 
 
 @pytest.mark.parametrize(
@@ -44,6 +43,7 @@ def test_what_the_hardware_multiplies(program):
         ("jit(step)/gemm/mpmd_map", "jit(step)/anonymous/mpmd_map", "own calls a Mosaic kernel without a name"),
         ("%v = f4e2m1fn[256,128]", "%v = f4e2m1fn[256,64]", "fp4: .* is no block-scaled GEMM"),
         ("%own = bf16[64,256]", "%own = bf16[64,255]", "own: .* is no GEMM of two matrices"),
+        ('{"known_trip_count":{"n":"3"}}', "{}", "the loop loop .*no known trip count"),
         ('"__cublas$gemm"', '"__cublas$gemm2"', "plain calls '__cublas\\$gemm2'"),
         ("%out = bf16[64,256]{1,0} copy(%own)", "%out = bf16[64,256] convolution(%a, %w)", "out is a convolution"),
     ],
@@ -84,7 +84,7 @@ def test_attention(program):
 
 def test_seconds_at_peak(program):
     each = next(each for each in overlap(program, MESH) if each.collective.instruction.name == "rs.start")
-    peaks = {"dot": 1.0, "block-scaled": 4.0, "cublas-f8": 2.0}
+    peaks = {"bf16": 1.0, "fp4": 4.0, "fp8": 2.0}
     assert each.seconds(peaks) == EACH / 4 + EACH / 2 + 6 * EACH + each.attention[0].flops
 
 
@@ -92,7 +92,7 @@ def test_hidden_bytes(program):
     """A link so fast that everything is hidden but the synchronous gather; one so slow that nothing is."""
     found = overlap(program, MESH)
     gathers, scatter = 3 * 8 * 64 * 128 * 2, 512 * 64 * 4
-    peak = {"dot": 1e12}
+    peak = {"bf16": 1e12}
     assert hidden_share(found, flops_per_second=peak, link=1e15) == (gathers + scatter) / (2 * gathers + scatter)
     assert hidden_share(found, flops_per_second=peak, link=1.0) == 0.0
     assert hidden_share([], flops_per_second=peak, link=1.0) == 1.0

@@ -38,10 +38,10 @@ ENTRY %main (a: bf16[64,128], x: bf16[512,512]) -> bf16[512,512] {{
 ])  # fmt: skip
 def test_a_gemm_counts_once(schedule, alone, together):
     made = program(*schedule)
-    found, rates = overlap(made, {"fsdp": 8}), {"flops_per_second": {"dot": FLOPS}, "link": BYTES}
+    found, rates = overlap(made, {"fsdp": 8}), {"flops_per_second": {"bf16": FLOPS}, "link": BYTES}
     assert hidden_share(found, **rates) == alone
     assert hidden_on_one_link(made, found, **rates) == pytest.approx(together)
 
 
 def test_nothing_travels():
-    assert hidden_on_one_link(program("dot1"), [], flops_per_second={"dot": 1.0}, link=1.0) == 1.0
+    assert hidden_on_one_link(program("dot1"), [], flops_per_second={"bf16": 1.0}, link=1.0) == 1.0

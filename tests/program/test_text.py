@@ -2,7 +2,7 @@
 
 import pytest
 
-from halfbyte.program import Array, Source, Unreadable, launches, read
+from halfbyte.program import Array, Source, Unreadable, gemms, launches, read
 
 TEXT = """HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
 
@@ -96,6 +96,13 @@ def test_a_loop_is_walked_as_often_as_it_turns(program):
 def test_what_cannot_be_read_is_an_error(old, new, match):
     with pytest.raises(Unreadable, match=match):
         list(launches(read(TEXT.replace(old, new))))
+
+
+def test_turns_that_nobody_knows_matter_only_around_what_is_counted():
+    unknown = read(TEXT.replace('"known_trip_count":{"n":"7"}', '"n":0'))
+    assert gemms(unknown) == []
+    found = [launch.instruction.name for launch in launches(unknown, matters=lambda part: part.opcode == "dot")]
+    assert found == ["kernel"]
 
 
 def test_a_branch_is_an_error_if_both_sides_do_something():

@@ -4,7 +4,7 @@ from .fitting import Fit, bytes_needed, compile_step, fit_batch
 from .flag_sets import SetResult, measure_sets, ratios
 from .operand_traffic import OperandTraffic, native_calls, operand_traffic
 from .placement import Placement, hidden, hidden_time, needed_flops, placement
-from .timing import Measured, compare, count_gemms, measure, measure_largest, without_communication
+from .timing import Measured, compare, gemm_work, measure, measure_largest, without_communication
 
 __all__ = [
     "Fit",
@@ -15,8 +15,8 @@ __all__ = [
     "bytes_needed",
     "compare",
     "compile_step",
-    "count_gemms",
     "fit_batch",
+    "gemm_work",
     "hidden",
     "hidden_time",
     "measure",

@@ -117,11 +117,11 @@ def _weights(program: Program, mesh: Mapping[str, int]) -> list[Overlap]:
 
 
 def _rates(device: Device) -> tuple[dict[str, float], float]:
-    """FLOPs a second by kind of GEMM, and bytes a second in one direction of NVLink."""
+    """FLOPs a second by format of GEMM, and bytes a second in one direction of NVLink."""
     if device.nvlink_bandwidth is None or "bf16" not in device.peak:
         raise ValueError(f"the table knows no peak or no link of {device.name}; name an NVIDIA GPU of the table")
     bf16 = device.peak["bf16"]
-    peaks = {"dot": bf16, "cublas-f8": device.peak.get("fp8", bf16), "block-scaled": device.peak.get("nvfp4", bf16)}
+    peaks = {"bf16": bf16, "fp8": device.peak.get("fp8", bf16), "fp4": device.peak.get("nvfp4", bf16)}
     return peaks, device.nvlink_bandwidth / 2
 
 

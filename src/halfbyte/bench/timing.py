@@ -17,13 +17,14 @@ import numpy as np
 
 from halfbyte import models, ops
 from halfbyte.devices import lookup
-from halfbyte.program import Unreadable, multiplier, read
+from halfbyte.program import Unreadable, read
 from halfbyte.train import TrainConfig, abstract_state, build_manifest, create_state, phases, run_mesh
 from halfbyte.train.precision_manifest import Site, makers, served
 from halfbyte.train.preflight import shard_bytes
 from halfbyte.train.step import batch_sharding
 
 from .fitting import bytes_needed, compile_step, fit_batch
+from .placement import linear_gemms
 
 GIB = 2**30
 
@@ -51,22 +52,25 @@ class Measured:
     peak_gib: float | None = None
     compile_s: float | None = None
     loss: float | None = None
-    gemms: dict[str, int] = dataclasses.field(default_factory=dict)
+    gemms: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+    """As compiled, by format: `gemm_work`."""
     linears: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     """Of each linear of a layer, for each of its GEMMs: operands, who multiplies, who made the operands."""
     compute_only: bool = False  # collectives were skipped: mocked GPUs
     note: str = ""
 
 
-def count_gemms(text: str) -> dict[str, int]:
-    """GEMMs in a compiled program's text, by what the hardware multiplies; a loop's body counts once."""
-    program = read(text)
-    counts = {"fp4": 0, "f8": 0, "bf16": 0, "own": 0}
-    for found in program.instructions.values():
-        unit = multiplier(program, found)
-        if unit:
-            counts[unit] += 1
-    return counts
+def gemm_work(text: str) -> dict[str, dict[str, int]]:
+    """Calls and FLOPs of one device and step of the linears' GEMMs in a compiled program's text, by the format that is
+    multiplied; those of our kernel apart.
+    """
+    work: dict[str, dict[str, int]] = {}
+    for gemm in linear_gemms(read(text)):
+        name = f"{gemm.format} by our kernel" if gemm.kind == "mosaic" else gemm.format
+        each = work.setdefault(name, {"calls": 0, "flops": 0})
+        each["calls"] += gemm.times
+        each["flops"] += gemm.flops
+    return work
 
 
 def measure(
@@ -129,8 +133,8 @@ def _of_program(row: Measured, compiled: Any, *, gradients: int) -> Measured:
     """`row` with what the compiled program says of itself; `gradients` are a device's, in bytes."""
     found = compiled.memory_analysis()
     try:
-        gemms, note = count_gemms(compiled.as_text()), row.note
-    except Unreadable as error:  # a time is worth having without the count
+        gemms, note = gemm_work(compiled.as_text()), row.note
+    except Unreadable as error:  # a time is worth having without the FLOPs
         gemms, note = {}, f"GEMMs not counted: {error}"
     return dataclasses.replace(
         row,

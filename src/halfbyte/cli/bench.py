@@ -9,7 +9,7 @@ halfbyte bench llama3-8b --layers 16 --batch 16 --recipes bf16 --flags all"""
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,7 +32,7 @@ COLUMNS = (
     "temp GiB",
     "activations",
     "peak GiB",
-    "GEMMs compiled",
+    "GEMM FLOPs in",
     "linears",
 )
 
@@ -253,13 +253,18 @@ def number(value: float | None, form: str) -> str:
 
 def cells(row: Any, mock: Any = None) -> tuple[str, ...]:
     name = f"{row.recipe}, {mock.label}" if mock else row.recipe
-    gemms = ", ".join(f"{count} {name}" for name, count in row.gemms.items() if count)
     return (
         name, row.remat, str(row.batch), number(row.milliseconds, ".1f"), number(row.tokens_per_s, ",.0f"),
         number(row.tflops, ".1f"), number(row.mfu, ".1%"), number(row.ratio, ".3f"),
         number(row.temporaries_gib, ".2f"), number(row.activations_gib, ".2f"), number(row.peak_gib, ".2f"),
-        gemms, row.note or row.backends,
+        gemm_shares(row.gemms), row.note or row.backends,
     )  # fmt: skip
+
+
+def gemm_shares(gemms: Mapping[str, Mapping[str, int]]) -> str:
+    """Of the linears' GEMM FLOPs in the compiled program, the part that is multiplied in each format."""
+    total = sum(work["flops"] for work in gemms.values())
+    return ", ".join(f"{name} {work['flops'] / total:.1%}" for name, work in gemms.items())
 
 
 def title(args: Args, mock: Any = None) -> str:

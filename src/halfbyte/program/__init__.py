@@ -4,7 +4,7 @@ from .attention import Attention, attention
 from .categories import CATEGORIES, category, category_of_name
 from .collectives import Collective, Overlap, collectives, hidden_share, overlap
 from .frames import Source
-from .gemms import Gemm, flops_by_kind, gemms, multiplier
+from .gemms import Gemm, flops_by_kind, gemms
 from .groups import axes_of, read_groups
 from .link import hidden_on_one_link
 from .schedule import Launch, launches
@@ -35,7 +35,6 @@ __all__ = [
     "hidden_share",
     "launches",
     "moves",
-    "multiplier",
     "overlap",
     "read",
     "read_groups",

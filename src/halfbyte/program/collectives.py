@@ -86,9 +86,9 @@ class Overlap:
         return sum(gemm.flops for gemm in self.gemms)
 
     def seconds(self, flops_per_second: Mapping[str, float]) -> float:
-        """How long what runs beside one call lasts at peak, by kind of GEMM; `dot` for attention and other kinds."""
-        rest = flops_per_second["dot"]
-        products = sum(gemm.flops / flops_per_second.get(gemm.kind, rest) for gemm in self.gemms)
+        """How long what runs beside one call lasts at peak, by the GEMMs' formats; `bf16` for attention and others."""
+        rest = flops_per_second["bf16"]
+        products = sum(gemm.flops / flops_per_second.get(gemm.format, rest) for gemm in self.gemms)
         return products + sum(each.flops for each in self.attention) / rest
 
 

@@ -22,13 +22,14 @@ NO_GEMM = re.compile(
     r"^Move|^ducc_fft|^lapack_|^cu_|^cusolver|^AllocateBuffer$|^xla_ffi_|callback|^PadToStatic$|^SliceToDynamic$|"
     r"^AssumeGatherIndicesInBound$|^CreateBuffer$|^Pin$|^Unpin$|^__cudnn\$norm"
 )
+NARROW = {"f4": "fp4", "f8": "fp8"}
 MULTIPLIES = ("dot", "scaled-dot")
 NEVER_SEEN = ("convolution", "ragged-dot", "triangular-solve", "cholesky", "fft", "dot-start", "custom-call-start")
 
 
 @dataclass(frozen=True)
 class Gemm:
-    """One GEMM of a program. `kind` is who multiplies; `dtype` is the left operand's."""
+    """One GEMM of a program. `kind` is who multiplies; `dtype` is the left operand's, as it is multiplied."""
 
     instruction: Instruction
     kind: str
@@ -39,6 +40,11 @@ class Gemm:
     k: int
     times: int
     loops: tuple[str, ...] = ()
+
+    @property
+    def format(self) -> str:
+        """What the hardware multiplies: fp4, fp8, or the operands' own type. Our kernel's operands are bf16."""
+        return next((name for start, name in NARROW.items() if self.dtype.startswith(start)), self.dtype)
 
     @property
     def each(self) -> int:
@@ -55,8 +61,14 @@ class Gemm:
 
 
 def gemms(program: Program) -> list[Gemm]:
-    """Every GEMM of a step, attention's fused kernels excepted. Raises Unreadable for calls that it does not know."""
-    return [found for launch in launches(program) for found in gemms_of(program, launch)]
+    """Every GEMM of a step, attention's fused kernels excepted. Raises Unreadable for calls that it does not know, and
+    for loops without a trip count around a GEMM.
+    """
+
+    def multiplies(found: Instruction) -> bool:
+        return any(True for _ in gemms_of(program, Launch(found, 1)))
+
+    return [found for launch in launches(program, matters=multiplies) for found in gemms_of(program, launch)]
 
 
 def gemms_of(program: Program, launch: Launch) -> Iterator[Gemm]:
@@ -89,20 +101,6 @@ def flops_by_kind(found: Iterable[Gemm]) -> dict[str, int]:
     for gemm in found:
         total[gemm.kind] = total.get(gemm.kind, 0) + gemm.flops
     return total
-
-
-def multiplier(program: Program, found: Instruction) -> str | None:
-    """What the hardware multiplies in a GEMM (fp4, f8, bf16, or `own` for our kernel); None for what is no GEMM.
-
-    Looks at one instruction alone, so that a call nobody knows is no error here.
-    """
-    if found.target == BLOCK_SCALED:
-        return "fp4" if program.operand(found, 0).results[0].dtype == "f4e2m1fn" else "f8"
-    if found.target in CUBLAS:
-        return "f8" if found.target.endswith("f8") else "bf16"
-    if is_own_gemm(found):
-        return "own"
-    return "bf16" if found.opcode in MULTIPLIES else None
 
 
 def is_attention(found: Instruction) -> bool:

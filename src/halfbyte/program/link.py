@@ -72,7 +72,7 @@ def _go_on(under_way: dict[str, float], seconds: float, *, until: str = "") -> f
 def _lasts(program: Program, found: Instruction, rates: Mapping[str, float]) -> float:
     launched = list(under(program, found, 1))
     products = (
-        gemm.flops / rates.get(gemm.kind, rates["dot"]) for each in launched for gemm in gemms_of(program, each)
+        gemm.flops / rates.get(gemm.format, rates["bf16"]) for each in launched for gemm in gemms_of(program, each)
     )
-    fused = (call.flops / rates["dot"] for each in launched for call in attention_of(program, each))
+    fused = (call.flops / rates["bf16"] for each in launched for call in attention_of(program, each))
     return sum(products) + sum(fused)

@@ -4,12 +4,13 @@ Loops are walked with their trip counts, nested loops multiply, iterations that 
 the loop and count once. A loop whose trip count nobody knows, or a branch, makes every figure a guess: Unreadable.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from .text import Instruction, Program, Unreadable
 
 CALLS = ("call", "async-start")
+CALLING = (*CALLS, "conditional")
 NOTHING = frozenset(
     "parameter constant get-tuple-element tuple bitcast after-all partition-id replica-id opt-barrier domain "
     "add-dependency async-update async-done".split()
@@ -27,23 +28,39 @@ class Launch:
     """Names of the loops around it, outermost first."""
 
 
-def launches(program: Program) -> Iterator[Launch]:
-    """Every instruction that does something, loops walked by their trip counts, in the order of the schedule."""
-    yield from _walk(program, program.entry, 1, ())
+def launches(program: Program, *, matters: Callable[[Instruction], bool] = lambda _: True) -> Iterator[Launch]:
+    """Every instruction that does something, loops walked by their trip counts, in the order of the schedule.
+
+    A loop in which nothing `matters` is passed over, whether or not its turns are known.
+    """
+    yield from _walk(program, program.entry, 1, (), matters)
 
 
-def _walk(program: Program, computation: str, times: int, loops: tuple[str, ...]) -> Iterator[Launch]:
+def _walk(
+    program: Program, computation: str, times: int, loops: tuple[str, ...], matters: Callable[[Instruction], bool]
+) -> Iterator[Launch]:
     for found in program.computations[computation]:
         if found.opcode == "while":
             body = found.called("body")
-            yield from _walk(program, body, times * trips(program, found), (*loops, found.name))
+            if not any(matters(part) for part in _inside(program, body)):
+                continue
+            yield from _walk(program, body, times * trips(program, found), (*loops, found.name), matters)
         elif found.opcode == "conditional":
-            yield from _branches(program, found, times, loops)
+            yield from _branches(program, found, times, loops, matters)
         elif found.opcode in CALLS:
             for called in found.calls:
-                yield from _walk(program, called, times, loops)
+                yield from _walk(program, called, times, loops, matters)
         elif found.opcode not in NOTHING:
             yield Launch(found, times, loops)
+
+
+def _inside(program: Program, computation: str) -> Iterator[Instruction]:
+    """What a computation holds and calls, turns aside."""
+    for found in program.computations[computation]:
+        yield found
+        called = (found.called("body"),) if found.opcode == "while" else found.calls if found.opcode in CALLING else ()
+        for name in called:
+            yield from _inside(program, name)
 
 
 def trips(program: Program, loop: Instruction) -> int:
@@ -59,9 +76,11 @@ def trips(program: Program, loop: Instruction) -> int:
     )
 
 
-def _branches(program: Program, found: Instruction, times: int, loops: tuple[str, ...]) -> Iterator[Launch]:
+def _branches(
+    program: Program, found: Instruction, times: int, loops: tuple[str, ...], matters: Callable[[Instruction], bool]
+) -> Iterator[Launch]:
     """One branch runs: fine if at most one does anything, else unknown which."""
-    busy = [list(_walk(program, name, times, loops)) for name in found.calls]
+    busy = [list(_walk(program, name, times, loops, matters)) for name in found.calls]
     busy = [branch for branch in busy if branch]
     if len(busy) > 1:
         raise Unreadable(
