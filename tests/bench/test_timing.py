@@ -3,11 +3,16 @@
 import dataclasses
 
 import gpu_program
+import pytest
 
 from halfbyte import bench, conformance, ops
+from halfbyte.bench import timing
 from halfbyte.cli.bench import gemm_shares
 from halfbyte.cli.main import main
+from halfbyte.devices import device
 from halfbyte.ops.passes import Passes
+from halfbyte.runs import run_config
+from halfbyte.train import build_manifest, phases
 
 
 def row(name: str, milliseconds: float | None, remat: str = "none") -> bench.Measured:
@@ -41,6 +46,24 @@ def test_ratios_of_unequal_batches_are_of_the_time_a_sequence_takes() -> None:
 def test_no_ratio_without_a_baseline_or_a_time() -> None:
     assert bench.compare([row("nvfp4", 100.0)])[0].ratio is None
     assert bench.compare([row("bf16", 100.0), row("nvfp4", None)])[1].ratio is None
+
+
+@pytest.mark.parametrize("recipe, mixed", [("bf16", False), ("nvfp4", False), ("fp8", True)])
+def test_mfu_is_the_trainers(recipe, mixed, monkeypatch) -> None:
+    """Against the peak of the formats that are multiplied: bf16's, emulated nvfp4 too, and between both for fp8."""
+    h200 = device("h200")
+    monkeypatch.setattr(timing, "lookup", lambda _: h200)
+    config = dataclasses.replace(run_config("llama3-8b"), recipe=recipe, policy="all_linear")
+    (phase, *_) = phases(config)
+    trainers = build_manifest(config, phase.resolved(config), phase.recipe, seq=8192, device=h200)
+    with ops.compile_for(h200):
+        found = timing._timed(
+            row(recipe, None), config, lambda state, batch: (state, {"loss": 0.0}), None, None,
+            seq=8192, steps=1, repeats=1, warmup=1,
+        )  # fmt: skip
+    assert found.peak_tflops == trainers.peak(h200) / 1e12
+    assert found.mfu == pytest.approx(found.tflops / found.peak_tflops)
+    assert (found.peak_tflops > 1.2 * 989.5) if mixed else found.peak_tflops == pytest.approx(989.5)
 
 
 class Broken(Passes):

@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from halfbyte import models, ops
+from halfbyte import ops
 from halfbyte.devices import lookup
 from halfbyte.program import Unreadable, read
 from halfbyte.train import TrainConfig, abstract_state, build_manifest, create_state, phases, run_mesh
-from halfbyte.train.precision_manifest import Site, makers, served
+from halfbyte.train.precision_manifest import Manifest, Site, makers, served
 from halfbyte.train.preflight import shard_bytes
 from halfbyte.train.step import batch_sharding
 
@@ -42,7 +42,8 @@ class Measured:
     spread: float = 0.0
     tokens_per_s: float | None = None
     tflops: float | None = None
-    mfu: float | None = None
+    mfu: float | None = None  # of peak_tflops
+    peak_tflops: float | None = None  # dense, of the mix of formats that the multipliers run in
     ratio: float | None = None
     temporaries_gib: float | None = None
     activations_gib: float | None = None  # temporaries without the float32 gradients
@@ -162,18 +163,19 @@ def _timed(
         jax.block_until_ready(metrics)
         times.append((time.perf_counter() - started) / steps)
     median = statistics.median(times)
-    devices = len(jax.devices())
-    tokens = config.batch * seq
-    flops = models.flops_per_token(config.model, seq) * tokens / devices / median
-    peak = lookup(jax.devices()[0]).peak.get("bf16")
+    meter = _manifest(config, seq).meter(
+        lookup(jax.devices()[0]), tokens=config.batch * seq, devices=len(jax.devices())
+    )
+    rates = meter.rates(median)
     stats = jax.local_devices()[0].memory_stats() or {}
     return dataclasses.replace(
         row,
         milliseconds=1e3 * median,
         spread=(max(times) - min(times)) / median,
-        tokens_per_s=tokens / devices / median,
-        tflops=flops / 1e12,
-        mfu=flops / peak if peak else None,
+        tokens_per_s=rates["tokens_per_s_per_device"],
+        tflops=rates["tflops_per_device"],
+        mfu=rates["mfu"],
+        peak_tflops=meter.peak / 1e12 if meter.peak else None,
         peak_gib=stats["peak_bytes_in_use"] / GIB if "peak_bytes_in_use" in stats else None,
         loss=float(metrics["loss"]),
     )
@@ -193,11 +195,15 @@ def _sharded(whole: np.ndarray, where: Any) -> jax.Array:
     return jax.make_array_from_callback(whole.shape, where, lambda index: whole[index])
 
 
-def _sites(config: TrainConfig, seq: int) -> list[Site]:
-    """The linears of the layers, as the manifest of the run would have them."""
+def _manifest(config: TrainConfig, seq: int) -> Manifest:
+    """The manifest that the run would have."""
     phase = phases(config)[0]
-    manifest = build_manifest(config, phase.resolved(config), phase.recipe, seq=seq, device=ops.target())
-    return [site for site in manifest.sites if site.path.startswith("layers/")]
+    return build_manifest(config, phase.resolved(config), phase.recipe, seq=seq, device=ops.target())
+
+
+def _sites(config: TrainConfig, seq: int) -> list[Site]:
+    """The linears of the layers."""
+    return [site for site in _manifest(config, seq).sites if site.path.startswith("layers/")]
 
 
 def compare(rows: list[Measured]) -> list[Measured]:

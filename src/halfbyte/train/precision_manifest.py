@@ -18,7 +18,7 @@ from rich.table import Table
 from halfbyte import models, ops
 from halfbyte.devices import Device, native_training
 from halfbyte.formats import BF16
-from halfbyte.metrics import mixed_peak
+from halfbyte.metrics import Throughput, mixed_peak
 from halfbyte.models.flops import FLOPS_FORMULA
 from halfbyte.recipe import GEMMS, OperandPolicy, Recipe, Resolved
 from halfbyte.sharding import DEFAULT_RULES, default_shape, parse_mesh, whole_sizes
@@ -89,6 +89,10 @@ class Manifest:
     def peak(self, device: Device) -> float | None:
         """Dense peak, in FLOP/s, of this mix of multipliers on `device`; None where a peak is not known."""
         return mixed_peak(self.share_by_multiplier, device.peak)
+
+    def meter(self, device: Device, *, tokens: int, devices: int) -> Throughput:
+        """Rates of a step of `tokens` on `devices` of this kind, MFU against `peak`: for the trainer and for bench."""
+        return Throughput(tokens, self.step_flops / tokens, devices, self.peak(device))
 
 
 def build_manifest(config: TrainConfig, resolved: Resolved, recipe: Recipe, *, seq: int, device: Device) -> Manifest:

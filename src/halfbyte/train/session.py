@@ -230,10 +230,5 @@ def open_display(session: Session, stack: ExitStack) -> Display | None:
 
 def make_meter(session: Session, phase: Phase) -> Throughput:
     """Rates of a step in one precision phase."""
-    config, seq = session.config, session.source.seq
-    return Throughput(
-        tokens=config.batch * seq,
-        flops_per_token=models.flops_per_token(config.model, seq),
-        devices=len(jax.devices()),
-        peak=session.manifest_of(phase).peak(lookup(jax.devices()[0])),
-    )
+    tokens = session.config.batch * session.source.seq
+    return session.manifest_of(phase).meter(lookup(jax.devices()[0]), tokens=tokens, devices=len(jax.devices()))
