@@ -1,13 +1,15 @@
 """`bench --flags` and `--mock-gpus`: what is run, what is printed. Oracle: children and devices written here."""
 
+import os
 import sys
 
+import jax
 import pytest
 
 from halfbyte import bench, launch
 from halfbyte.bench import flag_sets
 from halfbyte.bench.flag_sets import SetResult, measure_set, ratios
-from halfbyte.cli.bench import Args, arguments_of
+from halfbyte.cli.bench import Args, arguments_of, prepare
 from halfbyte.cli.main import main
 
 CHILD = """
@@ -15,7 +17,10 @@ import json, sys
 name = sys.argv[sys.argv.index("--flags") + 1]
 if name == "none":
     sys.exit("Unknown flag in XLA_FLAGS")
-print(json.dumps({"rows": [{"recipe": "bf16", "remat": "none", "milliseconds": 80.0}], "argv": sys.argv[1:]}))
+rows = [{"recipe": "bf16", "remat": "none", "milliseconds": 80.0}]
+held = {"xla_gpu_a": "true", "xla_gpu_b": None, "NCCL_X": "1"}
+settings = [{"name": name, "value": value, "kept": name == "xla_gpu_a"} for name, value in held.items()]
+print(json.dumps({"rows": rows, "settings": settings, "argv": sys.argv[1:]}))
 """
 
 
@@ -45,12 +50,32 @@ def test_the_command_gives_its_children_its_own_flags():
     assert arguments_of(args) == "llama3-8b --recipes bf16 --layers 16 --largest-batch --mock-gpus 8".split()
 
 
+def joined(shown: str) -> str:
+    """The table's last column, its lines put together."""
+    return " ".join(line.rstrip().rpartition("   ")[2].strip() for line in shown.splitlines())
+
+
+def test_a_measurement_says_which_settings_it_ran_under(monkeypatch, capsys):
+    monkeypatch.setattr(launch, "visible_gpus", lambda: ["NVIDIA H200"])
+    for name in ("XLA_FLAGS", *(setting.name for setting in launch.recommended("NVIDIA H200", several=False))):
+        monkeypatch.setenv(name, "")  # put back afterwards
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(launch, "start", lambda config, say: None)
+    _, settings = prepare(Args("demo"))
+    held = {each["name"]: each["value"] for each in settings if each["value"] is not None}
+    flags = os.environ["XLA_FLAGS"].split()
+    assert sorted(f"--{name}={value}" for name, value in held.items() if name.startswith("xla_")) == sorted(flags)
+    out = [each["name"] for each in settings if each["value"] is None]
+    assert out == (["xla_gpu_enable_pipelined_all_gather"] if jax.__version_info__ >= (0, 11) else [])
+
+
 def test_the_table_of_sets(monkeypatch, capsys):
     monkeypatch.setattr(flag_sets, "HALFBYTE", (sys.executable, "-c", CHILD))
     monkeypatch.setattr(launch, "visible_gpus", lambda: ["NVIDIA H200"])
     assert main(["bench", "demo", "--flags", "recommended,none", "--mock-gpus", "8"]) == 3  # one set failed
     shown = capsys.readouterr().out
     assert "80.0" in shown and "1.000" in shown and "Unknown flag" in shown
+    assert "a=true (yours), b LEFT OUT: unknown to this XLA" in joined(shown) and "NCCL" not in shown
     told = [line for line in shown.splitlines() if ("recommended" in line and "vs" not in line) or "none" in line]
     assert len(told) >= 4 and all("compute only" in line for line in told)
 

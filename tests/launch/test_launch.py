@@ -5,7 +5,8 @@ import socket
 import jax
 import pytest
 
-from halfbyte.launch import FLAG_SETS, DistributedConfig, Setting, apply, find_peers, known_to_xla, recommended
+from halfbyte.devices import known_to_xla
+from halfbyte.launch import FLAG_SETS, DistributedConfig, Setting, apply, find_peers, recommended
 from halfbyte.launch.cluster import first_host, under_kubernetes
 from halfbyte.launch.start import _check_port_is_free
 
@@ -101,14 +102,15 @@ def test_settings_are_applied_visibly_and_never_over_a_persons_own():
     )
     lines = apply(settings, environ, known=lambda flag: flag != "xla_c")
     assert environ == {"XLA_FLAGS": "--xla_a=1 --xla_b=3", "NCCL_X": "0"}
-    assert [line.split(":")[0].split(" ")[0] for line in lines] == ["kept", "set", "left", "kept"]
+    assert [str(line).split(" ")[0] for line in lines] == ["kept", "set", "left", "kept"]
+    assert [(line.value, line.kept) for line in lines] == [("1", True), ("3", False), (None, False), ("0", True)]
 
 
 def test_a_flag_is_known_by_its_whole_name_and_a_contrary_one_is_said():
     environ = {"XLA_FLAGS": "--xla_a_limit=3 --xla_b=true --xla_b=false"}
     lines = apply((Setting("xla_a", "true", "a"), Setting("xla_b", "true", "bits")), environ, known=lambda flag: True)
     assert environ["XLA_FLAGS"].endswith("--xla_a=true")
-    assert lines == ["set --xla_a=true  (a)", "kept as you set it: xla_b=false, not true (bits)"]
+    assert [*map(str, lines)] == ["set --xla_a=true  (a)", "kept as you set it: xla_b=false, not true (bits)"]
 
 
 def test_recommended_by_device():

@@ -9,7 +9,7 @@ halfbyte bench llama3-8b --layers 16 --batch 16 --recipes bf16 --flags all"""
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -80,7 +80,7 @@ def run(args: Args) -> Result:
         check_output(args.out, flag="--out")
     if len(sets_of(args)) > 1:
         return run_flag_sets(args)
-    mock = prepare(args)
+    mock, settings = prepare(args)
     from halfbyte import bench, conformance
     from halfbyte.recipe import recipe
 
@@ -101,13 +101,13 @@ def run(args: Args) -> Result:
     if not passed:
         say("the operands differ from the definition: no ratio is given, because it would mean nothing")
     data = {"args": plain_args(args), "bits": checks, "rows": [dataclasses.asdict(r) for r in rows], **versions()}
-    data["measured"] = mock.label if mock else "whole steps"
+    data |= {"measured": mock.label if mock else "whole steps", "settings": settings}
     write(args, data)
     return Result(data, DONE if passed else NOT_PASSED)
 
 
-def prepare(args: Args) -> Any:
-    """Set what must be set before JAX touches a device; what --mock-gpus set up, or None."""
+def prepare(args: Args) -> tuple[Any, list[dict[str, Any]]]:
+    """Set what must be set before JAX touches a device: (what --mock-gpus set up or None, what became of settings)."""
     from halfbyte import launch
 
     (flags,) = sets_of(args)
@@ -116,12 +116,13 @@ def prepare(args: Args) -> Any:
     settings = launch.recommended(gpus[0], several=several, flags=flags) if gpus else ()
     mock = launch.mock_gpus(args.mock_gpus, os.environ, gpu=bool(gpus)) if args.mock_gpus else None
     say = printer(mock)
-    for line in launch.apply(settings, os.environ, known=launch.known_to_xla):
-        say(line)
+    applied = launch.apply(settings, os.environ)
+    for each in applied:
+        say(str(each))
     launch.start(launch.DistributedConfig(), say=say)
     if mock:
         launch.check_mock(mock)
-    return mock
+    return mock, [each.to_json() for each in applied]
 
 
 def printer(mock: Any) -> Callable[[str], None]:
@@ -160,15 +161,24 @@ def run_flag_sets(args: Args) -> Result:
 
 def set_cells(found: Any, beside: Any, what: str) -> Iterator[tuple[str, ...]]:
     """The table's rows: one a set and recipe, or the reason why a set has none."""
-    from halfbyte.launch import FLAG_SETS
-
     for each in found:
-        flags = " ".join(f"{s.name.removeprefix('xla_gpu_')}={s.value}" for s in FLAG_SETS[each.name]) or "XLA's own"
+        flags = flags_in_force(each.circumstances.get("settings", ()))
         for row in each.rows:
             ratio = beside.get((each.name, row["recipe"], row["remat"]))
             yield what + each.name, row["recipe"], number(row["milliseconds"], ".1f"), number(ratio, ".3f"), flags
         if not each.rows:
             yield what + each.name, "-", "-", "-", each.note
+
+
+def flags_in_force(settings: Sequence[Mapping[str, Any]]) -> str:
+    """The flags of XLA under which a measurement ran, as its own process has set them, left them out or found them."""
+    words = []
+    for each in settings:
+        name = each["name"].removeprefix("xla_gpu_")
+        if each["name"].startswith("xla_"):
+            value = f"{name}={each['value']}" + (" (yours)" if each["kept"] else "")
+            words.append(f"{name} LEFT OUT: unknown to this XLA" if each["value"] is None else value)
+    return ", ".join(words) or "XLA's own"
 
 
 def arguments_of(args: Args) -> list[str]:

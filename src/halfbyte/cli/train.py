@@ -135,8 +135,8 @@ def run(args: Args) -> Result:
         output = MayClose(sys.stdout, on_close=lambda: signals.on_signal("a closed pipe"))
         console = PlainConsole(file=cast(TextIO, output))
         say = _printer(console)
-        for line in launch.apply(gpu_settings(args), os.environ, known=launch.known_to_xla):
-            say(line)
+        for applied in launch.apply(gpu_settings(args), os.environ):
+            say(str(applied))
         started = launch.start(args.distributed, watchdog_s=args.run.watchdog_s, say=say)
         if warning := idle_card(os.environ, jax_platform()):
             say(f"WARNING: {warning}")

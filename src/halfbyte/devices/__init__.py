@@ -2,7 +2,7 @@
 
 `DEVICES` is the table, `lookup` finds the entry of a JAX device, `UNITS` are what tensor cores multiply with,
 `native_training` and `native_inference` say which of them a device has, `target_config`, `topology` and `lowering_for`
-describe it to XLA and to Pallas on a machine that does not have one.
+describe it to XLA and to Pallas on a machine that does not have one, `known_to_xla` says whether XLA has a flag.
 """
 
 from halfbyte.devices.capability import native_inference, native_training
@@ -12,6 +12,7 @@ from halfbyte.devices.platform import settle_platform
 from halfbyte.devices.table import DEVICES, Device, device
 from halfbyte.devices.target import lowering_for, target_config, topology
 from halfbyte.devices.units import UNITS, Unit
+from halfbyte.devices.xla import known_to_xla
 
 __all__ = [
     "DEVICES",
@@ -20,6 +21,7 @@ __all__ = [
     "Unit",
     "cudnn_version",
     "device",
+    "known_to_xla",
     "lookup",
     "lowering_for",
     "native_inference",

@@ -3,10 +3,11 @@
 from .cluster import DistributedConfig, Peers, find_peers
 from .mock import Mock, check_mock, mock_gpus
 from .start import Launched, start
-from .xla_flags import FLAG_SETS, Setting, apply, known_to_xla, recommended, repeatable, visible_gpus
+from .xla_flags import FLAG_SETS, Applied, Setting, apply, recommended, repeatable, visible_gpus
 
 __all__ = [
     "FLAG_SETS",
+    "Applied",
     "DistributedConfig",
     "Launched",
     "Mock",
@@ -15,7 +16,6 @@ __all__ = [
     "apply",
     "check_mock",
     "find_peers",
-    "known_to_xla",
     "mock_gpus",
     "recommended",
     "repeatable",

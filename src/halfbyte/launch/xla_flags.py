@@ -2,16 +2,16 @@
 person made.
 
 They enter through environment variables, so they must be set before JAX starts its backend. Each has its reason. A
-flag that the installed XLA does not
-know would abort the process; it is left out, and that is said.
+flag that the installed XLA does not know (`devices.known_to_xla`) is left out, and that is said.
 """
 
-import mmap
 import subprocess
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+from halfbyte.devices.xla import known_to_xla
 
 GIB = 2**30
 
@@ -28,6 +28,11 @@ class Setting:
     def is_flag(self) -> bool:
         """True for an XLA flag, False for an environment variable."""
         return self.name.startswith("xla_")
+
+    @property
+    def assignment(self) -> str:
+        """As a person would write it, in XLA_FLAGS or in a shell."""
+        return f"{'--' if self.is_flag else ''}{self.name}={self.value}"
 
 
 # Weights are gathered a turn of the layers' loop ahead, gradients scattered a turn late (XLA's own default), and all of
@@ -115,26 +120,46 @@ def visible_gpus() -> list[str]:
     return [line.strip() for line in listing.stdout.splitlines() if line.strip()]
 
 
+@dataclass(frozen=True)
+class Applied:
+    """What became of a setting: `value` is what now holds, None where it was left out. As text, a line for the log."""
+
+    setting: Setting
+    value: str | None
+    kept: bool = False
+
+    def __str__(self) -> str:
+        setting = self.setting
+        if self.kept:
+            against = "" if self.value == setting.value else f", not {setting.value} ({setting.why})"
+            return f"kept as you set it: {setting.name}={self.value}{against}"
+        if self.value is None:
+            return f"left out, this XLA does not know it: {setting.assignment}"
+        return f"set {setting.assignment}  ({setting.why})"
+
+    def to_json(self) -> dict[str, Any]:
+        """The setting by name, what holds, and whether the person set it."""
+        return {"name": self.setting.name, "value": self.value, "kept": self.kept}
+
+
 def apply(
-    settings: tuple[Setting, ...], environ: MutableMapping[str, str], *, known: Callable[[str], bool]
-) -> list[str]:
-    """Put settings into `environ` where the person has not; one line each, for the log."""
-    lines = []
-    for setting in settings:
-        assignment = f"--{setting.name}={setting.value}" if setting.is_flag else f"{setting.name}={setting.value}"
-        yours = _already_set(setting, environ)
-        if yours is not None:
-            against = "" if yours == setting.value else f", not {setting.value} ({setting.why})"
-            lines.append(f"kept as you set it: {setting.name}={yours}{against}")
-        elif setting.is_flag and not known(setting.name):
-            lines.append(f"left out, this XLA does not know it: {assignment}")
-        else:
-            if setting.is_flag:
-                environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {assignment}".strip()
-            else:
-                environ[setting.name] = setting.value
-            lines.append(f"set {assignment}  ({setting.why})")
-    return lines
+    settings: tuple[Setting, ...], environ: MutableMapping[str, str], *, known: Callable[[str], bool] = known_to_xla
+) -> list[Applied]:
+    """Put settings into `environ` where the person has not; what became of each."""
+    return [_apply(setting, environ, known) for setting in settings]
+
+
+def _apply(setting: Setting, environ: MutableMapping[str, str], known: Callable[[str], bool]) -> Applied:
+    yours = _already_set(setting, environ)
+    if yours is not None:
+        return Applied(setting, yours, kept=True)
+    if setting.is_flag and not known(setting.name):
+        return Applied(setting, None)
+    if setting.is_flag:
+        environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {setting.assignment}".strip()
+    else:
+        environ[setting.name] = setting.value
+    return Applied(setting, setting.value)
 
 
 def _already_set(setting: Setting, environ: Mapping[str, str]) -> str | None:
@@ -144,16 +169,3 @@ def _already_set(setting: Setting, environ: Mapping[str, str]) -> str | None:
     given = [word.partition("=") for word in environ.get("XLA_FLAGS", "").split()]
     values = [value or "true" for name, _, value in given if name == f"--{setting.name}"]
     return values[-1] if values else None
-
-
-def known_to_xla(flag: str) -> bool:
-    """True if the installed XLA library has this flag: a function that sets it. Names of flags that are gone stay in
-    the library, and such a flag is accepted and does nothing."""
-    spec = find_spec("jaxlib")
-    if spec is None or not spec.submodule_search_locations:
-        return False
-    for library in Path(next(iter(spec.submodule_search_locations))).glob("libjax_common.*"):
-        with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            if content.find(f"set_{flag}".encode()) >= 0:
-                return True
-    return False

@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from halfbyte import models, ops, optim
+from halfbyte.devices import known_to_xla
 from halfbyte.recipe import Resolved, step_key
 from halfbyte.sharding import named_sharding
 
@@ -28,7 +29,7 @@ from .scaling import next_scaler
 from .state import TrainState, abstract_state, bit_sum, make_optimizer, watch_weights
 
 Batch = dict[str, jax.Array]
-PIPELINES = jax.__version_info__ < (0, 11)  # whether XLA has the option; 0.11 refuses a program that is given it
+AHEAD = "xla_gpu_enable_pipelined_all_gather"  # XLA of JAX 0.11 has it no more, and refuses a program that is given it
 Metrics = dict[str, jax.Array]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 BATCH_KEYS = ("tokens", "targets", "segments", "positions")
@@ -177,8 +178,8 @@ def compiler_options(
         return None
     memory = {"xla_gpu_memory_limit_slop_factor": 300} if mesh.size == 1 else {}
     gathers_activations = any(mesh.shape.get(axis, 1) > 1 for axis in ("tensor", "context"))
-    twice = config.remat == "full" and gathers_activations and PIPELINES
-    ahead = {"xla_gpu_enable_pipelined_all_gather": False} if twice else {}
+    twice = config.remat == "full" and gathers_activations and known_to_xla(AHEAD)
+    ahead = {AHEAD: False} if twice else {}
     options: dict[str, Any] = {"xla_gpu_enable_dynamic_slice_fusion": False, **memory, **ahead}
     for backend in serving(resolved):
         options |= backend.compiler_options
