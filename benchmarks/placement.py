@@ -51,7 +51,6 @@ def row(args: argparse.Namespace, mesh_text: str) -> dict[str, object]:
     import numpy as np
 
     from halfbyte import bench, devices, ops, program
-    from halfbyte.ops.attention import cudnn_version
     from halfbyte.runs import run_config
     from halfbyte.train import run_mesh
 
@@ -65,7 +64,7 @@ def row(args: argparse.Namespace, mesh_text: str) -> dict[str, object]:
     )  # fmt: skip
     mesh = run_mesh(config, np.array(devices.topology(device, hosts=args.hosts, per_host=args.per_host).devices))
     started = time.perf_counter()
-    with ops.compile_for(device), cudnn_version():
+    with ops.compile_for(device), devices.target_cudnn():
         compiled = bench.compile_step(config, mesh, seq=args.seq)
     seconds = time.perf_counter() - started
     text = compiled.as_text()

@@ -17,8 +17,7 @@ import pytest
 
 from halfbyte import models, ops
 from halfbyte.bench import native_calls, needed_flops, operand_traffic, placement
-from halfbyte.devices import device, topology
-from halfbyte.ops.attention import cudnn_version
+from halfbyte.devices import device, target_cudnn, topology
 from halfbyte.program import flops_by_kind, gemms, read
 from halfbyte.runs import run_config
 from halfbyte.sharding import parse_mesh
@@ -74,7 +73,7 @@ def test_a_device_multiplies_its_part_and_no_more(where, mesh_text, batch):
     hosts = math.prod(parse_mesh(mesh_text).values()) // 4
     mesh = run_mesh(config, np.array(topology(gb300, hosts=hosts, per_host=4).devices))
     assert config.remat == "full"
-    with ops.compile_for(gb300), cudnn_version():
+    with ops.compile_for(gb300), target_cudnn():
         compiled = lower_train_step(config, phases(config)[0].resolved(config), mesh, seq=config.seq).compile()
     program, found = read(compiled.as_text()), placement(compiled, config, mesh)
 

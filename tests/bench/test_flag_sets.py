@@ -7,10 +7,10 @@ import jax
 import pytest
 
 from halfbyte import bench, launch
-from halfbyte.bench import flag_sets
 from halfbyte.bench.flag_sets import SetResult, measure_set, ratios
 from halfbyte.cli.bench import Args, arguments_of, prepare
 from halfbyte.cli.main import main
+from halfbyte.launch import supervise
 
 CHILD = """
 import json, sys
@@ -37,9 +37,9 @@ def test_ratios_are_to_the_first_set():
     assert found == {("recommended", "bf16", "none"): 1.0, ("none", "bf16", "none"): 1.25}
 
 
-def test_a_set_is_measured_in_a_process_of_its_own_and_may_fail(monkeypatch):
-    monkeypatch.setattr(flag_sets, "HALFBYTE", (sys.executable, "-c", CHILD))
-    good, bad = measure_set("recommended", ["demo", "--seq", "32"]), measure_set("none", ["demo"])
+def test_a_set_is_measured_in_a_process_of_its_own_and_may_fail():
+    command = [sys.executable, "-c", CHILD, "bench", "demo", "--seq", "32"]
+    good, bad = measure_set("recommended", command), measure_set("none", command)
     assert good.rows[0]["milliseconds"] == 80.0
     assert good.circumstances["argv"] == ["bench", "demo", "--seq", "32", "--flags", "recommended", "--json"]
     assert bad.rows == () and "Unknown flag in XLA_FLAGS" in bad.note
@@ -70,7 +70,7 @@ def test_a_measurement_says_which_settings_it_ran_under(monkeypatch, capsys):
 
 
 def test_the_table_of_sets(monkeypatch, capsys):
-    monkeypatch.setattr(flag_sets, "HALFBYTE", (sys.executable, "-c", CHILD))
+    monkeypatch.setattr(supervise, "ENTRY", (sys.executable, "-c", CHILD))
     monkeypatch.setattr(launch, "visible_gpus", lambda: ["NVIDIA H200"])
     assert main(["bench", "demo", "--flags", "recommended,none", "--mock-gpus", "8"]) == 3  # one set failed
     shown = capsys.readouterr().out

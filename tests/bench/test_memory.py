@@ -11,9 +11,8 @@ import pytest
 
 from halfbyte import models, ops
 from halfbyte.bench import bytes_needed, compile_step
-from halfbyte.devices import device, topology
+from halfbyte.devices import device, target_cudnn, topology
 from halfbyte.launch import recommended
-from halfbyte.ops.attention import cudnn_version
 from halfbyte.runs import run_config
 from halfbyte.train import run_mesh
 
@@ -30,7 +29,7 @@ H200 = device("h200")
 def compiled(name: str, **changes):
     config = dataclasses.replace(run_config(name), mesh="", data="synthetic", accumulate=1, unroll=1, **changes)
     mesh = run_mesh(config, np.array(topology(H200, hosts=1, per_host=1).devices))
-    with ops.compile_for(H200), cudnn_version():
+    with ops.compile_for(H200), target_cudnn():
         return compile_step(config, mesh, seq=config.seq)
 
 

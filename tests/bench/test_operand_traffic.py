@@ -10,8 +10,7 @@ import pytest
 
 from halfbyte import bench, ops
 from halfbyte.bench.operand_traffic import compulsory_bytes, operand_bytes
-from halfbyte.devices import device, topology
-from halfbyte.ops.attention import cudnn_version
+from halfbyte.devices import device, target_cudnn, topology
 from halfbyte.ops.backends import BACKENDS, native
 from halfbyte.program import read
 from halfbyte.recipe import recipe
@@ -79,7 +78,7 @@ def test_what_is_not_counted_is_refused():
 
 def program(config):
     mesh = run_mesh(config, np.array(topology(GB200, hosts=2, per_host=4).devices))
-    with ops.compile_for(GB200), cudnn_version():
+    with ops.compile_for(GB200), target_cudnn():
         return read(bench.compile_step(config, mesh, seq=config.seq).as_text())
 
 

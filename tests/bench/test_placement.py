@@ -9,10 +9,9 @@ import pytest
 
 from halfbyte import bench, models, ops
 from halfbyte.bench.placement import AGAIN
-from halfbyte.devices import device, topology
+from halfbyte.devices import device, target_cudnn, topology
 from halfbyte.launch.xla_flags import EVERY_GPU
 from halfbyte.models import REMAT
-from halfbyte.ops.attention import cudnn_version
 from halfbyte.program import read
 from halfbyte.runs import run_config
 from halfbyte.train import run_mesh
@@ -42,7 +41,7 @@ def test_needed_flops_are_the_models_and_what_remat_repeats():
 def test_a_device_multiplies_gathers_and_hides_what_it_should():
     mesh = run_mesh(CONFIG, np.array(topology(H200, hosts=1, per_host=8).devices))
     flags = {setting.name: json.loads(setting.value) for setting in EVERY_GPU}
-    with ops.compile_for(H200), cudnn_version():
+    with ops.compile_for(H200), target_cudnn():
         compiled = bench.compile_step(CONFIG, mesh, seq=8192, options=flags)
     found = bench.placement(compiled, CONFIG, mesh)
     assert found.excess == pytest.approx(1.0, abs=1e-3)

@@ -11,9 +11,10 @@ from instruments import quick
 from jax.sharding import NamedSharding, PartitionSpec
 
 from halfbyte import devices, program
+from halfbyte.devices import target_cudnn
 from halfbyte.ops import attention as module
 from halfbyte.ops import attention_blocks as blocks
-from halfbyte.ops.attention import attention, cached_attention, choose_attention, cudnn_version
+from halfbyte.ops.attention import attention, cached_attention, choose_attention
 from halfbyte.sharding import make_mesh, parse_mesh
 
 
@@ -206,7 +207,7 @@ def test_compiles_to_cudnn_without_a_gpu(mesh, packed, calls):
     def run(q, k, v, segments):
         return jnp.sum(attention(q, k, v, segments if packed else None, mesh=mesh).astype(jnp.float32) ** 2)
 
-    with cudnn_version():
+    with target_cudnn():
         text = jax.jit(jax.grad(run, argnums=(0, 1, 2))).lower(q, k, k, segments).compile().as_text()
     assert set(re.findall(r"__cudnn\$(\w+)", text)) == calls
     multiplied = sum(call.flops for call in program.attention(program.read(text)))

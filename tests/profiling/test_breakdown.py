@@ -1,5 +1,8 @@
 """Oracles: a program written by hand, intervals counted by hand, and a real trace of this machine."""
 
+import ctypes
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -207,3 +210,26 @@ def test_a_range_that_never_comes_is_said_and_one_that_is_cut_short_ends(tmp_pat
 def test_profile_range_is_checked():
     with pytest.raises(ValueError, match="profile_start 5 and profile_stop 3"):
         ProfileConfig("xprof", 5, 3)
+
+
+REFUSED = [
+    "NOTHING IS CAPTURED: cudaProfilerStart failed with 5, disabled",
+    "the captured range has no end: cudaProfilerStop failed with 5, disabled",
+]
+
+
+@pytest.mark.parametrize("code, told", [(0, []), (5, REFUSED)])
+def test_what_cuda_refuses_is_said(code, told, tmp_path, monkeypatch):
+    def text(number):
+        return b"disabled"
+
+    calls = {name: lambda: code for name in ("cudaProfilerStart", "cudaProfilerStop")}
+    runtime = SimpleNamespace(**calls, cudaGetErrorString=text)
+    monkeypatch.setattr(ctypes, "CDLL", lambda library: runtime)
+    said = []
+    capture = Capture(ProfileConfig("nsys", 1, 1), tmp_path, say=said.append)
+    capture.before(1, None)
+    capture.after(1, None, lambda: "")
+    assert said[1:] == told  # behind the command to record with
+        line.startswith(words) for line, words in zip(said[1:], told, strict=True)
+    )

@@ -98,6 +98,21 @@ def test_hidden_bytes(program):
     assert hidden_share([], flops_per_second=peak, link=1.0) == 1.0
 
 
+ALONE = """  %alone.start = (bf16[64,128]{1,0}, bf16[64,128]{1,0}) all-gather-start(%a), channel_id=9, replica_groups=GROUPS, dimensions={0}
+  %alone.done = bf16[64,128]{1,0} all-gather-done(%alone.start)
+  %self = bf16[64,128]{1,0} collective-permute(%a), channel_id=10, source_target_pairs={{0,0},{1,1},{2,2},{3,3},{4,4},{5,5},{6,6},{7,7}}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize("groups", ["{{0},{1},{2},{3},{4},{5},{6},{7}}", "[8,1]<=[8]", "mesh['axis_0'=8] {}"])
+def test_a_group_of_one_device_sends_nothing_and_hides_nothing(groups, program):
+    """Its bytes need no time, so that they would count as hidden."""
+    text = TEXT.replace("  %rs.start", ALONE.replace("GROUPS", groups) + "  %rs.start")
+    assert collectives(read(text), MESH) and len(collectives(read(text), MESH)) == len(collectives(program, MESH))
+    rates = {"flops_per_second": {"bf16": 1e12}, "link": 1e15}
+    assert hidden_share(overlap(read(text), MESH), **rates) == hidden_share(overlap(program, MESH), **rates)
+
+
 def test_traffic(program):
     found = {launch.instruction.name: each for launch, each in traffic_of_launches(program)}
     assert found["row.read"] == Traffic(64 * 4 + 4, 64 * 4, 1)  # one row of four, and its number

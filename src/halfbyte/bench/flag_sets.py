@@ -2,12 +2,9 @@
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-HALFBYTE = (sys.executable, "-c", "from halfbyte.cli.main import entry; entry()")
 
 
 @dataclass(frozen=True)
@@ -20,19 +17,18 @@ class SetResult:
     circumstances: Mapping[str, Any] = field(default_factory=dict)
 
 
-def measure_sets(names: Sequence[str], arguments: Sequence[str], *, say: Callable[[str], None]) -> list[SetResult]:
-    """`halfbyte bench ARGUMENTS` under each set, one after the other."""
+def measure_sets(names: Sequence[str], command: Sequence[str], *, say: Callable[[str], None]) -> list[SetResult]:
+    """`command`, the words of a `halfbyte bench`, under each set, one after the other."""
     found = []
     for name in names:
         say(f"measuring under the flags {name!r} ...")
-        found.append(measure_set(name, arguments))
+        found.append(measure_set(name, command))
     return found
 
 
-def measure_set(name: str, arguments: Sequence[str]) -> SetResult:
-    """`halfbyte bench ARGUMENTS --flags NAME` in a process of its own. A set under which it fails is a result too."""
-    command = [*HALFBYTE, "bench", *arguments, "--flags", name, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def measure_set(name: str, command: Sequence[str]) -> SetResult:
+    """`command --flags NAME --json` in a process of its own. A set under which it fails is a result too."""
+    done = subprocess.run([*command, "--flags", name, "--json"], capture_output=True, text=True, check=False)
     try:
         data = json.loads(done.stdout)
     except ValueError:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from halfbyte.bench.flag_sets import HALFBYTE
 from halfbyte.launch import visible_gpus
+from halfbyte.launch.supervise import ENTRY
 
 HELD, MISSED, NOT_HERE, BY_HAND = "held", "missed", "not possible here", "by hand"
 CPUS = 4  # devices that a machine without a GPU shows itself as
@@ -113,7 +113,7 @@ def this_machine() -> Machine:
 
 def bench_rows(*arguments: str) -> list[dict[str, Any]]:
     """The rows of `halfbyte bench ARGUMENTS --json`."""
-    command = [*HALFBYTE, "bench", *arguments, "--json"]
+    command = [*ENTRY, "bench", *arguments, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIME_LIMIT)
     if not done.stdout.strip():
         last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]

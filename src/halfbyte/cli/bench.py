@@ -144,13 +144,14 @@ def sets_of(args: Args) -> list[str]:
 def run_flag_sets(args: Args) -> Result:
     """The same measurement under each set of flags, in processes of their own, as one table."""
     from halfbyte.bench import measure_sets, ratios
-    from halfbyte.launch import visible_gpus
+    from halfbyte.launch import supervise, visible_gpus
 
     names = sets_of(args)
     if not visible_gpus():
         raise BadInput("--flags compares flags that XLA has for NVIDIA GPUs, and this machine has none")
     what = "compute only: " if args.mock_gpus else ""
-    found = measure_sets(names, arguments_of(args), say=lambda text: console().print(what + text))
+    command = [*supervise.ENTRY, "bench", *arguments_of(args)]
+    found = measure_sets(names, command, say=lambda text: console().print(what + text))
     columns = ("flags", "recipe", "ms", f"vs {names[0]}", "what they are")
     title = f"{what}{args.model} under {len(names)} sets of XLA flags"
     console().print(table(columns, set_cells(found, ratios(found), what), title=title))

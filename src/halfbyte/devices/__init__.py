@@ -6,7 +6,7 @@ describe it to XLA and to Pallas on a machine that does not have one, `known_to_
 """
 
 from halfbyte.devices.capability import native_inference, native_training
-from halfbyte.devices.cudnn import cudnn_version
+from halfbyte.devices.cudnn import cudnn_version, target_cudnn
 from halfbyte.devices.lookup import lookup
 from halfbyte.devices.platform import settle_platform
 from halfbyte.devices.table import DEVICES, Device, device
@@ -28,5 +28,6 @@ __all__ = [
     "native_training",
     "settle_platform",
     "target_config",
+    "target_cudnn",
     "topology",
 ]

@@ -19,6 +19,7 @@ from types import FrameType
 from .cluster import LOOPBACK
 
 DONE, BAD_INPUT, NOT_PASSED, PREEMPTED = 0, 2, 3, 75
+# The words that start a process of this program, whatever is in PATH.
 ENTRY = (sys.executable, "-c", "from halfbyte.cli.main import entry; entry()")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 

@@ -15,16 +15,13 @@ evenly (`context_attention.py`).
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from halfbyte.devices.target import CUDNN_VERSION
 from halfbyte.sharding import DEFAULT_RULES, Rules, axis_size
 
 from .attention_blocks import QUERY_BLOCK, scores
@@ -127,25 +124,6 @@ def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Arra
     length].
     """
     return _xla_block(q, k, v, visible)
-
-
-@contextlib.contextmanager
-def cudnn_version() -> Iterator[None]:
-    """Within it, JAX believes in the cuDNN that programs for other devices are made for: for compiling, without a GPU,
-    for a machine that has one.
-
-    JAX asks the installed library for its version while it traces cuDNN attention, and a machine without a GPU has
-    none.
-    """
-    from jax._src.cudnn import fused_attention_stablehlo as fused  # the only place that knows; no public hook exists
-
-    original = fused.check_cudnn_version
-    major, minor, patch = CUDNN_VERSION
-    fused.check_cudnn_version = lambda: 10000 * major + 100 * minor + patch
-    try:
-        yield
-    finally:
-        fused.check_cudnn_version = original
 
 
 def _platform(mesh: Mesh | None) -> str:

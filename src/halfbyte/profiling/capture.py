@@ -71,8 +71,8 @@ class Capture:
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0
             jax.profiler.start_trace(str(self._directory), profiler_options=options)
-        else:
-            _cuda_profiler("cudaProfilerStart")
+        elif refused := _cuda_profiler("cudaProfilerStart"):
+            self._say(f"NOTHING IS CAPTURED: {refused}")
 
     def after(self, step: int, result: Any, program_text: Callable[[], str]) -> None:
         """Call after dispatching `step` with something to wait for."""
@@ -92,7 +92,8 @@ class Capture:
         self._running, self._captured = False, True
         jax.block_until_ready(result)
         if self._config.profile == "nsys":
-            _cuda_profiler("cudaProfilerStop")
+            if refused := _cuda_profiler("cudaProfilerStop"):
+                self._say(f"the captured range has no end: {refused}")
             return
         jax.profiler.stop_trace()
         traces = sorted(self._directory.rglob("*.xplane.pb"))
@@ -108,13 +109,16 @@ class Capture:
             self._say(f"step time, {steps}: {parts}")
 
 
-def _cuda_profiler(function: str) -> None:
+def _cuda_profiler(function: str) -> str:
+    """Calls a function of CUDA's profiler; what it refused with, empty where it did not."""
     for library in ("libcudart.so.12", "libcudart.so.13", "libcudart.so"):
         try:
-            getattr(ctypes.CDLL(library), function)()
-            return
+            runtime = ctypes.CDLL(library)
         except OSError:
             continue
+        code = getattr(runtime, function)()
+        runtime.cudaGetErrorString.restype = ctypes.c_char_p
+        return f"{function} failed with {code}, {runtime.cudaGetErrorString(code).decode()}" if code else ""
     raise ValueError(
         "--profile nsys needs the CUDA runtime library (libcudart), and none is found; use --profile xprof"
     )

@@ -100,12 +100,13 @@ def kind_of(found: Instruction) -> str | None:
 def collectives(program: Program, mesh: Mapping[str, int] | None = None) -> list[Collective]:
     """Every collective of a step; with `mesh` (axis -> size, as the program was compiled for) also its axes.
 
-    A permutation in which nobody sends, which XLA writes where a reshard moves nothing, is left out.
+    Those in which nothing travels are left out: groups of one device, and permutations in which nobody sends, which XLA
+    writes where a reshard moves nothing.
     """
     starters = {name: found for found in program.instructions.values() if _wraps(found) for name in found.calls}
     found = (launch for launch in launches(program) if kind_of(launch.instruction))
     described = (_describe(program, launch, mesh, starters) for launch in found)
-    return [collective for collective in described if collective.group > 0]
+    return [collective for collective in described if collective.group > 1]
 
 
 def overlap(program: Program, mesh: Mapping[str, int] | None = None) -> list[Overlap]:
@@ -159,7 +160,7 @@ def _describe(
 
 
 def _axes(groups: Groups | None, mesh: Mapping[str, int] | None) -> tuple[str, ...]:
-    if mesh is None or groups == ():
+    if mesh is None or (groups is not None and all(len(group) == 1 for group in groups)):
         return ()
     if groups is None:
         return tuple(axis for axis, size in mesh.items() if size > 1)
