@@ -1,10 +1,14 @@
 """Verdicts and numbers of a parity whose gaps are known."""
 
+import json
+
 import pytest
 from fakes import GAPS, fake_parity, plan_of
 
 from halfbyte.parity.analysis import analyse, verdict_line
 from halfbyte.parity.between import between
+from halfbyte.parity.report import overhead_text
+from halfbyte.parity.runner import run_directory
 from halfbyte.parity.verdict import SINGLE, Verdict, Word
 
 
@@ -36,6 +40,22 @@ def test_gaps_by_source_tokens_and_curve(tmp_path):
     fit = mxfp4["gap_curve"]["fit"]
     assert fit["slope"]["mean"] > 0 and fit["low"][-1] < fit["y"][-1] < fit["high"][-1]
     assert mxfp4["interval"]["count"] == 3 and mxfp4["within_run"] is None
+
+
+@pytest.mark.parametrize("gap, count, above", [(0.0, 3, 0), (3.0, 0, 3), ("one", 2, 1)])
+def test_seeds_without_a_token_overhead_are_counted(gap, count, above, tmp_path):
+    """A candidate that ends above the baseline's first validation has none: the baseline was there before it began."""
+    plan = fake_parity(tmp_path, gaps=GAPS if gap == "one" else GAPS | {"nvfp4": gap})
+    if gap == "one":
+        folder = run_directory(tmp_path, next(arm for arm in plan.arms if arm.name == "nvfp4"), 1)
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        lines = [{**row, "validation_loss": 9.0} if "validation_loss" in row else row for row in rows]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    found = next(arm for arm in analyse(plan, tmp_path)["arms"] if arm["name"] == "nvfp4")["token_overhead"]
+    assert (found["count"], found["seeds"], found["above"]) == (count, 3, above)
+    assert (found["mean"] is None) == (count == 0)
+    told = f"({count} of 3 seeds; {above} ended above the baseline's whole curve)"
+    assert overhead_text(found).endswith(told) == (above > 0)
 
 
 def test_two_seeds_say_that_there_is_no_interval(tmp_path):

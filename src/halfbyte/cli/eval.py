@@ -114,9 +114,10 @@ def evaluate(args: Args, loaded: "LoadedRun", scorer: Any, tasks: Any) -> "Itera
     """The result of each task in turn, or of the validation split if there is none."""
     from halfbyte.cli.screen import progress
     from halfbyte.evaluation import chosen, examples, first_windows, run_task
+    from halfbyte.runs.validation import validation_results
 
     if not tasks:
-        yield from validation(args, loaded, scorer)
+        yield from validation_results(loaded, scorer, limit=args.limit, progress=progress)
     read = {}  # every file is read before any is scored: a malformed line costs seconds, not the hour before it
     for task in tasks:
         items = chosen(list(examples(task)), args.limit)
@@ -133,33 +134,6 @@ def evaluate(args: Args, loaded: "LoadedRun", scorer: Any, tasks: Any) -> "Itera
                 stride=args.stride or None,
                 watch=watch,
             )
-
-
-def validation(args: Args, loaded: "LoadedRun", scorer: Any) -> "Iterator[evaluation.Result]":
-    """Loss on the validation split, source by source."""
-    from halfbyte import data
-    from halfbyte.cli.screen import progress
-    from halfbyte.evaluation import validation_result
-    from halfbyte.interchange.opening import open_data
-
-    if loaded.config is None:
-        raise ValueError(f"{loaded.directory} is a folder without data of its own; name files to score")
-    dataset = open_data(loaded.config)
-    if dataset is None:
-        raise ValueError("the run was trained on synthetic tokens: there is no validation text; name files to score")
-    rows = scorer.rows(dataset.seq_len)
-    most = -(-args.limit // rows) if args.limit else None
-    for name in data.validation_sources(dataset):
-        totals = [part.manifest.splits["validation"].get(name) for part in data.dataset.as_mixture(dataset).datasets]
-        size, tokens = (sum(getattr(t, field) for t in totals if t) for field in ("text_bytes", "tokens"))
-        loader = data.loader(dataset, batch=rows, split="validation", source=name, max_batches=most)
-        with loader, progress(f"validation/{name}") as watch:
-            scores = []
-            for score in scorer.score_packed(loader):
-                scores.append(score)
-                watch(len(scores), loader.batches * rows)
-        scores = scores[: args.limit or None]
-        yield validation_result(f"validation/{name}", scores, bytes_per_token=size / tokens)
 
 
 def settings(args: Args, loaded: "LoadedRun", scorer: Any) -> dict[str, Any]:

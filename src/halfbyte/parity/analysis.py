@@ -259,8 +259,12 @@ def by_source(plan: Plan, mine: Sequence[Cell], base: Sequence[Cell]) -> dict[st
 def token_overhead(mine: Sequence[Cell], base: Sequence[Cell]) -> dict[str, Any] | None:
     """How many more tokens than the baseline the candidate needs for the same validation loss, in percent: from where
     the baseline's curve passes the candidate's final loss. Under a decaying learning rate curves fall steeply at the
-    end, so this is a lower bound of what a longer run would show."""
-    found = []
+    end, so this is a lower bound of what a longer run would show.
+
+    Beside the interval: `seeds`, all of them, of which it has `count`; and `above`, those that end above the baseline's
+    whole curve, which have no overhead to give. None if no seed has either.
+    """
+    found, above = [], 0
     for a, b in zip(mine, base, strict=True):
         if a.final is None or b.curve is None or b.final is None:
             continue
@@ -269,10 +273,14 @@ def token_overhead(mine: Sequence[Cell], base: Sequence[Cell]) -> dict[str, Any]
             continue
         falling = np.minimum.accumulate(losses)
         if a.final > falling[0]:
+            above += 1
             continue
         reached = float(np.interp(-a.final, -falling, tokens)) if a.final >= falling[-1] else float(tokens[-1])
         found.append(100 * (tokens[-1] / reached - 1))
-    return interval_json(found)
+    if not found and not above:
+        return None
+    interval = interval_json(found) or {"mean": None, "low": None, "high": None, "sd": None, "count": 0}
+    return {**interval, "seeds": len(mine), "above": above}
 
 
 def gap_curve(plan: Plan, mine: Sequence[Cell], base: Sequence[Cell]) -> dict[str, Any] | None:

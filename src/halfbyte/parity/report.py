@@ -184,12 +184,23 @@ def token_table(data: Data) -> str:
             continue
         fit = (arm["gap_curve"] or {}).get("fit")
         slope = interval_text(fit["slope"], arm["unit"]) if fit else ""
-        rows.append((arm["name"], interval_text(arm["token_overhead"], "%"), slope))
+        rows.append((arm["name"], overhead_text(arm["token_overhead"]), slope))
     return (
         page.table(("arm", "token overhead, % [90% over seeds]", "slope of the gap a factor e of tokens"), rows)
         if rows
         else ""
     )
+
+
+def overhead_text(found: Data | None) -> str:
+    """The overhead, and how many seeds it leaves out, of which how many never came down to the baseline's curve."""
+    if found is None:
+        return ""
+    interval = interval_text(found, "%") if found["count"] else "none to give"
+    if found["count"] == found["seeds"]:
+        return interval
+    above = f"; {found['above']} ended above the baseline's whole curve" if found["above"] else ""
+    return f"{interval} ({found['count']} of {found['seeds']} seeds{above})"
 
 
 def token_notes(data: Data) -> list[str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .validation import validation_results
 
 if TYPE_CHECKING:
     from halfbyte.evaluation import Result
@@ -47,7 +49,7 @@ def evaluate(model: LoadedRun | str | Path, files: Iterable[str | Path] = (), *,
     scorer = Scorer(loaded.model)
     tasks = [open_task(file) for name in files for file in find_files([str(name)])]
     if not tasks:
-        return [_validation(loaded, scorer, *source, limit=limit) for source in _validation_sources(loaded)]
+        return list(validation_results(loaded, scorer, limit=limit))
     results = []
     for task in tasks:
         items = chosen(list(examples(task)), limit)
@@ -59,26 +61,3 @@ def evaluate(model: LoadedRun | str | Path, files: Iterable[str | Path] = (), *,
 
 def _loaded(model: LoadedRun | str | Path) -> LoadedRun:
     return load(model) if isinstance(model, str | Path) else model
-
-
-def _validation_sources(loaded: LoadedRun) -> list[tuple[Any, str]]:
-    from halfbyte import data
-    from halfbyte.interchange.opening import open_data
-
-    dataset = None if loaded.config is None else open_data(loaded.config)
-    if dataset is None:
-        raise ValueError(f"{loaded.directory} has no validation split of its own; name files to score")
-    return [(dataset, name) for name in data.validation_sources(dataset)]
-
-
-def _validation(loaded: LoadedRun, scorer: Any, dataset: Any, name: str, *, limit: int) -> Result:
-    from halfbyte import data
-    from halfbyte.evaluation import validation_result
-
-    totals = [part.manifest.splits["validation"].get(name) for part in data.dataset.as_mixture(dataset).datasets]
-    size, tokens = (sum(getattr(t, field) for t in totals if t) for field in ("text_bytes", "tokens"))
-    rows = scorer.rows(dataset.seq_len)
-    most = -(-limit // rows) if limit else None
-    with data.loader(dataset, batch=rows, split="validation", source=name, max_batches=most) as loader:
-        scores = list(scorer.score_packed(loader))[: limit or None]
-    return validation_result(f"validation/{name}", scores, bytes_per_token=size / tokens)
