@@ -30,7 +30,7 @@ settle_platform(os.environ)
 
 import jax  # noqa: E402
 
-from halfbyte.checkpoint import Checkpoints, describe_with_checksums  # noqa: E402
+from halfbyte.checkpoint import Checkpoints  # noqa: E402
 from halfbyte.diagnosis.radar import Radar  # noqa: E402
 from halfbyte.diagnosis.telemetry import Telemetry  # noqa: E402
 from halfbyte.runs import run_config  # noqa: E402
@@ -127,18 +127,33 @@ def looking(observers, moment, step_s: float) -> dict:
     return found
 
 
-def everything_compiled(config, mesh, state, batch, observers, store) -> dict:
-    """The two steps; the observers take a first look meanwhile, and the store takes memory for its saves."""
-    bare = dataclasses.replace(state, sentinel=None)
+def everything_compiled(config, mesh, state, batch, observers, store, *, with_bare: bool) -> dict:
+    """The steps; the observers take a first look meanwhile, and the store takes memory for its saves."""
     moment = Moment(1, config, phases(config)[0].resolved(config), mesh, state.params, batch)
+    states = {"guarded": state} | ({"bare": dataclasses.replace(state, sentinel=None)} if with_bare else {})
     with store.preparing(state.items()), ThreadPoolExecutor(4) as threads:
-        jobs = {
-            name: threads.submit(compiled, config, mesh, s, batch) for name, s in (("guarded", state), ("bare", bare))
-        }
+        jobs = {name: threads.submit(compiled, config, mesh, each, batch) for name, each in states.items()}
         looks = [threads.submit(observer.observe, moment) for observer in observers.values()]
         for look in looks:
             look.result()
         return {name: job.result() for name, job in jobs.items()}
+
+
+def told(facts: dict, interval: int) -> bool:
+    """Print every share beside its limit; whether all are within."""
+    shares = {name: (found["overhead"], LOOKS[name][2]) for name, found in facts.get("looks", {}).items()}
+    if "guards" in facts:
+        shares["guards and checksums"] = (facts["guards"]["overhead"], GUARDS)
+    if "saving" in facts:
+        shares[f"saving once in {interval} steps"] = (facts["saving"]["overhead"], SAVING)
+        for each in facts["saving"]["saves"]:
+            print(
+                f"a save: {100 * each['overhead']:+.2f}%, {each['blocked_s']:.2f} s blocked, "
+                f"{each['steps_while_writing']} steps while it was written"
+            )
+    for name, (share, limit) in shares.items():
+        print(f"{name}: {100 * share:+.2f}% (limit {100 * limit:.0f}%)")
+    return all(share <= limit for share, limit in shares.values())
 
 
 def main() -> int:
@@ -151,6 +166,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5, help="steps of a turn")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--interval", type=int, default=100)
+    parser.add_argument("--only", type=lambda text: text.split(","), default=["guards", "saving", "looks"])
     parser.add_argument("--json", help="also write the result here")
     args = parser.parse_args()
     config = dataclasses.replace(
@@ -172,32 +188,24 @@ def main() -> int:
         "device": jax.devices()[0].device_kind, "jax": jax.__version__, "python": platform.python_version(),
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="halfbyte-overheads-") as folder:
-        observers = {name: kind(every, Path(folder)) for name, (kind, every, _) in LOOKS.items()}
+        observers = {
+            name: kind(every, Path(folder)) for name, (kind, every, _) in LOOKS.items() if "looks" in args.only
+        }
         store = Checkpoints(Path(folder) / "checkpoints", keep_last=1)
         state = create_state(config, mesh)
-        describe_with_checksums(state.items())  # compiles the checksums
-        programs = everything_compiled(config, mesh, state, batch, observers, store)
-        guarded = facts["guards"] = guards(programs, state, batch, rounds=args.rounds, steps=args.steps)
-        state = guarded.pop("state")
-        print(
-            f"guards and checksums: {100 * guarded['overhead']:+.2f}% of a step (limit {100 * GUARDS:.0f}%)", flush=True
-        )
-        saved = facts["saving"] = saving(programs["guarded"], state, batch, store, interval=args.interval)
-        state = saved.pop("state")
-        print(f"saving: {100 * saved['overhead']:+.2f}% of {args.interval} steps (limit {100 * SAVING:.0f}%)")
-        for each in saved["saves"]:
-            print(
-                f"  {100 * each['overhead']:+.2f}%, {each['blocked_s']:.2f} s blocked, "
-                f"{each['steps_while_writing']} steps while it was written",
-                flush=True,
-            )
-        moment = Moment(1, config, phases(config)[0].resolved(config), mesh, state.params, batch)
-        looks = facts["looks"] = looking(observers, moment, guarded["guarded"])
-    within = guarded["overhead"] <= GUARDS and saved["overhead"] <= SAVING
-    for name, found in looks.items():
-        every, limit, share = found["every"], LOOKS[name][2], found["overhead"]
-        print(f"{name} {every}: {100 * share:+.2f}% (limit {100 * limit:.0f}%), {found['look_s']:.2f} s a look")
-        within = within and share <= limit
+        with_bare = "guards" in args.only
+        programs = everything_compiled(config, mesh, state, batch, observers, store, with_bare=with_bare)
+        if with_bare:
+            facts["guards"] = guards(programs, state, batch, rounds=args.rounds, steps=args.steps)
+            state = facts["guards"].pop("state")
+        if "saving" in args.only:
+            facts["saving"] = saving(programs["guarded"], state, batch, store, interval=args.interval)
+            state = facts["saving"].pop("state")
+        if observers:
+            state, step_s = seconds(programs["guarded"], state, batch, args.steps)
+            moment = Moment(1, config, phases(config)[0].resolved(config), mesh, state.params, batch)
+            facts["looks"] = looking(observers, moment, step_s)
+    within = told(facts, args.interval)
     print(json.dumps(facts))
     if args.json:
         Path(args.json).write_text(json.dumps(facts, indent=1) + "\n")

@@ -124,14 +124,15 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def preparing(self, items: Mapping[str, Any]) -> Iterator[None]:
-        """Beside what is done meanwhile (compiling), lock memory of the host for copies of such arrays; saves go
-        through it from then on, or it is said why not."""
-        if self._locked or not on_gpus():
-            yield
-            return
-        locking = self._thread.submit(lock_host_memory, items)
+        """Beside what is done meanwhile (compiling the step), do what would make the first save slow: compile its
+        programs, and, where arrays lie on GPUs, lock memory of the host, which saves go through from then on."""
+        compiled = self._thread.submit(_run_once, items)
+        locked = self._thread.submit(lock_host_memory, items) if on_gpus() and not self._locked else None
         yield
-        reason = locking.result()
+        compiled.result()
+        if locked is None:
+            return
+        reason = locked.result()
         if reason:
             self._say(f"each save copies the state to the host slowly, and steps wait for it: {reason}")
             return
@@ -364,6 +365,16 @@ def _verify(record: Record, loaded: Mapping[str, Any]) -> None:
             )
         poisoned |= {f"{item}/{name}": facts.not_finite for name, facts in found.items() if facts.not_finite}
     refuse_poisoned(poisoned)
+
+
+def _run_once(items: Mapping[str, Any]) -> None:
+    """Run the programs of a save, which are compiled by that. Not over several processes: there all must begin a
+    program in the same order, which threads do not keep."""
+    if jax.process_count() == 1:
+        for tree in items.values():
+            inspect(tree)
+        for leaf in jax.tree.leaves(items):
+            jax.block_until_ready(copied(leaf))
 
 
 def _to_the_end(begin: Callable[..., Any], flat: Mapping[str, Any]) -> None:
