@@ -171,13 +171,11 @@ def test_a_function_traced_inside_one_call_is_traced_again_outside() -> None:
 
 
 @pytest.mark.parametrize("amax, factor", [(3.5, 1 / 128), (0.0, 1.0), (np.inf, np.nan), (np.nan, np.nan)])
-def test_the_factor_is_that_of_the_scale_vector(amax, factor) -> None:
-    vector, found = kernels.scale_and_factor(
-        kernels.amax_bits(jnp.float32([1.0, amax])) if amax else jnp.zeros((2,), jnp.int32),
-        top=448.0,
-        interpret=PASSES.interpret,
-    )
-    np.testing.assert_array_equal([vector[scale.GEMM], found], [np.float32(factor)] * 2)
+def test_the_factor_is_that_of_the_scale_vector_and_of_its_own_top(amax, factor) -> None:
+    bits = kernels.amax_bits(jnp.float32([1.0, amax])) if amax else jnp.zeros((2,), jnp.int32)
+    first, second = kernels.scales_and_factors(bits, bits, tops=(448.0, 896.0), interpret=PASSES.interpret)
+    for (vector, found), want in ((first, factor), (second, factor / 2 if amax else factor)):
+        np.testing.assert_array_equal([vector[scale.GEMM], found], [np.float32(want)] * 2)
 
 
 @pytest.mark.parametrize("mode", ["fast", "input"])

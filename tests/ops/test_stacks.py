@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from halfbyte import devices, ops, program
 from halfbyte.ops.backends import fp8
 from halfbyte.ops.mlp import Plan
-from halfbyte.ops.stacks import ghost, hand_back
+from halfbyte.ops.stacks import empty, hand_back
 from halfbyte.sharding import make_mesh
 
 LAYERS = 3
@@ -28,18 +28,19 @@ def layers(mesh, recipe, stacked, x, weights):
     """x after LAYERS residual MLPs whose weights are [LAYERS, ...]."""
     placements = {name: ops.Placement(mesh, P("fsdp"), cut, P("fsdp")) for name, cut in CUT.items()}
     shape = (*x.shape[:-1], weights["gate"].shape[-1])
-    ghosts = tuple(ghost(LAYERS, shape, x.dtype) for _ in range(2)) if stacked else None
+    lies = {"mesh": mesh, "spec": P("fsdp")}
+    stacks = tuple(empty(LAYERS, shape, x.dtype, **lies) for _ in range(2)) if stacked else None
 
     def body(carry, layer):
-        (x, ghosts), (w, number) = carry, layer
+        (x, stacks), (w, number) = carry, layer
         options = {"recipe": recipe, "key": jax.random.fold_in(jax.random.key(1), number), "placements": placements}
-        if ghosts is None:
+        if stacks is None:
             return (x + ops.mlp(x, *(w[name] for name in CUT), **options), None), None
-        y, (*ghosts, _), kept = ops.mlp_in_stacks(x, *(w[name] for name in CUT), (*ghosts, number), **options)
-        return (x + y, tuple(ghosts)), kept
+        y, (*stacks, _) = ops.mlp_in_stacks(x, *(w[name] for name in CUT), (*stacks, number), **options)
+        return (x + y, tuple(stacks)), None
 
-    (x, ghosts), stacks = lax.scan(body, (x, ghosts), (weights, jnp.arange(LAYERS)))
-    return x if stacks is None else hand_back(x, ghosts, stacks)
+    (x, stacks), _ = lax.scan(body, (x, stacks), (weights, jnp.arange(LAYERS)))
+    return x if stacks is None else hand_back(x, stacks)
 
 
 def gradients(mesh, recipe, stacked, x, weights):

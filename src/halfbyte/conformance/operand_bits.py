@@ -56,10 +56,11 @@ def differing(
 
 
 def differing_in_stacks(chosen: Recipe, passes: Passes, x: jax.Array, dy: jax.Array, *, layers: int = 3) -> int:
-    """How many numbers of a gated MLP's backward operands, with g and u read inside the stack of a loop's layers,
-    differ from those of the same arrays alone; 0 for passes that never read so. The other layers are NaN.
+    """How many numbers of a gated MLP's backward operands, with g and u read inside the stacks of a loop's layers,
+    differ from those of the same arrays alone, and how many of the stacks themselves, which the forward pass writes; 0
+    for passes that never do. The other layers are 7.
     """
-    if not passes.reads_stacks or passes.unfused(SILU, [chosen] * 3) is not None:
+    if not passes.keeps_in_stacks or passes.unfused(SILU, [chosen] * 3) is not None:
         return 0
     (_, of_h), (_, of_d) = _requests(chosen, x, dy)
 
@@ -67,9 +68,15 @@ def differing_in_stacks(chosen: Recipe, passes: Passes, x: jax.Array, dy: jax.Ar
     def made(g: jax.Array | Layer, u: jax.Array | Layer, dh: jax.Array) -> list[Operand]:
         return [operand for one in passes.activate_backward(g, u, dh, of_d, of_d, of_h[1:]) for operand in one]
 
-    stacks = [jnp.full((layers, *a.shape), jnp.nan, a.dtype).at[layers - 1].set(a) for a in (x, dy)]
-    found = made(*(Layer(stack, jnp.int32(layers - 1)) for stack in stacks), x)
-    return sum(_distance(a, b) for a, b in zip(found, made(x, dy, x), strict=True))
+    @jax.jit
+    def written(g: jax.Array, u: jax.Array, into: list[Layer]) -> tuple[jax.Array, ...]:
+        return passes.activate_into(g, u, of_h[:1], into)[1]
+
+    at, others = jnp.int32(layers - 1), jnp.full((layers, *x.shape), 7, x.dtype)
+    stacks = written(x, dy, [Layer(others, at)] * 2)
+    wrong = sum(int(jnp.sum(s != others.at[at].set(a))) for s, a in zip(stacks, (x, dy), strict=True))
+    found = made(*(Layer(stack, at) for stack in stacks), x)
+    return wrong + sum(_distance(a, b) for a, b in zip(found, made(x, dy, x), strict=True))
 
 
 def _requests(chosen: Recipe, x: jax.Array, dy: jax.Array) -> list[tuple[jax.Array, list[Request]]]:

@@ -19,7 +19,7 @@ from halfbyte.models.context import Axes, Context, LayerContext
 from halfbyte.models.params import Params
 from halfbyte.models.remat import named
 from halfbyte.ops.shards import axes_of, cut_of
-from halfbyte.ops.stacks import ghost
+from halfbyte.ops.stacks import empty
 from halfbyte.recipe import Recipe, Segment
 
 MLP_SITES = ("gate", "up", "down")
@@ -100,13 +100,13 @@ def linears(
 
 def gated_mlp(
     x: jax.Array, weights: Params, here: LayerContext, activation: ops.Activation, place: Any = None
-) -> tuple[jax.Array, Any, Any]:
-    """((a(x gate) * (x up)) down, in x's dtype; `place` and what is to be kept there, as `ops.mlp_in_stacks`)."""
+) -> tuple[jax.Array, Any]:
+    """((a(x gate) * (x up)) down, in x's dtype; `place` with what is kept there, as `ops.mlp_in_stacks`)."""
     recipes = {name: here.recipe("mlp", name) for name in MLP_SITES}
     if here.tap is not None or all(is_exact(x, recipe) for recipe in recipes.values()):
         gate, up = linears(x, weights, here, "mlp", {"gate": inside("mlp"), "up": inside("mlp")}, x_axes=BETWEEN)
         (y,) = linears(activation.curve(gate) * up, weights, here, "mlp", {"down": BETWEEN}, x_axes=inside("mlp"))
-        return y, None, None
+        return y, place
     placed = here.on_mesh and here.divides(x, BETWEEN, inside("mlp"))
     options: dict[str, Any] = {
         "recipe": recipes,
@@ -121,11 +121,11 @@ def gated_mlp(
     if place is not None:
         return ops.mlp_in_stacks(x, gate, up, down, place, **options)
     mode = "input" if here.ctx.remat == "quantized" else "fast"
-    return ops.mlp(x, gate, up, down, mode=mode, **options), None, None
+    return ops.mlp(x, gate, up, down, mode=mode, **options), None
 
 
-def ghosts_of(segment: Segment, x: jax.Array, width: int, ctx: Context) -> tuple[jax.Array, jax.Array] | None:
-    """Ghosts of the stacks of gate's and up's results, of `width`, of a segment's looped layers; None where each layer
+def stacks_of(segment: Segment, x: jax.Array, width: int, ctx: Context) -> tuple[jax.Array, jax.Array] | None:
+    """Empty stacks of gate's and up's results, of `width`, of a segment's looped layers; None where each layer
     keeps its own: without a gradient, a loop or a quantized MLP, under remat, or where the mesh does not cut them
     evenly over all its axes.
     """
@@ -134,8 +134,8 @@ def ghosts_of(segment: Segment, x: jax.Array, width: int, ctx: Context) -> tuple
     kept = ctx.stacked and ctx.looped and ctx.remat == "none" and x.dtype == jnp.bfloat16
     if not kept or not quantized or layers < 2 or not _cut_evenly(x, axes, ctx):
         return None
-    made = (ghost(layers, (*x.shape[:-1], width), x.dtype) for _ in range(2))
-    g, u = (ctx.constrain(stack, None, *axes) for stack in made)
+    spec = None if ctx.mesh is None else ctx.rules.spec(axes, ctx.mesh)
+    g, u = (empty(layers, (*x.shape[:-1], width), x.dtype, mesh=ctx.mesh, spec=spec) for _ in range(2))
     return g, u
 
 

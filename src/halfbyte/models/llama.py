@@ -19,7 +19,7 @@ from jax import lax
 from halfbyte.models.config import LlamaConfig
 from halfbyte.models.context import PLAIN, Context, LayerContext, key_of_layer, segments
 from halfbyte.models.embedding import embed_tokens, head_weight
-from halfbyte.models.linear import BETWEEN, gated_mlp, ghosts_of, inside, linears, quantize_ahead
+from halfbyte.models.linear import BETWEEN, gated_mlp, inside, linears, quantize_ahead, stacks_of
 from halfbyte.models.params import Params, param_specs
 from halfbyte.models.quantized import share_scales
 from halfbyte.models.remat import flattened, rematerialized, streamed
@@ -100,28 +100,28 @@ def hidden_states(cfg: LlamaConfig, params: Params, batch: Batch, ctx: Context =
 
         def body(
             carry: tuple[jax.Array, Any], layer: tuple[Params, jax.Array], segment: Any = segment
-        ) -> tuple[tuple[jax.Array, Any], Any]:
-            (x, ghosts), (weights, number) = carry, layer
+        ) -> tuple[tuple[jax.Array, Any], None]:
+            (x, stacks), (weights, number) = carry, layer
             here = LayerContext(ctx, specs, segment.recipes, key_of_layer(ctx, number))
-            place = None if ghosts is None else (*ghosts, number - segment.start)
-            x, place, kept = block_in_place(cfg, weights, x, place, tables, here, attend)
-            return (x, None if place is None else place[:2]), kept
+            place = None if stacks is None else (*stacks, number - segment.start)
+            x, place = block_in_place(cfg, weights, x, place, tables, here, attend)
+            return (x, None if place is None else place[:2]), None
 
         layer = rematerialized(body, ctx.remat, looped=ctx.looped)
         layers = quantize_ahead(layer_slice(params, cfg, segment), x, LayerContext(ctx, specs, segment.recipes, None))
-        ghosts = ghosts_of(segment, x, cfg.mlp, ctx)
-        x = through_layers(layer, x, ghosts, layers, segment, unroll=ctx.unroll)
+        stacks = stacks_of(segment, x, cfg.mlp, ctx)
+        x = through_layers(layer, x, stacks, layers, segment, unroll=ctx.unroll)
     return gather_seq(rms_norm(x, params["final_norm"], cfg.norm_eps), ctx)
 
 
-def through_layers(body: Any, x: jax.Array, ghosts: Any, layers: Params, segment: Any, *, unroll: int) -> jax.Array:
-    """x after a segment's layers: a loop, or one layer after another if `unroll` covers them all. `ghosts` of what the
-    loop stacks, or None.
+def through_layers(body: Any, x: jax.Array, stacks: Any, layers: Params, segment: Any, *, unroll: int) -> jax.Array:
+    """x after a segment's layers: a loop, or one layer after another if `unroll` covers them all. `stacks` for what the
+    loop's layers keep, or None.
     """
     count = segment.stop - segment.start
     if unroll < count or count == 1:
-        (x, ghosts), stacks = lax.scan(body, (x, ghosts), (layers, layer_numbers(segment)), unroll=unroll)
-        return x if stacks is None else hand_back(x, ghosts, stacks)
+        (x, stacks), _ = lax.scan(body, (x, stacks), (layers, layer_numbers(segment)), unroll=unroll)
+        return x if stacks is None else hand_back(x, stacks)
     traced_once = jax.jit(body)
     for layer, number in zip(unstack(layers, count), layer_numbers(segment), strict=True):
         (x, _), _ = traced_once((x, None), (layer, number))
@@ -137,13 +137,13 @@ def block(
 
 def block_in_place(
     cfg: LlamaConfig, weights: Params, x: jax.Array, place: Any, tables: Tables, here: LayerContext, attend: Any
-) -> tuple[jax.Array, Any, Any]:
-    """(`block`, `place` and what is to be kept there of its MLP, as `ops.mlp_in_stacks`)."""
+) -> tuple[jax.Array, Any]:
+    """(`block`, `place` with what its MLP keeps there, as `ops.mlp_in_stacks`)."""
     ctx = here.ctx
     x = x + attention_block(cfg, weights["attention"], x, tables, here, attend)
     x = streamed(ctx.constrain(x, *BETWEEN))
-    y, place, kept = mlp_block(cfg, weights["mlp"], x, here, place)
-    return pinned(ctx.constrain(x + y, *BETWEEN)), place, kept
+    y, place = mlp_block(cfg, weights["mlp"], x, here, place)
+    return pinned(ctx.constrain(x + y, *BETWEEN)), place
 
 
 def attention_block(
@@ -176,12 +176,12 @@ def attention_block(
 
 def mlp_block(
     cfg: LlamaConfig, weights: Params, x: jax.Array, here: LayerContext, place: Any = None
-) -> tuple[jax.Array, Any, Any]:
-    """(norm and gated MLP, `place` and what is to be kept there)."""
+) -> tuple[jax.Array, Any]:
+    """(norm and gated MLP, `place` with what it keeps there)."""
     weights = share_scales(weights, here, "mlp")
     h = here.ctx.constrain(rms_norm(x, weights["norm"], cfg.norm_eps), *BETWEEN)
-    y, place, kept = gated_mlp(h, weights, here, ACTIVATIONS[cfg.activation], place)
-    return here.ctx.constrain(y, *BETWEEN), place, kept
+    y, place = gated_mlp(h, weights, here, ACTIVATIONS[cfg.activation], place)
+    return here.ctx.constrain(y, *BETWEEN), place
 
 
 def gather_seq(h: jax.Array, ctx: Context) -> jax.Array:

@@ -14,7 +14,7 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from halfbyte.ops.linear import plan_linear, quantized
+from halfbyte.ops.linear import LinearPlan, plan_linear, quantized
 from halfbyte.ops.shards import Placement, axes_of, size_of
 from halfbyte.ops.weight import QWeight, weight_specs
 from halfbyte.recipe import WEIGHTS, Recipe
@@ -40,17 +40,23 @@ class Site:
 def quantize_stacks(
     stacks: Mapping[str, jax.Array], x: jax.ShapeDtypeStruct, sites: Mapping[str, Site]
 ) -> dict[str, QWeight]:
-    """Stacked weights [layers, inputs, outputs] -> stacked QWeights, layer by layer, each by the passes of its linear;
-    x [tokens..., features] is what a layer reads.
+    """Stacked weights [layers, inputs, outputs] -> stacked QWeights, each by the passes of its linear; x [tokens...,
+    features] is what a layer reads. Kernels that read all layers' weights where they lie do so at once: a loop would
+    copy each out of its stack, and its codes into theirs. The others take one layer after another.
     """
     mesh = next(iter(sites.values())).placement.mesh
     given = {name: PartitionSpec(None, *sites[name].placement.w) for name in stacks}
 
     def local(parts: dict[str, jax.Array]) -> dict[str, QWeight]:
-        def layer(weights: dict[str, jax.Array]) -> dict[str, QWeight]:
-            return {name: _codes(w, x, sites[name]) for name, w in weights.items()}
+        plans = {name: _plan(w[0], x, sites[name]) for name, w in parts.items()}
 
-        return lax.map(layer, parts)
+        def layer(weights: dict[str, jax.Array]) -> dict[str, QWeight]:
+            made = {name: quantized(plans[name], w, None) for name, w in weights.items()}
+            return {name: dataclasses.replace(weight, anchor=None) for name, weight in made.items()}
+
+        at_once = {name: w for name, w in parts.items() if plans[name].choice.for_weight.batches_weights}
+        rest = {name: w for name, w in parts.items() if name not in at_once}
+        return (jax.vmap(layer)(at_once) if at_once else {}) | (lax.map(layer, rest) if rest else {})
 
     def on_mesh(out_specs: object) -> dict[str, QWeight]:
         mapped = jax.shard_map(local, mesh=mesh, in_specs=(given,), out_specs=out_specs, check_vma=False)
@@ -62,10 +68,9 @@ def quantize_stacks(
     return {name: dataclasses.replace(made, anchor=stacks[name]) for name, made in on_mesh(specs).items()}
 
 
-def _codes(w: jax.Array, x: jax.ShapeDtypeStruct, site: Site) -> QWeight:
-    """This device's part of one weight, as the linear would have quantized it."""
+def _plan(w: jax.Array, x: jax.ShapeDtypeStruct, site: Site) -> LinearPlan:
+    """The linear of which w is this device's part of one layer's weight."""
     shards = site.placement.shards(x.ndim)
     tokens = tuple(n // size_of(axes) for n, axes in zip(x.shape, shards.lead, strict=False))
     inside = jax.ShapeDtypeStruct((*tokens, w.shape[0]), x.dtype)
-    plan = plan_linear(inside, w, site.recipe, backend=site.backend, weights_kept="master", shards=shards)
-    return dataclasses.replace(quantized(plan, w, None), anchor=None)
+    return plan_linear(inside, w, site.recipe, backend=site.backend, weights_kept="master", shards=shards)

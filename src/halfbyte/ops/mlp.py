@@ -42,7 +42,7 @@ from halfbyte.recipe import Recipe, as_recipe, site_key
 
 SITES = ("gate", "up", "down")
 MODES = ("fast", "input")
-Place = tuple[jax.Array, jax.Array, jax.Array]  # ghosts of the stacks of g and of u, and the number of the layer
+Place = tuple[jax.Array, jax.Array, jax.Array]  # the stacks of g and of u, and the number of the layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Plan:
         return passes if alone and unfused is None else None
 
     def in_place(self, place: Any) -> bool:
-        """Whether the backward pass reads g and u at `place`: if kernels do. XLA fuses slices of its own stacks."""
+        """Whether g and u are kept at `place`: if kernels write and read them there. XLA has stacks of its own."""
         fused = self.fused_passes()
-        return place is not None and fused is not None and fused.reads_stacks
+        return place is not None and fused is not None and fused.keeps_in_stacks
 
 
 def mlp(
@@ -91,21 +91,20 @@ def mlp_in_stacks(
     recipe: Recipe | str | Mapping[str, Recipe | str], key: jax.Array | None = None, backend: str = "auto",
     activation: Activation = SILU, placements: Mapping[str, Placement] | None = None, weights_kept: str = "master",
     sharded: bool = False,
-) -> tuple[jax.Array, Place, tuple[jax.Array, jax.Array] | None]:  # fmt: skip
-    """(`mlp` of mode `fast`, `place` as it came, (g, u)). The backward pass reads g and u at `place`: the cotangents of
-    its ghosts [layers, *x.shape[:-1], hidden] must be the stacks of g and u, as `stacks.hand_back` gives them. On a
-    mesh both lie as gate's result, which must be cut over all axes. Where no kernel would read them there, None is
-    returned for (g, u), and they are kept as usual.
+) -> tuple[jax.Array, Place]:  # fmt: skip
+    """(`mlp` of mode `fast`, `place` with g and u written there). The backward pass reads them at the cotangent of
+    `place`: those of its stacks [layers, *x.shape[:-1], hidden] must be the stacks, as `stacks.hand_back` gives them.
+    On a mesh both lie as gate's result, which must be cut over all axes. Where no kernel would read them there, `place`
+    stays as it came, and they are kept as usual.
     """
     options: dict[str, Any] = {"backend": backend, "activation": activation, "kept": weights_kept, "sharded": sharded}
-    y, place, products = _mlp_of(x, (gate, up, down), place, recipe, key, placements, mode="fast", **options)
-    return y, place, jax.lax.stop_gradient(products)
+    return _mlp_of(x, (gate, up, down), place, recipe, key, placements, mode="fast", **options)
 
 
 def _mlp_of(
     x: jax.Array, weights: tuple[Any, ...], place: Place | None, recipe: Any, key: jax.Array | None,
     placements: Mapping[str, Placement] | None, *, kept: str, sharded: bool, **options: Any,
-) -> tuple[jax.Array, Any, Any]:  # fmt: skip
+) -> tuple[jax.Array, Any]:  # fmt: skip
     check_kept(kept)
     recipes = _recipes(recipe)
     _check(x, weights, recipes)
@@ -116,21 +115,17 @@ def _mlp_of(
     placed = [placements[site] for site in SITES]
     run = functools.partial(run, shards=tuple(p.shards(x.ndim) for p in placed))
     specs = [weight_specs(w, p.w) for w, p in zip(weights, placed, strict=True)]
-    product = placed[0].y
-    at = None if place is None else (*[PartitionSpec(None, *product)] * 2, PartitionSpec())
-    out = (placed[2].y, at, product)
-    return on_mesh(run, placed[0].mesh, specs, (placed[0].x, at), out, (x, place), weights, keys)
+    at = None if place is None else (*[PartitionSpec(None, *placed[0].y)] * 2, PartitionSpec())
+    return on_mesh(run, placed[0].mesh, specs, (placed[0].x, at), (placed[2].y, at), (x, place), weights, keys)
 
 
 def _local(
     given: tuple[jax.Array, Any], weights: tuple, keys: tuple, *, activation: Activation, mode: str, **planned: Any
-) -> tuple[jax.Array, Any, Any]:
+) -> tuple[jax.Array, Any]:
     x, place = given
     tokens, plans, anchors, codes = prepare(x, weights, keys, **planned)
-    y, place, products = _mlp(Plan(plans, activation, mode), tokens, anchors, codes, keys, place)
-    if place is not None and products is not None:
-        products = tuple(p.reshape(place[0].shape[1:]) for p in products)
-    return y.reshape(x.shape), place, products
+    y, place = _mlp(Plan(plans, activation, mode), tokens, anchors, codes, keys, place)
+    return y.reshape(x.shape), place
 
 
 def _recipes(recipe: Recipe | str | Mapping[str, Recipe | str]) -> tuple[Recipe, ...]:
@@ -174,11 +169,20 @@ def _owing(plan: Plan) -> bool:
     return fused is not None and fused.takes_owed
 
 
-def _of_h(plan: Plan, g: Read, u: Read, down: Linear) -> Made:
-    """Down's operand of h for fprop."""
+def _of_h(plan: Plan, g: Read, u: Read, down: Linear, place: Any) -> tuple[Made, Any]:
+    """(down's operand of h for fprop, `place` with g and u written there where they are kept there)."""
     fused, requests = plan.fused_passes(), [down.request("fprop_x")]
-    made = fused.activate(g, u, requests) if fused else down.passes.quantize(plan.activation.forward(g, u), requests)
-    return made[0]
+    layers = _layers(place, g.shape[:-1]) if plan.in_place(place) else []
+    if fused and layers:
+        made, stacks = fused.activate_into(g, u, requests, layers)
+    else:
+        activate = fused.activate if fused else functools.partial(_activate, plan, down)
+        made, stacks = activate(g, u, requests), tuple(at.filled(y) for at, y in zip(layers, (g, u), strict=False))
+    return made[0], (*(s.reshape(p.shape) for s, p in zip(stacks, place, strict=False)), place[2]) if layers else place
+
+
+def _activate(plan: Plan, down: Linear, g: jax.Array, u: jax.Array, requests: Any) -> list[Made]:
+    return down.passes.quantize(plan.activation.forward(g, u), requests)
 
 
 def _of_gradients(plan: Plan, g: Read, u: Read, dh: Read, linears: Sequence[Linear]):
@@ -195,13 +199,9 @@ def _of_gradients(plan: Plan, g: Read, u: Read, dh: Read, linears: Sequence[Line
     return *made, down.passes.quantize(h, h_wanted)
 
 
-def _array(product: Read) -> jax.Array:
-    return product.array if isinstance(product, Owed) else product
-
-
-def _handed_out(plan: Plan, products: tuple[Read, Read], place: Any) -> tuple[jax.Array, jax.Array] | None:
-    """g and u as results, for a loop to stack; None where the op keeps them itself."""
-    return (_array(products[0]), _array(products[1])) if plan.in_place(place) else None
+def _layers(place: Place, lead: tuple[int, ...]) -> list[Layer]:
+    """Where g and u [*lead, hidden] of a layer lie."""
+    return [Layer(stack, place[2]).reshape(*lead, stack.shape[-1]) for stack in place[:2]]
 
 
 def _beside(products: tuple[Read, Read], place: Place) -> tuple[Any, ...]:
@@ -212,7 +212,7 @@ def _beside(products: tuple[Read, Read], place: Place) -> tuple[Any, ...]:
 def _taken(beside: tuple[Any, ...], stacks: tuple[jax.Array, jax.Array], lead: tuple[int, ...]) -> list[Read]:
     """g and u [*lead, hidden] of a layer, where they lie."""
     *owed, number = beside
-    layers: list[Read] = [Layer(stack, number).reshape(*lead, stack.shape[-1]) for stack in stacks]
+    layers: list[Read] = list(_layers((*stacks, number), lead))
     return [p if factor is None else Owed(p, factor) for p, factor in zip(layers, owed, strict=True)]
 
 
@@ -220,8 +220,8 @@ def _taken(beside: tuple[Any, ...], stacks: tuple[jax.Array, jax.Array], lead: t
 def _mlp(plan: Plan, x, anchors, codes, keys, place):
     gate, up, down = _linears(plan, anchors, codes, keys)
     (x_gate,), (x_up,) = operands_of_x(gathered_in(x, gate.plan.shards), (gate, up), ("fprop_x",))
-    products = _products(plan, gate, up, x_gate, x_up, x.dtype)
-    return down.fprop(_of_h(plan, *products, down), x.dtype), place, _handed_out(plan, products, place)
+    h, place = _of_h(plan, *_products(plan, gate, up, x_gate, x_up, x.dtype), down, place)
+    return down.fprop(h, x.dtype), place
 
 
 def _mlp_fwd(plan: Plan, x, anchors, codes, keys, place):
@@ -231,12 +231,13 @@ def _mlp_fwd(plan: Plan, x, anchors, codes, keys, place):
     inside = gathered_in(x, gate.plan.shards)
     operands = operands_of_x(inside, (gate, up), roles, kept=("wgrad_x",))
     g, u = _products(plan, gate, up, operands[0][0], operands[1][0], x.dtype)
-    y = down.fprop(_of_h(plan, g, u, down), x.dtype)
+    h, place = _of_h(plan, g, u, down, place)
+    y = down.fprop(h, x.dtype)
     if plan.mode == "input":
-        return (y, place, None), (x, weights, keys)
+        return (y, place), (x, weights, keys)
     columns = once_each((gate, up), "wgrad_x", [made[1] for made in operands])
     kept = _beside((g, u), place) if plan.in_place(place) else name_saved((g, u))
-    return (y, place, _handed_out(plan, (g, u), place)), ((columns, kept), weights, keys)
+    return (y, place), ((columns, kept), weights, keys)
 
 
 def _restored(plan: Plan, saved, gate: Linear, up: Linear, dtype: jnp.dtype):
@@ -252,7 +253,7 @@ def _restored(plan: Plan, saved, gate: Linear, up: Linear, dtype: jnp.dtype):
 
 def _mlp_bwd(plan: Plan, residuals, gradients):
     saved, weights, keys = residuals
-    dy, place, _ = gradients  # the cotangents of ghosts are stacks
+    dy, place = gradients  # the cotangents of stacks are stacks
     parts = zip(plan.linears, weights, keys, strict=True)
     gate, up, down = linears = [Linear.restore(p, w, k, after=dy) for p, w, k in parts]
     (x_gate, x_up), products = _restored(plan, saved, gate, up, dy.dtype)

@@ -18,6 +18,7 @@ from halfbyte.ops.activation import Activation
 from halfbyte.ops.operand import Carrier, EightBit, Kept, Operand, WeightScales, keep, load, quantize_operand
 from halfbyte.ops.problem import Problem
 from halfbyte.ops.shards import Cut, Shards
+from halfbyte.ops.stacks import Layer
 from halfbyte.recipe import OperandPolicy, Recipe, role_key
 
 ROWS, COLUMNS = -1, -2  # the axis that is blocked: features, for fprop and dgrad; tokens, for wgrad
@@ -54,7 +55,8 @@ class Passes:
 
     name = "xla"
     takes_owed = False  # `activate` and `activate_backward` apply the factors of `Owed` tensors themselves
-    reads_stacks = False  # `activate_backward` takes g and u as a `stacks.Layer`, and reads them where they lie
+    keeps_in_stacks = False  # `activate_into` writes g and u where `activate_backward` reads them, a `stacks.Layer`
+    batches_weights = False  # `weight` under vmap is one launch for all layers; else layer by layer, for memory's sake
     one_weight = True  # one operand of a weight serves fprop and dgrad, where they share its codes
 
     def unsupported(self, problem: Problem) -> str | None:
@@ -81,6 +83,12 @@ class Passes:
     def activate(self, g: Read, u: Read, requests: Sequence[Request]) -> list[Made]:
         """What is requested of h, in one pass with the activation; only where `unfused` is None."""
         raise AssertionError(f"the {self.name} passes hold no activation")
+
+    def activate_into(
+        self, g: Read, u: Read, requests: Sequence[Request], into: Sequence[Layer]
+    ) -> tuple[list[Made], tuple[jax.Array, ...]]:
+        """(`activate`, the stacks of the layers `into` which g and u were written); only with `keeps_in_stacks`."""
+        raise AssertionError(f"the {self.name} passes keep nothing in stacks")
 
     def activate_backward(
         self, g: Read, u: Read, dh: Read,

@@ -56,9 +56,13 @@ def largest(maxima: Sequence[jax.Array], cut: Cut) -> tuple[jax.Array, ...]:
 
 def whole_maxima(partial: Sequence[jax.Array], cut: Cut) -> tuple[jax.Array, ...]:
     """Each tensor's partial int32 maxima, in any shape -> something whose maximum is that of the whole tensor: the
-    same, where it is not cut.
+    same, where it is not cut. Maxima of one shape are found by one reduction.
     """
-    return largest([jnp.max(m) for m in partial], cut) if axes_of(cut) else tuple(partial)
+    if not axes_of(cut):
+        return tuple(partial)
+    if len({m.shape for m in partial}) > 1:
+        return largest([jnp.max(m) for m in partial], cut)
+    return tuple(lax.pmax(jnp.max(jnp.stack([m.reshape(-1) for m in partial]), axis=1), axes_of(cut)))
 
 
 def gather(x: jax.Array, cut: Cut) -> jax.Array:

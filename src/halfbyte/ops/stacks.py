@@ -1,19 +1,19 @@
-"""What looped layers keep for the backward pass, in stacks [layers, ...] that kernels read where they lie.
+"""What looped layers keep for the backward pass, in stacks [layers, ...] that kernels write and read where they lie.
 
-`lax.scan` stacks what its layers keep, but hands the body of its backward pass a copy of each layer's part: XLA fuses
-that slice into its own fusions and not into a kernel, which reads a whole buffer. So here a layer returns what it keeps
-as a result of the loop, which stacks it, and reads the stack itself in the backward pass. How it gets there: a loop's
-backward pass carries the cotangents of what the loop carries. The loop carries a `ghost` of the stack, which nobody
-reads or writes and no program holds; `hand_back`, after the loop, returns the stack as the *ghost's cotangent*, each
-layer passes that on unchanged, and a `Layer` of it is what the layer kept.
+`lax.scan` stacks what its layers keep: it fills the stacks with zeros, copies each layer's part into them, and hands
+the body of its backward pass a copy of each part, because XLA fuses that slice into its own fusions and not into a
+kernel, which reads a whole buffer. So here the loop carries the stacks, `empty` at first, and each layer's kernel
+writes its part. How the backward pass gets them: it carries the cotangents of what the loop carries. `hand_back`, after
+the loop, returns the stacks as *their own cotangents*, each layer passes those on unchanged, and a `Layer` of one is
+what the layer kept.
 """
 
 import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 @jax.tree_util.register_dataclass
@@ -40,6 +40,10 @@ class Layer:
         """The same numbers in another shape."""
         return Layer(self.stack.reshape(self.stack.shape[0], *shape), self.index)
 
+    def filled(self, array: jax.Array) -> jax.Array:
+        """The stack with `array` here."""
+        return lax.dynamic_update_index_in_dim(self.stack, array, self.index, 0)
+
     def array(self) -> jax.Array:
         """A copy, unless XLA fuses it with what reads it."""
         return lax.dynamic_index_in_dim(self.stack, self.index, keepdims=False)
@@ -50,23 +54,32 @@ def array_of(x: jax.Array | Layer) -> jax.Array:
     return x.array() if isinstance(x, Layer) else x
 
 
-def ghost(layers: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """What stands for a stack of `layers` arrays in the forward pass."""
-    return jnp.zeros((layers, *shape), dtype)
+def empty(
+    layers: int, shape: tuple[int, ...], dtype: Any, *, mesh: Mesh | None = None, spec: PartitionSpec | None = None
+) -> jax.Array:
+    """A stack of `layers` arrays of `shape`, cut by `spec` on a mesh, whose numbers nobody may read before they are
+    written.
+    """
+    whole = (layers, *shape)
+    if mesh is None or spec is None:
+        return lax.empty(whole, dtype)
+    cut = PartitionSpec(None, *spec)
+    part = NamedSharding(mesh, cut).shard_shape(whole)
+    return jax.shard_map(lambda: lax.empty(part, dtype), mesh=mesh, in_specs=(), out_specs=cut, check_vma=False)()
 
 
 @jax.custom_vjp
-def hand_back(x: jax.Array, ghosts: Any, stacks: Any) -> jax.Array:
-    """x; the cotangent of each ghost is its stack. The stacks themselves have none."""
+def hand_back(x: jax.Array, stacks: Any) -> jax.Array:
+    """x; the cotangent of each stack is the stack."""
     return x
 
 
-def _forward(x: jax.Array, ghosts: Any, stacks: Any) -> tuple[jax.Array, Any]:
+def _forward(x: jax.Array, stacks: Any) -> tuple[jax.Array, Any]:
     return x, stacks
 
 
-def _backward(stacks: Any, dx: jax.Array) -> tuple[jax.Array, Any, None]:
-    return dx, stacks, None
+def _backward(stacks: Any, dx: jax.Array) -> tuple[jax.Array, Any]:
+    return dx, stacks
 
 
 hand_back.defvjp(_forward, _backward)

@@ -125,6 +125,23 @@ def test_a_layer_of_a_stack_is_read_in_place():
         np.testing.assert_array_equal(np.asarray(got).view(np.uint16), np.asarray(want).view(np.uint16))
 
 
+@pytest.mark.parametrize("width", [N, 96])
+def test_a_pass_writes_a_layer_of_a_stack_and_nothing_else(width):
+    """Oracle: the arrays themselves, and maxima without a stack. Tiles do not divide the smaller width."""
+    rng = np.random.default_rng(10)
+    g, u, *stacks = (
+        jnp.asarray(rng.standard_normal(shape).astype(ml_dtypes.bfloat16))
+        for shape in [(T, width)] * 2 + [(3, T, width)] * 2
+    )
+    options = {"tiling": TILING, "interpret": True}
+    into = [Layer(stack, jnp.int32(1)) for stack in stacks]
+    *tops, new_g, new_u = kernels.forward_maxima(g, u, into=into, **options)
+    for got, want in zip(tops, kernels.forward_maxima(g, u, **options), strict=True):
+        np.testing.assert_array_equal(got, want)
+    for new, old, array in zip((new_g, new_u), stacks, (g, u), strict=True):
+        same_bits(new, np.asarray(old.at[1].set(array)))
+
+
 def same_bits(got, want):
     np.testing.assert_array_equal(np.asarray(got).view(np.uint16), want.view(np.uint16))
 

@@ -1,5 +1,7 @@
 """The kernels themselves, compiled and inside jit with default flags, against the oracle: every bit. Needs a GPU."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import kernel_oracle as oracle
@@ -171,7 +173,7 @@ def test_parts_put_together_are_the_whole(cut, codes):
 
 
 @pytest.mark.parametrize(("layers", "tokens", "width"), [(3, T, N), (9, 16384, 16384)])
-def test_a_layer_of_a_stack_is_read_in_place(layers, tokens, width):
+def test_a_layer_of_a_stack_is_read_and_written_in_place(layers, tokens, width):
     """Oracle: the same kernels on the layer alone; the larger stack is beyond 4 GiB, the rest of it NaN."""
     g, u, d = (jax.random.normal(key, (tokens, width), jnp.bfloat16) for key in jax.random.split(jax.random.key(0), 3))
     stacks = [jnp.full((layers, tokens, width), jnp.nan, jnp.bfloat16).at[layers - 1].set(a) for a in (g, u)]
@@ -186,3 +188,11 @@ def test_a_layer_of_a_stack_is_read_in_place(layers, tokens, width):
     read = run(*(Layer(stack, jnp.int32(layers - 1)) for stack in stacks), d)
     for got, want in zip(read, run(g, u, d), strict=True):
         assert got.dtype == want.dtype and bool(jnp.array_equal(got, want)), (got.shape, got.dtype)
+
+    @functools.partial(jax.jit, donate_argnums=(2, 3))
+    def write(g, u, *stacks):
+        into = [Layer(stack, jnp.int32(layers - 1)) for stack in stacks]
+        return [stack[layers - 2 :] for stack in K.forward_maxima(g, u, into=into)[-2:]]
+
+    for made, array in zip(write(g, u, *(jnp.zeros_like(s) for s in stacks)), (g, u), strict=True):
+        assert not made[0].any() and bool(jnp.array_equal(made[1], array))

@@ -138,7 +138,8 @@ class F8Passes(Passes):
 
     interpret: bool = False
     name = "fp8"
-    reads_stacks = True
+    keeps_in_stacks = True
+    batches_weights = True
 
     def unsupported(self, problem: Problem) -> str | None:
         """Needs one NVIDIA GPU with 8-bit units, bfloat16 activations, and sizes that the kernels' tiles divide."""
@@ -174,21 +175,25 @@ class F8Passes(Passes):
         return [_order(made[r.policy], r) for r in requests]
 
     def activate(self, g: jax.Array, u: jax.Array, requests: Sequence[Request]) -> list[Made]:
-        g2, u2 = (t.reshape(-1, t.shape[-1]) for t in (g, u))  # [tokens..., features] -> [tokens, features]
-        found = kernels.forward_maxima(g2, u2, hadamard=False, interpret=self.interpret)
-        (top,) = whole_maxima(found, requests[0].cut)
+        return self.activate_into(g, u, requests, ())[0]
+
+    def activate_into(self, g, u, requests, into):
+        g2, u2, *places = (t.reshape(-1, t.shape[-1]) for t in (g, u, *into))  # [tokens..., features] -> a matrix
+        found, *stacks = kernels.forward_maxima(g2, u2, hadamard=False, into=places, interpret=self.interpret)
+        (top,) = whole_maxima([found], requests[0].cut)
         policy, orders = requests[0].policy, _orders(requests)
         scale, factor = self._scale(top, policy.format)
         codes = f8.cast_forward(g2, u2, scale, element=ELEMENTS[policy.format], interpret=self.interpret, **orders)
         made = _both(codes, orders, factor, policy, g.shape)
-        return [_order(made, r) for r in requests]
+        kept = tuple(made.reshape(layer.stack.shape) for made, layer in zip(stacks, into, strict=True))
+        return [_order(made, r) for r in requests], kept
 
     def activate_backward(self, g, u, dh, dg, du, h):
         g2, u2, dh2 = (t.reshape(-1, t.shape[-1]) for t in (g, u, dh))  # [tokens..., features] -> [tokens, features]
         found = kernels.backward_maxima(g2, u2, dh2, hadamard=False, tensors=3, interpret=self.interpret)
         tops = whole_maxima(found, dg[0].cut)
         policies = [requests[0].policy for requests in (dg, du, h)]
-        scales, factors = zip(*(self._scale(t, p.format) for t, p in zip(tops, policies, strict=True)), strict=True)
+        scales, factors = zip(*self._scales(tops, [p.format for p in policies]), strict=True)
         elements = [ELEMENTS[p.format] for p in policies]
         made = f8.cast_backward(  # dg, dg^T, du, du^T, h^T
             g2, u2, dh2, scales, gradient=elements[0], element=elements[2], interpret=self.interpret
@@ -208,7 +213,11 @@ class F8Passes(Passes):
         return EightBit(plain, transposed, factor, policy)
 
     def _scale(self, maxima: jax.Array, fmt: BlockFormat) -> tuple[jax.Array, jax.Array]:
-        return kernels.scale_and_factor(maxima, top=f8.TOPS[ELEMENTS[fmt]], interpret=self.interpret)
+        return self._scales([maxima], [fmt])[0]
+
+    def _scales(self, maxima: Sequence[jax.Array], formats: Sequence[BlockFormat]) -> list[tuple[jax.Array, jax.Array]]:
+        tops = tuple(f8.TOPS[ELEMENTS[fmt]] for fmt in formats)
+        return kernels.scales_and_factors(*maxima, tops=tops, interpret=self.interpret)
 
 
 def _orders(requests: Sequence[Request]) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class FusedPasses(Passes):
 
     interpret: bool = False
     name = "fused"
-    reads_stacks = True
+    keeps_in_stacks = True
 
     def unsupported(self, problem: Problem) -> str | None:
         """Needs one Hopper or newer NVIDIA GPU, bfloat16 tensors, and sizes that the kernels' tiles divide."""
@@ -108,10 +108,17 @@ class FusedPasses(Passes):
         return self._in_rounds(lambda **sides: kernels.quantize(flat, **sides), tops, requests, x.shape)
 
     def activate(self, g: Read, u: Read, requests: Sequence[Request]) -> list[Made]:
+        return self.activate_into(g, u, requests, ())[0]
+
+    def activate_into(self, g, u, requests, into):
         flat, owed = _matrices(g, u)
-        found = kernels.forward_maxima(*flat, owed=owed, hadamard=_transformed(requests), interpret=self.interpret)
+        hadamard, places = _transformed(requests), [layer.reshape(-1, layer.shape[-1]) for layer in into]
+        find = functools.partial(kernels.forward_maxima, *flat, owed=owed, hadamard=hadamard, into=places)
+        found = find(interpret=self.interpret)
+        tops, stacks = found[: len(found) - len(into)], found[len(found) - len(into) :]
         run = functools.partial(kernels.quantize_forward, *flat, owed=owed)
-        return self._in_rounds(run, _of_all(found, requests), requests, g.shape)
+        made = self._in_rounds(run, _of_all(tops, requests), requests, g.shape)
+        return made, tuple(s.reshape(layer.stack.shape) for s, layer in zip(stacks, into, strict=True))
 
     def _in_rounds(self, run, tops: Sequence[jax.Array], requests: Sequence[Request], shape: tuple) -> list[Made]:
         """A kernel makes one row and one column at most: linears that cannot share an operand take turns."""

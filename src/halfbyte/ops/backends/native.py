@@ -235,7 +235,7 @@ class NativePasses(FusedPasses):
 
     name = "native"
     takes_owed = True
-    reads_stacks = False  # kernels that write codes read whole arrays
+    keeps_in_stacks = False  # kernels that write codes read whole arrays
     one_weight = False
 
     def foreign(self, recipe: Recipe) -> str | None:

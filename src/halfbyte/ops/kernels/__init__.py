@@ -26,7 +26,7 @@ from halfbyte.ops.kernels.gated import activation, backward_maxima, forward_maxi
 from halfbyte.ops.kernels.layout import Tiling, unsupported
 from halfbyte.ops.kernels.matmul import GemmTiling, matmul
 from halfbyte.ops.kernels.nvfp4 import Columnwise, Rowwise, Window, maxima, quantize, unpack
-from halfbyte.ops.kernels.scale import amax_bits, scale_and_factor, tensor_scale, tensor_scales
+from halfbyte.ops.kernels.scale import amax_bits, scales_and_factors, tensor_scale, tensor_scales
 from halfbyte.ops.kernels.scale_order import ScaleOrder
 from halfbyte.ops.kernels.weights import pack_weight, quantize_weight, weight_codes, weight_maxima
 
@@ -50,7 +50,7 @@ __all__ = [
     "quantize_backward",
     "quantize_forward",
     "quantize_weight",
-    "scale_and_factor",
+    "scales_and_factors",
     "tensor_scale",
     "tensor_scales",
     "unpack",

@@ -115,11 +115,14 @@ def forward_maxima(
     *,
     owed: jax.Array | None = None,
     hadamard: bool = True,
+    into: Sequence[Layer] = (),
     tiling: Tiling = FORWARD_TILING,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Partial maxima of h, and of its transform along tokens if `hadamard`; as `maxima`."""
-    run = functools.partial(find_maxima, [g, u], forward_made, 1, owed=owed, hadamard=hadamard)
+    """Partial maxima of h, and of its transform along tokens if `hadamard`; as `maxima`. With `into`, layers of two
+    stacks, g and u are written there, and the stacks are the last results.
+    """
+    run = functools.partial(find_maxima, [g, u], forward_made, 1, owed=owed, hadamard=hadamard, into=into)
     return run(tiling=tiling, interpret=interpret, name="swiglu_forward_maxima")
 
 

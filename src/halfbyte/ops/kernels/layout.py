@@ -78,13 +78,16 @@ def call(
     outputs: Sequence[tuple[int, Any]],
     maxima: int = 0,
     rows: int = BLOCK,
+    into: Sequence[Layer] = (),
     tiling: Tiling,
     interpret: bool,
     name: str,
 ) -> list[jax.Array]:
     """Runs `kernel(program, array_refs, scalar_refs, output_refs, maxima_refs)` over tiles of `rows` tokens.
 
-    `outputs` gives (rows out of each `rows` tokens, dtype). `maxima` are extra int32 outputs, one value a program.
+    `outputs` gives (rows out of each `rows` tokens, dtype). `maxima` are extra int32 outputs, one value a program. What
+    the kernel writes `into` layers, whose references follow those of the outputs, is written in place: their stacks
+    are the last results.
     """
     tokens, width = arrays[0].shape
     tiling = fit(tiling, width)
@@ -104,34 +107,37 @@ def call(
         viewed = array.reshape(groups, array.shape[0] // groups, width // BLOCK, BLOCK)
         return viewed.stack if isinstance(viewed, Layer) else viewed
 
-    indices = [array.index.reshape(1) for array in arrays if isinstance(array, Layer)]
-    scalars = [*scalars, *indices]
+    indices = [array.index.reshape(1) for array in (*arrays, *into) if isinstance(array, Layer)]
+    given, scalars = len(scalars), [*scalars, *indices]
+    a, s, o = len(arrays), len(scalars), len(outputs)
 
     def body(*refs):
-        a, s = len(arrays), len(scalars)
         i, j = order(pl.program_id(0), pl.program_id(1))
-        split = a + s + len(outputs)
-        given = s - len(indices)
-        inputs = in_layers(arrays, refs[:a], refs[a + given : a + s])
-        kernel((i, j), inputs, refs[a : a + given], refs[a + s : split], refs[split:])
+        made = refs[a + s + len(into) :]  # the stacks come in as well, and are not read
+        numbers = refs[a + given : a + s]
+        places = in_layers([*arrays, *into], [*refs[:a], *made[o + maxima :]], numbers)
+        kernel((i, j), places[:a], refs[a : a + given], [*made[:o], *places[a:]], made[o : o + maxima])
 
     whole = [pl.BlockSpec(s.shape, functools.partial(lambda n, *_: (0,) * n, s.ndim)) for s in scalars]
     one = pl.BlockSpec((1, 1), lambda *p: order(*p))
     results = pl.pallas_call(
         body,
         grid=grid[::-1] if tiling.columns_first else grid,
-        in_specs=[*map(in_spec, arrays), *whole],
-        out_specs=[*(spec(count) for count, _ in outputs), *[one] * maxima],
+        in_specs=[*map(in_spec, arrays), *whole, *map(in_spec, into)],
+        out_specs=[*(spec(count) for count, _ in outputs), *[one] * maxima, *map(in_spec, into)],
         out_shape=[
             *(jax.ShapeDtypeStruct((groups, count, width // BLOCK, BLOCK), d) for count, d in outputs),
             *[jax.ShapeDtypeStruct(grid, jnp.int32)] * maxima,
+            *(jax.ShapeDtypeStruct(view(layer).shape, layer.dtype) for layer in into),
         ],
+        input_output_aliases={a + s + i: o + maxima + i for i in range(len(into))},
         compiler_params=plgpu.CompilerParams(num_warps=tiling.warps, num_stages=1),
         interpret=interpret,
         name=name,
-    )(*map(view, arrays), *scalars)
-    shaped = [r.reshape(-1, width) for r in results[: len(outputs)]]
-    return [*shaped, *results[len(outputs) :]]
+    )(*map(view, arrays), *scalars, *map(view, into))
+    shaped = [r.reshape(-1, width) for r in results[:o]]
+    stacks = [r.reshape(layer.stack.shape) for r, layer in zip(results[o + maxima :], into, strict=True)]
+    return [*shaped, *results[o : o + maxima], *stacks]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +149,9 @@ class LayerRef:
 
     def __getitem__(self, at: Any) -> jax.Array:
         return self.ref[self.index] if at is ... else self.ref[self.index, at]
+
+    def __setitem__(self, at: Any, tile: jax.Array) -> None:
+        self.ref[self.index, at] = tile
 
 
 def in_layers(arrays: Sequence[jax.Array | Layer], refs: Sequence[Any], indices: Sequence[Any]) -> list[Any]:

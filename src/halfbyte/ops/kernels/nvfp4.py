@@ -121,10 +121,12 @@ def find_maxima(
     tiling: Tiling,
     interpret: bool,
     owed: jax.Array | None = None,
+    into: Sequence[Layer] = (),
     name: str = "maxima",
 ) -> tuple[jax.Array, ...]:
     """`maxima` of each of the `count` tensors whose token rows `make(machine, rows of the arrays)` returns. `owed`,
-    float32, one an array, multiplies what is read.
+    float32, one an array, multiplies what is read. The first arrays are also written `into` layers, as they are; their
+    stacks come last.
     """
     layout.check(arrays[0])
     total = count * (2 if hadamard else 1)
@@ -139,10 +141,14 @@ def find_maxima(
             return [top[0] for top in body(m, rows, ())]
 
         by_hand = functools.partial(codes.find_maxima, [array_of(a) for a in arrays], first, total, owed=owed)
-        return by_hand(columns=tiling.columns, interpret=interpret, name=name)
+        stacks = [layer.filled(array_of(array)) for layer, array in zip(into, arrays, strict=False)]
+        return *by_hand(columns=tiling.columns, interpret=interpret, name=name), *stacks
 
-    def kernel(_, refs, scalar_refs, ___, tops):
+    def kernel(_, refs, scalar_refs, stacks, tops):
         tiles = [ref[r] for ref in refs for r in range(BLOCK)]
+        for i, ref in enumerate(stacks):
+            for r in range(BLOCK):
+                ref[r] = tiles[i * BLOCK + r]
         factors = [ref[i] for ref in scalar_refs for i in range(len(arrays))]
         outputs = [jnp.int32] * len(tops)
         made = evaluate(body, tiles, factors, outputs=outputs, columns=tiling.columns, interpret=interpret)
@@ -150,7 +156,7 @@ def find_maxima(
             ref[0, 0] = jnp.max(tile)
 
     scalars = [] if owed is None else [owed]
-    run = functools.partial(layout.call, kernel, arrays, scalars, outputs=[], maxima=total)
+    run = functools.partial(layout.call, kernel, arrays, scalars, outputs=[], maxima=total, into=into)
     return tuple(run(tiling=tiling, interpret=interpret, name=name))
 
 

@@ -35,24 +35,28 @@ def tensor_scale(maxima: jax.Array, *, top: float = NVFP4_TOP, interpret: bool =
 @layout.once("top", "interpret")
 def tensor_scales(*maxima: jax.Array, top: float = NVFP4_TOP, interpret: bool = False) -> tuple[jax.Array, ...]:
     """`tensor_scale` of several tensors in one launch."""
-    return _launch(maxima, top, interpret)[: len(maxima)]
+    return _launch(maxima, [top] * len(maxima), interpret)[: len(maxima)]
 
 
-@layout.once("top", "interpret")
-def scale_and_factor(maxima: jax.Array, *, top: float, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
-    """`tensor_scale`, and its last entry as a scalar of its own, for a GEMM that reads a scalar from memory."""
-    vector, factor = _launch((maxima,), top, interpret)
-    return vector, factor.reshape(())
+@layout.once("tops", "interpret")
+def scales_and_factors(
+    *maxima: jax.Array, tops: tuple[float, ...], interpret: bool = False
+) -> list[tuple[jax.Array, jax.Array]]:
+    """Of each tensor `tensor_scale` under its own top, and its last entry as a scalar of its own, for a GEMM that reads
+    a scalar from memory; in one launch.
+    """
+    made, n = _launch(maxima, tops, interpret), len(maxima)
+    return [(vector, factor.reshape(())) for vector, factor in zip(made[:n], made[n:], strict=True)]
 
 
-def _launch(maxima: Sequence[jax.Array], top: float, interpret: bool) -> tuple[jax.Array, ...]:
+def _launch(maxima: Sequence[jax.Array], tops: Sequence[float], interpret: bool) -> tuple[jax.Array, ...]:
     """The scale vectors of all tensors, then their GEMM factors [1]."""
     counts = [math.prod(m.shape) for m in maxima]
     n = len(counts)
 
     def kernel(*refs):
-        for maxima_ref, out_ref, factor_ref, count in zip(
-            refs[:n], refs[n : 2 * n], refs[2 * n :], counts, strict=True
+        for maxima_ref, out_ref, factor_ref, count, top in zip(
+            refs[:n], refs[n : 2 * n], refs[2 * n :], counts, tops, strict=True
         ):
             amax = lax.bitcast_convert_type(jnp.max(_read(maxima_ref, count, interpret)), jnp.float32)
             entries = _entries(jnp.broadcast_to(amax, (SIZE,)), top, interpret)
