@@ -68,6 +68,18 @@ def test_a_loop_with_stacks_has_the_gradients_of_one_without(recipe, monkeypatch
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), own, stacked)
 
 
+def test_stacks_that_no_kernel_keeps_anything_in_are_not_held():
+    mesh = make_mesh({"fsdp": 4}, jax.devices("cpu")[:4])
+    like = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    weights = {"gate": like((LAYERS, 64, 128)), "up": like((LAYERS, 64, 128)), "down": like((LAYERS, 128, 64))}
+    own, stacked = (
+        jax.jit(functools.partial(gradients, mesh, "bf16", kept)).lower(like((4, 256, 64), dtype=jnp.bfloat16), weights)
+        for kept in (False, True)
+    )
+    own, stacked = (lowered.compile().memory_analysis().temp_size_in_bytes for lowered in (own, stacked))
+    assert stacked == own
+
+
 SIZE, TOKENS, EMBED, HIDDEN = 8, 1024, 512, 1024  # tokens and sizes of one device's GEMMs
 
 
@@ -93,7 +105,7 @@ def moved(recipe):
     find_spec("jax_cuda12_plugin") is None and find_spec("jax_cuda13_plugin") is None, reason="needs the extra `plan`"
 )
 @pytest.mark.parametrize("recipe", ["bf16", "nvfp4", "fp8"])
-def test_a_step_copies_no_layer_and_transposes_no_gradient(recipe):
+def test_a_step_copies_no_layer_fills_no_stack_and_transposes_no_gradient(recipe):
     """A layer's product, copied, is 4.2 MB read and written; so is the whole gradient of a weight, transposed. There
     are six and three of them. Weights that are cut along a contraction are transposed as they are gathered, in codes.
     """
@@ -103,3 +115,4 @@ def test_a_step_copies_no_layer_and_transposes_no_gradient(recipe):
     assert found["transpose"] < gathered + gradient, found
     if recipe != "bf16":  # whose slices of g and u are part of XLA's own fusions, or copies, as it likes
         assert found["slice"] < 3 * product, found
+        assert found["update"] + found["fill"] < 4 * product, found  # 9 more if they were copied into filled stacks

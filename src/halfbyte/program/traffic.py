@@ -25,6 +25,7 @@ MOVES = {
     "copy": ("copy", "concatenate"),
 }
 """Kinds of instructions that compute nothing, by an opcode that they hold, the first that fits."""
+UNWRITTEN = "AllocateBuffer"  # the call that `lax.empty` becomes
 WITHOUT_WORK = frozenset("parameter constant bitcast tuple get-tuple-element convert".split())
 
 
@@ -87,6 +88,8 @@ def bytes_of(program: Program, found: Instruction) -> tuple[int, int]:
     results = sum(array.bytes for array in found.results)
     if found.opcode in FUSIONS:
         return _of_fusion(program, found)
+    if found.target == UNWRITTEN:
+        return 0, 0
     if found.opcode in ("dynamic-slice", "slice"):
         return results, results
     if found.opcode == "gather":
