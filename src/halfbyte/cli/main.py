@@ -38,6 +38,7 @@ import ast
 import contextlib
 import difflib
 import errno
+import gc
 import importlib
 import json
 import math
@@ -62,6 +63,9 @@ BAD_PATH = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryErr
 BAD_PATH_CODES = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS, errno.ENODEV, errno.ENXIO)
 # The machine's fault, not the program's: a traceback would tell nobody anything.
 MACHINE_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EIO, errno.EFBIG, errno.ENOMEM)
+# Importing and tracing make a million small objects that stay: with Python's own thresholds looking for garbage among
+# them takes most of a second of a start.
+GARBAGE = (50_000, 20, 100)
 BROKEN_PIPE = 128 + signal.SIGPIPE
 # Shown first and in this order by `halfbyte --help`; commands not named here follow by name.
 ORDER = tuple(
@@ -73,6 +77,7 @@ def entry() -> None:
     """The console script. Output that nobody reads any more ends the program quietly, with the code of SIGPIPE. A
     thread that a library has left waiting (Orbax, after a write that failed) does not keep the process."""
     open_standard_streams()
+    gc.set_threshold(*GARBAGE)
     try:
         code = main()
         sys.stdout.flush()

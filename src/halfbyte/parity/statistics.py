@@ -19,7 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import stdtr, stdtrit
+
+from halfbyte.later import later
+
+special = later("scipy.special")
 
 ALPHA = 0.05
 LEVEL = 1 - 2 * ALPHA
@@ -41,7 +44,7 @@ class Interval:
 
 def t_quantile(probability: float, freedom: int) -> float:
     """Student's t."""
-    return float(stdtrit(freedom, probability))
+    return float(special.stdtrit(freedom, probability))
 
 
 def over_seeds(differences: Sequence[float] | np.ndarray, level: float = LEVEL) -> Interval:
@@ -64,7 +67,7 @@ def equivalence_p(found: Interval, margin: float) -> float | None:
     if found.sd == 0:
         return 0.0 if abs(found.mean) < margin else 1.0
     error = found.sd / math.sqrt(found.count)
-    return max(float(stdtr(found.count - 1, -(margin - sign * found.mean) / error)) for sign in (-1, 1))
+    return max(float(special.stdtr(found.count - 1, -(margin - sign * found.mean) / error)) for sign in (-1, 1))
 
 
 def seeds_needed(found: Interval, margin: float, *, most: int = 64, power: float = POWER) -> int | None:
