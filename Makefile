@@ -13,6 +13,8 @@ MODELS := gemma google-tunix penzai ordered-set
 # Two workers: compiling is single-threaded, so two tests at a time use two cores; who is done takes
 # half of what the other has left, so neighbours mostly share a worker and its fixtures. make test WORKERS=8 on a larger machine.
 WORKERS ?= 2
+# Images often set this; without bytecode every start of Halfbyte takes twice as long. It lies in $(VENV) and src.
+unexport PYTHONDONTWRITEBYTECODE
 ARGS   ?=
 # GPU=1 (CUDA 12), GPU=cuda13, GPU=tpu, or GPU=0 for a CPU; without it CUDA 12 where there is an NVIDIA driver.
 GPU    ?= $(if $(wildcard /dev/nvidiactl /dev/nvidia0 /dev/dxg),1,0)

@@ -6,17 +6,23 @@ real; on a GPU machine tests that need several devices take `jax.devices("cpu")`
 
 import gc
 import os
+import sys
+from pathlib import Path
 
 # XLA's CPU client blocks a thread in each collective that waits for its peers, and takes as many threads as NPROC says:
 # eight devices with two collectives under way would wait for each other for ever on a small machine.
 os.environ.setdefault("NPROC", "32")
 
+# Where Python was told to keep no bytecode (an image's usual setting), each worker and each command that a test starts
+# would compile every module that it imports: half of what a start costs. It is kept beside pytest's own cache then.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+    kept = os.environ.setdefault("PYTHONPYCACHEPREFIX", str(Path(__file__).parents[1] / ".pytest_cache" / "bytecode"))
+    sys.dont_write_bytecode, sys.pycache_prefix = False, kept
+
 from halfbyte.devices.platform import load_jax_quietly, settle_platform
 
 if settle_platform(os.environ):
     load_jax_quietly()
-
-from pathlib import Path
 
 import jax
 import pytest

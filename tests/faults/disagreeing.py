@@ -10,15 +10,16 @@ from outside import free_port
 from reference import Bench, at_random_step, is_sentence, kind
 
 
-@kind(times=2)
+@kind(times=2, cores=2)
 def stop_one_rank(bench: Bench, folder: Path, random: Random) -> str:
     ranks = bench.trainer.start_all(folder, "--watchdog-s", "30", ranks=2)
     at_random_step(bench, folder, ranks, random)
     victim = random.randrange(2)
     ranks[victim].process.send_signal(signal.SIGSTOP)
     began = time.monotonic()
-    code = ranks[1 - victim].wait(90)
-    seconds = time.monotonic() - began
+    with bench.places.idle():
+        code = ranks[1 - victim].wait(90)
+        seconds = time.monotonic() - began
     ranks[victim].process.send_signal(signal.SIGCONT)
     codes = code, ranks[victim].wait(60)
     output = ranks[1 - victim].output
@@ -43,7 +44,7 @@ def port_taken(bench: Bench, folder: Path, random: Random) -> str:
     return "exit 2 with the port named, before anybody connects"
 
 
-@kind(times=2)
+@kind(times=2, cores=0)
 def too_few_ranks(bench: Bench, folder: Path, random: Random) -> str:
     rank = random.randrange(2)
     flags = ("--distributed.initialization-timeout-s", "8")

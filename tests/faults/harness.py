@@ -1,6 +1,6 @@
 """`make faults`: seeded faults of every kind against a small run, each with the outcome that it must have.
 
-    python tests/faults/harness.py                                # all, two at a time
+    python tests/faults/harness.py                                # all, on two cores
     python tests/faults/harness.py --kinds kill_one_rank,sigterm --times 1
     python tests/faults/harness.py --write docs/evidence/faults.md
 
@@ -11,11 +11,13 @@ import argparse
 import importlib.metadata
 import os
 import platform
+import resource
 import shutil
 import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from random import Random
@@ -24,10 +26,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 os.environ["JAX_PLATFORMS"] = "cpu"  # the harness reads checkpoints itself
 
 from kinds import KINDS, Bench
-from outside import Trainer, can_mount, saved_state
+from outside import Trainer, can_mount, keep_bytecode, saved_state
+from places import Places
 
 NEEDS_MOUNT = ("disk_full_for_a_while", "disk_full_to_the_end", "out_of_inodes", "read_only_directory")
-STEPS, EVERY = 60, 6
+STEPS, EVERY = 36, 6
+WAITING = 4  # more faults than there are places: those that wait for a watchdog hold none
 
 
 def write_config(path: Path) -> None:
@@ -57,10 +61,10 @@ def write_config(path: Path) -> None:
         seq=32,
         accumulate=2,
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup=1),
-        loss_scale=LossScaleConfig(mode="dynamic", initial=8.0, growth_interval=25),
+        loss_scale=LossScaleConfig(mode="dynamic", initial=8.0, growth_interval=12),
         validation=ValidationConfig(every=0, batches=1),
         checkpoint=CheckpointConfig(every=EVERY, keep_last=3),
-        log=LogConfig(tensorboard=False, every=30),
+        log=LogConfig(tensorboard=False, every=18),
     )
     jsonconfig.save(config, path)
 
@@ -85,18 +89,25 @@ def prepare(root: Path, *, two_ranks: bool = True) -> Bench:
 
 def one_fault(bench: Bench, root: Path, name: str, number: int, seed: int) -> dict:
     """Do it, and say what came of it."""
-    fault = KINDS[name][0]
+    fault, _, cores = KINDS[name]
     folder = root / f"{name}-{number}"
-    began = time.monotonic()
-    try:
-        text, good = fault(bench, folder, Random(f"{seed}/{name}/{number}")), True
-    except AssertionError as error:
-        text, good = " ".join(str(error).split())[:300], False
-    except Exception:
-        text, good = "harness: " + " ".join(traceback.format_exc().split())[-300:], False
+    with bench.places.taken(cores):
+        began = time.monotonic()
+        text, good = tried(lambda: fault(bench, folder, Random(f"{seed}/{name}/{number}")))
+        seconds = time.monotonic() - began
     if good:
         shutil.rmtree(folder, ignore_errors=True)
-    return {"kind": name, "number": number, "good": good, "text": text, "seconds": time.monotonic() - began}
+    return {"kind": name, "number": number, "good": good, "text": text, "seconds": seconds}
+
+
+def tried(fault: Callable[[], str]) -> tuple[str, bool]:
+    """(what came of it, whether that is what must come of it)."""
+    try:
+        return fault(), True
+    except AssertionError as error:
+        return " ".join(str(error).split())[:300], False
+    except Exception:
+        return "harness: " + " ".join(traceback.format_exc().split())[-300:], False
 
 
 HEAD = "# Faults\n\n`make faults`: what each fault must end in is in tests/faults/kinds.py.\n\n"
@@ -107,8 +118,10 @@ def table(rows: list[dict], seconds: float, seed: int, *, planned: int, left_out
     rows = sorted(rows, key=lambda row: row["number"])
     bad = [row for row in rows if not row["good"]]
     kinds = {row["kind"] for row in rows}
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     head = (
-        f"{len(rows)} faults of {len(kinds)} kinds, seed {seed}, in {seconds / 60:.1f} minutes: "
+        f"{len(rows)} faults of {len(kinds)} kinds, seed {seed}, in {seconds / 60:.1f} minutes and "
+        f"{(spent.ru_utime + spent.ru_stime) / 60:.1f} of the processes' own time: "
         f"{len(rows) - len(bad)} as they must be, {len(bad)} not. Linux, CPU, {len(os.sched_getaffinity(0))} cores, "
         f"Python {platform.python_version()}, JAX {importlib.metadata.version('jax')}.\n\n"
         "| kind | n | s each | as it must be | what came of it (the last) |\n|---|---|---|---|---|\n"
@@ -133,21 +146,28 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS))
     parser.add_argument("--times", type=int, default=0, help="of each kind; 0: as each says")
-    parser.add_argument("--at-once", type=int, default=2)
+    parser.add_argument("--cores", type=int, default=2, help="that the faults share")
     parser.add_argument("--write", help="also write the table here")
     parser.add_argument("--keep", action="store_true", help="keep the folders")
     args = parser.parse_args()
+    if unknown := set(args.kinds) - set(KINDS):
+        parser.error(f"--kinds {','.join(sorted(unknown))}: no such kind; there are {', '.join(KINDS)}")
     began, root = time.monotonic(), Path(tempfile.mkdtemp(prefix="halfbyte-faults-"))
+    keep_bytecode(root / "bytecode")
     bench = prepare(root)
+    bench.places = Places(args.cores)
     left_out = [] if can_mount() else [name for name in NEEDS_MOUNT if name in args.kinds]
     plan = [
-        (name, number) for name in args.kinds if name not in left_out for number in range(args.times or KINDS[name][1])
+        (name, number)
+        for name in args.kinds
+        if name not in left_out
+        for number in range(args.times or KINDS[name].times)
     ]
     Random(args.seed).shuffle(plan)
-    print(f"{len(plan)} faults, {args.at_once} at a time; cannot be mounted here: {left_out or 'nothing'}", flush=True)
+    print(f"{len(plan)} faults, on {args.cores} cores; cannot be mounted here: {left_out or 'nothing'}", flush=True)
     rows: list[dict] = []
     text = ""
-    with ThreadPoolExecutor(args.at_once) as threads:
+    with ThreadPoolExecutor(args.cores + WAITING) as threads:
         jobs = [threads.submit(one_fault, bench, root, name, number, args.seed) for name, number in plan]
         for job in as_completed(jobs):
             row = job.result()

@@ -50,7 +50,7 @@ def kill_during_a_restore(bench: Bench, folder: Path, random: Random) -> str:
     return "killed again while it restored; resumed, bit-identical"
 
 
-@kind(times=3)
+@kind(times=3, cores=2)
 def kill_one_rank(bench: Bench, folder: Path, random: Random) -> str:
     ranks = bench.trainer.start_all(folder, ranks=2)
     step = at_random_step(bench, folder, ranks, random)
@@ -136,7 +136,7 @@ def closed_pipe(bench: Bench, folder: Path, random: Random) -> str:
     return "exit 75 when nobody read any more, none lost; bit-identical"
 
 
-@kind(times=2)
+@kind(times=2, cores=2)
 def sigterm_one_rank(bench: Bench, folder: Path, random: Random) -> str:
     ranks = bench.trainer.start_all(folder, ranks=2)
     at_random_step(bench, folder, ranks, random)

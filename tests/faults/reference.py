@@ -6,11 +6,13 @@ AssertionError when that is not what must happen.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 from outside import STACKS, Started, Trainer, last_step, losses, saved_state, wait_until
+from places import Places
 
 
 @dataclass
@@ -23,6 +25,7 @@ class Bench:
     steps: int
     every: int
     data: Path | None = None
+    places: Places = field(default_factory=Places)
 
     def same_end(self, folder: Path) -> None:
         """The run in `folder` ended as the undisturbed one did, bit for bit."""
@@ -38,14 +41,25 @@ class Bench:
 
 
 Fault = Callable[[Bench, Path, Random], str]
-KINDS: dict[str, tuple[Fault, int]] = {}
 
 
-def kind(times: int) -> Callable[[Fault], Fault]:
-    """Register a fault under its function's name, to be tried `times` times in a full run."""
+class Kind(NamedTuple):
+    """A fault, how often a full run tries it, and how many cores it keeps busy."""
+
+    fault: Fault
+    times: int
+    cores: int
+
+
+KINDS: dict[str, Kind] = {}
+
+
+def kind(times: int, cores: int = 1) -> Callable[[Fault], Fault]:
+    """Register a fault under its function's name. Two ranks that train wait for each other in every collective: beside
+    another process each of their steps takes ten times as long, so they are given two cores."""
 
     def register(fault: Fault) -> Fault:
-        KINDS[fault.__name__] = (fault, times)
+        KINDS[fault.__name__] = Kind(fault, times, cores)
         return fault
 
     return register

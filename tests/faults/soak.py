@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from outside import ENTRY, SOURCE, last_step, losses, saved_state
+from outside import ENTRY, SOURCE, keep_bytecode, last_step, losses, saved_state
 
 FAULTS = ("kill", "term", "stop", "flip", "truncate", "hup")
 
@@ -108,6 +108,7 @@ def main() -> int:
     parser.add_argument("--write", help="also write what was seen here, after every fault")
     args = parser.parse_args()
     random, root = Random(args.seed), Path(tempfile.mkdtemp(prefix="halfbyte-soak-"))
+    keep_bytecode(root / "bytecode")
     flags = ["--steps", str(args.steps), "--batch", "4", "--checkpoint.every", "10", "--checkpoint.keep-last", "3"]
     flags += ["--validation.batches", "2", "--no-sample", "--log.every", "50", "--compile-cache", str(root / "cache")]
     environ = {
