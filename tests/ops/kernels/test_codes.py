@@ -185,7 +185,7 @@ def bits(x):
     return np.asarray(x).view(np.uint16)
 
 
-@pytest.mark.parametrize("shape", [(48, 144), (32, 43), (16, 62)], ids=str)
+@pytest.mark.parametrize("shape", [(48, 144), (32, 43), (16, 62), (32, 129), (16, 133)], ids=str)
 def test_carriers_of_widths_that_no_tile_divides(shape):
     x = data(shape, "wide")
     turned, key = oracle.hadamard_tokens(x), jnp.asarray(KEYS[0])
@@ -204,6 +204,20 @@ def test_carriers_of_widths_that_no_tile_divides(shape):
     np.testing.assert_array_equal(codes, oracle.pack_tokens(column[0]))
     np.testing.assert_array_equal(scales, column[1])
     np.testing.assert_array_equal(bits(K.unpack(codes, scales, interpret=True)), column[2].view(np.uint16))
+
+
+@pytest.mark.parametrize("width", [67, 131])
+def test_swiglu_carriers_of_an_odd_width(width):
+    """Two columns a lane. Oracle: the carriers of the tensors themselves, four columns a lane."""
+    g, u, d = (jnp.asarray(data((32, width), name)) for name in ("wide", "normal", "normal"))
+    factors, key = scale(3.0), jnp.asarray(KEYS[0])
+    row, column = K.Rowwise(factors, key), K.Columnwise(factors, key)
+    got = K.quantize_backward(g, u, d, dg=(row, column), du=(row, column), h=column, interpret=True)
+    dg, du, h = K.activation(g, u, d, interpret=True)
+    want = [a for x in (dg, du) for a in K.quantize(x, rows=row, columns=column, interpret=True)]
+    want += K.quantize(h, columns=column, interpret=True)
+    for found, right in zip(got, want, strict=True):
+        np.testing.assert_array_equal(bits(found), bits(right))
 
 
 @pytest.mark.parametrize("shape", [(48, 144), (32, 43)], ids=str)

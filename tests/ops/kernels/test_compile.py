@@ -113,6 +113,12 @@ def test_a_width_that_no_tile_divides_is_served_by_kernels():
     assert "quantize_rows_stochastic_columns_stochastic_hadamard" in names
 
 
+def test_carriers_of_an_odd_width_compile():
+    like = shapes(topology_of("h200"))
+    text = compiled(hidden, "h200", *[like(256, 331)] * 3, like(2, dtype=jnp.uint32))
+    assert text.count('custom_call_target="mosaic_gpu_v2"') >= 4 and "swiglu_backward_codes" in text
+
+
 @pytest.mark.parametrize("name", ["h200", "gb300"])
 def test_swiglu_passes_compile(name):
     like = shapes(topology_of(name))

@@ -157,6 +157,10 @@ class PtxMemory(Ptx):
         kind = {4: "b32", 2: "u16", 1: "u8"}[size]
         self.lines.append(f"{_guard(where)}st.{space}{vector}.{kind} [{at.place.name}+{offset}], {source};")
 
+    def next_lane(self, x: Any) -> Reg:
+        """The value of the lane after this one in its warp; the last lane's is its own."""
+        return self._op("shfl.sync.down.b32", "rrrrr", x, 1, 31, 0xFFFFFFFF)
+
     def share(self, count: int) -> int:
         """Where `count` more bytes of shared memory begin, a multiple of 16."""
         start = self.shared_bytes
@@ -257,6 +261,10 @@ class VectorMemory(Vector):
     def swap(self, x: Any, bit: int) -> Any:
         lanes = self.bits(x).reshape(*self.shape[:2], 32)
         return lanes[..., np.arange(32) ^ bit].reshape(self.shape)
+
+    def next_lane(self, x: Any) -> Any:
+        lanes = self.bits(x).reshape(*self.shape[:2], 32)
+        return lanes[..., np.minimum(np.arange(32) + 1, 31)].reshape(self.shape)
 
     share = PtxMemory.share
 

@@ -143,8 +143,30 @@ class Rows:
             if not self.split:
                 m.store(begin, row, offset=offset, size=self.unit, where=inside[0])
                 continue
+            if self.size == 2 and self.rows == BLOCK:
+                self._store_chunks(begin, row, offset, inside)
+                continue
             for c, (part, where) in enumerate(zip(parted(m, row, self.size), inside, strict=True)):
                 m.store(begin, [part], offset=offset + c * self.size, size=self.size, where=where)
+
+    def _store_chunks(self, begin: Any, row: Sequence[Any], offset: int, inside: Sequence[Any]) -> None:
+        """A row of 16-bit elements, as many at a time as a lane has, from where so many are aligned: this lane's
+        element `first` on, with what is missing from the next lane. What no whole chunk holds, at both ends of a warp
+        and at the row's, goes one by one.
+        """
+        m, at, columns = self.m, self.at, self.m.columns
+        first = -(offset // 2) % columns
+        words = [*row, *(m.next_lane(word) for word in row[: (first + 1) // 2])]
+        held = range(first // 2, first // 2 + len(row))
+        chunk = [m.prmt(words[k], words[k + 1], 0x5432) if first % 2 else words[k] for k in held]
+        lane = m.and_(at.thread, 31)
+        filled = m.less(m.iadd(at.column, first + columns - 1), at.width)
+        mine = m.both(filled, m.less(lane, 31)) if first else filled
+        m.store(begin, chunk, offset=offset + 2 * first, where=m.both(inside[0], mine))
+        before = m.both(m.less(m.iadd(at.column, first - 1), at.width), m.less(0, lane)) if first else None
+        for c, part in enumerate(parted(m, row, 2)):
+            alone = m.less(m.flag(before if c < first else mine), 1)
+            m.store(begin, [part], offset=offset + 2 * c, size=2, where=m.both(inside[c], alone))
 
 
 def joined(m: Any, units: Sequence[Any], size: int) -> list[Any]:
