@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -176,6 +177,17 @@ def test_the_factor_is_that_of_the_scale_vector_and_of_its_own_top(amax, factor)
     first, second = kernels.scales_and_factors(bits, bits, tops=(448.0, 896.0), interpret=PASSES.interpret)
     for (vector, found), want in ((first, factor), (second, factor / 2 if amax else factor)):
         np.testing.assert_array_equal([vector[scale.GEMM], found], [np.float32(want)] * 2)
+
+
+def test_weights_of_all_layers_at_once_are_those_of_each() -> None:
+    """What `quantize_stacks` does for passes that batch; the layers' maxima differ."""
+    stack = normal(9, 3, 128, 256) * jnp.float32([1.0, 0.01, 30.0])[:, None, None]
+    make = functools.partial(PASSES.weight, policy=recipe("fp8").fprop_w, axis=-2, key=None)
+    at_once = jax.vmap(make)(stack)
+    for layer, w in enumerate(stack):
+        alone, found = make(w), jax.tree.map(lambda leaf, i=layer: leaf[i], at_once)
+        for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
 
 
 @pytest.mark.parametrize("mode", ["fast", "input"])
