@@ -16,6 +16,7 @@ from halfbyte.train import CheckpointConfig, Diverged, GuardConfig, create_state
 from halfbyte.train.goodput import Goodput
 from halfbyte.train.guard import Guard, Trouble
 from halfbyte.train.locate import locate
+from halfbyte.train.loop import Loop
 from halfbyte.train.precision import with_fallback
 from halfbyte.train.source import open_source, to_mesh
 from halfbyte.train.state import watch_weights
@@ -130,8 +131,12 @@ def test_a_token_outside_the_vocabulary_is_named(one_step):
     assert "tokens from 0 to 9999" in locate(config, resolved, mesh, state.params, bad, step=jnp.int32(0))
 
 
-def test_a_spike_goes_back_skips_and_goes_on_in_bf16(tmp_path):
-    """A limit so tight that noise passes it: two returns, then the run stops. Rows are each there once."""
+def test_a_spike_goes_back_skips_and_goes_on_in_bf16(tmp_path, monkeypatch):
+    """A limit so tight that noise passes it: two returns, then the run stops. Rows are each there once, and so is each
+    recipe compiled."""
+    compiled = []
+    compile_phase = Loop._compile
+    monkeypatch.setattr(Loop, "_compile", lambda self, phase: compiled.append(phase) or compile_phase(self, phase))
     config = tiny(
         recipe="nvfp4",
         mesh="data=8",
@@ -144,6 +149,7 @@ def test_a_spike_goes_back_skips_and_goes_on_in_bf16(tmp_path):
     with pytest.raises(Diverged, match=r"LOSS SPIKE.*after 2 returns"):
         train(config, tmp_path / "run", console=Console(file=out, width=200))
     assert out.getvalue().count("GOING BACK") == 2
+    assert [phase.recipe.name for phase in compiled] == ["nvfp4", "bf16"]
     assert "on in BF16" in out.getvalue()
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     first, _ = manifest["returns"]

@@ -21,6 +21,7 @@ from halfbyte.checkpoint import PoisonedCheckpoint
 from halfbyte.metrics import Compiling, Finished, OneStepLate, Throughput
 from halfbyte.profiling import Capture, ProfileConfig
 from halfbyte.ranks import Group
+from halfbyte.recipe import Recipe
 
 from .goodput import Goodput
 from .guard import Guard, Return, Trouble
@@ -87,6 +88,7 @@ class Loop:
         self.phases = phases(self.config)
         for back in self.returns:
             self.phases = with_fallback(self.phases, back.step, back.recipe)
+        self.programs: dict[Recipe, tuple[Any, Any]] = {}
         self.program: Any = None
         self.evaluate: Any = None
         self.meter: Throughput | None = None
@@ -150,7 +152,9 @@ class Loop:
         began = time.monotonic()
         shown = self.session.is_main and self.outputs.display is None
         with self.outputs.store.preparing(self.state.items()), Compiling(self.session.console, shown=shown):
-            self.program, self.evaluate = self._compile(phase)
+            if phase.recipe not in self.programs:  # a return to a checkpoint compiles nothing that it has
+                self.programs[phase.recipe] = self._compile(phase)
+            self.program, self.evaluate = self.programs[phase.recipe]
         self.meter = make_meter(self.session, phase)
         needed = self.program.memory_analysis()
         total = (needed.argument_size_in_bytes + needed.temp_size_in_bytes) / GIB if needed else 0.0
