@@ -164,6 +164,7 @@ def main() -> int:
         for number in range(args.times or KINDS[name].times)
     ]
     Random(args.seed).shuffle(plan)
+    plan.sort(key=lambda fault: KINDS[fault[0]].cores == 1)  # one by one, a core would stand idle before each pair
     print(f"{len(plan)} faults, on {args.cores} cores; cannot be mounted here: {left_out or 'nothing'}", flush=True)
     rows: list[dict] = []
     text = ""

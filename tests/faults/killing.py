@@ -143,6 +143,7 @@ def sigterm_one_rank(bench: Bench, folder: Path, random: Random) -> str:
     ranks[random.randrange(2)].process.send_signal(signal.SIGTERM)
     codes = [one.wait() for one in ranks]
     assert codes == [75, 75], f"ended with {codes}: {ranks[0].output[-600:]}"
-    assert saved_state(folder)[0] == last_step(folder), "steps were lost"
+    step = last_step(folder)
+    assert saved_state(folder)[0] == step, "steps were lost"
     bench.goes_on(folder, ranks=2)
-    return f"both exit 75 after step {last_step(folder)}, none lost; bit-identical"
+    return f"both exit 75 after step {step}, none lost; bit-identical"
