@@ -1,9 +1,14 @@
 """Operands against the definition, bit for bit. Oracle: passes that are broken on purpose are found and counted."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
+import pytest
 
-from halfbyte.conformance import definition, differing, operands_agree
+from halfbyte import ops
+from halfbyte.conformance import SelfTestFailed, check_stacks, definition, differing, operands_agree
 from halfbyte.conformance.operand_bits import differing_in_stacks
 from halfbyte.ops.backends.fused import FusedPasses
 from halfbyte.ops.passes import XLA, Passes
@@ -29,6 +34,26 @@ def test_a_wrong_weight_is_found_and_counted() -> None:
     right = definition(recipe("fp8"), x, dy, w)
     assert differing(recipe("fp8"), XLA, XLA, x, dy, w, right) == 0
     assert differing(recipe("fp8"), XLA, BrokenWeight(), x, dy, w, right) >= 2  # at least both scales
+
+
+class InTheWrongLayer(FusedPasses):
+    """Kernels that write where they should, and say that it is what was there before."""
+
+    def activate_into(self, g, u, requests, into):
+        made, _ = super().activate_into(g, u, requests, into)
+        return made, tuple(layer.stack for layer in into)
+
+
+@pytest.mark.parametrize("passes", [FusedPasses(interpret=True), InTheWrongLayer(interpret=True)])
+def test_a_run_asks_whether_layers_are_kept_as_they_are(monkeypatch, passes) -> None:
+    monkeypatch.setattr(ops, "choose", lambda backend, problem: SimpleNamespace(passes=passes))
+    right = type(passes) is FusedPasses
+    with nullcontext() if right else pytest.raises(SelfTestFailed, match="numbers of a layer that its kernels write"):
+        assert check_stacks(recipe("nvfp4"), "fused", tokens=32, features=128)
+
+
+def test_where_nothing_is_kept_in_stacks_nothing_is_asked() -> None:
+    assert not check_stacks(recipe("nvfp4"), "carrier", tokens=32, features=128)
 
 
 def test_layers_of_a_stack_are_read_as_arrays_are_and_a_wrong_layer_is_found(monkeypatch) -> None:

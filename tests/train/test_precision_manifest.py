@@ -124,3 +124,15 @@ def test_native_linears_are_compared_under_their_own_recipes(monkeypatch):
         **{f"layers/mlp/{name}, layers 31 to 31": "nvfp4_no_sr" for name in ("gate", "up", "down")},
     }
     assert "native mxfp8, nvfp4, nvfp4_no_sr GEMMs" in said[0]
+
+
+@pytest.mark.parametrize("remat, asked", [("none", [("nvfp4", "fused"), ("fp8", "fp8")]), ("quantized", [])])
+def test_layers_in_a_loop_s_stacks_are_compared_under_their_own_recipes(monkeypatch, remat, asked):
+    config = dataclasses.replace(run_config("llama3-8b"), policy="mlp; layers[-1]/mlp/*=fp8", unroll=1, remat=remat)
+    manifest, found, said = manifest_of("llama3-8b", "h200", policy=config.policy), [], []
+    monkeypatch.setattr(session, "check_stacks", lambda recipe, backend: found.append((recipe.name, backend)) or True)
+    started = SimpleNamespace(config=config, preflight=SimpleNamespace(manifests=[manifest]), say=said.append)
+    session.check_stacks_of_loops(started)
+    assert found == asked
+    assert len(said) == len(asked)
+    assert all(f"that {backend} keeps" in line for (_, backend), line in zip(asked, said, strict=True))

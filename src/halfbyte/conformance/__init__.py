@@ -2,10 +2,11 @@
 
 from .mesh_bits import operands_on_mesh
 from .native_gemms import SelfTestFailed, native_gemms_agree, native_sites_agree
-from .operand_bits import definition, differing, operands_agree
+from .operand_bits import check_stacks, definition, differing, operands_agree
 
 __all__ = [
     "SelfTestFailed",
+    "check_stacks",
     "definition",
     "differing",
     "native_gemms_agree",

@@ -20,7 +20,7 @@ MOST_TOKENS = 4096  # enough for every path through a kernel, and a second on an
 
 
 class SelfTestFailed(Exception):
-    """A native GEMM of this device does not compute what it should."""
+    """A kernel of this device does not compute what it should."""
 
 
 def native_gemms_agree(

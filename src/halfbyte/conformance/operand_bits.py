@@ -16,6 +16,8 @@ from halfbyte.ops.stacks import Layer
 from halfbyte.ops.weight import CONTRACTED, quantize_part, weight_operand
 from halfbyte.recipe import Recipe
 
+from .native_gemms import SelfTestFailed
+
 
 def operands_agree(chosen: Recipe, *, tokens: int = 256, features: int = 512) -> dict[str, bool]:
     """Backend -> whether the operands it hands to its GEMMs equal the definition's, bit for bit, inside jit, here."""
@@ -77,6 +79,24 @@ def differing_in_stacks(chosen: Recipe, passes: Passes, x: jax.Array, dy: jax.Ar
     wrong = sum(int(jnp.sum(s != others.at[at].set(a))) for s, a in zip(stacks, (x, dy), strict=True))
     found = made(*(Layer(stack, at) for stack in stacks), x)
     return wrong + sum(_distance(a, b) for a, b in zip(found, made(x, dy, x), strict=True))
+
+
+def check_stacks(chosen: Recipe, backend: str, *, tokens: int = 256, features: int = 512) -> bool:
+    """Whether `backend` keeps the MLPs of looped layers in stacks here, under this recipe. Raises SelfTestFailed where
+    what it writes and reads there is not the layer, bit for bit.
+    """
+    passes = ops.choose(backend, ops.Problem(chosen, tokens, features, features, device=ops.target())).passes
+    if not passes.keeps_in_stacks:
+        return False
+    x, dy = (jax.random.normal(jax.random.key(seed), (tokens, features), jnp.bfloat16) for seed in (1, 2))
+    wrong = differing_in_stacks(chosen, passes, x, dy)
+    if wrong:
+        raise SelfTestFailed(
+            f"self-test of {backend} under {chosen.name} failed: {wrong} numbers of a layer that its kernels write "
+            "into a loop's stack, or read there, differ from the layer alone; train with --remat quantized, which "
+            "keeps nothing there, and report this device"
+        )
+    return True
 
 
 def _requests(chosen: Recipe, x: jax.Array, dy: jax.Array) -> list[tuple[jax.Array, list[Request]]]:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from halfbyte import models
 from halfbyte.checkpoint import Checkpoints
-from halfbyte.conformance import native_sites_agree
+from halfbyte.conformance import check_stacks, native_sites_agree
 from halfbyte.devices import lookup
 from halfbyte.inputs import replace_file
 from halfbyte.metrics import (
@@ -144,6 +144,21 @@ def check_native_gemms(session: Session) -> None:
             worst = ", ".join(f"{name} {max(each[name] for each in found):.2g}" for name in GEMMS)
             names = ", ".join(dict.fromkeys(recipe.name for _, recipe, _ in sites))
             session.say(f"self-test of native {names} GEMMs against carrier passed ({worst})")
+
+
+def check_stacks_of_loops(session: Session) -> None:
+    """Compare what kernels write into, and read from, the stacks of looped layers with a layer alone, under each recipe
+    of the MLPs; where no kernel does so, nothing is said.
+    """
+    config = session.config
+    if config.remat != "none" or config.unroll != 1:
+        return
+    for phase, manifest in zip(phases(config), session.preflight.manifests, strict=True):
+        resolved = phase.resolved(config)
+        mlps = [site for site in manifest.sites if site.path.startswith("layers/mlp/")]
+        for recipe, backend in dict.fromkeys((resolved.at(s.path, s.layers[0]), s.backend) for s in mlps):
+            if recipe.quantized and check_stacks(recipe, backend):
+                session.say(f"self-test of layers that {backend} keeps in a loop's stacks under {recipe.name} passed")
 
 
 @dataclass

@@ -1,7 +1,5 @@
 """The kernels themselves, compiled and inside jit with default flags, against the oracle: every bit. Needs a GPU."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import kernel_oracle as oracle
@@ -189,7 +187,7 @@ def test_a_layer_of_a_stack_is_read_and_written_in_place(layers, tokens, width):
     for got, want in zip(read, run(g, u, d), strict=True):
         assert got.dtype == want.dtype and bool(jnp.array_equal(got, want)), (got.shape, got.dtype)
 
-    @functools.partial(jax.jit, donate_argnums=(2, 3))
+    @jax.jit
     def write(g, u, *stacks):
         into = [Layer(stack, jnp.int32(layers - 1)) for stack in stacks]
         return [stack[layers - 2 :] for stack in K.forward_maxima(g, u, into=into)[-2:]]
