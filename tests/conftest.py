@@ -88,6 +88,7 @@ def pytest_collection_finish():
 # run where nothing compiles for Hopper: test_other_targets.py starts a process for each.
 BLACKWELL = (
     "bench/test_405b.py",
+    "bench/test_eight_gb200.py",
     "bench/test_operand_traffic.py",
     "ops/test_blackwell.py",
     "program/test_blackwell_program.py",

@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parents[1] / room) for room in ("train", "program")]
+sys.path[:0] = [str(Path(__file__).parents[1] / room) for room in ("bench", "train", "program")]
 
 
 @pytest.fixture(autouse=True, scope="package")

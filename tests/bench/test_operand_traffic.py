@@ -3,10 +3,10 @@ program's own text, in which an MLP that XLA quantizes must be found out.
 """
 
 import dataclasses
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
+from eight_gpus import needs_plugin
 
 from halfbyte import bench, ops
 from halfbyte.bench.operand_traffic import compulsory_bytes, operand_bytes
@@ -19,10 +19,6 @@ from halfbyte.train import run_mesh
 
 GB200 = device("gb200")
 CONFIG = dataclasses.replace(run_config("llama3-8b"), mesh="fsdp=8", batch=32, data="synthetic")
-needs_plugin = pytest.mark.skipif(
-    not any(find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin")),
-    reason="needs the CUDA compiler plugin (extra `plan`), no GPU",
-)
 
 
 def test_an_operand_of_nvfp4_has_four_and_a_half_bits():
@@ -80,19 +76,6 @@ def program(config):
     mesh = run_mesh(config, np.array(topology(GB200, hosts=2, per_host=4).devices))
     with ops.compile_for(GB200), target_cudnn():
         return read(bench.compile_step(config, mesh, seq=config.seq).as_text())
-
-
-@pytest.mark.slow
-@needs_plugin
-def test_the_8b_step_on_eight_gb200_makes_its_operands_once():
-    """Layers are a loop, whose trip count makes the figures those of all 32."""
-    found = program(CONFIG)
-    operands, (gemms, calls) = bench.operand_traffic(found, CONFIG, {"fsdp": 8}), bench.native_calls(found, CONFIG)
-    assert operands.excess <= 1.5  # 8.4x by XLA's passes
-    assert sum(gemm.times for gemm in gemms) == calls == (3 * 3 + 2) * 32
-    results = [gemm.result.dtype for gemm in gemms for _ in range(gemm.times)]
-    assert results.count("f32") == 3 * 32 and results.count("bf16") == calls - 3 * 32  # wgrad, and the others once
-    print(f"8B on 8 GB200: {operands.moved / 1e9:.0f} GB for operands, {operands.excess:.2f}x")
 
 
 SMALL = dataclasses.replace(

@@ -1,0 +1,30 @@
+"""How the 8B step lies on eight GB200, compiled without one. Oracle: the model's own FLOPs and bytes."""
+
+import pytest
+from eight_gpus import RECIPES, check, compile_for, config_of, needs_plugin
+
+from halfbyte import bench
+from halfbyte.devices import device
+
+GB200 = device("gb200")
+
+
+@pytest.mark.slow
+@needs_plugin
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_device_multiplies_gathers_and_hides_what_it_should(recipe):
+    config = config_of(recipe, batch=32)
+    mesh, compiled = compile_for(GB200, config, hosts=2)
+    _, program = check(compiled, config, mesh, GB200)
+    if recipe == "nvfp4":
+        makes_its_operands_once(program, config)
+
+
+def makes_its_operands_once(program, config):
+    """The trip count of the layers' loop makes the figures those of all 32."""
+    operands, (gemms, calls) = bench.operand_traffic(program, config, {"fsdp": 8}), bench.native_calls(program, config)
+    assert operands.excess <= 1.5  # 8.4x by XLA's passes
+    assert sum(gemm.times for gemm in gemms) == calls == (3 * 3 + 2) * 32
+    results = [gemm.result.dtype for gemm in gemms for _ in range(gemm.times)]
+    assert results.count("f32") == 3 * 32 and results.count("bf16") == calls - 3 * 32  # wgrad, and the others once
+    print(f"8B on 8 GB200: {operands.moved / 1e9:.0f} GB for operands, {operands.excess:.2f}x")
