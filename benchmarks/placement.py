@@ -13,12 +13,12 @@ import time
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-from halfbyte.launch.xla_flags import EVERY_GPU
+from halfbyte.launch.xla_flags import EVERY_GPU, as_known
 
 
 def main() -> None:
     args = arguments()
-    flags = [f"--{setting.name}={setting.value}" for setting in EVERY_GPU] if args.flags == "recommended" else []
+    flags = [setting.assignment for setting in as_known(EVERY_GPU)] if args.flags == "recommended" else []
     flags += [] if args.flags in ("recommended", "none") else args.flags.split()
     if flags:
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()

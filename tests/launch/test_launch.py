@@ -9,6 +9,7 @@ from halfbyte.devices import known_to_xla
 from halfbyte.launch import FLAG_SETS, DistributedConfig, Setting, apply, find_peers, recommended
 from halfbyte.launch.cluster import first_host, under_kubernetes
 from halfbyte.launch.start import _check_port_is_free
+from halfbyte.launch.xla_flags import as_known
 
 SLURM = {
     "SLURM_JOB_ID": "12345", "SLURM_STEP_NODELIST": "gpu[003-004]", "SLURM_NTASKS": "8", "SLURM_PROCID": "5",
@@ -124,9 +125,10 @@ def test_recommended_by_device():
 
 
 def test_every_recommended_flag_is_known_to_the_installed_xla():
-    flags = [setting.name for setting in recommended("NVIDIA GB300", several=True) if setting.is_flag]
+    flags = [setting.name for setting in as_known(recommended("NVIDIA GB300", several=True)) if setting.is_flag]
     assert flags
-    flags += [setting.name for settings in FLAG_SETS.values() for setting in settings]
-    gone = {"xla_gpu_enable_pipelined_all_gather"} if jax.__version_info__ >= (0, 11) else set()
-    assert {flag for flag in flags if not known_to_xla(flag)} == gone
+    flags += [setting.name for settings in FLAG_SETS.values() for setting in as_known(settings)]
+    assert all(map(known_to_xla, flags))
+    new, old = "xla_gpu_pipeline_all_gather", "xla_gpu_enable_pipelined_all_gather"
+    assert (new in flags, old in flags) == ((True, False) if jax.__version_info__ >= (0, 11) else (False, True))
     assert not known_to_xla("xla_gpu_no_such_flag_at_all")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 @functools.cache
 def known_to_xla(flag: str) -> bool:
-    """True if the installed XLA library has this flag: a function that sets it. Names of flags that are gone stay in
-    the library, and such a flag is accepted in XLA_FLAGS and does nothing."""
+    """True if the installed XLA library has this flag: a function that sets it. Names of flags that were renamed stay
+    in the library; a compilation that is given one is refused."""
     spec = find_spec("jaxlib")
     if spec is None or not spec.submodule_search_locations:
         return False

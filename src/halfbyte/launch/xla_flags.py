@@ -23,6 +23,7 @@ class Setting:
     name: str
     value: str
     why: str
+    formerly: "Setting | None" = None  # what an older XLA calls it
 
     @property
     def is_flag(self) -> bool:
@@ -39,7 +40,10 @@ class Setting:
 # them may be under way at once: so each has a whole turn's GEMMs to hide behind. With fewer allowed, XLA ends one to
 # start the next. They are not combined beyond XLA's own sizes. docs/distributed.md has what compiled schedules show.
 SCHEDULED = Setting("xla_gpu_enable_latency_hiding_scheduler", "true", "overlap FSDP gathers with GEMMs")
-AHEAD = Setting("xla_gpu_enable_pipelined_all_gather", "true", "a layer's weights travel beside the GEMMs of the last")
+WHY_AHEAD = "a layer's weights travel beside the GEMMs of the last"
+AHEAD = Setting(  # renamed in JAX 0.11
+    "xla_gpu_pipeline_all_gather", "on", WHY_AHEAD, Setting("xla_gpu_enable_pipelined_all_gather", "true", WHY_AHEAD)
+)
 
 
 def under_way(count: int) -> Setting:
@@ -146,7 +150,12 @@ def apply(
     settings: tuple[Setting, ...], environ: MutableMapping[str, str], *, known: Callable[[str], bool] = known_to_xla
 ) -> list[Applied]:
     """Put settings into `environ` where the person has not; what became of each."""
-    return [_apply(setting, environ, known) for setting in settings]
+    return [_apply(setting, environ, known) for setting in as_known(settings, known)]
+
+
+def as_known(settings: tuple[Setting, ...], known: Callable[[str], bool] = known_to_xla) -> tuple[Setting, ...]:
+    """The settings by the names that the installed XLA has for them."""
+    return tuple(each.formerly if each.formerly and not known(each.name) else each for each in settings)
 
 
 def _apply(setting: Setting, environ: MutableMapping[str, str], known: Callable[[str], bool]) -> Applied:

@@ -29,7 +29,10 @@ from .scaling import next_scaler
 from .state import TrainState, abstract_state, bit_sum, make_optimizer, watch_weights
 
 Batch = dict[str, jax.Array]
-AHEAD = "xla_gpu_enable_pipelined_all_gather"  # XLA of JAX 0.11 has it no more, and refuses a program that is given it
+NOT_AHEAD: dict[str, str | bool] = {  # gathers a turn of the loop ahead, off: as JAX 0.11 calls it, and as 0.10 did
+    "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_OFF",
+    "xla_gpu_enable_pipelined_all_gather": False,
+}
 Metrics = dict[str, jax.Array]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 BATCH_KEYS = ("tokens", "targets", "segments", "positions")
@@ -178,8 +181,8 @@ def compiler_options(
         return None
     memory = {"xla_gpu_memory_limit_slop_factor": 300} if mesh.size == 1 else {}
     gathers_activations = any(mesh.shape.get(axis, 1) > 1 for axis in ("tensor", "context"))
-    twice = config.remat == "full" and gathers_activations and known_to_xla(AHEAD)
-    ahead = {AHEAD: False} if twice else {}
+    twice = config.remat == "full" and gathers_activations
+    ahead = {flag: off for flag, off in NOT_AHEAD.items() if twice and known_to_xla(flag)}
     options: dict[str, Any] = {"xla_gpu_enable_dynamic_slice_fusion": False, **memory, **ahead}
     for backend in serving(resolved):
         options |= backend.compiler_options
