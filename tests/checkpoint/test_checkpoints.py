@@ -66,17 +66,20 @@ def test_what_is_saved_is_what_it_was_although_training_writes_on_it_at_once(tmp
     store.close()
 
 
-@pytest.mark.parametrize("free", [2**40, 1000])
-def test_saves_go_through_locked_memory_of_the_host_or_it_is_said_why_not(tmp_path, monkeypatch, free):
-    """Taken beside what is done meanwhile. A CPU's devices have such memory too."""
+@pytest.mark.parametrize("free, limit", [(2**40, "64"), (1000, "64"), (2**40, "1e-9")])
+def test_saves_go_through_locked_memory_of_the_host_or_it_is_said_why_not(tmp_path, monkeypatch, free, limit):
+    """Taken beside what is done meanwhile, once. A CPU's devices have such memory too."""
     monkeypatch.setattr(store_module, "on_gpus", lambda: True)
     monkeypatch.setattr(aside, "free_on_the_host", lambda: free)
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", limit)
+    locks = free > 1000 and limit == "64"
     said = []
     store = Checkpoints(tmp_path / "checkpoints", say=said.append)
-    with store.preparing(tree(10)):
-        assert store.steps() == []
-    assert store._orbax._context.array.saving.enable_pinned_host_transfer == (free > 1000)
-    assert ["1000" in text or "0.0 GiB" in text for text in said] == ([] if free > 1000 else [True])
+    for _ in range(2):
+        with store.preparing(tree(10)):
+            assert store.steps() == []
+    assert store._orbax._context.array.saving.enable_pinned_host_transfer == locks
+    assert ["GiB" in text and "slowly" in text for text in said] == ([] if locks else [True])
     for step in (10, 20):
         store.save(step, tree(step), extra={})
     assert store.wait()
@@ -95,7 +98,24 @@ def test_locked_memory_is_taken_from_what_host_and_container_have_free(tmp_path)
     (group / "memory.max").write_text("max\n")
     assert aside.free_on_the_host(tmp_path) == 300 * 1024
     (group / "memory.max").write_text("5000\n")
-    assert aside.free_on_the_host(tmp_path) == 4000
+    (group / "memory.stat").write_text("anon 7\ninactive_file 300\nactive_file 9\n")
+    assert aside.free_on_the_host(tmp_path) == 4300
+    (tmp_path / "proc/self").mkdir()
+    (tmp_path / "proc/self/cgroup").write_text("0::/job/step\n")
+    (group / "job/step").mkdir(parents=True)
+    assert aside.free_on_the_host(tmp_path) == 4300
+    for name, text in (("memory.max", "900"), ("memory.current", "500"), ("memory.stat", "anon 1\n")):
+        (group / "job" / name).write_text(text)
+    assert aside.free_on_the_host(tmp_path) == 400
+
+
+def test_processes_of_one_host_share_its_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "local_device_count", lambda: 2)
+    assert aside.processes_here(tmp_path) == 1
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    assert aside.processes_here(tmp_path) == 2
 
 
 def test_saving_returns_before_anything_is_written(tmp_path, monkeypatch):

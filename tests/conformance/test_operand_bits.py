@@ -10,6 +10,7 @@ import pytest
 from halfbyte import ops
 from halfbyte.conformance import SelfTestFailed, check_stacks, definition, differing, operands_agree
 from halfbyte.conformance.operand_bits import differing_in_stacks
+from halfbyte.ops.activation import ACTIVATIONS, SILU
 from halfbyte.ops.backends.fused import FusedPasses
 from halfbyte.ops.passes import XLA, Passes
 from halfbyte.ops.stacks import Layer
@@ -49,11 +50,18 @@ def test_a_run_asks_whether_layers_are_kept_as_they_are(monkeypatch, passes) -> 
     monkeypatch.setattr(ops, "choose", lambda backend, problem: SimpleNamespace(passes=passes))
     right = type(passes) is FusedPasses
     with nullcontext() if right else pytest.raises(SelfTestFailed, match="numbers of a layer that its kernels write"):
-        assert check_stacks(recipe("nvfp4"), "fused", tokens=32, features=128)
+        assert check_stacks([recipe("nvfp4")] * 3, "fused", SILU, tokens=32, features=128)
 
 
 def test_where_nothing_is_kept_in_stacks_nothing_is_asked() -> None:
-    assert not check_stacks(recipe("nvfp4"), "carrier", tokens=32, features=128)
+    assert not check_stacks([recipe("nvfp4")] * 3, "carrier", SILU, tokens=32, features=128)
+
+
+def test_an_activation_that_kernels_do_not_hold_is_not_asked_about(monkeypatch) -> None:
+    passes = FusedPasses(interpret=True)
+    monkeypatch.setattr(ops, "choose", lambda backend, problem: SimpleNamespace(passes=passes))
+    other = next(each for name, each in ACTIVATIONS.items() if name != "silu")
+    assert not check_stacks([recipe("nvfp4")] * 3, "fused", other, tokens=32, features=128)
 
 
 def test_layers_of_a_stack_are_read_as_arrays_are_and_a_wrong_layer_is_found(monkeypatch) -> None:

@@ -36,6 +36,8 @@ class Places:
 
     def _take(self, *, first: bool) -> None:
         cores, ticket = getattr(self.mine, "cores", 0), object()
+        if not cores:
+            return
         with self.changed:
             self.queue.insert(0 if first else len(self.queue), ticket)
             self.changed.wait_for(lambda: self.queue[0] is ticket and self.free >= cores)

@@ -54,6 +54,10 @@ def test_who_waits_for_something_else_lends_its_cores_and_gets_them_back():
 def test_what_needs_no_core_does_not_wait():
     places = Places(1)
     with places.taken(1):
+        behind, _ = started(places, 1)
+        while len(places.queue) < 1:
+            pass
         other, has = started(places, 0)
         assert has.wait(30)
         other.join(30)
+    behind.join(30)

@@ -9,7 +9,7 @@ from halfbyte.devices import known_to_xla
 from halfbyte.launch import FLAG_SETS, DistributedConfig, Setting, apply, find_peers, recommended
 from halfbyte.launch.cluster import first_host, under_kubernetes
 from halfbyte.launch.start import _check_port_is_free
-from halfbyte.launch.xla_flags import as_known
+from halfbyte.launch.xla_flags import AHEAD, as_known
 
 SLURM = {
     "SLURM_JOB_ID": "12345", "SLURM_STEP_NODELIST": "gpu[003-004]", "SLURM_NTASKS": "8", "SLURM_PROCID": "5",
@@ -132,3 +132,11 @@ def test_every_recommended_flag_is_known_to_the_installed_xla():
     new, old = "xla_gpu_pipeline_all_gather", "xla_gpu_enable_pipelined_all_gather"
     assert (new in flags, old in flags) == ((True, False) if jax.__version_info__ >= (0, 11) else (False, True))
     assert not known_to_xla("xla_gpu_no_such_flag_at_all")
+
+
+@pytest.mark.parametrize("yours", ["xla_gpu_enable_pipelined_all_gather=false", "xla_gpu_pipeline_all_gather=off"])
+def test_what_you_set_under_another_name_of_the_flag_is_kept(yours):
+    environ = {"XLA_FLAGS": f"--{yours}"}
+    (became,) = apply((AHEAD,), environ)
+    assert became.kept and f"{became.setting.name}={became.value}" == yours
+    assert environ == {"XLA_FLAGS": f"--{yours}"}

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from halfbyte.devices import device
 from halfbyte.models import gemm_sites
+from halfbyte.ops.activation import SILU
 from halfbyte.recipe import GEMMS, recipe
 from halfbyte.runs import run_config
 from halfbyte.train import PrecisionConfig, build_manifest, phases, precision_manifest, run_mesh, session, table
@@ -128,9 +129,17 @@ def test_native_linears_are_compared_under_their_own_recipes(monkeypatch):
 
 @pytest.mark.parametrize("remat, asked", [("none", [("nvfp4", "fused"), ("fp8", "fp8")]), ("quantized", [])])
 def test_layers_in_a_loop_s_stacks_are_compared_under_their_own_recipes(monkeypatch, remat, asked):
-    config = dataclasses.replace(run_config("llama3-8b"), policy="mlp; layers[-1]/mlp/*=fp8", unroll=1, remat=remat)
+    """A segment of one layer has no stack."""
+    policy = "mlp; layers[-3:]/mlp/*=fp8; layers[-1]/mlp/*=mxfp8"
+    config = dataclasses.replace(run_config("llama3-8b"), policy=policy, unroll=1, remat=remat)
     manifest, found, said = manifest_of("llama3-8b", "h200", policy=config.policy), [], []
-    monkeypatch.setattr(session, "check_stacks", lambda recipe, backend: found.append((recipe.name, backend)) or True)
+
+    def check(recipes, backend, activation):
+        found.extend(dict.fromkeys((recipe.name, backend) for recipe in recipes))
+        assert len(recipes) == 3 and activation is SILU
+        return True
+
+    monkeypatch.setattr(session, "check_stacks", check)
     started = SimpleNamespace(config=config, preflight=SimpleNamespace(manifests=[manifest]), say=said.append)
     session.check_stacks_of_loops(started)
     assert found == asked

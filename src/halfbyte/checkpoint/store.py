@@ -107,7 +107,7 @@ class Checkpoints:
         self._pending: tuple[int, Future[Any]] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._copied = self._stops = False  # whether a save was made from a copy, and whether the last had no room
-        self._locked = False  # whether copies to the host go into locked memory
+        self._prepared = self._locked = False  # the second: whether copies to the host go into locked memory
         self._orbax = self._open()
 
     def _open(self) -> Any:
@@ -126,15 +126,24 @@ class Checkpoints:
     def preparing(self, items: Mapping[str, Any]) -> Iterator[None]:
         """Beside what is done meanwhile (compiling the step), do what would make the first save slow: compile its
         programs, and, where arrays lie on GPUs, lock memory of the host, which saves go through from then on."""
+        if self._prepared:
+            yield
+            return
+        self._prepared = True
         compiled = self._thread.submit(_run_once, items)
-        locked = self._thread.submit(lock_host_memory, items) if on_gpus() and not self._locked else None
+        locked = self._thread.submit(lock_host_memory, items) if on_gpus() else None
         yield
         compiled.result()
-        if locked is None:
-            return
-        reason = locked.result()
-        if reason:
-            self._say(f"each save copies the state to the host slowly, and steps wait for it: {reason}")
+        if locked is not None:
+            self._go_through_locked_memory(locked.result())
+
+    def _go_through_locked_memory(self, reason: str | None) -> None:
+        """Unless a process has a reason not to; all of them do, or none."""
+        reasons = _from_all(reason is not None)
+        if any(reasons):
+            where = "" if len(reasons) == 1 else f"process {', '.join(map(str, np.flatnonzero(reasons)))}: "
+            told = reason or "it could not lock memory of its host"
+            self._say(f"each save copies the state to the host slowly, and steps wait for it: {where}{told}")
             return
         self._orbax.close()
         self._locked = True
@@ -324,11 +333,9 @@ class Checkpoints:
         except DamagedCheckpoint as damage:
             reason = str(damage)
             kind = "POISONED" if isinstance(damage, PoisonedCheckpoint) else kind
-        if jax.process_count() > 1:  # one host's damage is everyone's
-            good = multihost_utils.process_allgather(np.asarray(restored is not None))
-            if not bool(np.all(good)):
-                hosts = [int(host) for host in np.flatnonzero(~np.asarray(good))]
-                return None, reason or f"damaged as seen by process {', '.join(map(str, hosts))}", kind
+        bad = np.flatnonzero(_from_all(restored is None))
+        if bad.size:  # one host's damage is everyone's
+            return None, reason or f"damaged as seen by process {', '.join(map(str, bad))}", kind
         return restored, reason, kind
 
     def _restore_patiently(self, step: int, abstract: Mapping[str, Any]) -> Restored:
@@ -367,13 +374,20 @@ def _verify(record: Record, loaded: Mapping[str, Any]) -> None:
     refuse_poisoned(poisoned)
 
 
+def _from_all(answer: bool) -> np.ndarray:
+    """The answers of all processes, in their order. Every process must ask."""
+    if jax.process_count() == 1:
+        return np.array([answer])
+    return np.ravel(multihost_utils.process_allgather(np.asarray(answer)))
+
+
 def _run_once(items: Mapping[str, Any]) -> None:
     """Run the programs of a save, which are compiled by that. Not over several processes: there all must begin a
     program in the same order, which threads do not keep."""
     if jax.process_count() == 1:
         for tree in items.values():
             inspect(tree)
-        for leaf in jax.tree.leaves(items):
+        for leaf in jax.tree.leaves(items) if without_room(items, copied_before=False) is None else ():
             jax.block_until_ready(copied(leaf))
 
 

@@ -4,12 +4,13 @@ The definition makes every operand in a program of its own, so that nothing is f
 """
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from halfbyte import ops
-from halfbyte.ops.activation import SILU
+from halfbyte.ops.activation import SILU, Activation
 from halfbyte.ops.operand import EightBit, Operand
 from halfbyte.ops.passes import XLA, Passes, Request, request
 from halfbyte.ops.stacks import Layer
@@ -81,18 +82,23 @@ def differing_in_stacks(chosen: Recipe, passes: Passes, x: jax.Array, dy: jax.Ar
     return wrong + sum(_distance(a, b) for a, b in zip(found, made(x, dy, x), strict=True))
 
 
-def check_stacks(chosen: Recipe, backend: str, *, tokens: int = 256, features: int = 512) -> bool:
-    """Whether `backend` keeps the MLPs of looped layers in stacks here, under this recipe. Raises SelfTestFailed where
-    what it writes and reads there is not the layer, bit for bit.
+def check_stacks(
+    recipes: Sequence[Recipe], backend: str, activation: Activation, *, tokens: int = 256, features: int = 512
+) -> bool:
+    """Whether `backend` keeps gate's and up's results of looped layers in stacks here, under the recipes of gate, up
+    and down. Raises SelfTestFailed where what it writes and reads there is not the layer, bit for bit.
     """
-    passes = ops.choose(backend, ops.Problem(chosen, tokens, features, features, device=ops.target())).passes
-    if not passes.keeps_in_stacks:
+    problems = [ops.Problem(chosen, tokens, features, features, device=ops.target()) for chosen in recipes]
+    passes, *others = (ops.choose(backend, problem).passes for problem in problems)
+    alone = all(each == passes for each in others)
+    if not alone or not passes.keeps_in_stacks or passes.unfused(activation, recipes) is not None:
         return False
     x, dy = (jax.random.normal(jax.random.key(seed), (tokens, features), jnp.bfloat16) for seed in (1, 2))
-    wrong = differing_in_stacks(chosen, passes, x, dy)
+    wrong = sum(differing_in_stacks(chosen, passes, x, dy) for chosen in dict.fromkeys(recipes))
     if wrong:
+        names = ", ".join(dict.fromkeys(chosen.name for chosen in recipes))
         raise SelfTestFailed(
-            f"self-test of {backend} under {chosen.name} failed: {wrong} numbers of a layer that its kernels write "
+            f"self-test of {backend} under {names} failed: {wrong} numbers of a layer that its kernels write "
             "into a loop's stack, or read there, differ from the layer alone; train with --remat quantized, which "
             "keeps nothing there, and report this device"
         )

@@ -150,7 +150,7 @@ def apply(
     settings: tuple[Setting, ...], environ: MutableMapping[str, str], *, known: Callable[[str], bool] = known_to_xla
 ) -> list[Applied]:
     """Put settings into `environ` where the person has not; what became of each."""
-    return [_apply(setting, environ, known) for setting in as_known(settings, known)]
+    return [_apply(setting, environ, known) for setting in settings]
 
 
 def as_known(settings: tuple[Setting, ...], known: Callable[[str], bool] = known_to_xla) -> tuple[Setting, ...]:
@@ -159,9 +159,12 @@ def as_known(settings: tuple[Setting, ...], known: Callable[[str], bool] = known
 
 
 def _apply(setting: Setting, environ: MutableMapping[str, str], known: Callable[[str], bool]) -> Applied:
-    yours = _already_set(setting, environ)
-    if yours is not None:
-        return Applied(setting, yours, kept=True)
+    names = (setting, setting.formerly) if setting.formerly else (setting,)
+    for each in names:
+        yours = _already_set(each, environ)
+        if yours is not None:
+            return Applied(each, yours, kept=True)
+    (setting,) = as_known((setting,), known)
     if setting.is_flag and not known(setting.name):
         return Applied(setting, None)
     if setting.is_flag:

@@ -146,19 +146,18 @@ class Loop:
         if self.program is not None:
             self._drain()
             before = phase_at(self.phases, self.step - 1)
-            self._note(
-                f"PRECISION SWITCH after step {self.step}: {before.recipe.name} -> {phase.recipe.name}; compiling"
-            )
-        began = time.monotonic()
+            self._note(f"PRECISION SWITCH after step {self.step}: {before.recipe.name} -> {phase.recipe.name}")
+        began, how = time.monotonic(), "compiled before"
         shown = self.session.is_main and self.outputs.display is None
         with self.outputs.store.preparing(self.state.items()), Compiling(self.session.console, shown=shown):
             if phase.recipe not in self.programs:  # a return to a checkpoint compiles nothing that it has
                 self.programs[phase.recipe] = self._compile(phase)
+                how = f"compiled in {time.monotonic() - began:.1f} s"
             self.program, self.evaluate = self.programs[phase.recipe]
         self.meter = make_meter(self.session, phase)
         needed = self.program.memory_analysis()
         total = (needed.argument_size_in_bytes + needed.temp_size_in_bytes) / GIB if needed else 0.0
-        self._note(f"compiled in {time.monotonic() - began:.1f} s; the program needs {total:.2f} GiB a device")
+        self._note(f"{how}; the program needs {total:.2f} GiB a device")
         if self.outputs.display is None:
             self.outputs.display = open_display(self.session, self.outputs.stack)
         self.late.restart_clock()

@@ -1,7 +1,7 @@
 """Setting a run up: checks first, then the run directory. Nothing is written before every check has passed."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,8 @@ from halfbyte.metrics import (
     make_display,
     read_rows,
 )
-from halfbyte.recipe import GEMMS
+from halfbyte.ops.activation import ACTIVATIONS
+from halfbyte.recipe import GEMMS, Recipe, Resolved
 from halfbyte.sharding import format_mesh
 
 from . import jsonconfig
@@ -147,18 +148,29 @@ def check_native_gemms(session: Session) -> None:
 
 
 def check_stacks_of_loops(session: Session) -> None:
-    """Compare what kernels write into, and read from, the stacks of looped layers with a layer alone, under each recipe
-    of the MLPs; where no kernel does so, nothing is said.
+    """Compare what kernels write into, and read from, the stacks of looped layers with a layer alone, under the recipes
+    of each segment's MLPs; where no kernel does so, nothing is said.
     """
     config = session.config
     if config.remat != "none" or config.unroll != 1:
         return
     for phase, manifest in zip(phases(config), session.preflight.manifests, strict=True):
-        resolved = phase.resolved(config)
-        mlps = [site for site in manifest.sites if site.path.startswith("layers/mlp/")]
-        for recipe, backend in dict.fromkeys((resolved.at(s.path, s.layers[0]), s.backend) for s in mlps):
-            if recipe.quantized and check_stacks(recipe, backend):
-                session.say(f"self-test of layers that {backend} keeps in a loop's stacks under {recipe.name} passed")
+        for recipes, backend in dict.fromkeys(_looped_mlps(phase.resolved(config), manifest)):
+            if check_stacks(recipes, backend, ACTIVATIONS[config.model.activation]):
+                names = ", ".join(dict.fromkeys(recipe.name for recipe in recipes))
+                session.say(f"self-test of layers that {backend} keeps in a loop's stacks under {names} passed")
+
+
+def _looped_mlps(resolved: Resolved, manifest: Manifest) -> Iterator[tuple[tuple[Recipe, ...], str]]:
+    """(the recipes of gate, up and down, the backend that serves them all) of each segment with several layers."""
+    mlps = [site for site in manifest.sites if site.path.startswith("layers/mlp/")]
+    for segment in resolved.segments:
+        here = [site for site in mlps if site.layers[0] <= segment.start < site.layers[1]]
+        recipes = tuple(segment.recipes[site.path] for site in here)
+        backends = {site.backend for site in here}
+        several = segment.stop - segment.start > 1
+        if several and len(backends) == 1 and all(recipe.quantized for recipe in recipes):
+            yield recipes, backends.pop()
 
 
 @dataclass
