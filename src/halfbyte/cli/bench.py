@@ -88,6 +88,8 @@ def run(args: Args) -> Result:
     chosen = [recipe(name) for name in args.recipes.split(",")]
     checks = {r.name: conformance.operands_agree(r) for r in chosen if r.quantized}
     passed = all(all(found.values()) for found in checks.values())
+    for name, found in checks.items():
+        say(f"bits of {name}: " + ", ".join(f"{b} {'equal' if ok else 'DIFFER'}" for b, ok in found.items()))
     rows: list[bench.Measured] = []
     for remat in args.remat.split(","):
         for r in chosen:
@@ -96,8 +98,6 @@ def run(args: Args) -> Result:
             rows.append(bench.without_communication(row) if mock and mock.mocked else row)
     rows = bench.compare(rows) if passed else rows
     console().print(table(COLUMNS, (cells(row, mock) for row in rows), title=title(args, mock)))
-    for name, found in checks.items():
-        say(f"bits of {name}: " + ", ".join(f"{b} {'equal' if ok else 'DIFFER'}" for b, ok in found.items()))
     if not passed:
         say("the operands differ from the definition: no ratio is given, because it would mean nothing")
     data = {"args": plain_args(args), "bits": checks, "rows": [dataclasses.asdict(r) for r in rows], **versions()}
