@@ -156,8 +156,7 @@ def changed_weight(bench: Bench, folder: Path, random: Random, value: bytes | No
     whole = folder.parent / "quiet-reference"
     row = quiet_row(bench, whole)
     one = bench.trainer.start(folder, *QUIET)
-    ready = lambda: last_step(folder) > 24  # noqa: E731
-    assert wait_until(ready, [one]), one.output[-800:]
+    assert wait_until(lambda: last_step(folder) > 24, [one]), one.output[-800:]
     offset = 4 * random.randrange(len(row) // 4)
     new = value or struct.pack("<I", struct.unpack_from("<I", row, offset)[0] ^ (1 << random.randrange(31)))
     copies = change_memory(one.process.pid, row, offset, new)

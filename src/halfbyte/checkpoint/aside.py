@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .checksum import inspect
+
 MARGIN = 1.25  # a copy fits where this many times its size was never used; steps that come may take a little more
 GIB = 2**30
 HOST_SHARE = 0.5  # of the host's free memory, at most, is locked for copies of the state
@@ -52,6 +54,16 @@ def without_room(tree: Any, *, copied_before: bool) -> str | None:
 def copied(tree: Any) -> Any:
     """The arrays again, where they are. Other leaves are passed on."""
     return jax.tree.map(lambda leaf: jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf, tree)
+
+
+def run_once(items: Mapping[str, Any]) -> None:
+    """Run the programs of a save, which are compiled by that. Not over several processes: there all must begin a
+    program in the same order, which threads do not keep."""
+    if jax.process_count() == 1:
+        for tree in items.values():
+            inspect(tree)
+        for leaf in jax.tree.leaves(items) if without_room(items, copied_before=False) is None else ():
+            jax.block_until_ready(copied(leaf))
 
 
 def on_gpus() -> bool:

@@ -25,7 +25,7 @@ from jax.experimental import multihost_utils
 
 from halfbyte.later import later
 
-from .aside import copied, lock_host_memory, on_gpus, without_room
+from .aside import copied, lock_host_memory, on_gpus, run_once, without_room
 from .checksum import disagreements, inspect, named_leaves
 from .files import check_file_list, check_readable, remove_unfinished, write_file_list
 from .record import (
@@ -130,7 +130,7 @@ class Checkpoints:
             yield
             return
         self._prepared = True
-        compiled = self._thread.submit(_run_once, items)
+        compiled = self._thread.submit(run_once, items)
         locked = self._thread.submit(lock_host_memory, items) if on_gpus() else None
         yield
         compiled.result()
@@ -379,16 +379,6 @@ def _from_all(answer: bool) -> np.ndarray:
     if jax.process_count() == 1:
         return np.array([answer])
     return np.ravel(multihost_utils.process_allgather(np.asarray(answer)))
-
-
-def _run_once(items: Mapping[str, Any]) -> None:
-    """Run the programs of a save, which are compiled by that. Not over several processes: there all must begin a
-    program in the same order, which threads do not keep."""
-    if jax.process_count() == 1:
-        for tree in items.values():
-            inspect(tree)
-        for leaf in jax.tree.leaves(items) if without_room(items, copied_before=False) is None else ():
-            jax.block_until_ready(copied(leaf))
 
 
 def _to_the_end(begin: Callable[..., Any], flat: Mapping[str, Any]) -> None:

@@ -12,10 +12,11 @@ from halfbyte.devices.platform import settle_platform
 from halfbyte.devices.table import DEVICES, Device, device
 from halfbyte.devices.target import lowering_for, target_config, topology
 from halfbyte.devices.units import UNITS, Unit
-from halfbyte.devices.xla import known_to_xla
+from halfbyte.devices.xla import GATHERS_AHEAD, known_to_xla
 
 __all__ = [
     "DEVICES",
+    "GATHERS_AHEAD",
     "UNITS",
     "Device",
     "Unit",

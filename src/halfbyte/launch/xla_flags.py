@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfbyte.devices.xla import known_to_xla
+from halfbyte.devices.xla import GATHERS_AHEAD, known_to_xla
 
 GIB = 2**30
 
@@ -41,9 +41,7 @@ class Setting:
 # start the next. They are not combined beyond XLA's own sizes. docs/distributed.md has what compiled schedules show.
 SCHEDULED = Setting("xla_gpu_enable_latency_hiding_scheduler", "true", "overlap FSDP gathers with GEMMs")
 WHY_AHEAD = "a layer's weights travel beside the GEMMs of the last"
-AHEAD = Setting(  # renamed in JAX 0.11
-    "xla_gpu_pipeline_all_gather", "on", WHY_AHEAD, Setting("xla_gpu_enable_pipelined_all_gather", "true", WHY_AHEAD)
-)
+AHEAD = Setting(GATHERS_AHEAD[0], "on", WHY_AHEAD, Setting(GATHERS_AHEAD[1], "true", WHY_AHEAD))
 
 
 def under_way(count: int) -> Setting:

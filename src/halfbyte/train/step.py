@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from halfbyte import models, ops, optim
-from halfbyte.devices import known_to_xla
+from halfbyte.devices import GATHERS_AHEAD, known_to_xla
 from halfbyte.recipe import Resolved, step_key
 from halfbyte.sharding import named_sharding
 
@@ -29,10 +29,7 @@ from .scaling import next_scaler
 from .state import TrainState, abstract_state, bit_sum, make_optimizer, watch_weights
 
 Batch = dict[str, jax.Array]
-NOT_AHEAD: dict[str, str | bool] = {  # gathers a turn of the loop ahead, off: as JAX 0.11 calls it, and as 0.10 did
-    "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_OFF",
-    "xla_gpu_enable_pipelined_all_gather": False,
-}
+NOT_AHEAD = dict(zip(GATHERS_AHEAD, ("COLLECTIVE_PIPELINING_MODE_OFF", False), strict=True))  # as options of XLA
 Metrics = dict[str, jax.Array]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 BATCH_KEYS = ("tokens", "targets", "segments", "positions")
