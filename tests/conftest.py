@@ -90,6 +90,7 @@ BLACKWELL = (
     "bench/test_405b.py",
     "bench/test_eight_gb200.py",
     "bench/test_operand_traffic.py",
+    "ops/kernels/test_blackwell_codes.py",
     "ops/test_blackwell.py",
     "program/test_blackwell_program.py",
 )

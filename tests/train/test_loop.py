@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 from tiny import tiny
 
+from halfbyte.conformance import SelfTestFailed
 from halfbyte.metrics import OneStepLate, read_rows
 from halfbyte.optim import OptimizerConfig
 from halfbyte.profiling import ProfileConfig
@@ -121,3 +122,18 @@ def test_a_last_checkpoint_that_could_not_begin_is_no_success(tmp_path, begins):
     loop.state = SimpleNamespace(params=params, sentinel=bit_sum(params), items=dict)
     with contextlib.nullcontext() if begins else pytest.raises(OSError, match=r"step 4\) could not be written"):
         loop._finish()
+
+
+def test_a_failed_self_test_stops_the_run_before_its_first_step(tmp_path, monkeypatch):
+    """It runs beside the compiler, in a thread of its own."""
+    asked = []
+
+    def wrong(recipes, backend, activation):
+        asked.append((len(recipes), backend))
+        raise SelfTestFailed("3 numbers differ")
+
+    monkeypatch.setattr("halfbyte.train.session.check_stacks", wrong)
+    with pytest.raises(SelfTestFailed, match="3 numbers differ"):
+        run(tiny(recipe="nvfp4", mesh="data=8", unroll=1, remat="none", steps=1), tmp_path / "run")
+    assert asked == [(3, "carrier")]
+    assert read_rows(tmp_path / "run" / "metrics.jsonl") == []

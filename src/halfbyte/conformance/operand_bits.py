@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from halfbyte import ops
 from halfbyte.ops.activation import SILU, Activation
+from halfbyte.ops.mlp import fused_passes
 from halfbyte.ops.operand import EightBit, Operand
 from halfbyte.ops.passes import XLA, Passes, Request, request
 from halfbyte.ops.stacks import Layer
@@ -63,7 +64,7 @@ def differing_in_stacks(chosen: Recipe, passes: Passes, x: jax.Array, dy: jax.Ar
     differ from those of the same arrays alone, and how many of the stacks themselves, which the forward pass writes; 0
     for passes that never do. The other layers are 7.
     """
-    if not passes.keeps_in_stacks or passes.unfused(SILU, [chosen] * 3) is not None:
+    if not passes.keeps_in_stacks or fused_passes([passes], SILU, [chosen] * 3) is None:
         return 0
     (_, of_h), (_, of_d) = _requests(chosen, x, dy)
 
@@ -89,9 +90,8 @@ def check_stacks(
     and down. Raises SelfTestFailed where what it writes and reads there is not the layer, bit for bit.
     """
     problems = [ops.Problem(chosen, tokens, features, features, device=ops.target()) for chosen in recipes]
-    passes, *others = (ops.choose(backend, problem).passes for problem in problems)
-    alone = all(each == passes for each in others)
-    if not alone or not passes.keeps_in_stacks or passes.unfused(activation, recipes) is not None:
+    passes = fused_passes([ops.choose(backend, problem).passes for problem in problems], activation, recipes)
+    if passes is None or not passes.keeps_in_stacks:
         return False
     x, dy = (jax.random.normal(jax.random.key(seed), (tokens, features), jnp.bfloat16) for seed in (1, 2))
     wrong = sum(differing_in_stacks(chosen, passes, x, dy) for chosen in dict.fromkeys(recipes))

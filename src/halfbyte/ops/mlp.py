@@ -45,6 +45,12 @@ MODES = ("fast", "input")
 Place = tuple[jax.Array, jax.Array, jax.Array]  # the stacks of g and of u, and the number of the layer
 
 
+def fused_passes(passes: Sequence[Passes], activation: Activation, recipes: Sequence[Recipe]) -> Passes | None:
+    """The passes of all three linears, if they are the same and hold the activation under these recipes; else None."""
+    first = passes[0]
+    return first if all(each == first for each in passes) and first.unfused(activation, recipes) is None else None
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What is settled before tracing: the three linears, the activation, and what is kept."""
@@ -54,11 +60,9 @@ class Plan:
     mode: str
 
     def fused_passes(self) -> Passes | None:
-        """The passes that hold the activation: those of all three linears, if they know it; else None."""
-        passes = self.linears[0].choice.passes
-        alone = all(plan.choice.passes is passes for plan in self.linears)
-        unfused = passes.unfused(self.activation, [plan.recipe for plan in self.linears])
-        return passes if alone and unfused is None else None
+        """The passes that hold the activation, if one set of them serves all three linears."""
+        passes = [plan.choice.passes for plan in self.linears]
+        return fused_passes(passes, self.activation, [plan.recipe for plan in self.linears])
 
     def in_place(self, place: Any) -> bool:
         """Whether g and u are kept at `place`: if kernels write and read them there. XLA has stacks of its own."""

@@ -31,7 +31,7 @@ from .observing import Moment, Observer, due
 from .precision import Phase, phase_at, phases, with_fallback
 from .preflight import GIB
 from .resume import Start
-from .session import Outputs, Session, make_meter, open_display, open_sinks, write_manifest
+from .session import Outputs, Session, check_stacks_of_loops, make_meter, open_display, open_sinks, write_manifest
 from .source import to_mesh
 from .state import TrainState, bit_sum
 from .step import Batch, abstract_batch, compile_train_step, jit_train_step, make_eval_step
@@ -163,7 +163,9 @@ class Loop:
         self.late.restart_clock()
 
     def _compile(self, phase: Phase) -> tuple[Any, Any]:
-        """(train step, validation step), compiled side by side: a compiler mostly keeps to one core."""
+        """(train step, validation step), compiled side by side: a compiler mostly keeps to one core. Beside them runs
+        the self-test of kernels that the step relies on.
+        """
         resolved = phase.resolved(self.config)
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
         batch = abstract_batch(self.config, self.mesh, seq=self.session.source.seq)
@@ -171,10 +173,14 @@ class Loop:
         step = jit_train_step(self.config, resolved, self.mesh, options=options).lower(state, batch)
         check = make_eval_step(self.config, resolved, self.mesh).lower(state.params, state.seed, batch)
         if jax.process_count() > 1:  # processes must compile in the same order
+            check_stacks_of_loops(self.session, phase)
             return compile_train_step(step, resolved), check.compile()
-        with ThreadPoolExecutor(1) as beside:
+        with ThreadPoolExecutor(2) as beside:
+            stacks = beside.submit(check_stacks_of_loops, self.session, phase)
             evaluate = beside.submit(check.compile)
-            return compile_train_step(step, resolved), evaluate.result()
+            train = compile_train_step(step, resolved)
+            stacks.result()
+            return train, evaluate.result()
 
     def _one_step(self, loader: Any) -> None:
         began = time.perf_counter()

@@ -22,7 +22,6 @@ from .session import (
     Outputs,
     Session,
     check_native_gemms,
-    check_stacks_of_loops,
     dropped_rows,
     open_session,
     open_sinks,
@@ -82,7 +81,6 @@ def _train(
     group.agree("data", {"content of the data set": session.content})
     show_start(session)
     check_native_gemms(session)
-    check_stacks_of_loops(session)
     with ExitStack() as stack:
         group.at("restore")
         taken = take_directory(session, stack)

@@ -147,18 +147,17 @@ def check_native_gemms(session: Session) -> None:
             session.say(f"self-test of native {names} GEMMs against carrier passed ({worst})")
 
 
-def check_stacks_of_loops(session: Session) -> None:
+def check_stacks_of_loops(session: Session, phase: Phase) -> None:
     """Compare what kernels write into, and read from, the stacks of looped layers with a layer alone, under the recipes
     of each segment's MLPs; where no kernel does so, nothing is said.
     """
     config = session.config
     if config.remat != "none" or config.unroll != 1:
         return
-    for phase, manifest in zip(phases(config), session.preflight.manifests, strict=True):
-        for recipes, backend in dict.fromkeys(_looped_mlps(phase.resolved(config), manifest)):
-            if check_stacks(recipes, backend, ACTIVATIONS[config.model.activation]):
-                names = ", ".join(dict.fromkeys(recipe.name for recipe in recipes))
-                session.say(f"self-test of layers that {backend} keeps in a loop's stacks under {names} passed")
+    for recipes, backend in dict.fromkeys(_looped_mlps(phase.resolved(config), session.manifest_of(phase))):
+        if check_stacks(recipes, backend, ACTIVATIONS[config.model.activation]):
+            names = ", ".join(dict.fromkeys(recipe.name for recipe in recipes))
+            session.say(f"self-test of layers that {backend} keeps in a loop's stacks under {names} passed")
 
 
 def _looped_mlps(resolved: Resolved, manifest: Manifest) -> Iterator[tuple[tuple[Recipe, ...], str]]:

@@ -185,7 +185,11 @@ def bits(x):
     return np.asarray(x).view(np.uint16)
 
 
-@pytest.mark.parametrize("shape", [(48, 144), (32, 43), (16, 62), (32, 129), (16, 133)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(48, 144), (32, 43), (16, 62), (32, 129), (16, 133), (32, 125), (16, 127), (16, 258), (16, 3), (16, 7)],
+    ids=str,
+)
 def test_carriers_of_widths_that_no_tile_divides(shape):
     x = data(shape, "wide")
     turned, key = oracle.hadamard_tokens(x), jnp.asarray(KEYS[0])

@@ -6,34 +6,11 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental import topologies
+from compiling import compiled, compiled_codes, shapes, topology_of
 
 from halfbyte import devices, ops
 from halfbyte.ops import kernels as K
 from halfbyte.recipe import recipe
-
-
-def compiled(fn, device, *args):
-    """The text of fn's program for a device that is not here."""
-    with devices.lowering_for(devices.device(device)):
-        return jax.jit(fn).lower(*args).compile().as_text()
-
-
-def shapes(topology):
-    place = jax.sharding.SingleDeviceSharding(topology.devices[0])
-
-    def like(*shape, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
-
-    return like
-
-
-def topology_of(name):
-    try:
-        config = devices.target_config(devices.DEVICES[name])
-        return topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
-    except Exception as error:
-        pytest.skip(f"the CUDA compiler plugin (extra `plan`) is not installed: {type(error).__name__}")
 
 
 def linear(x, w, dy, key):
@@ -61,15 +38,6 @@ def test_passes_compile(name):
     x, key = like(256, 512), like(2, dtype=jnp.uint32)
     text = compiled(linear, name, x, like(512, 512, dtype=jnp.float32), like(256, 512), key)
     assert text.count("__gpu$xla.gpu.triton") >= 8
-
-
-def codes(x, w, g, u, d, scale, key):
-    """Every pass that writes what a block-scaled GEMM reads."""
-    order = K.ScaleOrder.TILED
-    row, column = K.Rowwise(scale, key, codes=order), K.Columnwise(scale, key, codes=order)
-    forward = K.quantize_forward(g, u, rows=K.Rowwise(scale, codes=order), columns=K.Columnwise(scale, codes=order))
-    backward = K.quantize_backward(g, u, d, dg=(row, column), du=(row, column), h=column)
-    return K.quantize(x, rows=row, columns=column), K.weight_codes(w, scale), forward, backward
 
 
 def three_linears(x, w, dy, seed):
@@ -126,13 +94,9 @@ def test_swiglu_passes_compile(name):
     assert text.count("__gpu$xla.gpu.triton") >= 6
 
 
-@pytest.mark.parametrize("name", ["h200", "gb300"])
-def test_codes_compile(name):
-    like = shapes(topology_of(name))
-    g, w = like(256, 1376), like(512, 1376, dtype=jnp.float32)
-    scale, key = like(8, dtype=jnp.float32), like(2, dtype=jnp.uint32)
-    text = jax.jit(codes).lower(like(256, 512), w, g, g, g, scale, key).compile().as_text()
-    assert text.count('custom_call_target="mosaic_gpu_v2"') == 4
+def test_codes_compile():
+    """For Blackwell: test_blackwell_codes.py."""
+    assert compiled_codes("h200").count('custom_call_target="mosaic_gpu_v2"') == 4
 
 
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn"])

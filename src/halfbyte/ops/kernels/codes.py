@@ -1,7 +1,8 @@
 """Quantize passes that find their own addresses: operands as codes, and carriers of widths that no tile divides.
 
 Codes are what block-scaled tensor cores read: packed E2M1 with the contraction last, and E4M3 scales. How arrays are
-read and written is in `transfer.py`, the arithmetic in `nibbles.py` (codes) and `arithmetic.py` (carriers).
+read and written is in `rows.py` and `transfer.py`, the arithmetic of codes in `nibbles.py`, that of carriers in
+`arithmetic.py`.
 """
 
 import dataclasses
@@ -16,21 +17,11 @@ from halfbyte.formats.noise import ROUNDS
 from halfbyte.ops.kernels import arithmetic as q
 from halfbyte.ops.kernels import nibbles
 from halfbyte.ops.kernels.launch import launch
+from halfbyte.ops.kernels.place import BLOCK, WARPS, Place, place, prefetch, programs, whole
+from halfbyte.ops.kernels.rows import load_rows, store_rows
 from halfbyte.ops.kernels.scale import DECODE, MULT
 from halfbyte.ops.kernels.scale_order import ScaleOrder
-from halfbyte.ops.kernels.transfer import (
-    BLOCK,
-    WARPS,
-    Place,
-    load_rows,
-    place,
-    prefetch,
-    programs,
-    store_codes,
-    store_rows,
-    store_turned_codes,
-    whole,
-)
+from halfbyte.ops.kernels.transfer import store_codes, store_turned_codes
 
 
 def random_state(m: Any, key: int, origin: int | None, window: Any, at: Place) -> tuple[list[Any], int]:
@@ -115,6 +106,8 @@ def quantize_made(
     places, factors_at = [_given(known, side) for side, _ in jobs], known.take(owed)
     firsts = [known.make(outputs_of(side, tokens, width)) for side, _ in jobs]
     grid = programs(tokens, width, columns, tiled=any(s.codes is ScaleOrder.TILED for s, _ in jobs))
+    if len(jobs) > 1 and width % columns and jobs[0][0].codes is None:
+        groups = 1  # rows that begin anywhere: no lane of a full multiprocessor has the registers
 
     def body(m: Any) -> None:
         at = place(m, tokens, width, grid)
@@ -226,10 +219,11 @@ def find_maxima(
     columns: int = 4,
     interpret: bool,
     owed: jax.Array | None = None,
+    groups: int = 1,
     name: str,
 ) -> tuple[jax.Array, ...]:
     """int32 bits, one a warp, of the `count` maxima that `tops(machine, rows of all arrays)` finds in each lane. `owed`
-    as for `quantize_made`.
+    and `groups` as for `quantize_made`.
     """
     tokens, width = arrays[0].shape
     size = arrays[0].dtype.itemsize
@@ -251,7 +245,7 @@ def find_maxima(
     programs_all = grid[0] * grid[1]
     outputs = [jax.ShapeDtypeStruct((programs_all * WARPS,), jnp.int32)] * count
     run = functools.partial(launch, body, [*arrays, *known.given], outputs, programs=programs_all)
-    return tuple(run(columns=columns, interpret=interpret, name=name))
+    return tuple(run(columns=columns, groups=groups, interpret=interpret, name=name))
 
 
 def unpack(codes: jax.Array, scales: jax.Array, *, interpret: bool) -> jax.Array:

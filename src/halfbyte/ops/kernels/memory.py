@@ -114,6 +114,10 @@ class PtxMemory(Ptx):
         self.lines.append(f"selp.b32 {out.name}, 1, 0, {p.name};")
         return out
 
+    def choose(self, p: Reg, a: Any, b: Any) -> Any:
+        """a where p holds, else b."""
+        return self.select(p, a, b)
+
     def address(self, array: int, index: Any, size: int) -> Address:
         """Element `index` of an array whose elements have `size` bytes."""
         text = self._text(index, "r")
@@ -226,6 +230,9 @@ class VectorMemory(Vector):
 
     def flag(self, p: Any) -> Any:
         return p.astype(np.uint32)
+
+    def choose(self, p: Any, a: Any, b: Any) -> Any:
+        return np.where(p, self.bits(a), self.bits(b))
 
     def address(self, array: int, index: Any, size: int) -> Address:
         return Address(array, np.broadcast_to(self.bits(index).astype(np.int64) * size, self.shape))

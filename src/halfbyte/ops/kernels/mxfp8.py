@@ -22,8 +22,9 @@ from halfbyte.ops.kernels import arithmetic as q
 from halfbyte.ops.kernels import layout
 from halfbyte.ops.kernels.gated import backward_made, forward_made
 from halfbyte.ops.kernels.launch import launch
+from halfbyte.ops.kernels.place import Place, place, programs, whole
+from halfbyte.ops.kernels.rows import joined, load_rows, store_rows
 from halfbyte.ops.kernels.scale_order import ScaleOrder
-from halfbyte.ops.kernels.transfer import Place, joined, load_rows, place, programs, store_rows, whole
 
 BLOCK = 32
 ELEMENTS = {"e4m3": E4M3, "e5m2": E5M2}

@@ -36,6 +36,7 @@ UNPACK_TILING = Tiling(4, 4)
 ROW_TOKENS = 8  # tokens a program of the rowwise-only pass
 CODES = codes.Lanes(4, 4)
 BOTH_CODES = codes.Lanes(2, 8)  # nearest: fewer registers, more warps; the faster the narrower the array
+BOTH_CARRIERS = codes.Lanes(4, 2)
 
 
 STATIC = {"static": True}
@@ -192,7 +193,7 @@ def quantize(
         layout.check(x)
         jobs = [(side, 0) for side in sides]
         run = functools.partial(codes.quantize_made, [x], lambda m, rows: [rows], jobs)
-        tile = BOTH_CODES if len(jobs) > 1 and all(s.key is None and s.codes is not None for s in sides) else CODES
+        tile = _lanes(sides)
         return run(columns=tile.columns, groups=tile.groups, interpret=interpret, name=_name(*sides))
     alone = columns is None
     return quantize_made(
@@ -278,6 +279,14 @@ def _quantize_tiles(
 
     outputs = [dtype for count, dtype in side.outputs(tokens) for _ in range(count)]
     return evaluate(body, tiles, given, outputs=outputs, columns=tiling.columns, interpret=interpret)
+
+
+def _lanes(sides: Sequence[Rowwise | Columnwise]) -> codes.Lanes:
+    if len(sides) == 1:
+        return CODES
+    if not codes.asked(sides):
+        return BOTH_CARRIERS
+    return CODES if any(side.key is not None for side in sides) else BOTH_CODES
 
 
 def _name(*sides: Rowwise | Columnwise) -> str:

@@ -1,185 +1,20 @@
-"""How a quantize pass of any width reads a [tokens, width] array, and writes what it made of it.
+"""How a quantize pass of any width writes packed codes and their scales.
 
-A warp owns a block of tokens, 16 for NVFP4, of 32 x `columns` features, a program four such warps, one above the other.
 Rows go to memory as they are made. Transposed columns meet in shared memory first: each lane has 16 tokens, 8 bytes, of
 each of its columns, and with the other three warps' bytes 32 are written at once, and four scales as a word.
 
 Edges are masked. Blocks that the array does not fill end in zeros: packed codes always have whole blocks.
 """
 
-import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 from halfbyte.formats.tiling import ROWS
 from halfbyte.ops.kernels.memory import SHARED
+from halfbyte.ops.kernels.place import BLOCK, WARPS, Place, whole
+from halfbyte.ops.kernels.rows import joined
 from halfbyte.ops.kernels.scale_order import ScaleOrder
 
-BLOCK = 16
-WARPS = 4
 WARP_STRIDE = 72  # words from one warp's columns to the next one's: no two lanes of a transfer share a bank
-
-
-def whole(size: int, unit: int = BLOCK) -> int:
-    """`size`, filled up to whole units."""
-    return -(-size // unit) * unit
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a lane stands in an array [tokens, width]: its warp's first token, its own first column."""
-
-    tokens: int
-    width: int
-    token: Any
-    column: Any
-    inside: Any  # whether both lie in the array; None where all do
-    first_token: Any  # of the program
-    first_column: Any
-    thread: Any
-    block: int = BLOCK  # tokens of a warp
-
-    def within(self, m: Any, row: Any, rows: int, column: Any, columns: int) -> Any:
-        """Whether (row, column) lies in [rows, columns]; None where every lane's does."""
-        return None if self.inside is None else m.both(m.less(row, rows), m.less(column, columns))
-
-
-def programs(tokens: int, width: int, columns: int, *, tiled: bool = False, block: int = BLOCK) -> tuple[int, int]:
-    """Programs down and across an array; tiles of scales are filled up with zeros, by programs of their own."""
-    covered = [whole(size, ROWS if tiled else 1) for size in (tokens, width)]
-    return -(-covered[0] // (WARPS * block)), -(-covered[1] // (32 * columns))
-
-
-def prefetch(m: Any, arrays: int, tokens: int, width: int, grid: tuple[int, int], size: int) -> None:
-    """Has the cache read what the next program of these lanes will: half a row of its warp's columns a lane."""
-    program = m.following()
-    at = place(m, tokens, width, grid, program=program)
-    row, half = m.shr(m.and_(at.thread, 31), 1), m.and_(at.thread, 1)
-    token, column = m.iadd(at.token, row), m.imad(half, 16 * m.columns, at.first_column)
-    inside = m.less(program, grid[0] * grid[1])
-    if at.inside is not None:
-        inside = m.both(inside, m.both(m.less(token, tokens), m.less(column, width)))
-    for array in range(arrays):
-        m.prefetch(m.address(array, m.imad(token, width, column), size), inside)
-
-
-def place(m: Any, tokens: int, width: int, grid: tuple[int, int], *, block: int = BLOCK, program: Any = None) -> Place:
-    down, across = grid
-    program, thread = m.program() if program is None else program, m.thread()
-    first_token = m.imad(m.divide(program, across), WARPS * block, 0)
-    first_column = m.imad(m.remainder(program, across), 32 * m.columns, 0)
-    token = m.imad(m.shr(thread, 5), block, first_token)
-    column = m.imad(m.and_(thread, 31), m.columns, first_column)
-    exact = down * WARPS * block == tokens and across * 32 * m.columns == width
-    inside = None if exact else m.both(m.less(token, tokens), m.less(column, width))
-    return Place(tokens, width, token, column, inside, first_token, first_column, thread, block)
-
-
-def load_rows(m: Any, array: int, at: Place, size: int, *, rows: int | None = None) -> list[list[Any]]:
-    """The words of a lane's columns of each of `rows` rows for a block of tokens (all of them unless given), elements
-    of `size` bytes; zero outside.
-    """
-    return Rows(m, array, at, rows or at.block, size).load()
-
-
-def store_rows(m: Any, array: int, at: Place, made: Sequence[Sequence[Any]], size: int) -> None:
-    """Writes the words of a lane's columns, `len(made)` rows for a block of tokens, elements of `size` bytes."""
-    Rows(m, array, at, len(made), size).store(made)
-
-
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """A lane's columns of `rows` rows of an array that has so many for a block of tokens."""
-
-    m: Any
-    array: int
-    at: Place
-    rows: int
-    size: int
-
-    @property
-    def split(self) -> bool:
-        """Whether elements are moved one by one, because a lane's columns may lie across an edge."""
-        return self.at.width % self.m.columns != 0
-
-    def _begin(self) -> Any:
-        first = self.m.divide(self.at.token, self.at.block // self.rows)
-        return self.m.address(self.array, self.m.imad(first, self.at.width, self.at.column), self.size)
-
-    def _inside(self, row: int) -> list[Any]:
-        """Whether each unit that is moved lies inside."""
-        m, at = self.m, self.at
-        inside = at.inside
-        if at.tokens % at.block and self.rows == at.block:
-            inside = m.both(inside, m.less(m.iadd(at.token, row), at.tokens))
-        if not self.split:
-            return [inside]
-        return [m.both(inside, m.less(m.iadd(at.column, c), at.width)) for c in range(m.columns)]
-
-    @property
-    def unit(self) -> int:
-        """Bytes of a unit that is moved: an element, or as much of a lane's columns as a word holds."""
-        return self.size if self.split else min(4, self.m.columns * self.size)
-
-    def load(self) -> list[list[Any]]:
-        begin = self._begin()
-        return [self._load(begin, r) for r in range(self.rows)]
-
-    def _load(self, begin: Any, row: int) -> list[Any]:
-        m, offset, inside = self.m, row * self.at.width * self.size, self._inside(row)
-        if not self.split:
-            count = m.columns * self.size // self.unit
-            words: list[Any] = m.load(begin, count, offset=offset, size=self.unit, where=inside[0])
-            return words
-        units = []
-        for c, where in enumerate(inside):
-            units += m.load(begin, offset=offset + c * self.size, size=self.size, where=where)
-        return joined(m, units, self.size)
-
-    def store(self, made: Sequence[Sequence[Any]]) -> None:
-        m, begin = self.m, self._begin()
-        for r, row in enumerate(made):
-            offset, inside = r * self.at.width * self.size, self._inside(r)
-            if not self.split:
-                m.store(begin, row, offset=offset, size=self.unit, where=inside[0])
-                continue
-            if self.size == 2 and self.rows == BLOCK:
-                self._store_chunks(begin, row, offset, inside)
-                continue
-            for c, (part, where) in enumerate(zip(parted(m, row, self.size), inside, strict=True)):
-                m.store(begin, [part], offset=offset + c * self.size, size=self.size, where=where)
-
-    def _store_chunks(self, begin: Any, row: Sequence[Any], offset: int, inside: Sequence[Any]) -> None:
-        """A row of 16-bit elements, as many at a time as a lane has, from where so many are aligned: this lane's
-        element `first` on, with what is missing from the next lane. What no whole chunk holds, at both ends of a warp
-        and at the row's, goes one by one.
-        """
-        m, at, columns = self.m, self.at, self.m.columns
-        first = -(offset // 2) % columns
-        words = [*row, *(m.next_lane(word) for word in row[: (first + 1) // 2])]
-        held = range(first // 2, first // 2 + len(row))
-        chunk = [m.prmt(words[k], words[k + 1], 0x5432) if first % 2 else words[k] for k in held]
-        lane = m.and_(at.thread, 31)
-        filled = m.less(m.iadd(at.column, first + columns - 1), at.width)
-        mine = m.both(filled, m.less(lane, 31)) if first else filled
-        m.store(begin, chunk, offset=offset + 2 * first, where=m.both(inside[0], mine))
-        before = m.both(m.less(m.iadd(at.column, first - 1), at.width), m.less(0, lane)) if first else None
-        for c, part in enumerate(parted(m, row, 2)):
-            alone = m.less(m.flag(before if c < first else mine), 1)
-            m.store(begin, [part], offset=offset + 2 * c, size=2, where=m.both(inside[c], alone))
-
-
-def joined(m: Any, units: Sequence[Any], size: int) -> list[Any]:
-    """Words from units of `size` bytes, each in a word of its own."""
-    if size == 4:
-        return list(units)
-    pairs = [m.prmt(a, b, 0x5410 if size == 2 else 0x0040) for a, b in zip(units[::2], units[1::2], strict=True)]
-    return pairs if size == 2 or len(pairs) == 1 else joined(m, pairs, 2)
-
-
-def parted(m: Any, words: Sequence[Any], size: int) -> list[Any]:
-    """The inverse of `joined`; bytes above a unit are left over."""
-    return [w if i == 0 else m.shr(w, 8 * i) for w in words for i in range(0, 4, size)]
 
 
 def store_codes(

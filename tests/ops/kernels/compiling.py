@@ -1,0 +1,48 @@
+"""Kernels compiled for a device that is not here."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import topologies
+
+from halfbyte import devices
+from halfbyte.ops import kernels as K
+
+
+def compiled(fn, device, *args):
+    """The text of fn's program for a device that is not here."""
+    with devices.lowering_for(devices.device(device)):
+        return jax.jit(fn).lower(*args).compile().as_text()
+
+
+def shapes(topology):
+    place = jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+    def like(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    return like
+
+
+def topology_of(name):
+    try:
+        config = devices.target_config(devices.DEVICES[name])
+        return topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
+    except Exception as error:
+        pytest.skip(f"the CUDA compiler plugin (extra `plan`) is not installed: {type(error).__name__}")
+
+
+def codes(x, w, g, u, d, scale, key):
+    """Every pass that writes what a block-scaled GEMM reads."""
+    order = K.ScaleOrder.TILED
+    row, column = K.Rowwise(scale, key, codes=order), K.Columnwise(scale, key, codes=order)
+    forward = K.quantize_forward(g, u, rows=K.Rowwise(scale, codes=order), columns=K.Columnwise(scale, codes=order))
+    backward = K.quantize_backward(g, u, d, dg=(row, column), du=(row, column), h=column)
+    return K.quantize(x, rows=row, columns=column), K.weight_codes(w, scale), forward, backward
+
+
+def compiled_codes(name):
+    like = shapes(topology_of(name))
+    g, w = like(256, 1376), like(512, 1376, dtype=jnp.float32)
+    scale, key = like(8, dtype=jnp.float32), like(2, dtype=jnp.uint32)
+    return compiled(codes, name, like(256, 512), w, g, g, g, scale, key)
