@@ -95,7 +95,9 @@ def test_every_line_of_a_mocked_measurement_says_compute_only(monkeypatch, capsy
     monkeypatch.setattr(launch, "check_mock", lambda mock: None)
     monkeypatch.setattr(bench, "measure", row)
     assert main(["bench", "demo", "--recipes", "bf16", "--mock-gpus", "8", "--mesh", "fsdp=8"]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if any(word.isalpha() for word in line.split())]
+    out = capsys.readouterr().out
+    assert "mostly zeros" in out
+    lines = [line for line in out.splitlines() if any(word.isalpha() for word in line.split())]
     telling = [line for line in lines if "recipe" not in line and "GEMM" not in line]  # but for the table's head
     assert len(telling) >= 3 and all("compute only" in line for line in telling)
 

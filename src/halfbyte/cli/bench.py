@@ -81,7 +81,7 @@ def run(args: Args) -> Result:
     if len(sets_of(args)) > 1:
         return run_flag_sets(args)
     mock, settings = prepare(args)
-    from halfbyte import bench, conformance
+    from halfbyte import bench, conformance, launch
     from halfbyte.recipe import recipe
 
     say = printer(mock)
@@ -98,6 +98,8 @@ def run(args: Args) -> Result:
             rows.append(bench.without_communication(row) if mock and mock.mocked else row)
     rows = bench.compare(rows) if passed else rows
     console().print(table(COLUMNS, (cells(row, mock) for row in rows), title=title(args, mock)))
+    if mock and mock.mocked:
+        say(f"{launch.MOCK_NOTE}; compare ratios, not milliseconds")
     if not passed:
         say("the operands differ from the definition: no ratio is given, because it would mean nothing")
     data = {"args": plain_args(args), "bits": checks, "rows": [dataclasses.asdict(r) for r in rows], **versions()}
