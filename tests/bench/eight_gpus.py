@@ -2,11 +2,9 @@
 
 import dataclasses
 import json
-from importlib.util import find_spec
 
 import jax
 import numpy as np
-import pytest
 
 from halfbyte import bench, ops
 from halfbyte.devices import target_cudnn, topology
@@ -19,10 +17,6 @@ RECIPES = ("bf16", "fp8", "nvfp4")
 SEQ = 8192
 LEAST = (0.95, 0.95) if jax.__version_info__ < (0, 11) else (0.8, 0.6)  # of the bytes, and of the time on one link
 AS_OPTION = {"on": "COLLECTIVE_PIPELINING_MODE_ON"}  # what a flag's value is called where a compilation is given it
-needs_plugin = pytest.mark.skipif(
-    not any(find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin")),
-    reason="needs the CUDA compiler plugin (extra `plan`), no GPU",
-)
 
 
 def config_of(recipe, *, batch):

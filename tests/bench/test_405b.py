@@ -9,7 +9,6 @@ makes the same calls over larger arrays.
 
 import dataclasses
 import math
-from importlib.util import find_spec
 
 import jax
 import numpy as np
@@ -24,10 +23,6 @@ from halfbyte.sharding import parse_mesh
 from halfbyte.train import abstract_state, check, lower_train_step, phases, run_mesh
 from halfbyte.train.preflight import estimate_memory
 
-needs_plugin = pytest.mark.skipif(
-    find_spec("jax_cuda12_plugin") is None, reason="needs the CUDA compiler plugin (extra `plan`), no GPU"
-)
-
 
 @pytest.fixture(scope="module")
 def where():
@@ -36,7 +31,7 @@ def where():
     return config, gb300, run_mesh(config, np.array(topology(gb300, hosts=32, per_host=4).devices))
 
 
-@needs_plugin
+@pytest.mark.cuda_compiler
 def test_state_and_memory_of_a_device(where):
     config, gb300, mesh = where
     found = check(config, mesh, seq=config.seq, device=gb300, memory=gb300.memory_bytes)
@@ -49,7 +44,7 @@ def test_state_and_memory_of_a_device(where):
     assert all(leaf.sharding is not None for leaf in shapes)
 
 
-@needs_plugin
+@pytest.mark.cuda_compiler
 def test_one_device_cannot_hold_it(where):
     config, gb300, _ = where
     alone = run_mesh(dataclasses.replace(config, mesh=""), np.array(topology(gb300, hosts=1, per_host=1).devices))
@@ -65,7 +60,7 @@ MESHES = [
 
 
 @pytest.mark.slow
-@needs_plugin
+@pytest.mark.cuda_compiler
 @pytest.mark.parametrize("mesh_text, batch", MESHES)
 def test_a_device_multiplies_its_part_and_no_more(where, mesh_text, batch):
     config, gb300, _ = where

@@ -4,7 +4,6 @@ Oracle: XLA's buffer assignment (`memory_analysis`). Activation temporaries are 
 """
 
 import dataclasses
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -16,13 +15,7 @@ from halfbyte.launch import recommended
 from halfbyte.runs import run_config
 from halfbyte.train import run_mesh
 
-pytestmark = [
-    pytest.mark.skipif(
-        find_spec("jax_cuda12_plugin") is None and find_spec("jax_cuda13_plugin") is None,
-        reason="needs the CUDA compiler plugin (extra `plan`), no GPU",
-    ),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.cuda_compiler, pytest.mark.slow]
 H200 = device("h200")
 
 

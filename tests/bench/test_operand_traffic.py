@@ -6,7 +6,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from eight_gpus import needs_plugin
 
 from halfbyte import bench, ops
 from halfbyte.bench.operand_traffic import compulsory_bytes, operand_bytes
@@ -85,7 +84,7 @@ SMALL = dataclasses.replace(
 
 
 @pytest.mark.slow
-@needs_plugin
+@pytest.mark.cuda_compiler
 def test_a_step_that_xla_quantizes_is_found_out(monkeypatch):
     """The same reader over a smaller model whose kernels were taken away: far beyond the limit."""
     assert bench.operand_traffic(program(SMALL), SMALL, {"fsdp": 8}).excess < 3  # weights weigh more in a small model
@@ -94,7 +93,7 @@ def test_a_step_that_xla_quantizes_is_found_out(monkeypatch):
 
 
 @pytest.mark.slow
-@needs_plugin
+@pytest.mark.cuda_compiler
 def test_mxfp8_in_every_linear_makes_its_operands_once():
     """All seven linears of a layer, on a mesh that gathers their weights as codes."""
     config = dataclasses.replace(SMALL, recipe="mxfp8", policy="all_linear")

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from eight_gpus import RECIPES, check, compile_for, config_of, needs_plugin
+from eight_gpus import RECIPES, check, compile_for, config_of
 
 from halfbyte import bench, models
 from halfbyte.bench.placement import AGAIN
@@ -25,7 +25,7 @@ def test_needed_flops_are_the_models_and_what_remat_repeats():
 
 
 @pytest.mark.slow
-@needs_plugin
+@pytest.mark.cuda_compiler
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_device_multiplies_gathers_and_hides_what_it_should(recipe):
     config = config_of(recipe, batch=16)

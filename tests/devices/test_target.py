@@ -1,7 +1,5 @@
 """Compiling for GPUs that are not here. Oracle: the compiler, which refuses a target it does not understand."""
 
-from importlib.util import find_spec
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +7,6 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from halfbyte.devices import DEVICES, lookup, target_config, topology
-
-needs_compiler = pytest.mark.skipif(
-    not (find_spec("jax_cuda12_plugin") or find_spec("jax_cuda13_plugin")),
-    reason="needs the CUDA compiler plugin (extra `plan`)",
-)
 
 
 @pytest.mark.parametrize("name", ["h200", "gb300"])
@@ -37,7 +30,7 @@ def test_what_cannot_be_compiled_for_is_refused():
         topology(DEVICES["b200"], hosts=0, per_host=4)
 
 
-@needs_compiler
+@pytest.mark.cuda_compiler
 def test_a_matmul_compiles_for_b200_without_one():
     mesh = Mesh(np.array(topology(DEVICES["b200"], hosts=2, per_host=2).devices).reshape(2, 2), ("fsdp", "tensor"))
     x = jax.ShapeDtypeStruct((256, 128), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec("fsdp", None)))
@@ -48,7 +41,7 @@ def test_a_matmul_compiles_for_b200_without_one():
     assert program.memory_analysis().argument_size_in_bytes == 2 * (128 * 128 + 64 * 256)
 
 
-@needs_compiler
+@pytest.mark.cuda_compiler
 @pytest.mark.parametrize("name", [name for name in DEVICES if name != "cpu"])
 def test_every_gpu_of_the_table_is_understood_and_found_again(name):
     found = topology(DEVICES[name], hosts=1, per_host=8).devices

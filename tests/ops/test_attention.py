@@ -186,9 +186,7 @@ def test_unknown_implementation_is_refused():
         choose_attention((1, 16, 2, 64), jnp.bfloat16, implementation="flash")
 
 
-@pytest.mark.skipif(
-    not devices.platform._installed(("jax_cuda12_plugin", "jax_cuda13_plugin")), reason="needs the extra `plan`"
-)
+@pytest.mark.cuda_compiler
 @pytest.mark.parametrize("mesh, packed, calls", [
     ("fsdp=4,tensor=2", False, {"fmhaSoftmax", "fmhaSoftmaxBackward"}),
     ("fsdp=4,tensor=2", True, {"fmhaScaleBiasSoftmax", "fmhaScaleBiasSoftmaxBackward"}),

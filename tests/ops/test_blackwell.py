@@ -5,7 +5,6 @@ GEMM is a `dot`, a cuBLAS call or a Triton GEMM fusion. Compiled, not executed: 
 """
 
 import functools
-import importlib.util
 import math
 import re
 
@@ -19,11 +18,7 @@ from jax.sharding import PartitionSpec as P
 import halfbyte as hb
 from halfbyte import devices, ops
 
-plugins = [name for name in ("jax_cuda12_plugin", "jax_cuda13_plugin") if importlib.util.find_spec(name)]
-pytestmark = [
-    pytest.mark.skipif(not plugins, reason="needs the CUDA compiler: pip install 'halfbyte[plan]'"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.cuda_compiler, pytest.mark.slow]
 
 NVFP4 = hb.recipe("nvfp4")
 KEY = jax.random.key(0)

@@ -1,6 +1,5 @@
 """Programs for Hopper, compiled on a machine without a GPU: which GEMMs they hold. Oracle: the program's own text."""
 
-import importlib.util
 import re
 
 import jax
@@ -14,11 +13,7 @@ import halfbyte as hb
 from halfbyte import devices, ops
 from halfbyte.ops.backends import fp8
 
-plugins = [name for name in ("jax_cuda12_plugin", "jax_cuda13_plugin") if importlib.util.find_spec(name)]
-pytestmark = [
-    pytest.mark.skipif(not plugins, reason="needs the CUDA compiler: pip install 'halfbyte[plan]'"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.cuda_compiler, pytest.mark.slow]
 H200 = devices.device("h200")
 CALL = re.compile(r'= \((bf16|f32)\[[\d,]+\].*custom_call_target="__cublas\$lt\$matmul\$f8"')
 

@@ -36,9 +36,7 @@ def test_each_devices_part_is_rounded_once():
     assert np.abs(exact - rounded).max() <= 5 * 2**-9 * np.abs(exact).max()
 
 
-@pytest.mark.skipif(
-    not devices.platform._installed(("jax_cuda12_plugin", "jax_cuda13_plugin")), reason="needs the extra `plan`"
-)
+@pytest.mark.cuda_compiler
 def test_half_the_bytes_are_scattered():
     h200 = devices.device("h200")
     mesh = make_mesh({"fsdp": 8}, np.asarray(devices.topology(h200, hosts=1, per_host=8).devices))

@@ -3,7 +3,6 @@ move to no purpose, read from the program of a loop of three small layers.
 """
 
 import functools
-from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
@@ -101,9 +100,7 @@ def moved(recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    find_spec("jax_cuda12_plugin") is None and find_spec("jax_cuda13_plugin") is None, reason="needs the extra `plan`"
-)
+@pytest.mark.cuda_compiler
 @pytest.mark.parametrize("recipe", ["bf16", "nvfp4", "fp8"])
 def test_a_step_copies_no_layer_fills_no_stack_and_transposes_no_gradient(recipe):
     """A layer's product, copied, is 4.2 MB read and written; so is the whole gradient of a weight, transposed. There

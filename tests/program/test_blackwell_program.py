@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiling import BF16, F32, mesh_of, needs_plugin, shape
+from compiling import BF16, F32, mesh_of, shape
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -14,7 +14,7 @@ from halfbyte.program import collectives, flops_by_kind, gemms, overlap, read, t
 
 
 @pytest.mark.slow
-@needs_plugin
+@pytest.mark.cuda_compiler
 def test_fsdp_on_eight_gb200_in_four_bits():
     """One linear, [1024, 512] x [512, 1024], tokens and weights over fsdp=8: an eighth of three GEMMs a device."""
     gb200 = devices.device("gb200")

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiling import BF16, mesh_of, needs_plugin, shape
+from compiling import BF16, mesh_of, shape
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -121,7 +121,7 @@ def test_of_a_stack_the_slices_are_moved():
 
 
 @pytest.mark.slow
-@needs_plugin
+@pytest.mark.cuda_compiler
 def test_flops_on_an_h200_with_a_peeled_or_whole_loop():
     target = devices.topology(devices.device("h200"), hosts=1, per_host=1)
     mesh, _ = mesh_of(np.array(target.devices))

@@ -6,11 +6,13 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import pytest
-from compiling import compiled, compiled_codes, shapes, topology_of
+from kernel_programs import compiled, compiled_codes, shapes, topology_of
 
 from halfbyte import devices, ops
 from halfbyte.ops import kernels as K
 from halfbyte.recipe import recipe
+
+pytestmark = pytest.mark.cuda_compiler
 
 
 def linear(x, w, dy, key):
