@@ -125,15 +125,18 @@ def test_a_last_checkpoint_that_could_not_begin_is_no_success(tmp_path, begins):
 
 
 def test_a_failed_self_test_stops_the_run_before_its_first_step(tmp_path, monkeypatch):
-    """It runs beside the compiler, in a thread of its own."""
+    """It runs beside the compiler, in a thread of its own, and over the recipes of every phase."""
     asked = []
 
     def wrong(recipes, backend, activation):
-        asked.append((len(recipes), backend))
-        raise SelfTestFailed("3 numbers differ")
+        asked.append((recipes[0].name, len(recipes), backend))
+        if recipes[0].name == "nvfp4_no_sr":
+            raise SelfTestFailed("3 numbers differ")
+        return True
 
     monkeypatch.setattr("halfbyte.train.session.check_stacks", wrong)
+    later = PrecisionConfig(switch_at=1, switch_to="nvfp4_no_sr")
     with pytest.raises(SelfTestFailed, match="3 numbers differ"):
-        run(tiny(recipe="nvfp4", mesh="data=8", unroll=1, remat="none", steps=1), tmp_path / "run")
-    assert asked == [(3, "carrier")]
+        run(tiny(recipe="nvfp4", mesh="data=8", unroll=1, remat="none", steps=2, precision=later), tmp_path / "run")
+    assert asked == [("nvfp4", 3, "carrier"), ("nvfp4_no_sr", 3, "carrier")]
     assert read_rows(tmp_path / "run" / "metrics.jsonl") == []

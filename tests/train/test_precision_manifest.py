@@ -141,7 +141,7 @@ def test_layers_in_a_loop_s_stacks_are_compared_under_their_own_recipes(monkeypa
 
     monkeypatch.setattr(session, "check_stacks", check)
     started = SimpleNamespace(config=config, manifest_of=lambda phase: manifest, say=said.append)
-    session.check_stacks_of_loops(started, *phases(config))
+    session.check_stacks_of_loops(started, phases(config))
     assert found == asked
     assert len(said) == len(asked)
     assert all(f"that {backend} keeps" in line for (_, backend), line in zip(asked, said, strict=True))

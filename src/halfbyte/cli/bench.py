@@ -104,6 +104,7 @@ def run(args: Args) -> Result:
         say("the operands differ from the definition: no ratio is given, because it would mean nothing")
     data = {"args": plain_args(args), "bits": checks, "rows": [dataclasses.asdict(r) for r in rows], **versions()}
     data |= {"measured": mock.label if mock else "whole steps", "settings": settings}
+    data |= {"note": launch.MOCK_NOTE} if mock and mock.mocked else {}
     write(args, data)
     return Result(data, DONE if passed else NOT_PASSED)
 
@@ -146,7 +147,7 @@ def sets_of(args: Args) -> list[str]:
 def run_flag_sets(args: Args) -> Result:
     """The same measurement under each set of flags, in processes of their own, as one table."""
     from halfbyte.bench import measure_sets, ratios
-    from halfbyte.launch import supervise, visible_gpus
+    from halfbyte.launch import MOCK_NOTE, supervise, visible_gpus
 
     names = sets_of(args)
     if not visible_gpus():
@@ -157,6 +158,8 @@ def run_flag_sets(args: Args) -> Result:
     columns = ("flags", "recipe", "ms", f"vs {names[0]}", "what they are")
     title = f"{what}{args.model} under {len(names)} sets of XLA flags"
     console().print(table(columns, set_cells(found, ratios(found), what), title=title))
+    if args.mock_gpus:
+        console().print(f"{what}{MOCK_NOTE}", soft_wrap=True)
     data = {"args": plain_args(args), "sets": [dataclasses.asdict(each) for each in found]}
     write(args, data)
     return Result(data, DONE if all(each.rows for each in found) else NOT_PASSED)

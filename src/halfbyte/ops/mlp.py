@@ -46,7 +46,7 @@ Place = tuple[jax.Array, jax.Array, jax.Array]  # the stacks of g and of u, and 
 
 
 def fused_passes(passes: Sequence[Passes], activation: Activation, recipes: Sequence[Recipe]) -> Passes | None:
-    """The passes of all three linears, if they are the same and hold the activation under these recipes; else None."""
+    """The passes of the linears, if they are the same and hold the activation under these recipes; else None."""
     first = passes[0]
     return first if all(each == first for each in passes) and first.unfused(activation, recipes) is None else None
 

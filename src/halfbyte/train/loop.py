@@ -89,6 +89,7 @@ class Loop:
         for back in self.returns:
             self.phases = with_fallback(self.phases, back.step, back.recipe)
         self.programs: dict[Recipe, tuple[Any, Any]] = {}
+        self.tested: set[Recipe] = set()
         self.program: Any = None
         self.evaluate: Any = None
         self.meter: Throughput | None = None
@@ -164,8 +165,10 @@ class Loop:
 
     def _compile(self, phase: Phase) -> tuple[Any, Any]:
         """(train step, validation step), compiled side by side: a compiler mostly keeps to one core. Beside them runs
-        the self-test of kernels that the step relies on.
+        the self-test of kernels that this and all later phases rely on.
         """
+        ahead = [each for each in self.phases if each.recipe not in self.tested]
+        self.tested.update(each.recipe for each in ahead)
         resolved = phase.resolved(self.config)
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
         batch = abstract_batch(self.config, self.mesh, seq=self.session.source.seq)
@@ -173,14 +176,15 @@ class Loop:
         step = jit_train_step(self.config, resolved, self.mesh, options=options).lower(state, batch)
         check = make_eval_step(self.config, resolved, self.mesh).lower(state.params, state.seed, batch)
         if jax.process_count() > 1:  # processes must compile in the same order
-            check_stacks_of_loops(self.session, phase)
+            check_stacks_of_loops(self.session, ahead)
             return compile_train_step(step, resolved), check.compile()
         with ThreadPoolExecutor(2) as beside:
-            stacks = beside.submit(check_stacks_of_loops, self.session, phase)
+            stacks = beside.submit(check_stacks_of_loops, self.session, ahead)
             evaluate = beside.submit(check.compile)
-            train = compile_train_step(step, resolved)
-            stacks.result()
-            return train, evaluate.result()
+            try:
+                return compile_train_step(step, resolved), evaluate.result()
+            finally:
+                stacks.result()
 
     def _one_step(self, loader: Any) -> None:
         began = time.perf_counter()

@@ -1,4 +1,6 @@
-"""Setting a run up: checks first, then the run directory. Nothing is written before every check has passed."""
+"""Setting a run up: checks first, then the run directory. What is checked before anything is compiled is checked before
+anything is written.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -147,14 +149,15 @@ def check_native_gemms(session: Session) -> None:
             session.say(f"self-test of native {names} GEMMs against carrier passed ({worst})")
 
 
-def check_stacks_of_loops(session: Session, phase: Phase) -> None:
+def check_stacks_of_loops(session: Session, every: Sequence[Phase]) -> None:
     """Compare what kernels write into, and read from, the stacks of looped layers with a layer alone, under the recipes
-    of each segment's MLPs; where no kernel does so, nothing is said.
+    of each segment's MLPs in these phases; where no kernel does so, nothing is said.
     """
     config = session.config
     if config.remat != "none" or config.unroll != 1:
         return
-    for recipes, backend in dict.fromkeys(_looped_mlps(phase.resolved(config), session.manifest_of(phase))):
+    looped = (each for phase in every for each in _looped_mlps(phase.resolved(config), session.manifest_of(phase)))
+    for recipes, backend in dict.fromkeys(looped):
         if check_stacks(recipes, backend, ACTIVATIONS[config.model.activation]):
             names = ", ".join(dict.fromkeys(recipe.name for recipe in recipes))
             session.say(f"self-test of layers that {backend} keeps in a loop's stacks under {names} passed")

@@ -98,6 +98,38 @@ def test_codes(kind, width):
         np.testing.assert_array_equal(np.asarray(a), b)
 
 
+@pytest.mark.parametrize("width", [43, 125, 683])
+def test_carriers_of_an_odd_width(width):
+    """Rows that begin anywhere. Oracle: the rows filled up to whole blocks with zeros."""
+    x = data("wide")[:, :width]
+    turned = oracle.hadamard_tokens(x)
+    filled, noise = (np.pad(a, ((0, 0), (0, -width % 16))) for a in (x, oracle.random_bytes(T, width, KEY)))
+    row = oracle.quantize(filled, np.abs(x.astype(np.float32)).max(), axis=1, noise=noise)[2][:, :width]
+    column = oracle.quantize(turned, np.abs(turned).max(), axis=0, noise=oracle.random_bytes(T, width, KEY2))[2]
+    codes, scales, nearest = oracle.quantize(turned, np.abs(turned).max(), axis=0)
+    got = linear(jnp.asarray(x), jnp.asarray(KEY), jnp.asarray(KEY2))
+    for a, b in zip(got, (row, column, oracle.pack_tokens(codes), scales, nearest), strict=True):
+        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.ascontiguousarray(b).view(np.uint8))
+
+
+@pytest.mark.parametrize("width", [43, 125, 683])
+def test_swiglu_carriers_of_an_odd_width(width):
+    """Oracle: the carriers of the tensors themselves."""
+    g, u, d = (jnp.asarray(data(kind)[:, :width]) for kind in ("normal", "wide", "normal"))
+
+    @jax.jit
+    def both(g, u, d):
+        (scale,) = K.tensor_scales(jnp.float32(3.0).view(jnp.int32)[None])
+        row, column = K.Rowwise(scale, jnp.asarray(KEY)), K.Columnwise(scale, jnp.asarray(KEY2))
+        made = K.quantize_backward(g, u, d, dg=(row, column), du=(row, column), h=column)
+        dg, du, h = K.activation(g, u, d)
+        alone = [a for x in (dg, du) for a in K.quantize(x, rows=row, columns=column)]
+        return made, (*alone, *K.quantize(h, columns=column))
+
+    for a, b in zip(*both(g, u, d), strict=True):
+        np.testing.assert_array_equal(np.asarray(a).view(np.uint16), np.asarray(b).view(np.uint16))
+
+
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
 def test_f8_cast(element):
     x = data("wide")

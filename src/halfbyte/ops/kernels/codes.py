@@ -112,7 +112,7 @@ def quantize_made(
     def body(m: Any) -> None:
         at = place(m, tokens, width, grid)
         loaded = _load_all(m, len(arrays), at, 2, factors_at)
-        if len(jobs) > 1:  # a pass over one operand waits for memory alone
+        if len(jobs) > 1 and groups > 1:  # a pass over one operand waits for memory alone
             prefetch(m, len(arrays), tokens, width, grid, 2)
         tensors = make(m, loaded)
         for i in order or range(len(jobs)):
@@ -219,11 +219,10 @@ def find_maxima(
     columns: int = 4,
     interpret: bool,
     owed: jax.Array | None = None,
-    groups: int = 1,
     name: str,
 ) -> tuple[jax.Array, ...]:
     """int32 bits, one a warp, of the `count` maxima that `tops(machine, rows of all arrays)` finds in each lane. `owed`
-    and `groups` as for `quantize_made`.
+    as for `quantize_made`.
     """
     tokens, width = arrays[0].shape
     size = arrays[0].dtype.itemsize
@@ -245,7 +244,7 @@ def find_maxima(
     programs_all = grid[0] * grid[1]
     outputs = [jax.ShapeDtypeStruct((programs_all * WARPS,), jnp.int32)] * count
     run = functools.partial(launch, body, [*arrays, *known.given], outputs, programs=programs_all)
-    return tuple(run(columns=columns, groups=groups, interpret=interpret, name=name))
+    return tuple(run(columns=columns, interpret=interpret, name=name))
 
 
 def unpack(codes: jax.Array, scales: jax.Array, *, interpret: bool) -> jax.Array:

@@ -70,8 +70,11 @@ class Rows:
 
     @property
     def shifted(self) -> bool:
-        """Whether split rows are moved by aligned spans: a block's first row and the array's end have to be aligned."""
-        return self.split and self.rows % self.m.columns == 0 == self.at.tokens % self.at.block and self.span % 4 == 0
+        """Whether split rows are moved by aligned spans: a block's first row and the array's end have to be aligned, as
+        every array's begin is.
+        """
+        aligned = self.rows % self.m.columns == 0 == self.at.tokens % self.at.block and self.span % 4 == 0
+        return self.split and aligned and self.m.columns <= 4  # more columns have more pieces of a kind
 
     def _index(self) -> Any:
         """The lane's first element."""
