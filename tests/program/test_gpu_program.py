@@ -123,6 +123,26 @@ def test_traffic(program):
     assert not {"ag.start", "ag.done", "inner-scatter"} & set(found)
 
 
+IN_STACKS = """HloModule step, is_scheduled=true
+
+ENTRY %main (g: bf16[2,16,3,16], at: s32[1], stack: bf16[5,2,16,3,16]) -> s32[2,1] {
+  %g = bf16[2,16,3,16]{3,2,1,0} parameter(0)
+  %at = s32[1]{0} parameter(1)
+  %stack = bf16[5,2,16,3,16]{4,3,2,1,0} parameter(2)
+  %write = (s32[2,1]{1,0}, bf16[5,2,16,3,16]{4,3,2,1,0}) custom-call(%g, %at, %stack), custom_call_target="__gpu$xla.gpu.triton", output_to_operand_aliasing={{1}: (2, {})}
+  %kept = bf16[5,2,16,3,16]{4,3,2,1,0} get-tuple-element(%write), index=1
+  ROOT %read = s32[2,1]{1,0} custom-call(%kept, %g, %at), custom_call_target="__gpu$xla.gpu.triton"
+}
+"""  # noqa: E501
+
+
+def test_of_a_loop_s_stack_a_kernel_has_one_layer():
+    found = {launch.instruction.name: each for launch, each in traffic_of_launches(read(IN_STACKS))}
+    layer = 2 * 16 * 3 * 16 * 2
+    assert found["write"] == Traffic(layer + 4, 8 + layer, 1)  # the stack is written in place, and not read
+    assert found["read"] == Traffic(2 * layer + 4, 8, 1)
+
+
 @pytest.mark.parametrize(
     "name, expected",
     [

@@ -2,17 +2,19 @@
 
 An instruction reads its operands and writes its results. Three things are smaller than they look: of an array that is
 only sliced, the slices are read; of one that is updated in place, the update is written; and what a fusion makes and
-uses inside itself never leaves the chip. A custom call counts its operands and results. Collectives are not memory
-traffic here (`collectives` has their bytes), and neither is what a kernel reads twice because its caches are small.
+uses inside itself never leaves the chip. A custom call counts its operands and results; of ours, kernels that are given
+a loop's stack of layers, the layer. Collectives are not memory traffic here (`collectives` has their bytes), and
+neither is what a kernel reads twice because its caches are small.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .categories import category, kind_of_done
 from .collectives import kind_of
 from .schedule import Launch, launches
-from .text import FUSIONS, Instruction, Program
+from .text import FUSIONS, Array, Instruction, Program
 
 SLICES = ("dynamic-slice", "slice", "gather")
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
@@ -25,6 +27,8 @@ MOVES = {
     "copy": ("copy", "concatenate"),
 }
 """Kinds of instructions that compute nothing, by an opcode that they hold, the first that fits."""
+KERNEL = "__gpu$xla.gpu.triton"
+IN_PLACE = re.compile(r"\{[\d, ]*\}: \((\d+), \{")  # of output_to_operand_aliasing: the operand of a result
 UNWRITTEN = "AllocateBuffer"  # the call that `lax.empty` becomes
 WITHOUT_WORK = frozenset("parameter constant bitcast tuple get-tuple-element convert".split())
 
@@ -90,6 +94,8 @@ def bytes_of(program: Program, found: Instruction) -> tuple[int, int]:
         return _of_fusion(program, found)
     if found.target == UNWRITTEN:
         return 0, 0
+    if found.target == KERNEL:
+        return _of_kernel(program, found)
     if found.opcode in ("dynamic-slice", "slice"):
         return results, results
     if found.opcode == "gather":
@@ -118,6 +124,21 @@ def _of_fusion(program: Program, found: Instruction) -> tuple[int, int]:
         if at in parameters
     )
     return read, sum(_written(program, root) for root in _roots(program, body))
+
+
+def _of_kernel(program: Program, found: Instruction) -> tuple[int, int]:
+    """Stacks are known by the other arrays of the call, which have a layer's dims. What is written in place is not
+    read.
+    """
+    operands = program.operand_arrays(found)
+    layers = {array.dims for array in (*operands, *found.results) if len(array.dims) > 1}
+
+    def touched(array: Array) -> int:
+        return array.bytes // array.dims[0] if array.dims[1:] in layers else array.bytes
+
+    in_place = {int(at) for at in IN_PLACE.findall(found.attributes)}
+    read = sum(touched(array) for at, array in enumerate(operands) if at not in in_place)
+    return read, sum(map(touched, found.results))
 
 
 def _read(value: Instruction, users: dict[str, list[Instruction]], whole: int) -> int:
