@@ -125,7 +125,9 @@ def test_a_last_checkpoint_that_could_not_begin_is_no_success(tmp_path, begins):
 
 
 def test_a_failed_self_test_stops_the_run_before_its_first_step(tmp_path, monkeypatch):
-    """It runs beside the compiler, in a thread of its own, and over the recipes of every phase."""
+    """It runs beside the compiler, in a thread of its own, and over the recipes of every phase; where both fail, it is
+    what is said.
+    """
     asked = []
 
     def wrong(recipes, backend, activation):
@@ -134,9 +136,14 @@ def test_a_failed_self_test_stops_the_run_before_its_first_step(tmp_path, monkey
             raise SelfTestFailed("3 numbers differ")
         return True
 
+    def gives_up(lowered, resolved):
+        raise MemoryError
+
     monkeypatch.setattr("halfbyte.train.session.check_stacks", wrong)
+    monkeypatch.setattr("halfbyte.train.loop.compile_train_step", gives_up)
     later = PrecisionConfig(switch_at=1, switch_to="nvfp4_no_sr")
-    with pytest.raises(SelfTestFailed, match="3 numbers differ"):
+    with pytest.raises(SelfTestFailed, match="3 numbers differ") as failed:
         run(tiny(recipe="nvfp4", mesh="data=8", unroll=1, remat="none", steps=2, precision=later), tmp_path / "run")
+    assert isinstance(failed.value.__context__, MemoryError)
     assert asked == [("nvfp4", 3, "carrier"), ("nvfp4_no_sr", 3, "carrier")]
     assert read_rows(tmp_path / "run" / "metrics.jsonl") == []
