@@ -7,7 +7,6 @@ real; on a GPU machine tests that need several devices take `jax.devices("cpu")`
 import gc
 import os
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 # XLA's CPU client blocks a thread in each collective that waits for its peers, and takes as many threads as NPROC says:
@@ -20,7 +19,7 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
     kept = os.environ.setdefault("PYTHONPYCACHEPREFIX", str(Path(__file__).parents[1] / ".pytest_cache" / "bytecode"))
     sys.dont_write_bytecode, sys.pycache_prefix = False, kept
 
-from halfbyte.devices.platform import CUDA_PLUGINS, load_jax_quietly, settle_platform
+from halfbyte.devices.platform import CUDA_PLUGINS, any_installed, load_jax_quietly, settle_platform
 
 if settle_platform(os.environ):
     load_jax_quietly()
@@ -116,7 +115,7 @@ LONGEST = ("test_other_targets.py", "test_processes.py", "test_exercises.py", "t
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.name not in LONGEST)
-    if not any(find_spec(name) for name in CUDA_PLUGINS):
+    if not any_installed(CUDA_PLUGINS):
         missing = pytest.mark.skip(reason="needs the CUDA compiler: pip install 'halfbyte[plan]'")
         for item in items:
             if item.get_closest_marker("cuda_compiler"):

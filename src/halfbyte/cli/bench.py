@@ -84,7 +84,7 @@ def run(args: Args) -> Result:
     from halfbyte import bench, conformance, launch
     from halfbyte.recipe import recipe
 
-    say = printer(mock)
+    say, mocked = printer(mock), mock is not None and mock.mocked
     chosen = [recipe(name) for name in args.recipes.split(",")]
     checks = {r.name: conformance.operands_agree(r) for r in chosen if r.quantized}
     passed = all(all(found.values()) for found in checks.values())
@@ -95,16 +95,16 @@ def run(args: Args) -> Result:
         for r in chosen:
             say(f"measuring {r.name}, remat {remat} ...")
             row = measured(args, config_of(args, r.name, remat), say)
-            rows.append(bench.without_communication(row) if mock and mock.mocked else row)
+            rows.append(bench.without_communication(row) if mocked else row)
     rows = bench.compare(rows) if passed else rows
     console().print(table(COLUMNS, (cells(row, mock) for row in rows), title=title(args, mock)))
-    if mock and mock.mocked:
+    if mocked:
         say(f"{launch.MOCK_NOTE}; compare ratios, not milliseconds")
     if not passed:
         say("the operands differ from the definition: no ratio is given, because it would mean nothing")
     data = {"args": plain_args(args), "bits": checks, "rows": [dataclasses.asdict(r) for r in rows], **versions()}
     data |= {"measured": mock.label if mock else "whole steps", "settings": settings}
-    data |= {"note": launch.MOCK_NOTE} if mock and mock.mocked else {}
+    data |= {"note": launch.MOCK_NOTE} if mocked else {}
     write(args, data)
     return Result(data, DONE if passed else NOT_PASSED)
 

@@ -64,7 +64,7 @@ def differing_in_stacks(chosen: Recipe, passes: Passes, x: jax.Array, dy: jax.Ar
     differ from those of the same arrays alone, and how many of the stacks themselves, which the forward pass writes; 0
     for passes that never do. The other layers are 7.
     """
-    if not passes.keeps_in_stacks or fused_passes([passes], SILU, [chosen] * 3) is None:
+    if not passes.keeps_in_stacks or passes.unfused(SILU, [chosen] * 3) is not None:
         return 0
     (_, of_h), (_, of_d) = _requests(chosen, x, dy)
 

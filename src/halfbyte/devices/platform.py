@@ -19,7 +19,7 @@ def has_nvidia_driver() -> bool:
     return any(glob(node) for node in DRIVER_NODES)
 
 
-def _installed(names: tuple[str, ...]) -> bool:
+def any_installed(names: tuple[str, ...]) -> bool:
     return any(find_spec(name) is not None for name in names)
 
 
@@ -27,7 +27,7 @@ def settle_platform(
     environ: MutableMapping[str, str],
     *,
     driver: Callable[[], bool] = has_nvidia_driver,
-    installed: Callable[[tuple[str, ...]], bool] = _installed,
+    installed: Callable[[tuple[str, ...]], bool] = any_installed,
 ) -> str | None:
     """Sets JAX_PLATFORMS=cpu if a CUDA plugin is the only accelerator plugin and there is no GPU; what it set, or None.
 
@@ -45,7 +45,7 @@ def idle_card(
     platform: str,
     *,
     driver: Callable[[], bool] = has_nvidia_driver,
-    installed: Callable[[tuple[str, ...]], bool] = _installed,
+    installed: Callable[[tuple[str, ...]], bool] = any_installed,
 ) -> str | None:
     """What to tell a person whose NVIDIA card stands idle because JAX runs on `platform`; None if all is well."""
     if platform != "cpu" or not driver():

@@ -5,10 +5,9 @@ What is not in the table is the same on every part of it: limits of the CUDA pro
 """
 
 import contextlib
-from importlib.util import find_spec
 from typing import Any
 
-from halfbyte.devices.platform import CUDA_PLUGINS
+from halfbyte.devices.platform import CUDA_PLUGINS, any_installed
 from halfbyte.devices.table import Device
 
 # The versions the compiled program is for. Block-scaled GEMMs on SM 10.3 and cuDNN attention need cuDNN >= 9.11. The
@@ -94,7 +93,7 @@ def topology(device: Device, *, hosts: int, per_host: int) -> Any:
     if hosts < 1 or per_host < 1:
         raise ValueError(f"a topology needs at least one host and one device, got hosts={hosts}, per_host={per_host}")
     config = target_config(device)
-    if not any(find_spec(name) for name in CUDA_PLUGINS):
+    if not any_installed(CUDA_PLUGINS):
         raise ValueError("compiling for a GPU needs the CUDA compiler plugin; pip install 'halfbyte[plan]'")
     from jax.experimental import topologies
 
