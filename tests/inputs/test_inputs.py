@@ -81,6 +81,12 @@ def test_a_pipe_and_a_device_are_no_files(tmp_path):
     for path in (tmp_path / "pipe", "/dev/zero"):
         with pytest.raises(inputs.UnreadableFile, match="not a regular file"):
             inputs.read_bytes(path)
+    for opener, mode in ((inputs.regular, "rb"), (inputs.no_follow, "ab"), (inputs.no_follow, "a+b")):
+        with pytest.raises(inputs.UnreadableFile, match="not a regular file"):
+            open(tmp_path / "pipe", mode, opener=opener).close()  # noqa: SIM115
+    with open(tmp_path / "fresh", "ab", opener=inputs.regular) as file:
+        file.write(b"made where there was nothing")
+    assert inputs.read_text(tmp_path / "fresh").startswith("made")
 
 
 def test_whole_numbers_and_finite_ones():

@@ -10,7 +10,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from halfbyte.inputs import read_json, replace_file
+from halfbyte.inputs import read_json, regular, replace_file
 
 from .record import DamagedCheckpoint, UnreadableCheckpoint, one_line
 
@@ -54,7 +54,7 @@ def check_readable(directory: Path) -> None:
     for path in sorted(directory.rglob("*")):
         try:
             if path.is_file():
-                with open(path, "rb") as file:
+                with open(path, "rb", opener=regular) as file:
                     while file.read(1 << 24):
                         pass
         except OSError as error:

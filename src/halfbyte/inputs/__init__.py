@@ -16,6 +16,7 @@ from .reading import (
     read_text,
     read_toml,
     read_yaml,
+    regular,
 )
 from .writing import no_follow, refuse_links, replace_file
 
@@ -37,5 +38,6 @@ __all__ = [
     "read_toml",
     "read_yaml",
     "refuse_links",
+    "regular",
     "replace_file",
 ]

@@ -5,13 +5,13 @@ JSON is read strictly: UTF-8, no NaN or Infinity, no key twice in one object. Py
 takes a deep file with a RecursionError.
 """
 
+import errno
 import itertools
 import json
 import os
 import re
 import stat
 import tomllib
-from pathlib import Path
 from typing import Any, NoReturn
 
 MIB = 1 << 20
@@ -29,21 +29,28 @@ class UnreadableFile(ValueError):
     """A file that is too large, too deep, or not what its name says."""
 
 
+def regular(path: str, flags: int) -> int:
+    """An `opener` for `open`: a regular file, or UnreadableFile. A pipe, which might never have another end, is not
+    waited for. `metrics.jsonl`, a checkpoint's files, a lock: whatever lies in a directory of unknown origin."""
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # a pipe without a reader, a socket
+            raise
+        raise UnreadableFile(f"{path} is not a regular file") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UnreadableFile(f"{path} is not a regular file")
+    return descriptor
+
+
 def read_bytes(path: str | os.PathLike[str], *, most: int = MOST_JSON) -> bytes:
     """The content of a regular file of at most `most` bytes. A pipe or a device, which might never end, is refused."""
-    path = Path(path)
-    with open(path, "rb", opener=_without_waiting) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise UnreadableFile(f"{path} is not a regular file")
+    with open(path, "rb", opener=regular) as file:
         content = file.read(most + 1)
     if len(content) > most:
         raise UnreadableFile(f"{path} has more than {most:,} bytes, the most that is read of such a file")
     return content
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    """Opening a pipe that nobody writes to must not wait for a writer."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read_text(path: str | os.PathLike[str], *, most: int = MOST_JSON) -> str:

@@ -7,11 +7,13 @@ import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
+from .reading import regular
+
 
 def no_follow(path: str, flags: int) -> int:
-    """An `opener` for `open` that refuses a symbolic link at the last part of the path."""
+    """An `opener` for `open`: a `regular` file, and no symbolic link at the last part of the path."""
     try:
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        return regular(path, flags | os.O_NOFOLLOW)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise ValueError(f"{path} is a symbolic link, and what it points to is not written; remove it") from None

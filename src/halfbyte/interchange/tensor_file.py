@@ -11,7 +11,6 @@ or overlap. Reading takes one tensor, or a run of its rows, at a time; nothing i
 
 import math
 import os
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
-from halfbyte.inputs import parse_json, printable
+from halfbyte.inputs import parse_json, printable, regular
 
 MOST_HEADER = 100_000_000
 """Bytes of a header, as the format's own library has it."""
@@ -65,7 +64,7 @@ class TensorFile:
 
     def __init__(self, path: Path):
         self.path = path
-        self._file: BinaryIO = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 (closed by `close`)
+        self._file: BinaryIO = open(path, "rb", opener=regular)  # noqa: SIM115 (closed by `close`)
         try:
             self._data, self.entries = _read_header(self._file, path)
         except BaseException:
@@ -95,11 +94,6 @@ class TensorFile:
         self.close()
 
 
-def _without_waiting(path: str, flags: int) -> int:
-    """Opening a pipe that nobody writes to must not wait for a writer."""
-    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
-
-
 def _fill(file: BinaryIO, array: np.ndarray, path: Path, name: str) -> None:
     view = memoryview(array.reshape(-1).view(np.uint8).data)
     done = 0
@@ -112,13 +106,10 @@ def _fill(file: BinaryIO, array: np.ndarray, path: Path, name: str) -> None:
 
 def _read_header(file: BinaryIO, path: Path) -> tuple[int, dict[str, Entry]]:
     """(where the tensors' bytes begin, the entries), all checked against the size of the file."""
-    status = os.fstat(file.fileno())
-    if not stat.S_ISREG(status.st_mode):
-        raise BadTensorFile(f"{path} is not a regular file")
     head = file.read(8)
     if len(head) < 8:
         raise BadTensorFile(f"{path} has {len(head)} bytes: not even the length of a safetensors header")
-    length, left = int.from_bytes(head, "little"), status.st_size - 8
+    length, left = int.from_bytes(head, "little"), os.fstat(file.fileno()).st_size - 8
     if not 2 <= length <= min(left, MOST_HEADER):
         raise BadTensorFile(
             f"{path}: the header claims {length:,} bytes, but the file has {left:,} left and a header at most "

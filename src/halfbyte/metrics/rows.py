@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from halfbyte.inputs import no_follow
+from halfbyte.inputs import no_follow, regular
 
 MOST_LINE = 1 << 20
 """Bytes of one line; what is longer is no record."""
@@ -61,7 +61,7 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 def _rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
     """(line number, line without its end, record or None if it is damaged); blank lines are passed over."""
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         number = 0
         while line := file.readline(MOST_LINE):
             number += 1
