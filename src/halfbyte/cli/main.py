@@ -54,7 +54,8 @@ from types import ModuleType
 from typing import Any
 
 from halfbyte.cli.errors import say_error
-from halfbyte.cli.result import BAD_INPUT, DONE, FAILED, PREEMPTED, Result
+from halfbyte.cli.interrupting import keep_interrupts, resumable
+from halfbyte.cli.result import BAD_INPUT, DONE, FAILED, Result
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parent
@@ -78,11 +79,15 @@ def entry() -> None:
     thread that a library has left waiting (Orbax, after a write that failed) does not keep the process."""
     open_standard_streams()
     gc.set_threshold(*GARBAGE)
+    keep_interrupts()
     try:
         code = main()
         sys.stdout.flush()
     except BrokenPipeError:
         code = BROKEN_PIPE
+    except KeyboardInterrupt:  # before a command has begun, or while it is being left
+        say_error("interrupted")
+        code = FAILED
     if code == BROKEN_PIPE:  # what is still buffered must not be tried again when Python shuts down
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if any(not thread.daemon and thread is not threading.main_thread() for thread in threading.enumerate()):
@@ -185,7 +190,7 @@ def run_command(name: str, file: Path, flags: list[str], *, as_json: bool) -> in
 
     with contextlib.ExitStack() as stack:
         if name == "train":
-            stack.enter_context(_resumable())
+            stack.enter_context(resumable())
         if settle_platform(os.environ):
             load_jax_quietly()
         stdout = stack.enter_context(_stdout_to_stderr()) if as_json else sys.stdout
@@ -273,19 +278,6 @@ def _paragraph(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}" if error.filename else "")
     return str(error) or type(error).__name__
-
-
-@contextlib.contextmanager
-def _resumable() -> Iterator[None]:
-    """SIGTERM while nothing has begun yet is a preemption like any other: exit 75, which schedulers put back."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: os._exit(PREEMPTED))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager
