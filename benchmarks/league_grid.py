@@ -1,0 +1,276 @@
+"""The league's runs on one GPU: cells of size and tokens a parameter, recipes on all linears, no text repeated.
+
+    python benchmarks/league_grid.py plan                                # docs/evidence/league/plan.json
+    python benchmarks/league_grid.py rates --data DATA --out OUT         # the learning rate of each size, by its rule
+    python benchmarks/league_grid.py run --data DATA --out OUT --arms bf16,nvfp4 --cells 1M@16 --seeds 0,1
+    python benchmarks/league_grid.py collect OUT                         # runs.json: what every run ended with
+
+docs/evidence/league/README.md is the plan in words, committed before the first step; `rates` and `run` refuse a
+plan.json that is not this file's. DATA is what `benchmarks/parity_grid.py prepare` makes. `--slots` runs share the
+card; a run that is done is not run again, and one that would not end within `--minutes` is not begun.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halfbyte.metrics import read_rows
+from halfbyte.models import LlamaConfig, count_params
+from halfbyte.optim import OptimizerConfig
+from halfbyte.parity.arms import BASELINE, CANDIDATE, TWIN, Arm
+from halfbyte.train import CheckpointConfig, LogConfig, TrainConfig, ValidationConfig, jsonconfig
+
+FOLDER = Path(__file__).parents[1] / "docs" / "evidence" / "league"
+VOCABULARY, SEQ, BATCH = 8192, 512, 16
+# size -> width, hidden width, layers, heads
+SIZES = {"1M": (128, 352, 5, 2), "3M": (256, 640, 4, 4), "10M": (384, 896, 6, 6)}
+CELLS = {"1M": (5, 16, 50), "3M": (5, 16), "10M": (5,)}  # tokens a parameter
+SEEDED = ("1M@16", "3M@16")  # the cells with three seeds
+RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+RATE_CELLS, RATE_SEED = ("1M@16", "3M@16", "10M@5"), 100
+NEAR, JUMP = 1e-3, 0.3  # a loss this near the best (relative) is as good; nats above the five logs before are a jump
+LATE = {"precision.switch_at": 0.8333, "precision.switch_to": "bf16", "precision.switch_part": "forward"}
+
+
+def linear(recipe: str, **changes: Any) -> dict[str, Any]:
+    return {"recipe": recipe, "policy": "all_linear", **changes}
+
+
+ARMS = {
+    arm.name: arm
+    for arm in (
+        Arm("bf16", BASELINE, linear("bf16")),
+        Arm("bf16-twin", TWIN, linear("bf16", **{"precision.twin": 1})),
+        Arm("nvfp4", CANDIDATE, linear("nvfp4")),
+        Arm("nvfp4-twin", TWIN, linear("nvfp4", **{"precision.twin": 1})),
+        Arm("mxfp4", CANDIDATE, linear("mxfp4")),
+        Arm("fp8", CANDIDATE, linear("fp8")),
+        Arm("mxfp8", CANDIDATE, linear("mxfp8")),
+        Arm("nvfp4_1d_weights", CANDIDATE, linear("nvfp4_no_2d")),
+        Arm("nvfp4_no_rht", CANDIDATE, linear("nvfp4_no_rht")),
+        Arm("nvfp4_rht_everywhere", CANDIDATE, linear("nvfp4_rht_everywhere")),
+        Arm("nvfp4_fwd_mxfp8_bwd", CANDIDATE, linear("nvfp4+mxfp8_backward")),
+        Arm("nvfp4_forward_only", CANDIDATE, linear("nvfp4+bf16_backward")),
+        Arm("nvfp4_backward_only", CANDIDATE, linear("nvfp4+bf16_forward")),
+        Arm("nvfp4_last_bf16", CANDIDATE, {"recipe": "nvfp4", "policy": "all_linear; layers[-1:]=bf16"}),
+        Arm("nemotron3", CANDIDATE, {"recipe": "nvfp4", "policy": "mlp; layers[-1:]=bf16"}),
+        Arm("nvfp4_late", CANDIDATE, linear("nvfp4", **LATE)),
+    )
+}
+
+
+def parameters(size: str) -> int:
+    """Without embeddings."""
+    model = model_of(size)
+    return count_params(model) - model.vocab_size * model.embed
+
+
+def model_of(size: str) -> LlamaConfig:
+    width, hidden, layers, heads = SIZES[size]
+    return LlamaConfig(
+        name=f"league-{size}", vocab_size=VOCABULARY, embed=width, mlp=hidden, layers=layers, heads=heads,
+        kv_heads=heads, head_dim=64, max_seq=SEQ, tied=True, rope_theta=10_000.0,
+    )  # fmt: skip
+
+
+def cells() -> list[str]:
+    return [f"{size}@{ratio}" for size, ratios in CELLS.items() for ratio in ratios]
+
+
+def steps_of(cell: str) -> int:
+    size, ratio = cell.split("@")
+    return round(parameters(size) * int(ratio) / (BATCH * SEQ))
+
+
+def base_run(cell: str, *, rate: float, data: str) -> TrainConfig:
+    """What all arms of a cell share."""
+    size, steps = cell.split("@")[0], steps_of(cell)
+    return TrainConfig(
+        name=f"league-{cell.replace('@', '-')}", model=model_of(size), data=data, steps=steps, batch=BATCH, seq=SEQ,
+        optimizer=OptimizerConfig(learning_rate=rate, schedule="cosine", warmup=0.05, final=0.1),
+        validation=ValidationConfig(every=-(-steps // 4), batches=0), checkpoint=CheckpointConfig(every=0, keep_last=1),
+        log=LogConfig(every=max(1, steps // 40), tensorboard=False),
+    )  # fmt: skip
+
+
+def plan() -> dict[str, Any]:
+    """Everything that is fixed before the first step, as data."""
+    sizes = {
+        size: {**dict(zip(("embed", "mlp", "layers", "heads"), shape, strict=True)), "parameters": parameters(size)}
+        for size, shape in SIZES.items()
+    }
+    rule = {"rates": RATES, "cells": RATE_CELLS, "seed": RATE_SEED, "near": NEAR, "jump": JUMP}
+    about = {"margin": "0.5%", "vocabulary": VOCABULARY, "seq": SEQ, "batch": BATCH, "seeded_cells": SEEDED}
+    steps = {cell: steps_of(cell) for cell in cells()}
+    arms = {arm.name: {"kind": arm.kind, **arm.changes} for arm in ARMS.values()}
+    return {**about, "sizes": sizes, "cells": steps, "learning_rate": rule, "arms": arms}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: where it lies and what it is."""
+
+    folder: Path
+    config: TrainConfig
+    cell: str
+
+    def done(self) -> bool:
+        rows = read_rows(self.folder / "metrics.jsonl") if (self.folder / "metrics.jsonl").is_file() else []
+        return any(row.get("step") == self.config.steps and "validation_loss" in row for row in rows)
+
+    def start(self, slots: int) -> subprocess.Popen[bytes]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        config = self.folder.with_suffix(".json")
+        config.write_text(json.dumps(jsonconfig.to_dict(self.config), indent=1), encoding="utf-8")
+        command = [sys.executable, "-m", "halfbyte", "train", "--config", str(config), "--run-dir", str(self.folder)]
+        shared = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.85 / slots:.3f}"}
+        with open(self.folder.with_suffix(".log"), "ab") as log:
+            return subprocess.Popen([*command, "--no-sample"], stdout=log, stderr=log, env={**os.environ, **shared})
+
+
+def run_all(jobs: list[Job], *, slots: int, minutes: float) -> None:
+    """Every job that is not done, `slots` at a time."""
+    until, running = time.monotonic() + 60 * minutes, {}
+    longest: dict[str, float] = {}
+    waiting = [job for job in jobs if not job.done()]
+    while waiting or running:
+        for process in [process for process in running if process.poll() is not None]:
+            job, began = running.pop(process)
+            took = time.monotonic() - began
+            longest[job.cell] = max(longest.get(job.cell, 0.0), took)
+            outcome = "done" if job.done() else f"FAILED ({process.returncode})"
+            print(f"{job.folder} {outcome} in {took:.0f} s", flush=True)
+        while waiting and len(running) < slots:
+            job = waiting.pop(0)
+            if time.monotonic() + longest.get(job.cell, 0.0) > until:
+                print(f"{job.folder} no time left", flush=True)
+                continue
+            running[job.start(slots)] = (job, time.monotonic())
+        if time.monotonic() > until + 20:
+            for process in running:
+                process.terminate()
+        time.sleep(0.2)
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in read_rows(folder / "metrics.jsonl") if "loss" in row]
+
+
+def jumps(curve: list[float]) -> bool:
+    """Whether a logged loss after warm-up stands more than JUMP above the mean of the five before."""
+    return any(value > sum(curve[i - 5 : i]) / 5 + JUMP for i, value in enumerate(curve) if i >= 7)
+
+
+def last_validation(folder: Path) -> dict[str, Any]:
+    return [row for row in read_rows(folder / "metrics.jsonl") if "validation_loss" in row][-1]
+
+
+def rate_folder(out: Path, cell: str, rate: float) -> Path:
+    return out / "rates" / f"{cell}-{rate:g}"
+
+
+def chosen_rates(out: Path) -> dict[str, float]:
+    """size -> the smallest rate without a jump whose loss is within NEAR of the best such."""
+    found = {}
+    for cell in RATE_CELLS:
+        ended = {rate: rate_folder(out, cell, rate) for rate in RATES}
+        calm = {r: last_validation(f)["validation_loss"] for r, f in ended.items() if not jumps(losses(f))}
+        best = min(calm.values())
+        found[cell.split("@")[0]] = min(rate for rate, loss in calm.items() if loss <= best * (1 + NEAR))
+    return found
+
+
+def command_plan(args: argparse.Namespace) -> None:
+    (FOLDER / "plan.json").write_text(json.dumps(plan(), indent=1) + "\n", encoding="utf-8")
+
+
+def refuse_other_plan() -> None:
+    if json.loads((FOLDER / "plan.json").read_text(encoding="utf-8")) != json.loads(json.dumps(plan())):
+        raise SystemExit("plan.json is not the plan of this file; the plan is committed before the first step")
+
+
+def command_rates(args: argparse.Namespace) -> None:
+    refuse_other_plan()
+    out = Path(args.out)
+    jobs = [
+        Job(rate_folder(out, c, r), ARMS["bf16"].configure(base_run(c, rate=r, data=args.data), RATE_SEED), c)
+        for c in RATE_CELLS
+        for r in RATES
+    ]
+    run_all(jobs, slots=args.slots, minutes=args.minutes)
+    ended = {
+        f"{job.cell} {job.config.optimizer.learning_rate:g}": {
+            "validation_loss": last_validation(job.folder)["validation_loss"], "jumps": jumps(losses(job.folder))
+        }
+        for job in jobs
+    }  # fmt: skip
+    text = json.dumps({"chosen": chosen_rates(out), "runs": ended}, indent=1)
+    (out / "rates.json").write_text(text + "\n", encoding="utf-8")
+    print(text)
+
+
+def command_run(args: argparse.Namespace) -> None:
+    refuse_other_plan()
+    out = Path(args.out)
+    file = out / "rates.json" if (out / "rates.json").is_file() else FOLDER / "rates.json"
+    rates = json.loads(file.read_text(encoding="utf-8"))["chosen"]
+    jobs = [
+        Job(
+            out / "runs" / cell / f"{name}-{seed}",
+            ARMS[name].configure(base_run(cell, rate=rates[cell.split("@")[0]], data=args.data), int(seed)),
+            cell,
+        )
+        for seed in args.seeds.split(",")
+        for cell in args.cells.split(",")
+        for name in args.arms.split(",")
+    ]
+    run_all(jobs, slots=args.slots, minutes=args.minutes)
+
+
+def command_collect(args: argparse.Namespace) -> None:
+    """What every run ended with, added to what is there."""
+    file = FOLDER / "runs.json"
+    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    for metrics in sorted(Path(args.out).glob("runs/*/*/metrics.jsonl")):
+        cell, name = metrics.parts[-3:-1]
+        ended = last_validation(metrics.parent)
+        if ended["step"] == steps_of(cell):
+            curve = [[row["step"], row["validation_loss"]] for row in read_rows(metrics) if "validation_loss" in row]
+            kept = {key: value for key, value in ended.items() if key.startswith("validation")}
+            found.setdefault(cell, {})[name] = {**kept, "curve": curve, "jumps": jumps(losses(metrics.parent))}
+    file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    rates = Path(args.out) / "rates.json"
+    if rates.is_file():
+        (FOLDER / "rates.json").write_text(rates.read_text(encoding="utf-8"), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    commands.add_parser("plan").set_defaults(run=command_plan)
+    for name, command in (("rates", command_rates), ("run", command_run)):
+        one = commands.add_parser(name)
+        one.add_argument("--data", required=True)
+        one.add_argument("--out", required=True)
+        one.add_argument("--slots", type=int, default=5)
+        one.add_argument("--minutes", type=float, default=9.0)
+        one.set_defaults(run=command)
+        if name == "run":
+            one.add_argument("--arms", required=True)
+            one.add_argument("--cells", required=True)
+            one.add_argument("--seeds", default="0")
+    collect = commands.add_parser("collect")
+    collect.add_argument("out")
+    collect.set_defaults(run=command_collect)
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()
