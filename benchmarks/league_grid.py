@@ -11,6 +11,7 @@ card; a run that is done is not run again, and one that would not end within `--
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -32,9 +33,10 @@ VOCABULARY, SEQ, BATCH = 8192, 512, 16
 SIZES = {"1M": (128, 352, 5, 2), "3M": (256, 640, 4, 4), "10M": (384, 896, 6, 6)}
 CELLS = {"1M": (5, 16, 50), "3M": (5, 16), "10M": (5,)}  # tokens a parameter
 SEEDED = ("1M@16", "3M@16")  # the cells with three seeds
-RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
 RATE_CELLS, RATE_SEED = ("1M@16", "3M@16", "10M@5"), 100
-NEAR, JUMP = 1e-3, 0.3  # a loss this near the best (relative) is as good; nats above the five logs before are a jump
+NEAR, JUMP = 1e-3, 0.1  # a loss this near the best (relative) is as good; a fortieth of a run this far above the one
+# before it (nats, means over its steps) is a jump
 LATE = {"precision.switch_at": 0.8333, "precision.switch_to": "bf16", "precision.switch_part": "forward"}
 
 
@@ -126,11 +128,11 @@ class Job:
 
     def start(self, slots: int) -> subprocess.Popen[bytes]:
         self.folder.mkdir(parents=True, exist_ok=True)
-        config = self.folder.with_suffix(".json")
+        config = self.folder.parent / f"{self.folder.name}.json"
         config.write_text(json.dumps(jsonconfig.to_dict(self.config), indent=1), encoding="utf-8")
         command = [sys.executable, "-m", "halfbyte", "train", "--config", str(config), "--run-dir", str(self.folder)]
         shared = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.85 / slots:.3f}"}
-        with open(self.folder.with_suffix(".log"), "ab") as log:
+        with open(self.folder.parent / f"{self.folder.name}.log", "ab") as log:
             return subprocess.Popen([*command, "--no-sample"], stdout=log, stderr=log, env={**os.environ, **shared})
 
 
@@ -163,8 +165,10 @@ def losses(folder: Path) -> list[float]:
 
 
 def jumps(curve: list[float]) -> bool:
-    """Whether a logged loss after warm-up stands more than JUMP above the mean of the five before."""
-    return any(value > sum(curve[i - 5 : i]) / 5 + JUMP for i, value in enumerate(curve) if i >= 7)
+    """Whether the mean loss of a fortieth of the run stands more than JUMP above that of the one before."""
+    size = len(curve) // 40
+    means = [sum(curve[i * size : (i + 1) * size]) / size for i in range(40)]
+    return any(after > before + JUMP for before, after in itertools.pairwise(means))
 
 
 def last_validation(folder: Path) -> dict[str, Any]:
