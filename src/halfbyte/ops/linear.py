@@ -21,7 +21,7 @@ from halfbyte.ops.gemms import DGRAD, FPROP, WGRAD, Gemm, finish
 from halfbyte.ops.operand import EightBit, Operand
 from halfbyte.ops.passes import Made, Passes, Read, Request, request
 from halfbyte.ops.problem import Problem, target
-from halfbyte.ops.shards import WHOLE, Cut, Shards, axes_of, gather, scatter_gradient, scatter_sum, size_of
+from halfbyte.ops.shards import WHOLE, Cut, Shards, alone, axes_of, gather, scatter_gradient, scatter_sum, size_of
 from halfbyte.ops.surroundings import several_devices
 from halfbyte.ops.weight import (
     CONTRACTED,
@@ -181,19 +181,14 @@ class Linear:
         rest = tuple(axis for axis in over if axis not in axes_of(cut))
         return finish(lax.psum(sums, rest) if rest else sums, None, dtype)
 
-    def dx(self, dy: Operand, dtype: jnp.dtype) -> jax.Array:
-        """`dgrad`, as shard_map adds it up over axes that cut the outputs but not x: one device's sum, else zeros."""
-        dx, shards = self.dgrad(dy, dtype), self.plan.shards
-        rest = tuple(axis for axis in shards.outputs if axis not in axes_of(shards.x_lead))
-        return jnp.where(lax.axis_index(rest) == 0, dx, jnp.zeros_like(dx)) if rest else dx
-
     def wgrad(self, x: Operand, dy: Operand) -> jax.Array:
         """dw = x^T dy, in the weight's dtype, where the weight rests: sums over the axes that it is gathered over."""
         shards, dtype = self.plan.shards, self.plan.weight_dtype
         if self.plan.problem.turned_wgrad:
-            turned = self._multiply(WGRAD, dy, x, dtype)  # [outputs, inputs]
+            turned = alone(self._multiply(WGRAD, dy, x, dtype), shards.idle)  # [outputs, inputs]
             return scatter_gradient(turned, shards.stored[::-1], shards.reduce_dtype).T
-        return scatter_gradient(self._multiply(WGRAD, x, dy, dtype), shards.stored, shards.reduce_dtype)
+        dw = alone(self._multiply(WGRAD, x, dy, dtype), shards.idle)
+        return scatter_gradient(dw, shards.stored, shards.reduce_dtype)
 
     def _multiply(self, gemm: Gemm, left: Operand, right: Operand, dtype: jnp.dtype) -> jax.Array:
         return self.plan.choice.multiplier(gemm).gemm(gemm, left, right, dtype)
@@ -253,9 +248,8 @@ def gathered_in(x: jax.Array, shards: Shards) -> jax.Array:
 
 
 def gathered_back(dy: jax.Array, shards: Shards) -> jax.Array:
-    """dy as its linears read it. Over axes that cut the inputs but not y, shard_map has divided it."""
-    rest = tuple(axis for axis in shards.inputs if axis not in axes_of(shards.y_lead))
-    return gather(dy * size_of(rest) if rest else dy, shards.y_lead)
+    """dy as its linears read it."""
+    return gather(dy, shards.y_lead)
 
 
 def token_block(recipe: Recipe) -> int:

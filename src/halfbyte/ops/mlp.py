@@ -35,7 +35,7 @@ from halfbyte.ops.linear import (
 from halfbyte.ops.operand import Owed, add_rounded, name_saved
 from halfbyte.ops.passes import Made, Passes, Read
 from halfbyte.ops.qdot import on_mesh
-from halfbyte.ops.shards import WHOLE, Placement
+from halfbyte.ops.shards import WHOLE, Placement, Shards, axes_of
 from halfbyte.ops.stacks import Layer, array_of
 from halfbyte.ops.weight import QWeight, check_kept, weight_specs
 from halfbyte.recipe import Recipe, as_recipe, site_key
@@ -117,10 +117,25 @@ def _mlp_of(
     if placements is None:
         return run((x, place), weights, keys, shards=(WHOLE,) * 3, sharded=sharded)
     placed = [placements[site] for site in SITES]
-    run = functools.partial(run, shards=tuple(p.shards(x.ndim) for p in placed))
+    run = functools.partial(run, shards=_shards(placed, x.ndim))
     specs = [weight_specs(w, p.w) for w, p in zip(weights, placed, strict=True)]
     at = None if place is None else (*[PartitionSpec(None, *placed[0].y)] * 2, PartitionSpec())
-    return on_mesh(run, placed[0].mesh, specs, (placed[0].x, at), (placed[2].y, at), (x, place), weights, keys)
+    sides = (placed[0].x, at), (placed[2].y, at)
+    y, place = on_mesh(run, placed[0].mesh, specs, *sides, (x, place), weights, keys)
+    return y.astype(x.dtype), place
+
+
+def _shards(placements: Sequence[Placement], ndim: int) -> tuple[Shards, ...]:
+    """Those of gate, up and down, which read one x and leave h where it is."""
+    gate, up, down = shards = tuple(p.shards(ndim) for p in placements)
+    if (gate.x, gate.x_lead) != (up.x, up.x_lead) or len({p.mesh for p in placements}) > 1:
+        raise ValueError(f"placements: gate and up have one mesh and one x, got {placements[0]} and {placements[1]}")
+    if not gate.dy == up.dy == down.x or any(axes_of(cut) for cut in (gate.y_lead, up.y_lead, down.x_lead)):
+        raise ValueError(
+            f"placements: gate's and up's y must be cut as down's x, their tokens as x's, "
+            f"got {placements[0].y}, {placements[1].y} and {placements[2].x}"
+        )
+    return shards
 
 
 def _local(
@@ -129,7 +144,8 @@ def _local(
     x, place = given
     tokens, plans, anchors, codes = prepare(x, weights, keys, **planned)
     y, place = _mlp(Plan(plans, activation, mode), tokens, anchors, codes, keys, place)
-    return y.reshape(x.shape), place
+    # [tokens..., embed] -> [..., embed]
+    return y if y.ndim == x.ndim else y.reshape(x.shape), place
 
 
 def _recipes(recipe: Recipe | str | Mapping[str, Recipe | str]) -> tuple[Recipe, ...]:
@@ -267,7 +283,7 @@ def _mlp_bwd(plan: Plan, residuals, gradients):
     dh = down.dgrad_owing(dy_row, dy.dtype) if _owing(plan) else down.dgrad(dy_row, dy.dtype)
     (dg_row, dg_column), (du_row, du_column), (h_column,) = _of_gradients(plan, g, u, dh, linears)
     dw = gate.wgrad(x_gate, dg_column), up.wgrad(x_up, du_column), down.wgrad(h_column, dy_column)
-    dx = add_rounded(gate.dx(dg_row, dy.dtype), up.dx(du_row, dy.dtype))
+    dx = add_rounded(gate.dgrad(dg_row, dy.dtype), up.dgrad(du_row, dy.dtype))
     return dx, dw, None, None, place
 
 

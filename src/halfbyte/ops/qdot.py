@@ -30,7 +30,7 @@ from halfbyte.ops.linear import (
     prepare,
 )
 from halfbyte.ops.operand import add_rounded
-from halfbyte.ops.shards import WHOLE, Placement, with_idle_axes
+from halfbyte.ops.shards import WHOLE, Placement, received, returned, with_idle_axes
 from halfbyte.ops.surroundings import anywhere
 from halfbyte.ops.weight import QWeight, check_kept, weight_specs
 from halfbyte.recipe import Recipe
@@ -90,19 +90,25 @@ def qdots(
     shards = tuple(p.shards(x.ndim) for p in placements)
     specs = tuple(weight_specs(w, p.w) for w, p in zip(weights, placements, strict=True))
     run, first = functools.partial(run, shards=shards), placements[0]
-    return on_mesh(run, first.mesh, specs, first.x, tuple(p.y for p in placements), x, weights, keys)
+    if any((p.mesh, p.x) != (first.mesh, first.x) for p in placements):
+        raise ValueError("placements: linears of one x have one mesh and one x, got " + "; ".join(map(str, placements)))
+    results = on_mesh(run, first.mesh, specs, first.x, tuple(p.y for p in placements), x, weights, keys)
+    return tuple(y.astype(out_dtype or x.dtype) for y in results)
 
 
 def on_mesh(
     run: Any, mesh: Mesh, weight_specs: Any, x_specs: Any, out_specs: Any, x: Any, weights: Any, keys: Sequence[Any]
 ) -> Any:
-    """run(x, weights, keys) on local arrays, with typed keys passed as their words."""
+    """run(x, weights, keys) on local arrays, with typed keys passed as their words. Results may be wider than run's:
+    see `returned`.
+    """
     words = tuple(None if key is None else jax.random.key_data(key) for key in keys)
     kinds = [None if key is None else jax.random.key_impl(key) for key in keys]
 
     def local(x: Any, weights: Any, words: Any) -> Any:
         typed = [None if w is None else jax.random.wrap_key_data(w, impl=k) for w, k in zip(words, kinds, strict=True)]
-        return run(x, weights, tuple(typed))
+        within, without = (functools.partial(to, mesh=mesh) for to in (received, returned))
+        return jax.tree.map(without, run(jax.tree.map(within, x, x_specs), weights, tuple(typed)), out_specs)
 
     specs = (x_specs, tuple(weight_specs), jax.tree.map(lambda _: PartitionSpec(), words))
     # Axes that are not named in a spec are summed over in its gradient: those of size 1 are named.
@@ -158,7 +164,7 @@ def _qdots_bwd(plan: Plan, residuals, gradients):
     gradients = [gathered_back(dy, linear.plan.shards) for linear, dy in zip(linears, gradients, strict=True)]
     operands = [linear.quantize(dy, "dgrad_dy", "wgrad_dy") for linear, dy in zip(linears, gradients, strict=True)]
     dtype = jnp.dtype(plan.linears[0].problem.dtype)
-    dx = [linear.dx(row, dtype) for linear, (row, _) in zip(linears, operands, strict=True)]
+    dx = [linear.dgrad(row, dtype) for linear, (row, _) in zip(linears, operands, strict=True)]
     kept = [columns[i] for i in places_of(linears, "wgrad_x")]
     dw = [
         linear.wgrad(linear.load(column, "wgrad_x"), dy_column)

@@ -11,10 +11,14 @@ must travel, and nothing else does:
 | dW                        | float32 sums (or bfloat16), back to where W rests     | reduce-scatter |
 | x into, y out of a linear | its tokens, where features are cut instead (tensor)   | gather, scatter |
 
+A dim that is cut over axes of both kinds has those that stay outside and those that travel inside: what is gathered
+lies side by side then.
+
 Random bits depend on an element's place in the whole tensor (`offsets`), so that codes are the same on every mesh.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -87,6 +91,47 @@ def scatter_gradient(dw: jax.Array, cut: Cut, dtype: str) -> jax.Array:
     return scatter_sum(lax.optimization_barrier(dw.astype(dtype)), cut).astype(dw.dtype)
 
 
+def alone(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """x on the first device along `axes`, zeros on the others: what is the same on all of them, before it is summed."""
+    return jnp.where(lax.axis_index(axes) == 0, x, jnp.zeros_like(x)) if axes else x
+
+
+def received(x: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
+    """x inside a shard_map over `mesh`, which sums its gradient along the axes that `spec` leaves out: there it is the
+    same everywhere, and counts once.
+    """
+    axes = unmentioned(spec, mesh)
+    return _received(axes, x) if axes and jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _received(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+    return x
+
+
+_received.defvjp(lambda axes, x: (x, None), lambda axes, _, dx: (alone(dx, axes),))
+
+
+def returned(y: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
+    """y on its way out of a shard_map over `mesh`, which divides its cotangent by the number of devices along the axes
+    that `spec` leaves out: that is undone here, in 16 bits to the last. Where the number is no power of two, y leaves
+    in float32, so that the quotient has digits enough; the caller narrows it again.
+    """
+    parts = math.prod(mesh.shape[axis] for axis in unmentioned(spec, mesh))
+    return _returned(parts, y.dtype, y) if parts > 1 and jnp.issubdtype(y.dtype, jnp.floating) else y
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _returned(parts: int, dtype: jnp.dtype, y: jax.Array) -> jax.Array:
+    return y.astype(jnp.float32) if parts & (parts - 1) else y
+
+
+_returned.defvjp(
+    lambda parts, dtype, y: (_returned(parts, dtype, y), None),
+    lambda parts, dtype, _, dy: ((dy * parts).astype(dtype),),
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Shards:
     """How one linear is cut: by default not at all."""
@@ -105,6 +150,8 @@ class Shards:
     """Axes that cut the token dims of y where it goes, beside `lead`: scattered on the way out."""
     reduce_dtype: str = "float32"
     """Of dW while it is scattered, at most that of the weight."""
+    idle: tuple[str, ...] = ()
+    """Axes that cut neither x nor y: along them all devices compute the same."""
 
     @property
     def x(self) -> Cut:
@@ -116,7 +163,7 @@ class Shards:
 
     @property
     def w(self) -> Cut:
-        return (self.stored[0] + self.inputs, self.stored[1] + self.outputs)
+        return joined((self.inputs, self.outputs), self.stored)
 
 
 WHOLE = Shards()
@@ -134,20 +181,42 @@ class Placement:
 
     def shards(self, ndim: int) -> Shards:
         """What the specs mean for x of `ndim` dims: axes of y's features cut W's outputs, axes of x's features its
-        inputs; any other axes of W are gathered. Tokens stay cut over the axes that x and y share.
+        inputs; any other axes of W are gathered. Tokens stay cut over the axes that x and y share. Refused where a spec
+        cuts a dim otherwise, or in another order, than the other two mean.
         """
-        x, y, w = cut_of(self.x, ndim), cut_of(self.y, ndim), cut_of(self.w, 2)
+        live = [axis for axis, size in self.mesh.shape.items() if size > 1]
+        x, y, w = (_only(cut_of(s, n), live) for s, n in ((self.x, ndim), (self.y, ndim), (self.w, 2)))
         inputs, outputs = x[-1], y[-1]
-        lead = tuple(tuple(a for a in axes if a not in outputs + inputs) for axes in x[:-1])
-        if lead != tuple(tuple(a for a in axes if a not in outputs + inputs) for axes in y[:-1]):
-            raise ValueError(f"placement: x {self.x} and y {self.y} must cut tokens alike, but for axes of features")
-        rests, goes = (tuple(a for a in axes if a not in inputs + outputs) for axes in w)
-        stored = (rests, goes)
-        if w != (stored[0] + inputs, stored[1] + outputs):
-            raise ValueError(f"placement: w {self.w} does not fit x {self.x} and y {self.y}")
-        x_lead = tuple(tuple(a for a in axes if a in outputs) for axes in x[:-1])
-        y_lead = tuple(tuple(a for a in axes if a in inputs) for axes in y[:-1])
-        return Shards(lead, inputs, outputs, stored, x_lead, y_lead, self.reduce_dtype)
+        others = [axis for axis in live if axis not in inputs + outputs]
+        lead, stored = _only(x[:-1], others), _only(w, others)
+        x_lead, y_lead = _only(x[:-1], outputs), _only(y[:-1], inputs)
+        idle = tuple(axis for axis in others if axis not in axes_of(lead))
+        meant = {"x": (*joined(lead, x_lead), inputs), "y": (*joined(lead, y_lead), outputs)}
+        meant["w"] = joined((inputs, outputs), stored)
+        for name, cut in {"x": x, "y": y, "w": w}.items():
+            if cut != meant[name]:
+                fitting = PartitionSpec(*(axes or None for axes in meant[name]))
+                raise ValueError(
+                    f"placement: {name} {getattr(self, name)} does not fit x {self.x}, w {self.w} and y {self.y}; with "
+                    f"the others as they are it is {fitting}: tokens of x and y cut alike but for axes of features, "
+                    f"and axes that are gathered or scattered behind those that stay"
+                )
+        return Shards(lead, inputs, outputs, stored, x_lead, y_lead, self.reduce_dtype, idle)
+
+
+def joined(outer: Cut, inner: Cut) -> Cut:
+    """Dims cut over `outer`, and each part over `inner`."""
+    return tuple(a + b for a, b in zip(outer, inner, strict=True))
+
+
+def _only(cut: Cut, axes: Sequence[str]) -> Cut:
+    return tuple(tuple(axis for axis in dim if axis in axes) for dim in cut)
+
+
+def unmentioned(spec: PartitionSpec, mesh: Mesh) -> tuple[str, ...]:
+    """The axes of `mesh` that a spec leaves out, and that have several devices."""
+    named = axes_of(cut_of(spec, len(spec)))
+    return tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in named)
 
 
 def with_idle_axes(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
