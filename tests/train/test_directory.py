@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from contextlib import ExitStack
+import shutil
 
 import jax.numpy as jnp
 import pytest
@@ -10,25 +10,32 @@ from tiny import tiny
 
 from halfbyte.checkpoint import Checkpoints
 from halfbyte.train import CheckpointConfig
-from halfbyte.train.directory import check_data, look_at, refuse_lost_checkpoints, set_rows_aside, settle, take
+from halfbyte.train.claim import Claim
+from halfbyte.train.directory import check_data, look_at, set_rows_aside, settle, take
 from halfbyte.train.identity import load_identity
 from halfbyte.train.jsonconfig import to_dict
 from halfbyte.train.resume import ChangedConfig, guarded_changes
 
 
 def look(directory, config, *, allow=False):
-    return look_at(directory, config, allow_change=allow, is_main=True, say=lambda text: None)
+    return look_at(directory, config, allow_change=allow, say=lambda text: None)
 
 
 @pytest.fixture
 def begun(tmp_path):
     """(directory, config) of a run that has begun."""
     config, directory = tiny(), tmp_path / "run"
-    with ExitStack() as stack:
-        found = look(directory, config)
-        taken = take(found, config, "content-1", stack=stack, is_main=True, say=lambda text: None)
-        taken.store.close()
+    take_it(directory, config)
     return directory, config
+
+
+def take_it(directory, config, *, allow=False):
+    """What a start does before it restores; its store is closed."""
+    with Claim(directory):
+        found = look(directory, config, allow=allow)
+        taken = take(found, config, "content-1", is_main=True, say=lambda text: None)
+        taken.store.close()
+    return taken
 
 
 def test_the_same_config_goes_on(begun):
@@ -66,11 +73,9 @@ def test_a_run_without_its_identity_goes_on_as_the_message_says(begun, saved):
     (directory / "run.json").unlink()
     names = []
     for _ in range(2):
-        with ExitStack() as stack:
-            taken = take(look(directory, config), config, "content-1", stack=stack, is_main=True, say=lambda text: None)
-            names.append(taken.identity.run)
-            assert [taken.store.record(step).step for step in taken.store.steps()] == [2] * saved
-            taken.store.close()
+        taken = take_it(directory, config)
+        names.append(taken.identity.run)
+        assert [taken.store.record(step).step for step in taken.store.steps()] == [2] * saved
     assert names[0] == names[1] and (names[0] == before) is saved
 
 
@@ -104,10 +109,7 @@ def test_a_refused_resume_leaves_the_config_alone(begun):
     before = (directory / "config.json").read_bytes()
     with pytest.raises(ChangedConfig, match="seed: 0 -> 3"):
         look(directory, dataclasses.replace(config, seed=3))
-    with ExitStack() as stack:
-        found = look(directory, dataclasses.replace(config, seed=3), allow=True)
-        taken = take(found, config, "content-1", stack=stack, is_main=True, say=lambda text: None)
-        taken.store.close()  # the checkpoint does not fit, say: nothing is settled
+    take_it(directory, dataclasses.replace(config, seed=3), allow=True)  # it does not fit, say: nothing is settled
     assert (directory / "config.json").read_bytes() == before
 
 
@@ -119,18 +121,47 @@ def test_a_field_that_is_new_since_the_run_began_does_not_change_the_run():
     assert guarded_changes(stored, dataclasses.replace(config, z_loss=1e-4)) == ["z_loss: 0.0 -> 0.0001"]
 
 
-def test_lost_checkpoints_are_not_a_fresh_start(begun):
+def save(directory):
+    store = take_it(directory, tiny()).store
+    store = Checkpoints(store.directory, run=store._run, committed=store._committed)
+    store.save(2, {"params": {"w": jnp.zeros(4)}}, extra={})
+    store.close()
+
+
+def test_emptied_checkpoints_are_not_a_fresh_start(begun):
+    """A run knows that it has had one, also where its metrics are gone too."""
     directory, config = begun
-    (directory / "metrics.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)))
-    with pytest.raises(ValueError, match=r"metrics of 3 steps.*checkpoints/ is gone"):
-        refuse_lost_checkpoints(directory, config, had_checkpoints=False)
-    refuse_lost_checkpoints(directory, config, had_checkpoints=True)
-    later = dataclasses.replace(config, checkpoint=CheckpointConfig(every=5))
-    refuse_lost_checkpoints(directory, later, had_checkpoints=False)
+    take_it(directory, config)  # none was written yet: the first save was killed, say
+    save(directory)
+    take_it(directory, config)
+    shutil.rmtree(directory / "checkpoints" / "2")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="has had checkpoints"):
+            take_it(directory, dataclasses.replace(config, steps=12))
+    shutil.rmtree(directory / "checkpoints")
+    with pytest.raises(ValueError, match="has had checkpoints"):
+        take_it(directory, config)
+
+
+def test_a_run_of_an_earlier_version_is_judged_by_its_metrics(begun):
+    directory, config = begun
+
+    def with_rows(*steps):
+        (directory / "metrics.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in steps))
+
+    with_rows(1, 2, 3)
+    take_it(directory, config)  # its first checkpoint was due: the save may have been killed
+    shutil.rmtree(directory / "checkpoints")
+    with pytest.raises(ValueError, match="metrics of 3 steps"):
+        take_it(directory, config)
+    (directory / "checkpoints").mkdir()
+    with_rows(*range(1, 7))
+    with pytest.raises(ValueError, match="metrics of 6 steps"):
+        take_it(directory, dataclasses.replace(config, steps=12))
     first, second = set_rows_aside(directory), set_rows_aside(directory)
     assert first.name == "metrics.before-restart-1.jsonl"
     assert second is None
-    assert len(first.read_text().splitlines()) == 3
+    assert len(first.read_text().splitlines()) == 6
 
 
 def test_a_run_keeps_its_last_checkpoint():

@@ -1,13 +1,18 @@
 """One writer a run directory. The kernel drops the lock when the process dies, however it dies; no stale file blocks
 a restart."""
 
+import contextlib
+import errno
 import fcntl
 import os
 import socket
 from pathlib import Path
 from types import TracebackType
+from typing import TextIO
 
 from halfbyte.inputs import no_follow
+
+ATTEMPTS = 100
 
 
 class RunDirectoryHeld(ValueError):
@@ -15,26 +20,49 @@ class RunDirectoryHeld(ValueError):
 
 
 class RunLock:
-    """Holds `directory/.lock` until closed. Raises RunDirectoryHeld, naming the holder, when another process has it."""
+    """Holds `directory/.lock`, which it makes, until closed. Raises RunDirectoryHeld, naming the holder, when another
+    process has it."""
 
     def __init__(self, directory: str | os.PathLike[str]):
         self.path = Path(directory) / ".lock"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.path, "a+", encoding="utf-8", opener=no_follow)  # noqa: SIM115 (the open file is the lock)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.seek(0)
-            holder = self._file.read().strip() or "unknown"
-            self._file.close()
-            raise RunDirectoryHeld(
-                f"run directory {self.path.parent} is held by another process ({holder}); "
-                "wait for it, stop it, or give --run-dir another directory"
-            ) from None
+        self._file = self._take()
         self._file.seek(0)
         self._file.truncate()
         self._file.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
         self._file.flush()
+
+    def _take(self) -> TextIO:
+        for _ in range(ATTEMPTS):
+            with contextlib.suppress(FileNotFoundError, FileExistsError):  # a holder that leaves nothing removes it now
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                file = open(self.path, "a+", encoding="utf-8", opener=no_follow)  # noqa: SIM115 (it is the lock)
+                self._lock(file)
+                if self._is_at_its_place(file):
+                    return file
+                file.close()
+        raise FileNotFoundError(errno.ENOENT, "no directory could be made", str(self.path.parent))
+
+    def _lock(self, file: TextIO) -> None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read(200).strip() or "unknown"
+            file.close()
+            raise RunDirectoryHeld(
+                f"run directory {self.path.parent} is held by another process ({holder}); "
+                "wait for it, stop it, or give --run-dir another directory"
+            ) from None
+
+    def _is_at_its_place(self, file: TextIO) -> bool:
+        try:
+            return os.path.samestat(os.fstat(file.fileno()), os.lstat(self.path))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def holds(self) -> bool:
+        """Whether the lock still lies where it was made: False once the directory was removed, moved or replaced."""
+        return self._is_at_its_place(self._file)
 
     def close(self) -> None:
         """Let the next process in."""

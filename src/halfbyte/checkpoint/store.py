@@ -86,6 +86,7 @@ class Checkpoints:
     """The checkpoints under one directory: the last `keep_last`, and every `keep_every`-th step for good.
 
     `run` is the run's own name for itself: it is written into every checkpoint, and one of another run is refused.
+    `committed` is called, on the first process, when a write has ended well.
     `say` gets every message a person must see. All processes of a distributed run call every method, in the same order.
     """
 
@@ -96,6 +97,7 @@ class Checkpoints:
         keep_last: int = 2,
         keep_every: int | None = None,
         run: str | None = None,
+        committed: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = _warn,
     ):
         self.directory = Path(directory).absolute()
@@ -103,6 +105,7 @@ class Checkpoints:
         if keep_every:
             self._policies.append(ocp.training.preservation_policies.EveryNSteps(keep_every))
         self._run = run
+        self._committed = committed
         self._say = say
         self._pending: tuple[int, Future[Any]] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -227,6 +230,7 @@ class Checkpoints:
     def _list_files(self, step: int) -> None:
         try:
             write_file_list(self.directory / str(step))
+            self._committed()
         except OSError as error:  # the checkpoint is committed; without its list the arrays are verified all the same
             self._say(f"the list of files of checkpoint {step} was not written: {one_line(error)}")
 

@@ -12,7 +12,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO, cast
@@ -223,22 +222,20 @@ def _printer(console: "Console") -> Any:
 def _train(args: Args, console: "Console", group: "Group") -> Result:
     from halfbyte.conformance import SelfTestFailed
     from halfbyte.train import Diverged, train
-    from halfbyte.train.claim import NothingLeft
 
     main = group.rank == 0
     directory = run_directory(args, group)
     try:
-        with NothingLeft(directory) if main else nullcontext():
-            result = train(
-                args.run,
-                directory,
-                console=console,
-                allow_change=args.allow_change,
-                profile=args.profiling,
-                group=group,
-                initial=initial_weights(args.run, directory),
-                observers=observers(args.run, directory),
-            )
+        result = train(
+            args.run,
+            directory,
+            console=console,
+            allow_change=args.allow_change,
+            profile=args.profiling,
+            group=group,
+            initial=initial_weights(args.run, directory),
+            observers=observers(args.run, directory),
+        )
     except (Diverged, SelfTestFailed) as stop:
         code = FAILED if isinstance(stop, Diverged) else NOT_PASSED
         if group.count > 1:

@@ -1,14 +1,19 @@
-"""Whether a directory may be that of a run: it is empty, or it holds a run, and nothing in it leads out of it. And what
-is left of it when an error comes before the first step: nothing."""
+"""Whether a directory may be that of a run: it is empty, or it holds a run, and nothing in it leads out of it. Whose it
+is, while it is: one process's. And what is left of it when an error comes before the first step: nothing."""
 
 import contextlib
+import errno
+import os
 import shutil
 from pathlib import Path
 
+from halfbyte.checkpoint import RunLock
 from halfbyte.inputs import UnreadableFile, check_output, read_json, refuse_links
 
+LOCK = ".lock"
+KEPT = ("config.json", "run.json")  # there from before the first step to the end
 WRITTEN = (
-    ".lock", "config.json", "run.json", "manifest.json", "data.json", "tokenizer.json", "metrics.jsonl",
+    LOCK, *KEPT, "manifest.json", "data.json", "tokenizer.json", "metrics.jsonl",
     "evaluations.jsonl", "tensorboard", "checkpoints", "damaged", "profile", "wandb", "wandb_id",
     "report.html", "huggingface", "radar.jsonl", "telemetry.jsonl",
 )  # fmt: skip
@@ -57,22 +62,43 @@ def _is_config(path: Path) -> bool:
     return isinstance(found, dict) and found.keys() >= {"name", "model", "recipe", "steps"}
 
 
-class NothingLeft:
-    """Around a run that makes `directory`: an error before its first step leaves no directory behind."""
+class Claim:
+    """This process's hold on a run directory, from before it looks at it to its end: one process a directory, and all
+    that is decided of it is decided under its lock. An error before the first step leaves nothing of a directory that
+    was empty or was not there; only the holder removes anything."""
 
     def __init__(self, directory: Path):
+        self.directory = directory
         self._made = [path for path in (directory, *directory.parents) if not path.exists()]
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> "Claim":
+        check_run_directory(self.directory)
+        self._lock = RunLock(self.directory)
+        self._fresh = os.listdir(self.directory) == [LOCK]
+        return self
+
+    def check(self) -> None:
+        """Raise OSError if the directory is not the one that was claimed: what this run writes would be lost."""
+        if not self._lock.holds() or not all((self.directory / name).exists() for name in KEPT):
+            gone = "was removed, moved or replaced while the run trained: it ends here, and nothing more is saved"
+            raise OSError(errno.EIO, f"run directory {self.directory} {gone}")
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None or not self._made or not self._made[0].is_dir() or _has_steps(self._made[0]):
-            return
-        shutil.rmtree(self._made[0], ignore_errors=True)
-        for parent in self._made[1:]:
+        if kind is not None and self._fresh and self._lock.holds() and not _has_steps(self.directory):
+            self._leave_nothing()
+        self._lock.close()
+
+    def _leave_nothing(self) -> None:
+        """Remove what a run writes, and the lock last: until then nobody else can have the directory."""
+        autotuned = [path.name for path in self.directory.glob("autotuned-*.txt")]
+        for name in (*WRITTEN[1:], *autotuned, LOCK):
+            path = self.directory / name
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            path.unlink(missing_ok=True)
+        for path in self._made:
             with contextlib.suppress(OSError):
-                parent.rmdir()
+                path.rmdir()
 
 
 def _has_steps(directory: Path) -> bool:

@@ -4,14 +4,14 @@ A fresh directory gets its config before anything else. One that holds a run kee
 has been restored: a resume that is refused leaves everything as it was.
 """
 
+import functools
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
 
-from halfbyte.checkpoint import Checkpoints, RunLock
+from halfbyte.checkpoint import Checkpoints
 from halfbyte.inputs import read_json, replace_file
 from halfbyte.metrics import read_rows
 
@@ -33,14 +33,10 @@ class Found:
     exists: bool
 
 
-def look_at(
-    directory: Path, config: TrainConfig, *, allow_change: bool, is_main: bool, say: Callable[[str], None]
-) -> Found:
-    """Raise ValueError if the directory is somebody else's, is in use, or belongs to a run that computes something
-    else. Nothing is written."""
+def look_at(directory: Path, config: TrainConfig, *, allow_change: bool, say: Callable[[str], None]) -> Found:
+    """Raise ValueError if the directory is somebody else's, or belongs to a run that computes something else. Nothing
+    is written."""
     check_run_directory(directory)
-    if is_main and (directory / ".lock").exists():
-        RunLock(directory).close()  # refuse a directory in use before anything is shown
     if not (directory / CONFIG).exists():
         return Found(directory, None, exists=False)
     identity = load_identity(directory)
@@ -83,29 +79,26 @@ class Taken:
     store: Checkpoints
 
 
-def take(
-    found: Found, config: TrainConfig, content: str, *, stack: ExitStack, is_main: bool, say: Callable[[str], None]
-) -> Taken:
-    """Lock the directory and open its checkpoints; a fresh one gets its config. Every process calls it."""
+def take(found: Found, config: TrainConfig, content: str, *, is_main: bool, say: Callable[[str], None]) -> Taken:
+    """Open the checkpoints of a directory that is claimed; a fresh one gets its config. Every process calls it."""
     directory = found.path
-    had_checkpoints = (directory / CHECKPOINTS).exists()
     identity = found.identity or Identity(_name_of(found), "", content)
-    if is_main:
-        stack.enter_context(RunLock(directory))
-        if not found.exists:
-            _write_config(directory, config, identity)
+    if is_main and not found.exists:
+        _write_config(directory, config, identity)
     if jax.process_count() > 1:  # a process that could not have the directory has raised; nobody runs past it
         from jax.experimental import multihost_utils
 
         multihost_utils.sync_global_devices("halfbyte:directory")
     identity = load_identity(directory) or identity
-    refuse_lost_checkpoints(directory, config, had_checkpoints=had_checkpoints)
+    if found.exists and not any(path.name.isdigit() for path in (directory / CHECKPOINTS).glob("*")):
+        refuse_lost_checkpoints(directory, identity)
     keep = config.checkpoint
     store = Checkpoints(
         directory / CHECKPOINTS,
         keep_last=keep.keep_last,
         keep_every=keep.keep_every or None,
         run=identity.run,
+        committed=functools.partial(_mark_saved, directory),
         say=say,
     )
     store.remove_unfinished()
@@ -142,14 +135,24 @@ def _write_config(directory: Path, config: TrainConfig, identity: Identity) -> N
     save_identity(directory, replace(identity, config_sha256=known[0]))
 
 
-def refuse_lost_checkpoints(directory: Path, config: TrainConfig, *, had_checkpoints: bool) -> None:
-    """Raise ValueError if the metrics tell of a checkpoint and the directory of checkpoints is gone."""
+def _mark_saved(directory: Path) -> None:
+    """Keep in run.json that the run has had a checkpoint: without one it is then not taken for a run that never had."""
+    identity = load_identity(directory)
+    if identity is not None and not identity.saved:
+        save_identity(directory, replace(identity, saved=True))
+
+
+def refuse_lost_checkpoints(directory: Path, identity: Identity) -> None:
+    """Raise ValueError if a run that has no checkpoint has had one: it says so itself, or, where an earlier version
+    wrote it, its metrics reach its last step, or its first checkpoint and the directory of checkpoints is gone."""
     rows = read_rows(directory / METRICS) if (directory / METRICS).exists() else []
-    due = min(config.checkpoint.every or config.steps, config.steps)
-    if rows and rows[-1].get("step", 0) >= due and not had_checkpoints:
+    last = rows[-1].get("step", 0) if rows else 0
+    config = jsonconfig.load(TrainConfig, directory / CONFIG)
+    due = config.steps if (directory / CHECKPOINTS).is_dir() else config.checkpoint.every or config.steps
+    if identity.saved or last >= min(due, config.steps):
         raise ValueError(
-            f"{directory} has the metrics of {rows[-1]['step']} steps, and its directory {CHECKPOINTS}/ is gone; "
-            "put it back, or start over with another --run-dir"
+            f"{directory} has the metrics of {last} steps and has had checkpoints, and none is in its directory "
+            f"{CHECKPOINTS}/ any more; put them back, or start over with another --run-dir"
         )
 
 

@@ -23,11 +23,12 @@ FILE = "run.json"
 @dataclass(frozen=True)
 class Identity:
     """`run`: a random name. `config_sha256`: of config.json's bytes, two while it is replaced. `data`: what the data
-    set holds."""
+    set holds. `saved`: whether the run has had a checkpoint."""
 
     run: str
     config_sha256: str
     data: str
+    saved: bool = False
 
 
 def fingerprint(dataset: Any) -> str:

@@ -316,6 +316,7 @@ class Loop:
     # Intervals
 
     def _at_intervals(self) -> None:
+        self.outputs.check_place()
         self.outputs.store.poll()
         if _due(self.step, self.config.validation.every) and self.step < self.last:
             self.group.at("validation")
@@ -360,9 +361,11 @@ class Loop:
             self._validate()
         else:
             self._drain()
+        self.outputs.check_place()
         if self.last_saved != self.step and self.step:
             self._save()
         written = self.outputs.store.close()
+        self.outputs.check_place()
         if not written or (self.step and self.last_saved != self.step):
             lost = f"the last checkpoint (step {self.step}) could not be written; see the message above"
             raise OSError(errno.EIO, lost)

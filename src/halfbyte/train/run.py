@@ -12,6 +12,7 @@ from halfbyte.inputs.compile_cache import use_compile_cache
 from halfbyte.profiling import ProfileConfig
 from halfbyte.ranks import Group, Limits, Signals
 
+from .claim import Claim
 from .config import TrainConfig
 from .directory import set_rows_aside
 from .goodput import Goodput
@@ -77,13 +78,14 @@ def _train(
     if config.compile_cache:
         use_compile_cache(config.compile_cache, say=console.print)
     group.agree("config", common_facts(config, directory, allow_change=allow_change))
-    session = open_session(config, directory, console=console, allow_change=allow_change)
-    group.agree("data", {"content of the data set": session.content})
-    show_start(session)
-    check_native_gemms(session)
     with ExitStack() as stack:
+        claim = stack.enter_context(Claim(directory)) if group.rank == 0 else None
+        session = open_session(config, directory, console=console, allow_change=allow_change)
+        group.agree("data", {"content of the data set": session.content})
+        show_start(session)
+        check_native_gemms(session)
         group.at("restore")
-        taken = take_directory(session, stack)
+        taken = take_directory(session)
         group.agree("checkpoints", {"checkpoints seen": taken.store.steps()})
         restore = functools.partial(
             begin, config, session.mesh, taken.store, content=session.content, say=session.say, initial=initial
@@ -94,7 +96,7 @@ def _train(
         _announce(session, start)
         settle_directory(session, taken, start.returns)
         sinks = open_sinks(session, stack, resume_step=start.step if start.resumed else None)
-        outputs = Outputs(stack, taken.store, sinks)
+        outputs = Outputs(stack, taken.store, sinks, claim=claim)
         return Loop(
             session,
             outputs,

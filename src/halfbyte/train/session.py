@@ -35,6 +35,7 @@ from halfbyte.recipe import GEMMS, Recipe, Resolved
 from halfbyte.sharding import format_mesh
 
 from . import jsonconfig
+from .claim import Claim
 from .config import TrainConfig
 from .directory import Found, Taken, check_data, look_at, settle, take
 from .guard import Return
@@ -86,7 +87,7 @@ def open_session(config: TrainConfig, directory: Path, *, console: Console, allo
     say: Say = (
         (lambda text: console.print(text, soft_wrap=True, markup=False, highlight=False)) if is_main else _nothing
     )
-    found = look_at(directory, config, allow_change=allow_change, is_main=is_main, say=say)
+    found = look_at(directory, config, allow_change=allow_change, say=say)
     mesh = run_mesh(config)
     source = open_source(config)
     content = fingerprint(source.dataset)
@@ -183,6 +184,13 @@ class Outputs:
     store: Checkpoints
     sinks: list[Sink]
     display: Display | None = None
+    claim: Claim | None = None
+    """On the process that holds the directory."""
+
+    def check_place(self) -> None:
+        """Raise OSError if the run directory is no longer the one that was claimed."""
+        if self.claim is not None:
+            self.claim.check()
 
     def write(self, row: dict[str, Any]) -> None:
         """One record to every sink and to the display."""
@@ -192,9 +200,9 @@ class Outputs:
             self.display.step(row)
 
 
-def take_directory(session: Session, stack: ExitStack) -> Taken:
-    """Lock the run directory and open its checkpoints."""
-    return take(session.found, session.config, session.content, stack=stack, is_main=session.is_main, say=session.say)
+def take_directory(session: Session) -> Taken:
+    """Open the checkpoints of the run directory."""
+    return take(session.found, session.config, session.content, is_main=session.is_main, say=session.say)
 
 
 def settle_directory(session: Session, taken: Taken, returns: Sequence[Return]) -> None:

@@ -1,0 +1,138 @@
+"""Several starts into one directory, and a directory that goes away under a run. Oracle: files and exit codes."""
+
+import contextlib
+import io
+import os
+import random
+import shutil
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tiny import tiny
+
+from halfbyte.checkpoint import RunDirectoryHeld, RunLock
+from halfbyte.cli.main import main
+from halfbyte.train import CheckpointConfig, jsonconfig, train
+from halfbyte.train.claim import KEPT, Claim
+
+
+def test_a_loser_leaves_the_winner_alone(tmp_path, monkeypatch, capfd):
+    """The other process makes the directory when this one has begun and has not looked at it yet."""
+    directory, winner = tmp_path / "run", []
+
+    def appears(*args, **kwargs):
+        winner.append(RunLock(directory))
+        (directory / "config.json").write_text("{}")
+        return {}
+
+    monkeypatch.setattr("halfbyte.train.run.common_facts", appears)
+    jsonconfig.save(tiny(mesh="data=8"), tmp_path / "in.json")
+    assert main(["train", "--config", str(tmp_path / "in.json"), "--run-dir", str(directory)]) == 2
+    assert str(directory) in capfd.readouterr().err
+    assert (directory / "config.json").read_text() == "{}"
+    assert winner[0].holds()
+    winner[0].close()
+
+
+def test_of_many_starts_each_has_the_directory_alone(tmp_path):
+    """Threads, which flock keeps apart as it does processes: some fail before their first step and leave nothing, some
+    train, at any offset. Nobody sees another's files change under its hands."""
+    wrong: list[str] = []
+
+    def start(directory: Path, name: str, chance: random.Random) -> None:
+        try:
+            with Claim(directory):
+                (directory / "config.json").write_text(name)
+                threading.Event().wait(chance.random() / 500)
+                if (directory / "config.json").read_text() != name:
+                    wrong.append(name)
+                if chance.random() < 0.5:
+                    raise KeyError(name)
+                (directory / "metrics.jsonl").write_text(name)
+        except (RunDirectoryHeld, KeyError, ValueError):  # ValueError: a run of somebody else is there by now
+            pass
+        except OSError as error:
+            wrong.append(f"{name}: {error}")
+
+    for round_ in range(40):
+        directory = tmp_path / str(round_) / "run"
+        threads = [
+            threading.Thread(target=start, args=(directory, f"{round_}-{n}", random.Random(4 * round_ + n)))
+            for n in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+
+
+def fail_in(directory: Path, *files: str) -> None:
+    with contextlib.suppress(KeyError), Claim(directory):
+        (directory / "checkpoints").mkdir()
+        for name in files:
+            (directory / name).write_text("{}")
+        raise KeyError
+
+
+@pytest.mark.parametrize("existed", [True, False])
+def test_an_error_leaves_the_directory_as_it_was(tmp_path, existed):
+    directory = tmp_path / "a" / "run"
+    if existed:
+        directory.mkdir(parents=True)
+    fail_in(directory, "config.json", "run.json")
+    assert (os.listdir(directory) if existed else os.listdir(tmp_path)) == []
+
+
+def test_what_somebody_else_puts_there_meanwhile_stays(tmp_path):
+    directory = tmp_path / "run"
+    fail_in(directory, "config.json", "notes.txt")
+    assert os.listdir(directory) == ["notes.txt"]
+
+
+def replace(directory: Path) -> None:
+    directory.rename(directory.with_name("moved"))
+    shutil.copytree(directory.with_name("moved"), directory)
+
+
+def empty(directory: Path) -> None:
+    for path in directory.glob("[!.]*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@pytest.mark.parametrize("act", [replace, empty, shutil.rmtree])
+def test_a_directory_that_is_not_the_claimed_one_is_noticed(tmp_path, act):
+    directory = tmp_path / "run"
+    with Claim(directory) as claim:
+        for name in KEPT:
+            (directory / name).write_text("{}")
+        claim.check()
+        act(directory)
+        with pytest.raises(OSError, match=r"run was removed, moved or replaced"):
+            claim.check()
+
+
+@dataclass
+class Vandal:
+    """Moves the run directory away before the third step, and keeps count."""
+
+    directory: Path
+    every: int = 2
+    steps: int = 0
+
+    def observe(self, moment):
+        if moment.step == 3:
+            self.directory.rename(self.directory.with_name("moved"))
+        self.steps = moment.step
+        return ()
+
+
+def test_a_run_without_its_directory_ends(tmp_path):
+    vandal, console = Vandal(tmp_path / "run"), Console(file=io.StringIO())
+    config = tiny(recipe="bf16", mesh="data=8", checkpoint=CheckpointConfig(every=0))
+    with pytest.raises(OSError, match=r"run was removed, moved or replaced"):
+        train(config, vandal.directory, console=console, observers=[vandal])
+    assert vandal.steps == 3
