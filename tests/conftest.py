@@ -1,12 +1,13 @@
 """Strictness for every test: dtypes never promote by themselves, ranks never broadcast by accident.
 
-Warnings are errors too (`filterwarnings` in pyproject.toml). The CPU shows itself as eight devices, so that meshes are
+Warnings that our code causes are errors too (`filterwarnings` in pyproject.toml). The CPU shows itself as eight devices, so that meshes are
 real; on a GPU machine tests that need several devices take `jax.devices("cpu")`.
 """
 
 import gc
 import os
 import sys
+import time
 from pathlib import Path
 
 # XLA's CPU client blocks a thread in each collective that waits for its peers, and takes as many threads as NPROC says:
@@ -36,6 +37,20 @@ jax.config.update("jax_num_cpu_devices", 8)
 # Examples are derived from the test itself: a failure on one machine is the same failure on the next.
 settings.register_profile("halfbyte", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("halfbyte")
+
+
+@pytest.fixture(scope="session")
+def until():
+    """until(condition): waits for what another thread does. The limit ends a hang; no busy machine reaches it."""
+
+    def wait(condition):
+        for _ in range(60_000):
+            if condition():
+                return
+            time.sleep(0.01)
+        raise AssertionError("it has not happened in ten minutes")
+
+    return wait
 
 
 @pytest.fixture(scope="session")

@@ -44,7 +44,6 @@ CASES = [(lambda: emulations.make_data(SHAPE), EVERY), (wide_data, EVERY - {"wgr
 
 
 @pytest.mark.skipif(not HAS_TORCH, reason="PyTorch is not installed")
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 units
 @pytest.mark.parametrize("make, equal", CASES, ids=["normal", "wide"])
 def test_pytorch_makes_the_codes_and_scales_of_the_definition(make, equal):
     import torch

@@ -236,7 +236,7 @@ def test_lock_is_exclusive_and_dies_with_its_process(tmp_path):
         from halfbyte.checkpoint.lock import RunLock
         lock = RunLock({str(tmp_path)!r})
         print("held", flush=True)
-        time.sleep(60)"""
+        time.sleep(600)"""
     holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline().strip() == "held"
     with pytest.raises(RunDirectoryHeld, match=f"pid {holder.pid}.*--run-dir"):

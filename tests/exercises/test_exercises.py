@@ -41,7 +41,7 @@ def test_a_patch_trains_the_demo_and_stands_in_its_manifest(name, tmp_path, quic
     command = [sys.executable, "-c", "from halfbyte.cli.main import entry; entry()", "train", "--steps", "2"]
     run = tmp_path / "run"
     done = subprocess.run(
-        [*command, *SMALL, *flags, "--run-dir", str(run)], env=environ, capture_output=True, text=True, timeout=600
+        [*command, *SMALL, *flags, "--run-dir", str(run)], env=environ, capture_output=True, text=True, timeout=1800
     )
     assert done.returncode == 0, done.stderr[-3000:]
     manifest = json.loads((run / "manifest.json").read_text())

@@ -35,8 +35,18 @@ def _quick(quick_compiles):
 
 @pytest.fixture(scope="session")
 def transformers():
-    pytest.importorskip("torch", reason="needs the extra `interop`")
-    return pytest.importorskip("transformers", reason="needs the extra `interop`")
+    """Over a PyTorch that warns in each linear, as it does on a CPU without bfloat16 units."""
+    torch = pytest.importorskip("torch", reason="needs the extra `interop`")
+    transformers = pytest.importorskip("transformers", reason="needs the extra `interop`")
+    linear = torch.nn.functional.linear
+
+    def warns(*args):
+        torch._C._warn()
+        return linear(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "linear", warns)
+        yield transformers
 
 
 @pytest.fixture(params=MODELS, scope="session")

@@ -49,7 +49,6 @@ def folder(tmp_path_factory):
     return out
 
 
-@pytest.mark.filterwarnings("default")  # theirs are not ours to mend
 def test_scores_agree_to_the_last_printed_digit(lm_eval, folder, capfd, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
@@ -71,7 +70,6 @@ def test_scores_agree_to_the_last_printed_digit(lm_eval, folder, capfd, monkeypa
     assert f"{theirs['pairs']['acc,none']:.4f}" == f"{ours['pairs']['acc']['value']:.4f}"
 
 
-@pytest.mark.filterwarnings("default")
 def test_texts_and_generation(lm_eval, folder):
     from types import SimpleNamespace
 

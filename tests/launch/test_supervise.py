@@ -33,7 +33,13 @@ def starts(tmp_path, rank=0):
 
 
 def test_a_fault_is_started_again_and_a_stuck_peer_is_killed(tmp_path, monkeypatch):
-    behave = "os._exit(0) if start else (os.kill(os.getpid(), 9) if rank == 1 else time.sleep(60))"
+    behave = """
+while not start and rank == 0:
+    time.sleep(0.1)
+while not start and not (folder / "start-0-0").exists():
+    time.sleep(0.01)
+os._exit(0) if start else os.kill(os.getpid(), 9)
+"""
     found, said = supervisor(tmp_path, monkeypatch, behave, ranks=2)
     assert found.run() == 0
     assert starts(tmp_path, 0) == starts(tmp_path, 1) == 2
@@ -63,7 +69,7 @@ def test_progress_renews_the_bound(tmp_path, monkeypatch):
 
 
 def test_signals_go_to_the_ranks_and_nothing_is_started_again(tmp_path, monkeypatch):
-    behave = "import signal; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
+    behave = "import signal; os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)"
     behave = "import signal; signal.signal(signal.SIGTERM, lambda *_: os._exit(75)); " + behave.split("; ", 1)[1]
     found, _ = supervisor(tmp_path, monkeypatch, behave)
     assert found.run() == 75

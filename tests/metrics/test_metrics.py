@@ -333,20 +333,17 @@ def test_a_resumed_run_hides_what_it_writes_again(tmp_path):
     assert file.read_bytes()[head + 12 + 9 :].startswith(events.restart(5, 0.0)[9:])
 
 
-def test_compiling_has_a_clock(monkeypatch):
+def test_compiling_has_a_clock(monkeypatch, until):
     """On a terminal it is drawn and taken away again; elsewhere there is a line, and one more every half minute."""
     monkeypatch.setattr(Compiling, "LINE_S", 0.02)
     out = io.StringIO()
     with Compiling(Console(file=out, force_terminal=False), shown=True):
-        time.sleep(0.1)
-    assert out.getvalue().startswith("compiling ...\n") and "still compiling, 0:00" in out.getvalue()
-    said = out.getvalue()
-    time.sleep(0.05)
-    assert out.getvalue() == said  # silent once it is done
+        until(lambda: "still compiling, 0:" in out.getvalue())
+    assert out.getvalue().startswith("compiling ...\n")
+    until(lambda: "halfbyte-clock" not in {thread.name for thread in threading.enumerate()})  # silent once it is done
     screen = io.StringIO()
     with Compiling(Console(file=screen, force_terminal=True), shown=True):
-        time.sleep(0.1)
-    assert "compiling ... 0:00" in screen.getvalue()
+        until(lambda: "compiling ... 0:" in screen.getvalue())
     with Compiling(Console(file=(quiet := io.StringIO())), shown=False):
         pass
     assert quiet.getvalue() == ""

@@ -15,7 +15,6 @@ from published import BATCH, MODELS, SEQ
 import halfbyte as hb
 from halfbyte.recipe import step_key
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # other people's code, older than this JAX
 STEPS, SEEDS = 100, range(3)
 MLPS = {"gemma": 2, "llama3": 3, "qwen3": 3, "penzai": 3, "nnx": 2, "haliax": 2, "haiku": 2, "equinox": 2}
 

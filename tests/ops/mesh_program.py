@@ -103,7 +103,7 @@ def main(rank, port, out):
     jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
-        address, 2, rank, coordinator_bind_address=address, initialization_timeout=60, heartbeat_timeout_seconds=30
+        address, 2, rank, coordinator_bind_address=address, initialization_timeout=600, heartbeat_timeout_seconds=600
     )
     made = run(jax.make_mesh((2, 2), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 2), ways=("parts",))
     if rank == 0:

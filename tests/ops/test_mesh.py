@@ -91,7 +91,7 @@ def test_two_processes_of_two_devices(tmp_path):
         for rank in range(2)
     ]  # fmt: skip
     try:
-        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=1800)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -66,7 +66,7 @@ def test_a_browser_draws_it_without_error_or_request(report, tmp_path, dark):
         [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=380,1400",
          "--enable-logging=stderr", "--v=0", f"--log-net-log={tmp_path / 'net.json'}", *flags,
          f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={picture}", page.as_uri()],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=1800, check=False,
     )  # fmt: skip
     assert picture.read_bytes().startswith(b"\x89PNG"), done.stderr
     assert "CONSOLE" not in done.stderr

@@ -37,5 +37,5 @@ def test_a_browser_opens_it_without_a_word(page):
         pytest.skip("needs Chromium")
     quiet = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking")
     command = [browser, *quiet, "--enable-logging=stderr", "--dump-dom", f"file://{page}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     assert "nats a token" in done.stdout and "CONSOLE" not in done.stderr

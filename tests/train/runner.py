@@ -34,7 +34,7 @@ class Runner:
         command += ["--compile-cache", str(self.cache), "--distributed.cpu-devices", str(devices), *flags]
         if processes > 1:
             command += ["--distributed.coordinator", f"127.0.0.1:{port}", "--distributed.processes", str(processes)]
-            command += ["--distributed.process", str(process), "--distributed.initialization-timeout-s", "120"]
+            command += ["--distributed.process", str(process), "--distributed.initialization-timeout-s", "600"]
         environment = {
             **os.environ,
             "PYTHONPATH": f"{SOURCE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
@@ -64,13 +64,13 @@ class Runner:
 
 def finish(started: list[subprocess.Popen]) -> tuple[int, str]:
     """Wait for all; the code and the output of the first."""
-    outputs = [process.communicate(timeout=400)[0] for process in started]
+    outputs = [process.communicate(timeout=1800)[0] for process in started]
     return started[0].returncode, outputs[0]
 
 
 def wait_for_step(directory: Path, step: int, started: list[subprocess.Popen]) -> None:
     log = directory / "metrics.jsonl"
-    for _ in range(40_000):
+    for _ in range(180_000):
         if log.exists() and log.read_text().count("\n") >= step:
             return
         if started[0].poll() is not None:
