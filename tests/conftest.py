@@ -1,7 +1,7 @@
 """Strictness for every test: dtypes never promote by themselves, ranks never broadcast by accident.
 
-Warnings that our code causes are errors too (`filterwarnings` in pyproject.toml). The CPU shows itself as eight devices, so that meshes are
-real; on a GPU machine tests that need several devices take `jax.devices("cpu")`.
+Warnings that our code causes are errors too (`filterwarnings` in pyproject.toml). The CPU shows itself as eight
+devices, so that meshes are real; on a GPU machine tests that need several devices take `jax.devices("cpu")`.
 """
 
 import gc
@@ -20,9 +20,10 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
     kept = os.environ.setdefault("PYTHONPYCACHEPREFIX", str(Path(__file__).parents[1] / ".pytest_cache" / "bytecode"))
     sys.dont_write_bytecode, sys.pycache_prefix = False, kept
 
-from halfbyte.devices.platform import CUDA_PLUGINS, any_installed, load_jax_quietly, settle_platform
+from halfbyte.devices.platform import CUDA_PLUGINS, any_installed, is_compiler_alone, load_jax_quietly, settle_platform
 
-if settle_platform(os.environ):
+if is_compiler_alone():
+    settle_platform(os.environ)
     load_jax_quietly()
 
 import jax

@@ -1,5 +1,5 @@
-"""Whose warnings fail a test, under the filters of this very run: those of our code, and those that another package lays
-to us because of what we call; not those that other packages have of themselves."""
+"""Whose warnings fail a test, under the filters of this very run: those of our code, and those that another package
+lays to us because of what we call; not those that other packages have of themselves."""
 
 import types
 import warnings

@@ -1,6 +1,8 @@
 """The measurements of `halfbyte bench`: counting, ratios, and that none is given where bits differ."""
 
 import dataclasses
+import json
+import signal
 
 import gpu_program
 import pytest
@@ -82,6 +84,33 @@ def test_a_backend_that_differs_is_found_and_no_ratio_is_printed(monkeypatch, ca
     assert main(["bench", "demo", "--recipes", "bf16,mxfp8", "--seq", "32"]) == 3
     shown = capsys.readouterr().out
     assert "carrier DIFFER" in shown and "no ratio is given" in shown and "1.000" not in shown
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_bench_that_is_stopped_keeps_the_rows_it_has(number, monkeypatch, capfd, tmp_path) -> None:
+    """On stdout with --json, and in --out, where also a kill finds them."""
+
+    def measure(config, **_):
+        if config.remat == "none":
+            return row(config.recipe, 10.0)
+        assert [each["recipe"] for each in json.loads((tmp_path / "rows").read_text())["rows"]] == ["bf16", "nvfp4"]
+        signal.raise_signal(number)
+        raise AssertionError("the signal was lost")
+
+    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(conformance, "operands_agree", lambda r: {"carrier": True})
+    flags = ["--recipes", "bf16,nvfp4", "--remat", "none,full", "--seq", "32", "--out", str(tmp_path / "rows")]
+    assert main(["bench", "demo", *flags, "--json"]) == 1
+    shown = json.loads(capfd.readouterr().out)
+    assert [(each["recipe"], each["ratio"]) for each in shown["rows"]] == [("bf16", 1.0), ("nvfp4", 1.0)]
+    assert shown["stopped"] and json.loads((tmp_path / "rows").read_text()) == shown
+
+
+def test_a_bench_that_is_stopped_before_its_first_row_was_interrupted(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(bench, "measure", lambda config, **_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(conformance, "operands_agree", lambda r: {"carrier": True})
+    assert main(["bench", "demo", "--recipes", "bf16", "--seq", "32"]) == 1
+    assert "interrupted" in capsys.readouterr().err
 
 
 AGREE = conformance.operands_agree

@@ -1,4 +1,9 @@
-"""Whether a person is told that a card stands idle. Oracle: the four cases, spelled out."""
+"""Whether a person is told that a card stands idle, and nothing about one that nobody has. Oracle: the cases, spelled
+out; what a command writes to stderr."""
+
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -18,3 +23,11 @@ from halfbyte.devices.platform import idle_card
 def test_a_card_that_stands_idle_is_said(platform, driver, plugin, environ, words):
     said = idle_card(environ, platform, driver=lambda: driver, installed=lambda names: plugin)
     assert (said is None) if words is None else (words in said and "NVIDIA card is here" in said)
+
+
+@pytest.mark.cuda_compiler
+def test_the_compiler_without_a_card_says_nothing_whoever_chose_the_platform():
+    command = [sys.executable, "-c", "from halfbyte.cli.main import entry; entry()", "recipes", "nvfp4"]
+    environ = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    assert done.stderr == ""

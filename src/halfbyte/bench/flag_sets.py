@@ -2,7 +2,7 @@
 
 import json
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,13 +17,11 @@ class SetResult:
     circumstances: Mapping[str, Any] = field(default_factory=dict)
 
 
-def measure_sets(names: Sequence[str], command: Sequence[str], *, say: Callable[[str], None]) -> list[SetResult]:
+def measure_sets(names: Sequence[str], command: Sequence[str], *, say: Callable[[str], None]) -> Iterator[SetResult]:
     """`command`, the words of a `halfbyte bench`, under each set, one after the other."""
-    found = []
     for name in names:
         say(f"measuring under the flags {name!r} ...")
-        found.append(measure_set(name, command))
-    return found
+        yield measure_set(name, command)
 
 
 def measure_set(name: str, command: Sequence[str]) -> SetResult:

@@ -6,6 +6,7 @@ and are given only if the operands of every backend equal the definition bit for
 halfbyte bench llama3-8b --layers 16 --batch 16 --mesh fsdp=8 --unroll 1 --mock-gpus 8
 halfbyte bench llama3-8b --layers 16 --batch 16 --recipes bf16 --flags all"""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -16,7 +17,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from halfbyte.cli.result import DONE, NOT_PASSED, BadInput, Result
+from halfbyte.cli.interrupting import terminated_as_interrupted
+from halfbyte.cli.result import DONE, FAILED, NOT_PASSED, BadInput, Result
 from halfbyte.cli.screen import console, table
 from halfbyte.inputs import check_output, replace_file
 
@@ -72,7 +74,7 @@ class Args:
     state: Literal["float32", "bfloat16"] = "float32"
     """Type of Adam's moments."""
     out: Path | None = None
-    """Write the rows, with device, versions and commit, to this JSON file."""
+    """Write the rows, with device, versions and commit, to this JSON file, as they come."""
 
 
 def run(args: Args) -> Result:
@@ -90,23 +92,39 @@ def run(args: Args) -> Result:
     passed = all(all(found.values()) for found in checks.values())
     for name, found in checks.items():
         say(f"bits of {name}: " + ", ".join(f"{b} {'equal' if ok else 'DIFFER'}" for b, ok in found.items()))
+    data: dict[str, Any] = {"args": plain_args(args), "bits": checks, "rows": [], **versions()}
+    data |= {"measured": mock.label if mock else "whole steps", "settings": settings}
+    data |= {"note": launch.MOCK_NOTE} if mocked else {}
     rows: list[bench.Measured] = []
-    for remat in args.remat.split(","):
-        for r in chosen:
-            say(f"measuring {r.name}, remat {remat} ...")
-            row = measured(args, config_of(args, r.name, remat), say)
-            rows.append(bench.without_communication(row) if mocked else row)
-    rows = bench.compare(rows) if passed else rows
+    with until_stopped(data, rows):
+        for remat in args.remat.split(","):
+            for r in chosen:
+                say(f"measuring {r.name}, remat {remat} ...")
+                row = measured(args, config_of(args, r.name, remat), say)
+                rows.append(bench.without_communication(row) if mocked else row)
+                rows[:] = bench.compare(rows) if passed else rows
+                data["rows"] = [dataclasses.asdict(each) for each in rows]
+                write(args, data)
     console().print(table(COLUMNS, (cells(row, mock) for row in rows), title=title(args, mock)))
     if mocked:
         say(f"{launch.MOCK_NOTE}; compare ratios, not milliseconds")
     if not passed:
         say("the operands differ from the definition: no ratio is given, because it would mean nothing")
-    data = {"args": plain_args(args), "bits": checks, "rows": [dataclasses.asdict(r) for r in rows], **versions()}
-    data |= {"measured": mock.label if mock else "whole steps", "settings": settings}
-    data |= {"note": launch.MOCK_NOTE} if mocked else {}
     write(args, data)
-    return Result(data, DONE if passed else NOT_PASSED)
+    return Result(data, FAILED if "stopped" in data else DONE if passed else NOT_PASSED)
+
+
+@contextlib.contextmanager
+def until_stopped(data: dict[str, Any], rows: Sequence[Any]) -> Iterator[None]:
+    """Ctrl-C, SIGTERM and SIGHUP end the measuring, not the report of the rows that are there: `data` says so."""
+    try:
+        with terminated_as_interrupted():
+            yield
+    except KeyboardInterrupt:
+        if not rows:
+            raise
+        data["stopped"] = f"before its end, after {len(rows)} rows"
+        console().print(f"stopped {data['stopped']}", soft_wrap=True)
 
 
 def prepare(args: Args) -> tuple[Any, list[dict[str, Any]]]:
@@ -146,7 +164,7 @@ def sets_of(args: Args) -> list[str]:
 
 def run_flag_sets(args: Args) -> Result:
     """The same measurement under each set of flags, in processes of their own, as one table."""
-    from halfbyte.bench import measure_sets, ratios
+    from halfbyte.bench import SetResult, measure_sets, ratios
     from halfbyte.launch import MOCK_NOTE, supervise, visible_gpus
 
     names = sets_of(args)
@@ -154,15 +172,20 @@ def run_flag_sets(args: Args) -> Result:
         raise BadInput("--flags compares flags that XLA has for NVIDIA GPUs, and this machine has none")
     what = "compute only: " if args.mock_gpus else ""
     command = [*supervise.ENTRY, "bench", *arguments_of(args)]
-    found = measure_sets(names, command, say=lambda text: console().print(what + text))
+    found: list[SetResult] = []
+    data: dict[str, Any] = {"args": plain_args(args)}
+    with until_stopped(data, found):
+        for each in measure_sets(names, command, say=lambda text: console().print(what + text)):
+            found.append(each)
+            data["sets"] = [dataclasses.asdict(each) for each in found]
+            write(args, data)
     columns = ("flags", "recipe", "ms", f"vs {names[0]}", "what they are")
     title = f"{what}{args.model} under {len(names)} sets of XLA flags"
     console().print(table(columns, set_cells(found, ratios(found), what), title=title))
     if args.mock_gpus:
         console().print(f"{what}{MOCK_NOTE}", soft_wrap=True)
-    data = {"args": plain_args(args), "sets": [dataclasses.asdict(each) for each in found]}
     write(args, data)
-    return Result(data, DONE if all(each.rows for each in found) else NOT_PASSED)
+    return Result(data, FAILED if "stopped" in data else DONE if all(each.rows for each in found) else NOT_PASSED)
 
 
 def set_cells(found: Any, beside: Any, what: str) -> Iterator[tuple[str, ...]]:

@@ -6,16 +6,15 @@ halfbyte data show DIR          sources, rows, tokens, tokenizer
 halfbyte data sample DIR        some rows, decoded
 """
 
-import contextlib
 import dataclasses
 import shlex
-import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
+from halfbyte.cli.interrupting import terminated_as_interrupted
 from halfbyte.cli.next_steps import program
 from halfbyte.cli.result import Result
 
@@ -131,16 +130,6 @@ def train_on(directory: Path, manifest: Any) -> list[str]:
     if manifest.vocab_size > model.vocab_size:
         words += ["--model.vocab-size", str(manifest.vocab_size)]
     return words if manifest.seq_len <= model.max_seq else [*words, "--model.max-seq", str(manifest.seq_len)]
-
-
-@contextlib.contextmanager
-def terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM ends the work as Ctrl-C does, so that a half-made directory is removed on the way out."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def run_verify(args: Verify) -> Result:

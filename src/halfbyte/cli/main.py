@@ -186,12 +186,13 @@ def unknown_command(name: str, commands: Mapping[str, Path]) -> int:
 
 def run_command(name: str, file: Path, flags: list[str], *, as_json: bool) -> int:
     """Parses the flags, runs the command with stdout kept clean if `as_json`, and reports any error."""
-    from halfbyte.devices.platform import load_jax_quietly, settle_platform
+    from halfbyte.devices.platform import is_compiler_alone, load_jax_quietly, settle_platform
 
     with contextlib.ExitStack() as stack:
         if name == "train":
             stack.enter_context(resumable())
-        if settle_platform(os.environ):
+        if is_compiler_alone():
+            settle_platform(os.environ)
             load_jax_quietly()
         stdout = stack.enter_context(_stdout_to_stderr()) if as_json else sys.stdout
         try:

@@ -40,6 +40,11 @@ def settle_platform(
     return "cpu"
 
 
+def is_compiler_alone() -> bool:
+    """True if a CUDA plugin is here without a GPU: its libraries would say so on stderr, one after the other."""
+    return any_installed(CUDA_PLUGINS) and not has_nvidia_driver()
+
+
 def idle_card(
     environ: Mapping[str, str],
     platform: str,
