@@ -6,10 +6,13 @@ Oracles: pyproject.toml, setup.py with the build left out, and CHANGELOG.md.
 import re
 import runpy
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import setuptools
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 import halfbyte as hb
 
@@ -62,3 +65,18 @@ def test_there_is_one_version_number():
 
 def test_every_dependency_has_a_lower_bound():
     assert [name for name in PROJECT["project"]["dependencies"] if ">=" not in name] == []
+
+
+def test_every_pin_runs_on_the_oldest_python_that_is_promised():
+    """What the installed packages say of themselves; a pin for later Pythons alone has a marker."""
+    oldest = PROJECT["project"]["requires-python"].removeprefix(">=") + ".0"
+    refused = {}
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        pin = Requirement(line.partition("#")[0] or "comment")
+        installed = next(metadata.distributions(name=pin.name), None)
+        if installed is None or installed.version not in pin.specifier:
+            continue
+        wanted = installed.metadata["Requires-Python"] or ""
+        if (pin.marker is None or pin.marker.evaluate({"python_version": "3.11"})) and oldest not in SpecifierSet(wanted):
+            refused[str(pin)] = wanted
+    assert refused == {}
