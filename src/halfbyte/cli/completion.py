@@ -48,7 +48,7 @@ def run(args: Args) -> Result:
     words["train"] = [*names(), *words["train"]]
     # Sub-commands come before the command that holds them: the first pattern that fits wins.
     patterns = sorted(words.items(), reverse=True)
-    cases = [f"""      "{name}"|"{name} "*) words="{' '.join(found)}" ;;""" for name, found in patterns]
+    cases = [f"""      "{name}"|"{name} "*) words="{" ".join(found)}" ;;""" for name, found in patterns]
     commands = " ".join(sorted({name.split()[0] for name in words}))
     script = BASH.format(recipes=" ".join(recipe_names()), cases="\n".join(cases), commands=commands)
     script = ZSH * (args.shell == "zsh") + script

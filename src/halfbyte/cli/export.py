@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from halfbyte.cli.interrupting import terminated_as_interrupted
 from halfbyte.cli.result import Result
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def run(args: Args) -> Result:
     source = open_for_export(Path(args.run), mesh=args.mesh, step=args.step)
     resolved = None if args.format == "hf" else source.resolve(args.recipe, args.policy)
     scales = input_amaxes(args, source, resolved) if args.calibrate else None
-    with progress("tensors") as watch:
+    with terminated_as_interrupted(), progress("tensors") as watch:
         made = export_model(
             source.model, out, to=args.format, dtype=args.dtype or source.dtype, resolved=resolved, input_amax=scales,
             shard_bytes=int(args.max_shard_gb * GB), replace=args.overwrite, watch=watch,

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import tyro
 
+from halfbyte.cli.interrupting import terminated_as_interrupted
 from halfbyte.cli.result import Result
 
 
@@ -31,7 +32,7 @@ def run(args: Args) -> Result:
 
     folder = Path(args.folder)
     out = Path(args.out) if args.out else Path("runs") / folder.resolve().name
-    with progress("files") as watch:
+    with terminated_as_interrupted(), progress("files") as watch:
         config = import_folder(folder, out, watch=watch)
     count = models.count_params(config.model)
     kind = "Qwen3" if config.model.qk_norm else "Llama"

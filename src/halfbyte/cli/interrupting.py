@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,17 +42,31 @@ def _interrupt() -> None:
 
 
 @contextlib.contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the work as Ctrl-C does, so that a half-made directory is removed on the way out."""
+    with _handling((signal.SIGTERM, signal.SIGHUP), signal.default_int_handler):
+        yield
+
+
+@contextlib.contextmanager
 def resumable() -> Iterator[None]:
     """A signal while nothing has begun yet is a preemption like any other: exit 75, which schedulers put back."""
+    with _handling(STOPPING, _leave):
+        yield
+
+
+@contextlib.contextmanager
+def _handling(numbers: Sequence[signal.Signals], handler: Callable[..., Any]) -> Iterator[None]:
+    """With another handler, on the main thread; elsewhere nobody may set one."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, _leave) for number in STOPPING}
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from halfbyte.data.progress import Meter
 from halfbyte.data.shards import SHARD_BYTES
 from halfbyte.data.sinks import Sinks
 from halfbyte.data.splitting import TRAIN, VALIDATION, SplitRule, Summary, merge_summaries
-from halfbyte.data.staging import Staging, publish
+from halfbyte.data.staging import Staging, clear_left, publish
 from halfbyte.data.tokenizer import END_OF_TEXT, Tokenizer, bpe_size, byte_tokenizer, load_tokenizer, train_bpe
 from halfbyte.inputs import check_output
 
@@ -72,6 +72,7 @@ def prepare(
     _check_numbers(seq_len=seq_len, val_fraction=val_fraction, workers=workers, shard_bytes=shard_bytes)
     _check_source(default_source)
     out = _output(out)
+    clear_left(out)
     held_out = find_files(validation, unchecked=unchecked)
     apart = {file.path.resolve() for file in held_out}
     inputs = [file for file in find_files(files, unchecked=unchecked) if file.path.resolve() not in apart]

@@ -9,7 +9,7 @@ import re
 import shutil
 from pathlib import Path
 
-from halfbyte.data.staging import Staging, publish
+from halfbyte.data.staging import Staging, clear_left, publish
 from halfbyte.inputs import check_output
 from halfbyte.interchange.folder import CONFIG, INDEX, Folder, inside
 from halfbyte.interchange.hf_config import config_from_hf
@@ -28,6 +28,7 @@ def import_folder(directory: Path, out: Path, *, watch: Watch | None = None) -> 
     """Make the run directory `out` of the model in `directory`: whole or not at all. Its config. `watch` gets (files
     done, of)."""
     out = check_output(out, flag="--out")
+    clear_left(out)
     if out.exists() or out.is_symlink():
         raise ValueError(f"{out} exists; choose another --out")
     with Folder(directory) as folder:

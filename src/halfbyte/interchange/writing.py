@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from halfbyte.data.staging import Staging, publish
+from halfbyte.data.staging import Staging, clear_left, publish
 from halfbyte.interchange.folder import CONFIG, INDEX, SINGLE
 from halfbyte.interchange.layouts import Part
 from halfbyte.interchange.tensor_file import write_tensors
@@ -43,7 +43,9 @@ def write_folder(
 
 
 def check_target(out: Path, *, replace: bool) -> None:
-    """ValueError if `out` is taken: any directory without --overwrite, one that is no exported model in any case."""
+    """ValueError if `out` is taken: any directory without --overwrite, one that is no exported model in any case. What
+    was left of exports that were killed is removed."""
+    clear_left(out)
     if not out.exists() and not out.is_symlink():
         return
     if not replace:

@@ -1,0 +1,104 @@
+"""Kills at every call of the file system while a directory is made or replaced. Oracle: the files that are there."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from halfbyte.data.staging import Staging, clear_left, publish
+from halfbyte.interchange.importing import import_folder
+from halfbyte.interchange.writing import check_target
+
+# A process a kill: it ends itself before the n-th call that its own audit hook sees, n from 1 until it gets through.
+KILLS = """if True:
+    import json, os, shutil, signal, sys
+    from pathlib import Path
+    from halfbyte.data import staging
+
+    root, can_exchange = Path(sys.argv[1]), sys.argv[2] == "True"
+    if not can_exchange:
+        staging.exchange = lambda one, other: False
+    CALLS = ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.chmod", "shutil.rmtree", "open", "ctypes.dlsym")
+
+    def make(out, name):
+        with staging.Staging(out) as path:
+            for file in ("a", "b"):
+                (path / file).write_text(name)
+            staging.publish(path, out, replace=True)
+
+    def killed_at(number, act):
+        child = os.fork()
+        if not child:
+            left = [number]
+
+            def hook(event, args):
+                if event in CALLS:
+                    left[0] -= 1
+                    if not left[0]:
+                        os.kill(os.getpid(), signal.SIGKILL)
+
+            sys.addaudithook(hook)
+            act()
+            os._exit(0)
+        return os.waitpid(child, 0)[1] != 0
+
+    def content(out):
+        return "+".join(sorted(f"{file.name}={file.read_text()}" for file in out.glob("*")))
+
+    found = []
+    for number in range(1, 1000):
+        out = root / str(number) / "out"
+        make(out, "old")
+        if not killed_at(number, lambda: make(out, "new")):
+            break
+        at_once = content(out)
+        hidden = len(list(out.parent.glob(".*")))
+        staging.clear_left(out)
+        found.append([at_once, hidden, content(out), sorted(os.listdir(out.parent))])
+    print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_kill_leaves_the_old_or_the_new_and_what_is_left_is_removed(tmp_path, can_exchange):
+    command = [sys.executable, "-c", KILLS, str(tmp_path), str(can_exchange)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    found = json.loads(done.stdout)
+    whole = ["a=new+b=new", "a=old+b=old"]
+    assert {after for *_, after, _ in found} == set(whole), done.stderr
+    assert all(names == ["out"] for *_, names in found)
+    assert [at_once for at_once, *_ in found if at_once not in whole] == ([] if can_exchange else [""])
+    said = done.stderr.splitlines()
+    assert len([line for line in said if "removed" in line or "put back" in line]) == sum(left for _, left, *_ in found)
+
+
+def test_what_is_being_made_is_left_alone(tmp_path, capsys):
+    out = tmp_path / "out"
+    with Staging(out) as path:
+        (path / "a").write_text("new")
+        clear_left(out)
+        clear_left(tmp_path / "other")
+        assert publish(path, out, replace=False)
+    assert (out / "a").read_text() == "new"
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", ["out", "wei[r]d *name"])
+def test_every_command_that_makes_a_directory_removes_what_a_killed_one_left(tmp_path, name, capsys):
+    out = tmp_path / name
+
+    def left() -> Path:
+        path = tmp_path / f".{name}.partial-abc"
+        path.mkdir()
+        (path / "model.safetensors").write_text("half")
+        return path
+
+    path = left()
+    check_target(out, replace=False)
+    assert not path.exists() and str(path) in capsys.readouterr().err
+    path = left()
+    with pytest.raises((ValueError, FileNotFoundError)):
+        import_folder(tmp_path / "nothing", out)
+    assert not path.exists() and str(path) in capsys.readouterr().err
