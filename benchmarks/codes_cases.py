@@ -285,7 +285,7 @@ UNIT = np.array([5, 537.6, 1 / 537.6, 89.6, 1 / 537.6, 0, 0, 0], np.float32)  # 
 
 def _made(x: jax.Array, sides: Sequence[Any], columns: int, name: str) -> tuple[jax.Array, ...]:
     run = functools.partial(codes.quantize_made, [x], lambda m, rows: [rows], [(side, 0) for side in sides])
-    return run(columns=columns, groups=16 // columns, interpret=False, name=name)
+    return run(columns=columns, groups=16 // columns, name=name)
 
 
 def _quantize_only(stochastic: bool, columns: int = 4) -> Callable[..., Any]:
@@ -344,7 +344,7 @@ def _without_tiles() -> dict[str, tuple[Callable[..., Any], float]]:
             turned = [arithmetic.hadamard_amax(m, [row[k] for row in rows]) for k in range(len(rows[0]))]
             return [plain, functools.reduce(m.fmax_nan, turned)]
 
-        return codes.find_maxima([x], tops, 2, interpret=False, name="maxima_without_tiles")
+        return codes.find_maxima([x], tops, 2, name="maxima_without_tiles")
 
     return {
         "maxima without tiles": (maxima, 2.0),

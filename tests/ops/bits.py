@@ -35,7 +35,7 @@ from jax.sharding import PartitionSpec as P
 import halfbyte as hb
 from halfbyte import devices, ops
 from halfbyte.models import LlamaConfig
-from halfbyte.ops import problem
+from halfbyte.ops import kernels, problem
 from halfbyte.ops.backends import BACKENDS, native
 from halfbyte.ops.gemms import dot, finish
 from halfbyte.ops.stacks import empty, hand_back
@@ -122,16 +122,10 @@ def interpreted(device):
         a, b = (_rows(operand) for operand in (left, right))
         return finish(dot(a, b, ((1,), (1,))), scale, dtype).reshape(*left.rows, *right.rows)
 
-    def quiet(passes):
-        return dataclasses.replace(passes, interpret=True) if hasattr(passes, "interpret") else passes
-
-    changed = {
-        name: dataclasses.replace(each, passes=quiet(each.passes), plainer=tuple(map(quiet, each.plainer)))
-        for name, each in BACKENDS.items()
-    }
-    changed["fused"] = dataclasses.replace(changed["fused"], unsupported=lambda problem, gemm: "a GPU's GEMM")
+    by_carrier = dataclasses.replace(BACKENDS["fused"], unsupported=lambda problem, gemm: "a GPU's GEMM")
     with (
-        mock.patch.dict(BACKENDS, changed),
+        kernels.interpreted(),
+        mock.patch.dict(BACKENDS, fused=by_carrier),
         mock.patch.object(native, "block_scaled_dot", as_numbers),
         problem._target(devices.device(device)),
     ):
@@ -147,11 +141,11 @@ def _rows(operand):
 
 def by_kernels(add):
     """The passes of every backend with kernels, interpreted; alone and on a mesh."""
-    kernels = (("fused", "h200", ("nvfp4", "nvfp4_no_rht", "nvfp4_no_2d")), ("fp8", "h200", ("fp8",)),
+    served = (("fused", "h200", ("nvfp4", "nvfp4_no_rht", "nvfp4_no_2d")), ("fp8", "h200", ("fp8",)),
                ("native", "b200", ("nvfp4", "mxfp8")))  # fmt: skip
     mesh = make_mesh({"fsdp": 4, "tensor": 2}, jax.devices("cpu")[:8])
     with jax.default_device(jax.devices("cpu")[0]):
-        for backend, device, recipes in kernels:
+        for backend, device, recipes in served:
             for recipe in recipes:
                 with interpreted(device):
                     add(f"interpreted/{backend}/1/{recipe}", cases(list(OPS), recipe, backend), arrays(128, 256))

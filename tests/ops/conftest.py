@@ -6,6 +6,8 @@ import sys
 import jax
 import pytest
 
+from halfbyte.ops import kernels
+
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 
@@ -14,3 +16,17 @@ def on_cpu():
     """For tests that compare the bits of two programs: a GPU may choose another order of summation in each."""
     with jax.default_device(jax.devices("cpu")[0]):
         yield
+
+
+@pytest.fixture
+def interpreted():
+    """Kernels run as NumPy and XLA."""
+    with kernels.interpreted():
+        yield
+
+
+@pytest.fixture
+def interpreted_without_gpu(request):
+    """The same where no GPU would run them."""
+    if jax.default_backend() != "gpu":
+        request.getfixturevalue("interpreted")

@@ -21,8 +21,6 @@ from halfbyte import devices, ops
 from halfbyte.formats import MXFP4, MXFP8, MXFP8_E5M2, untile_scales
 from halfbyte.ops.backends import BACKENDS, block_scaled, native
 from halfbyte.ops.backends.fused import FusedPasses
-from halfbyte.ops.backends.mx_passes import MxPasses
-from halfbyte.ops.backends.native import NativePasses
 from halfbyte.ops.passes import XLA
 
 CASES = [
@@ -79,12 +77,13 @@ class InterpretedPasses(FusedPasses):
         return None
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_fused_passes_in_interpret_mode(monkeypatch):
     """On any machine: the bodies of the quantize kernels run on the host, and give every GEMM the right operands.
 
     The GEMM kernel has no interpreter: `carrier` multiplies.
     """
-    interpreted = dataclasses.replace(BACKENDS["carrier"], name="fused", passes=InterpretedPasses(interpret=True))
+    interpreted = dataclasses.replace(BACKENDS["carrier"], name="fused", passes=InterpretedPasses())
     monkeypatch.setitem(BACKENDS, "fused", interpreted)
     x, w, dy = tensors(BLOCKS_OF_16[5], "bfloat16")
     check_linear(hb.recipe("nvfp4"), x, w, dy, backend="fused", compiler_options=quick)
@@ -121,6 +120,7 @@ def cudnn_call(a, b, *scales, dtype):
 LAID_OUT = [("nvfp4", BLOCKS_OF_16[4]), ("nvfp4", BLOCKS_OF_16[5]), ("mxfp8", BLOCKS_OF_32[2])]
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("name, shape", LAID_OUT)
 def test_native_lays_out_its_operands_right(name, shape, monkeypatch):
     """On any machine: with cuDNN's call replaced by its definition and kernels interpreted, `native` gives the oracle's
@@ -130,7 +130,6 @@ def test_native_lays_out_its_operands_right(name, shape, monkeypatch):
     or tile cannot cancel.
     """
     monkeypatch.setattr(block_scaled, "call", cudnn_call)
-    monkeypatch.setitem(BACKENDS, "native", interpreted)
     with ops.compile_for(B200):
         choice = choose_native(name, shape)
         assert choice.passes.name == choice.weight_passes == "native"
@@ -147,19 +146,14 @@ def test_native_hands_scaled_matmul_the_right_operands(name, shape, monkeypatch)
         check_linear(hb.recipe(name), *tensors(shape, "bfloat16"), backend="native", compiler_options=quick)
 
 
-interpreted = dataclasses.replace(
-    BACKENDS["native"], passes=NativePasses(interpret=True), plainer=(MxPasses(interpret=True), native.TILED, XLA)
-)
-
-
 def choose_native(name, shape):
     return ops.choose("native", problem(hb.recipe(name), shape, B200))
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_a_bfloat16_result_loses_no_bit_of_the_factor(monkeypatch):
     """The power of two goes into the call and the rest onto its result: bf16(bf16(sums * 2^e) * m), to the bit."""
     monkeypatch.setattr(block_scaled, "call", cudnn_call)
-    monkeypatch.setitem(BACKENDS, "native", interpreted)
     x, w, dy = tensors(BLOCKS_OF_16[4], "bfloat16")
     with ops.compile_for(B200):
         y = jax.jit(lambda x, w: hb.qdot(x, w, recipe=hb.recipe("nvfp4"), key=KEY, backend="native"))(x, w)

@@ -1,7 +1,6 @@
 """The fp8 backend against the definition, bit for bit: interpreted on a CPU, compiled on a GPU."""
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 
@@ -22,8 +21,10 @@ from halfbyte.ops.passes import XLA, request
 from halfbyte.ops.problem import Problem
 from halfbyte.recipe import recipe
 
+pytestmark = pytest.mark.usefixtures("interpreted_without_gpu")
+
 FP8 = recipe("fp8")
-PASSES = F8Passes(interpret=jax.default_backend() != "gpu")
+PASSES = F8Passes()
 H200 = devices.device("h200")
 
 
@@ -40,9 +41,7 @@ def same(found: Operand, expected: Operand) -> bool:
     return bool((got == want).all()) and float(found.factor) == float(expected.factor)
 
 
-@pytest.mark.parametrize(
-    "roles", [("fprop_x", "wgrad_x"), ("dgrad_dy", "wgrad_dy"), ("fprop_x",)]
-)
+@pytest.mark.parametrize("roles", [("fprop_x", "wgrad_x"), ("dgrad_dy", "wgrad_dy"), ("fprop_x",)])
 def test_operands_equal_the_definition(roles) -> None:
     requests = [request(FP8, role, None) for role in roles]
     found = jax.jit(lambda x: PASSES.quantize(x, requests))(X)
@@ -174,7 +173,7 @@ def test_a_function_traced_inside_one_call_is_traced_again_outside() -> None:
 @pytest.mark.parametrize("amax, factor", [(3.5, 1 / 128), (0.0, 1.0), (np.inf, np.nan), (np.nan, np.nan)])
 def test_the_factor_is_that_of_the_scale_vector_and_of_its_own_top(amax, factor) -> None:
     bits = kernels.amax_bits(jnp.float32([1.0, amax])) if amax else jnp.zeros((2,), jnp.int32)
-    first, second = kernels.scales_and_factors(bits, bits, tops=(448.0, 896.0), interpret=PASSES.interpret)
+    first, second = kernels.scales_and_factors(bits, bits, tops=(448.0, 896.0))
     for (vector, found), want in ((first, factor), (second, factor / 2 if amax else factor)):
         np.testing.assert_array_equal([vector[scale.GEMM], found], [np.float32(want)] * 2)
 
@@ -191,10 +190,8 @@ def test_weights_of_all_layers_at_once_are_those_of_each() -> None:
 
 
 @pytest.mark.parametrize("mode", ["fast", "input"])
-def test_an_mlp_computes_what_carrier_computes(monkeypatch, mode) -> None:
+def test_an_mlp_computes_what_carrier_computes(mode) -> None:
     """All nine GEMMs and both casts of each tensor, forward and backward, through the backend as `auto` chooses it."""
-    interpreted = dataclasses.replace(ops.BACKENDS["fp8"], passes=PASSES)
-    monkeypatch.setitem(ops.BACKENDS, "fp8", interpreted)
     x = normal(5, 128, 128).astype(jnp.bfloat16)
     weights = [normal(6 + i, *shape) * 0.1 for i, shape in enumerate(((128, 256), (128, 256), (256, 128)))]
 

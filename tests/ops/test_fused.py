@@ -15,9 +15,11 @@ from halfbyte.ops.problem import Problem
 from halfbyte.ops.weight import QWeight, keep_weight, restore_weight
 from halfbyte.recipe import recipe
 
+pytestmark = pytest.mark.usefixtures("interpreted_without_gpu")
+
 NVFP4 = recipe("nvfp4")
 KEY = jax.random.key(5)
-PASSES = FusedPasses(interpret=jax.default_backend() != "gpu")
+PASSES = FusedPasses()
 X = jax.random.normal(jax.random.key(0), (2, 16, 128), jnp.float32).astype(jnp.bfloat16)
 
 

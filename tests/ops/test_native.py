@@ -25,11 +25,13 @@ from halfbyte.ops.shards import Shards
 from halfbyte.ops.weight import CONTRACTED, quantize_part, weight_operand
 from halfbyte.recipe import GRADIENTS, recipe
 
+pytestmark = pytest.mark.usefixtures("interpreted_without_gpu")
+
 NVFP4, MXFP8 = recipe("nvfp4"), recipe("mxfp8")
 E5M2 = dataclasses.replace(MXFP8, **MXFP8.with_operands(GRADIENTS, format=MXFP8_E5M2))
 KEY = jax.random.key(5)
-PASSES = NativePasses(interpret=jax.default_backend() != "gpu")
-MX_PASSES = MxPasses(interpret=PASSES.interpret)
+PASSES = NativePasses()
+MX_PASSES = MxPasses()
 B200 = devices.device("b200")
 X, G, U, DH = (jax.random.normal(jax.random.key(i), (2, 16, 128), jnp.float32).astype(jnp.bfloat16) for i in range(4))
 OWED = [jnp.float32(m) for m in (1.2345678, 1.9999, 1.0)]
@@ -37,7 +39,7 @@ OWED = [jnp.float32(m) for m in (1.2345678, 1.9999, 1.0)]
 
 def compiled(fn, *args):
     """fn(*args) under jit."""
-    return jax.jit(fn, compiler_options=quick if PASSES.interpret else None)(*args)
+    return jax.jit(fn, compiler_options=None if jax.default_backend() == "gpu" else quick)(*args)
 
 
 def same(found, expected) -> None:
@@ -114,7 +116,7 @@ def test_mxfp8_of_a_gated_activation_is_that_of_its_numbers() -> None:
     dy, h = [request(MXFP8, role, KEY) for role in ("dgrad_dy", "wgrad_dy")], request(MXFP8, "fprop_x", KEY)
     kept = dataclasses.replace(request(MXFP8, "wgrad_x", KEY), kept=True)
     g, u, dh = (t.reshape(32, 128) for t in (G, U, DH))
-    made = kernels.activation(g, u, dh, interpret=PASSES.interpret)
+    made = kernels.activation(g, u, dh)
     same(MX_PASSES.activate(g, u, [h]), MX_PASSES.quantize(made[2], [h]))
     found = MX_PASSES.activate_backward(g, u, dh, dy, dy, [kept])
     for a, tensor, asked in zip(found, made, (dy, dy, [kept]), strict=True):

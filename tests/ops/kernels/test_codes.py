@@ -20,6 +20,8 @@ from halfbyte.ops.kernels import codes as kernel_codes
 from halfbyte.ops.kernels.launch import on_host
 from halfbyte.ops.kernels.vector import Vector
 
+pytestmark = pytest.mark.usefixtures("interpreted")
+
 KEYS = np.array([0x12345678, 0x9ABCDEF0], np.uint32), np.array([7, 11], np.uint32)
 SHAPES = [(64, 128), (128, 256), (48, 144), (16, 16), (80, 1376), (32, 43), (160, 62)]
 
@@ -40,7 +42,7 @@ def top(x):
 
 
 def scale(amax):
-    return K.tensor_scale(K.amax_bits(jnp.float32(amax)), interpret=True)
+    return K.tensor_scale(K.amax_bits(jnp.float32(amax)))
 
 
 def padded(x, multiple=16):
@@ -77,7 +79,6 @@ def test_rows_and_columns_in_one_read(shape, order):
         jnp.asarray(x),
         rows=K.Rowwise(scale(top(x)), codes=order),
         columns=K.Columnwise(scale(top(turned)), codes=order),
-        interpret=True,
     )
     same(got, [*rows_of(x, order), *columns_of(x, order)])
 
@@ -90,7 +91,6 @@ def test_stochastic(shape):
         jnp.asarray(x),
         rows=K.Rowwise(scale(top(x)), jnp.asarray(KEYS[0]), codes=order),
         columns=K.Columnwise(scale(top(x)), jnp.asarray(KEYS[1]), hadamard=False, codes=order),
-        interpret=True,
     )
     same(got, [*rows_of(x, order, noise[0]), *columns_of(x, order, noise[1], hadamard=False)])
 
@@ -110,7 +110,6 @@ def test_a_part_takes_the_random_bytes_of_its_elements(whole, offset):
         jnp.asarray(x),
         rows=K.Rowwise(scale(top(x)), words, window, codes=ScaleOrder.PLAIN),
         columns=K.Columnwise(scale(top(x)), words, window, hadamard=False, codes=ScaleOrder.PLAIN),
-        interpret=True,
     )
     noise = np.asarray(noise).reshape(64, 128)
     same(got, [*rows_of(x, ScaleOrder.PLAIN, noise), *columns_of(x, ScaleOrder.PLAIN, noise, hadamard=False)])
@@ -121,7 +120,7 @@ def test_a_part_takes_the_random_bytes_of_its_elements(whole, offset):
 def test_weight(shape, order):
     w = data(shape, "zero_scales").astype(np.float32) * np.float32(1.001)
     codes, scales, _ = oracle.quantize(w, top(w), axis=1, block2d=True)
-    got = K.weight_codes(jnp.asarray(w), scale(top(w)), inputs_last=order, outputs_last=order, interpret=True)
+    got = K.weight_codes(jnp.asarray(w), scale(top(w)), inputs_last=order, outputs_last=order)
     repeated = [np.repeat(scales.T, 16, 0), np.repeat(scales, 16, 0)]
     want = [oracle.pack_tokens(codes).T, in_order(repeated[0], order)]
     same(got, [*want, oracle.pack_tokens(codes.T).T, in_order(repeated[1], order)])
@@ -131,7 +130,7 @@ def test_weight(shape, order):
 def test_swiglu(shape):
     rng, order = np.random.default_rng(8), ScaleOrder.PLAIN
     g, u, d = (rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for _ in range(3))
-    dg, du, h = (np.asarray(a) for a in K.activation(*map(jnp.asarray, (g, u, d)), interpret=True))
+    dg, du, h = (np.asarray(a) for a in K.activation(*map(jnp.asarray, (g, u, d))))
     key, more = jnp.asarray(KEYS[0]), {"codes": order}
     tops = {name: (top(a), top(oracle.hadamard_tokens(a))) for name, a in (("dg", dg), ("du", du), ("h", h))}
     got = K.quantize_backward(
@@ -139,25 +138,23 @@ def test_swiglu(shape):
         dg=(K.Rowwise(scale(tops["dg"][0]), key, **more), K.Columnwise(scale(tops["dg"][1]), key, **more)),
         du=(K.Rowwise(scale(tops["du"][0]), key, **more), K.Columnwise(scale(tops["du"][1]), key, **more)),
         h=K.Columnwise(scale(tops["h"][1]), **more),
-        interpret=True,
     )
     noise = oracle.random_bytes(*shape, KEYS[0])
     want = [a for x in (dg, du) for make in (rows_of, columns_of) for a in make(x, order, noise)]
     same(got, [*want, *columns_of(h, order)])
     wide = [jnp.asarray(padded(a, 128)) for a in (g, u, d)]
-    for a, b in zip((dg, du, h), K.activation(*wide, interpret=True), strict=True):
+    for a, b in zip((dg, du, h), K.activation(*wide), strict=True):
         np.testing.assert_array_equal(bits(a), bits(np.ascontiguousarray(b[:, : shape[1]])))
     forward = K.quantize_forward(
         jnp.asarray(g),
         jnp.asarray(u),
         rows=K.Rowwise(scale(tops["h"][0]), **more),
         columns=K.Columnwise(scale(tops["h"][1]), **more),
-        interpret=True,
     )
     same(forward, [*rows_of(h, order), *columns_of(h, order)])
 
 
-def host_launch(body, arrays, outputs, *, interpret, name, groups=1, **sizes):
+def host_launch(body, arrays, outputs, *, name, groups=1, **sizes):
     return on_host(body, arrays, outputs, **sizes)
 
 
@@ -193,13 +190,12 @@ def bits(x):
 def test_carriers_of_widths_that_no_tile_divides(shape):
     x = data(shape, "wide")
     turned, key = oracle.hadamard_tokens(x), jnp.asarray(KEYS[0])
-    found = [np.asarray(part).max().view(np.float32) for part in K.maxima(jnp.asarray(x), interpret=True)]
+    found = [np.asarray(part).max().view(np.float32) for part in K.maxima(jnp.asarray(x))]
     assert found == [top(x), top(turned)]
     row, codes, scales = K.quantize(
         jnp.asarray(x),
         rows=K.Rowwise(scale(top(x)), key),
         columns=K.Columnwise(scale(top(turned)), packed=True),
-        interpret=True,
     )
     noise = padded(oracle.random_bytes(*shape, KEYS[0]))
     want = oracle.quantize(padded(x), top(x), axis=1, noise=noise)[2][:, : shape[1]]
@@ -207,7 +203,7 @@ def test_carriers_of_widths_that_no_tile_divides(shape):
     column = oracle.quantize(turned, top(turned), axis=0)
     np.testing.assert_array_equal(codes, oracle.pack_tokens(column[0]))
     np.testing.assert_array_equal(scales, column[1])
-    np.testing.assert_array_equal(bits(K.unpack(codes, scales, interpret=True)), column[2].view(np.uint16))
+    np.testing.assert_array_equal(bits(K.unpack(codes, scales)), column[2].view(np.uint16))
 
 
 @pytest.mark.parametrize("width", [67, 131])
@@ -216,10 +212,10 @@ def test_swiglu_carriers_of_an_odd_width(width):
     g, u, d = (jnp.asarray(data((32, width), name)) for name in ("wide", "normal", "normal"))
     factors, key = scale(3.0), jnp.asarray(KEYS[0])
     row, column = K.Rowwise(factors, key), K.Columnwise(factors, key)
-    got = K.quantize_backward(g, u, d, dg=(row, column), du=(row, column), h=column, interpret=True)
-    dg, du, h = K.activation(g, u, d, interpret=True)
-    want = [a for x in (dg, du) for a in K.quantize(x, rows=row, columns=column, interpret=True)]
-    want += K.quantize(h, columns=column, interpret=True)
+    got = K.quantize_backward(g, u, d, dg=(row, column), du=(row, column), h=column)
+    dg, du, h = K.activation(g, u, d)
+    want = [a for x in (dg, du) for a in K.quantize(x, rows=row, columns=column)]
+    want += K.quantize(h, columns=column)
     for found, right in zip(got, want, strict=True):
         np.testing.assert_array_equal(bits(found), bits(right))
 
@@ -227,12 +223,12 @@ def test_swiglu_carriers_of_an_odd_width(width):
 @pytest.mark.parametrize("shape", [(48, 144), (32, 43)], ids=str)
 def test_weights_of_widths_that_no_tile_divides(shape):
     w = data(shape, "wide").astype(np.float32) * np.float32(1.001)
-    parts = K.weight_maxima(jnp.asarray(w), interpret=True)
+    parts = K.weight_maxima(jnp.asarray(w))
     assert np.asarray(parts).max().view(np.float32) == top(w)
     codes, scales, carrier = oracle.quantize(padded(w), top(w), axis=1, block2d=True)
-    got = K.quantize_weight(jnp.asarray(w), scale(top(w)), interpret=True)
+    got = K.quantize_weight(jnp.asarray(w), scale(top(w)))
     np.testing.assert_array_equal(bits(got), np.ascontiguousarray(carrier[:, : shape[1]]).view(np.uint16))
-    packed = K.pack_weight(jnp.asarray(w), scale(top(w)), interpret=True)
+    packed = K.pack_weight(jnp.asarray(w), scale(top(w)))
     same(packed, [oracle.pack_tokens(codes)[:, : shape[1]], scales])
 
 
@@ -240,7 +236,7 @@ def test_a_weight_of_any_size_ends_in_blocks_filled_up():
     w = data((43, 23)).astype(np.float32)
     filled = np.pad(w, ((0, 5), (0, 9)))
     codes, scales, _ = oracle.quantize(filled, top(w), axis=1, block2d=True)
-    got = K.weight_codes(jnp.asarray(w), scale(top(w)), interpret=True)
+    got = K.weight_codes(jnp.asarray(w), scale(top(w)))
     want = [oracle.pack_tokens(codes).T[:23], np.repeat(scales.T, 16, 0)[:23]]
     same(got, [*want, oracle.pack_tokens(codes.T).T[:43], np.repeat(scales, 16, 0)[:43]])
 
@@ -259,6 +255,6 @@ def test_scale_order_is_the_tiling():
 def test_mixed_operands_are_refused():
     x, s = jnp.zeros((16, 128), jnp.bfloat16), scale(1.0)
     with pytest.raises(ValueError, match="carriers or codes"):
-        K.quantize(x, rows=K.Rowwise(s), columns=K.Columnwise(s, codes=ScaleOrder.PLAIN), interpret=True)
+        K.quantize(x, rows=K.Rowwise(s), columns=K.Columnwise(s, codes=ScaleOrder.PLAIN))
     with pytest.raises(ValueError, match="multiple of 16 tokens"):
-        K.quantize(jnp.zeros((24, 128), jnp.bfloat16), rows=K.Rowwise(s, codes=ScaleOrder.PLAIN), interpret=True)
+        K.quantize(jnp.zeros((24, 128), jnp.bfloat16), rows=K.Rowwise(s, codes=ScaleOrder.PLAIN))

@@ -9,6 +9,8 @@ from halfbyte.ops import kernels
 from halfbyte.ops.kernels import f8
 from halfbyte.ops.stacks import Layer
 
+pytestmark = pytest.mark.usefixtures("interpreted")
+
 TILING = f8.F8Tiling(32, 16, 1)
 TYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 
@@ -25,7 +27,7 @@ def codes(x, element):
 def scale(x, element):
     amax = np.abs(x.astype(np.float32)).max()
     bits = kernels.amax_bits(jnp.asarray(amax))
-    return kernels.tensor_scale(bits, top=f8.TOPS[element], interpret=True)
+    return kernels.tensor_scale(bits, top=f8.TOPS[element])
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
@@ -33,7 +35,7 @@ def scale(x, element):
 def test_cast(element, dtype):
     rng = np.random.default_rng(0)
     x = (rng.standard_normal((64, 32)) * np.exp2(rng.integers(-20, 2, (64, 32)))).astype(dtype)
-    plain, turned = f8.cast(jnp.asarray(x), scale(x, element), element=element, tiling=TILING, interpret=True)
+    plain, turned = f8.cast(jnp.asarray(x), scale(x, element), element=element, tiling=TILING)
     assert plain.dtype == TYPES[element] and turned.shape == (32, 64)
     np.testing.assert_array_equal(np.asarray(plain).view(np.uint8), codes(x, element))
     np.testing.assert_array_equal(np.asarray(turned).view(np.uint8), codes(x, element).T)
@@ -42,14 +44,14 @@ def test_cast(element, dtype):
 def test_swiglu_casts_are_those_of_the_activation():
     rng = np.random.default_rng(1)
     g, u, d = (jnp.asarray(rng.standard_normal((64, 128)).astype(ml_dtypes.bfloat16)) for _ in range(3))
-    made = [np.asarray(a) for a in kernels.activation(g, u, d, interpret=True)]
+    made = [np.asarray(a) for a in kernels.activation(g, u, d)]
     elements = ("e5m2", "e5m2", "e4m3")
     scales = [scale(x, e) for x, e in zip(made, elements, strict=True)]
-    got = f8.cast_backward(g, u, d, scales, tiling=TILING, interpret=True)
+    got = f8.cast_backward(g, u, d, scales, tiling=TILING)
     dg, du, h = (codes(x, e) for x, e in zip(made, elements, strict=True))
     for a, b in zip(got, (dg, dg.T, du, du.T, h.T), strict=True):
         np.testing.assert_array_equal(np.asarray(a).view(np.uint8), b)
-    (row,) = f8.cast_forward(g, u, scales[2], tiling=TILING, interpret=True)
+    (row,) = f8.cast_forward(g, u, scales[2], tiling=TILING)
     np.testing.assert_array_equal(np.asarray(row).view(np.uint8), h)
 
 
@@ -58,7 +60,7 @@ def test_a_layer_of_a_stack_is_read_in_place():
     g, u, d = (jnp.asarray(rng.standard_normal((64, 128)).astype(ml_dtypes.bfloat16)) for _ in range(3))
     layers = [Layer(jnp.full((2, 64, 128), jnp.nan, jnp.bfloat16).at[1].set(a), jnp.int32(1)) for a in (g, u)]
     scales = [scale(np.asarray(x), "e4m3") for x in (g, u, d)]
-    got, want = (f8.cast_backward(*pair, d, scales, tiling=TILING, interpret=True) for pair in (layers, (g, u)))
+    got, want = (f8.cast_backward(*pair, d, scales, tiling=TILING) for pair in (layers, (g, u)))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
 

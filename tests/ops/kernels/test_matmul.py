@@ -9,6 +9,8 @@ from halfbyte.ops.kernels import amax_bits, tensor_scale
 from halfbyte.ops.kernels.matmul import LAYOUTS, dims, matmul, unsupported
 from halfbyte.ops.kernels.scale import GEMM
 
+pytestmark = pytest.mark.usefixtures("interpreted")
+
 PRODUCT = {"nn": lambda a, b: a @ b, "nt": lambda a, b: a @ b.T, "tn": lambda a, b: a.T @ b}
 
 
@@ -19,14 +21,12 @@ def test_alpha_is_applied_before_the_one_rounding(layout, dtype):
     rng = np.random.default_rng(0)
     a = rng.integers(-6, 7, (k, m) if layout == "tn" else (m, k)).astype(ml_dtypes.bfloat16)
     b = rng.integers(-6, 7, (n, k) if layout == "nt" else (k, n)).astype(ml_dtypes.bfloat16)
-    left, right = (tensor_scale(amax_bits(jnp.float32(x)), interpret=True) for x in (3.7, 0.31))
-    got = matmul(jnp.asarray(a), jnp.asarray(b), left, right, layout=layout, out_dtype=dtype, interpret=True)
+    left, right = (tensor_scale(amax_bits(jnp.float32(x))) for x in (3.7, 0.31))
+    got = matmul(jnp.asarray(a), jnp.asarray(b), left, right, layout=layout, out_dtype=dtype)
     alpha = np.float32(left[GEMM]) * np.float32(right[GEMM])
     want = PRODUCT[layout](a.astype(np.float32), b.astype(np.float32)) * alpha
     np.testing.assert_array_equal(got, want.astype(dtype))
-    scalars = matmul(
-        jnp.asarray(a), jnp.asarray(b), left[GEMM], right[GEMM], layout=layout, out_dtype=dtype, interpret=True
-    )
+    scalars = matmul(jnp.asarray(a), jnp.asarray(b), left[GEMM], right[GEMM], layout=layout, out_dtype=dtype)
     np.testing.assert_array_equal(scalars, got)
 
 

@@ -13,6 +13,8 @@ from halfbyte.ops import kernels as K
 from halfbyte.ops.kernels import ScaleOrder, mxfp8
 from halfbyte.ops.kernels.mxfp8 import MxOperand
 
+pytestmark = pytest.mark.usefixtures("interpreted")
+
 TYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 
 
@@ -53,26 +55,26 @@ def same(got, x, operands):
 def test_rows_and_columns_in_one_read(shape, order):
     x = data(shape)
     operands = MxOperand(False, order), MxOperand(True, order)
-    same(mxfp8.quantize(jnp.asarray(x), operands=operands, interpret=True), [x, x], operands)
+    same(mxfp8.quantize(jnp.asarray(x), operands=operands), [x, x], operands)
 
 
 @pytest.mark.parametrize("element", TYPES)
 def test_weights_and_gradients(element):
     w = data((64, 96), np.float32) * np.float32(1.0001)
     operands = MxOperand(True, element=element), MxOperand(False, element=element)
-    same(mxfp8.quantize(jnp.asarray(w), operands=operands, interpret=True), [w, w], operands)
+    same(mxfp8.quantize(jnp.asarray(w), operands=operands), [w, w], operands)
 
 
 def test_swiglu():
     rng = np.random.default_rng(8)
     g, u, d = (jnp.asarray(rng.standard_normal((64, 96)).astype(ml_dtypes.bfloat16)) for _ in range(3))
-    dg, du, h = (np.asarray(a) for a in K.activation(g, u, d, interpret=True))
+    dg, du, h = (np.asarray(a) for a in K.activation(g, u, d))
     operands = tuple(
         MxOperand(along, tensor=i) for i, along in ((0, False), (0, True), (1, False), (1, True), (2, True))
     )
-    same(mxfp8.quantize_backward(g, u, d, operands=operands, interpret=True), [dg, dg, du, du, h], operands)
+    same(mxfp8.quantize_backward(g, u, d, operands=operands), [dg, dg, du, du, h], operands)
     operands = mxfp8.ROW, mxfp8.COLUMN
-    same(mxfp8.quantize_forward(g, u, operands=operands, interpret=True), [h, h], operands)
+    same(mxfp8.quantize_forward(g, u, operands=operands), [h, h], operands)
 
 
 def test_the_definition_is_that_of_formats():
@@ -86,7 +88,7 @@ def test_the_definition_is_that_of_formats():
 def test_a_block_with_an_infinity_or_a_nan():
     x = data((32, 64))
     x[8, 3], x[9, 40] = np.inf, np.nan
-    _, scales = mxfp8.quantize(jnp.asarray(x), operands=(mxfp8.ROW,), interpret=True)
+    _, scales = mxfp8.quantize(jnp.asarray(x), operands=(mxfp8.ROW,))
     np.testing.assert_array_equal(np.asarray(scales)[8:10], [[254, scales[8, 1]], [scales[9, 0], 255]])
 
 

@@ -10,6 +10,8 @@ import pytest
 from halfbyte.ops import kernels
 from halfbyte.ops.stacks import Layer
 
+pytestmark = pytest.mark.usefixtures("interpreted")
+
 T, N = 32, 256
 KEY = np.array([0x12345678, 0x9ABCDEF0], np.uint32)
 TILING = kernels.Tiling(4, 1)
@@ -21,7 +23,7 @@ def x():
 
 
 def scale(amax):
-    return kernels.tensor_scale(kernels.amax_bits(jnp.float32(amax)), interpret=True)
+    return kernels.tensor_scale(kernels.amax_bits(jnp.float32(amax)))
 
 
 @pytest.mark.parametrize("amax", [0.0, 3.0, 1e-20, 7e30, np.inf, np.nan])
@@ -32,7 +34,7 @@ def test_tensor_scale(amax):
 
 
 def test_maxima_and_nan(x):
-    run = jax.jit(lambda a: kernels.maxima(a, tiling=TILING, interpret=True))
+    run = jax.jit(lambda a: kernels.maxima(a, tiling=TILING))
     plain, transformed = run(jnp.asarray(x))
     want = np.abs(x.astype(np.float32)).max(), np.abs(oracle.hadamard_tokens(x)).max()
     assert [np.asarray(p).max().view(np.float32) for p in (plain, transformed)] == list(want)
@@ -45,7 +47,7 @@ def test_stochastic_columns_take_the_bytes_of_their_element(x):
     amax = np.abs(x.astype(np.float32)).max()
     noise = oracle.random_bytes(T, N, KEY)
     operand = kernels.Columnwise(scale(amax), jnp.asarray(KEY), hadamard=False)
-    (got,) = kernels.quantize(jnp.asarray(x), columns=operand, tiling=TILING, interpret=True)
+    (got,) = kernels.quantize(jnp.asarray(x), columns=operand, tiling=TILING)
     want = oracle.quantize(x, amax, axis=0, noise=noise)[2]
     same_bits(got, want)
 
@@ -58,34 +60,33 @@ def test_one_read_gives_rows_and_packed_columns(x):
         rows=kernels.Rowwise(scale(tops[0]), jnp.asarray(KEY)),
         columns=kernels.Columnwise(scale(tops[1]), packed=True),
         tiling=TILING,
-        interpret=True,
     )
     want_codes, want_scales, want = oracle.quantize(source, tops[1], axis=0)
     noise = oracle.random_bytes(T, N, KEY)
     same_bits(row, oracle.quantize(x, tops[0], axis=1, noise=noise)[2])
     np.testing.assert_array_equal(codes, oracle.pack_tokens(want_codes))
     np.testing.assert_array_equal(scales, want_scales)
-    same_bits(kernels.unpack(codes, scales, tiling=TILING, interpret=True), want)
+    same_bits(kernels.unpack(codes, scales, tiling=TILING), want)
 
 
 def test_weight(x):
     w = x.astype(np.float32) * np.float32(1.001)
-    parts = kernels.weight_maxima(jnp.asarray(w), tiling=TILING, interpret=True)
+    parts = kernels.weight_maxima(jnp.asarray(w), tiling=TILING)
     assert np.asarray(parts).max().view(np.float32) == np.abs(w).max()
-    scales = kernels.tensor_scale(parts, interpret=True)
-    got = kernels.quantize_weight(jnp.asarray(w), scales, tiling=TILING, interpret=True)
+    scales = kernels.tensor_scale(parts)
+    got = kernels.quantize_weight(jnp.asarray(w), scales, tiling=TILING)
     same_bits(got, oracle.quantize(w, np.abs(w).max(), axis=1, block2d=True)[2])
 
 
 def test_swiglu_operands_are_those_of_the_activation(x):
     rng = np.random.default_rng(8)
     g, u, d = (jnp.asarray(rng.standard_normal((T, N)).astype(ml_dtypes.bfloat16)) for _ in range(3))
-    options = {"tiling": TILING, "interpret": True}
-    dg, du, h = (np.asarray(a) for a in kernels.activation(g, u, d, interpret=True))
+    options = {"tiling": TILING}
+    dg, du, h = (np.asarray(a) for a in kernels.activation(g, u, d))
     tensors = {"dg": dg, "du": du, "h": h}
     turned = {name: oracle.hadamard_tokens(a) for name, a in tensors.items()}
-    h_scales = kernels.tensor_scales(*kernels.forward_maxima(g, u, **options), interpret=True)
-    scales = kernels.tensor_scales(*kernels.backward_maxima(g, u, d, **options), interpret=True)
+    h_scales = kernels.tensor_scales(*kernels.forward_maxima(g, u, **options))
+    scales = kernels.tensor_scales(*kernels.backward_maxima(g, u, d, **options))
     assert float(h_scales[1][0]) == np.abs(turned["h"]).max()
     (row,) = kernels.quantize_forward(g, u, rows=kernels.Rowwise(h_scales[0]), **options)
     same_bits(row, oracle.quantize(h, np.abs(h.astype(np.float32)).max(), axis=1)[2])
@@ -113,11 +114,11 @@ def test_a_layer_of_a_stack_is_read_in_place():
     rng = np.random.default_rng(9)
     g, u, d = (jnp.asarray(rng.standard_normal((T, N)).astype(ml_dtypes.bfloat16)) for _ in range(3))
     layers = [Layer(jnp.full((3, T, N), jnp.nan, jnp.bfloat16).at[2].set(a), jnp.int32(2)) for a in (g, u)]
-    options = {"tiling": TILING, "interpret": True}
+    options = {"tiling": TILING}
 
     def run(g, u):
         tops = kernels.backward_maxima(g, u, d, tensors=3, **options)
-        scales = kernels.tensor_scales(*tops, interpret=True)
+        scales = kernels.tensor_scales(*tops)
         dg, du = ((kernels.Rowwise(s), kernels.Columnwise(t)) for s, t in (scales[:2], scales[2:4]))
         return *tops, *kernels.quantize_backward(g, u, d, dg=dg, du=du, h=kernels.Columnwise(scales[5]), **options)
 
@@ -133,7 +134,7 @@ def test_a_pass_writes_a_layer_of_a_stack_and_nothing_else(width):
         jnp.asarray(rng.standard_normal(shape).astype(ml_dtypes.bfloat16))
         for shape in [(T, width)] * 2 + [(3, T, width)] * 2
     )
-    options = {"tiling": TILING, "interpret": True}
+    options = {"tiling": TILING}
     into = [Layer(stack, jnp.int32(1)) for stack in stacks]
     *tops, new_g, new_u = kernels.forward_maxima(g, u, into=into, **options)
     for got, want in zip(tops, kernels.forward_maxima(g, u, **options), strict=True):
@@ -153,4 +154,4 @@ def test_unsupported_names_the_shape():
     assert "capability" in kernels.unsupported(32, 256, capability=(8, 0))
     assert kernels.unsupported(32, 256) is None
     with pytest.raises(ValueError, match="multiple of 16 tokens, got 40"):
-        kernels.maxima(jnp.zeros((40, 64), jnp.bfloat16), interpret=True)
+        kernels.maxima(jnp.zeros((40, 64), jnp.bfloat16))

@@ -134,9 +134,8 @@ def _matrix(operand: Operand, transposed: bool) -> tuple[jax.Array, tuple[int, .
 
 @dataclasses.dataclass(frozen=True)
 class F8Passes(Passes):
-    """The passes as kernels. `interpret` runs them on any machine, slowly, for tests."""
+    """The passes as kernels."""
 
-    interpret: bool = False
     name = "fp8"
     keeps_in_stacks = True
     batches_weights = True
@@ -165,12 +164,12 @@ class F8Passes(Passes):
 
     def quantize(self, x: jax.Array, requests: Sequence[Request]) -> list[Made]:
         flat = x.reshape(-1, x.shape[-1])  # [tokens..., features] -> [tokens, features]
-        (top,) = whole_maxima(kernels.maxima(flat, hadamard=False, interpret=self.interpret), requests[0].cut)
+        (top,) = whole_maxima(kernels.maxima(flat, hadamard=False), requests[0].cut)
         made: dict[OperandPolicy, EightBit] = {}
         for policy in dict.fromkeys(r.policy for r in requests):
             scale, factor = self._scale(top, policy.format)
             orders = _orders([r for r in requests if r.policy == policy])
-            codes = f8.cast(flat, scale, element=ELEMENTS[policy.format], interpret=self.interpret, **orders)
+            codes = f8.cast(flat, scale, element=ELEMENTS[policy.format], **orders)
             made[policy] = _both(codes, orders, factor, policy, x.shape)
         return [_order(made[r.policy], r) for r in requests]
 
@@ -179,24 +178,24 @@ class F8Passes(Passes):
 
     def activate_into(self, g, u, requests, into):
         g2, u2, *places = (t.reshape(-1, t.shape[-1]) for t in (g, u, *into))  # [tokens..., features] -> a matrix
-        found, *stacks = kernels.forward_maxima(g2, u2, hadamard=False, into=places, interpret=self.interpret)
+        found, *stacks = kernels.forward_maxima(g2, u2, hadamard=False, into=places)
         (top,) = whole_maxima([found], requests[0].cut)
         policy, orders = requests[0].policy, _orders(requests)
         scale, factor = self._scale(top, policy.format)
-        codes = f8.cast_forward(g2, u2, scale, element=ELEMENTS[policy.format], interpret=self.interpret, **orders)
+        codes = f8.cast_forward(g2, u2, scale, element=ELEMENTS[policy.format], **orders)
         made = _both(codes, orders, factor, policy, g.shape)
         kept = tuple(made.reshape(layer.stack.shape) for made, layer in zip(stacks, into, strict=True))
         return [_order(made, r) for r in requests], kept
 
     def activate_backward(self, g, u, dh, dg, du, h):
         g2, u2, dh2 = (t.reshape(-1, t.shape[-1]) for t in (g, u, dh))  # [tokens..., features] -> [tokens, features]
-        found = kernels.backward_maxima(g2, u2, dh2, hadamard=False, tensors=3, interpret=self.interpret)
+        found = kernels.backward_maxima(g2, u2, dh2, hadamard=False, tensors=3)
         tops = whole_maxima(found, dg[0].cut)
         policies = [requests[0].policy for requests in (dg, du, h)]
         scales, factors = zip(*self._scales(tops, [p.format for p in policies]), strict=True)
         elements = [ELEMENTS[p.format] for p in policies]
         made = f8.cast_backward(  # dg, dg^T, du, du^T, h^T
-            g2, u2, dh2, scales, gradient=elements[0], element=elements[2], interpret=self.interpret
+            g2, u2, dh2, scales, gradient=elements[0], element=elements[2]
         )
         pairs = [EightBit(made[2 * i].reshape(g.shape), made[2 * i + 1], factors[i], policies[i]) for i in (0, 1)]
         pairs.append(EightBit(None, made[4], factors[2], policies[2]))
@@ -207,9 +206,9 @@ class F8Passes(Passes):
         packed: bool = True,
     ) -> EightBit:  # fmt: skip
         """Both orders: W^T is what fprop reads, W what dgrad reads."""
-        (top,) = whole_maxima([kernels.weight_maxima(w, interpret=self.interpret)], cut)
+        (top,) = whole_maxima([kernels.weight_maxima(w)], cut)
         scale, factor = self._scale(top, policy.format)
-        plain, transposed = f8.cast(w, scale, element=ELEMENTS[policy.format], interpret=self.interpret)
+        plain, transposed = f8.cast(w, scale, element=ELEMENTS[policy.format])
         return EightBit(plain, transposed, factor, policy)
 
     def _scale(self, maxima: jax.Array, fmt: BlockFormat) -> tuple[jax.Array, jax.Array]:
@@ -217,7 +216,7 @@ class F8Passes(Passes):
 
     def _scales(self, maxima: Sequence[jax.Array], formats: Sequence[BlockFormat]) -> list[tuple[jax.Array, jax.Array]]:
         tops = tuple(f8.TOPS[ELEMENTS[fmt]] for fmt in formats)
-        return kernels.scales_and_factors(*maxima, tops=tops, interpret=self.interpret)
+        return kernels.scales_and_factors(*maxima, tops=tops)
 
 
 def _orders(requests: Sequence[Request]) -> dict[str, Any]:

@@ -75,9 +75,8 @@ def _factors(operand: Operand) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class FusedPasses(Passes):
-    """The passes as kernels. `interpret` runs them on any machine, slowly, for tests."""
+    """The passes as kernels."""
 
-    interpret: bool = False
     name = "fused"
     keeps_in_stacks = True
 
@@ -104,7 +103,7 @@ class FusedPasses(Passes):
 
     def quantize(self, x: jax.Array, requests: Sequence[Request]) -> list[Made]:
         flat = x.reshape(-1, x.shape[-1])  # [tokens..., features] -> [tokens, features]
-        tops = _of_all(kernels.maxima(flat, hadamard=_transformed(requests), interpret=self.interpret), requests)
+        tops = _of_all(kernels.maxima(flat, hadamard=_transformed(requests)), requests)
         return self._in_rounds(lambda **sides: kernels.quantize(flat, **sides), tops, requests, x.shape)
 
     def activate(self, g: Read, u: Read, requests: Sequence[Request]) -> list[Made]:
@@ -114,7 +113,7 @@ class FusedPasses(Passes):
         flat, owed = _matrices(g, u)
         hadamard, places = _transformed(requests), [layer.reshape(-1, layer.shape[-1]) for layer in into]
         find = functools.partial(kernels.forward_maxima, *flat, owed=owed, hadamard=hadamard, into=places)
-        found = find(interpret=self.interpret)
+        found = find()
         tops, stacks = found[: len(found) - len(into)], found[len(found) - len(into) :]
         run = functools.partial(kernels.quantize_forward, *flat, owed=owed)
         made = self._in_rounds(run, _of_all(tops, requests), requests, g.shape)
@@ -127,7 +126,7 @@ class FusedPasses(Passes):
         made: dict[int, Made] = {}
         for row, column in itertools.zip_longest(rows, columns):
             sides, scales = self._sides(tops, row, column, shape)
-            wrote = run(rows=sides[0], columns=sides[1], interpret=self.interpret)
+            wrote = run(rows=sides[0], columns=sides[1])
             wanted = [r for r in (row, column) if r is not None]
             for r, operand in zip(wanted, self._operands(wrote, wanted, scales, shape), strict=True):
                 made[id(r)] = operand
@@ -136,7 +135,7 @@ class FusedPasses(Passes):
     def _sides(self, tops: Sequence[jax.Array], row: Request | None, column: Request | None, shape: tuple[int, ...]):
         """((row, column) as a kernel takes them, their scales), from the maxima of a tensor and of its transform."""
         transformed = column is not None and column.policy.hadamard
-        vectors = kernels.tensor_scales(*tops[: 1 + transformed], interpret=self.interpret)
+        vectors = kernels.tensor_scales(*tops[: 1 + transformed])
         sides = (
             None if row is None else self._rowwise(row, vectors[0], shape),
             None if column is None else self._columnwise(column, vectors[-1], shape),
@@ -147,14 +146,14 @@ class FusedPasses(Passes):
     def activate_backward(self, g, u, dh, dg, du, h):
         flat, owed = _matrices(g, u, dh)
         run = functools.partial(kernels.backward_maxima, *flat, owed=owed, tensors=3)
-        found = run(hadamard=_transformed(h), interpret=self.interpret)
+        found = run(hadamard=_transformed(h))
         tops = _of_all(found, dg)
         each = len(tops) // 3
         (dg_sides, dg_scales), (du_sides, du_scales), (h_sides, h_scales) = (
             self._sides(tops[i * each : (i + 1) * each], *wanted, g.shape)
             for i, wanted in enumerate(((dg[0], dg[1]), (du[0], du[1]), (None, h[0])))
         )
-        run = functools.partial(kernels.quantize_backward, *flat, owed=owed, interpret=self.interpret)
+        run = functools.partial(kernels.quantize_backward, *flat, owed=owed)
         made = run(dg=dg_sides, du=du_sides, h=h_sides[1])
         per = len(made) // 5  # arrays an operand
         return (
@@ -192,11 +191,11 @@ class FusedPasses(Passes):
         self, w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),
         packed: bool = True,
     ) -> QuantizedWeight:  # fmt: skip
-        (tops,) = whole_maxima([kernels.weight_maxima(w, interpret=self.interpret)], cut)
-        scale = name_saved(kernels.tensor_scale(tops, interpret=self.interpret), SCALES)
+        (tops,) = whole_maxima([kernels.weight_maxima(w)], cut)
+        scale = name_saved(kernels.tensor_scale(tops), SCALES)
         if not packed:
             return self._weight(w, scale, policy)
-        codes, scales = kernels.pack_weight(w, scale, interpret=self.interpret)
+        codes, scales = kernels.pack_weight(w, scale)
         return Packed(codes, scales, scale[AMAX], scale[DECODE], policy.format, policy.block, axis)
 
     def load_weight(self, codes: Packed, policy: OperandPolicy, *, axis: int) -> Operand:
@@ -205,10 +204,10 @@ class FusedPasses(Passes):
         if policy != WEIGHT or codes.axis != -2 or codes.scales is None or kernels.unsupported(2 * rows, columns):
             return super().load_weight(codes, policy, axis=axis)
         scales = jnp.repeat(codes.scales, BLOCK, axis=1)  # [inputs / 16, outputs / 16] -> [inputs / 16, outputs]
-        return Carrier(kernels.unpack(codes.packed, scales, interpret=self.interpret), gemm_factor(codes), policy)
+        return Carrier(kernels.unpack(codes.packed, scales), gemm_factor(codes), policy)
 
     def _weight(self, w: jax.Array, scale: jax.Array, policy: OperandPolicy) -> Carrier:
-        return Carrier(kernels.quantize_weight(w, scale, interpret=self.interpret), scale[GEMM], policy, scale)
+        return Carrier(kernels.quantize_weight(w, scale), scale[GEMM], policy, scale)
 
     def keep_weight(self, made: QuantizedWeight) -> KeptWeight:
         """A carrier is four times as large as its codes, and its master is there anyway: the tensor's scales stay."""
@@ -225,7 +224,7 @@ class FusedPasses(Passes):
         # [.., tokens / 2, features] and [.., tokens / 16, features] -> matrices
         flat = [t.reshape(-1, features) for t in (kept.packed, kept.scales)]
         shape = (*kept.packed.shape[:-2], 2 * kept.packed.shape[-2], features)
-        return Carrier(kernels.unpack(*flat, interpret=self.interpret).reshape(shape), gemm_factor(kept), policy)
+        return Carrier(kernels.unpack(*flat).reshape(shape), gemm_factor(kept), policy)
 
 
 def _matrices(*tensors: Read) -> tuple[list[jax.Array], jax.Array | None]:

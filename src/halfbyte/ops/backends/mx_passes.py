@@ -32,9 +32,8 @@ Run = Callable[..., tuple[jax.Array, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class MxPasses(Passes):
-    """The MXFP8 kernels. `interpret` runs them on any machine, slowly, for tests."""
+    """The MXFP8 kernels."""
 
-    interpret: bool = False
     name = "native"
     one_weight = False
 
@@ -75,7 +74,7 @@ class MxPasses(Passes):
         shape = arrays[0].shape
         flat = [a.reshape(-1, shape[-1]) for a in arrays]  # [tokens..., features] -> [tokens, features]
         asked = [(r, _asked(r, tensor)) for tensor, requests in enumerate(wanted) for r in requests]
-        made = kernel(*flat, operands=tuple(operand for _, operand in asked), interpret=self.interpret)
+        made = kernel(*flat, operands=tuple(operand for _, operand in asked))
         written = iter(zip(made[::2], made[1::2], strict=True))
         pairs = [[next(written) for _ in requests] for requests in wanted]
         factors = _factors([of_tensor[0][1] for of_tensor in pairs], wanted[0][0].cut)
@@ -92,7 +91,7 @@ class MxPasses(Passes):
         made, and XLA finds that the two calls are one.
         """
         both = tuple(MxOperand(along, element=_element(policy)) for along in (True, False))
-        made = kernels.mxfp8.quantize(w, operands=both, interpret=self.interpret)
+        made = kernels.mxfp8.quantize(w, operands=both)
         codes, scales = [a.T for a in made[:2]] if axis == -2 else made[2:]
         (factor,) = _factors([made[1]], cut)  # what is left of its amax
         return Packed(codes, scales, factor, jnp.float32(1), policy.format, policy.block, axis)

@@ -23,6 +23,7 @@ maxima and `tensor_scales` are those of the carriers. Any width is taken; the la
 
 from halfbyte.ops.kernels import f8, mxfp8
 from halfbyte.ops.kernels.gated import activation, backward_maxima, forward_maxima, quantize_backward, quantize_forward
+from halfbyte.ops.kernels.interpret import interpreted
 from halfbyte.ops.kernels.layout import Tiling, unsupported
 from halfbyte.ops.kernels.matmul import GemmTiling, matmul
 from halfbyte.ops.kernels.nvfp4 import Columnwise, Rowwise, Window, maxima, quantize, unpack
@@ -42,6 +43,7 @@ __all__ = [
     "backward_maxima",
     "f8",
     "forward_maxima",
+    "interpreted",
     "matmul",
     "maxima",
     "mxfp8",

@@ -22,17 +22,19 @@ lane computes the scales of its share of the rows, and the lanes read each other
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import TypeAlias
 
+from halfbyte.ops.kernels.machine import Machine, Noise, TokenRows, Word, Words
 from halfbyte.ops.kernels.ptx import FLT_MAX
 
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+BlockScales: TypeAlias = tuple[Word, tuple[Word, Word], tuple[Word, Word]]  # codes, values, encode scales of two blocks
 COUNTER = 0x9E3779B9  # what a counter is multiplied by
 MAGNITUDE = 0x7FFF7FFF  # both halves of a word without their signs
 
 
-def hadamard16(m: Any, values: Sequence[Any], *, last_stage: bool = True) -> list[Any]:
+def hadamard16(m: Machine, values: Words, *, last_stage: bool = True) -> list[Word]:
     """diag(SIGNS) * Hadamard16 * 0.25 along a list of 16 float32, by butterflies of distance 1, 2, 4, 8."""
     v = list(values)
     for i in range(0, 16, 2):  # the signs and the factor ride on the first stage: their products are exact
@@ -47,7 +49,7 @@ def hadamard16(m: Any, values: Sequence[Any], *, last_stage: bool = True) -> lis
     return v
 
 
-def hadamard_words(m: Any, words: Sequence[Any]) -> list[Any]:
+def hadamard_words(m: Machine, words: Words) -> list[Word]:
     """The transform of two neighbouring columns, 16 tokens each, rounded to bf16.
 
     The low halves are taken by a permutation, not by the shift that the row side uses: the compiler would share the
@@ -58,7 +60,7 @@ def hadamard_words(m: Any, words: Sequence[Any]) -> list[Any]:
     return [m.pack_round(a, b) for a, b in zip(low, high, strict=True)]
 
 
-def hadamard_amax(m: Any, words: Sequence[Any]) -> Any:
+def hadamard_amax(m: Machine, words: Words) -> Word:
     """The larger absolute maximum of the transforms of two columns, before rounding to bf16; keeps NaN.
 
     The last butterfly is not carried out: the larger one of |a + b| and |a - b| is |a| + |b|.
@@ -70,29 +72,29 @@ def hadamard_amax(m: Any, words: Sequence[Any]) -> Any:
     return functools.reduce(m.fmax_nan, sums)
 
 
-def magnitudes(m: Any, words: Sequence[Any]) -> Any:
+def magnitudes(m: Machine, words: Words) -> Word:
     """The absolute maximum of each half over the words, as bf16 bits: NaN and inf survive."""
     return functools.reduce(m.max_u16x2, [m.and_(w, MAGNITUDE) for w in words])
 
 
-def largest(m: Any, words: Sequence[Any]) -> Any:
+def largest(m: Machine, words: Words) -> Word:
     """`magnitudes` by floating-point maxima, half as many instructions; a NaN becomes another NaN."""
     return m.and_(functools.reduce(m.max_abs_bf16x2, words), MAGNITUDE)
 
 
-def random_word(m: Any, index: Any, k0: Any, k1: Any) -> Any:
+def random_word(m: Machine, index: Word, k0: Word, k1: Word) -> Word:
     """The 32 random bits of counter `index` under the key words k0, k1."""
     h = _mixed(m, m.imad(index, COUNTER, k0), k1)
     return m.xor(h, m.shr(h, 16))
 
 
-def _mixed(m: Any, h: Any, k1: Any) -> Any:
+def _mixed(m: Machine, h: Word, k1: Word) -> Word:
     """All of the hash but its last step, h ^ (h >> 16)."""
     h = m.imad(m.xor(h, m.shr(h, 16)), 0x7FEB352D, k1)
     return m.imad(m.xor(h, m.shr(h, 15)), 0x846CA68B, 0)
 
 
-def random_words(m: Any, state: Sequence[Any], *, tokens: int, stride: int) -> list[list[Any]]:
+def random_words(m: Machine, state: Words, *, tokens: int, stride: int) -> list[list[Word]]:
     """[pair of columns][token // 2] random words: one column's bytes of two tokens in each half. `state` is two key
     words and the counter of the lane's first column, for its first four tokens (`stride` leads to the next four), or
     such three for each four tokens.
@@ -109,7 +111,7 @@ def random_words(m: Any, state: Sequence[Any], *, tokens: int, stride: int) -> l
     return [_by_tokens(m, a, b) for a, b in zip(mixed[::2], mixed[1::2], strict=True)]
 
 
-def _by_tokens(m: Any, a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
+def _by_tokens(m: Machine, a: Words, b: Words) -> list[Word]:
     """The last step of the hash for two columns at once: the upper half of h stays, the lower is xored with it."""
     words = []
     for low, high in zip(a, b, strict=True):
@@ -118,29 +120,31 @@ def _by_tokens(m: Any, a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
     return words
 
 
-def block_scales(m: Any, amax_word: Any, mult: Any, dec: Any) -> tuple[Any, tuple[Any, Any], tuple[Any, Any]]:
+def block_scales(
+    m: Machine, amax_word: Word, mult: Word, dec: Word
+) -> tuple[Word, tuple[Word, Word], tuple[Word, Word]]:
     """E4M3 codes, values and encode scales of two blocks whose maxima are the halves of a word."""
     codes = m.e4m3_encode(m.fmul(m.low(amax_word), mult), m.fmul(m.high(amax_word), mult))
     values = m.e4m3_decode(codes)
     return codes, values, (encode_scale(m, values[0], dec), encode_scale(m, values[1], dec))
 
 
-def encode_scale(m: Any, value: Any, dec: Any) -> Any:
+def encode_scale(m: Machine, value: Word, dec: Word) -> Word:
     return m.fmin(m.reciprocal(m.fmul(value, dec)), FLT_MAX)
 
 
-def round_pair(m: Any, word: Any, encode: tuple[Any, Any]) -> Any:
+def round_pair(m: Machine, word: Word, encode: tuple[Word, Word]) -> Word:
     """A pair on the E2M1 grid: both halves of `word` times their encode scales, rounded; signs of zeros are lost."""
     return round_scaled(m, (m.fmul(m.low(word), encode[0]), m.fmul(m.high(word), encode[1])))
 
 
-def round_scaled(m: Any, scaled: tuple[Any, Any]) -> Any:
+def round_scaled(m: Machine, scaled: tuple[Word, Word]) -> Word:
     """The nearest E2M1 grid values of two float32, as one word."""
     rounded = [m.round_grid(y, m.fmax(m.real(m.and_(y, 0x7F800000)), 1.0)) for y in scaled]
     return m.clamp_six(m.pack_exact(*rounded))
 
 
-def draw_pair(m: Any, word: Any, encode: tuple[Any, Any], noise: Any) -> Any:
+def draw_pair(m: Machine, word: Word, encode: tuple[Word, Word], noise: Word) -> Word:
     """Magnitudes of a pair, times their encode scales, stochastically rounded by the bytes of `noise`: codes in bits 9
     to 11 of each half, 0 above, anything below.
     """
@@ -149,19 +153,19 @@ def draw_pair(m: Any, word: Any, encode: tuple[Any, Any], noise: Any) -> Any:
     return m.min_u16x2(m.imad(noise, 2, cut), 0x0FFF0FFF)
 
 
-def grid_pair(m: Any, word: Any, encode: tuple[Any, Any], noise: Any) -> Any:
+def grid_pair(m: Machine, word: Word, encode: tuple[Word, Word], noise: Word | None) -> Word:
     """`round_pair`, or the same of `draw_pair` where there is noise."""
     if noise is None:
         return round_pair(m, word, encode)
     return m.grid_values(m.shr(draw_pair(m, word, encode, noise), 9))
 
 
-def carrier_pair(m: Any, word: Any, grid: Any, scale_pair: Any) -> Any:
+def carrier_pair(m: Machine, word: Word, grid: Word, scale_pair: Word) -> Word:
     """grid * scale with the signs of `word`."""
     return m.with_sign(m.mul_bf16x2(grid, scale_pair), word)
 
 
-def multiply_rows(m: Any, rows: Sequence[Sequence[Any]], factors: Sequence[Any]) -> list[list[Any]]:
+def multiply_rows(m: Machine, rows: TokenRows, factors: Words) -> list[list[Word]]:
     """Rows of bf16 pairs of several arrays, as many of each, times its float32 factor, rounded to bf16: what a GEMM
     owed whoever reads its result. As they are without factors.
     """
@@ -175,12 +179,12 @@ def multiply_rows(m: Any, rows: Sequence[Sequence[Any]], factors: Sequence[Any])
     ]
 
 
-def code_pair(m: Any, word: Any, grid: Any) -> Any:
+def code_pair(m: Machine, word: Word, grid: Word) -> Word:
     """4-bit codes of a grid pair, one in each half, with the signs of `word`."""
     return m.or_(m.grid_codes(grid), m.and_(m.shr(word, 12), 0x00080008))
 
 
-def row_scales(m: Any, rows: Sequence[Sequence[Any]], mult: Any, dec: Any) -> tuple[list[Any], list[Any]]:
+def row_scales(m: Machine, rows: TokenRows, mult: Word, dec: Word) -> tuple[list[Word], list[Word]]:
     """Encode scale, and pair of equal bf16 scales, of each row's block of 16 columns."""
     own = own_row_scales(m, rows, mult, dec)
     encodes, values = [encode for _, _, encode in own], [m.pack_exact(*value) for _, value, _ in own]
@@ -193,12 +197,12 @@ def row_scales(m: Any, rows: Sequence[Sequence[Any]], mult: Any, dec: Any) -> tu
     return encode_of, scale_of
 
 
-def own_row_scales(m: Any, rows: Sequence[Sequence[Any]], mult: Any, dec: Any) -> list[tuple[Any, Any, Any]]:
+def own_row_scales(m: Machine, rows: TokenRows, mult: Word, dec: Word) -> list[BlockScales]:
     """`block_scales` of this lane's share of the rows, two rows each: lane i of a block has the i-th share."""
     return [block_scales(m, word, mult, dec) for word in own_row_maxima(m, rows, 16 // m.columns)]
 
 
-def own_row_maxima(m: Any, rows: Sequence[Sequence[Any]], lanes: int) -> list[Any]:
+def own_row_maxima(m: Machine, rows: TokenRows, lanes: int) -> list[Word]:
     """The absolute maxima of the lane's share of the rows over its block's lanes, as bf16 pairs of two rows."""
     tops = [functools.reduce(m.max_abs_bf16x2, words) for words in rows]
     pairs = []
@@ -207,7 +211,7 @@ def own_row_maxima(m: Any, rows: Sequence[Sequence[Any]], lanes: int) -> list[An
     return [m.and_(word, MAGNITUDE) for word in share_maxima(m, pairs, lanes, m.max_abs_bf16x2)]
 
 
-def share_maxima(m: Any, words: Sequence[Any], lanes: int, larger: Callable[[Any, Any], Any]) -> list[Any]:
+def share_maxima(m: Machine, words: Words, lanes: int, larger: Callable[[Word, Word], Word]) -> list[Word]:
     """The maxima over the lanes of a block; lane i keeps the i-th share of the words."""
     words, bit = list(words), lanes // 2
     while bit:
@@ -219,7 +223,7 @@ def share_maxima(m: Any, words: Sequence[Any], lanes: int, larger: Callable[[Any
     return words
 
 
-def quantize_rows(m: Any, rows: Sequence[Sequence[Any]], mult: Any, dec: Any, random: Any = None) -> list[list[Any]]:
+def quantize_rows(m: Machine, rows: TokenRows, mult: Word, dec: Word, random: Noise = None) -> list[list[Word]]:
     """Carriers of each row, blocks of 16 columns."""
     encode, scale = row_scales(m, rows, mult, dec)
     out = []
@@ -232,7 +236,7 @@ def quantize_rows(m: Any, rows: Sequence[Sequence[Any]], mult: Any, dec: Any, ra
     return out
 
 
-def pair_noise(m: Any, random: Any, k: int, t: int) -> Any:
+def pair_noise(m: Machine, random: Noise, k: int, t: int) -> Word | None:
     """The random bytes of the k-th pair of columns of token t, one in each half; None without random words."""
     if random is None:
         return None
@@ -241,8 +245,8 @@ def pair_noise(m: Any, random: Any, k: int, t: int) -> Any:
 
 
 def quantize_columns(
-    m: Any, rows: Any, mult: Any, dec: Any, random: Any = None, *, hadamard: bool, packed: bool
-) -> Any:
+    m: Machine, rows: TokenRows, mult: Word, dec: Word, random: Noise = None, *, hadamard: bool, packed: bool
+) -> list[list[Word]]:
     """Columns in blocks of 16 tokens: 16 rows of carriers, or 8 rows of code bytes and one row of scale bytes."""
     by_pair, scale_codes = [], []
     for k in range(len(rows[0])):
@@ -264,12 +268,12 @@ def quantize_columns(
     return [*code_rows, _bytes(m, scale_codes, 0x5410)]
 
 
-def _bytes(m: Any, words: Sequence[Any], selector: int) -> list[Any]:
+def _bytes(m: Machine, words: Words, selector: int) -> list[Word]:
     """Words of four bytes from words that hold two each."""
     return [m.prmt(a, b, selector) for a, b in zip(words[::2], words[1::2], strict=True)]
 
 
-def unpack_columns(m: Any, code_rows: Sequence[Sequence[Any]], scale_words: Sequence[Any]) -> list[list[Any]]:
+def unpack_columns(m: Machine, code_rows: TokenRows, scale_words: Words) -> list[list[Word]]:
     """Carriers of 16 token rows from 8 rows of code bytes (four columns a word) and one row of scale bytes."""
     scales = []
     for word in scale_words:
@@ -285,12 +289,12 @@ def unpack_columns(m: Any, code_rows: Sequence[Sequence[Any]], scale_words: Sequ
     return out
 
 
-def amax_float(m: Any, rows: Sequence[Sequence[Any]]) -> Any:
+def amax_float(m: Machine, rows: TokenRows) -> Word:
     """The absolute maximum of the lane's float32 values; keeps NaN."""
     return functools.reduce(m.fmax_nan, [m.fabs(x) for row in rows for x in row])
 
 
-def square_scale(m: Any, rows: Sequence[Sequence[Any]], mult: Any, dec: Any) -> tuple[Any, Any, Any]:
+def square_scale(m: Machine, rows: TokenRows, mult: Word, dec: Word) -> tuple[Word, Word, Word]:
     """E4M3 code, twice in a word, value and encode scale of a 16x16 tile of float32."""
     top, bit = amax_float(m, rows), 8 // m.columns
     while bit:
@@ -301,7 +305,7 @@ def square_scale(m: Any, rows: Sequence[Sequence[Any]], mult: Any, dec: Any) -> 
     return code, value, encode_scale(m, value, dec)
 
 
-def quantize_square(m: Any, rows: Sequence[Sequence[Any]], mult: Any, dec: Any, *, packed: bool) -> list[list[Any]]:
+def quantize_square(m: Machine, rows: TokenRows, mult: Word, dec: Word, *, packed: bool) -> list[list[Word]]:
     """Of 16 float32 rows, one scale for each 16x16 tile, nearest: 16 rows of carriers, or 8 rows of code bytes and one
     of scale bytes, which repeats the tile's.
     """

@@ -17,6 +17,7 @@ from halfbyte.formats.noise import ROUNDS
 from halfbyte.ops.kernels import arithmetic as q
 from halfbyte.ops.kernels import nibbles
 from halfbyte.ops.kernels.launch import launch
+from halfbyte.ops.kernels.machine import Machine, MemoryMachine, Noise, TokenRows, Word, Words
 from halfbyte.ops.kernels.place import BLOCK, WARPS, Place, place, prefetch, programs, whole
 from halfbyte.ops.kernels.rows import load_rows, store_rows
 from halfbyte.ops.kernels.scale import DECODE, MULT
@@ -24,7 +25,7 @@ from halfbyte.ops.kernels.scale_order import ScaleOrder
 from halfbyte.ops.kernels.transfer import store_codes, store_turned_codes
 
 
-def random_state(m: Any, key: int, origin: int | None, window: Any, at: Place) -> tuple[list[Any], int]:
+def random_state(m: MemoryMachine, key: int, origin: int | None, window: Any, at: Place) -> tuple[list[Word], int]:
     """What `arithmetic.random_words` takes, and its stride: for the whole array of which `window` places this part."""
     k0, k1 = m.load(m.address(key, 0, 4), 2)
     row, column, stride = m.shr(at.token, 2), at.column, at.width
@@ -39,7 +40,7 @@ def random_state(m: Any, key: int, origin: int | None, window: Any, at: Place) -
     return [word for state in wide for word in state], stride
 
 
-def _wide(m: Any, k0: Any, k1: Any, row: Any, column: Any, stride: int) -> list[Any]:
+def _wide(m: MemoryMachine, k0: Word, k1: Word, row: Word, column: Word, stride: int) -> list[Word]:
     """Key words and low halves of counters whose high halves go into the key, as `formats.noise.wide_key` has it."""
     if stride % m.columns:
         raise ValueError(f"random numbers of more than 32 bits need a width that is a multiple of 4, got {stride}")
@@ -87,11 +88,10 @@ class Arrays:
 
 def quantize_made(
     arrays: Sequence[jax.Array],
-    make: Callable[[Any, list[Any]], Sequence[Sequence[Any]]],
+    make: Callable[[Machine, TokenRows], Sequence[TokenRows]],
     jobs: Sequence[tuple[Any, int]],
     *,
     columns: int,
-    interpret: bool,
     owed: jax.Array | None = None,
     order: Sequence[int] | None = None,
     groups: int = 4,
@@ -109,7 +109,7 @@ def quantize_made(
     if len(jobs) > 1 and width % columns and jobs[0][0].codes is None:
         groups = 1  # rows that begin anywhere: no lane of a full multiprocessor has the registers
 
-    def body(m: Any) -> None:
+    def body(m: MemoryMachine) -> None:
         at = place(m, tokens, width, grid)
         loaded = _load_all(m, len(arrays), at, 2, factors_at)
         if len(jobs) > 1 and groups > 1:  # a pass over one operand waits for memory alone
@@ -117,15 +117,14 @@ def quantize_made(
         tensors = make(m, loaded)
         for i in order or range(len(jobs)):
             (side, which), (scale, key, origin), first = jobs[i], places[i], firsts[i]
-            mult, dec = _factors(m, scale)
             random = None if key is None else _random(m, key, origin, side.window, at)
-            _quantize(m, side, at, tensors[which], mult, dec, random, known.outputs_begin + first)
+            _quantize(m, side, at, tensors[which], _factors(m, scale), random, known.outputs_begin + first)
 
     run = functools.partial(launch, body, [*arrays, *known.given], known.made, programs=grid[0] * grid[1])
-    return tuple(run(columns=columns, groups=groups, interpret=interpret, name=name))
+    return tuple(run(columns=columns, groups=groups, name=name))
 
 
-def _load_all(m: Any, count: int, at: Place, size: int, factors_at: int | None) -> list[list[Any]]:
+def _load_all(m: MemoryMachine, count: int, at: Place, size: int, factors_at: int | None) -> list[list[Word]]:
     """The rows of the first `count` arrays, times the factors of array number `factors_at` if there is one."""
     rows = [row for i in range(count) for row in load_rows(m, i, at, size)]
     if factors_at is None:
@@ -133,8 +132,11 @@ def _load_all(m: Any, count: int, at: Place, size: int, factors_at: int | None) 
     return q.multiply_rows(m, rows, [m.real(m.load(m.address(factors_at, i, 4))[0]) for i in range(count)])
 
 
-def _quantize(m: Any, side: Any, at: Place, rows: Any, mult: Any, dec: Any, random: Any, output: int) -> None:
-    """Makes one operand and writes it, from output number `output` on."""
+def _quantize(
+    m: MemoryMachine, side: Any, at: Place, rows: TokenRows, factors: Words, random: Noise, output: int
+) -> None:
+    """Makes one operand and writes it, from output number `output` on; `factors` are mult and dec."""
+    mult, dec = factors
     if side.codes is not None and side.along_tokens:
         turned = nibbles.quantize_columns(m, rows, mult, dec, random, hadamard=side.hadamard)
         store_turned_codes(m, output, output + 1, at, side.codes, turned)
@@ -149,12 +151,12 @@ def _quantize(m: Any, side: Any, at: Place, rows: Any, mult: Any, dec: Any, rand
         store_rows(m, output, at, q.quantize_rows(m, rows, mult, dec, random), 2)
 
 
-def _factors(m: Any, scale: Any) -> list[Any]:
+def _factors(m: MemoryMachine, scale: int) -> list[Word]:
     """mult and dec of a scale vector."""
     return [m.real(m.load(m.address(scale, entry, 4))[0]) for entry in (MULT, DECODE)]
 
 
-def _random(m: Any, key: int, origin: int | None, window: Any, at: Place) -> Any:
+def _random(m: MemoryMachine, key: int, origin: int | None, window: Any, at: Place) -> list[list[Word]]:
     state, stride = random_state(m, key, origin, window, at)
     return q.random_words(m, state, tokens=BLOCK, stride=stride)
 
@@ -190,17 +192,16 @@ def outputs_of(side: Any, tokens: int, width: int) -> list[jax.ShapeDtypeStruct]
 
 def make_rows(
     arrays: Sequence[jax.Array],
-    make: Callable[[Any, list[Any]], Sequence[Sequence[Any]]],
+    make: Callable[[Machine, TokenRows], Sequence[TokenRows]],
     count: int,
     *,
-    interpret: bool,
     name: str,
 ) -> tuple[jax.Array, ...]:
     """The `count` bf16 tensors themselves that `make` computes."""
     tokens, width = arrays[0].shape
     grid = programs(tokens, width, 4)
 
-    def body(m: Any) -> None:
+    def body(m: MemoryMachine) -> None:
         at = place(m, tokens, width, grid)
         given = [row for i in range(len(arrays)) for row in load_rows(m, i, at, 2)]
         for number, rows in enumerate(make(m, given), len(arrays)):
@@ -208,16 +209,15 @@ def make_rows(
 
     outputs = [jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)] * count
     run = functools.partial(launch, body, arrays, outputs, programs=grid[0] * grid[1])
-    return tuple(run(columns=4, interpret=interpret, name=name))
+    return tuple(run(columns=4, name=name))
 
 
 def find_maxima(
     arrays: Sequence[jax.Array],
-    tops: Callable[[Any, list[Any]], Sequence[Any]],
+    tops: Callable[[Machine, TokenRows], Words],
     count: int,
     *,
     columns: int = 4,
-    interpret: bool,
     owed: jax.Array | None = None,
     name: str,
 ) -> tuple[jax.Array, ...]:
@@ -230,7 +230,7 @@ def find_maxima(
     known = Arrays(arrays)
     factors_at = known.take(owed)
 
-    def body(m: Any) -> None:
+    def body(m: MemoryMachine) -> None:
         at = place(m, tokens, width, grid)
         found = tops(m, _load_all(m, len(arrays), at, size, factors_at))
         lane, warp = m.and_(at.thread, 31), m.shr(at.thread, 5)
@@ -244,22 +244,22 @@ def find_maxima(
     programs_all = grid[0] * grid[1]
     outputs = [jax.ShapeDtypeStruct((programs_all * WARPS,), jnp.int32)] * count
     run = functools.partial(launch, body, [*arrays, *known.given], outputs, programs=programs_all)
-    return tuple(run(columns=columns, interpret=interpret, name=name))
+    return tuple(run(columns=columns, name=name))
 
 
-def unpack(codes: jax.Array, scales: jax.Array, *, interpret: bool) -> jax.Array:
+def unpack(codes: jax.Array, scales: jax.Array) -> jax.Array:
     """The bf16 carrier [tokens, columns] of codes [tokens / 2, columns] and scales [tokens / 16, columns]."""
     tokens, width = 2 * codes.shape[0], codes.shape[1]
     grid = programs(tokens, width, 4)
 
-    def body(m: Any) -> None:
+    def body(m: MemoryMachine) -> None:
         at = place(m, tokens, width, grid)
         code_rows, scale_rows = load_rows(m, 0, at, 1, rows=BLOCK // 2), load_rows(m, 1, at, 1, rows=1)
         store_rows(m, 2, at, q.unpack_columns(m, code_rows, scale_rows[0]), 2)
 
     outputs = [jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)]
     run = functools.partial(launch, body, [codes, scales], outputs, programs=grid[0] * grid[1])
-    return run(columns=4, interpret=interpret, name="unpack")[0]
+    return run(columns=4, name="unpack")[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,9 +270,7 @@ class Square:
     codes: ScaleOrder
 
 
-def weight_codes(
-    w: jax.Array, scale: jax.Array, sides: Sequence[Square], *, interpret: bool, name: str
-) -> tuple[jax.Array, ...]:
+def weight_codes(w: jax.Array, scale: jax.Array, sides: Sequence[Square], *, name: str) -> tuple[jax.Array, ...]:
     """(codes, scales) of float32 w [k, n] in 16x16 tiles for each of `sides`."""
     k, n = w.shape
     known = Arrays([w])
@@ -280,7 +278,7 @@ def weight_codes(
     firsts = [known.make(outputs_of(side, k, n)) for side in sides]
     grid = programs(k, n, 4, tiled=any(side.codes is ScaleOrder.TILED for side in sides))
 
-    def body(m: Any) -> None:
+    def body(m: MemoryMachine) -> None:
         at = place(m, k, n, grid)
         rows, columns, code = nibbles.quantize_square(m, _floats(m, at), *_factors(m, 1))
         for side, first in zip(sides, firsts, strict=True):
@@ -291,17 +289,15 @@ def weight_codes(
                 store_codes(m, *outputs, at, side.codes, (rows, [code] * (m.columns // 2)))
 
     run = functools.partial(launch, body, [w, scale], known.made, programs=grid[0] * grid[1])
-    return tuple(run(columns=4, interpret=interpret, name=name))
+    return tuple(run(columns=4, name=name))
 
 
-def weight_rows(
-    w: jax.Array, scale: jax.Array, outputs: Sequence[tuple[int, Any]], *, interpret: bool, name: str
-) -> list[jax.Array]:
+def weight_rows(w: jax.Array, scale: jax.Array, outputs: Sequence[tuple[int, Any]], *, name: str) -> list[jax.Array]:
     """Carriers of float32 w [k, n], or its codes [k / 2, n] and scales [k / 16, n]: (rows of 16, dtype) each."""
     k, n = w.shape
     grid = programs(k, n, 4)
 
-    def body(m: Any) -> None:
+    def body(m: MemoryMachine) -> None:
         at = place(m, k, n, grid)
         made = q.quantize_square(m, _floats(m, at), *_factors(m, 1), packed=len(outputs) > 1)
         for i, (count, dtype) in enumerate(outputs):
@@ -309,9 +305,9 @@ def weight_rows(
             store_rows(m, 2 + i, at, made[first : first + count], jnp.dtype(dtype).itemsize)
 
     shapes = [jax.ShapeDtypeStruct((whole(k) * count // BLOCK, n), dtype) for count, dtype in outputs]
-    return launch(body, [w, scale], shapes, programs=grid[0] * grid[1], columns=4, interpret=interpret, name=name)
+    return launch(body, [w, scale], shapes, programs=grid[0] * grid[1], columns=4, name=name)
 
 
-def _floats(m: Any, at: Place) -> list[list[Any]]:
+def _floats(m: MemoryMachine, at: Place) -> list[list[Word]]:
     """16 rows of array 0, float32."""
     return [[m.real(x) for x in row] for row in load_rows(m, 0, at, 4)]

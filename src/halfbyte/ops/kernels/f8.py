@@ -21,6 +21,8 @@ from halfbyte.formats import E4M3, E5M2
 from halfbyte.later import later
 from halfbyte.ops.kernels import layout
 from halfbyte.ops.kernels.gated import backward_words, forward_words
+from halfbyte.ops.kernels.interpret import is_interpreted
+from halfbyte.ops.kernels.machine import Machine, Word, Words
 from halfbyte.ops.kernels.scale import ENCODE
 from halfbyte.ops.kernels.tile import evaluate
 from halfbyte.ops.stacks import Layer
@@ -62,7 +64,7 @@ class Cast:
     turned: bool = True
 
 
-@layout.once("element", "plain", "turned", "tiling", "interpret")
+@layout.once("element", "plain", "turned", "tiling")
 def cast(
     x: jax.Array,
     scale: jax.Array,
@@ -71,14 +73,13 @@ def cast(
     plain: bool = True,
     turned: bool = True,
     tiling: F8Tiling = TILING,
-    interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Codes of x [rows, columns] (bf16 or float32) as float8, and of its transpose [columns, rows], as asked.
 
     `scale` is the vector of `tensor_scale(..., top=TOPS[element])`.
     """
     jobs = [Cast(0, element, plain, turned)]
-    return _run([x], lambda m, words: [words[0]], jobs, [scale], tiling, interpret, "f8_cast")
+    return _run([x], lambda m, words: [words[0]], jobs, [scale], tiling, "f8_cast")
 
 
 def cast_forward(
@@ -90,11 +91,10 @@ def cast_forward(
     plain: bool = True,
     turned: bool = False,
     tiling: F8Tiling = TILING,
-    interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Codes of h = silu(g) * u, as `cast` gives them, from one read of g and u."""
     jobs = [Cast(0, element, plain, turned)]
-    return _run([g, u], lambda m, w: [forward_words(m, *w)], jobs, [scale], tiling, interpret, "f8_swiglu_forward")
+    return _run([g, u], lambda m, w: [forward_words(m, *w)], jobs, [scale], tiling, "f8_swiglu_forward")
 
 
 def cast_backward(
@@ -106,12 +106,11 @@ def cast_backward(
     gradient: str = "e5m2",
     element: str = "e4m3",
     tiling: F8Tiling = BACKWARD_TILING,
-    interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
     """dg, dg^T, du, du^T in `gradient` and h^T in `element`, from one read; `scales` are those of dg, du and h."""
     jobs = [Cast(0, gradient), Cast(1, gradient), Cast(2, element, plain=False)]
     make = lambda m, words: list(backward_words(m, *words))  # noqa: E731
-    return _run([g, u, dh], make, jobs, scales, tiling, interpret, "f8_swiglu_backward")
+    return _run([g, u, dh], make, jobs, scales, tiling, "f8_swiglu_backward")
 
 
 def _run(
@@ -120,7 +119,6 @@ def _run(
     jobs: Sequence[Cast],
     scales: Sequence[jax.Array],
     tiling: F8Tiling,
-    interpret: bool,
     name: str,
 ) -> tuple[jax.Array, ...]:
     rows, columns = arrays[0].shape
@@ -144,7 +142,6 @@ def _run(
             encodes,
             outputs=[jnp.int8] * len(jobs),
             columns=COLUMNS,
-            interpret=interpret,
         )
         for job, tile in zip(jobs, tiles, strict=True):
             if job.plain:
@@ -176,13 +173,13 @@ def _run(
         out_specs=specs,
         out_shape=shapes,
         compiler_params=plgpu.CompilerParams(num_warps=tiling.warps, num_stages=1),
-        interpret=interpret,
+        interpret=is_interpreted(),
         name=name,
     )(*(array.stack if isinstance(array, Layer) else array for array in arrays), *small)
     return tuple(lax.bitcast_convert_type(a, e) for a, e in zip(made, elements, strict=True))
 
 
-def _code_word(m: Any, words: Sequence[Any], encode: Any, element: str) -> Any:
+def _code_word(m: Machine, words: Words, encode: Word, element: str) -> Word:
     """Four codes from two words of bf16 pairs, or from four float32."""
     values = words if len(words) == COLUMNS else [half(w) for w in words for half in (m.low, m.high)]
     return m.f8_word([m.fmul(v, encode) for v in values], element)

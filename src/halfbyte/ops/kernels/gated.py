@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from halfbyte.ops.kernels import codes, layout
 from halfbyte.ops.kernels.layout import BLOCK, Tiling
+from halfbyte.ops.kernels.machine import Machine, TokenRows, Word, Words
 from halfbyte.ops.kernels.nvfp4 import Columnwise, Rowwise, find_maxima, quantize_made
 from halfbyte.ops.kernels.tile import evaluate
 from halfbyte.ops.stacks import Layer, array_of
@@ -34,19 +35,19 @@ BACKWARD_TILING = Tiling(2, 8)  # two columns a lane: half the registers of four
 H_FIRST = (4, 0, 1, 2, 3)  # the order of the backward pass's operands: h's registers are free for the others
 
 
-def _gate(m: Any, g_word: Any) -> tuple[list[Any], list[Any], Any]:
+def _gate(m: Machine, g_word: Word) -> tuple[list[Word], list[Word], Word]:
     """g and sigmoid(g) of both halves, and the word of a."""
     g = [m.low(g_word), m.high(g_word)]
     s = [m.sigmoid(x) for x in g]
     return g, s, m.pack_round(*(m.fmul(x, y) for x, y in zip(g, s, strict=True)))
 
 
-def forward_words(m: Any, g: Sequence[Any], u: Sequence[Any]) -> list[Any]:
+def forward_words(m: Machine, g: Words, u: Words) -> list[Word]:
     """h of one token row."""
     return [m.mul_bf16x2(_gate(m, a)[2], b) for a, b in zip(g, u, strict=True)]
 
 
-def backward_words(m: Any, g: Sequence[Any], u: Sequence[Any], d: Sequence[Any]) -> tuple[list[Any], ...]:
+def backward_words(m: Machine, g: Words, u: Words, d: Words) -> tuple[list[Word], ...]:
     """dg, du and h of one token row."""
     dg, du, h = [], [], []
     for g_word, u_word, d_word in zip(g, u, d, strict=True):
@@ -59,20 +60,20 @@ def backward_words(m: Any, g: Sequence[Any], u: Sequence[Any], d: Sequence[Any])
     return dg, du, h
 
 
-def forward_made(m: Any, words: Sequence[Any]) -> list[list[Any]]:
+def forward_made(m: Machine, words: TokenRows) -> list[list[list[Word]]]:
     """h, from the token rows of g, then of u."""
     count = len(words) // 2
     return [[forward_words(m, words[r], words[count + r]) for r in range(count)]]
 
 
-def backward_made(m: Any, words: Sequence[Any]) -> list[list[Any]]:
+def backward_made(m: Machine, words: TokenRows) -> list[list[list[Word]]]:
     """dg, du and h, from the token rows of g, of u, then of dh."""
     count = len(words) // 3
     rows = [backward_words(m, words[r], words[count + r], words[2 * count + r]) for r in range(count)]
     return [[row[i] for row in rows] for i in range(3)]
 
 
-def _tile_maker(made: Callable[..., Any], count: int, tiling: Tiling, interpret: bool) -> Callable[..., Any]:
+def _tile_maker(made: Callable[..., Any], count: int, tiling: Tiling) -> Callable[..., Any]:
     """A function from the tiles of the inputs to the tiles of the `count` tensors that `made` computes."""
 
     def body(m, words, _):
@@ -80,24 +81,22 @@ def _tile_maker(made: Callable[..., Any], count: int, tiling: Tiling, interpret:
 
     def make(tiles: list[jax.Array]) -> list[list[jax.Array]]:
         outputs = [jnp.bfloat16] * (count * BLOCK)
-        flat = evaluate(body, tiles, [], outputs=outputs, columns=tiling.columns, interpret=interpret)
+        flat = evaluate(body, tiles, [], outputs=outputs, columns=tiling.columns)
         return [flat[i * BLOCK : (i + 1) * BLOCK] for i in range(count)]
 
     return make
 
 
-def activation(
-    g: jax.Array, u: jax.Array, dh: jax.Array | None = None, *, interpret: bool = False
-) -> tuple[jax.Array, ...]:
+def activation(g: jax.Array, u: jax.Array, dh: jax.Array | None = None) -> tuple[jax.Array, ...]:
     """(h,), or (dg, du, h) if dh is given: bf16, exactly as the fused passes see them. For checks."""
     layout.check(g)
     arrays = [g, u] if dh is None else [g, u, dh]
     count = 1 if dh is None else 3
     if not layout.divides(g.shape[1]):
         made = forward_made if dh is None else backward_made
-        return codes.make_rows(arrays, made, count, interpret=interpret, name="swiglu_activation")
+        return codes.make_rows(arrays, made, count, name="swiglu_activation")
     tiling = FORWARD_TILING
-    make = _tile_maker(forward_made if dh is None else backward_made, count, tiling, interpret)
+    make = _tile_maker(forward_made if dh is None else backward_made, count, tiling)
 
     def kernel(_, refs, __, out_refs, ___):
         tensors = make([ref[r] for ref in refs for r in range(BLOCK)])
@@ -106,7 +105,7 @@ def activation(
                 out[r] = tile
 
     run = functools.partial(layout.call, kernel, arrays, [], outputs=[(BLOCK, jnp.bfloat16)] * count)
-    return tuple(run(tiling=tiling, interpret=interpret, name="swiglu_activation"))
+    return tuple(run(tiling=tiling, name="swiglu_activation"))
 
 
 def forward_maxima(
@@ -117,13 +116,12 @@ def forward_maxima(
     hadamard: bool = True,
     into: Sequence[Layer] = (),
     tiling: Tiling = FORWARD_TILING,
-    interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Partial maxima of h, and of its transform along tokens if `hadamard`; as `maxima`. With `into`, layers of two
     stacks, g and u are written there, and the stacks are the last results.
     """
     run = functools.partial(find_maxima, [g, u], forward_made, 1, owed=owed, hadamard=hadamard, into=into)
-    return run(tiling=tiling, interpret=interpret, name="swiglu_forward_maxima")
+    return run(tiling=tiling, name="swiglu_forward_maxima")
 
 
 def _check_paid(owed: jax.Array | None) -> None:
@@ -139,17 +137,16 @@ def quantize_forward(
     rows: Rowwise | None = None,
     columns: Columnwise | None = None,
     tiling: Tiling = FORWARD_TILING,
-    interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
     """The operands of h asked for, in one read of g and u, as `quantize` gives them."""
     jobs: list[tuple[Rowwise | Columnwise, int]] = [(side, 0) for side in (rows, columns) if side is not None]
     if codes.asked([side for side, _ in jobs]) or not layout.divides(g.shape[1]):
         layout.check(g)
-        run = functools.partial(codes.quantize_made, name="swiglu_forward_codes", interpret=interpret)
+        run = functools.partial(codes.quantize_made, name="swiglu_forward_codes")
         return run([g, u], forward_made, jobs, columns=4, owed=owed)
     _check_paid(owed)
-    make = _tile_maker(forward_made, 1, tiling, interpret)
-    return quantize_made([g, u], make, jobs, tiling=tiling, interpret=interpret, name="swiglu_forward")
+    make = _tile_maker(forward_made, 1, tiling)
+    return quantize_made([g, u], make, jobs, tiling=tiling, name="swiglu_forward")
 
 
 def backward_maxima(
@@ -161,13 +158,12 @@ def backward_maxima(
     hadamard: bool = True,
     tensors: int = 2,
     tiling: Tiling = BACKWARD_MAXIMA_TILING,
-    interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Partial maxima of dg, of its transform, of du, of its transform (without the transforms unless `hadamard`), and
     with `tensors=3` of h as well.
     """
     run = functools.partial(find_maxima, [g, u, dh], backward_made, tensors, owed=owed, hadamard=hadamard)
-    return run(tiling=tiling, interpret=interpret, name="swiglu_backward_maxima")
+    return run(tiling=tiling, name="swiglu_backward_maxima")
 
 
 def quantize_backward(
@@ -180,7 +176,6 @@ def quantize_backward(
     du: tuple[Rowwise, Columnwise],
     h: Columnwise,
     tiling: Tiling = BACKWARD_TILING,
-    interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Five operands in one read of g, u and dh: dg by rows and by columns, du by rows and by columns, h by columns; as
     `quantize` gives them.
@@ -188,10 +183,10 @@ def quantize_backward(
     jobs: list[tuple[Rowwise | Columnwise, int]] = [(dg[0], 0), (dg[1], 0), (du[0], 1), (du[1], 1), (h, 2)]
     if codes.asked([side for side, _ in jobs]) or not layout.divides(g.shape[1]):
         layout.check(g)
-        by_hand = functools.partial(codes.quantize_made, name="swiglu_backward_codes", interpret=interpret)
+        by_hand = functools.partial(codes.quantize_made, name="swiglu_backward_codes")
         arrays = [array_of(g), array_of(u), dh]
         return by_hand(arrays, backward_made, jobs, columns=2, owed=owed, order=H_FIRST)
     _check_paid(owed)
-    make = _tile_maker(backward_made, 3, tiling, interpret)
+    make = _tile_maker(backward_made, 3, tiling)
     run = functools.partial(quantize_made, [g, u, dh], make, jobs, order=H_FIRST)
-    return run(tiling=tiling, interpret=interpret, name="swiglu_backward")
+    return run(tiling=tiling, name="swiglu_backward")

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from halfbyte.later import later
+from halfbyte.ops.kernels.interpret import is_interpreted
+from halfbyte.ops.kernels.machine import MemoryMachine
 from halfbyte.ops.kernels.memory import PtxMemory, VectorMemory
 
 plgpu = later("jax.experimental.pallas.mosaic_gpu")
@@ -29,7 +31,7 @@ def multiprocessors() -> int:
 
 
 def launch(
-    body: Callable[[Any], None],
+    body: Callable[[MemoryMachine], None],
     arrays: Sequence[jax.Array],
     outputs: Sequence[jax.ShapeDtypeStruct],
     *,
@@ -37,7 +39,6 @@ def launch(
     columns: int,
     lanes: int | None = None,
     groups: int = 1,
-    interpret: bool,
     name: str,
 ) -> list[jax.Array]:
     """The arrays of shapes `outputs` that `body(machine)` writes; it knows `arrays`, then `outputs`, by number.
@@ -49,7 +50,7 @@ def launch(
     multiprocessor: so many programs at a time, 65536 / (128 groups) registers a lane, and each warpgroup goes on to its
     next program by itself.
     """
-    if interpret:
+    if is_interpreted():
         host = functools.partial(on_host, programs=programs, columns=columns, lanes=lanes)
         return list(jax.pure_callback(lambda *given: host(body, given, outputs), list(outputs), *arrays))
     machine = PtxMemory(columns, lanes)
@@ -85,7 +86,7 @@ def _assemble(text: str, _: Any, *refs: Any) -> None:
 
 
 def on_host(
-    body: Callable[[Any], None],
+    body: Callable[[MemoryMachine], None],
     arrays: Sequence[np.ndarray],
     outputs: Sequence[jax.ShapeDtypeStruct],
     *,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from halfbyte.later import later
+from halfbyte.ops.kernels.interpret import is_interpreted
 from halfbyte.ops.stacks import Layer
 
 plgpu = later("jax.experimental.pallas.triton")
@@ -80,7 +81,6 @@ def call(
     rows: int = BLOCK,
     into: Sequence[Layer] = (),
     tiling: Tiling,
-    interpret: bool,
     name: str,
 ) -> list[jax.Array]:
     """Runs `kernel(program, array_refs, scalar_refs, output_refs, maxima_refs)` over tiles of `rows` tokens.
@@ -132,7 +132,7 @@ def call(
         ],
         input_output_aliases={a + s + i: o + maxima + i for i in range(len(into))},
         compiler_params=plgpu.CompilerParams(num_warps=tiling.warps, num_stages=1),
-        interpret=interpret,
+        interpret=is_interpreted(),
         name=name,
     )(*map(view, arrays), *scalars, *map(view, into))
     shaped = [r.reshape(-1, width) for r in results[:o]]

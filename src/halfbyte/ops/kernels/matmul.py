@@ -26,6 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from halfbyte.later import later
+from halfbyte.ops.kernels.interpret import is_interpreted
 from halfbyte.ops.kernels.launch import multiprocessors
 from halfbyte.ops.kernels.scale import GEMM, SIZE
 
@@ -132,12 +133,11 @@ def matmul(
     layout: str = "nn",
     out_dtype: Any = jnp.bfloat16,
     tiling: GemmTiling | None = None,
-    interpret: bool = False,
 ) -> jax.Array:
     """alpha * (A . B) in `out_dtype` (bfloat16 or float32), rounded once; alpha = left * right in float32.
 
     a and b are bf16. left and right are float32 scalars on the device, or the vectors of `tensor_scale`, whose factor
-    for GEMMs is taken: NaN for a non-finite operand. `interpret` computes the same through XLA, on any device.
+    for GEMMs is taken: NaN for a non-finite operand. Interpreted, XLA computes the same, on any device.
     """
     m, n, k = dims(a.shape, b.shape, layout)
     tiling = tiling or default_tiling(layout, m, n, k, out_dtype)
@@ -147,7 +147,7 @@ def matmul(
     for name, scale in (("left", left), ("right", right)):
         if scale.shape not in ((), (SIZE,)):
             raise ValueError(f"{name} must be a scalar or a vector of tensor_scale, ({SIZE},), got shape {scale.shape}")
-    if interpret:
+    if is_interpreted():
         return _through_xla(a, b, _factor(left) * _factor(right), layout, out_dtype)
     members = 1 if tiling.pair is None else 2
     run = plgpu.kernel(

@@ -6,25 +6,16 @@ and exchanges that the GPU will use. Addresses are an array and a byte offset; a
 or 4 bytes, and a lane whose `where` is false reads zero and writes nothing.
 """
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
+from halfbyte.ops.kernels.machine import Address
 from halfbyte.ops.kernels.ptx import Ptx, Reg
 from halfbyte.ops.kernels.vector import Vector
 
 SHARED = -1  # the array that is a program's shared memory
 GROUP_BARRIER = "bar.sync barrier, 128;"  # of the 128 lanes of one program
-
-
-@dataclasses.dataclass(frozen=True)
-class Address:
-    """A place in array number `array`: a 64-bit register, or bytes from the array's start on the host."""
-
-    array: int
-    place: Any
 
 
 class PtxMemory(Ptx):
@@ -77,7 +68,7 @@ class PtxMemory(Ptx):
         """The program that this one's lanes run next; there may be none of that number."""
         return Reg("following", "r")
 
-    def prefetch(self, at: Address, where: Reg) -> None:
+    def prefetch(self, at, where):
         """Has the cache read what lies there."""
         self.lines.append(f"@{where.name} prefetch.global.L2 [{at.place.name}];")
 
@@ -85,40 +76,40 @@ class PtxMemory(Ptx):
         """This lane's number among those of its program."""
         return Reg("thread", "r")
 
-    def divide(self, a: Any, k: int) -> Any:
+    def divide(self, a, k):
         return _divide(self, a, k)
 
-    def remainder(self, a: Any, k: int) -> Any:
+    def remainder(self, a, k):
         return self.imad(self.divide(a, k), -k, a)
 
-    def multiply_high(self, a: Any, b: Any) -> Any:
+    def multiply_high(self, a, b):
         return self._op("mul.hi.u32", "rrr", a, b)
 
-    def larger(self, a: Any, b: Any) -> Any:
+    def larger(self, a, b):
         """The larger one of two unsigned numbers."""
         return self._op("max.u32", "rrr", a, b)
 
-    def less(self, a: Any, b: Any) -> Reg:
+    def less(self, a, b):
         texts, out = [self._text(x, "r") for x in (a, b)], self.reg("p")
         self.lines.append(f"setp.lt.u32 {out.name}, {texts[0]}, {texts[1]};")
         return out
 
-    def both(self, p: Reg, q: Reg) -> Reg:
+    def both(self, p, q):
         out = self.reg("p")
         self.lines.append(f"and.pred {out.name}, {p.name}, {q.name};")
         return out
 
-    def flag(self, p: Reg) -> Reg:
+    def flag(self, p):
         """1 where p holds, else 0."""
         out = self.reg("r")
         self.lines.append(f"selp.b32 {out.name}, 1, 0, {p.name};")
         return out
 
-    def choose(self, p: Reg, a: Any, b: Any) -> Any:
+    def choose(self, p, a, b):
         """a where p holds, else b."""
         return self.select(p, a, b)
 
-    def address(self, array: int, index: Any, size: int) -> Address:
+    def address(self, array, index, size):
         """Element `index` of an array whose elements have `size` bytes."""
         text = self._text(index, "r")
         if array == SHARED:
@@ -129,7 +120,7 @@ class PtxMemory(Ptx):
         self.lines.append(f"mad.wide.u32 {out.name}, {text}, {size}, ${array};")
         return Address(array, out)
 
-    def load(self, at: Address, count: int = 1, *, offset: int = 0, size: int = 4, where: Any = None) -> list[Reg]:
+    def load(self, at, count=1, *, offset=0, size=4, where=None):
         """`count` units of `size` bytes, each in a word of its own."""
         words = [self.reg("r") for _ in range(count)]
         if where is not None:
@@ -148,7 +139,7 @@ class PtxMemory(Ptx):
             self.lines += [f"cvt.u32.u16 {w.name}, {h.name};" for w, h in zip(words, halves, strict=True)]
         return words
 
-    def store(self, at: Address, words: Sequence[Any], *, offset: int = 0, size: int = 4, where: Any = None) -> None:
+    def store(self, at, words, *, offset=0, size=4, where=None):
         """The low `size` bytes of each word, side by side."""
         names = [self._text(w, "r") for w in words]
         if size == 2:
@@ -161,7 +152,7 @@ class PtxMemory(Ptx):
         kind = {4: "b32", 2: "u16", 1: "u8"}[size]
         self.lines.append(f"{_guard(where)}st.{space}{vector}.{kind} [{at.place.name}+{offset}], {source};")
 
-    def next_lane(self, x: Any) -> Reg:
+    def next_lane(self, x):
         """The value of the lane after this one in its warp; the last lane's is its own."""
         return self._op("shfl.sync.down.b32", "rrrrr", x, 1, 31, 0xFFFFFFFF)
 
@@ -175,7 +166,7 @@ class PtxMemory(Ptx):
         self.lines.append(GROUP_BARRIER)
 
 
-def _divide(m: Any, a: Any, k: int) -> Any:
+def _divide(m, a, k):
     """a // k for a < 2**31, by a product (Granlund and Montgomery, 1994): the assembler would divide at run time."""
     bits = (k - 1).bit_length()
     if k == 1 << bits:
@@ -183,7 +174,7 @@ def _divide(m: Any, a: Any, k: int) -> Any:
     return m.shr(m.multiply_high(a, (1 << (31 + bits)) // k + 1), bits - 1)
 
 
-def _guard(where: Any) -> str:
+def _guard(where):
     return "" if where is None else f"@{where.name} "
 
 
@@ -208,7 +199,7 @@ class VectorMemory(Vector):
     def following(self) -> np.ndarray:
         return self.program() + np.uint32(1)
 
-    def prefetch(self, at: Address, where: Any) -> None:
+    def prefetch(self, at, where):
         """There is no cache."""
 
     def thread(self) -> np.ndarray:
@@ -216,36 +207,36 @@ class VectorMemory(Vector):
 
     divide, remainder = PtxMemory.divide, PtxMemory.remainder
 
-    def multiply_high(self, a: Any, b: Any) -> Any:
+    def multiply_high(self, a, b):
         return ((self.bits(a).astype(np.uint64) * self.bits(b).astype(np.uint64)) >> np.uint64(32)).astype(np.uint32)
 
-    def larger(self, a: Any, b: Any) -> Any:
+    def larger(self, a, b):
         return np.maximum(self.bits(a), self.bits(b))
 
-    def less(self, a: Any, b: Any) -> Any:
+    def less(self, a, b):
         return self.bits(a) < self.bits(b)
 
-    def both(self, p: Any, q: Any) -> Any:
+    def both(self, p, q):
         return p & q
 
-    def flag(self, p: Any) -> Any:
+    def flag(self, p):
         return p.astype(np.uint32)
 
-    def choose(self, p: Any, a: Any, b: Any) -> Any:
+    def choose(self, p, a, b):
         return np.where(p, self.bits(a), self.bits(b))
 
-    def address(self, array: int, index: Any, size: int) -> Address:
+    def address(self, array, index, size):
         return Address(array, np.broadcast_to(self.bits(index).astype(np.int64) * size, self.shape))
 
     def _bytes(self, at: Address) -> np.ndarray:
         return self.shared if at.array == SHARED else self.arrays[at.array]
 
-    def _places(self, at: Address, start: int, where: Any) -> tuple[Any, ...]:
+    def _places(self, at, start, where):
         chosen = np.broadcast_to(True if where is None else where, self.shape)
         places = at.place[chosen] + start
         return (self.program()[chosen], places) if at.array == SHARED else (places,)
 
-    def load(self, at: Address, count: int = 1, *, offset: int = 0, size: int = 4, where: Any = None) -> list[Any]:
+    def load(self, at, count=1, *, offset=0, size=4, where=None):
         chosen, words = np.broadcast_to(True if where is None else where, self.shape), []
         _check_aligned(at.place[chosen] + offset, count * size)
         for unit in range(count):
@@ -256,7 +247,7 @@ class VectorMemory(Vector):
             words.append(word)
         return words
 
-    def store(self, at: Address, words: Sequence[Any], *, offset: int = 0, size: int = 4, where: Any = None) -> None:
+    def store(self, at, words, *, offset=0, size=4, where=None):
         chosen = np.broadcast_to(True if where is None else where, self.shape)
         _check_aligned(at.place[chosen] + offset, len(words) * size)
         for unit, word in enumerate(words):
@@ -265,11 +256,11 @@ class VectorMemory(Vector):
                 places = self._places(at, offset + unit * size + byte, where)
                 self._bytes(at)[places] = (bits >> np.uint32(8 * byte)).astype(np.uint8)
 
-    def swap(self, x: Any, bit: int) -> Any:
+    def swap(self, x, bit):
         lanes = self.bits(x).reshape(*self.shape[:2], 32)
         return lanes[..., np.arange(32) ^ bit].reshape(self.shape)
 
-    def next_lane(self, x: Any) -> Any:
+    def next_lane(self, x):
         lanes = self.bits(x).reshape(*self.shape[:2], 32)
         return lanes[..., np.minimum(np.arange(32) + 1, 31)].reshape(self.shape)
 

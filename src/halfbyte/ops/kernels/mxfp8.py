@@ -11,7 +11,6 @@ scale is found as in NVFP4: the lanes of a block split the rows, and read each o
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ from halfbyte.ops.kernels import arithmetic as q
 from halfbyte.ops.kernels import layout
 from halfbyte.ops.kernels.gated import backward_made, forward_made
 from halfbyte.ops.kernels.launch import launch
+from halfbyte.ops.kernels.machine import Machine, MemoryMachine, TokenRows, Where, Word, Words
 from halfbyte.ops.kernels.place import Place, place, programs, whole
 from halfbyte.ops.kernels.rows import joined, load_rows, store_rows
 from halfbyte.ops.kernels.scale_order import ScaleOrder
@@ -59,41 +59,38 @@ def unsupported(tokens: int, columns: int, *, capability: tuple[int, int] | None
     return None
 
 
-@layout.once("operands", "interpret")
-def quantize(
-    x: jax.Array, *, operands: tuple[MxOperand, ...] = (ROW, COLUMN), interpret: bool = False
-) -> tuple[jax.Array, ...]:
+@layout.once("operands")
+def quantize(x: jax.Array, *, operands: tuple[MxOperand, ...] = (ROW, COLUMN)) -> tuple[jax.Array, ...]:
     """(codes, scales), all uint8, of each of `operands` of x [tokens, features], bf16 or float32 (a weight).
 
     A row: [tokens, features] and [tokens, features / 32]; a column: [features, tokens] and [features, tokens / 32];
     tiled scales are flat. A row of a weight [k, n] serves DGRAD, a column FPROP.
     """
     columns = 4 if x.dtype == jnp.bfloat16 else 2
-    return _run([x], lambda m, rows: [rows], operands, columns, interpret, "mxfp8")
+    return _run([x], lambda m, rows: [rows], operands, columns, "mxfp8")
 
 
-@layout.once("operands", "interpret")
+@layout.once("operands")
 def quantize_forward(
-    g: jax.Array, u: jax.Array, *, operands: tuple[MxOperand, ...] = (ROW, COLUMN), interpret: bool = False
+    g: jax.Array, u: jax.Array, *, operands: tuple[MxOperand, ...] = (ROW, COLUMN)
 ) -> tuple[jax.Array, ...]:
     """As `quantize`, of h = silu(g) u."""
-    return _run([g, u], forward_made, operands, 2, interpret, "mxfp8_swiglu_forward")
+    return _run([g, u], forward_made, operands, 2, "mxfp8_swiglu_forward")
 
 
-@layout.once("operands", "interpret")
+@layout.once("operands")
 def quantize_backward(
-    g: jax.Array, u: jax.Array, dh: jax.Array, *, operands: tuple[MxOperand, ...], interpret: bool = False
+    g: jax.Array, u: jax.Array, dh: jax.Array, *, operands: tuple[MxOperand, ...]
 ) -> tuple[jax.Array, ...]:
     """As `quantize`; an operand's `tensor` 0 is dg, 1 is du, 2 is h."""
-    return _run([g, u, dh], backward_made, operands, 2, interpret, "mxfp8_swiglu_backward")
+    return _run([g, u, dh], backward_made, operands, 2, "mxfp8_swiglu_backward")
 
 
 def _run(
     arrays: Sequence[jax.Array],
-    make: Callable[[Any, list[Any]], Sequence[Any]],
+    make: Callable[[Machine, TokenRows], Sequence[TokenRows]],
     operands: Sequence[MxOperand],
     columns: int,
-    interpret: bool,
     name: str,
 ) -> tuple[jax.Array, ...]:
     tokens, width = arrays[0].shape
@@ -101,7 +98,7 @@ def _run(
     tiled = any(o.order is ScaleOrder.TILED for o in operands)
     grid = programs(tokens, width, columns, tiled=tiled, block=BLOCK)
 
-    def body(m: Any) -> None:
+    def body(m: MemoryMachine) -> None:
         at = place(m, tokens, width, grid, block=BLOCK)
         tensors = make(m, [row for i in range(len(arrays)) for row in load_rows(m, i, at, size)])
         for i, wanted in enumerate(operands):
@@ -111,26 +108,26 @@ def _run(
 
     outputs = [shape for o in operands for shape in o.outputs(tokens, width)]
     run = functools.partial(launch, body, arrays, outputs, programs=grid[0] * grid[1], lanes=BLOCK // columns)
-    return tuple(run(columns=columns, interpret=interpret, name=name))
+    return tuple(run(columns=columns, name=name))
 
 
 @dataclasses.dataclass(frozen=True)
 class FloatRows:
     """The words of a lane's 32 rows, a float32 in each: their maxima and values."""
 
-    m: Any
-    words: Sequence[Sequence[Any]]
+    m: MemoryMachine
+    words: TokenRows
 
-    def shared_tops(self) -> list[Any]:
+    def shared_tops(self) -> list[Word]:
         """The maxima of this lane's share of the rows, over all lanes of their blocks."""
         m = self.m
         tops = [m.bits(_largest(m, [m.real(w) for w in row])) for row in self.words]
         return q.share_maxima(m, tops, m.lanes, lambda a, b: m.fmax_nan(m.real(a), m.real(b)))
 
-    def row(self, r: int) -> list[Any]:
+    def row(self, r: int) -> list[Word]:
         return [self.m.real(w) for w in self.words[r]]
 
-    def column(self, c: int) -> tuple[Any, list[Any]]:
+    def column(self, c: int) -> tuple[Word, list[Word]]:
         """(the maximum, the values) of a column."""
         values = [self.m.real(row[c]) for row in self.words]
         return _largest(self.m, values), values
@@ -141,25 +138,25 @@ class BfloatRows(FloatRows):
     share the results and keep all of them alive.
     """
 
-    def shared_tops(self) -> list[Any]:
+    def shared_tops(self) -> list[Word]:
         own = q.own_row_maxima(self.m, self.words, self.m.lanes)
         return [half(word) for word in own for half in (self.m.low, self.m.high)]
 
-    def row(self, r: int) -> list[Any]:
+    def row(self, r: int) -> list[Word]:
         return [half(w) for w in self.words[r] for half in (self.m.low, self.m.high)]
 
-    def column(self, c: int) -> tuple[Any, list[Any]]:
+    def column(self, c: int) -> tuple[Word, list[Word]]:
         m, words = self.m, [row[c // 2] for row in self.words]
         top = q.largest(m, words)
         selector = 0x3244 if c % 2 else 0x1044
         return (m.high if c % 2 else m.low)(top), [m.real(m.prmt(w, 0, selector)) for w in words]
 
 
-def _largest(m: Any, values: Sequence[Any]) -> Any:
+def _largest(m: MemoryMachine, values: Words) -> Word:
     return functools.reduce(m.fmax_nan, [m.fabs(v) for v in values])
 
 
-def scale_code(m: Any, top: Any, element: str) -> tuple[Any, Any]:
+def scale_code(m: MemoryMachine, top: Word, element: str) -> tuple[Word, Word]:
     """(E8M0 code of a block with amax `top`, code of its inverse): NaN is 255; a block with an infinity has 254."""
     kind = ELEMENTS[element]
     least, fraction = kind.max_exponent, int(np.float32(kind.max / 2.0**kind.max_exponent).view(np.uint32)) & 0x7FFFFF
@@ -175,12 +172,12 @@ def scale_code(m: Any, top: Any, element: str) -> tuple[Any, Any]:
     return m.larger(code, m.imad(nan, 255, 0)), m.iadd(m.xor(code, 0xFFFFFFFF), 255)
 
 
-def _encode(m: Any, inverse: Any) -> Any:
+def _encode(m: MemoryMachine, inverse: Word) -> Word:
     """The float32 power of two whose biased exponent is given."""
     return m.real(m.shl(inverse, 23))
 
 
-def _write_rows(m: Any, output: int, at: Place, wanted: MxOperand, rows: FloatRows) -> None:
+def _write_rows(m: MemoryMachine, output: int, at: Place, wanted: MxOperand, rows: FloatRows) -> None:
     own = [scale_code(m, top, wanted.element) for top in rows.shared_tops()]
     inverses = joined(m, [inverse for _, inverse in own], 1)[0]  # four rows, or two, in the bytes of a word
     shared, words = [m.from_lane(inverses, lane) for lane in range(m.lanes)], []
@@ -201,22 +198,22 @@ def _write_rows(m: Any, output: int, at: Place, wanted: MxOperand, rows: FloatRo
         m.store(begin, [code], offset=i * (16 if tiled else blocks), size=1, where=where)
 
 
-def _row_inside(m: Any, at: Place, row: Any, i: int, where: Any) -> Any:
+def _row_inside(m: MemoryMachine, at: Place, row: Word, i: int, where: Where) -> Where:
     return where if at.tokens % BLOCK == 0 else m.both(where, m.less(m.iadd(row, i), at.tokens))
 
 
-def _inside_blocks(m: Any, at: Place) -> Any:
+def _inside_blocks(m: MemoryMachine, at: Place) -> Where:
     """Whether the lane's columns lie in a block that the array begins."""
     return at.within(m, at.token, at.tokens, at.column, whole(at.width, BLOCK))
 
 
-def _codes(m: Any, values: Sequence[Any], element: str) -> list[Any]:
+def _codes(m: MemoryMachine, values: Words, element: str) -> list[Word]:
     """Words of four codes each; the upper half of the last one is empty if there are two."""
     filled = [*values, *[0.0] * (-len(values) % 4)]
     return [m.f8_word(filled[i : i + 4], element) for i in range(0, len(filled), 4)]
 
 
-def _write_columns(m: Any, output: int, at: Place, wanted: MxOperand, rows: FloatRows) -> None:
+def _write_columns(m: MemoryMachine, output: int, at: Place, wanted: MxOperand, rows: FloatRows) -> None:
     """A lane has all tokens of its columns' block: 32 bytes each."""
     tokens = whole(at.tokens, BLOCK)
     group, groups = m.divide(at.token, BLOCK), tokens // BLOCK

@@ -5,46 +5,44 @@ neighbours: one multiplication by 1 + 2**12 puts both codes into the top byte. A
 bytes, and byte permutations sort eight tokens of each column into one word.
 """
 
-from collections.abc import Sequence
-from typing import Any
-
 from halfbyte.ops.kernels import arithmetic as q
+from halfbyte.ops.kernels.machine import Machine, Noise, TokenRows, Word, Words
 
 SIDE_BY_SIDE = 1 + 2**12
 UPPER = 0xF0F0F0F0  # the upper nibble of each byte
 
 
-def nibble_pair(m: Any, word: Any, grid: Any) -> Any:
+def nibble_pair(m: Machine, word: Word, grid: Word) -> Word:
     """The codes of a grid pair with the signs of `word`; bits 8 to 11 of each half are zero."""
     return m.with_sign(m.grid_nibbles(grid), word)
 
 
-def coded_pair(m: Any, word: Any, encode: tuple[Any, Any], noise: Any) -> Any:
+def coded_pair(m: Machine, word: Word, encode: tuple[Word, Word], noise: Word | None) -> Word:
     """The nibble pair of `word` times its encode scales; with noise, bits below the codes are not zero."""
     if noise is None:
         return nibble_pair(m, word, q.round_pair(m, word, encode))
     return m.with_sign(m.shl(q.draw_pair(m, word, encode, noise), 3), word)
 
 
-def row_bytes(m: Any, pairs: Sequence[Any]) -> Any:
+def row_bytes(m: Machine, pairs: Words) -> Word:
     """The packed bytes of a lane's columns of one row, in the low bytes of a word; from nibble pairs of zeros below."""
     tops = [m.imad(pair, SIDE_BY_SIDE, 0) for pair in pairs]
     return m.shr(tops[0], 24) if len(tops) == 1 else m.prmt(tops[0], tops[1], 0x0073)
 
 
-def drawn_row_bytes(m: Any, rows: Sequence[Sequence[Any]]) -> list[Any]:
+def drawn_row_bytes(m: Machine, rows: TokenRows) -> list[Word]:
     """`row_bytes` of each row, from nibble pairs with anything below: four pairs make a word, of as many rows."""
     pairs, wide = [pair for row in rows for pair in row], len(rows[0])
     made = []
     for first in range(0, len(pairs), 4):
         halves = [m.prmt(pairs[i], pairs[i + 1], 0x7351) for i in (first, first + 2)]  # even columns, then odd ones
-        even, odd = m.prmt(*halves, 0x5410), m.prmt(*halves, 0x7632)
+        even, odd = m.prmt(halves[0], halves[1], 0x5410), m.prmt(halves[0], halves[1], 0x7632)
         word = m.merge(odd, m.shr(even, 4), UPPER)
         made += [m.shr(word, 8 * i) if i else word for i in range(0, 4, wide)]
     return made
 
 
-def column_words(m: Any, pairs: Sequence[Any]) -> list[list[Any]]:
+def column_words(m: Machine, pairs: Words) -> list[list[Word]]:
     """For each of two columns the words of its packed tokens, eight a word, from a nibble pair a token."""
     halves = [m.merge(b, m.shr(a, 4), UPPER) for a, b in zip(pairs[::2], pairs[1::2], strict=True)]
     sorted_two = [m.prmt(a, b, 0x7351) for a, b in zip(halves[::2], halves[1::2], strict=True)]
@@ -53,8 +51,8 @@ def column_words(m: Any, pairs: Sequence[Any]) -> list[list[Any]]:
 
 
 def quantize_rows(
-    m: Any, rows: Sequence[Sequence[Any]], mult: Any, dec: Any, random: Any = None
-) -> tuple[list[Any], list[Any]]:
+    m: Machine, rows: TokenRows, mult: Word, dec: Word, random: Noise = None
+) -> tuple[list[Word], list[Word]]:
     """(packed bytes of each row, E4M3 codes of this lane's share of the rows, two rows a word)."""
     own = q.own_row_scales(m, rows, mult, dec)
     made = []
@@ -67,8 +65,8 @@ def quantize_rows(
 
 
 def quantize_columns(
-    m: Any, rows: Sequence[Sequence[Any]], mult: Any, dec: Any, random: Any = None, *, hadamard: bool
-) -> tuple[list[list[Any]], Any]:
+    m: Machine, rows: TokenRows, mult: Word, dec: Word, random: Noise = None, *, hadamard: bool
+) -> tuple[list[list[Word]], Word]:
     """(words of each column's packed tokens, the E4M3 codes of the columns in the bytes of a word)."""
     columns, codes = [], []
     for k in range(len(rows[0])):
@@ -82,9 +80,7 @@ def quantize_columns(
     return columns, codes[0] if len(codes) == 1 else m.prmt(codes[0], codes[1], 0x5410)
 
 
-def quantize_square(
-    m: Any, rows: Sequence[Sequence[Any]], mult: Any, dec: Any
-) -> tuple[list[Any], list[list[Any]], Any]:
+def quantize_square(m: Machine, rows: TokenRows, mult: Word, dec: Word) -> tuple[list[Word], list[list[Word]], Word]:
     """Of float32 rows with one scale for each 16x16 tile: the packed bytes of each row, the words of each column's
     packed rows, and the tile's E4M3 code in all bytes of a word.
     """

@@ -24,6 +24,7 @@ from halfbyte.ops.kernels import arithmetic as q
 from halfbyte.ops.kernels import codes, layout
 from halfbyte.ops.kernels.codes import unpack as _unpack_any_width
 from halfbyte.ops.kernels.layout import BLOCK, Tiling
+from halfbyte.ops.kernels.machine import Machine, TokenRows, Word
 from halfbyte.ops.kernels.scale import DECODE, MULT
 from halfbyte.ops.kernels.scale_order import ScaleOrder
 from halfbyte.ops.kernels.tile import evaluate
@@ -102,25 +103,22 @@ class Columnwise:
         return [(tokens // 2, jnp.int8), (tokens // BLOCK, jnp.int8)] if self.packed else [(tokens, jnp.bfloat16)]
 
 
-@layout.once("hadamard", "tiling", "interpret")
-def maxima(
-    x: jax.Array, *, hadamard: bool = True, tiling: Tiling = AMAX_TILING, interpret: bool = False
-) -> tuple[jax.Array, ...]:
+@layout.once("hadamard", "tiling")
+def maxima(x: jax.Array, *, hadamard: bool = True, tiling: Tiling = AMAX_TILING) -> tuple[jax.Array, ...]:
     """Partial maxima of |x|, and of the transform's bf16 result if `hadamard`: int32 bits, one a program.
 
     `tensor_scale` finishes them. Integer and NaN-keeping maxima: inf and NaN survive.
     """
-    return find_maxima([x], lambda m, words: [words], 1, hadamard=hadamard, tiling=tiling, interpret=interpret)
+    return find_maxima([x], lambda m, words: [words], 1, hadamard=hadamard, tiling=tiling)
 
 
 def find_maxima(
     arrays: Sequence[jax.Array | Layer],
-    make: Callable[[Any, list[Any]], Sequence[Sequence[Any]]],
+    make: Callable[[Machine, TokenRows], Sequence[TokenRows]],
     count: int,
     *,
     hadamard: bool,
     tiling: Tiling,
-    interpret: bool,
     owed: jax.Array | None = None,
     into: Sequence[Layer] = (),
     name: str = "maxima",
@@ -143,7 +141,7 @@ def find_maxima(
 
         by_hand = functools.partial(codes.find_maxima, [array_of(a) for a in arrays], first, total, owed=owed)
         stacks = [layer.filled(array_of(array)) for layer, array in zip(into, arrays, strict=False)]
-        return *by_hand(columns=tiling.columns, interpret=interpret, name=name), *stacks
+        return *by_hand(columns=tiling.columns, name=name), *stacks
 
     def kernel(_, refs, scalar_refs, stacks, tops):
         tiles = [ref[r] for ref in refs for r in range(BLOCK)]
@@ -152,16 +150,16 @@ def find_maxima(
                 ref[r] = tiles[i * BLOCK + r]
         factors = [ref[i] for ref in scalar_refs for i in range(len(arrays))]
         outputs = [jnp.int32] * len(tops)
-        made = evaluate(body, tiles, factors, outputs=outputs, columns=tiling.columns, interpret=interpret)
+        made = evaluate(body, tiles, factors, outputs=outputs, columns=tiling.columns)
         for ref, tile in zip(tops, made, strict=True):
             ref[0, 0] = jnp.max(tile)
 
     scalars = [] if owed is None else [owed]
     run = functools.partial(layout.call, kernel, arrays, scalars, outputs=[], maxima=total, into=into)
-    return tuple(run(tiling=tiling, interpret=interpret, name=name))
+    return tuple(run(tiling=tiling, name=name))
 
 
-def _tops(m: Any, rows: Sequence[Sequence[Any]], hadamard: bool) -> list[list[Any]]:
+def _tops(m: Machine, rows: TokenRows, hadamard: bool) -> list[list[Word]]:
     """The lane's amax, and that of the transform: bits of float32, one equal word for each of the lane's columns."""
     word = q.magnitudes(m, [w for row in rows for w in row])
     out = [[m.and_(m.max_u16x2(word, m.shl(word, 16)), 0xFFFF0000)] * m.columns]
@@ -171,14 +169,13 @@ def _tops(m: Any, rows: Sequence[Sequence[Any]], hadamard: bool) -> list[list[An
     return out
 
 
-@layout.once("tiling", "interpret")
+@layout.once("tiling")
 def quantize(
     x: jax.Array,
     *,
     rows: Rowwise | None = None,
     columns: Columnwise | None = None,
     tiling: Tiling | None = None,
-    interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
     """The operands asked for, in one read of x: the row carrier, then the column carrier or (codes, scales).
 
@@ -194,7 +191,7 @@ def quantize(
         jobs = [(side, 0) for side in sides]
         run = functools.partial(codes.quantize_made, [x], lambda m, rows: [rows], jobs)
         tile = _lanes(sides)
-        return run(columns=tile.columns, groups=tile.groups, interpret=interpret, name=_name(*sides))
+        return run(columns=tile.columns, groups=tile.groups, name=_name(*sides))
     alone = columns is None
     return quantize_made(
         [x],
@@ -202,7 +199,6 @@ def quantize(
         [(side, 0) for side in sides],
         tokens=ROW_TOKENS if alone else BLOCK,
         tiling=tiling or (ROW_TILING if alone and x.shape[1] % (32 * ROW_TILING.columns) == 0 else BOTH_TILING),
-        interpret=interpret,
         name=_name(*sides),
     )
 
@@ -215,7 +211,6 @@ def quantize_made(
     tokens: int = BLOCK,
     order: Sequence[int] | None = None,
     tiling: Tiling,
-    interpret: bool,
     name: str,
 ) -> tuple[jax.Array, ...]:
     """The operands of `jobs`: (operand, which of the tensors whose tiles `make(tiles of the arrays)` returns).
@@ -237,7 +232,7 @@ def quantize_made(
         for i in order or range(len(jobs)):
             side, which = jobs[i]
             refs_of = (scalar_refs[i], keys.get(i), origins.get(i))
-            made = _quantize_tiles(side, tensors[which], refs_of, program, width, tiling, interpret)
+            made = _quantize_tiles(side, tensors[which], refs_of, program, width, tiling)
             first = sum(len(s) for s in shapes[:i])
             places = [
                 (ref, r) for ref, (count, _) in zip(out_refs[first:], shapes[i], strict=False) for r in range(count)
@@ -247,7 +242,7 @@ def quantize_made(
 
     outputs = [output for shape in shapes for output in shape]
     run = functools.partial(layout.call, kernel, arrays, scalars, outputs=outputs, rows=tokens)
-    made = run(tiling=tiling, interpret=interpret, name=name)
+    made = run(tiling=tiling, name=name)
     return tuple(lax.bitcast_convert_type(a, jnp.uint8) if a.dtype == jnp.int8 else a for a in made)
 
 
@@ -258,7 +253,6 @@ def _quantize_tiles(
     program: tuple[jax.Array, jax.Array],
     width: int,
     tiling: Tiling,
-    interpret: bool,
 ) -> list[jax.Array]:
     """The output tiles of one operand of one program. `refs` are those of its scale, its key and its origin."""
     tokens = len(tiles)
@@ -278,7 +272,7 @@ def _quantize_tiles(
         return q.quantize_rows(m, words, mult, dec, random)
 
     outputs = [dtype for count, dtype in side.outputs(tokens) for _ in range(count)]
-    return evaluate(body, tiles, given, outputs=outputs, columns=tiling.columns, interpret=interpret)
+    return evaluate(body, tiles, given, outputs=outputs, columns=tiling.columns)
 
 
 def _lanes(sides: Sequence[Rowwise | Columnwise]) -> codes.Lanes:
@@ -346,26 +340,24 @@ def _as_uint(word: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(word, jnp.uint32)
 
 
-@layout.once("tiling", "interpret")
-def unpack(
-    codes: jax.Array, scales: jax.Array, *, tiling: Tiling = UNPACK_TILING, interpret: bool = False
-) -> jax.Array:
+@layout.once("tiling")
+def unpack(codes: jax.Array, scales: jax.Array, *, tiling: Tiling = UNPACK_TILING) -> jax.Array:
     """The bf16 carrier [tokens, columns] of a packed columnwise operand."""
     if codes.shape[0] != 8 * scales.shape[0] or codes.shape[1] != scales.shape[1]:
         raise ValueError(f"packed codes {codes.shape} need scales [tokens / 16, columns], got {scales.shape}")
 
     if not layout.divides(codes.shape[1]):
-        return _unpack_any_width(codes, scales, interpret=interpret)
+        return _unpack_any_width(codes, scales)
 
     def body(m, words, _):
         return q.unpack_columns(m, words[:8], words[8])
 
     def kernel(_, arrays, __, out_refs, ___):
         tiles = [arrays[0][r] for r in range(8)] + [arrays[1][0]]
-        made = evaluate(body, tiles, [], outputs=[jnp.bfloat16] * BLOCK, columns=tiling.columns, interpret=interpret)
+        made = evaluate(body, tiles, [], outputs=[jnp.bfloat16] * BLOCK, columns=tiling.columns)
         for r, tile in enumerate(made):
             out_refs[0][r] = tile
 
     packed = [lax.bitcast_convert_type(a, jnp.int8) for a in (codes, scales)]
     out = [(BLOCK, jnp.bfloat16)]
-    return layout.call(kernel, packed, [], outputs=out, rows=8, tiling=tiling, interpret=interpret, name="unpack")[0]
+    return layout.call(kernel, packed, [], outputs=out, rows=8, tiling=tiling, name="unpack")[0]

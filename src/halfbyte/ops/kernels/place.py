@@ -4,9 +4,9 @@ A warp owns a block of tokens, 16 for NVFP4, of 32 x `columns` features, a progr
 """
 
 import dataclasses
-from typing import Any
 
 from halfbyte.formats.tiling import ROWS
+from halfbyte.ops.kernels.machine import MemoryMachine, Where, Word
 
 BLOCK = 16
 WARPS = 4
@@ -23,15 +23,15 @@ class Place:
 
     tokens: int
     width: int
-    token: Any
-    column: Any
-    inside: Any  # whether both lie in the array; None where all do
-    first_token: Any  # of the program
-    first_column: Any
-    thread: Any
+    token: Word
+    column: Word
+    inside: Where  # whether both lie in the array; None where all do
+    first_token: Word  # of the program
+    first_column: Word
+    thread: Word
     block: int = BLOCK  # tokens of a warp
 
-    def within(self, m: Any, row: Any, rows: int, column: Any, columns: int) -> Any:
+    def within(self, m: MemoryMachine, row: Word, rows: int, column: Word, columns: int) -> Where:
         """Whether (row, column) lies in [rows, columns]; None where every lane's does."""
         return None if self.inside is None else m.both(m.less(row, rows), m.less(column, columns))
 
@@ -42,7 +42,7 @@ def programs(tokens: int, width: int, columns: int, *, tiled: bool = False, bloc
     return -(-covered[0] // (WARPS * block)), -(-covered[1] // (32 * columns))
 
 
-def prefetch(m: Any, arrays: int, tokens: int, width: int, grid: tuple[int, int], size: int) -> None:
+def prefetch(m: MemoryMachine, arrays: int, tokens: int, width: int, grid: tuple[int, int], size: int) -> None:
     """Has the cache read what the next program of these lanes will: half a row of its warp's columns a lane."""
     program = m.following()
     at = place(m, tokens, width, grid, program=program)
@@ -55,7 +55,9 @@ def prefetch(m: Any, arrays: int, tokens: int, width: int, grid: tuple[int, int]
         m.prefetch(m.address(array, m.imad(token, width, column), size), inside)
 
 
-def place(m: Any, tokens: int, width: int, grid: tuple[int, int], *, block: int = BLOCK, program: Any = None) -> Place:
+def place(
+    m: MemoryMachine, tokens: int, width: int, grid: tuple[int, int], *, block: int = BLOCK, program: Word | None = None
+) -> Place:
     down, across = grid
     program, thread = m.program() if program is None else program, m.thread()
     first_token = m.imad(m.divide(program, across), WARPS * block, 0)

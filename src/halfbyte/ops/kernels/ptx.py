@@ -14,7 +14,6 @@ bf16 (the even column in the low half); `16 // columns` consecutive lanes hold o
 """
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
@@ -46,24 +45,24 @@ class Ptx:
         self.count[kind] += 1
         return Reg(f"{kind}{self.count[kind] - 1}", kind)
 
-    def _text(self, x: Any, kind: str) -> str:
+    def _text(self, x, kind):
         if isinstance(x, Reg):
             return self.bits(x).name if kind == "r" else self.real(x).name
         if kind == "f":
             return f"0f{_f32_bits(x):08X}"
         return f"0x{int(x) & 0xFFFFFFFF:08x}"
 
-    def _op(self, code: str, kinds: str, *args: Any) -> Reg:
+    def _op(self, code: str, kinds: str, *args) -> Reg:
         """One instruction; `kinds` are the kinds of the result and of each operand."""
         texts = [self._text(a, k) for a, k in zip(args, kinds[1:], strict=True)]
         out = self.reg(kinds[0])
         self.lines.append(f"{code} {', '.join([out.name, *texts])};")
         return out
 
-    def bits(self, x: Reg) -> Reg:
+    def bits(self, x):
         return x if x.kind == "r" else self._move(x, "r")
 
-    def real(self, x: Reg) -> Reg:
+    def real(self, x):
         return x if x.kind == "f" else self._move(x, "f")
 
     def word(self, value: int) -> Reg:
@@ -72,7 +71,7 @@ class Ptx:
         self.lines.append(f"mov.b32 {out.name}, 0x{value:08x};")
         return out
 
-    def _move(self, x: Reg, kind: str) -> Reg:
+    def _move(self, x, kind):
         out = self.reg(kind)
         self.lines.append(f"mov.b32 {out.name}, {x.name};")
         return out
@@ -87,10 +86,10 @@ class Ptx:
     def xor(self, a, b):
         return self._op("xor.b32", "rrr", a, b)
 
-    def shl(self, a: Any, k: int) -> Any:
+    def shl(self, a, k):
         return self._op("shl.b32", "rrr", a, k)
 
-    def shr(self, a: Any, k: int) -> Any:
+    def shr(self, a, k):
         return self._op("shr.b32", "rrr", a, k)
 
     def iadd(self, a, b):
@@ -99,7 +98,7 @@ class Ptx:
     def imad(self, a, b, c):
         return self._op("mad.lo.u32", "rrrr", a, b, c)
 
-    def prmt(self, a: Any, b: Any, selector: int) -> Any:
+    def prmt(self, a, b, selector):
         """Four bytes out of eight (a holds 0..3, b holds 4..7); nibble i of `selector` picks byte i."""
         return self._op("prmt.b32", "rrrr", a, b, selector)
 
@@ -113,7 +112,7 @@ class Ptx:
         """The larger magnitudes of two bf16 pairs, NaN if either is; the sign bits mean nothing."""
         return self._op("max.NaN.xorsign.abs.bf16x2", "rrr", a, b)
 
-    def merge(self, a: Any, b: Any, mask: int) -> Any:
+    def merge(self, a, b, mask):
         """The bits of a where `mask` has ones, of b elsewhere."""
         return self._op("lop3.b32", "rrrrr", a, b, mask, 0xE4)
 
@@ -247,7 +246,7 @@ class Ptx:
         return values
 
     # exchange between the lanes of one block
-    def lane_bit(self, bit: int) -> Any:
+    def lane_bit(self, bit):
         """A predicate: does this lane's number have `bit`?"""
         lane, masked, out = self.reg("r"), self.reg("r"), self.reg("p")
         self.lines.append(f"mov.u32 {lane.name}, %laneid;")
@@ -260,11 +259,11 @@ class Ptx:
         self.lines.append(f"selp.b32 {out.name}, {texts[0]}, {texts[1]}, {predicate.name};")
         return out
 
-    def swap(self, x: Any, bit: int) -> Any:
+    def swap(self, x, bit):
         """The value of the lane whose number differs in `bit`."""
         return self._op("shfl.sync.bfly.b32", "rrrrr", x, bit, 31, 0xFFFFFFFF)
 
-    def from_lane(self, x: Any, lane: int) -> Any:
+    def from_lane(self, x, lane):
         """The value of lane `lane` of this block's lanes."""
         segment = ((32 - self.lanes) << 8) | 31
         return self._op("shfl.sync.idx.b32", "rrrrr", x, lane, segment, 0xFFFFFFFF)

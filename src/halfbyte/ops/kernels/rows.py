@@ -8,25 +8,24 @@ written in pieces.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
+from halfbyte.ops.kernels.machine import Address, MemoryMachine, TokenRows, Where, Word, Words
 from halfbyte.ops.kernels.place import Place
 
 
-def load_rows(m: Any, array: int, at: Place, size: int, *, rows: int | None = None) -> list[list[Any]]:
+def load_rows(m: MemoryMachine, array: int, at: Place, size: int, *, rows: int | None = None) -> list[list[Word]]:
     """The words of a lane's columns of each of `rows` rows for a block of tokens (all of them unless given), elements
     of `size` bytes; zero outside.
     """
     return Rows(m, array, at, rows or at.block, size).load()
 
 
-def store_rows(m: Any, array: int, at: Place, made: Sequence[Sequence[Any]], size: int) -> None:
+def store_rows(m: MemoryMachine, array: int, at: Place, made: TokenRows, size: int) -> None:
     """Writes the words of a lane's columns, `len(made)` rows for a block of tokens, elements of `size` bytes."""
     Rows(m, array, at, len(made), size).store(made)
 
 
-def joined(m: Any, units: Sequence[Any], size: int) -> list[Any]:
+def joined(m: MemoryMachine, units: Words, size: int) -> list[Word]:
     """Words from units of `size` bytes, each in a word of its own."""
     if size == 4:
         return list(units)
@@ -34,12 +33,12 @@ def joined(m: Any, units: Sequence[Any], size: int) -> list[Any]:
     return pairs if size == 2 or len(pairs) == 1 else joined(m, pairs, 2)
 
 
-def parted(m: Any, words: Sequence[Any], size: int) -> list[Any]:
+def parted(m: MemoryMachine, words: Words, size: int) -> list[Word]:
     """The inverse of `joined`; bytes above a unit are left over."""
     return [w if i == 0 else m.shr(w, 8 * i) for w in words for i in range(0, 4, size)]
 
 
-def words_from(m: Any, words: Sequence[Any], byte: int, count: int) -> list[Any]:
+def words_from(m: MemoryMachine, words: Words, byte: int, count: int) -> list[Word]:
     """`count` words that begin at a byte of `words`."""
     first, rest = divmod(byte, 4)
     if rest == 0:
@@ -52,7 +51,7 @@ def words_from(m: Any, words: Sequence[Any], byte: int, count: int) -> list[Any]
 class Rows:
     """A lane's columns of `rows` rows of an array that has so many for a block of tokens."""
 
-    m: Any
+    m: MemoryMachine
     array: int
     at: Place
     rows: int
@@ -76,19 +75,19 @@ class Rows:
         aligned = self.rows % self.m.columns == 0 == self.at.tokens % self.at.block and self.span % 4 == 0
         return self.split and aligned and self.m.columns <= 4  # more columns have more pieces of a kind
 
-    def _index(self) -> Any:
+    def _index(self) -> Word:
         """The lane's first element."""
         first = self.m.divide(self.at.token, self.at.block // self.rows)
         return self.m.imad(first, self.at.width, self.at.column)
 
-    def load(self) -> list[list[Any]]:
+    def load(self) -> list[list[Word]]:
         begin = self.m.address(self.array, self._index(), self.size)
         if self.shifted:
             inside = self._inside_bits()
             return [self._load_shifted(begin, r, inside) for r in range(self.rows)]
         return [self._load(begin, r) for r in range(self.rows)]
 
-    def store(self, made: Sequence[Sequence[Any]]) -> None:
+    def store(self, made: TokenRows) -> None:
         index = self._index()
         begin = self.m.address(self.array, index, self.size)
         for r, row in enumerate(made):
@@ -98,7 +97,7 @@ class Rows:
                 self._store(begin, r, row)
 
     # spans as they lie, or element by element
-    def _inside(self, row: int) -> list[Any]:
+    def _inside(self, row: int) -> list[Where]:
         """Whether each unit that is moved lies inside."""
         m, at = self.m, self.at
         inside = at.inside
@@ -108,18 +107,17 @@ class Rows:
             return [inside]
         return [m.both(inside, m.less(m.iadd(at.column, c), at.width)) for c in range(m.columns)]
 
-    def _load(self, begin: Any, row: int) -> list[Any]:
+    def _load(self, begin: Address, row: int) -> list[Word]:
         m, offset, inside = self.m, row * self.at.width * self.size, self._inside(row)
         if not self.split:
             unit = min(4, self.span)
-            words: list[Any] = m.load(begin, self.span // unit, offset=offset, size=unit, where=inside[0])
-            return words
-        units = []
+            return m.load(begin, self.span // unit, offset=offset, size=unit, where=inside[0])
+        units: list[Word] = []
         for c, where in enumerate(inside):
             units += m.load(begin, offset=offset + c * self.size, size=self.size, where=where)
         return joined(m, units, self.size)
 
-    def _store(self, begin: Any, number: int, row: Sequence[Any]) -> None:
+    def _store(self, begin: Address, number: int, row: Words) -> None:
         m, offset, inside = self.m, number * self.at.width * self.size, self._inside(number)
         if not self.split:
             m.store(begin, row, offset=offset, size=min(4, self.span), where=inside[0])
@@ -128,18 +126,18 @@ class Rows:
             m.store(begin, [part], offset=offset + c * self.size, size=self.size, where=where)
 
     # aligned spans
-    def _inside_bits(self) -> list[Any]:
+    def _inside_bits(self) -> list[Word]:
         """For each word of a lane's columns, ones where they lie in the row."""
         m, at, out = self.m, self.at, []
         for first in range(0, m.columns, 4 // self.size):
-            bits: Any = 0
+            bits: Word = 0
             for i in range(4 // self.size):
                 up_to_here = 2 ** (8 * self.size * (i + 1)) - 1
                 bits = m.choose(m.less(m.iadd(at.column, first + i), at.width), up_to_here, bits)
             out.append(bits)
         return out
 
-    def _load_shifted(self, begin: Any, row: int, inside: Sequence[Any]) -> list[Any]:
+    def _load_shifted(self, begin: Address, row: int, inside: Words) -> list[Word]:
         m, at, count = self.m, self.at, self.span // 4
         past = row * at.width % m.columns  # this lane's columns begin so many elements past an aligned place
         offset = (row * at.width - past) * self.size
@@ -150,7 +148,7 @@ class Rows:
         made = words_from(m, words, past * self.size, count)
         return [m.and_(word, bits) for word, bits in zip(made, inside, strict=True)]
 
-    def _store_shifted(self, begin: Any, index: Any, number: int, row: Sequence[Any]) -> None:
+    def _store_shifted(self, begin: Address, index: Word, number: int, row: Words) -> None:
         m, at, columns = self.m, self.at, self.m.columns
         offset, first = number * at.width * self.size, -number * at.width % columns  # up to the next aligned place
         lane = m.and_(at.thread, 31)
@@ -163,7 +161,7 @@ class Rows:
             self._store_ends_of_warp(index, offset, first, row)
         self._store_end_of_row(begin, offset, first, row)
 
-    def _store_ends_of_warp(self, index: Any, offset: int, first: int, row: Sequence[Any]) -> None:
+    def _store_ends_of_warp(self, index: Word, offset: int, first: int, row: Words) -> None:
         """The first lane's elements before `first`, and the last lane's from there on: one of either at a time."""
         m, at, columns = self.m, self.at, self.m.columns
         lane = m.and_(at.thread, 31)
@@ -180,7 +178,7 @@ class Rows:
             size = count * self.size
             m.store(place, [word], offset=offset + c * self.size, size=size, where=m.both(whole, where))
 
-    def _store_end_of_row(self, begin: Any, offset: int, first: int, row: Sequence[Any]) -> None:
+    def _store_end_of_row(self, begin: Address, offset: int, first: int, row: Words) -> None:
         """What the last lane of a row has, which is not whole, and the lane before it cannot write with its own."""
         m, at, columns = self.m, self.at, self.m.columns
         rest = at.width % columns
@@ -203,6 +201,6 @@ class Rows:
             c += count
         return out
 
-    def _piece(self, row: Sequence[Any], first: int) -> Any:
+    def _piece(self, row: Words, first: int) -> Word:
         """The word that begins with an element of the lane's."""
         return words_from(self.m, [*row, row[-1]], first * self.size, 1)[0]

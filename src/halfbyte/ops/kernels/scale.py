@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from halfbyte.formats import E2M1, E4M3
 from halfbyte.later import later
 from halfbyte.ops.kernels import layout
+from halfbyte.ops.kernels.interpret import is_interpreted
 from halfbyte.ops.kernels.ptx import FLT_MAX
 
 plgpu = later("jax.experimental.pallas.triton")
@@ -22,34 +23,32 @@ SIZE = 8
 NVFP4_TOP = E2M1.max * E4M3.max
 
 
-def tensor_scale(maxima: jax.Array, *, top: float = NVFP4_TOP, interpret: bool = False) -> jax.Array:
+def tensor_scale(maxima: jax.Array, *, top: float = NVFP4_TOP) -> jax.Array:
     """float32 [8]: amax, S = top / amax with its guards, 1 / S, S * f32(1/6), and the factor that a GEMM owes.
 
     `top` is 2688 for NVFP4, the element's largest value for FP8. The GEMM's factor is 1 / S, or NaN if amax is not
     finite; the rest is zero. `maxima` holds the bits of float32 magnitudes as int32, in any shape: integer maxima keep
     inf and NaN. Divisions are exact (`div.rn`), also where XLA's are not.
     """
-    return tensor_scales(maxima, top=top, interpret=interpret)[0]
+    return tensor_scales(maxima, top=top)[0]
 
 
-@layout.once("top", "interpret")
-def tensor_scales(*maxima: jax.Array, top: float = NVFP4_TOP, interpret: bool = False) -> tuple[jax.Array, ...]:
+@layout.once("top")
+def tensor_scales(*maxima: jax.Array, top: float = NVFP4_TOP) -> tuple[jax.Array, ...]:
     """`tensor_scale` of several tensors in one launch."""
-    return _launch(maxima, [top] * len(maxima), interpret)[: len(maxima)]
+    return _launch(maxima, [top] * len(maxima))[: len(maxima)]
 
 
-@layout.once("tops", "interpret")
-def scales_and_factors(
-    *maxima: jax.Array, tops: tuple[float, ...], interpret: bool = False
-) -> list[tuple[jax.Array, jax.Array]]:
+@layout.once("tops")
+def scales_and_factors(*maxima: jax.Array, tops: tuple[float, ...]) -> list[tuple[jax.Array, jax.Array]]:
     """Of each tensor `tensor_scale` under its own top, and its last entry as a scalar of its own, for a GEMM that reads
     a scalar from memory; in one launch.
     """
-    made, n = _launch(maxima, tops, interpret), len(maxima)
+    made, n = _launch(maxima, tops), len(maxima)
     return [(vector, factor.reshape(())) for vector, factor in zip(made[:n], made[n:], strict=True)]
 
 
-def _launch(maxima: Sequence[jax.Array], tops: Sequence[float], interpret: bool) -> tuple[jax.Array, ...]:
+def _launch(maxima: Sequence[jax.Array], tops: Sequence[float]) -> tuple[jax.Array, ...]:
     """The scale vectors of all tensors, then their GEMM factors [1]."""
     counts = [math.prod(m.shape) for m in maxima]
     n = len(counts)
@@ -58,8 +57,8 @@ def _launch(maxima: Sequence[jax.Array], tops: Sequence[float], interpret: bool)
         for maxima_ref, out_ref, factor_ref, count, top in zip(
             refs[:n], refs[n : 2 * n], refs[2 * n :], counts, tops, strict=True
         ):
-            amax = lax.bitcast_convert_type(jnp.max(_read(maxima_ref, count, interpret)), jnp.float32)
-            entries = _entries(jnp.broadcast_to(amax, (SIZE,)), top, interpret)
+            amax = lax.bitcast_convert_type(jnp.max(_read(maxima_ref, count)), jnp.float32)
+            entries = _entries(jnp.broadcast_to(amax, (SIZE,)), top)
             out = jnp.zeros((SIZE,), jnp.float32)
             for place, value in entries.items():
                 out = jnp.where(lax.iota(jnp.int32, SIZE) == place, value, out)
@@ -72,32 +71,32 @@ def _launch(maxima: Sequence[jax.Array], tops: Sequence[float], interpret: bool)
         kernel,
         out_shape=[jax.ShapeDtypeStruct((SIZE,), jnp.float32)] * n + [jax.ShapeDtypeStruct((1,), jnp.float32)] * n,
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
-        interpret=interpret,
+        interpret=is_interpreted(),
         name="tensor_scales",
     )(*(m.reshape(-1) for m in maxima))
     return tuple(results)
 
 
-def _read(ref: Any, count: int, interpret: bool) -> jax.Array:
+def _read(ref: Any, count: int) -> jax.Array:
     """All maxima; Triton tiles are powers of two, so the last one is repeated as often as it takes."""
     padded = pl.next_power_of_2(count)
-    if interpret or padded == count:
+    if is_interpreted() or padded == count:
         return ref[...]
     return plgpu.load(ref.at[jnp.minimum(lax.iota(jnp.int32, padded), count - 1)])
 
 
-def _entries(amax: jax.Array, top: float, interpret: bool) -> dict[int, jax.Array]:
+def _entries(amax: jax.Array, top: float) -> dict[int, jax.Array]:
     """Place in the scale vector -> its value, each repeated over the vector."""
-    s = jnp.minimum(_divide(np.float32(top), amax, interpret), np.float32(FLT_MAX))
+    s = jnp.minimum(_divide(np.float32(top), amax), np.float32(FLT_MAX))
     finite = amax <= np.float32(FLT_MAX)
     s = jnp.where((amax == np.float32(0)) | (s == np.float32(0)) | ~finite, np.float32(1), s)
-    decode = _divide(np.float32(1), s, interpret)
+    decode = _divide(np.float32(1), s)
     gemm = jnp.where(finite, decode, np.float32(np.nan))
     return {AMAX: amax, ENCODE: s, DECODE: decode, MULT: s * np.float32(1 / E2M1.max), GEMM: gemm}
 
 
-def _divide(a: np.float32, b: jax.Array, interpret: bool) -> jax.Array:
-    if interpret:
+def _divide(a: np.float32, b: jax.Array) -> jax.Array:
+    if is_interpreted():
         return jax.pure_callback(functools.partial(_divide_numpy, a), jax.ShapeDtypeStruct(b.shape, b.dtype), b)
     return plgpu.elementwise_inline_asm(
         "div.rn.f32 $0, $1, $2;",

@@ -4,9 +4,9 @@
 """
 
 import enum
-from typing import Any
 
 from halfbyte.formats.tiling import ROWS, SCALES
+from halfbyte.ops.kernels.machine import MemoryMachine, Word
 
 
 class ScaleOrder(enum.Enum):
@@ -22,7 +22,7 @@ class ScaleOrder(enum.Enum):
         """`size`, padded to whole tiles where there are tiles."""
         return size if self is ScaleOrder.PLAIN else -(-size // tile) * tile
 
-    def index(self, m: Any, row: Any, scale: Any, scales: int) -> Any:
+    def index(self, m: MemoryMachine, row: Word, scale: Word, scales: int) -> Word:
         """The number of the byte of `scale` of `row`, of `scales` a row."""
         if self is ScaleOrder.PLAIN:
             return m.imad(row, scales, scale)

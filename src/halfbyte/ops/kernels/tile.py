@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from halfbyte.ops.kernels.interpret import is_interpreted
 from halfbyte.ops.kernels.ptx import Ptx
 from halfbyte.ops.kernels.vector import Vector
 
@@ -24,7 +25,6 @@ def evaluate(
     *,
     outputs: Sequence[Any],
     columns: int,
-    interpret: bool,
 ) -> list[jax.Array]:
     """The [blocks, 16] tiles of dtypes `outputs` that `body(machine, words, scalars)` makes.
 
@@ -32,7 +32,7 @@ def evaluate(
     `scalars` are float32 or int32 scalars or tiles; a tile gives the value of the lane's first column. The body
     returns, for each output, the list of words of the lane.
     """
-    run = _evaluate_vector if interpret else _evaluate_ptx
+    run = _evaluate_vector if is_interpreted() else _evaluate_ptx
     return run(body, tiles, scalars, outputs, columns)
 
 

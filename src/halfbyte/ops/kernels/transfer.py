@@ -6,9 +6,8 @@ each of its columns, and with the other three warps' bytes 32 are written at onc
 Edges are masked. Blocks that the array does not fill end in zeros: packed codes always have whole blocks.
 """
 
-from typing import Any
-
 from halfbyte.formats.tiling import ROWS
+from halfbyte.ops.kernels.machine import MemoryMachine, Where, Word
 from halfbyte.ops.kernels.memory import SHARED
 from halfbyte.ops.kernels.place import BLOCK, WARPS, Place, whole
 from halfbyte.ops.kernels.rows import joined
@@ -18,7 +17,7 @@ WARP_STRIDE = 72  # words from one warp's columns to the next one's: no two lane
 
 
 def store_codes(
-    m: Any, codes: int, scales: int, at: Place, order: ScaleOrder, made: tuple[list[Any], list[Any]]
+    m: MemoryMachine, codes: int, scales: int, at: Place, order: ScaleOrder, made: tuple[list[Word], list[Word]]
 ) -> None:
     """Packed bytes of 16 rows, and the scales of this lane's share of them."""
     bytes_of, own = made
@@ -41,7 +40,7 @@ def store_codes(
 
 
 def store_turned_codes(
-    m: Any, codes: int, scales: int, at: Place, order: ScaleOrder, made: tuple[list[list[Any]], Any]
+    m: MemoryMachine, codes: int, scales: int, at: Place, order: ScaleOrder, made: tuple[list[list[Word]], Word]
 ) -> None:
     """Packed tokens of each column and its scales, transposed through shared memory."""
     words, scale_word = made
@@ -58,7 +57,7 @@ def store_turned_codes(
     _store_scales(m, scales, at, order, scale_start)
 
 
-def _store_columns(m: Any, codes: int, at: Place, start: int, turn: int) -> None:
+def _store_columns(m: MemoryMachine, codes: int, at: Place, start: int, turn: int) -> None:
     """16 bytes of a column a lane: the tokens of two warps. Two lanes write the 32 bytes of a column."""
     tokens = whole(at.tokens)
     part, found = m.and_(at.thread, 1), m.shr(at.thread, 1)  # 64 columns a turn
@@ -77,7 +76,7 @@ def _store_columns(m: Any, codes: int, at: Place, start: int, turn: int) -> None
         m.store(target, words[2 * k : 2 * k + 2], offset=8 * k, where=inside)
 
 
-def _store_scales(m: Any, scales: int, at: Place, order: ScaleOrder, start: int) -> None:
+def _store_scales(m: MemoryMachine, scales: int, at: Place, order: ScaleOrder, start: int) -> None:
     """The four scales of a column, one from each warp, a lane each."""
     number, lane = m.shr(at.thread, 5), m.and_(at.thread, 31)
     source, shift = m.address(SHARED, lane, 4), m.shl(number, 3)
@@ -97,5 +96,5 @@ def _store_scales(m: Any, scales: int, at: Place, order: ScaleOrder, start: int)
         m.store(target, [m.shr(word, 8 * w)], offset=w, size=1, where=inside)
 
 
-def _both(m: Any, p: Any, q: Any) -> Any:
+def _both(m: MemoryMachine, p: Where, q: Where) -> Where:
     return q if p is None else p if q is None else m.both(p, q)

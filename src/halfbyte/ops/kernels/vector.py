@@ -1,7 +1,5 @@
 """The operations of `ptx.py` on arrays: how kernel bodies run, and are tested, without a GPU."""
 
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 
@@ -30,10 +28,10 @@ class Vector:
     def xor(self, a, b):
         return self.bits(a) ^ self.bits(b)
 
-    def shl(self, a: Any, k: int) -> Any:
+    def shl(self, a, k):
         return self.bits(a) << np.uint32(k)
 
-    def shr(self, a: Any, k: int) -> Any:
+    def shr(self, a, k):
         return self.bits(a) >> np.uint32(k)
 
     def iadd(self, a, b):
@@ -42,7 +40,7 @@ class Vector:
     def imad(self, a, b, c):
         return self.bits(a) * self.bits(b) + self.bits(c)
 
-    def prmt(self, a: Any, b: Any, selector: int) -> Any:
+    def prmt(self, a, b, selector):
         picked = []
         for i in range(4):
             k = (selector >> (4 * i)) & 7
@@ -65,7 +63,7 @@ class Vector:
         mask = np.uint32(0x7FFF7FFF)
         return self.max_u16x2(self.bits(a) & mask, self.bits(b) & mask) | np.uint32(0x80000000)
 
-    def merge(self, a: Any, b: Any, mask: int) -> Any:
+    def merge(self, a, b, mask):
         return (self.bits(a) & np.uint32(mask)) | (self.bits(b) & ~np.uint32(mask))
 
     def with_sign(self, magnitude, sign):
@@ -189,19 +187,19 @@ class Vector:
         small = code.astype(np.int32).astype(np.float32) * np.float32(2.0**-9)
         return np.where(code < np.uint32(8), small, self.real((code << np.uint32(20)) + np.uint32(960 << 20)))
 
-    def lane_bit(self, bit: int) -> Any:
+    def lane_bit(self, bit):
         return bit
 
     def _lanes(self, x):
         return [x[..., i : i + 1] for i in range(x.shape[-1])]
 
-    def select(self, predicate: int, a: Any, b: Any) -> Any:
+    def select(self, predicate, a, b):
         pairs = zip(self._lanes(self.bits(a)), self._lanes(self.bits(b)), strict=True)
         return np.concatenate([p[0] if i & predicate else p[1] for i, p in enumerate(pairs)], -1)
 
-    def swap(self, x: Any, bit: int) -> Any:
+    def swap(self, x, bit):
         lanes = self._lanes(self.bits(x))
         return np.concatenate([lanes[i ^ bit] for i in range(len(lanes))], -1)
 
-    def from_lane(self, x: Any, lane: int) -> Any:
+    def from_lane(self, x, lane):
         return np.broadcast_to(self._lanes(self.bits(x))[lane], x.shape)

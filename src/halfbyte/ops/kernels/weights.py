@@ -15,6 +15,7 @@ from jax import lax
 from halfbyte.ops.kernels import arithmetic as q
 from halfbyte.ops.kernels import codes, layout
 from halfbyte.ops.kernels.layout import BLOCK, Tiling
+from halfbyte.ops.kernels.machine import Machine, TokenRows, Word
 from halfbyte.ops.kernels.scale import DECODE, MULT
 from halfbyte.ops.kernels.scale_order import ScaleOrder
 from halfbyte.ops.kernels.tile import evaluate
@@ -22,55 +23,48 @@ from halfbyte.ops.kernels.tile import evaluate
 WEIGHT_TILING = Tiling(4, 4)
 
 
-def weight_maxima(w: jax.Array, *, tiling: Tiling = WEIGHT_TILING, interpret: bool = False) -> jax.Array:
+def weight_maxima(w: jax.Array, *, tiling: Tiling = WEIGHT_TILING) -> jax.Array:
     """Partial maxima of |w| as int32 bits, one a program; `tensor_scale` finishes them."""
     layout.check(w)
     if not layout.divides(w.shape[1]):
         run = functools.partial(codes.find_maxima, [w], lambda m, rows: [q.amax_float(m, _real(m, rows))], 1)
-        return run(interpret=interpret, name="weight_maxima")[0]
+        return run(name="weight_maxima")[0]
 
     def body(m, rows, _):
         return [[m.bits(q.amax_float(m, rows))] * m.columns]
 
     def kernel(_, arrays, __, ___, tops):
         tiles = [arrays[0][r] for r in range(BLOCK)]
-        (tile,) = evaluate(body, tiles, [], outputs=[jnp.int32], columns=tiling.columns, interpret=interpret)
+        (tile,) = evaluate(body, tiles, [], outputs=[jnp.int32], columns=tiling.columns)
         tops[0][0, 0] = jnp.max(tile)
 
-    return layout.call(kernel, [w], [], outputs=[], maxima=1, tiling=tiling, interpret=interpret, name="weight_maxima")[
-        0
-    ]
+    return layout.call(kernel, [w], [], outputs=[], maxima=1, tiling=tiling, name="weight_maxima")[0]
 
 
-def _real(m: Any, rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
+def _real(m: Machine, rows: TokenRows) -> list[list[Word]]:
     return [[m.real(x) for x in row] for row in rows]
 
 
-def quantize_weight(
-    w: jax.Array, scale: jax.Array, *, tiling: Tiling = WEIGHT_TILING, interpret: bool = False
-) -> jax.Array:
+def quantize_weight(w: jax.Array, scale: jax.Array, *, tiling: Tiling = WEIGHT_TILING) -> jax.Array:
     """bf16 carrier [k, n] of float32 w under the scales of `tensor_scale`."""
-    return _quantize(w, scale, [(BLOCK, jnp.bfloat16)], tiling, interpret, name="quantize_weight")[0]
+    return _quantize(w, scale, [(BLOCK, jnp.bfloat16)], tiling, name="quantize_weight")[0]
 
 
-def pack_weight(
-    w: jax.Array, scale: jax.Array, *, tiling: Tiling = WEIGHT_TILING, interpret: bool = False
-) -> tuple[jax.Array, jax.Array]:
+def pack_weight(w: jax.Array, scale: jax.Array, *, tiling: Tiling = WEIGHT_TILING) -> tuple[jax.Array, jax.Array]:
     """(uint8 codes [k / 2, n], two rows a byte; E4M3 scales [k / 16, n / 16]) of float32 w."""
     outputs = [(BLOCK // 2, jnp.int8), (1, jnp.int8)]
-    packed, scales = _quantize(w, scale, outputs, tiling, interpret, name="pack_weight")
+    packed, scales = _quantize(w, scale, outputs, tiling, name="pack_weight")
     # [k / 16, n] -> [k / 16, n / 16]: the kernel repeats a tile's scale in each of its columns
     return lax.bitcast_convert_type(packed, jnp.uint8), lax.bitcast_convert_type(scales[:, ::BLOCK], jnp.uint8)
 
 
-@layout.once("inputs_last", "outputs_last", "interpret")
+@layout.once("inputs_last", "outputs_last")
 def weight_codes(
     w: jax.Array,
     scale: jax.Array,
     *,
     inputs_last: ScaleOrder | None = ScaleOrder.PLAIN,
     outputs_last: ScaleOrder | None = ScaleOrder.PLAIN,
-    interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Packed codes and scales of float32 w [k, n], with the inputs k last for FPROP: uint8 [n, k / 2] and [n, k / 16],
     then with the outputs n last for DGRAD: [k, n / 2] and [k, n / 16]. Both hold the same codes; a tile's scale is
@@ -78,15 +72,15 @@ def weight_codes(
     """
     orders = (True, inputs_last), (False, outputs_last)
     sides = [codes.Square(along, order) for along, order in orders if order is not None]
-    return codes.weight_codes(w, scale, sides, interpret=interpret, name="weight_codes")
+    return codes.weight_codes(w, scale, sides, name="weight_codes")
 
 
 def _quantize(
-    w: jax.Array, scale: jax.Array, outputs: Sequence[tuple[int, Any]], tiling: Tiling, interpret: bool, *, name: str
+    w: jax.Array, scale: jax.Array, outputs: Sequence[tuple[int, Any]], tiling: Tiling, *, name: str
 ) -> list[jax.Array]:
     layout.check(w)
     if not layout.divides(w.shape[1]):
-        return codes.weight_rows(w, scale, outputs, interpret=interpret, name=name)
+        return codes.weight_rows(w, scale, outputs, name=name)
 
     def body(m, rows, given):
         return q.quantize_square(m, rows, *given, packed=len(outputs) > 1)
@@ -95,9 +89,9 @@ def _quantize(
         tiles = [arrays[0][r] for r in range(BLOCK)]
         given = [refs[0][MULT], refs[0][DECODE]]
         dtypes = [dtype for count, dtype in outputs for _ in range(count)]
-        made = evaluate(body, tiles, given, outputs=dtypes, columns=tiling.columns, interpret=interpret)
+        made = evaluate(body, tiles, given, outputs=dtypes, columns=tiling.columns)
         places = [(ref, r) for ref, (count, _) in zip(out_refs, outputs, strict=True) for r in range(count)]
         for (ref, r), tile in zip(places, made, strict=True):
             ref[r] = tile
 
-    return layout.call(kernel, [w], [scale], outputs=outputs, tiling=tiling, interpret=interpret, name=name)
+    return layout.call(kernel, [w], [scale], outputs=outputs, tiling=tiling, name=name)
