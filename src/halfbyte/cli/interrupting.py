@@ -43,7 +43,7 @@ def _interrupt() -> None:
 
 @contextlib.contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the work as Ctrl-C does, so that a half-made directory is removed on the way out."""
+    """SIGTERM and SIGHUP end the work as Ctrl-C does: what is half made is removed, and what is made is kept."""
     with _handling((signal.SIGTERM, signal.SIGHUP), signal.default_int_handler):
         yield
 
@@ -67,20 +67,6 @@ def _handling(numbers: Sequence[signal.Signals], handler: Callable[..., Any]) ->
     finally:
         for number, old in before.items():
             signal.signal(number, old)
-
-
-@contextlib.contextmanager
-def terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the work as Ctrl-C does: what is half made is removed, and what is made is kept."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _leave(*_: object) -> None:
