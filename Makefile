@@ -30,7 +30,7 @@ help:
 	@echo "make lint    ruff and mypy"
 	@echo "make docs    the documents as a site, in build/site"
 	@echo "make bench   the benchmarks that run on this machine"
-	@echo "make faults  more than 100 faults of 39 kinds against a small run, each with the outcome it must have (Linux)"
+	@echo "make faults  some 100 faults of more than 60 kinds against a small run, each with the outcome it must have (Linux)"
 	@echo "make soak    500 steps of the demo with a fault every 20, against a run that nobody disturbs"
 	@echo "make setup   the environment alone"
 	@echo "make wheels  whether packages resolve for x86-64 and aarch64, CPU, CUDA 12, CUDA 13 and TPU (a dry run)"

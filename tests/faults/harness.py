@@ -23,77 +23,23 @@ from pathlib import Path
 from random import Random
 
 sys.path.insert(0, str(Path(__file__).parent))
-os.environ["JAX_PLATFORMS"] = "cpu"  # the harness reads checkpoints itself
+os.environ["JAX_PLATFORMS"] = "cpu"
 
-from kinds import KINDS, Bench
-from outside import Trainer, can_mount, keep_bytecode, saved_state
+from kinds import KINDS, Benches
+from outside import Warm, can_mount, keep_bytecode
 from places import Places
 
-NEEDS_MOUNT = ("disk_full_for_a_while", "disk_full_to_the_end", "out_of_inodes", "read_only_directory")
-STEPS, EVERY = 36, 6
 WAITING = 4  # more faults than there are places: those that wait for a watchdog hold none
 
 
-def write_config(path: Path) -> None:
-    """A run with everything that makes resuming hard: 4 bits, accumulation, dynamic loss scale, two devices."""
-    from halfbyte.models import LlamaConfig
-    from halfbyte.optim import OptimizerConfig
-    from halfbyte.train import (
-        CheckpointConfig,
-        LogConfig,
-        LossScaleConfig,
-        TrainConfig,
-        ValidationConfig,
-        jsonconfig,
-    )
-
-    model = LlamaConfig(
-        name="tiny", vocab_size=64, embed=32, mlp=64, layers=2, heads=4, kv_heads=2, head_dim=16, max_seq=64
-    )
-    config = TrainConfig(
-        name="faults",
-        model=model,
-        recipe="nvfp4",
-        mesh="fsdp=2",
-        data="synthetic",
-        steps=STEPS,
-        batch=8,
-        seq=32,
-        accumulate=2,
-        optimizer=OptimizerConfig(learning_rate=1e-2, warmup=1),
-        loss_scale=LossScaleConfig(mode="dynamic", initial=8.0, growth_interval=12),
-        validation=ValidationConfig(every=0, batches=1),
-        checkpoint=CheckpointConfig(every=EVERY, keep_last=3),
-        log=LogConfig(tensorboard=False, every=18),
-    )
-    jsonconfig.save(config, path)
-
-
-def prepare(root: Path, *, two_ranks: bool = True) -> Bench:
-    """The undisturbed run, as one process and as two; their compiled programs are kept for all others."""
-    (root / "logs").mkdir()
-    write_config(root / "config.json")
-    trainer = Trainer(root / "config.json", root / "cache", root / "logs")
-    code, output = trainer.finish(root / "whole")
-    if code:
-        raise SystemExit(f"the undisturbed run ended with {code}:\n{output[-3000:]}")
-    if two_ranks:
-        code, output = trainer.finish(root / "two", ranks=2)
-        if code or saved_state(root / "two") != saved_state(root / "whole"):
-            raise SystemExit(f"two undisturbed ranks ended with {code}, or otherwise than one:\n{output[-3000:]}")
-    from halfbyte.data import demo_dataset
-
-    data = Path(demo_dataset(root / "data", seq_len=32).directory)
-    return Bench(trainer, root / "whole", STEPS, EVERY, data)
-
-
-def one_fault(bench: Bench, root: Path, name: str, number: int, seed: int) -> dict:
+def one_fault(benches: Benches, name: str, number: int, seed: int) -> dict:
     """Do it, and say what came of it."""
-    fault, _, cores = KINDS[name]
-    folder = root / f"{name}-{number}"
-    with bench.places.taken(cores):
+    kind = KINDS[name]
+    folder = benches.root / f"{name}-{number}"
+    with benches.places.taken(kind.cores):
+        bench = benches.of(kind.run)
         began = time.monotonic()
-        text, good = tried(lambda: fault(bench, folder, Random(f"{seed}/{name}/{number}")))
+        text, good = tried(lambda: kind.fault(bench, folder, Random(f"{seed}/{name}/{number}")))
         seconds = time.monotonic() - began
     if good:
         shutil.rmtree(folder, ignore_errors=True)
@@ -110,18 +56,22 @@ def tried(fault: Callable[[], str]) -> tuple[str, bool]:
         return "harness: " + " ".join(traceback.format_exc().split())[-300:], False
 
 
-HEAD = "# Faults\n\n`make faults`: what each fault must end in is in tests/faults/kinds.py.\n\n"
+HEAD = """# Faults
+
+`make faults`: what each fault must end in is in [tests/faults](../../tests/faults/kinds.py). The end states that are
+compared are compared by the bytes of every array, read without Halfbyte, and `halfbyte verify` must find them whole.
+
+"""
 
 
-def table(rows: list[dict], seconds: float, seed: int, *, planned: int, left_out: list[str]) -> str:
+def table(rows: list[dict], seconds: float, spent: float, seed: int, *, planned: int, left_out: list[str]) -> str:
     """The table that is printed and committed, of the faults that were tried so far."""
     rows = sorted(rows, key=lambda row: row["number"])
     bad = [row for row in rows if not row["good"]]
     kinds = {row["kind"] for row in rows}
-    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     head = (
         f"{len(rows)} faults of {len(kinds)} kinds, seed {seed}, in {seconds / 60:.1f} minutes and "
-        f"{(spent.ru_utime + spent.ru_stime) / 60:.1f} of the processes' own time: "
+        f"{spent / 60:.1f} of the processes' own time: "
         f"{len(rows) - len(bad)} as they must be, {len(bad)} not. Linux, CPU, {len(os.sched_getaffinity(0))} cores, "
         f"Python {platform.python_version()}, JAX {importlib.metadata.version('jax')}.\n\n"
         "| kind | n | s each | as it must be | what came of it (the last) |\n|---|---|---|---|---|\n"
@@ -140,6 +90,12 @@ def table(rows: list[dict], seconds: float, seed: int, *, planned: int, left_out
     return head + "\n".join(lines) + "\n" + foot
 
 
+def own_seconds() -> float:
+    """Processor time of the harness and of the processes that it started itself."""
+    spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in spent)
+
+
 def main() -> int:
     """Run them; 1 if any was not as it must be."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -154,9 +110,8 @@ def main() -> int:
         parser.error(f"--kinds {','.join(sorted(unknown))}: no such kind; there are {', '.join(KINDS)}")
     began, root = time.monotonic(), Path(tempfile.mkdtemp(prefix="halfbyte-faults-"))
     keep_bytecode(root / "bytecode")
-    bench = prepare(root)
-    bench.places = Places(args.cores)
-    left_out = [] if can_mount() else [name for name in NEEDS_MOUNT if name in args.kinds]
+    benches = Benches(root, Warm(root), root / "cache", Places(args.cores))
+    left_out = [] if can_mount() else [name for name in args.kinds if KINDS[name].mounts]
     plan = [
         (name, number)
         for name in args.kinds
@@ -169,15 +124,17 @@ def main() -> int:
     rows: list[dict] = []
     text = ""
     with ThreadPoolExecutor(args.cores + WAITING) as threads:
-        jobs = [threads.submit(one_fault, bench, root, name, number, args.seed) for name, number in plan]
+        jobs = [threads.submit(one_fault, benches, name, number, args.seed) for name, number in plan]
         for job in as_completed(jobs):
             row = job.result()
             rows.append(row)
             mark = "ok  " if row["good"] else "BAD "
             print(f"{mark} {row['seconds']:5.0f} s  {row['kind']} {row['number']}: {row['text']}", flush=True)
-            text = table(rows, time.monotonic() - began, args.seed, planned=len(plan), left_out=left_out)
+            spent = benches.warm.seconds + own_seconds()
+            text = table(rows, time.monotonic() - began, spent, args.seed, planned=len(plan), left_out=left_out)
             if args.write:
                 Path(args.write).write_text(HEAD + text, encoding="utf-8")
+    benches.warm.close()
     print("\n" + text)
     bad = [row for row in rows if not row["good"]]
     if not bad and not args.keep:

@@ -1,9 +1,14 @@
 """Every kind of fault: what is done to the trainer, and what must come of it."""
 
 import disagreeing  # noqa: F401  each adds its kinds to the list
+import disks  # noqa: F401
+import files  # noqa: F401
+import hostile  # noqa: F401
+import judging  # noqa: F401
 import killing  # noqa: F401
-import storage  # noqa: F401
+import replacing  # noqa: F401
+import sharing  # noqa: F401
 import values  # noqa: F401
-from reference import KINDS, Bench
+from reference import KINDS, Bench, Benches
 
-__all__ = ["KINDS", "Bench"]
+__all__ = ["KINDS", "Bench", "Benches"]

@@ -12,14 +12,17 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 ENTRY = [sys.executable, "-c", "from halfbyte.cli.main import entry; entry()"]
 LIMIT_S = 400.0
+HUNG = 999
 STACKS = re.compile(r"\*\*\* Check failure stack trace|^\s+@\s+0x[0-9a-f]+|terminate called after", re.M)
 
 
@@ -37,16 +40,94 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def environment() -> dict[str, str]:
+    """Of every process: this source, this machine's CPU, and programs that are compiled quickly."""
+    return {
+        **os.environ,
+        "PYTHONPATH": f"{SOURCE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }
+
+
+class Child:
+    """A process that the warm one has forked, with the part of Popen's face that the harness uses."""
+
+    def __init__(self, connection: socket.socket, pid: int, spent: Callable[[float], None]):
+        self.pid, self.returncode = pid, None
+        self._ended = threading.Event()
+        threading.Thread(target=self._listen, args=(connection, spent), daemon=True).start()
+
+    def _listen(self, connection: socket.socket, spent: Callable[[float], None]) -> None:
+        with connection, connection.makefile() as lines:
+            said = json.loads(lines.readline() or '{"code": -9, "seconds": 0}')
+        spent(said["seconds"])
+        self.returncode = said["code"]
+        self._ended.set()
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not self._ended.wait(timeout):
+            raise subprocess.TimeoutExpired("halfbyte", timeout)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Warm:
+    """The process that has loaded everything and forks a copy of itself for each command (warm.py)."""
+
+    def __init__(self, folder: Path):
+        self.address, self.seconds, self.lock = str(folder / "warm"), 0.0, threading.Lock()
+        words = [sys.executable, str(Path(__file__).with_name("warm.py")), self.address]
+        with open(folder / "warm.log", "wb") as log:
+            self.process = subprocess.Popen(
+                words, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
+            )
+        assert self.process.stdout.readline() == b"ready\n", (folder / "warm.log").read_text()
+
+    def start(self, request: dict[str, Any], output: int) -> Child:
+        """A process that runs the command of `request`, its output into the file handle."""
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(self.address)
+        socket.send_fds(connection, [json.dumps(request).encode()], [output])
+        said = b""
+        while not said.endswith(b"\n"):
+            said += connection.recv(1)
+        return Child(connection, json.loads(said)["pid"], self._spend)
+
+    def _spend(self, seconds: float) -> None:
+        with self.lock:
+            self.seconds += seconds
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+
 @dataclass
 class Started:
     """One process of a run, its output in a file."""
 
-    process: subprocess.Popen
+    process: Any
     log: Path
 
     @property
     def output(self) -> str:
         return self.log.read_text(errors="replace")
+
+    @property
+    def said(self) -> str:
+        """Its output as running text, whatever width it was wrapped to."""
+        return " ".join(self.output.split())
 
     def wait(self, limit_s: float = LIMIT_S) -> int:
         """Its exit code; 999 when it had to be killed because it hung."""
@@ -55,42 +136,52 @@ class Started:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-            return 999
+            return HUNG
 
 
 @dataclass
 class Trainer:
-    """Starts `halfbyte train` on one config, as one rank or as several."""
+    """Starts `halfbyte train` on one config, as one rank or as several, and any other command."""
 
     config: Path
     cache: Path
     logs: Path
+    warm: Warm
     flags: tuple[str, ...] = ()
     count: int = field(default=0)
 
     def start(self, folder: Path, *flags: str, rank: int = 0, ranks: int = 1, port: int = 0, **options) -> Started:
-        """One process of a run. `options`: stdout and cwd of the process."""
-        words = ["train", "--config", str(self.config), "--run-dir", str(folder), "--compile-cache", str(self.cache)]
-        words += ["--distributed.cpu-devices", str(2 // ranks), *self.flags]
+        """One process of a run."""
+        words = [*self.words(folder), "--distributed.cpu-devices", str(2 // ranks), *self.flags]
         if ranks > 1:
             words += ["--distributed.coordinator", f"127.0.0.1:{port}", "--distributed.processes", str(ranks)]
             words += ["--distributed.process", str(rank), "--distributed.initialization-timeout-s", "60"]
         return self.command(folder.name, *words, *flags, **options)
 
-    def command(self, name: str, *words: str, **options) -> Started:
-        """Any command of halfbyte, its output in a log under `name`."""
+    def words(self, folder: Path) -> list[str]:
+        """The command that trains into `folder`."""
+        return ["train", "--config", str(self.config), "--run-dir", str(folder), "--compile-cache", str(self.cache)]
+
+    def command(self, name: str, *words: str, cold: bool = False, stdout: int | None = None, **request) -> Started:
+        """Any command of halfbyte, its output in a log under `name`. `cold`: as a shell starts it, modules unloaded.
+        `request`: cwd, and what warm.py takes to watch it (`under`, `log`, `die_at`)."""
         self.count += 1
         log = self.logs / f"{name}-{self.count}.log"
-        environ = {
-            **os.environ,
-            "PYTHONPATH": f"{SOURCE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-            "JAX_PLATFORMS": "cpu",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        }
-        with open(log, "wb") as output:
-            how = {"stdout": output, **options}
-            process = subprocess.Popen([*ENTRY, *words], env=environ, stderr=subprocess.STDOUT, **how)
+        with open(log, "wb") as file:
+            output = file.fileno() if stdout is None else stdout
+            if cold:
+                process: Any = subprocess.Popen(
+                    [*ENTRY, *words], env=environment(), stdin=subprocess.DEVNULL, stdout=output,
+                    stderr=subprocess.STDOUT, **request,
+                )  # fmt: skip
+            else:
+                process = self.warm.start({"words": words, **{key: str(request[key]) for key in request}}, output)
         return Started(process, log)
+
+    def run(self, name: str, *words: str, limit_s: float = LIMIT_S, **options) -> tuple[int, Started]:
+        """A command to its end: (exit code, the process)."""
+        one = self.command(name, *words, **options)
+        return one.wait(limit_s), one
 
     def start_all(
         self, folder: Path, *flags: str, ranks: int, others: tuple[str, ...] = (), homes: tuple[Path, ...] = ()
@@ -131,22 +222,6 @@ def wait_until(condition: Callable[[], bool], started: list[Started], limit_s: f
             return condition()
         time.sleep(0.005)
     return False
-
-
-def losses(folder: Path) -> list[float]:
-    """The loss of every step."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    if [row["step"] for row in rows] != list(range(1, len(rows) + 1)):
-        raise AssertionError(f"{folder}: the rows are not one a step")
-    return [row["loss"] for row in rows]
-
-
-def saved_state(folder: Path) -> tuple[int, dict]:
-    """(step, checksums by array) of the newest checkpoint, as it says itself; `halfbyte verify` reads the arrays."""
-    steps = [int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit()]
-    stored = json.loads((folder / "checkpoints" / str(max(steps)) / "_CHECKPOINT_METADATA").read_text())
-    body = json.loads(stored["custom_metadata"]["record"])
-    return max(steps), body["leaves"]
 
 
 def flip(path: Path, at: float, bit: int) -> None:
@@ -223,3 +298,20 @@ def change_memory(pid: int, pattern: bytes, offset: int, value: bytes) -> int:
     finally:
         os.kill(pid, signal.SIGCONT)
     return found
+
+
+def stop(process: Any) -> None:
+    """Stop a process, and wait until all of it stands still."""
+    process.send_signal(signal.SIGSTOP)
+    status = Path(f"/proc/{process.pid}/stat")
+    with contextlib.suppress(OSError):
+        while status.read_text().rpartition(")")[2].split()[0] not in "TtZX":
+            time.sleep(0.001)
+
+
+def peak_memory(process: Any) -> int:
+    """The most bytes that a living process has had in memory; 0 once it is gone."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM")), 0)
+    return 0

@@ -22,7 +22,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from outside import ENTRY, SOURCE, keep_bytecode, last_step, losses, saved_state
+from outside import ENTRY, SOURCE, keep_bytecode, last_step
+from states import losses, saved_state
 
 FAULTS = ("kill", "term", "stop", "flip", "truncate", "hup")
 
