@@ -83,7 +83,7 @@ def test_a_pipe_and_a_device_are_no_files(tmp_path):
             inputs.read_bytes(path)
     for opener, mode in ((inputs.regular, "rb"), (inputs.no_follow, "ab"), (inputs.no_follow, "a+b")):
         with pytest.raises(inputs.UnreadableFile, match="not a regular file"):
-            open(tmp_path / "pipe", mode, opener=opener).close()  # noqa: SIM115
+            open(tmp_path / "pipe", mode, opener=opener).close()
     with open(tmp_path / "fresh", "ab", opener=inputs.regular) as file:
         file.write(b"made where there was nothing")
     assert inputs.read_text(tmp_path / "fresh").startswith("made")
