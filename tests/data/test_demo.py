@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from halfbyte.data import demo_dataset, ngram_baselines
-from halfbyte.data.embedded import cache_directory, demo_files
+from halfbyte.data.embedded import demo_files
 from halfbyte.data.tokenizer import train_bpe
+from halfbyte.inputs import user_cache
 
 
 def texts(path: Path) -> list[str]:
@@ -69,10 +70,10 @@ def test_a_cache_that_cannot_be_written_names_the_way_out(tmp_path):
 
 def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "a"))
-    assert cache_directory() == tmp_path / "a"
+    assert user_cache() == tmp_path / "a"
     monkeypatch.delenv("HALFBYTE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
-    assert cache_directory() == tmp_path / "b" / "halfbyte"
+    assert user_cache() == tmp_path / "b" / "halfbyte"
 
 
 def test_processes_that_race_all_get_it(tmp_path):

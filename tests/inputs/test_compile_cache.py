@@ -1,6 +1,8 @@
 """The cache of compiled programs under attack. Oracle: the numbers that a fresh compile gives, and exit codes of child
 processes: a damaged program would crash the test's own."""
 
+import hashlib
+import hmac
 import os
 import random
 import subprocess
@@ -10,75 +12,88 @@ from pathlib import Path
 import pytest
 
 from halfbyte.inputs import compile_cache
-from halfbyte.inputs.compile_cache import remove_unsealed, seal
+from halfbyte.inputs.compile_cache import SealedCache, user_key
 
 PROGRAM = """
 import sys, jax, jax.numpy as jnp
 from halfbyte.inputs.compile_cache import use_compile_cache
-use_compile_cache(sys.argv[1], say=lambda text: print("said", text.split(":")[1]))
+use_compile_cache(sys.argv[1], say=lambda text: print("said", text))
 x = jnp.arange(64.0).reshape(8, 8)
 print(float(jax.jit(lambda x: jnp.tanh(x @ x.T / 1e3).sum())(x)))
 """
 
 
-def run(directory):
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+def run(directory, home):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "HALFBYTE_CACHE": str(home)}
     command = [sys.executable, "-c", PROGRAM, str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
-def test_damaged_entries_are_compiled_again_and_never_run(tmp_path):
-    """Written and used; then one bit of every entry flipped; then an entry that a dead run did not seal."""
-    directory = tmp_path / "cache"
-    fresh = run(directory)
+def test_only_what_this_user_compiled_is_run(tmp_path):
+    """Written and used; then one bit of every entry flipped; then the same cache brought to another user."""
+    directory, home = tmp_path / "cache", tmp_path / "home"
+    fresh = run(directory, home)
     entries = sorted(directory.glob("*-cache"))
     assert entries and len(fresh) == 1 and directory.stat().st_mode & 0o777 == 0o700
     before = {entry: entry.stat().st_mtime_ns for entry in entries}
-    assert run(directory) == fresh
+    assert run(directory, home) == fresh
     assert {entry: entry.stat().st_mtime_ns for entry in entries} == before  # served from the cache
     dice = random.Random(0)
     for entry in entries:
         content = bytearray(entry.read_bytes())
         content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
         entry.write_bytes(bytes(content))
-    said, *numbers = run(directory)
-    assert f" {len(entries)} entries are damaged" in said and numbers == fresh
+    *said, number = run(directory, home)
+    assert len(said) == len(entries) and [number] == fresh
+    *said, number = run(directory, tmp_path / "somebody else")
+    assert len(said) == len(entries) and [number] == fresh
 
 
 @pytest.fixture
-def cache(tmp_path):
-    for name in ("a-cache", "b-cache", "c-cache"):
-        (tmp_path / name).write_bytes(name.encode() * 100)
-    seal(tmp_path)
-    return tmp_path
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "home"))
+    said = []
+    made = SealedCache(tmp_path, user_key(), said.append)
+    made.said = said
+    for name in ("a", "b", "c"):
+        made.put(name, name.encode() * 100)
+    return made
 
 
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
-def test_every_flip_is_found(cache):
-    content = (cache / "a-cache").read_bytes()
-    for bit in range(0, 8 * len(content), 7):
+def test_every_flip_is_found(cache, tmp_path):
+    content = (tmp_path / "a-cache").read_bytes()
+    assert cache.get("a") == b"a" * 100 and not cache.said
+    for bit in range(0, 8 * len(content), 31):
         flipped = bytearray(content)
         flipped[bit // 8] ^= 1 << bit % 8
-        (cache / "a-cache").write_bytes(bytes(flipped))
-        assert not compile_cache._is_sealed(cache / "a-cache")
-    assert remove_unsealed(cache) == ["a-cache"]
-    assert names(cache) == ["b-cache", "b-cache.sha256", "c-cache", "c-cache.sha256"]
+        (tmp_path / "a-cache").write_bytes(bytes(flipped))
+        assert cache.get("a") is None and cache.said.pop()
+    assert not (tmp_path / "a-cache").exists()  # to be written anew
 
 
-def test_entries_that_were_swapped_linked_or_never_sealed_are_removed(cache):
-    a, b = (cache / "a-cache").read_bytes(), (cache / "b-cache").read_bytes()
-    (cache / "a-cache").write_bytes(b)
-    (cache / "a-cache.sha256").write_text((cache / "b-cache.sha256").read_text())
-    (cache / "b-cache").rename(cache / "elsewhere")
-    (cache / "b-cache").symlink_to(cache / "elsewhere")
-    (cache / "d-cache").write_bytes(a)
-    assert remove_unsealed(cache) == ["a-cache", "b-cache", "d-cache"]
-    assert names(cache) == ["c-cache", "c-cache.sha256", "elsewhere"]
+def test_entries_that_another_put_there_are_not_taken(cache, tmp_path):
+    """Another's name, no tag, a tag that anybody could compute, a pipe, a link to nothing, and an entry that lay there
+    when this process sealed its own."""
+    whole = (tmp_path / "b-cache").read_bytes()
+    (tmp_path / "a-cache").write_bytes(whole)
+    (tmp_path / "d-cache").write_bytes(b"a" * 100)
+    (tmp_path / "e-cache").write_bytes(hashlib.sha256(b"a" * 100).digest() + b"a" * 100)
+    (tmp_path / "f-cache").write_bytes(hmac.digest(b"", b"f\n" + b"a" * 100, "sha256") + b"a" * 100)
+    os.mkfifo(tmp_path / "g-cache")
+    (tmp_path / "h-cache").symlink_to(tmp_path / "nothing")
+    cache.put("i", b"ours")
+    assert [cache.get(name) for name in "adefgh"] == [None] * 6
+    assert cache.get("i") == b"ours" and cache.get("b") == b"b" * 100
+
+
+def test_one_key_a_user_that_nobody_else_reads(cache, tmp_path):
+    path = tmp_path / "home" / compile_cache.KEY
+    assert user_key() == user_key() == path.read_bytes() and path.stat().st_mode & 0o777 == 0o600
+    path.write_bytes(b"short")
+    with pytest.raises(ValueError, match="5 bytes instead of 32"):
+        user_key()
 
 
 def test_a_directory_that_others_can_write_is_refused(tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import zlib
 
 import jax.numpy as jnp
 import pytest
@@ -80,17 +81,41 @@ def test_a_run_without_its_identity_goes_on_as_the_message_says(begun, saved):
 
 
 def test_a_kill_between_the_two_files_does_no_harm(begun, monkeypatch):
-    """run.json knows both configs while config.json is replaced."""
+    """run.json knows both configs while config.json is replaced, and both tokenizers."""
     directory, config = begun
     longer = dataclasses.replace(config, steps=12)
     identity = load_identity(directory)
+    facts = {"content": "content-1", "facts": {"tokenizer.json": "{}"}, "say": lambda text: None}
     monkeypatch.setattr("halfbyte.train.directory.replace_file", lambda path, text: exec("raise KeyboardInterrupt"))
     with pytest.raises(KeyboardInterrupt):
-        settle(directory, longer, identity, content="content-1")
+        settle(directory, longer, identity, **facts)
     assert look(directory, config).exists
     monkeypatch.undo()
-    settle(directory, longer, identity, content="content-1")
+    settle(directory, longer, identity, **facts)
     assert look(directory, longer).exists
+    (directory / "tokenizer.json").write_text("{ }")
+    with pytest.raises(ChangedConfig, match=r"tokenizer\.json is not what this run wrote"):
+        look(directory, longer)
+
+
+def test_other_versions_than_before_are_said(begun):
+    directory, config = begun
+    older = dataclasses.replace(load_identity(directory), made_with={"jax": "0.9.0", "code": "0123"})
+    said = []
+    for identity in (older, load_identity(directory)):
+        settle(directory, config, identity, content="content-1", facts={}, say=said.append)
+    assert len(said) == 1 and "jax 0.9.0, now" in said[0] and "code 0123, now" in said[0]
+    assert load_identity(directory).made_with.keys() == {"halfbyte", "jax", "jaxlib", "code"}
+
+
+def test_the_identity_of_another_version_is_not_to_be_deleted(begun):
+    """Without it the run would go on, and nothing would say that its files are its own."""
+    directory, config = begun
+    text = json.dumps({"run": "a", "data": "b", "files": {}, "made_with": {}, "later": 1})
+    (directory / "run.json").write_text(json.dumps({"run": text, "crc32": zlib.crc32(text.encode())}))
+    with pytest.raises(ValueError, match="with the version that wrote it") as refusal:
+        look(directory, config)
+    assert "delete" not in str(refusal.value)
 
 
 def test_data_is_known_by_its_content(begun):

@@ -1,17 +1,23 @@
 """A user's recipe and policy from a file outside the package: trained, resumed, in the manifest, refused after a
 change. And the same as values."""
 
+import contextlib
 import dataclasses
+import hashlib
 import json
+import shutil
 
 import pytest
 from tiny import tiny
 
 import halfbyte as hb
-from halfbyte.interchange.opening import read_config
+from halfbyte.inputs.programs import NotNamed, only_named
 from halfbyte.parity.plan import load_plan
-from halfbyte.train import CheckpointConfig
+from halfbyte.recipe.own import pin, refuse_changed, same_program
+from halfbyte.train import CheckpointConfig, phases, resolve
 from halfbyte.train.jsonconfig import to_dict
+from halfbyte.train.reading import open_directory
+from halfbyte.train.resume import completed
 
 FILE = """
 import dataclasses
@@ -42,20 +48,56 @@ def test_a_recipe_of_a_file_trains_resumes_and_is_refused_after_a_change(tmp_pat
         hb.train(dataclasses.replace(config, seed=1), run)
 
 
+FORMS = ("{}:half", "{}:half@{hash}", "{}:half+bf16_backward", "mlp; layers[-1:]={}:half", "mlp={}:half@{hash}")
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("field", ["recipe", "policy", "precision.switch_to"])
-def test_a_run_directory_from_elsewhere_executes_nothing_of_its_own(tmp_path, field):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "theirs.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n" + FILE)
+def test_nothing_that_a_stored_config_names_is_executed(tmp_path, field, form):
+    """Beside the run or far from it, alone, in a blend or in a rule, by config, plan or a checkpoint's record."""
+    file = tmp_path / "theirs.py"
+    file.write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n" + FILE)
     values = to_dict(tiny())
     group, _, name = field.rpartition(".")
-    (values[group] if group else values)[name] = f"{tmp_path}/elsewhere/../run/theirs.py:half"
+    text = form.format(file, hash=hashlib.sha256(file.read_bytes()).hexdigest()[:16])
+    (values[group] if group else values)[name] = text
+    values["precision"]["switch_at"] = 0.5
+    (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=r"nothing inside a run is executed.*move it out of there"):
-        read_config(tmp_path / "run")
-    (tmp_path / "run" / "plan.json").write_text(json.dumps({"version": 1, "arms": [{"changes": values}]}))
-    with pytest.raises(ValueError, match="nothing inside a run is executed"):
+    with pytest.raises(ValueError, match=r"is a program|no recipe named|cannot read rule|no file"):
+        compute_with(tmp_path / "run")
+    arms = [{"name": "a", "kind": "baseline", "changes": {}}, {"name": "b", "kind": "candidate", "changes": {}}]
+    plan = {"version": 1, "base": to_dict(tiny()), "margin": "0.5%", "seeds": [0], "arms": arms}
+    arms[1]["changes"] = {field: text}
+    (tmp_path / "run" / "plan.json").write_text(json.dumps(plan))
+    with contextlib.suppress(ValueError):
         load_plan(tmp_path / "run")
+    completed(values)
     assert not (tmp_path / "executed").exists()
+
+
+def compute_with(run):
+    config = open_directory(run).config
+    resolve(config.model, config.policy, phases(config)[-1].recipe)
+
+
+def test_a_program_runs_where_the_command_names_it_with_the_hash_that_the_run_keeps(tmp_path):
+    """The file may have moved. Another file under its name is not it."""
+    file, moved = tmp_path / "mine.py", tmp_path / "moved" / "mine.py"
+    file.write_text(FILE + f"\n# {tmp_path}\n")
+    stored = f"{tmp_path}/gone/mine.py:half@{hashlib.sha256(file.read_bytes()).hexdigest()[:16]}"
+    moved.parent.mkdir()
+    shutil.move(file, moved)
+    with pytest.raises(NotNamed):
+        hb.recipe(stored)
+    with only_named(["train", "--recipe", f"{moved}:half"]):
+        assert hb.recipe(stored).name == stored and same_program(stored, pin(f"{moved}:half"))
+    refuse_changed(stored, f"{moved}:half")
+    moved.write_text(FILE + "\n# changed\n")
+    with pytest.raises(ValueError, match="has changed since"):
+        refuse_changed(stored, f"{moved}:half")
+    with only_named(["--policy", f"all_linear; layers[-1:]={moved}:half"]):
+        assert hb.recipe(f"{moved}:half").name.startswith(str(moved))
 
 
 def test_values_reach_the_config_of_a_run():

@@ -1,6 +1,6 @@
 """Checkpoints that notice damage, and the lock that keeps a run directory to one writer."""
 
-from .checksum import checksum, checksums, inspect, named_leaves
+from .checksum import LARGEST, checksum, checksums, inspect, named_leaves
 from .lock import RunDirectoryHeld, RunLock
 from .record import (
     CheckpointMismatch,
@@ -13,6 +13,7 @@ from .record import (
 from .store import Checkpoints, NoGoodCheckpoint, Restored
 
 __all__ = [
+    "LARGEST",
     "CheckpointMismatch",
     "Checkpoints",
     "DamagedCheckpoint",

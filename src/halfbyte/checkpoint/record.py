@@ -105,10 +105,12 @@ def describe_with_checksums(items: Mapping[str, Any]) -> dict[str, dict[str, dic
 
 
 def refuse_poisoned(not_finite: Mapping[str, int]) -> None:
-    """Raise PoisonedCheckpoint if any leaf holds values that are not finite."""
+    """Raise PoisonedCheckpoint if any leaf holds values that are not finite, or too large."""
     if not_finite:
         listing = ", ".join(f"{count} in {name}" for name, count in list(not_finite.items())[:4])
-        raise PoisonedCheckpoint(f"it holds values that are not finite: {listing} ({len(not_finite)} arrays)")
+        raise PoisonedCheckpoint(
+            f"it holds values that are not finite, or too large to be squared: {listing} ({len(not_finite)} arrays)"
+        )
 
 
 def one_line(error: BaseException) -> str:

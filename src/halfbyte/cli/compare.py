@@ -133,8 +133,11 @@ def same_work(curve: "Curve", baseline: "Curve") -> bool:
     return bool(a == b)
 
 
-def config_of(folder: Path) -> dict[str, Any]:
-    return _object(folder / "config.json")
+def config_of(folder: Path) -> Mapping[str, Any]:
+    """The fields of a run's config, as it wrote them; none of a folder that holds metrics alone."""
+    from halfbyte.train.reading import open_directory
+
+    return open_directory(folder).values if (folder / "config.json").exists() else {}
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:

@@ -12,11 +12,14 @@ import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from halfbyte.cli.result import Result
+
+if TYPE_CHECKING:
+    from halfbyte.train.reading import RunDirectory
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class Args:
     """Wanted signal-to-noise ratio of every GEMM, in decibels."""
     step: int = 0
     """Checkpoint; 0: the newest."""
+    recipe: str = ""
+    """Look at this recipe instead of the run's; FILE.py:NAME where the run has one of your own."""
     policy: str = ""
     """Look at this policy instead of the run's (names, rules or @FILE)."""
     out: str = ""
@@ -40,22 +45,24 @@ def run(args: Args) -> Result:
     from halfbyte.diagnosis.inspection import inspect
     from halfbyte.diagnosis.inspection_page import html, terminal
     from halfbyte.inputs import check_output, replace_file
-    from halfbyte.interchange.opening import read_config, restore_params, trained_with
+    from halfbyte.interchange.opening import forward_recipe, restore_params
     from halfbyte.recipe import read_policy
     from halfbyte.sharding import DEFAULT_RULES
     from halfbyte.train import resolve
+    from halfbyte.train.reading import open_directory
 
     if args.batches < 1:
         raise ValueError(f"--batches must be 1 or more, got {args.batches}")
     directory = Path(args.run)
-    config = read_config(directory)
+    opened = open_directory(directory)
+    config = opened.config
     out = check_output(args.out, flag="--out") if args.out else directory
     out.mkdir(parents=True, exist_ok=True)
-    restored = restore_params(directory, config, mesh=None, rules=DEFAULT_RULES, step=args.step or None)
-    chosen = trained_with(config, restored.step)
+    restored = restore_params(opened, mesh=None, rules=DEFAULT_RULES, step=args.step or None)
+    chosen = forward_recipe(config, restored.step, args.recipe)
     text = read_policy(args.policy or config.policy)
     resolved = resolve(config.model, text, chosen)
-    batches = first_batches(config, args.batches)
+    batches = first_batches(opened, args.batches)
     found = inspect(config, resolved, restored.items["params"], batches, step=restored.step)
     policy = found.policy(text, args.snr)
     screen = console()
@@ -74,13 +81,13 @@ def run(args: Args) -> Result:
     return Result(data)
 
 
-def first_batches(config: Any, many: int) -> Any:
+def first_batches(opened: "RunDirectory", many: int) -> Any:
     """The first training batches of the run, as its first step saw them."""
     import jax.numpy as jnp
 
-    from halfbyte.train import open_source, run_mesh
+    from halfbyte.train import run_mesh
 
-    loader = open_source(config).loader(run_mesh(config))
+    loader = opened.source().loader(run_mesh(opened.config))
     try:
         return [{n: jnp.asarray(v, jnp.int32) for n, v in rows.items()} for rows in itertools.islice(loader, many)]
     finally:

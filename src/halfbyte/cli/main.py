@@ -56,6 +56,7 @@ from typing import Any
 from halfbyte.cli.errors import say_error
 from halfbyte.cli.interrupting import keep_interrupts, resumable
 from halfbyte.cli.result import BAD_INPUT, DONE, FAILED, Result
+from halfbyte.inputs.programs import only_named
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parent
@@ -189,6 +190,7 @@ def run_command(name: str, file: Path, flags: list[str], *, as_json: bool) -> in
     from halfbyte.devices.platform import is_compiler_alone, load_jax_quietly, settle_platform
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(only_named(flags))
         if name == "train":
             stack.enter_context(resumable())
         if is_compiler_alone():

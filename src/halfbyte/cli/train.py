@@ -87,7 +87,7 @@ def base_config(name: str, rest: list[str]) -> TrainConfig:
     """What flags change: the named run, else --config, else the config of an existing --run-dir, else the demo."""
     from halfbyte.cli.base_config import config_over
     from halfbyte.runs import run_config
-    from halfbyte.train import jsonconfig
+    from halfbyte.train.reading import open_directory
 
     given = flag_value(rest, "--config")
     if given:
@@ -95,9 +95,9 @@ def base_config(name: str, rest: list[str]) -> TrainConfig:
     if name:
         source = flag_value(rest, "--init-from")
         return run_config(name) if not source else replace(run_config(name), model=base_of_source(rest).model)
-    stored = Path(flag_value(rest, "--run-dir") or "-") / "config.json"
-    if stored.exists():
-        return jsonconfig.load(TrainConfig, stored)
+    directory = Path(flag_value(rest, "--run-dir") or "-")
+    if (directory / "config.json").is_file():
+        return open_directory(directory, check=False, say=lambda text: None).config  # checked when the run is opened
     return base_of_source(rest) if flag_value(rest, "--init-from") else run_config("demo")
 
 

@@ -3,9 +3,10 @@
 halfbyte verify runs/demo
 
 Every checkpoint is read in full: its files against their list, each array against its checksum, every value for being
-finite, its step and run against where it lies, its config against config.json. Then run.json, config.json,
-metrics.jsonl, and the data set if it can be reached. Nothing is changed or moved. Exit code 3 if something is not
-whole; a run that trains meanwhile may be verified, and its newest checkpoint may then be missing from the list."""
+finite, its step and run against where it lies, its config against config.json. Then every file that run.json seals
+(config.json, tokenizer.json, data.json, imported weights), metrics.jsonl, and the data set if it can be reached.
+Nothing is changed or moved. Exit code 3 if something is not whole; a run that trains meanwhile may be verified, and its
+newest checkpoint may then be missing from the list."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import tyro
 from halfbyte.cli.result import DONE, NOT_PASSED, Result
 
 if TYPE_CHECKING:
-    from halfbyte.train import TrainConfig
+    from halfbyte.train.reading import RunDirectory
 
 GOOD, BAD, UNKNOWN = "whole", "NOT WHOLE", "not checked"
 
@@ -45,12 +46,9 @@ def run(args: Args) -> Result:
     directory = Path(args.run)
     if not (directory / "config.json").exists():
         raise ValueError(f"{directory} holds no run: there is no config.json")
-    findings = [
-        *check_config(directory),
-        *check_checkpoints(directory),
-        check_metrics(directory),
-        check_data(directory),
-    ]
+    opened, findings = open_parts(directory)
+    checkpoints = check_checkpoints(directory, opened)
+    findings += [*checkpoints, check_metrics(directory), check_data(opened)]
     rows = [(finding.part, finding.state, finding.detail) for finding in findings]
     console().print(table(("part", "state", "detail"), rows, title=f"verify {directory}"))
     bad = [finding for finding in findings if finding.state == BAD]
@@ -60,48 +58,41 @@ def run(args: Args) -> Result:
     return Result(data, NOT_PASSED if bad else DONE)
 
 
-def check_config(directory: Path) -> list[Finding]:
-    """config.json against the hash in run.json."""
-    from halfbyte.train.identity import hash_of, load_identity
+def open_parts(directory: Path) -> "tuple[RunDirectory | None, list[Finding]]":
+    """The run, None if its config or identity cannot be read, and every file that its seal covers."""
+    from halfbyte.inputs.programs import NotNamed
+    from halfbyte.train.reading import open_directory, refuse_strange_files
 
+    refuse_strange_files(directory)
     try:
-        load_config(directory)
-        identity = load_identity(directory)
+        opened = open_directory(directory, check=False, say=lambda text: None)
+        opened.config  # noqa: B018 (read here, so that what is wrong with it is said)
+    except NotNamed:
+        raise
     except ValueError as error:
-        return [Finding("config.json, run.json", BAD, str(error))]
-    if identity is None:
-        return [Finding("config.json", UNKNOWN, "the run has no run.json (an earlier version)")]
-    same = hash_of(directory / "config.json") in identity.config_sha256.split()
-    words = f"run {identity.run}" if same else "it is not what the run wrote: edited, or changed by the disk"
-    return [Finding("config.json", GOOD if same else BAD, words)]
+        return None, [Finding("config.json, run.json", BAD, str(error))]
+    changed = {*opened.changed(), *opened.changed(origin=True)}
+    words = dict.fromkeys(opened.files(), f"run {opened.identity.run}" if opened.identity else "")
+    words |= dict.fromkeys(opened.unsealed(), "no seal covers it (run.json is gone, or of an earlier version)")
+    words |= dict.fromkeys(changed, "it is not what the run wrote: edited, or changed by the disk")
+    states = {**dict.fromkeys(opened.unsealed(), UNKNOWN), **dict.fromkeys(changed, BAD)}
+    return opened, [Finding(name, states.get(name, GOOD), detail) for name, detail in words.items()]
 
 
-def load_config(directory: Path) -> "TrainConfig":
-    """The run's own config."""
-    from halfbyte.train import TrainConfig, jsonconfig
-
-    return jsonconfig.load(TrainConfig, directory / "config.json")
-
-
-def check_checkpoints(directory: Path) -> list[Finding]:
+def check_checkpoints(directory: Path, opened: "RunDirectory | None") -> list[Finding]:
     """Every committed checkpoint, read in full."""
     from halfbyte.checkpoint import Checkpoints
-    from halfbyte.train.identity import load_identity
 
     folder = directory / "checkpoints"
     if not folder.is_dir():
         return [Finding("checkpoints", UNKNOWN, "there are none")]
-    try:
-        identity = load_identity(directory)
-    except ValueError:
-        identity = None
-    store = Checkpoints(folder, run=identity.run if identity else None)
-    found = [_check_one(store, step, directory) for step in store.steps()]
+    store = Checkpoints(folder, run=opened.identity.run if opened and opened.identity else None)
+    found = [_check_one(store, step, opened) for step in store.steps()]
     store.close()
     return found or [Finding("checkpoints", UNKNOWN, "there are none")]
 
 
-def _check_one(store: Any, step: int, directory: Path) -> Finding:
+def _check_one(store: Any, step: int, opened: "RunDirectory | None") -> Finding:
     from halfbyte.checkpoint import CheckpointMismatch, DamagedCheckpoint, UnreadableCheckpoint
     from halfbyte.train.resume import guarded_changes
 
@@ -109,7 +100,10 @@ def _check_one(store: Any, step: int, directory: Path) -> Finding:
     try:
         record = store.record(step)
         restored = store.restore(step, abstract_of(record))
-        changed = guarded_changes(restored.extra["config"], load_config(directory), ignore=("data",))
+        stored = restored.extra.get("config")
+        if not isinstance(stored, dict):
+            return Finding(part, BAD, "its record does not say of which config it is")
+        changed = guarded_changes(stored, opened.config, ignore=("data",)) if opened else []
     except (DamagedCheckpoint, UnreadableCheckpoint, CheckpointMismatch, ValueError) as error:
         return Finding(part, BAD, str(error))
     if changed:
@@ -141,7 +135,10 @@ def check_metrics(directory: Path) -> Finding:
         return Finding("metrics.jsonl", UNKNOWN, "there is none")
     lines = len([line for line in path.read_bytes().split(b"\n") if line])
     steps = [row.get("step") for row in read_rows(path)]
+    newest = max((int(name) for path in directory.glob("checkpoints/*") if (name := path.name).isdigit()), default=0)
     if steps == list(range(1, len(steps) + 1)) and lines - len(steps) <= 1:
+        if newest > len(steps):
+            return Finding("metrics.jsonl", BAD, f"it ends at step {len(steps)}, the newest checkpoint is {newest}")
         return Finding("metrics.jsonl", GOOD, f"{len(steps)} rows")
     missing = sorted(set(range(1, max(filter(None, steps), default=0) + 1)) - set(steps))
     return Finding(
@@ -149,17 +146,16 @@ def check_metrics(directory: Path) -> Finding:
     )
 
 
-def check_data(directory: Path) -> Finding:
+def check_data(opened: "RunDirectory | None") -> Finding:
     """The data set against the content that the run began with."""
-    from halfbyte.train import open_source
-    from halfbyte.train.identity import fingerprint, load_identity
+    from halfbyte.train.reading import ChangedFile
 
+    if opened is None or opened.identity is None:
+        return Finding("data set", UNKNOWN, "the run has no run.json, or none that can be read")
     try:
-        identity, config = load_identity(directory), load_config(directory)
-        content = fingerprint(open_source(config).dataset)
+        opened.source()
+    except ChangedFile as change:
+        return Finding("data set", BAD, str(change))
     except (ValueError, OSError) as error:
         return Finding("data set", UNKNOWN, " ".join(str(error).split()))
-    if identity is None:
-        return Finding("data set", UNKNOWN, "the run has no run.json (an earlier version)")
-    same = identity.data == content
-    return Finding("data set", GOOD if same else BAD, content if same else f"{config.data} holds something else now")
+    return Finding("data set", GOOD, opened.identity.data)

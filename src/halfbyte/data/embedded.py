@@ -6,7 +6,6 @@ them. Some addresses are held out, whole, for validation.
 
 import contextlib
 import hashlib
-import os
 import sys
 from collections.abc import Iterator
 from importlib import resources
@@ -15,6 +14,7 @@ from pathlib import Path
 from halfbyte.data.dataset import Dataset, open_dataset
 from halfbyte.data.manifest import VERSION
 from halfbyte.data.preparation import prepare
+from halfbyte.inputs import user_cache
 
 SOURCE = "sotu"
 TRAIN_FILE, VALIDATION_FILE, TOKENIZER_FILE = "sotu-train.jsonl.xz", "sotu-validation.jsonl.xz", "tokenizer.json"
@@ -26,13 +26,6 @@ def demo_files() -> tuple[Path, Path, Path]:
     return folder / TRAIN_FILE, folder / VALIDATION_FILE, folder / TOKENIZER_FILE
 
 
-def cache_directory() -> Path:
-    """$HALFBYTE_CACHE, else `halfbyte` in the user's cache directory."""
-    if named := os.environ.get("HALFBYTE_CACHE"):
-        return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "halfbyte"
-
-
 def demo_dataset(cache_dir: str | Path | None = None, *, seq_len: int = 128) -> Dataset:
     """The embedded corpus, verified; prepared into the cache the first time, in a few seconds.
 
@@ -40,7 +33,7 @@ def demo_dataset(cache_dir: str | Path | None = None, *, seq_len: int = 128) -> 
     """
     train, validation, tokenizer = demo_files()
     identity = hashlib.sha256(b"".join(path.read_bytes() for path in demo_files())).hexdigest()[:12]
-    root = Path(cache_dir).expanduser() if cache_dir is not None else cache_directory()
+    root = Path(cache_dir).expanduser() if cache_dir is not None else user_cache()
     place = root / f"demo-v{VERSION}-{identity}-seq{seq_len}"
     overwrite = False
     if place.exists():

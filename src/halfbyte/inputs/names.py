@@ -58,6 +58,13 @@ def check_output(path: str | os.PathLike[str], *, flag: str) -> Path:
     return home_expanded(text)
 
 
+def user_cache() -> Path:
+    """$HALFBYTE_CACHE, else `halfbyte` in the user's cache directory."""
+    if named := os.environ.get("HALFBYTE_CACHE"):
+        return home_expanded(named)
+    return home_expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "halfbyte"
+
+
 def home_expanded(path: str | os.PathLike[str]) -> Path:
     """The path with a leading ~ or ~user replaced; ValueError where there is no such user."""
     try:

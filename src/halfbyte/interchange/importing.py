@@ -13,14 +13,14 @@ from halfbyte.data.staging import Staging, clear_left, publish
 from halfbyte.inputs import check_output
 from halfbyte.interchange.folder import CONFIG, INDEX, Folder, inside
 from halfbyte.interchange.hf_config import config_from_hf
-from halfbyte.interchange.loading import Watch, check_tensors, stored_as
+from halfbyte.interchange.loading import Watch, check_tensors, refuse_not_finite, stored_as
 from halfbyte.interchange.tokenizer_files import TOKENIZER, folder_tokenizer
 from halfbyte.models import LlamaConfig
 from halfbyte.train import TrainConfig, jsonconfig
 from halfbyte.train.claim import IMPORTED
+from halfbyte.train.identity import Identity, fingerprint, hash_of, new_name, save_identity, versions
+from halfbyte.train.reading import ORIGIN
 
-ORIGIN = "huggingface"
-"""Where a run keeps the files of the folder that it was imported, or begun, from."""
 LONGEST_WINDOW = 2048
 
 
@@ -34,10 +34,13 @@ def import_folder(directory: Path, out: Path, *, watch: Watch | None = None) -> 
     with Folder(directory) as folder:
         model = folder_config(folder)
         check_tensors(folder, model)
+        refuse_not_finite(folder)
         config = TrainConfig(name=model.name, model=model, recipe="bf16", data="synthetic")
         with Staging(out) as staging:
             copy_files(folder, staging / ORIGIN, watch)
             _write_facts(folder, config, staging)
+            files = {str(path.relative_to(staging)): hash_of(path) for path in staging.rglob("*") if path.is_file()}
+            save_identity(staging, Identity(new_name(), fingerprint(None), files, versions()))
             if not publish(staging, out, replace=False):
                 raise ValueError(f"{out} appeared while the model was copied; nothing was changed")
     return config

@@ -6,6 +6,7 @@ of it, in the file's own dtype, and written into its place by a program that giv
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from halfbyte.checkpoint import LARGEST
 from halfbyte.formats import NVFP4, QTensor, unpack
 from halfbyte.inputs import printable
 from halfbyte.interchange.folder import Folder
@@ -29,6 +31,8 @@ FLOATS = ("float32", "bfloat16", "float16")
 TIED_HEAD = "lm_head.weight"
 DERIVED = "rotary_emb.inv_freq"  # old checkpoints store the rotary frequencies, which follow from the config
 Watch = Callable[[int, int], None]
+CHUNK = 1 << 24
+"""Values of a tensor that are looked at together."""
 
 
 def check_tensors(folder: Folder, cfg: LlamaConfig) -> list[Site]:
@@ -93,6 +97,24 @@ def _check_others(folder: Folder, cfg: LlamaConfig, known: set[str]) -> None:
         raise ValueError(f"import: {len(others)} tensors have no place in {cfg.name}: {shown[:300]}")
 
 
+def refuse_not_finite(folder: Folder) -> None:
+    """ValueError naming the first tensor that holds a value which no model can be computed with."""
+    for name, entry in folder.entries.items():
+        rows = max(1, CHUNK // max(1, math.prod(entry.shape[1:])))
+        starts = range(0, entry.shape[0], rows) if entry.shape else (0,)
+        for start in starts if jnp.issubdtype(entry.dtype, jnp.floating) else ():
+            part = folder.read(name, slice(start, start + rows)).astype(np.float32)
+            if not (np.abs(part) < LARGEST).all():
+                raise _not_finite(folder, name)
+
+
+def _not_finite(folder: Folder, name: str) -> ValueError:
+    return ValueError(
+        f"{folder.directory}: tensor {printable(name)} holds values that are not finite, or too large to be squared; "
+        "no model can be computed with them: get the weights again"
+    )
+
+
 def load_params(
     folder: Folder, cfg: LlamaConfig, *, mesh: Mesh | None = None, rules: Rules = DEFAULT_RULES,
     watch: Watch | None = None,
@@ -107,6 +129,8 @@ def load_params(
         if site.path not in params:
             params[site.path] = _empty(spec.shape, where)
         part = _read(folder, site, layout, _part_sharding(where, site))
+        if not _usable(part):
+            raise _not_finite(folder, site.name)
         params[site.path] = _put(
             params[site.path], part, jnp.int32(site.layer or 0), site.layer is None, site.transposed
         )
@@ -148,6 +172,11 @@ def _place(folder: Folder, name: str, where: Any) -> jax.Array:
 
     entry = folder.entries[name]
     return jax.make_array_from_callback(entry.shape, where, shard, dtype=entry.dtype)
+
+
+@jax.jit
+def _usable(part: jax.Array) -> jax.Array:
+    return jnp.all(jnp.abs(part.astype(jnp.float32)) < LARGEST)
 
 
 @jax.jit

@@ -5,6 +5,7 @@ verified weights, and tokenizer.
 import dataclasses
 import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +19,35 @@ from halfbyte.evaluation import LanguageModel
 from halfbyte.inputs import check_whole, printable, read_json
 from halfbyte.interchange.folder import Folder, is_folder
 from halfbyte.interchange.hf_config import config_from_hf
-from halfbyte.interchange.importing import LONGEST_WINDOW, ORIGIN
-from halfbyte.interchange.loading import load_params, stored_as
+from halfbyte.interchange.importing import LONGEST_WINDOW
+from halfbyte.interchange.loading import check_tensors, load_params, stored_as
 from halfbyte.interchange.tokenizer_files import folder_tokenizer
 from halfbyte.recipe import Recipe, recipe, step_key
+from halfbyte.recipe.own import refuse_changed
 from halfbyte.sharding import Rules, make_mesh, parse_mesh
-from halfbyte.train import TrainConfig, jsonconfig, phases, resolve
+from halfbyte.train import TrainConfig, phases, resolve
 from halfbyte.train.claim import IMPORTED
 from halfbyte.train.precision import phase_at
+from halfbyte.train.reading import ORIGIN, RunDirectory, open_directory
+from halfbyte.train.resume import guarded_changes
 
 FOLDER_POLICY = "all_linear"
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadedRun:
-    """A model and the recipe of its forward pass: of a run at one step, or of a folder (`config` and `step` None)."""
+    """A model and the recipe of its forward pass: of a run at one step, or of a folder (without `run` and `step`)."""
 
     directory: Path
-    config: TrainConfig | None
+    run: RunDirectory | None
     model: LanguageModel
     step: int | None
     recipe: str
+
+    @property
+    def config(self) -> TrainConfig | None:
+        """The run's config."""
+        return self.run.config if self.run else None
 
     @property
     def params(self) -> Any:
@@ -53,7 +62,7 @@ class LoadedRun:
         """One line for people."""
         size = models.count_params(self.model.config)
         step = "" if self.step is None else f"step {self.step}, "
-        return f"{self.directory}: {self.model.config.name}, {size:,} parameters, {step}{self.recipe}"
+        return printable(f"{self.directory}: {self.model.config.name}, {size:,} parameters, {step}{self.recipe}")
 
 
 def open_model(
@@ -104,14 +113,14 @@ def open_run(
 
     The forward pass runs under the recipe that the run trained with at that step, or under `recipe_name`.
     """
-    directory = Path(directory)
-    config = read_config(directory)
-    chosen = recipe(recipe_name) if recipe_name else None
-    tokenizer, seq = read_tokenizer(directory, config)
+    run = open_directory(Path(directory))
+    config = run.config
+    chosen = forward_recipe(config, 0, recipe_name) if recipe_name else None
+    tokenizer, seq = read_tokenizer(run)
     grid = some_mesh(mesh) if mesh else None
     models.check_mesh(config.model, grid, rules=rules)
-    restored = restore_params(directory, config, mesh=grid, rules=rules, step=step)
-    chosen = chosen or trained_with(config, restored.step)
+    restored = restore_params(run, mesh=grid, rules=rules, step=step)
+    chosen = chosen or forward_recipe(config, restored.step, recipe_name)
     context = models.Context(
         policy=None if recipe_name and not chosen.quantized else resolve(config.model, config.policy, chosen),
         key=step_key(config.seed, restored.step),
@@ -121,7 +130,7 @@ def open_run(
         compute_dtype=jnp.dtype(compute_dtype or config.precision.compute_dtype),
     )
     model = LanguageModel(config.model, restored.items["params"], tokenizer, context, seq)
-    return LoadedRun(directory, config, model, restored.step, chosen.name)
+    return LoadedRun(run.path, run, model, restored.step, chosen.name)
 
 
 def some_mesh(text: str) -> Mesh:
@@ -130,41 +139,55 @@ def some_mesh(text: str) -> Mesh:
     return make_mesh(shape, jax.local_devices()[: math.prod(shape.values())])
 
 
-def read_config(directory: Path) -> TrainConfig:
-    """config.json of a run directory."""
-    path = directory / "config.json"
-    if not path.is_file():
-        what = "there is no such directory" if not directory.is_dir() else "it holds no config.json"
-        raise ValueError(f"{directory} is not a run: {what}; `halfbyte train --run-dir {directory}` makes one")
-    return jsonconfig.load(TrainConfig, path)
-
-
 def trained_with(config: TrainConfig, step: int) -> Recipe:
     """The recipe under which the run took its step number `step`."""
     return phase_at(phases(config), min(max(step, 1), config.steps) - 1).recipe
 
 
-def restore_params(
-    directory: Path, config: TrainConfig, *, mesh: Mesh | None, rules: Rules, step: int | None
-) -> Restored:
+def forward_recipe(config: TrainConfig, step: int, name: str) -> Recipe:
+    """The named recipe; without a name, the one of step `step`."""
+    if not name:
+        return trained_with(config, step)
+    refuse_changed(config.recipe, name)
+    return recipe(name)
+
+
+def restore_params(run: RunDirectory, *, mesh: Mesh | None, rules: Rules, step: int | None) -> Restored:
     """Weights alone, verified. A damaged newest checkpoint is named, and the one before it is used."""
+    directory, model = run.path, run.config.model
     if (directory / IMPORTED).is_file():
         if step:
             raise ValueError(f"{directory} is an imported model; it has no checkpoint of step {step}")
         with Folder(directory / ORIGIN) as opened:
-            return Restored(0, {"params": load_params(opened, config.model, mesh=mesh, rules=rules)}, {})
+            check_tensors(opened, model)
+            run.refuse_changes(origin=True)
+            return Restored(0, {"params": load_params(opened, model, mesh=mesh, rules=rules)}, {})
     folder = directory / "checkpoints"
     if not folder.is_dir():
         raise ValueError(f"{directory} has no checkpoint yet; train it first (`halfbyte train --run-dir {directory}`)")
-    abstract = models.abstract_params(config.model, mesh, rules)
+    abstract = models.abstract_params(model, mesh, rules)
     if mesh is None:
         here = SingleDeviceSharding(jax.local_devices()[0])
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), abstract)
-    store = Checkpoints(folder, say=lambda text: print(text, file=sys.stderr, flush=True))
+    name = run.identity.run if run.identity else None
+    store = Checkpoints(folder, run=name, say=lambda text: print(printable(text), file=sys.stderr, flush=True))
     try:
-        return _restore(store, directory, {"params": abstract}, step)
+        restored = _restore(store, directory, {"params": abstract}, step)
     finally:
         store.close()
+    _check_model(run, restored)
+    return restored
+
+
+def _check_model(run: RunDirectory, restored: Restored) -> None:
+    """The model that the checkpoint's own record tells of is that of config.json, which may be in no seal."""
+    stored = restored.extra.get("config")
+    changes = guarded_changes(stored, run.config) if isinstance(stored, Mapping) else ["model: not said"]
+    if listed := [line for line in changes if line.startswith("model.")]:
+        raise ValueError(
+            f"{run.path}: the checkpoint of step {restored.step} is of another model than config.json says "
+            f"({'; '.join(listed[:3])}); restore the file from a copy"
+        )
 
 
 def _restore(store: Checkpoints, directory: Path, abstract: dict[str, Any], step: int | None) -> Restored:
@@ -182,9 +205,9 @@ def _restore(store: Checkpoints, directory: Path, abstract: dict[str, Any], step
         raise ValueError(f"checkpoint {directory / 'checkpoints' / str(step)} is damaged: {damage}") from None
 
 
-def read_tokenizer(directory: Path, config: TrainConfig) -> tuple[data.Tokenizer, int]:
+def read_tokenizer(run: RunDirectory) -> tuple[data.Tokenizer, int]:
     """(the run's tokenizer, the length it was trained on): from the run directory, else from its data."""
-    facts, text = directory / "data.json", directory / "tokenizer.json"
+    facts, text = run.path / "data.json", run.path / "tokenizer.json"
     if facts.is_file() and text.is_file():
         stored = read_json(facts)
         try:
@@ -193,16 +216,9 @@ def read_tokenizer(directory: Path, config: TrainConfig) -> tuple[data.Tokenizer
         except (KeyError, TypeError) as error:
             raise ValueError(f"{facts}: not what a run writes ({error}); copy the run again") from None
         return tokenizer, stored["seq"]
-    if config.data == "synthetic":
+    if run.config.data == "synthetic":
         raise ValueError(
-            f"{directory} has no tokenizer to read text with: it knows synthetic tokens, or was imported without one"
+            f"{run.path} has no tokenizer to read text with: it knows synthetic tokens, or was imported without one"
         )
-    dataset = open_data(config)
-    return dataset.tokenizer(), config.seq or dataset.seq_len
-
-
-def open_data(config: TrainConfig) -> Any:
-    """The data set of a run, as it was trained on."""
-    from halfbyte.train import open_source
-
-    return open_source(config).dataset
+    dataset = run.source().dataset
+    return dataset.tokenizer(), run.config.seq or dataset.seq_len

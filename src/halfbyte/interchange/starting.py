@@ -12,19 +12,20 @@ from jax.sharding import Mesh
 from halfbyte import data, models
 from halfbyte.inputs import read_text
 from halfbyte.interchange.folder import COMPANIONS, CONFIG, Folder, inside, is_folder
-from halfbyte.interchange.importing import ORIGIN, folder_config
+from halfbyte.interchange.importing import folder_config
 from halfbyte.interchange.loading import load_params
-from halfbyte.interchange.opening import read_config, restore_params
+from halfbyte.interchange.opening import restore_params
 from halfbyte.interchange.tokenizer_files import TOKENIZER
 from halfbyte.models import Params
 from halfbyte.sharding import DEFAULT_RULES
 from halfbyte.train import TrainConfig
+from halfbyte.train.reading import ORIGIN, open_directory
 
 
 def initial_config(source: Path) -> TrainConfig:
     """What a run that begins with `source` starts from: the run's own config, or defaults around a folder's model."""
     if not is_folder(source):
-        return read_config(source)
+        return open_directory(source).config
     with Folder(source) as folder:
         model = folder_config(folder)
     return TrainConfig(name=model.name, model=model, data="synthetic")
@@ -45,8 +46,8 @@ def initial_params(source: Path, config: TrainConfig, mesh: Mesh, directory: Pat
     if jax.process_index() == 0:
         _copy_origin(source, directory)
     if not is_folder(source):
-        run = dataclasses.replace(read_config(source), model=wanted)
-        params: Params = restore_params(source, run, mesh=mesh, rules=DEFAULT_RULES, step=None).items["params"]
+        run = open_directory(source)
+        params: Params = restore_params(run, mesh=mesh, rules=DEFAULT_RULES, step=None).items["params"]
         return params
     models.check_mesh(wanted, mesh)
     with Folder(source) as folder:

@@ -18,7 +18,8 @@ from rich.console import Console
 from halfbyte.checkpoint import Checkpoints
 from halfbyte.evaluation.curves import Curve, differences, read_curve
 from halfbyte.recipe import recipe
-from halfbyte.train import Diverged, TrainConfig, jsonconfig, train
+from halfbyte.train import Diverged, TrainConfig, train
+from halfbyte.train.reading import open_directory
 
 from .margin import Margin
 from .statistics import moving_block_bootstrap
@@ -40,10 +41,7 @@ class Branches:
 
 def plan_branches(run: Path, *, baseline: str, steps: int) -> Branches:
     """Every checkpoint that the run has kept; ValueError where there is nothing to branch from."""
-    path = run / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{run} is not a run: it holds no config.json; --branch takes the directory of one")
-    config = jsonconfig.load(TrainConfig, path)
+    config = open_directory(run).config
     chosen = recipe(baseline).name
     if chosen == config.recipe:
         raise ValueError(f"{run} was trained in {chosen} itself; name another --baseline to branch into")

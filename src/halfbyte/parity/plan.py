@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.inputs import read_json, replace_file
+from halfbyte.inputs.programs import only_named
 from halfbyte.train import TrainConfig, jsonconfig, phases
 
 from .arms import BASELINE, CANDIDATE, Arm
@@ -107,8 +108,8 @@ def load_plan(directory: Path) -> Plan | None:
     if not path.is_file():
         return None
     found = read_json(path)
-    jsonconfig.refuse_programs(found, directory)
-    return plan_from_json(found, str(path))
+    with only_named():
+        return plan_from_json(found, str(path))
 
 
 def settle(directory: Path, plan: Plan) -> Plan:

@@ -13,6 +13,7 @@ from halfbyte.inputs import read_json, replace_file
 from halfbyte.metrics import read_rows
 from halfbyte.report import Series
 from halfbyte.train import TrainConfig, jsonconfig
+from halfbyte.train.reading import open_directory
 
 from .analysis import DRAWN, spikes
 from .facts import environment, manifest_rows
@@ -26,7 +27,7 @@ CAVEAT = (
 
 def write_run_page(directory: Path, *, sample: tuple[str, str] | None = None) -> Path:
     """report.html of a run directory; `sample` is a prompt and what the model wrote after it."""
-    config = jsonconfig.load(TrainConfig, directory / "config.json")
+    config = open_directory(directory).config
     manifest = read_json(directory / "manifest.json")
     curve = read_curve(directory, config.recipe)
     title = f"{config.name}: {config.model.name}, {config.recipe}, seed {config.seed}"

@@ -5,14 +5,14 @@ A config holds text, so that flags, JSON and a resumed run all mean the same. Wh
     path/file.py:name@0123456789abcdef    a Recipe or Policy of that Python file, and the SHA-256 of the file
     {"name": ..., "fprop_x": ...}         a Recipe or Policy that was given as a value, spelled out
 
-`pin` adds the hash; a file that has changed since is refused wherever its text is read again. Packages offer recipes
-and policies by name, through the entry points `halfbyte.recipes` and `halfbyte.policies`.
+`pin` adds the hash; a file that has changed since is refused wherever its text is read again, and so is one that no
+command names (`inputs/programs.py`). Packages offer recipes and policies by name, through the entry points
+`halfbyte.recipes` and `halfbyte.policies`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib.util
 import json
 import re
@@ -23,6 +23,7 @@ from typing import Any
 
 from halfbyte import formats
 from halfbyte.formats import BlockFormat
+from halfbyte.inputs.programs import name_program, named_program
 from halfbyte.recipe.operands import ROLES, OperandPolicy, Recipe
 
 FILE = re.compile(r"^(?P<path>.+\.py):(?P<name>\w+)(?:@(?P<hash>[0-9a-f]{16}))?$")
@@ -40,34 +41,33 @@ def pin(text: str) -> str:
     found = FILE.match(text)
     if found is None or found["hash"]:
         return text
-    return f"{text}@{_digest(_source(found['path']))}"
+    return f"{text}@{name_program(found['path'], text)}"
 
 
 def from_file(text: str, what: str) -> Any:
-    """The object that `path/file.py:name` names; ValueError if the file is not the one that was pinned."""
-    found = FILE.match(text)
+    """The object that `path/file.py:name` names; ValueError if the file is not the one that was pinned, or if nobody
+    but a file names it."""
+    found = FILE.match(pin(text))
     assert found is not None, text
-    source = _source(found["path"])
-    digest = _digest(source)
-    if found["hash"] not in (None, digest):
-        raise ValueError(
-            f"{what} {text}: the file has changed since (it is {digest} now); put the old file back, or name it anew "
-            f"without the hash, {found['path']}:{found['name']}, in a new run or with --allow-change"
-        )
-    names = _load(found["path"], source, digest)
+    names = _load(*named_program(found["hash"], f"{what} {text}"), found["hash"])
     if found["name"] not in names:
         raise ValueError(f"{what} {text}: the file defines no {found['name']!r}")
     return names[found["name"]]
 
 
-def refuse_inside(text: str, folder: Path) -> None:
-    """ValueError for a file under `folder`: a run directory may come from elsewhere, and nothing in it is executed."""
-    found = FILE.match(text)
-    if found and Path(found["path"]).resolve().is_relative_to(folder.resolve()):
+def same_program(stored: str, given: str) -> bool:
+    """Whether both texts name one object of files with one content, wherever they lie."""
+    texts = [FILE.match(text) for text in (stored, given)]
+    return all(texts) and len({(found["name"], found["hash"]) for found in texts if found}) == 1
+
+
+def refuse_changed(stored: str, given: str) -> None:
+    """ValueError if `given` names the stored program by its file's name, and the file is another now."""
+    old, new = FILE.match(stored), FILE.match(pin(given))
+    if old and new and old["hash"] != new["hash"] and Path(old["path"]).name == Path(new["path"]).name:
         raise ValueError(
-            f"{folder} names a program of its own, {found['path']}, as its recipe or policy, and nothing inside a run "
-            f"is executed; look at the file, move it out of there, and name the new place in the config: "
-            f"PATH/FILE.py:{found['name']}"
+            f"recipe {given}: the file has changed since the run was trained with it ({old['hash']}, now "
+            f"{new['hash']}); put the old file back, or give the new one another name"
         )
 
 
@@ -75,17 +75,6 @@ def from_package(name: str, what: str) -> Any:
     """The object that an installed package offers under this name, None if none does."""
     found = list(entry_points(group=GROUPS[what], name=name))
     return found[0].load() if found else None
-
-
-def _source(path: str) -> bytes:
-    file = Path(path)
-    if not file.is_file():
-        raise ValueError(f"there is no file {path}; a recipe or policy of your own is PATH/FILE.py:NAME")
-    return file.read_bytes()
-
-
-def _digest(source: bytes) -> str:
-    return hashlib.sha256(source).hexdigest()[:16]
 
 
 def _load(path: str, source: bytes, digest: str) -> dict[str, Any]:

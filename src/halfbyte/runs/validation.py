@@ -26,11 +26,10 @@ def validation_results(
     `progress` opens a bar by name, which is told (windows done, of all). Raises ValueError where there is no split.
     """
     from halfbyte import data
-    from halfbyte.interchange.opening import open_data
 
-    if loaded.config is None:
+    if loaded.run is None:
         raise ValueError(f"{loaded.directory} is a folder without data of its own; name files to score")
-    dataset = open_data(loaded.config)
+    dataset = loaded.run.source().dataset
     if dataset is None:
         raise ValueError("the run was trained on synthetic tokens: there is no validation text; name files to score")
     for source in data.validation_sources(dataset):

@@ -5,10 +5,12 @@ Top-level fields are the flags that every command shares; the rest lives in grou
 """
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from halfbyte.inputs import check_real, check_run_name, check_whole
+from halfbyte.inputs.programs import Pinned
 from halfbyte.models import REMAT, LlamaConfig
 from halfbyte.optim import OptimizerConfig, check_warmup
 from halfbyte.recipe import Policy, Recipe, pin, policy, read_policy, recipe, spell_policy, spell_recipe
@@ -38,7 +40,9 @@ class PrecisionConfig:
     What two of them differ by is noise."""
 
     def __post_init__(self) -> None:
-        recipe(self.switch_to)
+        object.__setattr__(self, "switch_to", _recipe_text(self.switch_to))
+        with suppress(Pinned):  # a program that a stored config names is refused where it would run
+            recipe(self.switch_to)
         wanted = "0 (never), a fraction or a step"
         check_real("precision.switch_at", self.switch_at, holds=self.switch_at >= 0, wanted=wanted)
         check_whole("precision.twin", self.twin, zero="none")
@@ -178,10 +182,10 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_run_name(self.name)
         object.__setattr__(self, "recipe", _recipe_text(self.recipe))
-        recipe(self.recipe)
         parse_mesh(self.mesh)
         object.__setattr__(self, "policy", _policy_text(self.policy))  # the rules, not the file, are what a run is
-        policy(self.policy, recipe(self.recipe))
+        with suppress(Pinned):
+            policy(self.policy, recipe(self.recipe))
         if self.remat not in REMAT:
             raise ValueError(f"remat must be one of {', '.join(REMAT)}, got {self.remat!r}")
         for name in ("steps", "batch", "accumulate"):

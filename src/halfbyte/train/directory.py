@@ -5,23 +5,24 @@ has been restored: a resume that is refused leaves everything as it was.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
 
 from halfbyte.checkpoint import Checkpoints
-from halfbyte.inputs import read_json, replace_file
+from halfbyte.inputs import replace_file
 from halfbyte.metrics import read_rows
 
 from . import jsonconfig
 from .claim import check_run_directory
 from .config import TrainConfig
-from .identity import Identity, hash_of, load_identity, new_name, save_identity, text_hash
+from .identity import ABSENT, Identity, hash_of, load_identity, new_name, save_identity, text_hash, versions
+from .reading import CONFIG, RunDirectory, open_directory, origin_files
 from .resume import ChangedConfig, check_unchanged
 
-CONFIG, METRICS, CHECKPOINTS = "config.json", "metrics.jsonl", "checkpoints"
+METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -39,23 +40,20 @@ def look_at(directory: Path, config: TrainConfig, *, allow_change: bool, say: Ca
     check_run_directory(directory)
     if not (directory / CONFIG).exists():
         return Found(directory, None, exists=False)
-    identity = load_identity(directory)
-    if identity is not None:
-        _check_seal(directory, identity, allow=allow_change, say=say)
-    stored = read_json(directory / CONFIG)
-    check_unchanged(stored, config, allow=allow_change, say=say, ignore=("data",) if identity else ())
-    return Found(directory, identity, exists=True)
+    run = open_directory(directory, check=False, say=say)
+    for name in run.changed():
+        _answer_change(run, name, allow=allow_change, say=say)
+    check_unchanged(run.values, config, allow=allow_change, say=say, ignore=("data",) if run.identity else ())
+    return Found(directory, run.identity, exists=True)
 
 
-def _check_seal(directory: Path, identity: Identity, *, allow: bool, say: Callable[[str], None]) -> None:
-    if hash_of(directory / CONFIG) in identity.config_sha256.split():
-        return
+def _answer_change(run: RunDirectory, name: str, *, allow: bool, say: Callable[[str], None]) -> None:
     if not allow:
         raise ChangedConfig(
-            f"{directory / CONFIG} is not what this run wrote: it was edited, or the disk has changed it. Give the "
+            f"{run.path / name} is not what this run wrote: it was edited, or the disk has changed it. Give the "
             "run's own flags and --allow-change to go on with them, or restore the file from a copy"
         )
-    say(f"{CONFIG} is not what this run wrote; going on with it, as allowed")
+    say(f"{name} is not what this run wrote; going on, as allowed")
 
 
 def check_data(found: Found, content: str, *, allow: bool, say: Callable[[str], None]) -> None:
@@ -82,9 +80,9 @@ class Taken:
 def take(found: Found, config: TrainConfig, content: str, *, is_main: bool, say: Callable[[str], None]) -> Taken:
     """Open the checkpoints of a directory that is claimed; a fresh one gets its config. Every process calls it."""
     directory = found.path
-    identity = found.identity or Identity(_name_of(found), "", content)
+    identity = found.identity or Identity(_name_of(found), content)
     if is_main and not found.exists:
-        _write_config(directory, config, identity)
+        write_sealed(directory, {CONFIG: jsonconfig.as_text(config)}, identity)
     if jax.process_count() > 1:  # a process that could not have the directory has raised; nobody runs past it
         from jax.experimental import multihost_utils
 
@@ -120,19 +118,36 @@ def _name_of(found: Found) -> str:
     return hash_of(found.path / CONFIG)[:16]
 
 
-def settle(directory: Path, config: TrainConfig, identity: Identity, *, content: str) -> None:
-    """Write what is now known to be true: config.json and run.json."""
-    _write_config(directory, config, replace(identity, data=content))
+def settle(
+    directory: Path, config: TrainConfig, identity: Identity, *, content: str, facts: Mapping[str, str],
+    say: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Write what is now known to be true: config.json, the `facts` of the data, and run.json, which seals them. Say it
+    if other versions than now have trained the run so far."""
+    now = versions()
+    others = [f"{name} {old}, now {now.get(name)}" for name, old in identity.made_with.items() if now.get(name) != old]
+    if others:
+        say(f"NOTE: this run was trained with other versions so far: {'; '.join(others)}")
+    origin = {name: hash_of(directory / name) for name in origin_files(directory) if name not in identity.files}
+    sealed = replace(identity, data=content, files={**identity.files, **origin}, made_with=now)
+    write_sealed(directory, {CONFIG: jsonconfig.as_text(config), **facts}, sealed)
 
 
-def _write_config(directory: Path, config: TrainConfig, identity: Identity) -> None:
-    """run.json knows the config that is there and the one that comes, so that a kill between the two files does no
-    harm."""
-    text = jsonconfig.as_text(config)
-    known = [text_hash(text)] + ([hash_of(directory / CONFIG)] if (directory / CONFIG).exists() else [])
-    save_identity(directory, replace(identity, config_sha256=" ".join(dict.fromkeys(known))))
-    replace_file(directory / CONFIG, text)
-    save_identity(directory, replace(identity, config_sha256=known[0]))
+def write_sealed(directory: Path, texts: Mapping[str, str], identity: Identity) -> None:
+    """Write files and the seal over them. run.json knows what is there and what comes, so that a kill between two files
+    does no harm."""
+    new = {name: text_hash(text) for name, text in texts.items()}
+    both = {name: f"{digest} {_sealed_now(directory, name, identity)}" for name, digest in new.items()}
+    save_identity(directory, replace(identity, files={**identity.files, **both}))
+    for name, text in texts.items():
+        replace_file(directory / name, text)
+    save_identity(directory, replace(identity, files={**identity.files, **new}))
+
+
+def _sealed_now(directory: Path, name: str, identity: Identity) -> str:
+    """The hash that the seal has; of a file that never had a seal, the one that it has."""
+    path = directory / name
+    return identity.files.get(name) or (hash_of(path) if path.exists() else ABSENT)
 
 
 def _mark_saved(directory: Path) -> None:

@@ -1,34 +1,44 @@
-"""Who a run is, beside its config: `run.json` holds the run's own name for itself, the hash of its config.json and the
-hash of its data set's content.
+"""Who a run is: `run.json` holds the run's own name for itself, the hash of its data set's content, the hashes of the
+files that others read, its seal, and the versions that it was trained with.
 
-A checkpoint carries the same name, so that one of another run with equal shapes is not taken for this run's. A config
+A checkpoint carries the same name, so that one of another run with equal shapes is not taken for this run's. A file
 that was changed by hand or by a failing disk is noticed before it decides anything. A data set is what it holds, not
 where it lies: it may move, and it may not be replaced under its name.
 """
 
+import functools
 import hashlib
 import json
 import secrets
 import zlib
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from halfbyte.data.dataset import as_mixture
-from halfbyte.inputs import read_bytes, read_json, replace_file
+from halfbyte.inputs import read_json, regular, replace_file
 
 FILE = "run.json"
+ABSENT = "absent"  # in place of a hash, while a file is about to be written
 
 
 @dataclass(frozen=True)
 class Identity:
-    """`run`: a random name. `config_sha256`: of config.json's bytes, two while it is replaced. `data`: what the data
-    set holds. `saved`: whether the run has had a checkpoint."""
+    """`run`: a random name. `data`: what the data set holds. `files`: the seal, name -> sha256 of its bytes, two while
+    it is replaced. `made_with`: versions of the programs that trained it last. `saved`: whether the run has had a
+    checkpoint."""
 
     run: str
-    config_sha256: str
     data: str
+    files: Mapping[str, str] = field(default_factory=dict)
+    made_with: Mapping[str, str] = field(default_factory=dict)
     saved: bool = False
+
+    def holds(self, name: str, digest: str) -> bool:
+        """Whether the seal has this hash for the file."""
+        return digest in self.files.get(name, "").split()
 
 
 def fingerprint(dataset: Any) -> str:
@@ -54,8 +64,24 @@ def text_hash(text: str) -> str:
 
 
 def hash_of(path: Path) -> str:
-    """sha256 of a small file."""
-    return hashlib.sha256(read_bytes(path)).hexdigest()
+    """sha256 of a regular file of any size."""
+    with open(path, "rb", opener=regular) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Of the programs that decide what a step computes."""
+    return {name: version(name) for name in ("halfbyte", "jax", "jaxlib")} | {"code": code_hash()}
+
+
+@functools.cache
+def code_hash() -> str:
+    """Hash of this package's own source files: two checkouts of one version may differ."""
+    root = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def save_identity(directory: Path, identity: Identity) -> None:
@@ -74,10 +100,23 @@ def load_identity(directory: Path) -> Identity | None:
     text = stored.get("run") if isinstance(stored, dict) else None
     if not isinstance(text, str) or zlib.crc32(text.encode()) != stored.get("crc32"):
         raise ValueError(
-            f"{path} is damaged (it does not match its own CRC); restore it from a copy, or delete it: then the run "
-            "goes on without knowing whether its config and checkpoints are its own"
+            f"{path} is damaged (it does not match its own CRC); restore it from a copy (without it nothing says "
+            "whether the run's config, tokenizer and checkpoints are its own)"
         )
     try:
-        return Identity(**json.loads(text))
+        values = json.loads(text)
+        if "config_sha256" in values:  # of a version that sealed the config alone
+            values["files"] = {"config.json": values.pop("config_sha256")}
+        return _checked(Identity(**values))
     except (TypeError, ValueError):
-        raise ValueError(f"{path} was written by another version; delete it to go on without it") from None
+        raise ValueError(
+            f"{path} is not as this version writes it; read the run with the version that wrote it (without the file "
+            "nothing would say whether its config, tokenizer and weights are its own)"
+        ) from None
+
+
+def _checked(identity: Identity) -> Identity:
+    texts = (identity.run, identity.data, *identity.files.values(), *identity.made_with.values())
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("run.json holds text")
+    return identity

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from halfbyte.inputs import read_json, read_toml, read_yaml, replace_file
-from halfbyte.recipe.own import refuse_inside
+from halfbyte.inputs.programs import only_named
 
 Config = TypeVar("Config")
 MOST_CONFIG = 1 << 20
@@ -75,19 +75,9 @@ def save(config: Any, path: Path) -> None:
 
 
 def load(kind: type[Config], path: Path) -> Config:
-    """The config in a run's directory; ValueError when the file is not one, or names a program that lies there."""
-    values = read_values(path)
-    refuse_programs(values, path.parent)
-    return from_dict(kind, values)
-
-
-def refuse_programs(values: Any, folder: Path) -> None:
-    """ValueError when a text anywhere in a JSON value names a program inside `folder`."""
-    if isinstance(values, str):
-        refuse_inside(values, folder)
-    elif isinstance(values, Mapping | list):
-        for value in values.values() if isinstance(values, Mapping) else values:
-            refuse_programs(value, folder)
+    """The config in a file of unknown origin; ValueError when it is none."""
+    with only_named():
+        return from_dict(kind, read_values(path))
 
 
 def read_values(path: Path) -> dict[str, Any]:

@@ -1,19 +1,20 @@
 """Going on where a run stopped: the same config or an answer to why not, the newest whole checkpoint, or an error.
 Never step 0 in silence."""
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
 
 from halfbyte.checkpoint import Checkpoints, Restored
+from halfbyte.inputs.programs import only_named
+from halfbyte.recipe.own import same_program
 
 from .config import GUARDED, TrainConfig
 from .guard import Return
+from .identity import versions
 from .jsonconfig import differences, flatten, from_dict, to_dict
 from .state import TrainState, abstract_state, create_state, seed_of
 
@@ -41,7 +42,10 @@ def guarded_changes(stored: Mapping[str, Any], config: TrainConfig, *, ignore: S
     return [
         f"{name}: {_show(old)} -> {_show(new)}"
         for name, old, new in differences(completed(stored), to_dict(config))
-        if name.split(".")[0] in GUARDED and not _cosmetic(name) and name not in ignore
+        if name.split(".")[0] in GUARDED
+        and not _cosmetic(name)
+        and name not in ignore
+        and not same_program(str(old), str(new))
     ]
 
 
@@ -49,7 +53,8 @@ def completed(stored: Mapping[str, Any]) -> Mapping[str, Any]:
     """A stored config with the fields that later versions have added, at their defaults: a run does not become another
     because the program has learned something new. One that cannot be read as a config is compared as it is."""
     try:
-        return to_dict(from_dict(TrainConfig, stored))
+        with only_named():
+            return to_dict(from_dict(TrainConfig, stored))
     except ValueError:
         return stored
 
@@ -112,14 +117,35 @@ def begin(
 def _start(config: TrainConfig, mesh: Mesh, restored: Restored) -> Start:
     state = TrainState.from_items(restored.items, seed=seed_of(config, mesh))
     extra = restored.extra
-    returns = tuple(Return(**back) for back in extra.get("returns", ()))
+    returns = tuple(_return(back) for back in extra.get("returns", ()))
+    _check_position(restored.step, extra.get("data"), sum(back.skipped for back in returns))
     return Start(state, restored.step, extra["data"], True, extra.get("goodput"), returns)
+
+
+def _return(values: Any) -> Return:
+    """A return as the record has it: into a precision that a run can fall back to, and nothing else."""
+    back = from_dict(Return, values if isinstance(values, Mapping) else {})
+    if back.recipe not in ("", "fp8", "bf16") or back.skipped < 0:
+        raise ValueError(f"the checkpoint tells of a return that no run makes: {values}; use another checkpoint")
+    return back
+
+
+def _check_position(step: int, data_state: Any, skipped: int) -> None:
+    """A step takes one batch; a return may have left some out."""
+    at = data_state.get("next_index") if isinstance(data_state, Mapping) else None
+    if type(at) is not int or not step <= at <= step + skipped:
+        raise ValueError(
+            f"the checkpoint of step {step} says that {at} batches have been taken, which cannot be; it was not "
+            "written by this run as it is: use another checkpoint"
+        )
 
 
 def _check_belongs(
     restored: Restored, config: TrainConfig, *, content: str, allow: bool, say: Callable[[str], None]
 ) -> None:
     """The config that the checkpoint itself carries is the run's; config.json may have been damaged or replaced."""
+    if not isinstance(restored.extra.get("config"), Mapping):
+        raise ValueError(f"the checkpoint of step {restored.step} does not say of which config it is; use another one")
     stored = restored.extra.get("data_set")
     same = f"the checkpoint of step {restored.step} was made with another configuration than this run asks for"
     ignore = ("data",) if stored is not None else ()
@@ -133,15 +159,5 @@ def _check_belongs(
 
 def common_facts(config: TrainConfig, directory: Path, *, allow_change: bool) -> dict[str, Any]:
     """What every process of a run must have in common before anything is opened: config, place and program."""
-    program = {name: version(name) for name in ("jax", "jaxlib")}
     where = {"run_dir": str(directory.absolute()), "allow_change": allow_change}
-    return {**flatten(to_dict(config)), **where, **program, "code": code_hash()}
-
-
-def code_hash() -> str:
-    """Hash of this package's own source files: two checkouts of one version may differ."""
-    root = Path(__file__).resolve().parents[1]
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
+    return {**flatten(to_dict(config)), **where, **versions()}

@@ -210,8 +210,8 @@ def settle_directory(session: Session, taken: Taken, returns: Sequence[Return]) 
     the data."""
     if not session.is_main:
         return
-    settle(session.directory, session.config, taken.identity, content=session.content)
-    session.source.save_facts(session.directory)
+    facts = session.source.facts()
+    settle(session.directory, session.config, taken.identity, content=session.content, facts=facts, say=session.say)
     every = phases(session.config)
     for back in returns:
         every = with_fallback(every, back.step, back.recipe)

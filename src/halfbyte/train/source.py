@@ -8,7 +8,6 @@ import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +15,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from halfbyte import data
-from halfbyte.inputs import replace_file
 
 from .config import TrainConfig
 from .step import Batch, batch_sharding
@@ -63,14 +61,13 @@ class Source:
         fits = {"seq": self.seq, "vocab_size": self.config.model.vocab_size}
         return {"batch": self.config.batch, "host": host, "hosts": hosts, **fits}
 
-    def save_facts(self, directory: Path) -> None:
-        """Write data.json and tokenizer.json: what reading text with the model takes when the data is elsewhere."""
+    def facts(self) -> dict[str, str]:
+        """tokenizer.json and data.json: what reading text with the model takes when the data is elsewhere."""
         if self.dataset is None:
-            return
+            return {}
         tokenizer = self.dataset.tokenizer()
-        tokenizer.save(directory / "tokenizer.json")
-        facts = {"seq": self.seq, "eos": tokenizer.eos, "bos": tokenizer.bos}
-        replace_file(directory / "data.json", json.dumps(facts, indent=1) + "\n")
+        read = {"seq": self.seq, "eos": tokenizer.eos, "bos": tokenizer.bos}
+        return {"tokenizer.json": tokenizer.text, "data.json": json.dumps(read, indent=1) + "\n"}
 
     def describe(self) -> str:
         """One line for the log."""
