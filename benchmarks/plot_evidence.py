@@ -23,12 +23,15 @@ plt.rcParams.update({"svg.hashsalt": "halfbyte", "font.size": 10, "axes.spines.t
 
 def speed() -> None:
     """Tokens a second of every measured step, with the ratio to bf16 of its own run."""
-    files = sorted(EVIDENCE.glob("step_*.json"))
-    figure, axes = plt.subplots(figsize=(8, 0.9 + 0.75 * len(files)), layout="constrained")
+    groups = [
+        (found, [row for row in found["rows"] if row["tokens_per_s"] and row["remat"] == remat])
+        for file in sorted([*EVIDENCE.glob("step_*.json"), *EVIDENCE.glob("frontier_*.json")])
+        for found in [json.loads(file.read_text(encoding="utf-8"))]
+        for remat in found["args"]["remat"].split(",")
+    ]
+    figure, axes = plt.subplots(figsize=(8, 0.9 + 0.75 * len(groups)), layout="constrained")
     labels, place = [], 0.0
-    for file in files:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        rows = [row for row in found["rows"] if row["tokens_per_s"]]
+    for found, rows in groups:
         for row in rows:
             share = row["ratio"] or 0.0
             axes.barh(place, share, color=COLORS.get(row["recipe"], "#555"), height=0.8)
@@ -42,14 +45,14 @@ def speed() -> None:
         labels.append(
             (
                 place - 0.85 * (len(rows) + 1) / 2,
-                f"{args['model']}{layers}\nseq {args['seq']}, {args['policy']}, {loop}",
+                f"{args['model']}{layers}\nseq {args['seq']}, {args['policy']}, {loop}, remat {rows[0]['remat']}",
             )
         )
         place += 0.5
     axes.set_yticks([at for at, _ in labels], [label for _, label in labels])
     axes.invert_yaxis()
     axes.axvline(1.0, color="#444", linewidth=0.8, linestyle=":")
-    axes.set_xlabel("speed of a whole training step, as a ratio to bf16 in the same run (one H200)")
+    axes.set_xlabel("speed of a training step relative to bf16 (one H200)")
     figure.savefig(EVIDENCE / "speed.svg", metadata={"Date": None})
 
 

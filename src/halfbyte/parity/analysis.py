@@ -173,7 +173,11 @@ def scope(plan: Plan, arms: Sequence[Mapping[str, Any]], directory: Path) -> str
     size = models.count_params(plan.base.model)
     tokens = total_tokens(plan, directory)
     runs = sorted({word for arm in arms for word in arm["execution"]})
-    how = {"native": "native units of low precision", "emulated": "exact emulation", "plain": "bf16"}
+    how = {
+        "native": "low precision on units of its own",
+        "emulated": "low precision emulated (its exact numbers, multiplied by bf16 units)",
+        "plain": "bf16 as it is",
+    }
     ran = ", ".join(how[word] for word in runs if word in how) or "nothing yet"
     spent = f"{tokens:,} tokens ({tokens / size:.2f} a parameter)" if tokens else f"{plan.base.steps} steps"
     return (
