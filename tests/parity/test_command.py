@@ -71,7 +71,7 @@ def test_a_whole_parity(config_file, tmp_path, monkeypatch, capfd):
     said = capfd.readouterr().out
     assert "2 of 4 runs are done already" in said and "DIVERGED at step 6; the other runs go on" in said
     assert said.count("VERDICT:") == 1 and "single run: no interval over seeds" in said
-    assert "emulation" in said.split("Scope:")[1]
+    assert "emulated" in said.split("Scope:")[1]
     # Paired: the first loss of every arm is that of the same weights on the same batch, but for rounding.
     first = [losses(out, arm, 0)[0] for arm in ("bf16", "nvfp4", "bf16-twin")]
     assert max(first) - min(first) < 0.05
