@@ -37,8 +37,8 @@ def stop_one_rank(bench: Bench, folder: Path, random: Random) -> str:
     for one in ranks:  # the stopped one wakes up to find the others gone, and says so
         is_sentence(one.output)
         assert one.output.splitlines()[-1].startswith("halfbyte: rank"), one.output[-400:]
-    bench.goes_on(folder, ranks=2)
-    return f"rank {victim} stopped: named by the other after {seconds:.0f} s; bit-identical"
+    bench.goes_on(folder)
+    return f"rank {victim} stopped: named by the other after {seconds:.0f} s; resumed as one process, bit-identical"
 
 
 @kind(times=1)

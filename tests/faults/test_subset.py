@@ -19,10 +19,11 @@ pytestmark = [
 ]
 FAMILIES = (
     "kill_before_a_file_operation",
-    "sigterm_twice",
+    "kill_during_a_save",
     "kill_one_rank",
-    "ranks_with_another_rate",
     "stop_one_rank",
+    "two_starts_at_once",
+    "killed_prepare_that_overwrites",
     "flip_in_an_array",
     "flip_in_the_config",
 )
