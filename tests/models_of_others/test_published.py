@@ -3,6 +3,8 @@ trained for 100 steps on a mesh of four devices, with automatic and with explici
 bf16 within noise, which is measured, over seeds.
 """
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,6 +41,9 @@ def test_the_sites_found_are_the_dots_of_the_program(name):
     assert len(found.replaced) == MLPS[name], found
     everything = hb.apply_recipe(loss, "nvfp4", key=step_key(0, 0), show=None).report(params, tokens)
     assert len(everything.replaced) > len(found.replaced)
+    linears = hb.apply_recipe(loss, hb.policy("all_linear", "nvfp4"), key=step_key(0, 0), show=None)
+    outside = re.compile(r"embed|head|table|^0$|^2/")  # in a tuple of three: the table and the head
+    assert not [site.path for site in linears.report(params, tokens).replaced if outside.search(site.path)]
 
 
 def trained(loss, params, text, made):

@@ -77,6 +77,21 @@ def test_explicit_axes_serve_every_entry_and_keep_the_shardings():
     assert jax.eval_shape(jax.grad(recipe_in(plain)), {"w": W}, sharded)["w"].shape == W.shape
 
 
+@pytest.mark.parametrize("wanted", [P(None, None), P("d", None), P(None, "d")], ids=str)
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_dot_lies_where_its_out_sharding_says(side, wanted):
+    """Its contraction is cut, so that JAX must be told; with the weight on either side."""
+    turned = (((0,), (1,)), ((), ()))  # w [inputs, outputs], x [tokens, inputs] -> [outputs, tokens]
+    order, dims = (lambda w, x: (x, w), MATMUL) if side else (lambda w, x: (w, x), turned)
+    dot = lambda w, x: lax.dot_general(*order(w, x), dims, out_sharding=wanted)  # noqa: E731
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        w, x = jax.device_put(W, P("d", None)), jax.device_put(X, P(None, "d"))
+        assert spec_of(recipe_in(dot), w, x) == wanted
+        gradient = jax.grad(lambda w, x: jnp.mean(recipe_in(dot)(w, x) ** 2), (0, 1))
+        specs = [jax.typeof(g).sharding.spec for g in jax.eval_shape(gradient, w, x)]
+        assert specs == [w.sharding.spec, x.sharding.spec]
+
+
 def test_explicit_axes_change_no_gradient():
     program = jax.jit(jax.grad(recipe_in(plain)))
     whole = program({"w": W}, X)["w"]

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 from halfbyte.ops import apply_recipe, qdot
-from halfbyte.recipe import Policy, Rule, layer_key, recipe, site_key, step_key
+from halfbyte.recipe import Policy, Rule, layer_key, policy, recipe, site_key, step_key
 
 NVFP4, FP8, BF16 = recipe("nvfp4"), recipe("fp8"), recipe("bf16")
 KEY = step_key(0, 3)
@@ -282,6 +282,39 @@ def test_a_shape_that_cannot_be_blocked_is_left_alone_and_a_rule_for_it_alone_re
     assert "dgrad sums over 24 outputs" in report.left[0].why_left
     with pytest.raises(ValueError, match=r"rule 'odd' .* matches nothing \(odd: dgrad sums over 24 outputs"):
         apply_recipe(fn, rule("odd", NVFP4), key=KEY).report(params, X)
+
+
+@pytest.mark.parametrize("odd", ["gate", "in_proj"])
+def test_a_named_policy_leaves_one_linear_that_cannot_be_blocked(odd):
+    """As a gate of four experts, and as the only linear of its layer that is no MLP (Mamba2: 292 outputs)."""
+
+    def fn(params, x):
+        for layer in params["layers"]:
+            x = x + jnp.sum(jax.nn.softmax(x @ layer[odd]) ** 2, -1, keepdims=True)
+            x = x + jax.nn.relu(x @ layer["up"]) @ layer["down"]
+        return jnp.mean(x @ params["head"])
+
+    layer = {odd: normal(0, 16, 4), "up": normal(1, 16, 32), "down": normal(2, 32, 16)}
+    params = {"layers": [layer, layer], "head": normal(3, 16, 32)}
+    report = apply_recipe(fn, policy("all_linear", NVFP4), key=KEY, show=None).report(params, X)
+    assert [site.path.split("/")[-1] for site in report.replaced] == ["up", "down"] * 2
+    assert ["4 outputs" in site.why_left for site in report.left] == [True, True, False]
+
+
+@pytest.mark.parametrize("params", [{"up": (16, 32), "down": (32, 16)}, [(16, 32), (32, 16)]], ids=["names", "numbers"])
+def test_an_ensemble_of_stacked_weights_is_left_whole(params):
+    """Its members have tensors of their own: not one is quantized as if they were a single tensor."""
+
+    def member(params, x):
+        up, down = jax.tree.leaves(params)[::-1] if isinstance(params, dict) else params
+        return jax.nn.relu(x @ up) @ down
+
+    stacked = jax.tree.map(lambda shape: normal(0, 3, *shape), params, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    ensemble = lambda params, x: jnp.sum(jax.vmap(member, (0, None))(params["members"], x), 0) @ params["w"]  # noqa: E731
+    report = apply_recipe(ensemble, NVFP4, key=KEY, show=None).report({"members": stacked, "w": normal(1, 16, 16)}, X)
+    assert [site.path for site in report.replaced] == ["w"] and len(report.left) == 2
+    mapped = lambda w, xs: jax.vmap(lambda x: jnp.einsum("td,dnh->tnh", x, w))(xs)  # noqa: E731
+    assert apply_recipe(mapped, NVFP4, key=KEY, show=None).report(normal(0, 16, 2, 16), jnp.stack([X, X])).replaced
 
 
 def test_tokens_that_cannot_be_blocked_run_forward_only_and_the_error_says_which_weight():

@@ -74,7 +74,7 @@ class Rewritten:
         planner = Planner(policy)
         body = planner.body(jaxpr.jaxpr, origins)
         report = Report(tuple(planner.sites))
-        _refuse_idle_rules(policy, planner.used, report)
+        _refuse_idle_rules(policy, self.policy.rules, planner.used, report)
         return _Traced(jaxpr, jax.tree.structure(shapes), body, report)
 
 
@@ -131,9 +131,10 @@ def _refuse_shared_key(key: jax.Array) -> None:
         )
 
 
-def _refuse_idle_rules(policy: Policy, used: set[Rule], report: Report) -> None:
+def _refuse_idle_rules(policy: Policy, written: Sequence[Rule], used: set[Rule], report: Report) -> None:
+    """A rule as it was `written` decides something; of those that a named one stands for, any does."""
     for rule in policy.rules:
-        if rule in used:
+        if rule in used or (rule not in written and report.replaced):
             continue
         fits = [site for site in report.sites if site.path and rule.matches(site.path.partition("#")[0])]
         if fits:

@@ -81,6 +81,7 @@ class Interpreter:
                 key=site_key(key, dot.site) if key is not None and dot.recipe.stochastic else None,
                 backend=self.backend,
                 dtype=out.dtype,
+                out_sharding=_weight_last(eqn.params["out_sharding"], out.ndim, dot.weight, w.ndim - len(dims[1])),
             )
         except ValueError as error:
             error.add_note(
@@ -130,6 +131,14 @@ class Interpreter:
             return count + 1, inner(_fold(key, count), [*values[first:second], *carry])
 
         return lax.while_loop(keep_going, iterate, (jnp.int32(0), values[second:]))[1]
+
+
+def _weight_last(sharding: Any, ndim: int, side: int, free: int) -> Any:
+    """The sharding that a dot's result was asked for, with the `free` dims of its weight moved behind those of x."""
+    if sharding is None or side == 1:
+        return sharding
+    entries = (*sharding.spec, *(None,) * (ndim - len(sharding.spec)))
+    return sharding.update(spec=PartitionSpec(*entries[free:], *entries[:free]))
 
 
 def _jit(eqn: Any, inner: Run) -> Run:

@@ -3,7 +3,9 @@
 By name first: most trees call an MLP mlp, ffn or feed_forward, or its weights up, gate and down. Where none does, by
 shape of the program: a dot's result that reaches the next weight through elementwise operations alone (activations,
 gates, biases, dropout) was a hidden layer. A residual sum or a norm in between ends that, and so does attention, whose
-products have no weight. What else belongs to a numbered or stacked layer, and is no router, is its attention.
+products have no weight. Attention too is known by name, and where none is named, what else belongs to a layer is it.
+Never an embedding, a head or a router: where layers are numbered or stacked nothing outside of them is attention, and
+without names neither is what reads the data first, unless later layers have its like, nor what no weight follows.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
@@ -25,7 +27,8 @@ _MLP_NAMES = re.compile(
 )
 _MLP_FOLDER = re.compile(r"(?:^|/)(?:mlps?|ffn?s?|ffw|feed_?forward)/", re.IGNORECASE)
 _ATTENTION_NAMES = re.compile(r"att|(?:^|[/_])(?:[qkvo]|qkv|kv|query|key|value)(?:_proj|_einsum)?(?:[/_]|$)", re.I)
-_ROUTER = re.compile(r"router|gate_logits|gating_network|expert", re.IGNORECASE)
+_ROUTER = re.compile(r"router|gate_logits|gating_network|expert|moe[^/]*/gate(?:/|$)", re.IGNORECASE)
+_NUMBERS = re.compile(r"\d+")
 _KINDS = {MLP: "mlp", ATTENTION: "attention"}
 _PASSES = {"select_n", "add", "add_any", "sub", "mul", "max", "min", "div", "pow"}  # elementwise, of several operands
 
@@ -53,37 +56,53 @@ def _spell(rule: Rule, paths: Iterable[str]) -> tuple[Rule, ...]:
 
 
 def _kinds(weights: dict[str, Origin], jaxpr: Any, origins: Sequence[Value]) -> dict[str, str]:
-    used = _Hidden()
-    used.body(jaxpr, [(value, frozenset()) for value in origins])
-    dots = [path for path in weights if path in used.weights]
-    mlps = {p for p in dots if _is_mlp(p)} or used.hidden
-    named = {p for p in dots if _ATTENTION_NAMES.search(p)} - mlps
-    rest = {p for p in dots if weights[p].layers is not None and not _ROUTER.search(p)} - mlps
+    used = _Uses()
+    used.body(jaxpr, [Traced(value) for value in origins])
+    dots = {path: origin for path, origin in weights.items() if path in used.weights}
+    mlps = {p for p, w in dots.items() if _is_mlp(w.name)} or used.hidden
+    others = {p for p, w in dots.items() if not _ROUTER.search(w.name)} - mlps
+    layered = {p for p in others if dots[p].layers is not None}
+    named = {p for p in others if _ATTENTION_NAMES.search(dots[p].name)}
+    named = named & layered or named
+    rest = layered & used.followed
+    alike = {_NUMBERS.sub("", dots[p].name) for p in rest - used.first}  # a first layer too may read the data
+    rest -= {p for p in used.first if _NUMBERS.sub("", dots[p].name) not in alike}
     return dict.fromkeys(mlps, "mlp") | dict.fromkeys(named or rest, "attention")
 
 
-def _is_mlp(path: str) -> bool:
-    """By name. What lies in a folder of that name is the MLP's, also where it is called `value` as attention's are."""
-    folder = _MLP_FOLDER.search(path)
-    asked = path[: folder.start()] if folder else path
-    return bool(_MLP_NAMES.search(path)) and not _ATTENTION_NAMES.search(asked) and not _ROUTER.search(path)
+def _is_mlp(name: str) -> bool:
+    """What lies in a folder of that name is the MLP's, also where it is called `value` as attention's are."""
+    folder = _MLP_FOLDER.search(name)
+    asked = name[: folder.start()] if folder else name
+    return bool(_MLP_NAMES.search(name)) and not _ATTENTION_NAMES.search(asked) and not _ROUTER.search(name)
 
 
-Traced = tuple[Value, frozenset[str]]
+class Traced(NamedTuple):
+    """A value in this walk: the weights whose dot it came from elementwise, and all that took part in it since the last
+    dot with a weight.
+    """
+
+    value: Value
+    pending: frozenset[str] = frozenset()
+    seen: frozenset[str] = frozenset()
 
 
-class _Hidden:
-    """One walk that finds weights of dots, and those whose result reaches another weight elementwise."""
+class _Uses:
+    """One walk that finds weights of dots; those whose result reaches another weight elementwise (`hidden`), or any way
+    (`followed`); and those that read what no weight has touched (`first`).
+    """
 
     def __init__(self) -> None:
         self.weights: set[str] = set()
         self.hidden: set[str] = set()
+        self.followed: set[str] = set()
+        self.first: set[str] = set()
 
     def body(self, jaxpr: Any, inputs: Sequence[Traced]) -> list[Traced]:
         env = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def at(var: Any) -> Traced:
-            return (CONSTANT, frozenset()) if isinstance(var, Literal) else env.get(var, (CONSTANT, frozenset()))
+            return Traced(CONSTANT) if isinstance(var, Literal) else env.get(var, Traced(CONSTANT))
 
         for eqn in jaxpr.eqns:
             operands = [at(var) for var in eqn.invars]
@@ -91,13 +110,16 @@ class _Hidden:
         return [at(var) for var in jaxpr.outvars]
 
     def _equation(self, eqn: Any, operands: list[Traced]) -> list[Traced]:
-        name, values = eqn.primitive.name, [value for value, _ in operands]
+        name, values = eqn.primitive.name, [operand.value for operand in operands]
         if name in CALLS or name in ("custom_jvp_call", "custom_vjp_call"):
             inner = called_jaxpr(eqn)
             if inner is not None and len(inner.invars) == len(operands):
                 return self.body(inner, operands)
+        seen = frozenset[str]().union(*(_seen(operand) for operand in operands))
         if name == "scan":
-            self.body(called_jaxpr(eqn), [(value, frozenset()) for value in scan_inputs(eqn, values)])
+            for _ in range(2):  # the second time after itself
+                inputs = [Traced(value, seen=seen) for value in scan_inputs(eqn, values)]
+                seen = seen.union(*(out.seen for out in self.body(called_jaxpr(eqn), inputs)))
         if name == "cond":
             branches = [self.body(open_jaxpr(branch), operands[1:]) for branch in eqn.params["branches"]]
             return branches[-1]
@@ -105,25 +127,32 @@ class _Hidden:
         if name == "dot_general" and not eqn.params["dimension_numbers"][0][0]:
             pending = _elementwise(operands)  # nothing is contracted: the scale of a norm, written as an einsum
         elif name == "dot_general":
-            pending = self._dot(eqn, operands)
+            pending = self._dot(operands)
+            seen = pending or seen
         elif len(eqn.invars) == 1 and not name.startswith(("reduce", "arg", "cum")):
-            pending = operands[0][1]
+            pending = operands[0].pending
         elif name in _PASSES:
             pending = _elementwise(operands[1:] if name == "select_n" else operands)
-        return [(out, pending) for out in outs]
+        return [Traced(out, pending, seen if out is None else frozenset()) for out in outs]
 
-    def _dot(self, eqn: Any, operands: list[Traced]) -> frozenset[str]:
+    def _dot(self, operands: list[Traced]) -> frozenset[str]:
         for side in (1, 0):
-            weight, (_, pending) = operands[side][0], operands[1 - side]
+            weight, x = operands[side].value, operands[1 - side]
             if isinstance(weight, Origin):
                 self.weights.add(weight.path)
-                self.hidden |= {weight.path, *pending} if pending else set()
+                self.hidden |= {weight.path, *x.pending} if x.pending else set()
+                self.followed |= x.seen
+                self.first |= set() if x.seen else {weight.path}
                 return frozenset([weight.path])
         return frozenset()
 
 
+def _seen(operand: Traced) -> frozenset[str]:
+    return operand.seen | {operand.value.path} if isinstance(operand.value, Origin) else operand.seen
+
+
 def _elementwise(operands: list[Traced]) -> frozenset[str]:
     """What several operands pass on: nothing if data that is no hidden layer takes part, such as a residual."""
-    if any(value is None and not pending for value, pending in operands):
+    if any(operand.value is None and not operand.pending for operand in operands):
         return frozenset()
-    return frozenset().union(*(pending for _, pending in operands))
+    return frozenset().union(*(operand.pending for operand in operands))

@@ -3,12 +3,15 @@
 A number in a path is a layer's if it stands alone (`layers/3/w`) or ends a name after `_` (`block_3`, `linear_3`), and
 if the name has sisters that differ in the number alone. Of several, the outermost. A leaf without such a number and
 with more than two dims may be a stack of layers along dim 0; one of three dims whose name says experts or heads is a
-stack of those. Where that guess is wrong, patterns say it: `blocks/{layer}/*` gives the place of the number,
-`stack/*` names leaves that are stacked.
+stack of those. All this, and what kind of weight it is, is read off names: paths without the `value` or `data_array`
+that a framework puts between a variable and its array, and with one kind of separator. Where a guess is wrong, patterns
+say it: `blocks/{layer}/*` gives the place of the number, `stack/*` names leaves that are stacked.
 """
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +20,7 @@ from halfbyte.ops.rewrite.origin import Origin
 
 LAYER = "{layer}"
 _NUMBER = re.compile(r"(?:^|/)((?:[^/]*_)?)(\d+)(?=/|$)")
+_WRAPPERS = {"value", "raw_value", "data_array", "array"}
 _NO_LAYERS = re.compile(r"expert|moe|heads", re.IGNORECASE)
 
 
@@ -30,14 +34,33 @@ class Place:
 
 def leaf_origins(paths: list[str], shapes: list[tuple[int, ...]], patterns: Sequence[str] = ()) -> list[Origin]:
     """An origin for each weight leaf, with its layer where that is known."""
-    places = [_by_pattern(path, patterns) if patterns else _places(path) for path in paths]
+    names = leaf_names(paths)
+    places = [_by_pattern(p, patterns) if patterns else _places(name) for p, name in zip(paths, names, strict=True)]
     members = _members(places)
-    places = [found or _unnumbered_first(path, members) for path, found in zip(paths, places, strict=True)]
+    places = [found or _unnumbered_first(name, members) for name, found in zip(names, places, strict=True)]
     members = _members(places)
-    return [
+    found = [
         _origin(path, shape, _layer_place(found, members), members, patterns)
         for path, shape, found in zip(paths, shapes, places, strict=True)
     ]
+    return [dataclasses.replace(origin, name=name) for origin, name in zip(found, names, strict=True)]
+
+
+def leaf_names(paths: Sequence[str]) -> list[str]:
+    """The paths with `/` for `.`, and without the last parts that are a wrapper's: an array that is alone in it. One of
+    several in a folder (query, key and value) is no wrapper's.
+    """
+    names = [path.replace(".", "/") for path in paths]
+    while True:
+        folders = collections.Counter(name.rpartition("/")[0] for name in names)
+        shorter = [
+            folder if folder and last in _WRAPPERS and folders[folder] == 1 else name
+            for name in names
+            for folder, _, last in [name.rpartition("/")]
+        ]
+        if shorter == names:
+            return names
+        names = shorter
 
 
 def _origin(

@@ -35,8 +35,9 @@ CONSTANT = Constant()
 
 @dataclass(frozen=True)
 class Origin:
-    """A leaf's path; the layers that the value holds, of how many; whether its dim 0 still runs over those layers; and
-    whether it is the leaf itself, moved or scaled, rather than computed from it.
+    """A leaf's path; the layers that the value holds, of how many; whether its dim 0 still runs over those layers;
+    whether it is the leaf itself, moved or scaled, rather than computed from it; and its name, by which it is
+    recognised: the path without what a framework puts around an array.
 
     `layers` is None where a layer number cannot be known: an index that is traced, a reshaped stack.
     """
@@ -46,6 +47,7 @@ class Origin:
     num_layers: int | None = None
     stacked: bool = False
     direct: bool = True
+    name: str = ""
 
     def unstacked(self) -> Origin:
         """The same leaf, its layers no longer along dim 0, so that nobody can tell which is which."""

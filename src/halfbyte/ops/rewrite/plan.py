@@ -186,8 +186,9 @@ class Planner:
             self._leave(eqn, values, why)
             return None
         side, origin, rule = self._choose(values)
-        if origin is None:
-            self._leave(eqn, values, "neither operand depends on weights alone")
+        if origin is None or _is_ensemble(eqn, side):
+            several = "vmap multiplies a stack of weights at once; recipes serve dots with one weight"
+            self._leave(eqn, values, several if origin else "neither operand depends on weights alone")
             return None
         if rule is None or rule.recipe is None:
             self.used |= {rule} if rule else set()
@@ -256,6 +257,13 @@ class Planner:
                     "write one rule for each, or say which leaves are stacks of layers: apply_recipe(..., "
                     "layers='blocks/*')"
                 )
+
+
+def _is_ensemble(eqn: Any, side: int) -> bool:
+    """Whether a vmap over weights has made this dot: one dim of them, the first, runs over its members."""
+    contracted, weight = eqn.params["dimension_numbers"][0][side], eqn.invars[side].aval
+    mapped = "vmap(" in str(eqn.source_info.name_stack)
+    return mapped and 0 not in contracted and weight.ndim - len(contracted) > 1
 
 
 def _has_number(origin: Origin) -> bool:
