@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import multihost_utils
 
 from halfbyte.later import later
@@ -39,6 +38,7 @@ from .record import (
     one_line,
     refuse_poisoned,
 )
+from .together import break_waits_together, complaints, from_all
 
 ocp = later("orbax.checkpoint.v1")
 READ_ATTEMPTS = 3
@@ -119,6 +119,7 @@ class Checkpoints:
         context = ocp.Context()
         context.array.saving.use_compression = False  # four times the processor time, for 7% of trained weights
         context.array.saving.enable_pinned_host_transfer = self._locked
+        break_waits_together()
         return ocp.training.Checkpointer(
             self.directory,
             preservation_policy=ocp.training.preservation_policies.AnyPreservationPolicy(self._policies),
@@ -142,11 +143,8 @@ class Checkpoints:
 
     def _go_through_locked_memory(self, reason: str | None) -> None:
         """Unless a process has a reason not to; all of them do, or none."""
-        reasons = _from_all(reason is not None)
-        if any(reasons):
-            where = "" if len(reasons) == 1 else f"process {', '.join(map(str, np.flatnonzero(reasons)))}: "
-            told = reason or "it could not lock memory of its host"
-            self._say(f"each save copies the state to the host slowly, and steps wait for it: {where}{told}")
+        if told := complaints(from_all(reason or "")):
+            self._say(f"each save copies the state to the host slowly, and steps wait for it: {told}")
             return
         self._orbax.close()
         self._locked = True
@@ -179,10 +177,16 @@ class Checkpoints:
             else:
                 write = begin(checkpointables=flat).result  # returns when the arrays are off the device
         except Exception as error:  # Orbax raises whatever the storage raised
-            self._not_written(step, error)
+            self._not_written(step, one_line(error))
             return False
-        self._pending = (step, self._thread.submit(write))
+        self._pending = (step, self._thread.submit(self._write, step, write))
         return True
+
+    def _write(self, step: int, write: Callable[[], None]) -> None:
+        """In the background: to the end, and then the list of its files."""
+        write()
+        if jax.process_index() == 0 and (self.directory / str(step)).is_dir():
+            self._list_files(step)
 
     def _has_room(self, flat: Mapping[str, Any]) -> bool:
         """Whether a save is made from a copy on the device. With several processes it is not: Orbax's barriers are
@@ -200,8 +204,9 @@ class Checkpoints:
         return self._pending is not None and not self._pending[1].done()
 
     def poll(self) -> None:
-        """Finish the bookkeeping of a write that has ended; never blocks."""
-        if self._pending is not None and not self.is_saving():
+        """Finish the bookkeeping of a write that has ended; never blocks. Several processes do so at the next save:
+        they give a write up together."""
+        if self._pending is not None and not self.is_saving() and jax.process_count() == 1:
             self.wait()
 
     def wait(self) -> bool:
@@ -210,20 +215,18 @@ class Checkpoints:
         if self._pending is None:
             return True
         (step, write), self._pending = self._pending, None
+        words = ""
         try:
             write.result()
             self._orbax.wait()
         except Exception as error:  # Orbax raises whatever the storage raised
-            self._not_written(step, error)
-            return False
-        if step in self.steps() and jax.process_index() == 0:
-            self._list_files(step)
-        return True
+            words = one_line(error)
+        if reason := complaints(from_all(words)):
+            self._not_written(step, reason)
+        return not reason
 
-    def _not_written(self, step: int, error: BaseException) -> None:
-        self._say(
-            f"CHECKPOINT of step {step} WAS NOT WRITTEN: {one_line(error)}; training goes on, the next save tries again"
-        )
+    def _not_written(self, step: int, reason: str) -> None:
+        self._say(f"CHECKPOINT of step {step} WAS NOT WRITTEN: {reason}; training goes on, the next save tries again")
         self._orbax = self._open()  # the old object would raise this error once more
         self.remove_unfinished()
 
@@ -337,8 +340,8 @@ class Checkpoints:
         except DamagedCheckpoint as damage:
             reason = str(damage)
             kind = "POISONED" if isinstance(damage, PoisonedCheckpoint) else kind
-        bad = np.flatnonzero(_from_all(restored is None))
-        if bad.size:  # one host's damage is everyone's
+        bad = [rank for rank, words in enumerate(from_all("" if restored else "damaged")) if words]
+        if bad:  # one host's damage is everyone's
             return None, reason or f"damaged as seen by process {', '.join(map(str, bad))}", kind
         return restored, reason, kind
 
@@ -376,13 +379,6 @@ def _verify(record: Record, loaded: Mapping[str, Any]) -> None:
             )
         poisoned |= {f"{item}/{name}": facts.not_finite for name, facts in found.items() if facts.not_finite}
     refuse_poisoned(poisoned)
-
-
-def _from_all(answer: bool) -> np.ndarray:
-    """The answers of all processes, in their order. Every process must ask."""
-    if jax.process_count() == 1:
-        return np.array([answer])
-    return np.ravel(multihost_utils.process_allgather(np.asarray(answer)))
 
 
 def _to_the_end(begin: Callable[..., Any], flat: Mapping[str, Any]) -> None:

@@ -1,0 +1,54 @@
+"""Two processes save together; the disk of one takes nothing for a while. Oracle: what each says, what is there.
+
+The disk is a limit on the size of files, which the kernel keeps for one process alone."""
+
+import json
+import os
+import subprocess
+import sys
+
+from halfbyte.launch.supervise import free_port
+
+PROGRAM = """if True:
+    import json, resource, sys
+    import jax, numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+    from halfbyte.checkpoint import Checkpoints
+
+    rank, port, directory = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    w = jax.make_array_from_callback((2048,), NamedSharding(mesh, P("x")), lambda index: np.arange(2048.0)[index])
+    said, found = [], []
+    store = Checkpoints(directory, keep_last=2, say=said.append)
+
+    for step, poor, size in ((1, 0, -1), (2, 1, 1000), (3, 0, 0), (4, 0, -1), (5, 0, -1)):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size if rank == poor else -1, resource.RLIM_INFINITY))
+        store.save(step, {"params": {"w": w}}, extra={})
+        found.append(store.wait())
+        store.poll()
+    print(json.dumps([found, said, store.steps()]))
+    store.close()
+"""
+
+
+def test_a_save_that_one_process_cannot_write_is_given_up_by_all(tmp_path):
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    command = [sys.executable, "-c", PROGRAM]
+    rest = [str(free_port()), str(tmp_path / "checkpoints")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = [subprocess.Popen([*command, str(rank), *rest], env=environment, **pipes) for rank in range(2)]
+    try:
+        output = [process.communicate(timeout=200) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    answers = [json.loads(text.splitlines()[-1]) if text else error for text, error in output]
+    for found, said, steps in answers:
+        assert found == [True, False, False, True, True]
+        assert [line.split(" WAS")[0] for line in said] == ["CHECKPOINT of step 2", "CHECKPOINT of step 3"]
+        assert "process 1: " in said[0] and "process 0: " in said[1]
+        assert steps == [4, 5]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["4", "5"]
+    assert all((tmp_path / "checkpoints" / step / "halfbyte-files.json").exists() for step in "45")
