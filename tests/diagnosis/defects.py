@@ -10,7 +10,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from halfbyte.formats import E2M1, NVFP4
+from halfbyte.formats import E2M1, NVFP4, amax_of
 from halfbyte.models import context
 from halfbyte.ops import operand, passes
 
@@ -87,6 +87,107 @@ def same_bits():
     return mock.patch.object(context, "layer_key", lambda key, layer: key)
 
 
+def mixed_rows():
+    """Each row of a weight has 30% of its neighbour: a wrong offset in a load."""
+
+    def mixing(make):
+        return lambda x, policy, **placed: make(_mixed(x) if policy.block == "2d" else x, policy, **placed)
+
+    return _patched([(module, "quantize_operand", mixing) for module in (operand, passes)])
+
+
+def _mixed(w):
+    return w + 0.3 * jnp.roll(w, 1, -2)
+
+
+def neighbours_scale():
+    """A weight's tiles are multiplied by the scale of the tile beside them."""
+
+    def change(grid, x, policy, noise):
+        if policy.block != "2d":
+            return grid
+        turned = {name: jnp.roll(getattr(grid.scales, name), 1, -1) for name in ("values", "codes")}
+        return grid._replace(scales=grid.scales._replace(**turned))
+
+    return planted(change)
+
+
+def wide_blocks():
+    """Weight gradients in blocks of 32 tokens under one scale."""
+
+    def pairs(scale):
+        return nearest_e4m3(jnp.repeat(jnp.maximum(scale[..., 0::2, :], scale[..., 1::2, :]), 2, axis=-2))
+
+    return planted(lambda grid, x, p, noise: requantized(grid, x, noise, round_scale=pairs) if p.hadamard else grid)
+
+
+def nearest_rounding():
+    """Gradients are rounded to nearest where the recipe asks for stochastic rounding."""
+    return _patched([(operand, "_noise", lambda noise: lambda key, shape, cut: jnp.full(shape, 128, jnp.uint8))])
+
+
+def stale_amax():
+    """A tensor's scale is that of an amax eight times its own: no number changes, but range is lost."""
+
+    def late(quantize):
+        def on_grid(x, fmt, *, amax=None, **blocked):
+            return quantize(x, fmt, amax=8 * (amax_of(x) if amax is None else amax), **blocked)
+
+        return on_grid
+
+    return _patched([(operand, "to_grid", late)])
+
+
+def no_hadamard():
+    """The Hadamard transforms are left out: they cancel in the product."""
+    return _patched([(operand, "transform_runs", lambda transform: lambda x, axis=-1: x)])
+
+
+def bf16_scales():
+    """Block scales that are not rounded to E4M3: less noise than the recipe has."""
+
+    def bf16(scale):
+        return scale.astype(jnp.bfloat16).astype(jnp.float32)
+
+    return planted(lambda grid, x, policy, noise: requantized(grid, x, noise, round_scale=bf16))
+
+
+def unquantized_columns():
+    """Sixteen columns of every weight are left as they are: in what the GEMMs read, and in what is packed for them."""
+
+    def left(make):
+        def weight(self, w, policy, *, axis, key, cut=(), packed=True):
+            made = operand.quantize_operand(w, policy, axis=axis, key=key, cut=cut)
+            exact = jnp.where(jnp.arange(w.shape[-1])[None] < 16, w / made.factor, made.array)
+            return operand.Carrier(exact, made.factor, policy)
+
+        return weight
+
+    return _patched([(passes.Passes, "weight", left)])
+
+
+def carrier_unlike_codes():
+    """Sixteen columns of every weight's carrier are left as they are; its codes are right."""
+
+    def change(grid, x, policy, noise):
+        if policy.block != "2d":
+            return grid
+        spread = jnp.broadcast_to(grid.view.spread(grid.scales.values), grid.view.shape).reshape(x.shape)
+        exact = x.astype(jnp.float32) / grid.scales.tensor_decode / jnp.maximum(spread, 1e-30)
+        return grid._replace(values=jnp.where(jnp.arange(x.shape[-1])[None] < 16, exact, grid.values))
+
+    return planted(change)
+
+
+@contextlib.contextmanager
+def _patched(changes):
+    """(module, name, function of what is there) of each name."""
+    with contextlib.ExitStack() as stack:
+        for module, name, change in changes:
+            stack.enter_context(mock.patch.object(module, name, change(getattr(module, name))))
+        yield
+
+
 DEFECTS = {
     "gain 0.88 on weight gradients": gain_088,
     "blocks across sequences": crossing_blocks,
@@ -94,6 +195,14 @@ DEFECTS = {
     "same bits in every layer": same_bits,
     "floor scales": floor_scales,
     "no tensor scale": missing_tensor_scale,
+    "weights with 30% of the neighbour row": mixed_rows,
+    "the neighbour's tile scale": neighbours_scale,
+    "weight gradients in blocks of 32": wide_blocks,
+    "nearest instead of stochastic": nearest_rounding,
+    "amax times 8": stale_amax,
+    "Hadamard left out": no_hadamard,
+    "scales in bf16": bf16_scales,
+    "16 columns left unquantized": unquantized_columns,
 }
 
 

@@ -68,7 +68,7 @@ class Args:
     controls: bool = True
     """The twin and the broken recipe."""
     radar: int = 0
-    """Steps between probes of every quantized GEMM against its bf16 result; 0: one in the middle of each run; -1:
+    """Steps between probes of every quantized GEMM against what its recipe gives; 0: one in the middle of each run; -1:
     none."""
     report: bool = False
     """Run nothing: write the report of what is there."""

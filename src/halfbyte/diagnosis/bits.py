@@ -48,7 +48,7 @@ def errors(chosen: Recipe, ctx: Context, keys: jax.Array) -> dict[str, jax.Array
     dy = jax.random.normal(jax.random.key(0), (SIZE, SIZE), jnp.bfloat16)
 
     def one(key: jax.Array) -> dict[str, jax.Array]:
-        _, back = jax.vjp(lambda x, w: product(x, w, chosen, key, ctx), eye, eye)
+        _, back = jax.vjp(lambda x, w: product(x, w, chosen, key, backend=ctx.backend), eye, eye)
         return dict(zip(("dgrad", "wgrad"), back(dy), strict=True))
 
     unused = jax.random.split(jax.random.key(1, impl=jax.random.key_impl(keys)), UNUSED)

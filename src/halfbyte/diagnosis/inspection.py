@@ -12,10 +12,11 @@ from halfbyte.recipe import Resolved, recipe
 from halfbyte.train import TrainConfig
 from halfbyte.train.step import make_context
 
+from .definition import TENSORS
 from .radar import part_of, step_of
 from .recommendation import recommend
 from .replay import Replay
-from .tensors import ROLES, gemm_numbers, look_at_linears, operand_numbers
+from .tensors import gemm_numbers, operand_numbers
 
 SNRS = ("own", "nvfp4", "nvfp4 2d", "nvfp4 hadamard", "mxfp4", "mxfp8", "fp8")
 
@@ -51,19 +52,19 @@ class Inspection:
 def inspect(config: TrainConfig, resolved: Resolved, params: Any, batches: Iterable[Any], *, step: int) -> Inspection:
     """Replay one step on each batch and look at what its linears were given."""
     context = dataclasses.replace(make_context(config, resolved, None, None), mesh=None, remat="none", unroll=1)  # type: ignore[arg-type]
-    replay = Replay(config.model, context, look_at_linears())
+    replay = Replay(config.model, context)
     sums: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
     noises: dict[tuple[int, str, str], list[float]] = {}
     shown = list(batches)
     for batch in shown:
-        for layer, sites in replay.layers(params, part_of(batch), step_of(config.rounding_seed, step)):
-            for site, (x, w, dy, key) in sites.items():
-                own = resolved.at(f"layers/{site}", layer)
-                chosen = own if own.quantized else recipe("nvfp4")
-                for gemm, numbers in gemm_numbers(x, w, dy, key, chosen, config.precision.backend).items():
+        for layer, linears in replay.layers(params, part_of(batch), step_of(config.rounding_seed, step)):
+            for given in linears:
+                own, site, plain = given.recipe, given.site, dataclasses.replace(given, site="")
+                tried = plain if own.quantized else dataclasses.replace(plain, recipe=recipe("nvfp4"))
+                for gemm, numbers in gemm_numbers(tried, backend=config.precision.backend).items():
                     noises.setdefault((layer, site, gemm), []).append(float(numbers["snr_db"]))
-                for role in ROLES:
-                    numbers = jax.device_get(operand_numbers(x, w, dy, role, getattr(own, role)))
+                for role in TENSORS:
+                    numbers = jax.device_get(operand_numbers(given.x, given.w, given.dy, role, getattr(own, role)))
                     sums.setdefault((layer, site, role), []).append(numbers)
     if not shown:
         raise ValueError("inspect was given no batch; --batches must be 1 or more")
@@ -89,7 +90,7 @@ def summarise(layer: int, site: str, role: str, found: list[dict[str, Any]]) -> 
         "layer": layer,
         "site": site,
         "role": role,
-        "tensor": ROLES[role][0],
+        "tensor": TENSORS[role][0],
         "amax": float(max(f["amax"] for f in found)),
         **numbers,
         "snr": {way: None if math.isnan(value) else value for way, value in snr.items()},

@@ -1,10 +1,12 @@
-"""The defect radar: every K steps, on the run's own weights and batch, each quantized GEMM against its bf16 result.
+"""The defect radar: every K steps, on a run's own weights and batch, each quantized GEMM beside what its recipe gives.
 
-An alarm is a gain outside of its band (see `bands`), a result that is not finite, or random bits that two linears share
-(see `bits`). It costs a few forward and backward passes over a part of the batch.
+An alarm is an operand or a result that is not the recipe's on these very tensors (see `truth`), a result that is not
+finite, or random bits that two linears share (see `bits`). It costs a few forward and backward passes over a part of
+the batch.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,19 +17,18 @@ import numpy as np
 
 from halfbyte.metrics import append_row
 from halfbyte.models import Context
-from halfbyte.models.context import segments
-from halfbyte.recipe import Recipe, Resolved, step_key
+from halfbyte.recipe import Resolved, step_key
 from halfbyte.train.config import TrainConfig
 from halfbyte.train.observing import Moment
 from halfbyte.train.step import make_context
 
-from .bands import bands, kind_of, of_mean, outside
 from .bits import BitsCheck
 from .replay import Replay
-from .truth import look_for_truth
+from .truth import judge
 
 FILE = "radar.jsonl"
 MOST_TOKENS = 2048  # of the batch that are looked at, where one device holds it all
+BLOCK = 32  # tokens: the largest that a format has
 MOST_NAMED = 4  # alarms in a line
 
 
@@ -43,24 +44,21 @@ class Probe:
         context = make_context(config, resolved, mesh, None)
         context = dataclasses.replace(context, mesh=None if one else mesh, remat="none", unroll=1)
         self.context: Context = context
-        self.recipes = {s: segment.recipes for segment in segments(config.model, context)
-                        for s in range(segment.start, segment.stop)}  # fmt: skip
-        self._replay = Replay(config.model, context, look_for_truth(context))
+        self._replay = Replay(config.model, context)
+        self._judge = jax.jit(functools.partial(judge, backend=context.backend, sharded=not one))
         self._bits = BitsCheck(config.model, context)
         self.whole_batch = not one
 
     def gemms(self, params: Any, batch: Any, key: jax.Array) -> list[dict[str, Any]]:
-        """One entry a GEMM: layer, site, gemm, kind, and the numbers of `truth.agreement`."""
+        """One entry a GEMM: layer, site, gemm, recipe, and the numbers of `truth.judge`."""
         rows = batch if self.whole_batch else part_of(batch)
         found = []
-        for layer, sites in self._replay.layers(params, rows, key):
-            for site, gemms in jax.device_get(sites).items():
-                chosen: Recipe = self.recipes[layer][f"layers/{site}"]
-                found += [
-                    {"layer": layer, "site": site, "gemm": gemm, "kind": kind_of(gemm, chosen),
-                     **{name: float(value) for name, value in numbers.items()}}
-                    for gemm, numbers in gemms.items()
-                ]  # fmt: skip
+        for layer, linears in self._replay.layers(params, rows, key):
+            for given in linears:
+                if given.recipe.quantized:  # linears of one shape and recipe share a program
+                    numbers = jax.device_get(self._judge(dataclasses.replace(given, site="")))
+                    place = {"layer": layer, "site": given.site, "recipe": given.recipe.name}
+                    found += [{**place, "gemm": g, **{k: float(v) for k, v in n.items()}} for g, n in numbers.items()]
         order = {"fprop": 0, "dgrad": 1, "wgrad": 2}
         return sorted(found, key=lambda g: (g["site"], order.get(g["gemm"], 3), g["layer"]))
 
@@ -75,40 +73,40 @@ def step_of(seed: int, step: int) -> jax.Array:
 
 
 def part_of(batch: Mapping[str, Any], most: int = MOST_TOKENS) -> dict[str, Any]:
-    """The first rows of a batch, or the first tokens of its first row: `most` tokens at most."""
-    length = next(iter(batch.values())).shape[1]
-    rows = max(1, most // length)
+    """The first rows of a batch, or the first tokens of its first row: `most` tokens at most, in whole blocks. All of
+    it, if no part is."""
+    many, length = next(iter(batch.values())).shape
+    whole = [rows for rows in range(1, min(most // length, many) + 1) if rows * length % BLOCK == 0]
+    rows = 1 if length > most else max(whole, default=many)
     return {name: value[:rows, :most] for name, value in batch.items()}
 
 
-def judged(
-    gemms: Sequence[Mapping[str, Any]], known: Mapping[str, Any] | None = None
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """(the GEMMs, each with its band and whether it is outside; alarms as text)."""
-    limits = bands() if known is None else known
-    marked, alarms = [], []
-    for gemm in gemms:
-        band = limits.get(gemm["kind"])
-        marked.append({**gemm, "band": band, "alarm": outside(gemm["gain"], band) or not math.isfinite(gemm["gain"])})
-    for kind in dict.fromkeys(gemm["kind"] for gemm in marked):
-        these = [gemm for gemm in marked if gemm["kind"] == kind]
-        alarms += _alarms(kind, these, of_mean(limits.get(kind), len(these)))
-    return marked, alarms
+def judged(gemms: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """(the GEMMs, each with whether it is not what its recipe gives; alarms as text)."""
+    marked = [{**gemm, "alarm": _is_wrong(gemm)} for gemm in gemms]
+    kinds = dict.fromkeys(gemm["gemm"] for gemm in marked)
+    found = {kind: [g for g in marked if g["gemm"] == kind] for kind in kinds}
+    return marked, [_alarm(kind, these) for kind, these in found.items() if any(g["alarm"] for g in these)]
 
 
-def _alarms(kind: str, gemms: Sequence[Mapping[str, Any]], mean_band: Any) -> list[str]:
-    name = kind.split()[0]
-    mean = float(np.mean([gemm["gain"] for gemm in gemms]))
-    bad = sorted((gemm for gemm in gemms if gemm["alarm"]), key=lambda g: -abs(g["gain"] - 1))
-    if outside(mean, mean_band):
-        low, high = mean_band
-        return [f"{name}: mean gain {mean:.4f} over {len(gemms)} GEMMs, healthy is {low:.4f} to {high:.4f} ({kind})"]
-    if not bad:
-        return []
-    worst = ", ".join(f"layer {g['layer']} {g['site']} {g['gain']:.4f}" for g in bad[:MOST_NAMED])
+def _is_wrong(gemm: Mapping[str, Any]) -> bool:
+    """A number that is not finite passes no comparison."""
+    return not (gemm["error"] <= 1 and gemm["wrong"] == 0 and math.isfinite(gemm["gain"]))
+
+
+def _alarm(kind: str, gemms: Sequence[Mapping[str, Any]]) -> str:
+    bad = sorted((g for g in gemms if g["alarm"]), key=lambda g: (-g["wrong"], -g["error"]))
+    gain, snr, right_gain, right_snr = (
+        float(np.mean([g[name] for g in bad])) for name in ("gain", "snr_db", "recipe_gain", "recipe_snr_db")
+    )
+    where = ", ".join(f"layer {g['layer']} {g['site']}" for g in bad[:MOST_NAMED])
     more = f" and {len(bad) - MOST_NAMED} more" if len(bad) > MOST_NAMED else ""
-    low, high = bad[0]["band"] or (math.nan, math.nan)
-    return [f"{name}: gain outside {low:.4f} to {high:.4f}: {worst}{more}"]
+    worst = bad[0]
+    codes = f"; {100 * worst['wrong']:.3g}% of an operand's numbers differ" if worst["wrong"] else ""
+    return (
+        f"{kind}: mean gain {gain:.4f} and {snr:.1f} dB of {len(bad)} of {len(gemms)} GEMMs, where {worst['recipe']} "
+        f"gives {right_gain:.4f} and {right_snr:.1f} dB{codes}: {where}{more}"
+    )
 
 
 class Radar:
@@ -126,7 +124,11 @@ class Radar:
         if probe is None:
             probe = self._probes[moment.resolved] = Probe(moment.config, moment.resolved, moment.mesh)
         seed, finished = moment.config.rounding_seed, moment.step - 1
-        gemms, alarms = judged(probe.gemms(moment.params, moment.batch, step_of(seed, finished)))
+        try:
+            gemms, alarms = judged(probe.gemms(moment.params, moment.batch, step_of(seed, finished)))
+        except ValueError as reason:  # a backend that serves the step and not a part of its batch, say
+            self._write({"step": moment.step, "gemms": [], "bits": None, "alarms": [], "not_judged": str(reason)})
+            return [f"radar before step {moment.step}: NOT JUDGED, {reason}"]
         bits = probe.bits(seed, finished)
         if bits["alarm"]:
             alarms.append(
@@ -141,13 +143,7 @@ class Radar:
 
 
 def summary(step: int, gemms: Sequence[Mapping[str, Any]], alarms: Sequence[str]) -> str:
-    """A line for the log. GEMMs of a kind that no band is known of are not judged, and that is said."""
+    """A line for the log."""
     gains = [gemm["gain"] for gemm in gemms]
     line = f"radar before step {step}: {len(gemms)} GEMMs, gains {min(gains):.3f} to {max(gains):.3f}"
-    unknown = list(dict.fromkeys(gemm["kind"] for gemm in gemms if gemm["band"] is None))
-    line += "" if alarms else ", no alarm"
-    if not unknown:
-        return line
-    many = sum(gemm["band"] is None for gemm in gemms)
-    more = f" and {len(unknown) - 1} more kinds" if len(unknown) > 1 else ""
-    return f"{line}; {many} of them NOT JUDGED, no band is known of {unknown[0]}{more}"
+    return line if alarms else f"{line}, each what its recipe gives, no alarm"

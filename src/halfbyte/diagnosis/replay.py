@@ -1,13 +1,14 @@
 """One training step, replayed layer by layer, with everything that its linears are given in hand.
 
-The forward pass keeps the input of every layer; then, from the last layer to the first, one layer is run again with a
-tap at each linear, and its backward pass gives the gradient of every linear's output. Only one layer's tensors exist
-at a time, so a model that trains on a device can be replayed there.
+The forward pass keeps the input of every layer; then, from the last layer to the first, one layer is run again, as the
+run computes it, with slots that bring out what its linears are given. What the MLP, one op, keeps to itself is
+computed again by three linears. Only one layer's tensors exist at a time, so a model that trains on a device can be
+replayed there.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,42 +17,45 @@ import jax.numpy as jnp
 from jax import lax
 
 from halfbyte import models, ops
+from halfbyte.formats import amax_of
 from halfbyte.models import LlamaConfig
 from halfbyte.models.context import Context, LayerContext, key_of_layer, segments
 from halfbyte.models.embedding import embed_tokens, head_weight
 from halfbyte.models.llama import block, layer_numbers, layer_slice, positions_of, rope_of
+from halfbyte.models.quantized import FUSED, share_scales, shares_scale
+from halfbyte.ops.activation import ACTIVATIONS
 from halfbyte.ops.attention import attention
 from halfbyte.ops.loss import cross_entropy
 from halfbyte.ops.norm import rms_norm
-from halfbyte.recipe import Recipe, Segment, site_key
+from halfbyte.recipe import Recipe, Segment, layer_key, site_key
 
 Batch = dict[str, jax.Array]
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["x", "w", "dy", "weight", "key", "bits", "amax", "dw"],
+    meta_fields=["site", "recipe"],
+)
 @dataclass(frozen=True)
 class Linear:
-    """What one linear was given: x [..., inputs], w [inputs, outputs], the gradient dy of its output, its key."""
+    """What one linear was given: x [..., inputs], w [inputs, outputs], the gradient dy of its output.
+
+    As the run has it: its `weight` (w, or a QWeight where it shares a scale), its `key`, and `dw`, the gradient of w in
+    the run's own program of the layer. As the definition has it: the key of its `bits`, and the `amax` that stands for
+    w's own, None if that is its own.
+    """
 
     site: str
     recipe: Recipe
     x: jax.Array
     w: jax.Array
     dy: jax.Array
+    weight: Any
     key: jax.Array | None
-
-
-Look = Callable[[list[Linear], "Layer"], Any]
-"""What is wanted of a layer: a pure function of its linears, traced once a segment."""
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A layer as it was run: its weights, input, the gradient of its output, and how to run it again under any
-    recipes (`again(recipes) -> (output, gradient of the weights)`)."""
-
-    weights: Any
-    number: jax.Array
-    again: Callable[[Any], tuple[jax.Array, Any]]
+    bits: jax.Array | None
+    amax: jax.Array | None
+    dw: jax.Array
 
 
 def linear_key(here: LayerContext, site: str) -> jax.Array | None:
@@ -61,6 +65,12 @@ def linear_key(here: LayerContext, site: str) -> jax.Array | None:
         return here.site_key(site)
     key = here.site_key("mlp")
     return None if key is None else site_key(key, name)
+
+
+def defined_bits(key: jax.Array, number: jax.Array, site: str) -> jax.Array:
+    """The key of a linear's random bits, by the definition, from that of its step."""
+    *inner, last = [f"layers/{site}"] if not site.startswith("mlp/") else ["layers/mlp", site.partition("/")[2]]
+    return site_key(functools.reduce(site_key, inner, layer_key(key, number)), last)
 
 
 def forward(cfg: LlamaConfig, ctx: Context, params: Any, batch: Batch) -> tuple[list[jax.Array], jax.Array]:
@@ -89,58 +99,67 @@ def forward(cfg: LlamaConfig, ctx: Context, params: Any, batch: Batch) -> tuple[
 
 def through_layer(
     cfg: LlamaConfig, ctx: Context, recipes: Any, weights: Any, number: jax.Array, x: jax.Array, dy: jax.Array,
-    batch: Batch, look: Look,
-) -> tuple[jax.Array, Any]:  # fmt: skip
-    """(the gradient of the layer's input, what `look` made of its linears)."""
+    batch: Batch,
+) -> tuple[jax.Array, list[Linear]]:  # fmt: skip
+    """(the gradient of the layer's input, its linears)."""
     attend, tables, specs = _fixed(cfg, ctx, batch)
     here = LayerContext(ctx, specs, recipes, key_of_layer(ctx, number))
+
+    def layer(x: jax.Array, weights: Any, slots: Any) -> jax.Array:
+        return block(cfg, weights, x, tables, dataclasses.replace(here, slots=slots), attend)
+
     sites = [path.removeprefix("layers/") for path in recipes]
+    sizes = {site: _at(weights, site).shape for site in sites}
+    slots = {site: tuple(jnp.zeros((*x.shape[:-1], n), x.dtype) for n in size) for site, size in sizes.items()}
+    _, back = jax.vjp(layer, x, weights, slots)
+    dx, dw, seen = back(dy)
+    ready = {group: share_scales(weights[group], here, group) for group in FUSED}
+    seen |= _inside_mlp(cfg, here, ready["mlp"], seen)
 
-    def tapped(x: jax.Array, slots: dict[str, tuple[jax.Array, jax.Array]]) -> jax.Array:
-        def tap(value: jax.Array, weight: jax.Array, site: str) -> jax.Array:
-            into, out_of = slots[site]
-            value = _seen(value, into)
-            return product(value, weight, here.recipe(*site.split("/")), linear_key(here, site), ctx) + out_of
+    def linear(site: str) -> Linear:
+        recipe, w = here.recipe(*site.split("/")), _at(weights, site)
+        bits = None if ctx.key is None else defined_bits(ctx.key, number, site)
+        amax = shared_amax(weights, recipes, site)
+        return Linear(site, recipe, seen[site][0], w, seen[site][1], _at(ready, site), linear_key(here, site), bits,
+                      amax, _at(dw, site))  # fmt: skip
 
-        return block(cfg, weights, x, tables, LayerContext(ctx, specs, recipes, here.key, tap), attend)
-
-    shapes = {site: _weight(weights, site).shape for site in sites}
-    slots = {site: tuple(jnp.zeros((*x.shape[:-1], n), x.dtype) for n in shape) for site, shape in shapes.items()}
-    _, back = jax.vjp(tapped, x, slots)
-    dx, seen = back(dy)
-    found = [
-        Linear(site, here.recipe(*site.split("/")), seen[site][0], _weight(weights, site), seen[site][1],
-               linear_key(here, site))
-        for site in sites
-    ]  # fmt: skip
-
-    def again(other: Any) -> tuple[jax.Array, Any]:
-        there = LayerContext(ctx, specs, other, here.key)
-        out, pull = jax.vjp(lambda w: block(cfg, w, x, tables, there, attend), weights)
-        return out, pull(dy)[0]
-
-    return dx, look(found, Layer(weights, number, again))
+    return dx, [linear(site) for site in sites]
 
 
-@jax.custom_vjp
-def _seen(x: jax.Array, slot: jax.Array) -> jax.Array:
-    """x; the "gradient" of `slot` is x itself, which brings it out of any loop or checkpoint."""
-    return x
+def _inside_mlp(cfg: LlamaConfig, here: LayerContext, weights: Any, seen: Any) -> dict[str, tuple[jax.Array, ...]]:
+    """(x, dy) of the MLP's linears, from what is seen at its ends."""
+
+    def go(x: jax.Array, name: str) -> jax.Array:
+        recipe, key = here.recipe("mlp", name), linear_key(here, f"mlp/{name}")
+        return product(x, weights[name], recipe, key, backend=here.backend(recipe), sharded=here.on_mesh)
+
+    activation, x, dy = ACTIVATIONS[cfg.activation], seen["mlp/gate"][0], seen["mlp/down"][1]
+    g, u = go(x, "gate"), go(x, "up")
+    h = activation.forward(g, u)
+    (dh,) = jax.vjp(lambda h: go(h, "down"), h)[1](dy)
+    dg, du = activation.backward(g, u, dh)
+    return {"mlp/gate": (x, dg), "mlp/up": (x, du), "mlp/down": (h, dy)}
 
 
-_seen.defvjp(lambda x, slot: (x, x), lambda x, dy: (dy, x))
-
-
-def product(x: jax.Array, w: jax.Array, recipe: Recipe, key: jax.Array | None, ctx: Context) -> jax.Array:
+def product(
+    x: jax.Array, w: Any, recipe: Recipe, key: jax.Array | None, *, backend: str, sharded: bool = False
+) -> jax.Array:
     """x w as the model computes it under `recipe`."""
-    backend = ctx.backend if recipe.quantized else "auto"
-    return ops.qdot(x, w, recipe=recipe, key=key, backend=backend)
+    return ops.qdot(x, w, recipe=recipe, key=key, backend=backend, sharded=sharded)
 
 
-def _weight(weights: Any, site: str) -> jax.Array:
+def shared_amax(weights: Any, recipes: Any, site: str) -> jax.Array | None:
+    """The amax of all weights that share a tensor scale with this one; None if it has its own."""
     group, _, name = site.partition("/")
-    found: jax.Array = weights[group][name]
-    return found
+    sharing = [other for other in FUSED[group] if shares_scale(recipes[f"layers/{group}/{other}"])]
+    if name not in sharing:
+        return None
+    return functools.reduce(jnp.maximum, (amax_of(weights[group][other]) for other in sharing))
+
+
+def _at(weights: Any, site: str) -> Any:
+    group, _, name = site.partition("/")
+    return weights[group][name]
 
 
 def _fixed(cfg: LlamaConfig, ctx: Context, batch: Batch) -> tuple[Any, Any, Any]:
@@ -151,32 +170,31 @@ def _fixed(cfg: LlamaConfig, ctx: Context, batch: Batch) -> tuple[Any, Any, Any]
 
 
 class Replay:
-    """Compiled once for a config and a policy, then shown any weights, batch and key. `look` sees each layer's linears
-    inside jit; what it returns comes back as it is, on the device, layer by layer."""
+    """Compiled once for a config and a policy, then shown any weights, batch and key."""
 
-    def __init__(self, cfg: LlamaConfig, context: Context, look: Look):
+    def __init__(self, cfg: LlamaConfig, context: Context):
         self.cfg, self.context = cfg, context
         self._segments = segments(cfg, context)
         self._forward = jax.jit(lambda params, batch, key: forward(cfg, self._with(key), params, batch))
-        self._layers = [self._layer(segment, look) for segment in self._segments]
+        self._layers = [self._layer(segment) for segment in self._segments]
 
     def _with(self, key: jax.Array) -> Context:
         return dataclasses.replace(self.context, key=key)
 
-    def _layer(self, segment: Segment, look: Look) -> Any:
+    def _layer(self, segment: Segment) -> Any:
         def run(params: Any, at: jax.Array, inputs: jax.Array, dy: jax.Array, batch: Batch, key: jax.Array) -> Any:
             stacked = layer_slice(params, self.cfg, segment)
             weights = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, at, keepdims=False), stacked)
             x = lax.dynamic_index_in_dim(inputs, at, keepdims=False)
             number = at + jnp.int32(segment.start)
-            return through_layer(self.cfg, self._with(key), segment.recipes, weights, number, x, dy, batch, look)
+            return through_layer(self.cfg, self._with(key), segment.recipes, weights, number, x, dy, batch)
 
         return jax.jit(run)
 
-    def layers(self, params: Any, batch: Batch, key: jax.Array) -> Iterator[tuple[int, Any]]:
-        """(layer number, what `look` found), from the last layer to the first."""
+    def layers(self, params: Any, batch: Batch, key: jax.Array) -> Iterator[tuple[int, list[Linear]]]:
+        """(layer number, its linears), from the last layer to the first."""
         inputs, dy = self._forward(params, batch, key)
         for segment, kept, run in reversed(list(zip(self._segments, inputs, self._layers, strict=True))):
             for number in reversed(range(segment.start, segment.stop)):
-                dy, found = run(params, jnp.int32(number - segment.start), kept, dy, batch, key)
-                yield number, found
+                dy, linears = run(params, jnp.int32(number - segment.start), kept, dy, batch, key)
+                yield number, linears

@@ -18,7 +18,7 @@ from halfbyte.train.step import make_context
 from .inspection import summarise
 from .radar import part_of, quantized_gemms, step_of
 from .replay import Replay
-from .tensors import look_at_range
+from .tensors import own_numbers
 
 FILE = "telemetry.jsonl"
 MOST_TOKENS = 512
@@ -40,14 +40,15 @@ class Telemetry:
             one = moment.mesh.size == 1
             context = make_context(moment.config, moment.resolved, moment.mesh, None)
             context = dataclasses.replace(context, mesh=None if one else moment.mesh, remat="none", unroll=1)
-            replay = self._replays[moment.resolved] = Replay(moment.config.model, context, look_at_range())
+            replay = self._replays[moment.resolved] = Replay(moment.config.model, context)
         batch = part_of(moment.batch, MOST_TOKENS) if moment.mesh.size == 1 else moment.batch
         key = step_of(moment.config.rounding_seed, moment.step - 1)
         operands = [
-            summarise(layer, site, role, [numbers])
-            for layer, sites in replay.layers(moment.params, batch, key)
-            for site, roles in jax.device_get(sites).items()
-            for role, numbers in roles.items()
+            summarise(layer, given.site, role, [numbers])
+            for layer, linears in replay.layers(moment.params, batch, key)
+            for given in linears
+            if given.recipe.quantized
+            for role, numbers in jax.device_get(own_numbers(dataclasses.replace(given, site=""))).items()
         ]
         self._write({"step": moment.step, "operands": operands})
         return []

@@ -5,6 +5,7 @@ because blocks lie there: x along features (fprop) and tokens (wgrad), w along i
 (dgrad) and tokens (wgrad).
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -13,14 +14,13 @@ import jax.numpy as jnp
 
 from halfbyte.formats import FP8, FP8_E5M2, MXFP4, MXFP8, NVFP4, quantize, transform_runs
 from halfbyte.formats.elements import decode
-from halfbyte.models.context import Context
-from halfbyte.recipe import OperandPolicy, Recipe
+from halfbyte.recipe import OperandPolicy
 
-from .replay import Layer, Linear
-from .truth import BF16, agreement, three_gemms
+from . import definition
+from .definition import TENSORS, matrix
+from .replay import Linear
+from .truth import BF16, agreement, run_linear
 
-ROLES = {"fprop_x": ("x", -1), "fprop_w": ("w", -2), "dgrad_dy": ("dy", -1), "dgrad_w": ("w", -1),
-         "wgrad_x": ("x", -2), "wgrad_dy": ("dy", -2)}  # fmt: skip
 CODES = 256
 TINY = 1e-30
 
@@ -32,16 +32,11 @@ def ways(role: str) -> dict[str, OperandPolicy]:
         "nvfp4 hadamard": OperandPolicy(NVFP4, hadamard=True),
         "mxfp4": OperandPolicy(MXFP4),
         "mxfp8": OperandPolicy(MXFP8),
-        "fp8": OperandPolicy(FP8_E5M2 if ROLES[role][0] == "dy" else FP8),
+        "fp8": OperandPolicy(FP8_E5M2 if TENSORS[role][0] == "dy" else FP8),
     }
-    if ROLES[role][0] == "w":
+    if TENSORS[role][0] == "w":
         found["nvfp4 2d"] = OperandPolicy(NVFP4, block="2d")
     return found
-
-
-def flat(x: jax.Array) -> jax.Array:
-    """[..., features] as a matrix [tokens, features]."""
-    return x.reshape(-1, x.shape[-1])
 
 
 def snr_db(x: jax.Array, policy: OperandPolicy, axis: int) -> jax.Array:
@@ -78,31 +73,14 @@ def describe(x: jax.Array, policy: OperandPolicy, axis: int) -> dict[str, jax.Ar
     return found
 
 
-def look_at_linears() -> Any:
-    """A `Look` that brings out what every linear was given: site -> x, w, dy, key."""
-
-    def look(linears: list[Linear], layer: Layer) -> dict[str, Any]:
-        return {given.site: (given.x, given.w, given.dy, given.key) for given in linears}
-
-    return look
-
-
-def look_at_range() -> Any:
-    """A `Look` that is cheap: the operands of quantized linears under their own policies alone."""
-
-    def look(linears: list[Linear], layer: Layer) -> dict[str, dict[str, Any]]:
-        return {given.site: _own(given) for given in linears if given.recipe.quantized}
-
-    return look
-
-
-def _own(given: Linear) -> dict[str, Any]:
-    tensors = {"x": flat(given.x), "w": given.w, "dy": flat(given.dy)}
+@jax.jit
+def own_numbers(given: Linear) -> dict[str, Any]:
+    """What is cheap to know of a linear: its operands under their own policies alone."""
     found: dict[str, Any] = {}
-    for role, (name, axis) in ROLES.items():
+    for role, (name, axis) in TENSORS.items():
         policy: OperandPolicy = getattr(given.recipe, role)
         if policy.format.quantized:
-            x = tensors[name].astype(jnp.bfloat16)
+            x = matrix(getattr(given, name)).astype(jnp.bfloat16)
             found[role] = {**describe(x, policy, axis), "snr": {"own": snr_db(x, policy, axis)}}
     return found
 
@@ -111,19 +89,17 @@ def _own(given: Linear) -> dict[str, Any]:
 def operand_numbers(x: jax.Array, w: jax.Array, dy: jax.Array, role: str, own: OperandPolicy) -> dict[str, Any]:
     """One operand: its range, its fate under its own policy, and its signal-to-noise ratio in every format. Jitted
     apart, so that linears of one shape share a program."""
-    name, axis = ROLES[role]
-    tensor = {"x": flat(x), "w": w, "dy": flat(dy)}[name].astype(jnp.bfloat16)
+    name, axis = TENSORS[role]
+    tensor = {"x": matrix(x), "w": w, "dy": matrix(dy)}[name].astype(jnp.bfloat16)
     snr = {way: snr_db(tensor, policy, axis) for way, policy in ways(role).items()}
     if own.format.quantized:
         snr["own"] = snr_db(tensor, own, axis)
     return {**describe(tensor, own, axis), "snr": snr}
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5))
-def gemm_numbers(
-    x: jax.Array, w: jax.Array, dy: jax.Array, key: jax.Array, chosen: Recipe, backend: str
-) -> dict[str, Any]:
-    """GEMM -> how far its result under `chosen` is from bf16."""
-    given, ctx = Linear("", chosen, x, w, dy, key), Context(backend=backend)
-    ours, plain = (three_gemms(given, r, ctx) for r in (chosen, BF16))
-    return {gemm: agreement(ours[gemm], plain[gemm]) for gemm in ours}
+@functools.partial(jax.jit, static_argnames="backend")
+def gemm_numbers(given: Linear, *, backend: str) -> dict[str, Any]:
+    """GEMM -> how far its result is from bf16."""
+    _, results = run_linear(given, backend=backend)
+    plain = definition.operands(dataclasses.replace(given, recipe=BF16))
+    return {gemm: agreement(q, definition.result(gemm, plain).values) for gemm, q in results.items()}

@@ -1,28 +1,39 @@
-"""Gradient truth: a quantized GEMM beside the same GEMM in bf16, on what the run really gave it.
+"""Gradient truth: each quantized GEMM beside what its recipe gives on the very same operands, and beside bf16.
 
-For results q (quantized) and b (bf16) of one GEMM:
+The judgement is against the recipe (`definition`). Of each of a GEMM's operands, made by the run's own passes, every
+number and the tensor's scale must be the definition's: `wrong` is the share that is not. Its result, from the run's own
+backend, must be the definition's but for the order of sums: `error` is the largest deviation over what is allowed. And
+so must `dw`, a weight's gradient through the run's own program of the whole layer, fused passes included; there x and
+dy pass through other GEMMs first, whose last bits are free, and noise of 4 bits makes 1% of them: the error is that of
+the whole matrix, over 5% of what sums of unrelated numbers would have.
 
-    gain    <q, b> / <b, b>       the slope of q against b: 1 for an unbiased quantizer, 0.88 for torchao's old blocks
+What is told beside it, of results q (quantized, and what the recipe gives) and b (bf16):
+
+    gain    <q, b> / <b, b>       the slope of q against b: 1 for an unbiased quantizer
     bias    mean(q - b) / rms(b)
     cosine  <q, b> / |q| |b|
     snr     10 log10(|b|^2 / |q - b|^2)
-
-Rounding noise lowers cosine and SNR and leaves the gain alone, so it is the gain that tells a defect from noise.
 """
 
-from typing import Any
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 
-from halfbyte.models.context import Context
-from halfbyte.recipe import Recipe, RecipeMap, recipe
+from halfbyte.ops.linear import Linear as Traced
+from halfbyte.ops.linear import plan_linear, quantized, token_block, token_view
+from halfbyte.ops.operand import Operand
+from halfbyte.ops.passes import XLA, request
+from halfbyte.ops.weight import QWeight, weight_operand
+from halfbyte.recipe import GEMMS, WEIGHTS, recipe
 
-from .replay import Layer, Linear, product
+from . import definition
+from .definition import TENSORS, matrix
+from .replay import Linear
 
 BF16 = recipe("bf16")
 PATH = "dw"
-"""Of a weight's gradient through the run's own program of the whole layer, fused passes included."""
+PATH_ERROR = 0.05
 
 
 def agreement(q: jax.Array, b: jax.Array) -> dict[str, jax.Array]:
@@ -41,29 +52,75 @@ def agreement(q: jax.Array, b: jax.Array) -> dict[str, jax.Array]:
     }
 
 
-def three_gemms(given: Linear, chosen: Recipe, ctx: Context) -> dict[str, jax.Array]:
-    """y, dx and dw of the linear under a recipe."""
-    y, back = jax.vjp(lambda x, w: product(x, w, chosen, given.key, ctx), given.x, given.w)
-    dx, dw = back(given.dy.astype(y.dtype))
-    return {"fprop": y, "dgrad": dx, "wgrad": dw}
+def run_linear(
+    given: Linear, *, backend: str, sharded: bool = False
+) -> tuple[dict[str, Operand], dict[str, jax.Array]]:
+    """(the operands, by role; y, dx and dw, as matrices) of a linear, by the passes and the GEMMs of the run."""
+    recipe, dtype, key = given.recipe, given.x.dtype, given.key
+    x, dy = (token_view(t.astype(dtype), token_block(recipe)) for t in (given.x, given.dy))
+    shape = jax.ShapeDtypeStruct(x.shape, dtype)
+    plan = plan_linear(shape, given.weight, recipe, backend=backend, weights_kept="master", sharded=sharded)
+    ahead = Traced(plan, quantized(plan, given.weight, key), key)
+    back = Traced.restore(plan, ahead.keep(), key, after=dy)
+    row, kept = ahead.quantize(x, "fprop_x", "wgrad_x", kept=("wgrad_x",))
+    dy_row, dy_column = back.quantize(dy, "dgrad_dy", "wgrad_dy")
+    made = {
+        "fprop_x": row, "fprop_w": weight_operand(ahead.weight, "fprop_w", passes=ahead.passes),
+        "dgrad_dy": dy_row, "dgrad_w": weight_operand(back.weight, "dgrad_w", passes=back.passes),
+        "wgrad_x": back.load(kept, "wgrad_x"), "wgrad_dy": dy_column,
+    }  # fmt: skip
+    dw = back.wgrad(made["wgrad_x"], dy_column)
+    return made, {"fprop": matrix(ahead.fprop(row, dtype)), "dgrad": matrix(back.dx(dy_row, dtype)), "wgrad": dw}
 
 
-def look_for_truth(ctx: Context) -> Any:
-    """A `Look`: site -> GEMM -> agreement, for every quantized linear; GEMM `dw` is the layer's own gradient."""
+def unpacked_weights(given: Linear) -> dict[str, Operand]:
+    """The weight's operands as the definition in `ops` makes them, before they are packed: a carrier must be what its
+    codes stand for. Nothing of a weight that was quantized before, or of one in bf16."""
+    roles = [role for role in WEIGHTS if getattr(given.recipe, role).format.quantized]
+    if isinstance(given.weight, QWeight):
+        return {}
+    asked = [request(given.recipe, role, given.key) for role in roles]
+    axes = [TENSORS[role][1] for role in roles]
+    made = XLA.quantize(given.w, [dataclasses.replace(a, axis=axis) for a, axis in zip(asked, axes, strict=True)])
+    return dict(zip(roles, made, strict=True))
 
-    def look(linears: list[Linear], layer: Layer) -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = {}
-        quantized = [given for given in linears if given.recipe.quantized]
-        for given in quantized:
-            ours, plain = (three_gemms(given, chosen, ctx) for chosen in (given.recipe, BF16))
-            found[given.site] = {gemm: agreement(ours[gemm], plain[gemm]) for gemm in ours}
-        if quantized:
-            recipes = {f"layers/{given.site}": given.recipe for given in linears}
-            _, ours_dw = layer.again(RecipeMap(recipes))
-            _, plain_dw = layer.again(RecipeMap(dict.fromkeys(recipes, BF16)))
-            for given in quantized:
-                group, _, name = given.site.partition("/")
-                found[given.site][PATH] = agreement(ours_dw[group][name], plain_dw[group][name])
-        return found
 
-    return look
+def differing(found: Operand, right: definition.Operand) -> jax.Array:
+    """The share of an operand's numbers that are not the definition's; all of them under another tensor scale."""
+    share = jnp.mean((matrix(found.values()).astype(jnp.float32) != right.values).astype(jnp.float32))
+    factor = jnp.float32(1) if found.factor is None else found.factor
+    return jnp.where(factor == right.factor, share, 1.0)
+
+
+def judge(given: Linear, *, backend: str, sharded: bool = False) -> dict[str, dict[str, jax.Array]]:
+    """GEMM -> the numbers of `agreement` with bf16, those that the recipe gives (`recipe_gain`, `recipe_snr_db`), and
+    `error` and `wrong`.
+    """
+    found, results = run_linear(given, backend=backend, sharded=sharded)
+    right, plain = definition.operands(given), definition.operands(dataclasses.replace(given, recipe=BF16))
+    wrong = {role: differing(found[role], right[role]) for role in right}
+    for role, made in unpacked_weights(given).items():
+        wrong[role] = jnp.maximum(wrong[role], differing(made, right[role]))
+    told = {}
+    for gemm, q in results.items():
+        expected, b = definition.result(gemm, right), definition.result(gemm, plain).values
+        by_recipe = agreement(expected.values, b)
+        same = {"recipe_gain": by_recipe["gain"], "recipe_snr_db": by_recipe["snr_db"]}
+        error = jnp.max(_away(q, expected) / jnp.maximum(expected.allowed, 1e-37))
+        worse = jnp.maximum(*(wrong[role] for role in GEMMS[gemm]))
+        told[gemm] = agreement(q, b) | same | {"error": error, "wrong": worse}
+        if gemm == "wgrad":
+            error, none = _path_error(_away(given.dw, expected), right), jnp.float32(0)
+            told[PATH] = agreement(given.dw, b) | same | {"error": error, "wrong": none}
+    return told
+
+
+def _away(q: jax.Array, expected: definition.Result) -> jax.Array:
+    return jnp.abs(q.astype(jnp.float32) - expected.values)
+
+
+def _path_error(away: jax.Array, right: dict[str, definition.Operand]) -> jax.Array:
+    x, dy = (right[role] for role in GEMMS["wgrad"])
+    whole = [jnp.sqrt(jnp.sum(definition.length(t.values, 0) ** 2)) * t.factor for t in (x, dy)]
+    size = jnp.maximum(whole[0] * whole[1] / jnp.sqrt(jnp.float32(x.values.shape[0])), 1e-37)
+    return jnp.sqrt(jnp.sum((away / size) ** 2)) / PATH_ERROR

@@ -5,7 +5,7 @@ the backward pass.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -76,21 +76,44 @@ class Context:
 PLAIN = Context()  # bf16, one device
 
 
+@jax.custom_vjp
+def _seen(x: jax.Array, slot: jax.Array) -> jax.Array:
+    """x; the "gradient" of `slot` is x itself, which brings it out of any loop or checkpoint."""
+    return x
+
+
+_seen.defvjp(lambda x, slot: (x, x), lambda x, dy: (dy, x))
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerContext:
-    """A `Context` inside one layer of one segment: recipes by path, and the layer's key. A `tap` is given every linear,
-    as tap(x, weight, "group/name"), and answers in its place: how a replay sees what a GEMM is given.
+    """A `Context` inside one layer of one segment: recipes by path, and the layer's key.
+
+    A replay looks at what linears are given through `slots`, "group/name" -> zeros like x and like y: their gradients
+    are x itself and dy. Inside a gated MLP that is one op, only its ends are seen: the inputs of gate and up, and
+    down's result.
     """
 
     ctx: Context
     specs: dict[str, Any]
     recipes: dict[str, Recipe]
     key: jax.Array | None
-    tap: Callable[[jax.Array, jax.Array, str], jax.Array] | None = None
+    slots: dict[str, tuple[jax.Array, jax.Array]] | None = None
 
     def recipe(self, group: str, name: str) -> Recipe:
         """The recipe of linear `name` of `group`."""
         return self.recipes[f"layers/{group}/{name}"]
+
+    def into(self, x: jax.Array, group: str, names: Iterable[str]) -> jax.Array:
+        """x, as the linears `names` of `group` read it."""
+        slots = self.slots or {}
+        for name in names if slots else ():
+            x = _seen(x, slots[f"{group}/{name}"][0])
+        return x
+
+    def out_of(self, y: jax.Array, group: str, name: str) -> jax.Array:
+        """y, the result of linear `name` of `group`."""
+        return y if self.slots is None else y + self.slots[f"{group}/{name}"][1]
 
     def at_rest(self, group: str, name: str, w: jax.Array) -> jax.Array:
         """That linear's weight, held to where it rests; and so is its gradient."""

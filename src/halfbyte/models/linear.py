@@ -79,11 +79,13 @@ def linears(
     """x [..., inputs] times each of the weights `names` of `group` ("attention" or "mlp"), in x's dtype; `names` say
     the logical axes of each result, `x_axes` those of x.
     """
-    if here.tap is not None:
-        return tuple(here.tap(x, weights[name], f"{group}/{name}") for name in names)
-    recipes = [here.recipe(group, name) for name in names]
+    recipes, x = [here.recipe(group, name) for name in names], here.into(x, group, names)
+
+    def given(name: str, y: jax.Array) -> jax.Array:
+        return named(here.out_of(y, group, name))
+
     if all(is_exact(x, recipe) for recipe in recipes):
-        return tuple(named(jnp.dot(x, here.at_rest(group, name, weights[name]).astype(x.dtype))) for name in names)
+        return tuple(given(n, jnp.dot(x, here.at_rest(group, n, weights[n]).astype(x.dtype))) for n in names)
     placed = here.on_mesh and here.divides(x, x_axes, *names.values())
     made = ops.qdots(
         x,
@@ -95,7 +97,7 @@ def linears(
         sharded=here.on_mesh,
         weights_kept=here.weights_kept,
     )
-    return tuple(named(y) for y in made)
+    return tuple(given(name, y) for name, y in zip(names, made, strict=True))
 
 
 def gated_mlp(
@@ -103,7 +105,7 @@ def gated_mlp(
 ) -> tuple[jax.Array, Any]:
     """((a(x gate) * (x up)) down, in x's dtype; `place` with what is kept there, as `ops.mlp_in_stacks`)."""
     recipes = {name: here.recipe("mlp", name) for name in MLP_SITES}
-    if here.tap is not None or all(is_exact(x, recipe) for recipe in recipes.values()):
+    if all(is_exact(x, recipe) for recipe in recipes.values()):
         gate, up = linears(x, weights, here, "mlp", {"gate": inside("mlp"), "up": inside("mlp")}, x_axes=BETWEEN)
         (y,) = linears(activation.curve(gate) * up, weights, here, "mlp", {"down": BETWEEN}, x_axes=inside("mlp"))
         return y, place
@@ -117,11 +119,11 @@ def gated_mlp(
         "sharded": here.on_mesh,
         "weights_kept": here.weights_kept,
     }
-    gate, up, down = (weights[name] for name in MLP_SITES)
+    x, gate, up, down = here.into(x, "mlp", MLP_SITES[:2]), *(weights[name] for name in MLP_SITES)
     if place is not None:
         return ops.mlp_in_stacks(x, gate, up, down, place, **options)
     mode = "input" if here.ctx.remat == "quantized" else "fast"
-    return ops.mlp(x, gate, up, down, mode=mode, **options), None
+    return here.out_of(ops.mlp(x, gate, up, down, mode=mode, **options), "mlp", "down"), None
 
 
 def stacks_of(segment: Segment, x: jax.Array, width: int, ctx: Context) -> tuple[jax.Array, jax.Array] | None:

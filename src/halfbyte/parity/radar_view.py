@@ -7,21 +7,31 @@ from halfbyte import report as page
 
 
 def radar_section(arms: Sequence[Mapping[str, Any]]) -> str:
-    """Heat maps of the arms that have quantized GEMMs, first seed; alarms of all seeds named above."""
+    """Heat maps of the arms that have quantized GEMMs, first seed; alarms of all seeds, and what was not judged, named
+    above."""
     parts = []
     for arm in arms:
-        probes = [probe for probe in arm["radar"] if probe["gemms"]]
-        if not probes:
-            continue
-        alarms = [f"seed {p['seed']} step {p['step']}: {text}" for p in probes for text in p["alarms"]]
-        parts += [page.notice(f"{arm['name']}: {line}") for line in alarms[:6]]
-        parts.append(gain_figure(arm["name"], probes[0]))
+        name, probes = arm["name"], [probe for probe in arm["radar"] if probe["gemms"]]
+        lines = [(p, text) for p in arm["radar"] for text in [*p["alarms"], *not_judged(p)]]
+        parts += [page.notice(f"{name}: seed {p['seed']} step {p['step']}: {text}") for p, text in lines[:6]]
+        if probes:
+            parts.append(gain_figure(name, probes[0]))
     note = (
         "Same weights, same batch: each quantized GEMM's result against its bf16 result. Gain is the regression "
-        "slope; 1 is right. "
-        "Red: outside the band that healthy runs fixed."
+        "slope; 1 is right. Red: not what its recipe gives on these operands. Blue: far from 1, and what the recipe "
+        "gives: its own doing, which is for the verdict to judge, and no defect of the run."
     )
     return page.section("Gradient truth", page.paragraph(note, soft=True), *parts) if parts else ""
+
+
+def not_judged(probe: Mapping[str, Any]) -> list[str]:
+    """What the probe said nothing about: GEMMs of which it had nothing to judge by, or all of them."""
+    if probe.get("not_judged"):
+        return [f"NOT JUDGED: {probe['not_judged']}"]
+    blind = [g for g in probe["gemms"] if not g["alarm"] and g.get("error") is None and g.get("band") is None]
+    if not blind:
+        return []
+    return [f"{len(blind)} of {len(probe['gemms'])} GEMMs were NOT JUDGED: an older radar knew no band for them"]
 
 
 def gain_figure(name: str, probe: Mapping[str, Any]) -> str:
@@ -35,12 +45,16 @@ def gain_figure(name: str, probe: Mapping[str, Any]) -> str:
     shade = [[min(1.0, abs((v if v is not None else 1.0) - 1.0) / 0.02) for v in line] for line in values]
     drawn = page.heat_map(rows, [str(layer) for layer in layers], values, label=f"gain of each GEMM of {name}",
                           shade=shade, alarms=alarms, form="{:.3f}")  # fmt: skip
-    snr = [g["snr_db"] for g in gemms if g["snr_db"] is not None]
-    note = (
-        f"step {probe['step']}; signal to noise {min(snr):.1f} to {max(snr):.1f} dB" if snr else f"step {probe['step']}"
-    )
+    spans = [_span(gemms, "snr_db", "signal to noise {:.1f} to {:.1f} dB"),
+             _span(gemms, "recipe_gain", "the recipe itself gives gains of {:.3f} to {:.3f}")]  # fmt: skip
+    note = "; ".join([f"step {probe['step']}", *(span for span in spans if span)])
     return page.figure(f"{name}: gain by layer", drawn, note)
 
 
 def _get(found: Mapping[str, Any] | None, field: str) -> Any:
     return None if found is None else found[field]
+
+
+def _span(gemms: Sequence[Mapping[str, Any]], field: str, form: str) -> str:
+    found = [g[field] for g in gemms if g.get(field) is not None]
+    return form.format(min(found), max(found)) if found else ""

@@ -165,7 +165,7 @@ class TrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     radar: int = 0
-    """Steps between probes of every quantized GEMM against its bf16 result (radar.jsonl); 0: none."""
+    """Steps between probes of every quantized GEMM against what its recipe gives (radar.jsonl); 0: none."""
     telemetry: int = 0
     """Steps between records of every operand: amax, shares that round to zero or saturate; 0: none."""
     guard: GuardConfig = field(default_factory=GuardConfig)

@@ -1,0 +1,101 @@
+"""What a recipe gives: the six operands of a linear and its three results, from `formats` and derived keys alone.
+
+Random bits are derived, never carried, so a stochastic rounding is as determined as one to nearest: on given x, w, dy
+and key there is one right value of every number that a GEMM reads. Nothing of `ops`, which is what is judged, is used.
+Of a result only the order of its sums is free. For operands a [m, k] and b [k, n] and the exact result r, a healthy one
+is within
+
+    |q - r| <= 2^-7 |r| + 2^-11 |a_i| |b_j|
+
+of it: two roundings to bfloat16, and sums in float32 or in what the units of an accelerator have for that; rounding
+noise of 4 bits is 0.1 |a_i| |b_j| / sqrt(k) for each element, and as much in its largest for four standard deviations.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from halfbyte.formats import amax_of, random_bytes, to_grid, transform_runs
+from halfbyte.formats.bits import round_bfloat16
+from halfbyte.recipe import GEMMS, ROLES, OperandPolicy, role_key
+
+from .replay import Linear
+
+ROUNDED, SUMMED = 2.0**-7, 2.0**-11
+CONTRACTED = {"fprop": (1, 0), "dgrad": (1, 1), "wgrad": (0, 0)}  # the axis of each matrix that a GEMM sums over
+TENSORS = {"fprop_x": ("x", -1), "fprop_w": ("w", -2), "dgrad_dy": ("dy", -1), "dgrad_w": ("w", -1),
+           "wgrad_x": ("x", -2), "wgrad_dy": ("dy", -2)}  # fmt: skip
+"""Each operand's tensor, as a matrix, and the axis along which it is blocked: that which its GEMM sums over."""
+
+
+class Operand(NamedTuple):
+    """A matrix of numbers that are exact in bfloat16, and the factor that sums of them owe the tensor's scale."""
+
+    values: jax.Array  # float32
+    factor: jax.Array  # float32
+
+
+def matrix(x: jax.Array) -> jax.Array:
+    """[..., features] as [tokens, features]."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def operand(
+    x: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None, amax: jax.Array | None = None
+) -> Operand:
+    """A matrix under a policy, blocked along `axis`."""
+    one = jnp.float32(1)
+    if policy.source == "bfloat16" or not policy.format.quantized:
+        x = round_bfloat16(x.astype(jnp.float32))
+    if policy.hadamard:
+        x = transform_runs(x, axis=axis)
+    if not policy.format.quantized:
+        return Operand(x.astype(jnp.float32), one)
+    noise = random_bytes(key, x.shape) if policy.stochastic and key is not None else None
+    grid = to_grid(x, policy.format, block=policy.block, axis=axis, noise=noise, amax=amax)
+    return Operand(grid.carrier(), jnp.where(jnp.isfinite(amax_of(x)), grid.scales.tensor_decode, jnp.nan * one))
+
+
+def operands(given: Linear) -> dict[str, Operand]:
+    """The six of a linear, by role."""
+
+    def made(role: str) -> Operand:
+        name, axis = TENSORS[role]
+        key = None if given.bits is None else role_key(given.bits, role)
+        amax = given.amax if name == "w" else None
+        return operand(matrix(getattr(given, name)), getattr(given.recipe, role), axis=axis, key=key, amax=amax)
+
+    return {role: made(role) for role in ROLES}
+
+
+class Result(NamedTuple):
+    """A GEMM's result r, float32, and how far from it a healthy one may be."""
+
+    values: jax.Array
+    allowed: jax.Array
+
+
+def result(gemm: str, made: dict[str, Operand]) -> Result:
+    """The product of a GEMM's two operands."""
+    (a, factor_a), (b, factor_b) = (made[role] for role in GEMMS[gemm])
+    axes, factor = CONTRACTED[gemm], factor_a * factor_b
+    dims = (((axes[0],), (axes[1],)), ((), ()))
+
+    def dot(a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        return lax.dot_general(a.astype(dtype), b.astype(dtype), dims, preferred_element_type=jnp.float32)
+
+    # A CPU has no fast bfloat16 GEMM; the numbers are the same.
+    sums = lax.platform_dependent(
+        a, b, cpu=lambda a, b: dot(a, b, jnp.dtype("float32")), default=lambda a, b: dot(a, b, jnp.dtype("bfloat16"))
+    )
+    rows, columns = length(a, axes[0]), length(b, axes[1])
+    bound = (rows * factor)[:, None] * columns[None]
+    return Result(sums * factor, ROUNDED * jnp.abs(sums * factor) + SUMMED * bound)
+
+
+def length(x: jax.Array, axis: int) -> jax.Array:
+    """The Euclidean length of each row or column, along `axis`, of whatever size its numbers are."""
+    size = jnp.maximum(jnp.max(jnp.abs(x)), jnp.float32(1e-30))
+    return jnp.sqrt(jnp.sum((x / size) ** 2, axis=axis)) * size
