@@ -68,7 +68,8 @@ def base_run(size: str, *, steps: int, data: str) -> TrainConfig:
 
 
 def plan_of(size: str, *, steps: int, data: str) -> Plan:
-    return Plan(base_run(size, steps=steps, data=data), ARMS, SEEDS[size], parse_margin(MARGIN))
+    arms = tuple(arm if arm.name in SEEDED else dataclasses.replace(arm, seeds=1) for arm in ARMS)
+    return Plan(base_run(size, steps=steps, data=data), arms, SEEDS[size], parse_margin(MARGIN))
 
 
 def without_embeddings(size: str) -> int:
@@ -114,9 +115,8 @@ Job = tuple[str, Arm, int]  # size, arm, seed
 def jobs_of(plans: Mapping[str, Plan]) -> list[Job]:
     """Every run of these sizes, what matters most first: the seeded arms of each size, then the other arms of its first
     seed."""
-    seeded = [(s, a, seed) for s, plan in plans.items() for seed in plan.seeds for a in plan.arms if a.name in SEEDED]
-    others = [(s, a, plan.seeds[0]) for s, plan in plans.items() for a in plan.arms if a.name not in SEEDED]
-    return seeded + others
+    jobs = [(size, arm, seed) for size, plan in plans.items() for arm, seed in plan.jobs()]
+    return sorted(jobs, key=lambda job: job[1].name not in SEEDED)
 
 
 @contextlib.contextmanager
@@ -159,7 +159,7 @@ def command_run(args: argparse.Namespace) -> None:
 
 def finished(out: Path, job: Job, steps: int, *, tasks: str) -> bool:
     """Whether a run has nothing left to do."""
-    from halfbyte.parity.runner import DIVERGED, DONE, run_directory, status_of
+    from halfbyte.parity.cells import DIVERGED, DONE, run_directory, status_of
 
     size, arm, seed = job
     folder = run_directory(out / size, arm, seed)
@@ -169,7 +169,8 @@ def finished(out: Path, job: Job, steps: int, *, tasks: str) -> bool:
 
 def run_job(plan: Plan, out: Path, job: Job, args: argparse.Namespace) -> str | None:
     """Train and evaluate one run; the name of the signal that stopped it."""
-    from halfbyte.parity.runner import DONE, run_directory, run_jobs, status_of
+    from halfbyte.parity.cells import DONE, run_directory, status_of
+    from halfbyte.parity.runner import run_jobs
 
     size, arm, seed = job
     folder = run_directory(out / size, arm, seed)

@@ -7,6 +7,7 @@ import pytest
 
 from halfbyte.cli.compare import short_names
 from halfbyte.cli.main import main
+from halfbyte.train.identity import Identity, save_identity
 
 
 def make_run(folder, *, recipe, gap, time=1.0, steps=100, model=None, seed=0, batch=8):
@@ -104,6 +105,37 @@ def test_unlike_pairs_are_not_averaged(seeds, tmp_path, capfd):
     found = compared(capfd, *base, *other[:1], wide)
     refused = next(arm for arm in found["arms"] if arm["name"] == "wide")
     assert refused["gap"] is None and "batch 8 against 16" in refused["refusal"]
+
+
+def sealed(folder, **facts):
+    save_identity(folder, Identity(**{"run": folder.name, "config_sha256": "", "data": "one", **facts}))
+
+
+@pytest.mark.parametrize("field", ["data", "tokenizer", "file own.py"])
+def test_runs_that_were_made_from_other_things_have_no_gap(tmp_path, capfd, field):
+    base = make_run(tmp_path / "base", recipe="own.py:a@0123456789abcdef", gap=0.0)
+    name = f"own.py:b@{'f' if 'file' in field else '0'}123456789abcdef"
+    other = make_run(tmp_path / "other", recipe=name, gap=0.05)
+    for folder, data in ((base, "one"), (other, "two" if field == "data" else "one")):
+        sealed(folder, data=data)
+        (folder / "tokenizer.json").write_text(data if field != "tokenizer" else folder.name)
+    if field == "data":
+        (other / "tokenizer.json").unlink()
+    assert main(["compare", str(base), str(other), "--png", "", "--json"]) == 2
+    found = json.loads(capfd.readouterr().out)
+    assert found["runs"][1]["gap"] is None and found["runs"][1]["speedup"] is None and found["arms"][0]["gap"] is None
+    assert f"made from something else than base: {field}: " in found["runs"][1]["refusal"]
+
+
+def test_a_speed_up_has_a_spread(tmp_path, capfd):
+    times = np.random.default_rng(0).uniform(0.5, 1.5, 12)
+    folders = [make_run(tmp_path / name, recipe=name, gap=0.0, steps=12) for name in ("bf16", "nvfp4")]
+    for folder in folders:
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        lines = [{**row, "step_time_s": time} for row, time in zip(rows, times, strict=True)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    low, high = compared(capfd, *folders)["runs"][1]["speedup_90"]
+    assert low < 0.9 < 1.1 < high  # noise of 50% a step is no speed-up
 
 
 def test_a_diverged_run_is_said_to_be_one(runs, capfd):

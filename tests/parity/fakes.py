@@ -7,10 +7,11 @@ import numpy as np
 
 from halfbyte.models import LlamaConfig
 from halfbyte.parity.arms import standard_arms
+from halfbyte.parity.cells import run_directory
 from halfbyte.parity.margin import Margin
 from halfbyte.parity.plan import Plan, settle
-from halfbyte.parity.runner import run_directory
-from halfbyte.train import LogConfig, TrainConfig, ValidationConfig
+from halfbyte.train import LogConfig, TrainConfig, ValidationConfig, jsonconfig
+from halfbyte.train.identity import Identity, hash_of, new_name, save_identity
 
 MODEL = LlamaConfig(
     name="tiny", vocab_size=64, embed=32, mlp=64, layers=2, heads=4, kv_heads=2, head_dim=16, max_seq=64
@@ -29,12 +30,13 @@ GAPS = {"bf16": 0.0, "nvfp4": 0.004, "mxfp4": 0.03, "bf16-twin": 0.0, "control-f
 """Nats; 0.5% of a loss of 3 is 0.015."""
 
 
-def plan_of(seeds=3, margin="0.5%", candidates=("nvfp4", "mxfp4"), base=BASE):
+def plan_of(seeds=3, margin="0.5%", candidates=("nvfp4", "mxfp4"), base=BASE, looks=()):
     value, relative = (
         (float(margin[:-1]), True) if margin.endswith("%") else (float(margin.removesuffix("nats")), False)
     )
     arms = tuple(standard_arms("bf16", list(candidates)))
-    return Plan(base, arms, tuple(range(seeds)), Margin(value, relative), command="halfbyte parity <tiny> & co")
+    return Plan(base, arms, tuple(range(seeds)), Margin(value, relative), command="halfbyte parity <tiny> & co",
+                looks=looks)  # fmt: skip
 
 
 def fake_parity(folder, plan=None, *, gaps=GAPS, noise=0.0005, skip=(), diverged=()):
@@ -70,7 +72,8 @@ def fake_run(folder, plan, arm, seed, *, gap, noise, diverged):
             (folder / "diverged.json").write_text(json.dumps({"step": step, "error": "loss nan"}))
             break
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "config.json").write_text(json.dumps({"recipe": config.recipe, "seed": seed}))
+    jsonconfig.save(config, folder / "config.json")
+    save_identity(folder, Identity(new_name(), hash_of(folder / "config.json"), "synthetic"))
     kinds = ("fprop", "dgrad", "wgrad")
     how = "plain" if config.recipe == "bf16" else "emulated"
     gemm = {"left": f"{config.recipe} 1d rne", "right": "x", "bits": 4, "runs_in": "bf16", "execution": how}

@@ -48,6 +48,31 @@ def test_other_arms_or_another_base_are_refused_and_more_seeds_are_not(tmp_path)
     assert settle(tmp_path, plan_of(seeds=2)).seeds == (0, 1, 2, 3, 4)
 
 
+def test_looks_are_part_of_the_plan_and_seeds_that_are_added_are_beyond_it(tmp_path):
+    first = settle(tmp_path / "a", plan_of(seeds=5, looks=(3, 5)))
+    assert load_plan(tmp_path / "a").looks == (3, 5)
+    with pytest.raises(ValueError, match="looked at after 3, 5 seeds.*got 4, 5"):
+        settle(tmp_path / "a", plan_of(seeds=5, looks=(4, 5)))
+    assert settle(tmp_path / "a", plan_of(seeds=9)).looks == first.looks
+    settle(tmp_path / "b", plan_of(seeds=1))  # a try: too few for a verdict
+    assert settle(tmp_path / "b", plan_of(seeds=3)).looks == (3,)
+    for bad in ((2, 3), (3, 3), (3, 9), (5, 3)):
+        with pytest.raises(ValueError, match="looks must be rising"):
+            plan_of(seeds=5, looks=bad)
+
+
+def test_a_plan_of_an_earlier_version_is_read_and_its_later_seeds_are_not_judged(tmp_path):
+    """It let seeds be added until it was clear, and nothing says how often."""
+    settle(tmp_path, plan_of(seeds=5))
+    old = json.loads((tmp_path / "plan.json").read_text())
+    stored = {k: v for k, v in old.items() if k not in ("looks", "levels", "candidates")} | {"version": 1}
+    for arm in stored["arms"]:
+        del arm["seeds"]
+    (tmp_path / "plan.json").write_text(json.dumps(stored))
+    found = load_plan(tmp_path)
+    assert found.looks == (3,) and found.seeds == (0, 1, 2, 3, 4) and found.arms == plan_of().arms
+
+
 def test_a_directory_with_other_things_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(ValueError, match="holds no plan.json"):

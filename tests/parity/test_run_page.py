@@ -22,7 +22,8 @@ def page(tmp_path):
 
 def test_a_run_leaves_a_page(page):
     text = page.read_text()
-    parts = ["nats a token, validation 3.", "after 60 steps", "One run: it says what this run did", "Loss, nats"]
+    parts = ["training loss 3.", "(mean of the last 20 steps), validation 3.", "after 60 steps"]
+    parts += ["One run: it says what this run did", "Loss, nats"]
     parts += ["By source of text", "after The &lt;b&gt;", "people", "&amp; more", "Gradient truth", "Cost", "emulated"]
     parts += ["Precision", "Provenance", "config.json"]
     places = [text.index(part) for part in parts]

@@ -84,10 +84,10 @@ def test_a_twin_fails_at_most_at_the_stated_rate():
 
 def test_power_is_what_the_number_of_seeds_promises():
     """With as many seeds as `seeds_needed` says, the verdict decides in about 80% of draws."""
-    known = over_seeds([0.006, 0.010, 0.014])
+    known = over_seeds([0.005, 0.010, 0.015])
     count = seeds_needed(known, 0.02)
     rates = verdicts(0.01, seeds=count, rng=7)
-    assert count == pytest.approx(6, abs=2)
+    assert count == pytest.approx(4, abs=1)
     assert rates[Word.PASS] > 0.75
 
 
@@ -106,7 +106,7 @@ def test_fewer_than_three_seeds_have_no_interval_and_the_verdict_says_so():
         found = judge("nvfp4", gaps, Margin(0.5, relative=True))
         assert found.word is Word.CANNOT_TELL
         assert "single run: no interval over seeds" in found.line()
-        assert found.interval.low is None and found.seeds == 3
+        assert found.interval.low is None
 
 
 def test_divergence_fails_and_is_counted():

@@ -5,7 +5,8 @@ halfbyte compare RUN RUN ...
 The first run's arm (its recipe and policy) is the baseline. Each other run is compared with the baseline run of the
 same seed, at equal numbers of tokens: a gap is the mean difference over the last steps (--last). The interval of an arm
 is over its seeds, three or more; the error beside a single run is of that run alone and says nothing about another
-seed. Runs that differ in more than precision are shown, and not averaged. Prints tables and a plot; writes a PNG."""
+seed. Runs that differ in more than precision are shown, and not averaged; runs whose data, tokenizer, code or recipe
+files differ from the baseline's have no gap at all, and the exit code is 2. Prints tables and a plot; writes a PNG."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from halfbyte.cli.result import Result
+from halfbyte.cli.result import BAD_INPUT, DONE, Result
 from halfbyte.inputs import check_output, read_json
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Args:
 def run(args: Args) -> Result:
     from halfbyte.cli.screen import console
     from halfbyte.evaluation import curves, pictures
-    from halfbyte.parity.pairing import Run, pair_up
+    from halfbyte.parity.pairing import Run, facts_of, pair_up
 
     if len(args.runs) < 2:
         raise ValueError(f"compare takes two or more runs, got {len(args.runs)}; the first is the baseline")
@@ -49,7 +50,9 @@ def run(args: Args) -> Result:
     folders = [Path(name) for name in args.runs]
     loaded = [curves.read_curve(folder, name) for folder, name in zip(folders, short_names(folders), strict=True)]
     width = args.smooth or curves.default_width(max(len(curve.rows) for curve in loaded))
-    runs = [Run(c.name, folder, config_of(folder), c) for c, folder in zip(loaded, folders, strict=True)]
+    configs = [config_of(folder) for folder in folders]
+    found = zip(loaded, folders, configs, strict=True)
+    runs = [Run(curve.name, folder, config, curve, facts_of(folder, config)) for curve, folder, config in found]
     arms = pair_up(runs, last=args.last or None)
     pairs = {pair.run.name: pair for arm in arms for pair in arm.pairs}
     data: dict[str, Any] = {
@@ -71,7 +74,8 @@ def run(args: Args) -> Result:
         Path(args.png).parent.mkdir(parents=True, exist_ok=True)
         pictures.draw_png(loaded, baselines, Path(args.png), width=width, last=args.last or None)
         print(f"picture: {args.png}")
-    return Result({**data, "png": args.png or None})
+    foreign = any(pair.foreign for pair in pairs.values())
+    return Result({**data, "png": args.png or None}, BAD_INPUT if foreign else DONE)
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
@@ -92,7 +96,7 @@ def summary(run: "Run", pair: "Pair | None", args: Args) -> dict[str, Any]:
     baseline = pair.baseline.curve if pair and pair.baseline else None
     _, validation = curve.validation()
     speed = curves.speed_of(curve)
-    same = baseline is not None and same_work(curve, baseline)
+    faster = speed_up(curve, baseline) if baseline is not None and same_work(curve, baseline) else None
     return {
         "name": curve.name,
         "run": str(folder),
@@ -109,8 +113,23 @@ def summary(run: "Run", pair: "Pair | None", args: Args) -> dict[str, Any]:
         "gap": asdict(pair.gap) if pair and pair.gap else None,
         "not_finite": int(sum(not math.isfinite(value) for value in curve.loss)),
         "speed": asdict(speed),
-        "speedup": curves.speed_of(baseline).step_time_s / speed.step_time_s if same and baseline else None,
+        "speedup": faster[0] if faster else None,
+        "speedup_90": faster[1] if faster else None,
     }
+
+
+def speed_up(curve: "Curve", baseline: "Curve") -> tuple[float, tuple[float, float] | None]:
+    """The ratio of the median step times, and a 90% interval within these two runs; None of a few steps."""
+    import numpy as np
+
+    from halfbyte.evaluation.curves import median, timed
+    from halfbyte.parity.statistics import moving_block_bootstrap
+
+    base, mine = (timed(c).column("step_time_s") for c in (baseline, curve))
+    bounds = [moving_block_bootstrap(times[np.isfinite(times)], of=np.median) for times in (base, mine)]
+    if bounds[0] is None or bounds[1] is None:
+        return median(base) / median(mine), None
+    return median(base) / median(mine), (bounds[0][0] / bounds[1][1], bounds[0][1] / bounds[1][0])
 
 
 def arm_summary(arm: "Arm") -> dict[str, Any]:
@@ -196,7 +215,7 @@ def print_summary(screen: Any, runs: Sequence[Mapping[str, Any]]) -> None:
         if r["gap"] and r["gap"]["interpolated"]:
             screen.print(f"{r['name']}: logged at other tokens than {r['paired_with']}; its loss is interpolated")
     speeds = [(r["name"], r["device"] or "", *_speeds(r)) for r in runs]
-    screen.print(table(SPEEDS, speeds, title="speed, medians"))
+    screen.print(table(SPEEDS, speeds, title="speed, medians; brackets: 90% within these runs"))
 
 
 def print_arms(screen: Any, arms: Sequence[Mapping[str, Any]], baseline: str) -> None:
@@ -217,7 +236,7 @@ def print_arms(screen: Any, arms: Sequence[Mapping[str, Any]], baseline: str) ->
         screen.print(table(ARMS, rows, title=f"gap to {baseline} over seeds: paired differences, Student's t"))
     for arm in arms:
         if arm["refusal"]:
-            screen.print(f"not averaged: {arm['refusal']}")
+            screen.print(f"not averaged: {arm['refusal']}", markup=False)
 
 
 def _seed(r: Mapping[str, Any]) -> str:
@@ -253,8 +272,16 @@ def _speeds(r: Mapping[str, Any]) -> tuple[str, ...]:
         _number(speed["tflops_per_device"], "{:.3g}"),
         _number(speed["mfu"], "{:.1%}"),
         _number(speed["input_wait"], "{:.1%}"),
-        "" if r["speedup"] is None else f"{r['speedup']:.2f}x",
+        _faster(r),
     )
+
+
+def _faster(r: Mapping[str, Any]) -> str:
+    if r["speedup"] is None:
+        return ""
+    bounds = r["speedup_90"]
+    spread = f"[{bounds[0]:.2f}, {bounds[1]:.2f}]" if bounds else "(too few steps for a spread)"
+    return f"{r['speedup']:.2f}x {spread}"
 
 
 def _number(value: float, form: str) -> str:

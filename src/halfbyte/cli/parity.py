@@ -4,10 +4,11 @@ halfbyte parity demo --baseline bf16 --candidates nvfp4,mxfp4 --seeds 3
 
 halfbyte parity RUN --branch
 
-In each seed all arms share initialisation, batches and schedule; only precision differs. The margin is written into
-plan.json before the first step. PASS: the 90% interval over seeds lies inside the margin (equivalence at 5%). FAIL:
-wholly beyond it. CANNOT TELL: and what would decide. A twin of the baseline shows the noise, a recipe that is broken on
-purpose must be seen to fail. Ctrl-C keeps what is done and writes the report; the same command goes on.
+In each seed all arms share initialisation, batches and schedule; only precision differs. Margin, seeds and looks are
+written into plan.json before the first step. PASS: the interval over seeds lies inside the margin; a candidate at the
+margin passes in 5% of studies at most, however many looks and candidates. FAIL: wholly beyond it. CANNOT TELL: all
+else. A twin of the baseline shows the noise, a recipe that is broken on purpose must be seen to fail, or nothing
+passes. Ctrl-C keeps what is done and writes the report; the same command goes on.
 
 Exit code 0: every candidate passed; 3: not."""
 
@@ -41,11 +42,14 @@ class Args:
     """`ablation`: the nvfp4 recipe in full, each ingredient off, each misused, and its neighbours; or a JSON file,
     name -> {field: value}."""
     seeds: int = 3
-    """Seeds; three are the fewest that have an interval."""
+    """Seeds, at most; three are the fewest that have an interval. More of them later are shown, and not judged."""
+    looks: str = ""
+    """Numbers of seeds, such as 3,5: it is judged then too, and ends where all is decided. Each look has its part of
+    the 5%, so the last interval is a little wider."""
     first_seed: int = 0
     """The first of them."""
     steps: int = 0
-    """Steps of each run; 0: as the named run, 160 for the demo (five arms of three seeds: about 20 minutes on two
+    """Steps of each run; 0: as the named run, 160 for the demo (five arms of three seeds: about a quarter of an hour on two
     cores)."""
     tokens: int = 0
     """Tokens of each run, instead of steps."""
@@ -66,7 +70,7 @@ class Args:
     host: str = ""
     """INDEX/HOSTS: run every HOSTS-th run only, for several hosts that share --out."""
     controls: bool = True
-    """The twin and the broken recipe."""
+    """The twin and the broken recipe; without them nothing passes."""
     radar: int = 0
     """Steps between probes of every quantized GEMM against what its recipe gives; 0: one in the middle of each run; -1:
     none."""
@@ -82,6 +86,7 @@ def run(args: Args) -> Result:
     if args.branch:
         return run_branch_test(args)
     plan, directory = make_plan(args)
+    from halfbyte.parity.analysis import decided
     from halfbyte.parity.plan import settle, share
     from halfbyte.parity.runner import run_jobs
 
@@ -92,7 +97,10 @@ def run(args: Args) -> Result:
     say(describe(plan, directory))
     jobs = share(plan.jobs(), args.host) if args.host else plan.jobs()
     try:
-        stopped = run_jobs(plan, directory, jobs, say=say, observers=watchers(args.radar))
+        stopped = run_jobs(
+            plan, directory, jobs, say=say, observers=watchers(args.radar), decided=lambda: decided(plan, directory),
+            leave=lambda signal: finish(plan, directory, stopped=signal),
+        )  # fmt: skip
     except KeyboardInterrupt:
         stopped = "SIGINT"
     return finish(plan, directory, stopped=stopped)
@@ -112,7 +120,7 @@ def run_branch_test(args: Args) -> Result:
     out.mkdir(parents=True, exist_ok=True)
     steps = ", ".join(map(str, plan.at))
     say(f"{out}: branches of {plan.run} at step {steps}, {plan.steps} steps each, margin ±{margin}")
-    found = run_branches(plan, out, say=say)
+    found, stopped = run_branches(plan, out, say=say)
     line = verdict_line(plan, found, margin)
     data = {"verdict": line, "baseline": plan.baseline, "recipe": plan.config.recipe, "margin": str(margin),
             "branch_steps": plan.steps, "branches": found}  # fmt: skip
@@ -124,6 +132,9 @@ def run_branch_test(args: Args) -> Result:
             say(f"step {row['step']}: training loss {row['training_gap']:+.4f} nats over the branch{within}")
     say(line)
     say("Scope: branches of one run, on its data, size and tokens; a gap that needs longer to show is not seen here.")
+    if stopped:
+        say(f"stopped by {stopped} with {len(found)} of {len(plan.at)} branches done; the same command goes on")
+        return Result({**data, "stopped": stopped}, PREEMPTED)
     return Result(data, NOT_PASSED)
 
 
@@ -155,7 +166,16 @@ def make_plan(args: Args) -> tuple["Plan", Path]:
     places = [arms[0], *extra, *arms[1:]]
     command = "halfbyte " + " ".join(["parity", *sys.argv[2:]]) if len(sys.argv) > 2 else ""
     margin, seeds = parse_margin(args.margin), first_seeds(args.seeds, args.first_seed)
-    return Plan(base, tuple(places), seeds, margin, command=command), Path(args.out or f"parity/{base.name}")
+    plan = Plan(base, tuple(places), seeds, margin, command=command, looks=looks_of(args))
+    return plan, Path(args.out or f"parity/{base.name}")
+
+
+def looks_of(args: Args) -> tuple[int, ...]:
+    """Those of --looks, and one after all seeds."""
+    texts = [text.strip() for text in args.looks.split(",") if text.strip()]
+    if not all(text.isdigit() for text in texts):
+        raise ValueError(f"--looks must be numbers of seeds with commas, such as 3,5, got {args.looks!r}")
+    return tuple(sorted({*map(int, texts), args.seeds}))
 
 
 def base_run(args: Args) -> "TrainConfig":
@@ -217,10 +237,11 @@ def watchers(every: int) -> Any:
 
 def describe(plan: "Plan", directory: Path) -> str:
     arms = ", ".join(f"{arm.name} ({arm.kind})" for arm in plan.arms)
+    looks = f"looked at after {' and '.join(map(str, plan.looks))} seeds, "
     return (
         f"{directory}/plan.json: {len(plan.arms)} arms x {len(plan.seeds)} seeds of {plan.base.steps} steps of "
         f"{plan.base.name}, "
-        f"margin ±{plan.margin}, fixed {plan.written}\narms: {arms}"
+        f"margin ±{plan.margin}, {looks}fixed {plan.written}\narms: {arms}"
     )
 
 

@@ -168,11 +168,16 @@ def end_of(curve: Curve, last: int | None = None) -> tuple[float, float | None]:
     return float(tail.mean()), correlated_error(tail)
 
 
+def timed(curve: Curve) -> Curve:
+    """The steps whose time counts: without the first tenth, at most 10."""
+    return Curve(curve.name, curve.rows[min(10, len(curve.rows) // 10) :])
+
+
 def speed_of(curve: Curve) -> Speed:
-    """Medians of speed, the first tenth of the steps (at most 10) left out."""
-    skip = min(10, len(curve.rows) // 10)
-    columns = {field: curve.column(field)[skip:] for field in Speed.__annotations__ if field != "input_wait"}
-    waited = curve.column("input_wait_s")[skip:] / columns["step_time_s"]
+    """Medians of speed, of the steps that count."""
+    rows = timed(curve)
+    columns = {field: rows.column(field) for field in Speed.__annotations__ if field != "input_wait"}
+    waited = rows.column("input_wait_s") / columns["step_time_s"]
     return Speed(**{field: median(values) for field, values in columns.items()}, input_wait=median(waited))
 
 

@@ -5,7 +5,7 @@ Everything here is read from what the runs left behind, so a report can be made 
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,119 +16,109 @@ from halfbyte.evaluation.curves import Curve, default_last, differences, median,
 from halfbyte.inputs import read_json
 from halfbyte.metrics import read_rows
 
-from .arms import BASELINE, CANDIDATE, CONTROL, TWIN, Arm
+from .arms import BASELINE, CANDIDATE, TWIN, Arm
 from .between import between
+from .cells import DONE, OVER, Cell, read_cells, run_directory, status_of
+from .controls import controls, displaced, displaced_name, seen, withheld
 from .plan import Plan
-from .runner import DIVERGED, DONE, MISSING, Status, run_directory, status_of
-from .statistics import Interval, fit_line, moving_block_bootstrap, over_seeds, t_quantile
-from .verdict import SINGLE, Verdict, Word, judge, noise_floor
+from .statistics import FEWEST_SEEDS, Interval, fit_line, moving_block_bootstrap, over_seeds, t_quantile
+from .verdict import SINGLE, Verdict, Word, judge_study
 
 GRID = 24  # points of the fitted curve
 DRAWN = 240  # points of a drawn curve
 MOST_SPELLED = 4  # candidates whose reasons the verdict line has
 
-
-@dataclass(frozen=True)
-class Cell:
-    """One arm of one seed."""
-
-    arm: Arm
-    seed: int
-    status: Status
-    folder: Path
-    curve: Curve | None
-
-    @property
-    def final(self) -> float | None:
-        """Validation loss after the last step."""
-        if self.curve is None or self.status.state != DONE:
-            return None
-        _, losses = self.curve.validation()
-        return float(losses[-1]) if len(losses) and math.isfinite(losses[-1]) else None
-
-
-def read_cells(plan: Plan, directory: Path) -> dict[tuple[str, int], Cell]:
-    """Every run of the plan, there or not."""
-    cells = {}
-    for arm, seed in plan.jobs():
-        folder = run_directory(directory, arm, seed)
-        status = status_of(folder, plan.base.steps)
-        curve = read_curve(folder, f"{arm.name} seed {seed}") if status.state != MISSING and status.step else None
-        cells[arm.name, seed] = Cell(arm, seed, status, folder, curve)
-    return cells
+Cells = Mapping[tuple[str, int], Cell]
 
 
 def analyse(plan: Plan, directory: Path) -> dict[str, Any]:
     """The whole report as plain data."""
     cells = read_cells(plan, directory)
     arms = [describe_arm(plan, arm, cells) for arm in plan.arms]
-    verdicts = {arm.name: judge_arm(plan, arm, cells) for arm in plan.arms if arm.kind != BASELINE}
-    checks = controls(plan, verdicts, cells)
+    verdicts = judge_arms(plan, cells)
+    checks = controls(plan, verdicts, {arm.name: gaps_of(plan, arm, cells) for arm in plan.arms})
     final = {name: withheld(found, checks) for name, found in verdicts.items()}
     for entry in arms:
         if entry["name"] in final:
             entry["verdict"] = verdict_json(final[entry["name"]])
     names = {arm.name: arm for arm in plan.of_kind(CANDIDATE)}
     candidates = [final[name] for name in names]
-    done = sum(cell.status.state in (DONE, DIVERGED) for cell in cells.values())
+    needed = {key: cells[key] for key in needed_cells(plan, cells, candidates)}
+    done = sum(cell.status.state in OVER for cell in needed.values())
     return {
         "verdict": verdict_line(candidates),
         "passed": bool(candidates) and all(v.word is Word.PASS for v in candidates),
+        "decided": all(v.word is not Word.CANNOT_TELL for v in candidates),
         "scope": scope(plan, arms, directory),
-        "complete": done == len(cells),
-        "runs": {"done": done, "planned": len(cells), "missing": [
+        "complete": done == len(needed),
+        "runs": {"done": done, "planned": len(needed), "missing": [
             {"arm": c.arm.name, "seed": c.seed, "state": c.status.state, "step": c.status.step}
-            for c in cells.values() if c.status.state not in (DONE, DIVERGED)]},
-        "next": next_steps(plan, candidates),
+            for c in needed.values() if c.status.state not in OVER]},
+        "next": next_steps(plan, candidates, complete=done == len(needed)),
+        "notes": notes(plan, cells),
+        "sees": [line for v in candidates if (line := seen(plan, v))],
         "between": between(list(names), {n: gaps_of(plan, arm, cells) for n, arm in names.items()}, plan.margin.unit),
-        "controls": checks,
+        "controls": {name: verdict_json(v) if isinstance(v, Verdict) else v for name, v in checks.items()},
         "arms": arms,
         "plan": plan.to_json(),
     }  # fmt: skip
 
 
-def gaps_of(plan: Plan, arm: Arm, cells: Mapping[tuple[str, int], Cell]) -> dict[int, float]:
+def decided(plan: Plan, directory: Path) -> bool:
+    """Whether what is there says PASS or FAIL of every candidate."""
+    return bool(analyse(plan, directory)["decided"])
+
+
+def needed_cells(plan: Plan, cells: Cells, found: Sequence[Verdict]) -> list[tuple[str, int]]:
+    """Every run of the plan; where all candidates have their word, those before the look that gave the last one."""
+    over = [look for look in plan.looks if all(cells[a.name, s].status.state in OVER for a, s in plan.jobs(look))]
+    early = over and all(v.word is not Word.CANNOT_TELL for v in found)
+    seeds = plan.seeds[: over[-1]] if early else plan.seeds
+    return [key for key, cell in cells.items() if key[1] in seeds or cell.status.step]
+
+
+def notes(plan: Plan, cells: Cells) -> list[str]:
+    """What a reader must know of how the runs came about."""
+    found = []
+    extra = len(plan.seeds) - plan.looks[-1]
+    if extra > 0:
+        found.append(
+            f"EXPLORATORY: {extra} of {len(plan.seeds)} seeds are beyond the plan, which was to look after "
+            f"{', '.join(map(str, plan.looks))}; they are in the gaps below, and no verdict counts them"
+        )
+    unsealed = sum(c.status.step > 0 and not (c.folder / "run.json").is_file() for c in cells.values())
+    if unsealed:
+        found.append(f"{unsealed} runs keep no run.json: whether all had the same data and code is not known")
+    return found
+
+
+def gaps_of(plan: Plan, arm: Arm, cells: Cells) -> dict[int, float]:
     """Seed -> gap of the final validation loss, in the margin's unit, where both arms are done."""
+    return {seed: gap for seed, gap in results_of(plan, arm, cells).items() if math.isfinite(gap)}
+
+
+def results_of(plan: Plan, arm: Arm, cells: Cells) -> dict[int, float]:
+    """As `verdict.Results`: also the seeds in which one of the two diverged."""
     found = {}
-    for seed in plan.seeds:
-        mine, base = cells[arm.name, seed].final, cells[plan.baseline.name, seed].final
-        if mine is not None and base is not None:
-            found[seed] = plan.margin.measure(mine, base)
+    for seed in plan.seeds_of(arm):
+        mine, base = cells[arm.name, seed], cells[plan.baseline.name, seed]
+        if mine.final is not None and base.final is not None:
+            found[seed] = plan.margin.measure(mine.final, base.final)
+        elif mine.status.state in OVER and base.status.state in OVER:
+            found[seed] = math.inf if base.status.state == DONE else math.nan
     return found
 
 
-def judge_arm(plan: Plan, arm: Arm, cells: Mapping[tuple[str, int], Cell]) -> Verdict:
-    """The verdict of an arm on the seeds it has."""
-    pairs = [(cells[arm.name, seed], cells[plan.baseline.name, seed]) for seed in plan.seeds]
-    lost = sum(mine.status.state == DIVERGED and base.status.state == DONE for mine, base in pairs)
-    return judge(arm.name, gaps_of(plan, arm, cells), plan.margin, diverged=lost)
-
-
-def controls(plan: Plan, verdicts: Mapping[str, Verdict], cells: Mapping[tuple[str, int], Cell]) -> dict[str, Any]:
-    """Whether the comparison sees what it must: no gap between equal runs, and one of a broken recipe."""
-    found: dict[str, Any] = {"noise_floor": None, "twin": None, "broken": None, "sensitive": None}
+def judge_arms(plan: Plan, cells: Cells) -> dict[str, Verdict]:
+    """The verdicts of candidates, which share the 5%, and of each control by itself."""
+    groups = [plan.of_kind(CANDIDATE), *([arm] for arm in plan.arms if arm.kind not in (BASELINE, CANDIDATE))]
+    found: dict[str, Verdict] = {}
+    for group in groups:
+        results = {arm.name: results_of(plan, arm, cells) for arm in group}
+        found |= judge_study(results, plan.margin, seeds=plan.seeds, looks=plan.looks)
     for arm in plan.of_kind(TWIN):
-        found["twin"] = verdict_json(verdicts[arm.name])
-        found["noise_floor"] = noise_floor(gaps_of(plan, arm, cells))
-        found["twin_failed"] = verdicts[arm.name].word is Word.FAIL
-    for arm in plan.of_kind(CONTROL):
-        verdict = verdicts[arm.name]
-        found["broken"] = verdict_json(verdict)
-        judged = verdict.word is Word.FAIL or (verdict.interval is not None and verdict.interval.low is not None)
-        found["sensitive"] = verdict.word is Word.FAIL if judged else None
-    return found
-
-
-def withheld(found: Verdict, checks: Mapping[str, Any]) -> Verdict:
-    """A PASS is worth nothing where the broken recipe was not seen to fail, or equal runs were told apart."""
-    if found.word is not Word.PASS:
-        return found
-    if checks["sensitive"] is False:
-        reason = f"{found.reason}, but the recipe that is broken on purpose did not fail: this comparison is blind"
-        return Verdict(found.arm, Word.CANNOT_TELL, reason, found.interval, found.p)
-    if checks.get("twin_failed"):
-        reason = f"{found.reason}, but the baseline's twin failed: the margin is smaller than what equal runs differ by"
-        return Verdict(found.arm, Word.CANNOT_TELL, reason, found.interval, found.p)
+        near = {displaced_name(arm.name): displaced(results_of(plan, arm, cells), plan.margin)}
+        found |= judge_study(near, plan.margin, seeds=plan.seeds, looks=plan.looks)
     return found
 
 
@@ -146,31 +136,22 @@ def verdict_json(found: Verdict) -> dict[str, Any]:
     return {"word": found.word.value, "reason": found.reason, "interval": interval, "p": found.p, "seeds": found.seeds}
 
 
-def next_steps(plan: Plan, found: Sequence[Verdict]) -> list[str]:
-    """What would probably decide, with the command; candidates that need the same share a line."""
-    steps: dict[str, list[str]] = {}
-    for verdict in found:
-        if text := _next_step(plan, verdict):
-            steps.setdefault(text, []).append(verdict.arm)
-    return [f"{', '.join(arms)}: {text}" for text, arms in steps.items()]
-
-
-def _next_step(plan: Plan, found: Verdict) -> str | None:
-    if found.word is not Word.CANNOT_TELL:
-        return None
-    if found.seeds is None:
-        return (
-            "the gap is about the margin itself, and more than 64 seeds would be needed; train on more tokens "
-            "(--tokens, in another --out), where gaps settle, or decide on another margin for a new parity"
-        )
-    if found.seeds <= len(plan.seeds):
-        return "some runs are not there; the same command goes on"
-    return f"{found.seeds} seeds would probably decide (80%): the same command with --seeds {found.seeds}"
+def next_steps(plan: Plan, found: Sequence[Verdict], *, complete: bool) -> list[str]:
+    """What the plan has still to come: seeds beyond it would change what 5% means."""
+    waiting = [v for v in found if v.word is Word.CANNOT_TELL]
+    if waiting and not complete:
+        looks = sorted({v.seeds for v in waiting if v.seeds})
+        later = f"; the next look is after {looks[0]} seeds" if looks else ""
+        return [f"some runs are not there: the same command goes on{later}"]
+    names = ", ".join(v.arm for v in waiting)
+    if waiting and plan.looks[-1] < FEWEST_SEEDS:
+        return [f"{names}: the same command with --seeds {FEWEST_SEEDS}, the fewest that have an interval"]
+    return [f"{names}: the plan is at its end, and CANNOT TELL is this study's answer"] if waiting else []
 
 
 def scope(plan: Plan, arms: Sequence[Mapping[str, Any]], directory: Path) -> str:
     """What the verdict is about, and what not."""
-    size = models.count_params(plan.base.model)
+    size = body_size(plan.base.model)
     tokens = total_tokens(plan, directory)
     runs = sorted({word for arm in arms for word in arm["execution"]})
     how = {
@@ -181,10 +162,15 @@ def scope(plan: Plan, arms: Sequence[Mapping[str, Any]], directory: Path) -> str
     ran = ", ".join(how[word] for word in runs if word in how) or "nothing yet"
     spent = f"{tokens:,} tokens ({tokens / size:.2f} a parameter)" if tokens else f"{plan.base.steps} steps"
     return (
-        f"Scope: {plan.base.model.name}, {size:,} parameters, {spent}, data {plan.base.data}, {ran}. "
-        "It says nothing about other sizes, longer runs (gaps tend to grow with tokens a parameter), other data, or "
-        "tasks downstream."
+        f"Scope: {plan.base.model.name}, {size:,} parameters without embeddings, {spent}, data {plan.base.data}, "
+        f"{ran}. It says nothing about other sizes, longer runs (gaps tend to grow with tokens a parameter), other "
+        "data, or tasks downstream."
     )
+
+
+def body_size(model: models.LlamaConfig) -> int:
+    """Parameters without embeddings and head: those that tokens a parameter are counted by, here and in the grid."""
+    return models.count_params(model) - (1 if model.tied else 2) * model.vocab_size * model.embed
 
 
 def total_tokens(plan: Plan, directory: Path) -> int:
@@ -200,10 +186,10 @@ def total_tokens(plan: Plan, directory: Path) -> int:
 # One arm
 
 
-def describe_arm(plan: Plan, arm: Arm, cells: Mapping[tuple[str, int], Cell]) -> dict[str, Any]:
+def describe_arm(plan: Plan, arm: Arm, cells: Cells) -> dict[str, Any]:
     """Everything about one arm."""
-    mine = [cells[arm.name, seed] for seed in plan.seeds]
-    base = [cells[plan.baseline.name, seed] for seed in plan.seeds]
+    mine = [cells[arm.name, seed] for seed in plan.seeds_of(arm)]
+    base = [cells[plan.baseline.name, seed] for seed in plan.seeds_of(arm)]
     gaps = gaps_of(plan, arm, cells) if arm.kind != BASELINE else {}
     finals = {cell.seed: cell.final for cell in mine if cell.final is not None}
     return {
@@ -262,25 +248,26 @@ def by_source(plan: Plan, mine: Sequence[Cell], base: Sequence[Cell]) -> dict[st
 
 def token_overhead(mine: Sequence[Cell], base: Sequence[Cell]) -> dict[str, Any] | None:
     """How many more tokens than the baseline the candidate needs for the same validation loss, in percent: from where
-    the baseline's curve passes the candidate's final loss. Under a decaying learning rate curves fall steeply at the
-    end, so this is a lower bound of what a longer run would show.
+    the curve of the one that ends lower passes the other's final loss; negative where that is the candidate's. Under a
+    decaying learning rate curves fall steeply at the end, so this is a lower bound of what a longer run would show.
 
     Beside the interval: `seeds`, all of them, of which it has `count`; and `above`, those that end above the baseline's
     whole curve, which have no overhead to give. None if no seed has either.
     """
     found, above = [], 0
     for a, b in zip(mine, base, strict=True):
-        if a.final is None or b.curve is None or b.final is None:
+        if a.final is None or a.curve is None or b.curve is None or b.final is None:
             continue
-        tokens, losses = b.curve.validation()
+        ahead, final = (b.curve, a.final) if a.final >= b.final else (a.curve, b.final)
+        tokens, losses = ahead.validation()
         if len(losses) < 3:
             continue
         falling = np.minimum.accumulate(losses)
-        if a.final > falling[0]:
+        if final > falling[0]:
             above += 1
             continue
-        reached = float(np.interp(-a.final, -falling, tokens)) if a.final >= falling[-1] else float(tokens[-1])
-        found.append(100 * (tokens[-1] / reached - 1))
+        saved = tokens[-1] / float(np.interp(-final, -falling, tokens))
+        found.append(100 * (saved - 1 if ahead is b.curve else 1 / saved - 1))
     if not found and not above:
         return None
     interval = interval_json(found) or {"mean": None, "low": None, "high": None, "sd": None, "count": 0}
@@ -290,7 +277,7 @@ def token_overhead(mine: Sequence[Cell], base: Sequence[Cell]) -> dict[str, Any]
 def gap_curve(plan: Plan, mine: Sequence[Cell], base: Sequence[Cell]) -> dict[str, Any] | None:
     """The gap at every validation against tokens a parameter, and a + b log(tokens a parameter) fitted seed by seed:
     the band is Student's over the seeds' lines, because points of one run are no replicates."""
-    size = models.count_params(plan.base.model)
+    size = body_size(plan.base.model)
     points, lines = [], []
     for a, b in zip(mine, base, strict=True):
         if a.curve is None or b.curve is None:
@@ -357,13 +344,14 @@ def spikes(curve: Curve, *, width: int = 25, factor: float = 8.0) -> int:
 
 
 def cost(cells: Sequence[Cell]) -> dict[str, Any] | None:
-    """Median speed over the runs of an arm."""
-    found = [speed_of(cell.curve) for cell in cells if cell.curve is not None and len(cell.curve.rows) > 2]
+    """Median speed over the runs of an arm, and each seed's own step time."""
+    found = {c.seed: speed_of(c.curve) for c in cells if c.curve is not None and len(c.curve.rows) > 2}
     if not found:
         return None
     return {
-        "step_time_s": median([speed.step_time_s for speed in found]),
-        "tokens_per_s_per_device": median([speed.tokens_per_s_per_device for speed in found]),
+        "step_time_s": median([speed.step_time_s for speed in found.values()]),
+        "tokens_per_s_per_device": median([speed.tokens_per_s_per_device for speed in found.values()]),
+        "step_time_by_seed": {str(seed): speed.step_time_s for seed, speed in found.items()},
     }
 
 

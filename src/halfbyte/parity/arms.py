@@ -25,18 +25,22 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+@-]*")
 
 @dataclass(frozen=True)
 class Arm:
-    """`changes`: dotted field of the config -> value; precision alone."""
+    """`changes`: dotted field of the config -> value; precision alone. `seeds`: how many of the plan's it is run in,
+    None for all."""
 
     name: str
     kind: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
+    seeds: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"arm {self.name!r}: kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
         if not NAME.fullmatch(self.name) or ".." in self.name:
             raise ValueError(f"arm {self.name!r}: a name is made of letters, digits and . _ + @ -; rename it")
+        if self.seeds is not None and (not isinstance(self.seeds, int) or self.seeds < 1):
+            raise ValueError(f"arm {self.name!r}: seeds must be 1 or more, or null for all, got {self.seeds!r}")
         foreign = [name for name in self.changes if name not in ARM_FIELDS]
         if foreign:
             raise ValueError(
@@ -46,12 +50,16 @@ class Arm:
 
     def configure(self, base: TrainConfig, seed: int) -> TrainConfig:
         """The arm's run of one seed."""
+        return jsonconfig.from_dict(TrainConfig, self.values(base, seed))
+
+    def values(self, base: TrainConfig, seed: int) -> dict[str, Any]:
+        """The fields of its config."""
         values = jsonconfig.to_dict(base)
         for name, value in {**self.changes, "seed": seed}.items():
             group, _, leaf = name.rpartition(".")
             target = values[group] if group else values
             target[leaf] = value
-        return jsonconfig.from_dict(TrainConfig, values)
+        return values
 
 
 def arm_of(text: str, kind: str) -> Arm:

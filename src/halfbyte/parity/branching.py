@@ -8,7 +8,7 @@ over seeds exists.
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,9 @@ from halfbyte.train import Diverged, TrainConfig, train
 from halfbyte.train.reading import open_directory
 
 from .margin import Margin
+from .runner import Say, Stop
 from .statistics import moving_block_bootstrap
 from .verdict import SINGLE
-
-Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,16 +54,21 @@ def plan_branches(run: Path, *, baseline: str, steps: int) -> Branches:
     return Branches(run, config, kept, steps or max(1, config.steps // 20), chosen)
 
 
-def run_branches(plan: Branches, out: Path, *, say: Say) -> list[dict[str, Any]]:
-    """One entry a checkpoint: losses of both branches and their gap."""
-    found = []
-    for step in plan.at:
-        folders = {name: grow(plan, out, step, name, say=say) for name in (plan.config.recipe, plan.baseline)}
-        found.append(compare(plan, step, folders))
-    return found
+def run_branches(plan: Branches, out: Path, *, say: Say) -> tuple[list[dict[str, Any]], str | None]:
+    """One entry a checkpoint: losses of both branches and their gap; and the signal that stopped it."""
+    found: list[dict[str, Any]] = []
+    with Stop(say) as stop:
+        for step in plan.at:
+            folders = {}
+            for name in (plan.config.recipe, plan.baseline):
+                folders[name] = grow(plan, out, step, name, say=say, stop=stop)
+                if stop.asked:
+                    return found, stop.asked
+            found.append(compare(plan, step, folders))
+    return found, stop.asked
 
 
-def grow(plan: Branches, out: Path, step: int, name: str, *, say: Say) -> Path:
+def grow(plan: Branches, out: Path, step: int, name: str, *, say: Say, stop: Stop) -> Path:
     """Train one branch: the checkpoint copied, the recipe changed, everything else as it was."""
     folder = out / f"step-{step}" / name
     end = step + plan.steps
@@ -84,9 +88,10 @@ def grow(plan: Branches, out: Path, step: int, name: str, *, say: Say) -> Path:
     with open(out / f"step-{step}-{name}.log", "a", encoding="utf-8") as log:
         console = Console(file=log, width=160, force_terminal=False, color_system=None)
         try:
-            train(config, folder, console=console, allow_change=True, until=end)
-        except Diverged as stop:
-            say(f"[step {step}, {name}] DIVERGED: {stop}")
+            with stop.group(config) as group:
+                train(config, folder, console=console, group=group, allow_change=True, until=end)
+        except Diverged as trouble:
+            say(f"[step {step}, {name}] DIVERGED: {trouble}")
     return folder
 
 

@@ -3,6 +3,10 @@
 Two runs are a pair if they have the same seed, and so the same initialisation, batches and schedule, and differ in
 nothing but precision: recipe, policy, or when the recipe changes. Anything else that differs would be counted as the
 recipe's doing, so such pairs are not averaged.
+
+A config says where the data lies, not what it holds: runs are held against each other by what run.json has sealed of
+data and code, by their tokenizers, and by the hashes of the files that their recipes are from. Runs that differ there
+have no gap at all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.evaluation.curves import Curve, Gap, gap
+from halfbyte.recipe.own import FILE
 from halfbyte.train.config import GUARDED
+from halfbyte.train.identity import hash_of, load_identity
 from halfbyte.train.jsonconfig import flatten
 
 from .statistics import Interval, over_seeds
@@ -21,16 +27,18 @@ ARM_FIELDS = (
 )  # fmt: skip
 COSMETIC = ("model.name", "precision.backend")
 COMPUTED = (*GUARDED, "steps")
+SEALED = ("data", "code")  # of run.json
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run: its curve, and its config as written beside it."""
+    """One run: its curve, its config as written beside it, and the hashes of what it was made from."""
 
     name: str
     folder: Path
     config: Mapping[str, Any]
     curve: Curve = field(repr=False)
+    facts: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def seed(self) -> int:
@@ -50,14 +58,31 @@ def unlike(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, A
     return [(name, left.get(name), right.get(name)) for name in differ]
 
 
+def facts_of(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """What a run was made from, as hashes; a run of an earlier version has fewer of them."""
+    identity = load_identity(folder)
+    facts = {} if identity is None else {name: str(value) for name in SEALED if (value := getattr(identity, name, ""))}
+    if (folder / "tokenizer.json").is_file():
+        facts["tokenizer"] = hash_of(folder / "tokenizer.json")[:16]
+    files = [found for value in flatten(config).values() if isinstance(value, str) and (found := FILE.match(value))]
+    return facts | {f"file {found['path']}": found["hash"] for found in files if found["hash"]}
+
+
+def contradictions(a: Mapping[str, str], b: Mapping[str, str]) -> list[str]:
+    """`field: of a against of b` for every hash that both runs have and that differs."""
+    return [f"{name}: {a[name]} against {b[name]}" for name in a if name in b and a[name] != b[name]]
+
+
 @dataclass(frozen=True)
 class Pair:
-    """A run beside the baseline of its seed, or the reason why there is none to subtract."""
+    """A run beside the baseline of its seed, or the reason why there is none to subtract. `foreign`: their data, code,
+    tokenizer or recipe files differ."""
 
     run: Run
     baseline: Run | None
     gap: Gap | None
     refusal: str = ""
+    foreign: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,7 +101,8 @@ def group(runs: Sequence[Run]) -> list[list[Run]]:
     arms: list[list[Run]] = []
     for run in runs:
         fits = (arm for arm in arms if arm[0].arm() == run.arm() and run.seed not in {other.seed for other in arm})
-        home = next((arm for arm in fits if not unlike(arm[0].config, run.config)), None)
+        same = (a for a in fits if not unlike(a[0].config, run.config) and not contradictions(a[0].facts, run.facts))
+        home = next(same, None)
         if home is None:
             arms.append([run])
         else:
@@ -108,6 +134,9 @@ def _pair(run: Run, baselines: Mapping[int, Run], last: int | None) -> Pair:
     if baseline is None:
         seeds = ", ".join(map(str, sorted(baselines)))
         return Pair(run, None, None, f"no baseline run has its seed {run.seed} (they have {seeds})")
+    other = contradictions(baseline.facts, run.facts)
+    if other:
+        return Pair(run, None, None, f"made from something else than {baseline.name}: {'; '.join(other)}", True)
     found = gap(run.curve, baseline.curve, last=last)
     differ = unlike(baseline.config, run.config)
     if differ:

@@ -1,13 +1,14 @@
 """The plan: written before the first step, and not changed afterwards.
 
-It fixes the base run, the arms, the margin and what is compared. A parity that goes on in the same directory must bring
-the same plan; more seeds are welcome, because an interval over seeds is allowed to get narrower, another margin is not.
+It fixes the base run, the arms, the margin, what is compared, and after how many seeds it is looked at: whoever adds
+seeds until it is clear passes a bad candidate three times as often as promised. A parity that goes on in the same
+directory must bring the same plan. Seeds that are added later are run and shown, and no verdict counts them.
 """
 
 import datetime
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,18 @@ from halfbyte.train import TrainConfig, jsonconfig, phases
 from .arms import BASELINE, CANDIDATE, Arm
 from .margin import Margin, parse_margin
 from .pairing import unlike
+from .statistics import FEWEST_SEEDS, spending
 
 FILE = "plan.json"
-VERSION = 1
+VERSION = 2
+READ = (1, 2)  # version 1 had no looks
 OUTCOME = "validation loss after the last step, nats a token, each arm under its own forward recipe"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be run and how it will be judged."""
+    """What will be run and how it will be judged: after each number of seeds in `looks`, once after all of them if none
+    are given."""
 
     base: TrainConfig
     arms: tuple[Arm, ...]
@@ -34,6 +38,7 @@ class Plan:
     margin: Margin
     written: str = ""
     command: str = ""
+    looks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         names = [arm.name for arm in self.arms]
@@ -46,6 +51,13 @@ class Plan:
             raise ValueError("there is no candidate to compare; give --candidates RECIPE,... or --arms ablation")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds must be different numbers, at least one, got {list(self.seeds)}")
+        if not self.looks:
+            object.__setattr__(self, "looks", (len(self.seeds),))
+        few, many = min(FEWEST_SEEDS, self.looks[-1]), len(self.seeds)
+        if list(self.looks) != sorted(set(self.looks)) or self.looks[0] < few or self.looks[-1] > many:
+            raise ValueError(
+                f"looks must be rising numbers of seeds, from {FEWEST_SEEDS} to {many} (--seeds), got {self.looks}"
+            )
         self._check_arms()
 
     def _check_arms(self) -> None:
@@ -69,9 +81,13 @@ class Plan:
     def of_kind(self, kind: str) -> list[Arm]:
         return [arm for arm in self.arms if arm.kind == kind]
 
-    def jobs(self) -> list[tuple[Arm, int]]:
-        """Every run, one seed after another, so that whatever is done is done in pairs."""
-        return [(arm, seed) for seed in self.seeds for arm in self.arms]
+    def seeds_of(self, arm: Arm) -> tuple[int, ...]:
+        """The seeds that an arm is run in: all, or its first few."""
+        return self.seeds[: arm.seeds]
+
+    def jobs(self, seeds: int | None = None) -> list[tuple[Arm, int]]:
+        """Every run of the first `seeds`, one seed after another, so that whatever is done is done in pairs."""
+        return [(arm, seed) for seed in self.seeds[:seeds] for arm in self.arms if seed in self.seeds_of(arm)]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -81,25 +97,33 @@ class Plan:
             "outcome": OUTCOME,
             "margin": str(self.margin),
             "seeds": list(self.seeds),
-            "arms": [{"name": a.name, "kind": a.kind, "changes": dict(a.changes), "note": a.note} for a in self.arms],
+            "looks": list(self.looks),
+            "levels": list(spending(self.looks)),
+            "candidates": len(self.of_kind(CANDIDATE)),
+            "arms": [
+                {"name": a.name, "kind": a.kind, "changes": dict(a.changes), "note": a.note, "seeds": a.seeds}
+                for a in self.arms
+            ],
             "base": jsonconfig.to_dict(self.base),
         }
 
 
 def plan_from_json(found: Any, where: str) -> Plan:
     """The plan in a JSON value; ValueError when it is none."""
-    if not isinstance(found, dict) or found.get("version") != VERSION:
-        raise ValueError(f"{where} is not a parity plan of version {VERSION}")
+    if not isinstance(found, dict) or found.get("version") not in READ:
+        raise ValueError(f"{where} is not a parity plan of version {' or '.join(map(str, READ))}")
     try:
-        arms = tuple(Arm(a["name"], a["kind"], a["changes"], a.get("note", "")) for a in found["arms"])
+        arms = tuple(Arm(a["name"], a["kind"], a["changes"], a.get("note", ""), a.get("seeds")) for a in found["arms"])
         base = jsonconfig.from_dict(TrainConfig, found["base"])
         seeds = tuple(int(seed) for seed in found["seeds"])
         margin = parse_margin(found["margin"])
+        # An earlier version let seeds be added until it was clear: of its seeds the fewest are known to be planned.
+        looks = tuple(map(int, found["looks"])) if "looks" in found else (min(FEWEST_SEEDS, len(seeds)),)
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"{where} is damaged: {type(error).__name__} {error}; begin anew in another directory"
         ) from None
-    return Plan(base, arms, seeds, margin, found.get("written", ""), found.get("command", ""))
+    return Plan(base, arms, seeds, margin, found.get("written", ""), found.get("command", ""), looks)
 
 
 def load_plan(directory: Path) -> Plan | None:
@@ -114,26 +138,26 @@ def load_plan(directory: Path) -> Plan | None:
 
 def settle(directory: Path, plan: Plan) -> Plan:
     """The plan that holds in `directory`: written now, or the one that was, which `plan` must agree with. More seeds
-    are added to it."""
+    are added to it, beyond its looks; one that had too few for a verdict takes its looks from `plan`."""
     stored = load_plan(directory)
     if stored is None:
         if directory.exists() and any(directory.iterdir()):
             raise ValueError(f"{directory} is not empty and holds no {FILE}; give another --out")
         directory.mkdir(parents=True, exist_ok=True)
-        return _write(directory, plan)
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        return _write(directory, replace(plan, written=plan.written or now))
     refuse_changes(directory, stored, plan)
     more = [seed for seed in plan.seeds if seed not in stored.seeds]
     if not more:
         return stored
-    grown = Plan(stored.base, stored.arms, (*stored.seeds, *more), stored.margin, stored.written, stored.command)
-    return _write(directory, grown)
+    tried = stored.looks[-1] < FEWEST_SEEDS  # too few for any verdict: a try, and no study yet
+    looks = plan.looks if tried else stored.looks
+    return _write(directory, replace(stored, seeds=(*stored.seeds, *more), looks=looks))
 
 
 def _write(directory: Path, plan: Plan) -> Plan:
-    when = plan.written or datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    settled = Plan(plan.base, plan.arms, plan.seeds, plan.margin, when, plan.command)
-    replace_file(directory / FILE, json.dumps(settled.to_json(), indent=1) + "\n")
-    return settled
+    replace_file(directory / FILE, json.dumps(plan.to_json(), indent=1) + "\n")
+    return plan
 
 
 def refuse_changes(directory: Path, stored: Plan, plan: Plan) -> None:
@@ -143,6 +167,11 @@ def refuse_changes(directory: Path, stored: Plan, plan: Plan) -> None:
             f"{directory} was planned with margin {stored.margin} on {stored.written}; a margin is not changed after "
             f"runs "
             f"have begun (got {plan.margin}). Go on with --margin {stored.margin}, or begin anew with another --out"
+        )
+    if len(plan.looks) > 1 and stored.looks[-1] >= FEWEST_SEEDS and stored.looks != plan.looks:
+        raise ValueError(
+            f"{directory} was planned to be looked at after {_listed(stored.looks)} seeds; looks are not changed after "
+            f"runs have begun (got {_listed(plan.looks)}). Give the same --seeds and --looks, or another --out"
         )
     old, new = ([(arm.name, arm.kind, dict(arm.changes)) for arm in p.arms] for p in (stored, plan))
     if old != new:
@@ -154,6 +183,10 @@ def refuse_changes(directory: Path, stored: Plan, plan: Plan) -> None:
         raise ValueError(
             f"{directory} was planned with another base run:\n  {listing}\ngive the same, or another --out"
         )
+
+
+def _listed(looks: Sequence[int]) -> str:
+    return ", ".join(map(str, looks))
 
 
 def first_seeds(count: int, start: int = 0) -> tuple[int, ...]:

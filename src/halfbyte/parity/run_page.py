@@ -6,16 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from halfbyte import models
 from halfbyte import report as page
-from halfbyte.evaluation.curves import Curve, end_of, read_curve, smooth, speed_of
+from halfbyte.evaluation.curves import Curve, default_last, end_of, read_curve, smooth, speed_of
 from halfbyte.inputs import read_json, replace_file
 from halfbyte.metrics import read_rows
 from halfbyte.report import Series
 from halfbyte.train import TrainConfig, jsonconfig
 from halfbyte.train.reading import open_directory
 
-from .analysis import DRAWN, spikes
+from .analysis import DRAWN, body_size, spikes
 from .facts import environment, manifest_rows
 from .radar_view import radar_section
 
@@ -49,15 +48,18 @@ def sections(
     directory: Path, title: str, config: TrainConfig, manifest: Mapping[str, Any], curve: Curve,
     sample: tuple[str, str] | None,
 ) -> list[str]:  # fmt: skip
-    size = models.count_params(config.model)
+    size = body_size(config.model)
     tokens = int(curve.tokens[-1])
     loss, _ = end_of(curve)
+    last = default_last(len(curve.rows))
     _, validation = curve.validation()
     held_out = f", validation {validation[-1]:.4f}" if len(validation) else ""
     step = int(curve.steps[-1])
     done = f"{step} of {config.steps} steps" if step < config.steps else f"{step} steps"
-    head = f"loss {loss:.4f} nats a token{held_out} after {done}"
-    scope = f"{size:,} parameters, {tokens:,} tokens ({tokens / size:.2f} a parameter), data {config.data}. {CAVEAT}"
+    mean = f"mean of the last {last} steps" if last > 1 else "of its last step"
+    head = f"training loss {loss:.4f} nats a token ({mean}){held_out} after {done}"
+    read = f"{tokens:,} tokens ({tokens / size:.2f} a parameter), data {config.data}"
+    scope = f"{size:,} parameters without embeddings, {read}. {CAVEAT}"
     facts = {"run": str(directory), **environment(config, str(manifest.get("device", "")))}
     return [
         f"<h1>{page.page.text(title)}</h1>",

@@ -7,6 +7,9 @@ program is compiled once an arm and not once a seed.
 import contextlib
 import dataclasses
 import json
+import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,49 +18,87 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from halfbyte.inputs import read_json, replace_file
+from halfbyte.inputs import replace_file
 from halfbyte.metrics import read_rows
 from halfbyte.metrics.display import clock
 from halfbyte.ranks import Group, Limits, Signals
+from halfbyte.ranks.ending import PREEMPTED
 from halfbyte.train import Diverged, TrainConfig, train
 
 from .arms import Arm
+from .cells import DIVERGED, OVER, check_cells, made_from, run_directory, status_of
 from .plan import Plan
 
 Say = Callable[[str], None]
 Observers = Callable[[TrainConfig, Path], Sequence[Any]]
-DONE, DIVERGED, PARTIAL, MISSING = "done", "diverged", "partial", "missing"
 LINES_A_RUN = 8
+AT_WORK = ("step", "validation", "save", "finish")  # what a stop waits for; a compiler or a probe is left alone
+PATIENCE_S = 1.0
 
 
-def run_directory(directory: Path, arm: Arm, seed: int) -> Path:
-    return directory / "arms" / arm.name / f"seed-{seed}"
+class Stop:
+    """Context, on the main thread, around several runs: a signal is answered at once and ends them all. A step, a
+    validation or a save in progress is waited for. A compiler cannot be interrupted: `leave(signal)` is called beside
+    it, for a report of what is done, and the process ends with 75."""
 
+    def __init__(self, say: Say, leave: Callable[[str], Any] | None = None):
+        self.asked: str | None = None
+        self._say, self._leave = say, leave
+        self._group: Group | None = None
+        self._over, self._ending = threading.Event(), threading.Lock()
+        self._signals = Signals(self._heard)
 
-@dataclass(frozen=True)
-class Status:
-    """How far a run is; `detail` says why it diverged."""
+    def __enter__(self) -> "Stop":
+        self._signals.__enter__()
+        return self
 
-    state: str
-    step: int = 0
-    detail: str = ""
+    def __exit__(self, *error: Any) -> None:
+        self._over.set()
+        with self._ending:  # a process that is leaving is not held up
+            self._signals.__exit__(*error)
 
+    @contextlib.contextmanager
+    def group(self, config: TrainConfig) -> Iterator[Group]:
+        """This process alone, for one run."""
+        group = Group(limits=Limits(progress=config.watchdog_s)).open()
+        group.begin_steps()
+        self._group = group
+        if self.asked:
+            group.request_stop(self.asked)
+        try:
+            yield group
+        finally:
+            self._group = None
+            group.close()
 
-def status_of(folder: Path, steps: int) -> Status:
-    """Read from what the run left behind."""
-    if not (folder / "metrics.jsonl").is_file():
-        return Status(MISSING)
-    if (folder / "diverged.json").is_file():
-        found = read_json(folder / "diverged.json")
-        return Status(DIVERGED, int(found["step"]), str(found["error"]))
-    rows = [row for row in read_rows(folder / "metrics.jsonl") if "step" in row]
-    step = max((row["step"] for row in rows), default=0)
-    finished = step >= steps and rows[-1].get("validation_loss") is not None
-    return Status(DONE if finished else PARTIAL, step)
+    def _heard(self, name: str) -> None:
+        if self.asked is not None:
+            return
+        self.asked = name
+        self._say(f"{name}: stopping; what is done is kept")
+        if self._group is not None:
+            self._group.request_stop(name)
+        since = time.monotonic()
+        while not self._over.wait(0.05):
+            if self._group is not None and self._group.doing in AT_WORK:
+                since = time.monotonic()
+            if time.monotonic() - since > PATIENCE_S:
+                self._go(name)
+
+    def _go(self, name: str) -> None:
+        with self._ending:
+            if self._over.is_set():
+                return
+            if self._leave is not None:
+                self._leave(name)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(PREEMPTED)
 
 
 class Log:
-    """The console of one run: everything goes to its log file, a line now and then to the person."""
+    """The console of one run: everything goes to its log file, a line now and then to the person, and that it
+    compiles."""
 
     def __init__(self, file: TextIO, prefix: str, say: Say, *, every: int):
         self._file, self._prefix, self._say, self._every = file, prefix, say, every
@@ -68,6 +109,8 @@ class Log:
         self._line += text
         while "\n" in self._line:
             line, _, self._line = self._line.partition("\n")
+            if line.startswith(("compil", "still compiling")):
+                self._say(f"{self._prefix} {line.partition(';')[0]}")
             if line.startswith("step "):
                 self._steps += 1
                 if self._steps % self._every == 1 or self._every == 1:
@@ -94,28 +137,38 @@ class Progress:
 
 
 def run_jobs(
-    plan: Plan, directory: Path, jobs: Sequence[tuple[Arm, int]], *, say: Say, observers: Observers | None = None
-) -> str | None:
-    """Run what is not done yet; the name of the signal that stopped it, or None."""
-    waiting = [(a, s) for a, s in jobs if status_of(run_directory(directory, a, s), plan.base.steps).state
-               not in (DONE, DIVERGED)]  # fmt: skip
+    plan: Plan, directory: Path, jobs: Sequence[tuple[Arm, int]], *, say: Say, observers: Observers | None = None,
+    decided: Callable[[], bool] = lambda: False, leave: Callable[[str], Any] | None = None,
+) -> str | None:  # fmt: skip
+    """Run what is not done yet, up to the first look at which it is `decided`; the name of the signal that stopped it,
+    or None. `leave`: see Stop."""
+    waiting = [(a, s) for a, s in jobs if status_of(run_directory(directory, a, s), plan.base.steps).state not in OVER]
     if len(waiting) < len(jobs):
         say(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are done already")
     progress = Progress(len(waiting), time.monotonic())
-    for number, (arm, seed) in enumerate(waiting, 1):
-        prefix = f"[{number}/{len(waiting)} {arm.name} seed {seed}]"
-        stopped = run_one(plan, directory, arm, seed, prefix=prefix, say=say, observers=observers)
-        if stopped:
-            return stopped
-        progress.finished += 1
-        say(f"{prefix} {_outcome(run_directory(directory, arm, seed), plan.base.steps)}{progress.left()}")
-    return None
+    past = 0
+    with Stop(say, leave) as stop:
+        for number, (arm, seed) in enumerate(waiting, 1):
+            looked = sum(look <= plan.seeds.index(seed) for look in plan.looks)
+            if looked > past and decided():
+                say(f"decided at the look after {plan.looks[looked - 1]} seeds; the others need not be run")
+                break
+            past = looked
+            prefix = f"[{number}/{len(waiting)} {arm.name} seed {seed}]"
+            check_cells(plan, directory, made_from(plan))
+            run_one(plan, directory, arm, seed, prefix=prefix, say=say, observers=observers, stop=stop)
+            if stop.asked:
+                break
+            progress.finished += 1
+            say(f"{prefix} {_outcome(run_directory(directory, arm, seed), plan.base.steps)}{progress.left()}")
+    return stop.asked
 
 
 def run_one(
-    plan: Plan, directory: Path, arm: Arm, seed: int, *, prefix: str, say: Say, observers: Observers | None
-) -> str | None:
-    """Train one arm of one seed; a divergence is written down and is no error."""
+    plan: Plan, directory: Path, arm: Arm, seed: int, *, prefix: str, say: Say, observers: Observers | None, stop: Stop
+) -> None:
+    """Train one arm of one seed; a divergence is written down and is no error. A run that is complete and whose last
+    row cannot be read has no outcome: it is set aside and trained again."""
     folder = run_directory(directory, arm, seed)
     folder.parent.mkdir(parents=True, exist_ok=True)
     config = dataclasses.replace(arm.configure(plan.base, seed), compile_cache=str((directory / "compiled").absolute()))
@@ -125,27 +178,28 @@ def run_one(
     with open(logs / f"{arm.name}-seed-{seed}.txt", "a", encoding="utf-8") as file:
         log = Log(file, prefix, say, every=max(1, lines // LINES_A_RUN))
         console = Console(file=log, width=160, force_terminal=False, color_system=None)  # type: ignore[arg-type]
-        watching = observers(config, folder) if observers else ()
-        try:
-            with waiting_group(config) as group:
-                result = train(config, folder, console=console, group=group, observers=watching)
-        except Diverged as stop:
-            record = {"step": _last_step(folder), "error": str(stop)}
-            replace_file(folder / "diverged.json", json.dumps(record) + "\n")
-            return None
-    return result.stopped
+        for again in (False, True):
+            watching = observers(config, folder) if observers else ()
+            try:
+                with stop.group(config) as group:
+                    train(config, folder, console=console, group=group, observers=watching)
+            except Diverged as trouble:
+                record = {"step": _last_step(folder), "error": str(trouble)}
+                replace_file(folder / "diverged.json", json.dumps(record) + "\n")
+            if stop.asked or status_of(folder, config.steps).state in OVER:
+                return
+            if again:
+                raise ValueError(f"{folder} is trained to its end and has no validation loss there; see {file.name}")
+            aside = _set_aside(folder)
+            say(f"{prefix} complete, but its last row is damaged or lost: kept as {aside.name}, trained anew")
 
 
-@contextlib.contextmanager
-def waiting_group(config: TrainConfig) -> Iterator[Group]:
-    """This process alone; a signal waits for the step in progress, from the first on, and a report is written."""
-    group = Group(limits=Limits(progress=config.watchdog_s)).open()
-    group.begin_steps()
-    try:
-        with Signals(group.request_stop):
-            yield group
-    finally:
-        group.close()
+def _set_aside(folder: Path) -> Path:
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.damaged-{number}")).exists():
+        number += 1
+    folder.rename(aside)
+    return aside
 
 
 def _last_step(folder: Path) -> int:
@@ -157,7 +211,4 @@ def _outcome(folder: Path, steps: int) -> str:
     status = status_of(folder, steps)
     if status.state == DIVERGED:
         return f"DIVERGED at step {status.step}; the other runs go on"
-    loss = next(
-        (r["validation_loss"] for r in reversed(read_rows(folder / "metrics.jsonl")) if "validation_loss" in r), None
-    )
-    return "done" if loss is None else f"done, validation loss {loss:.4f}"
+    return f"done, validation loss {status.loss:.4f}"

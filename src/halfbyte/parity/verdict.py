@@ -1,17 +1,25 @@
-"""One word for one candidate: PASS, FAIL or CANNOT TELL, and what would decide.
+"""One word for one candidate: PASS, FAIL or CANNOT TELL.
 
-PASS: the 90% interval over seeds lies inside the margin (equivalence at 5%). FAIL: it lies wholly beyond it, or the
-candidate diverged where the baseline did not. CANNOT TELL: everything else, fewer than three seeds included.
+PASS: the interval over seeds lies inside the margin (equivalence). FAIL: it lies wholly beyond it, or the candidate
+diverged where the baseline did not. CANNOT TELL: everything else, fewer than three seeds included.
+
+How wide the interval is, is the plan's matter: one candidate that is looked at once has the 90% interval; every
+further look and candidate takes its part of the 5% (statistics.py), and a word that a look has given stays.
 """
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from .margin import Margin
-from .statistics import FEWEST_SEEDS, Interval, equivalence_p, over_seeds, seeds_needed
+from .statistics import ALPHA, FEWEST_SEEDS, Interval, equivalence_p, over_seeds, spending
+
+Results = Mapping[int, float]
+"""Seed -> gap in the margin's unit, of the seeds that are over: inf where the candidate alone diverged, NaN where the
+baseline did and there is no pair."""
 
 
 class Word(enum.Enum):
@@ -25,7 +33,8 @@ SINGLE = "single run: no interval over seeds"
 
 @dataclass(frozen=True)
 class Verdict:
-    """`interval` is in the margin's unit; `seeds` is how many would probably decide, where the word is CANNOT TELL."""
+    """`interval` is in the margin's unit, at the level that decided; `seeds`: the plan's next look, where the word is
+    CANNOT TELL and there is one."""
 
     arm: str
     word: Word
@@ -39,21 +48,20 @@ class Verdict:
         return f"{self.word.value} {self.arm}: {self.reason}"
 
 
-def judge(arm: str, gaps: Mapping[int, float], margin: Margin, *, diverged: int = 0) -> Verdict:
-    """The verdict of one candidate from its gaps by seed (both arms finished), in the margin's unit. `diverged`: seeds
-    in which the candidate's loss went away and the baseline's did not."""
+def judge(arm: str, gaps: Results, margin: Margin, *, diverged: int = 0, alpha: float = ALPHA) -> Verdict:
+    """The verdict of one candidate from its gaps by seed (both arms finished), in the margin's unit, at one look of
+    level `alpha`. `diverged`: seeds in which the candidate's loss went away and the baseline's did not."""
     if diverged:
         many = diverged + len(gaps)
         interval = over_seeds(list(gaps.values())) if gaps else None
         return Verdict(arm, Word.FAIL, f"diverged in {diverged} of {many} seeds; the baseline did not", interval)
     if not gaps:
-        return Verdict(arm, Word.CANNOT_TELL, "no seed has both arms finished yet", None, seeds=FEWEST_SEEDS)
-    found = over_seeds(list(gaps.values()))
+        return Verdict(arm, Word.CANNOT_TELL, "no seed has both arms finished yet", None)
+    found = over_seeds(list(gaps.values()), 1 - 2 * alpha)
     if found.low is None or found.high is None:
-        reason = f"{SINGLE} ({margin.show(found.mean)} over {found.count})"
-        return Verdict(arm, Word.CANNOT_TELL, reason, found, seeds=FEWEST_SEEDS)
+        return Verdict(arm, Word.CANNOT_TELL, f"{SINGLE} ({margin.show(found.mean)} over {found.count})", found)
     where = (
-        f"{margin.show(found.mean)}, 90% interval over {found.count} seeds "
+        f"{margin.show(found.mean)}, {100 * found.level:.4g}% interval over {found.count} seeds "
         f"{margin.show(found.low)} to {margin.show(found.high)}"
     )
     p = equivalence_p(found, margin.value)
@@ -64,9 +72,63 @@ def judge(arm: str, gaps: Mapping[int, float], margin: Margin, *, diverged: int 
     if found.high < -margin.value:
         reason = f"{where}, beyond -{margin}: better than the baseline by more than the margin, so not its equal"
         return Verdict(arm, Word.FAIL, reason, found, p)
-    return Verdict(arm, Word.CANNOT_TELL, f"{where}, across ±{margin}", found, p, seeds_needed(found, margin.value))
+    return Verdict(arm, Word.CANNOT_TELL, f"{where}, across ±{margin}", found, p)
 
 
-def noise_floor(twins: Mapping[int, float]) -> float | None:
+def judge_study(
+    results: Mapping[str, Results], margin: Margin, *, seeds: Sequence[int], looks: Sequence[int]
+) -> dict[str, Verdict]:
+    """The verdicts of all candidates of a study that was planned with these looks, each after its number of the
+    `seeds`. A look is taken when every seed before it is over; seeds after the last look are not judged."""
+    final: dict[str, Verdict] = {}
+    for arm, found in results.items():
+        if lost := sum(gap == math.inf for gap in found.values()):
+            final[arm] = judge(arm, _pairs(found, seeds), margin, diverged=lost)
+    latest = {arm: _before_the_first_look(arm, results[arm], margin, seeds[: looks[0]]) for arm in results}
+    for place, (count, alpha) in enumerate(zip(looks, spending(looks), strict=True)):
+        here = {
+            arm: _pairs(found, seeds[:count])
+            for arm, found in results.items()
+            if arm not in final and set(seeds[:count]) <= found.keys()
+        }
+        latest |= _look(here, margin, alpha=alpha, passed=sum(v.word is Word.PASS for v in final.values()),
+                        of=len(results), after=looks[place + 1] if place + 1 < len(looks) else None)  # fmt: skip
+        final |= {arm: latest[arm] for arm in here if latest[arm].word is not Word.CANNOT_TELL}
+    return {arm: final.get(arm, latest[arm]) for arm in results}
+
+
+def _look(
+    gaps: Mapping[str, Results], margin: Margin, *, alpha: float, passed: int, of: int, after: int | None
+) -> dict[str, Verdict]:
+    """One look at some of the `of` candidates, of which `passed` have passed before: each PASS makes the next
+    easier."""
+    found: dict[str, Verdict] = {}
+    while True:
+        level = alpha / max(1, of - passed)
+        waiting = [arm for arm in gaps if arm not in found or found[arm].word is not Word.PASS]
+        found |= {arm: judge(arm, gaps[arm], margin, alpha=level) for arm in waiting}
+        more = sum(found[arm].word is Word.PASS for arm in waiting)
+        passed += more
+        if not more:
+            return {a: replace(v, seeds=after) if v.word is Word.CANNOT_TELL else v for a, v in found.items()}
+
+
+def _pairs(found: Results, seeds: Sequence[int]) -> dict[int, float]:
+    return {seed: found[seed] for seed in seeds if seed in found and math.isfinite(found[seed])}
+
+
+def _before_the_first_look(arm: str, found: Results, margin: Margin, seeds: Sequence[int]) -> Verdict:
+    """What can be said while runs of the first look are missing: the gap, and no word."""
+    pairs = _pairs(found, seeds)
+    verdict = judge(arm, pairs, margin)
+    over = sum(seed in found for seed in seeds)
+    if len(pairs) >= FEWEST_SEEDS:
+        shown = margin.show(sum(pairs.values()) / len(pairs))
+        verdict = Verdict(arm, Word.CANNOT_TELL, f"{shown} over {len(pairs)}", verdict.interval)
+    waits = f"; {over} of the {len(seeds)} seeds of the first look are there" if over < len(seeds) else ""
+    return replace(verdict, reason=f"{verdict.reason}{waits}", seeds=len(seeds) if waits else None)
+
+
+def noise_floor(twins: Results) -> float | None:
     """Root mean square of the gaps between a baseline and its twin: what two equal runs differ by."""
     return float(np.sqrt(np.mean(np.square(list(twins.values()))))) if twins else None

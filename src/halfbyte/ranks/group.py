@@ -81,6 +81,11 @@ class Group:
         self._doing, self._since = doing, time.monotonic()
         self._step = self._step if step is None else step
 
+    @property
+    def doing(self) -> str:
+        """What `at` said last."""
+        return self._doing
+
     def _beat(self) -> Beat:
         self._count += 1
         return Beat(self._count, self._step, self._doing, time.monotonic() - self._since)

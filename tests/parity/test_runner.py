@@ -1,0 +1,124 @@
+"""The runner with losses put in place of training: signals at any moment, damaged rows, data that changed."""
+
+import io
+import json
+import os
+import signal
+import threading
+
+import pytest
+from fakes import fake_parity, fake_run, plan_of
+
+from halfbyte.parity import runner
+from halfbyte.parity.analysis import analyse
+from halfbyte.parity.cells import run_directory, status_of
+from halfbyte.parity.plan import settle
+from halfbyte.train.identity import load_identity, save_identity
+from halfbyte.train.loop import RunResult
+
+PLAN = plan_of(candidates=("nvfp4",))
+
+
+def trains(plan, *, meanwhile=lambda group, folder: None):
+    """As `train`: writes a whole run, or leaves one that is complete as it is."""
+    begun = []
+
+    def train(config, folder, *, group, **_):
+        begun.append((folder.parent.name, config.seed))
+        if not folder.exists():
+            arm = next(arm for arm in plan.arms if arm.name == folder.parent.name)
+            fake_run(folder, plan, arm, config.seed, gap=0.001, noise=0.0001, diverged=False)
+        meanwhile(group, folder)
+        return RunResult(folder, config.steps)
+
+    return train, begun
+
+
+def run(plan, folder, monkeypatch, train, **options):
+    monkeypatch.setattr(runner, "train", train)
+    said = []
+    return runner.run_jobs(plan, folder, plan.jobs(), say=said.append, **options), said
+
+
+def test_a_signal_near_the_end_of_a_run_ends_the_parity(tmp_path, monkeypatch):
+    plan = settle(tmp_path, PLAN)
+    heard = threading.Event()
+
+    def interrupt(group, folder):
+        group.end_steps()
+        group.at("finish")
+        request, group.request_stop = group.request_stop, lambda name: (request(name), heard.set())
+        os.kill(os.getpid(), signal.SIGINT)
+        assert heard.wait(60)
+
+    train, begun = trains(plan, meanwhile=interrupt)
+    stopped, said = run(plan, tmp_path, monkeypatch, train)
+    assert stopped == "SIGINT" and begun == [("bf16", 0)]
+    assert any(line.startswith("SIGINT: stopping") for line in said)
+    assert status_of(run_directory(tmp_path, plan.baseline, 0), plan.base.steps).state == "done"  # and it counts
+
+
+def test_a_signal_while_a_run_compiles_ends_the_process_with_a_report(tmp_path, monkeypatch):
+    plan = settle(tmp_path, PLAN)
+    left, over = [], threading.Event()
+    monkeypatch.setattr(runner.os, "_exit", lambda code: (left.append(code), over.set()))
+
+    def compile_for_ever(group, folder):
+        group.at("compile")
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert over.wait(60)
+
+    train, begun = trains(plan, meanwhile=compile_for_ever)
+    stopped, _ = run(plan, tmp_path, monkeypatch, train, leave=left.append)
+    assert left[:2] == ["SIGTERM", 75] and stopped == "SIGTERM" and len(begun) == 1
+
+
+def test_a_step_in_progress_is_waited_for(tmp_path, monkeypatch):
+    plan = settle(tmp_path, PLAN)
+    left = []
+    monkeypatch.setattr(runner, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(runner.os, "_exit", left.append)
+
+    def step(group, folder):
+        group.at("step", 3)
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Event().wait(0.5)
+        assert group.stop_before(4) == "SIGINT" and not left
+
+    train, begun = trains(plan, meanwhile=step)
+    assert run(plan, tmp_path, monkeypatch, train)[0] == "SIGINT" and len(begun) == 1
+
+
+def test_a_complete_run_whose_last_row_is_damaged_is_trained_anew(tmp_path, monkeypatch):
+    plan = fake_parity(tmp_path, PLAN)
+    folder = run_directory(tmp_path, plan.arms[1], 0)
+    whole = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["validation_loss"]
+    (folder / "metrics.jsonl").write_bytes((folder / "metrics.jsonl").read_bytes()[:-30])
+    train, begun = trains(plan)
+    stopped, said = run(plan, tmp_path, monkeypatch, train)
+    assert stopped is None and begun == [("nvfp4", 0)] * 2
+    assert (folder.parent / "seed-0.damaged-1" / "metrics.jsonl").is_file()
+    assert not any(f"{whole:.4f}" in line for line in said[:-1]) and "trained anew" in said[-2]
+    assert analyse(plan, tmp_path)["complete"]
+    assert run(plan, tmp_path, monkeypatch, train)[0] is None and len(begun) == 2
+
+
+def test_data_that_changed_between_two_arms_stops_before_the_next_is_trained(tmp_path, monkeypatch):
+    plan = fake_parity(tmp_path, PLAN, skip={("nvfp4", 2)})
+    for arm, seed in plan.jobs()[:-2]:
+        folder = run_directory(tmp_path, arm, seed)
+        if folder.exists():
+            known = load_identity(folder)
+            save_identity(folder, type(known)(**{**vars(known), "data": "as it was"}))
+    train, begun = trains(plan)
+    with pytest.raises(ValueError, match="^data: .*as it was"):
+        run(plan, tmp_path, monkeypatch, train)
+    assert not begun
+
+
+def test_a_parity_that_compiles_says_so():
+    said = []
+    log = runner.Log(io.StringIO(), "[1/4 bf16 seed 0]", said.append, every=100)
+    log.write("compiling ...\nother\nstill compiling, 0:30\ncompiled in 61.0 s; the program needs 1 GiB\n")
+    assert said == [f"[1/4 bf16 seed 0] {text}" for text in
+                    ("compiling ...", "still compiling, 0:30", "compiled in 61.0 s")]  # fmt: skip
