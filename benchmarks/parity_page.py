@@ -65,19 +65,18 @@ def noise(found: Data) -> float | None:
 
 
 def interval_text(arm: Data) -> str:
-    """Mean gap, and its 90% interval where there are seeds for one."""
-    if not arm["gaps"]:
-        return ""
+    """Mean gap and its 90% interval, where there are seeds for one."""
     values, found = list(arm["gaps"].values()), arm["interval"]
-    mean = f"{sum(values) / len(values):+.3f}%"
     if found is None or found["low"] is None:
-        return f"{mean} (one seed)" if len(values) == 1 else f"{mean} ({len(values)} seeds, no interval)"
+        return ""
+    mean = f"{sum(values) / len(values):+.3f}%"
     return f"{mean} [{found['low']:+.3f}, {found['high']:+.3f}] ({len(values)} seeds)"
 
 
 def loss_table(reports: Mapping[str, Data]) -> Iterator[str]:
-    yield "| arm | " + " | ".join(f"{size}: loss | {size}: gap" for size in reports) + " |"
-    yield "|---|" + "---|---|" * len(reports)
+    heads = (f"{size}: loss | {size}: gap in seed 0 | {size}: over seeds" for size in reports)
+    yield "| arm | " + " | ".join(heads) + " |"
+    yield "|---|" + "---|---|---|" * len(reports)
     for arm in ARMS:
         cells = []
         for found in reports.values():
@@ -85,7 +84,8 @@ def loss_table(reports: Mapping[str, Data]) -> Iterator[str]:
             state = next(iter(mine["states"].values()))
             losses = ", ".join(f"{value:.4f}" for value in mine["final"].values())
             stopped = {"diverged": f"diverged at step {state['step']}", "partial": f"cut off at step {state['step']}"}
-            cells += [losses or stopped.get(state["state"], "not run"), interval_text(mine)]
+            first = f"{mine['gaps']['0']:+.3f}%" if "0" in mine["gaps"] else ""
+            cells += [losses or stopped.get(state["state"], "not run"), first, interval_text(mine)]
         yield f"| {arm.name} | " + " | ".join(cells) + " |"
 
 
@@ -237,10 +237,14 @@ def page(reports: Mapping[str, Data], gaps: Data) -> str:
             f"{small / 1e6:.1f}M parameters without embeddings, {tokens / 1e6:.1f}M tokens, {tokens / small:.1f} each"
         )
         twins = f"; equal runs (twins) differ by {floor:.3f}%" if floor is not None else ""
+        apart = next(arm["interval"] for arm in found["arms"] if arm["name"] == "nvfp4_all_linear")
+        if apart and apart["sd"]:
+            twins += f", the gap of nvfp4_all_linear from seed to seed by {apart['sd']:.2f}% (standard deviation)"
         lines += [f"**{size}**: {facts}{twins}.", *verdicts(found), ""]
     lines += ["## Validation loss, and the gap to bf16 of the same seed", "", *loss_table(reports), ""]
     lines += [
-        "The gap is in percent of the baseline's loss; brackets are the 90% interval over seeds (Student's t).",
+        "The gap is in percent of the baseline's loss. Compare arms within one seed: seed 0 is where nvfp4_all_linear",
+        "is worst. Brackets are the 90% interval over seeds (Student's t).",
         "",
     ]
     lines += ["![gap against tokens a parameter](gap.svg)", "", *lines_table(gaps), ""]

@@ -49,8 +49,8 @@ class Args:
     first_seed: int = 0
     """The first of them."""
     steps: int = 0
-    """Steps of each run; 0: as the named run, 160 for the demo (five arms of three seeds: about a quarter of an hour on two
-    cores)."""
+    """Steps of each run; 0: as the named run, 160 for the demo (five arms of three seeds: about a quarter of an hour on
+    two cores)."""
     tokens: int = 0
     """Tokens of each run, instead of steps."""
     margin: str = "0.5%"

@@ -264,8 +264,8 @@ def method(plan: Plan) -> list[str]:
         "interval is Student's over the paired differences of seeds, never within a run. PASS: the interval lies "
         "inside the margin. FAIL: wholly beyond it. A wrong PASS has probability 5% at most in the whole study: the "
         f"plan fixed its looks ({spent}) and its candidates ({many}; Holm: the first to pass needs a level {many} "
-        "times smaller, the next less). Seeds that were added later are shown and count in no verdict. Noise that is "
-        "skewed over seeds costs more than 5% (docs/parity.md)."
+        "times smaller, the next less; a FAIL is each candidate's own, at the look's level). Seeds that were added "
+        "later are shown and count in no verdict. Noise that is skewed over seeds costs more than 5% (docs/parity.md)."
     )
     return [page.paragraph(words)]
 

@@ -29,6 +29,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -55,6 +56,11 @@ class Interval:
 
 
 @functools.cache
+def _stdtr() -> Any:
+    return special.stdtr
+
+
+@functools.cache
 def t_quantile(probability: float, freedom: int) -> float:
     """Student's t."""
     return float(special.stdtrit(freedom, probability))
@@ -62,14 +68,14 @@ def t_quantile(probability: float, freedom: int) -> float:
 
 def over_seeds(differences: Sequence[float] | np.ndarray, level: float = LEVEL) -> Interval:
     """The interval over paired differences, one a seed."""
-    d = np.asarray(differences, np.float64)
-    if not len(d) or not np.isfinite(d).all():
-        raise ValueError(f"an interval over seeds needs finite differences, one a seed, got {d.tolist()}")
-    sd = float(d.std(ddof=1)) if len(d) > 1 else None
+    d = [float(value) for value in differences]
+    if not d or not all(map(math.isfinite, d)):
+        raise ValueError(f"an interval over seeds needs finite differences, one a seed, got {d}")
+    mean = math.fsum(d) / len(d)
+    sd = math.sqrt(math.fsum((value - mean) ** 2 for value in d) / (len(d) - 1)) if len(d) > 1 else None
     if len(d) < FEWEST_SEEDS or sd is None:
-        return Interval(float(d.mean()), None, None, sd, len(d), level)
+        return Interval(mean, None, None, sd, len(d), level)
     half = t_quantile(0.5 + level / 2, len(d) - 1) * sd / math.sqrt(len(d))
-    mean = float(d.mean())
     return Interval(mean, mean - half, mean + half, sd, len(d), level)
 
 
@@ -80,7 +86,7 @@ def equivalence_p(found: Interval, margin: float) -> float | None:
     if found.sd == 0:
         return 0.0 if abs(found.mean) < margin else 1.0
     error = found.sd / math.sqrt(found.count)
-    return float(special.stdtr(found.count - 1, (abs(found.mean) - margin) / error))
+    return float(_stdtr()(found.count - 1, (abs(found.mean) - margin) / error))
 
 
 def spending(looks: Sequence[int], alpha: float = ALPHA) -> tuple[float, ...]:

@@ -4,7 +4,8 @@ PASS: the interval over seeds lies inside the margin (equivalence). FAIL: it lie
 diverged where the baseline did not. CANNOT TELL: everything else, fewer than three seeds included.
 
 How wide the interval is, is the plan's matter: one candidate that is looked at once has the 90% interval; every
-further look and candidate takes its part of the 5% (statistics.py), and a word that a look has given stays.
+further look takes its part of the 5%, and so does every candidate of the PASSes (statistics.py). A word that a look has
+given stays.
 """
 
 import enum
@@ -48,31 +49,37 @@ class Verdict:
         return f"{self.word.value} {self.arm}: {self.reason}"
 
 
-def judge(arm: str, gaps: Results, margin: Margin, *, diverged: int = 0, alpha: float = ALPHA) -> Verdict:
+def judge(
+    arm: str, gaps: Results, margin: Margin, *, diverged: int = 0, alpha: float = ALPHA, share: int = 1
+) -> Verdict:
     """The verdict of one candidate from its gaps by seed (both arms finished), in the margin's unit, at one look of
-    level `alpha`. `diverged`: seeds in which the candidate's loss went away and the baseline's did not."""
+    level `alpha`, of which a PASS has one part in `share`; a FAIL is each candidate's own. `diverged`: seeds in which
+    the candidate's loss went away and the baseline's did not."""
     if diverged:
         many = diverged + len(gaps)
         interval = over_seeds(list(gaps.values())) if gaps else None
         return Verdict(arm, Word.FAIL, f"diverged in {diverged} of {many} seeds; the baseline did not", interval)
     if not gaps:
         return Verdict(arm, Word.CANNOT_TELL, "no seed has both arms finished yet", None)
-    found = over_seeds(list(gaps.values()), 1 - 2 * alpha)
-    if found.low is None or found.high is None:
-        return Verdict(arm, Word.CANNOT_TELL, f"{SINGLE} ({margin.show(found.mean)} over {found.count})", found)
-    where = (
-        f"{margin.show(found.mean)}, {100 * found.level:.4g}% interval over {found.count} seeds "
-        f"{margin.show(found.low)} to {margin.show(found.high)}"
-    )
-    p = equivalence_p(found, margin.value)
-    if -margin.value < found.low and found.high < margin.value:
-        return Verdict(arm, Word.PASS, f"{where}, inside ±{margin}", found, p)
-    if found.low > margin.value:
-        return Verdict(arm, Word.FAIL, f"{where}, beyond +{margin}", found, p)
-    if found.high < -margin.value:
-        reason = f"{where}, beyond -{margin}: better than the baseline by more than the margin, so not its equal"
-        return Verdict(arm, Word.FAIL, reason, found, p)
-    return Verdict(arm, Word.CANNOT_TELL, f"{where}, across ±{margin}", found, p)
+    values = list(gaps.values())
+    own = over_seeds(values, 1 - 2 * alpha)
+    wide = over_seeds(values, 1 - 2 * alpha / share) if share > 1 else own
+    if wide.low is None or wide.high is None or own.low is None or own.high is None:
+        return Verdict(arm, Word.CANNOT_TELL, f"{SINGLE} ({margin.show(own.mean)} over {own.count})", own)
+    p = equivalence_p(wide, margin.value)
+    if -margin.value < wide.low and wide.high < margin.value:
+        return Verdict(arm, Word.PASS, f"{_where(wide, margin)}, inside ±{margin}", wide, p)
+    if own.low > margin.value:
+        return Verdict(arm, Word.FAIL, f"{_where(own, margin)}, beyond +{margin}", own, p)
+    if own.high < -margin.value:
+        better = "better than the baseline by more than the margin, so not its equal"
+        return Verdict(arm, Word.FAIL, f"{_where(own, margin)}, beyond -{margin}: {better}", own, p)
+    return Verdict(arm, Word.CANNOT_TELL, f"{_where(wide, margin)}, across ±{margin}", wide, p)
+
+
+def _where(found: Interval, margin: Margin) -> str:
+    level = f"{100 * found.level:.4g}% interval over {found.count} seeds"
+    return f"{margin.show(found.mean)}, {level} {margin.show(found.low or 0.0)} to {margin.show(found.high or 0.0)}"
 
 
 def judge_study(
@@ -104,9 +111,9 @@ def _look(
     easier."""
     found: dict[str, Verdict] = {}
     while True:
-        level = alpha / max(1, of - passed)
+        share = max(1, of - passed)
         waiting = [arm for arm in gaps if arm not in found or found[arm].word is not Word.PASS]
-        found |= {arm: judge(arm, gaps[arm], margin, alpha=level) for arm in waiting}
+        found |= {arm: judge(arm, gaps[arm], margin, alpha=alpha, share=share) for arm in waiting}
         more = sum(found[arm].word is Word.PASS for arm in waiting)
         passed += more
         if not more:
