@@ -107,20 +107,15 @@ def test_unlike_pairs_are_not_averaged(seeds, tmp_path, capfd):
     assert refused["gap"] is None and "batch 8 against 16" in refused["refusal"]
 
 
-def sealed(folder, **facts):
-    save_identity(folder, Identity(**{"run": folder.name, "config_sha256": "", "data": "one", **facts}))
-
-
-@pytest.mark.parametrize("field", ["data", "tokenizer", "file own.py"])
+@pytest.mark.parametrize("field", ["data", "code", "tokenizer", "file own.py"])
 def test_runs_that_were_made_from_other_things_have_no_gap(tmp_path, capfd, field):
     base = make_run(tmp_path / "base", recipe="own.py:a@0123456789abcdef", gap=0.0)
     name = f"own.py:b@{'f' if 'file' in field else '0'}123456789abcdef"
     other = make_run(tmp_path / "other", recipe=name, gap=0.05)
-    for folder, data in ((base, "one"), (other, "two" if field == "data" else "one")):
-        sealed(folder, data=data)
-        (folder / "tokenizer.json").write_text(data if field != "tokenizer" else folder.name)
-    if field == "data":
-        (other / "tokenizer.json").unlink()
+    for folder in (base, other):
+        own = {name: folder.name if name == field else "same" for name in ("data", "code", "tokenizer")}
+        save_identity(folder, Identity(folder.name, own["data"], made_with={"code": own["code"]}))
+        (folder / "tokenizer.json").write_text(own["tokenizer"])
     assert main(["compare", str(base), str(other), "--png", "", "--json"]) == 2
     found = json.loads(capfd.readouterr().out)
     assert found["runs"][1]["gap"] is None and found["runs"][1]["speedup"] is None and found["arms"][0]["gap"] is None

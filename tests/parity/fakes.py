@@ -73,7 +73,7 @@ def fake_run(folder, plan, arm, seed, *, gap, noise, diverged):
             break
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     jsonconfig.save(config, folder / "config.json")
-    save_identity(folder, Identity(new_name(), hash_of(folder / "config.json"), "synthetic"))
+    save_identity(folder, Identity(new_name(), "synthetic", {"config.json": hash_of(folder / "config.json")}))
     kinds = ("fprop", "dgrad", "wgrad")
     how = "plain" if config.recipe == "bf16" else "emulated"
     gemm = {"left": f"{config.recipe} 1d rne", "right": "x", "bits": 4, "runs_in": "bf16", "execution": how}

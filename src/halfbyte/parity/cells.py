@@ -4,8 +4,8 @@ A cell counts if it was made from the same data, tokenizer, code and recipe file
 is its arm's: a folder that was exchanged with another's would turn the verdict round.
 """
 
-import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from halfbyte.evaluation.curves import Curve, number, read_curve
 from halfbyte.inputs import read_json
 from halfbyte.metrics import read_rows
 from halfbyte.train import jsonconfig, open_source
-from halfbyte.train.identity import fingerprint
-from halfbyte.train.resume import code_hash
+from halfbyte.train.identity import fingerprint, versions
+from halfbyte.train.reading import open_directory
 
 from .arms import Arm
 from .pairing import COMPUTED, COSMETIC, contradictions, facts_of
@@ -95,7 +95,7 @@ def check_cells(plan: Plan, directory: Path, now: dict[str, str] | None = None) 
         folder = run_directory(directory, arm, seed)
         if not (folder / "config.json").is_file():
             continue
-        config = read_json(folder / "config.json")
+        config = open_directory(folder, say=lambda text: None).values
         _check_config(plan, arm, seed, config, folder)
         for name, value in facts_of(folder, config).items():
             other, where = first.setdefault(name, (value, str(folder)))
@@ -107,11 +107,10 @@ def check_cells(plan: Plan, directory: Path, now: dict[str, str] | None = None) 
                 )
 
 
-def _check_config(plan: Plan, arm: Arm, seed: int, config: Any, folder: Path) -> None:
+def _check_config(plan: Plan, arm: Arm, seed: int, config: Mapping[str, Any], folder: Path) -> None:
     """Fields that the run's version did not know yet are not compared."""
     planned = jsonconfig.flatten(arm.values(plan.base, seed))
-    found = jsonconfig.flatten(config) if isinstance(config, dict) else {"config.json": config}
-    for name, value in found.items():
+    for name, value in jsonconfig.flatten(config).items():
         if name.split(".")[0] in COMPUTED and name not in ELSEWHERE and value != planned.get(name, value):
             raise ValueError(
                 f"{name}: {folder} holds a run with {value!r}; arm {arm.name!r}, seed {seed} has {planned[name]!r}. "
@@ -120,10 +119,5 @@ def _check_config(plan: Plan, arm: Arm, seed: int, config: Any, folder: Path) ->
 
 
 def made_from(plan: Plan) -> dict[str, str]:
-    """What a run that begins now is made from; the code is that which this process has loaded."""
-    return {"data": fingerprint(open_source(plan.base).dataset), "code": _code()}
-
-
-@functools.cache
-def _code() -> str:
-    return code_hash()
+    """What a run that begins now is made from."""
+    return {"data": fingerprint(open_source(plan.base).dataset), **versions()}

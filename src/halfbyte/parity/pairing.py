@@ -27,7 +27,6 @@ ARM_FIELDS = (
 )  # fmt: skip
 COSMETIC = ("model.name", "precision.backend")
 COMPUTED = (*GUARDED, "steps")
-SEALED = ("data", "code")  # of run.json
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def unlike(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, A
 def facts_of(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """What a run was made from, as hashes; a run of an earlier version has fewer of them."""
     identity = load_identity(folder)
-    facts = {} if identity is None else {name: str(value) for name in SEALED if (value := getattr(identity, name, ""))}
+    facts = {} if identity is None else {"data": identity.data, **identity.made_with}
     if (folder / "tokenizer.json").is_file():
         facts["tokenizer"] = hash_of(folder / "tokenizer.json")[:16]
     files = [found for value in flatten(config).values() if isinstance(value, str) and (found := FILE.match(value))]
