@@ -32,6 +32,7 @@ def test_one_recipe_by_its_maxtext_name(capfd):
         "block": "1d",
         "rounding": "stochastic",
         "hadamard": True,
+        "source": "as_is",
     }
 
 
@@ -54,3 +55,12 @@ def test_the_table_for_people(capfd):
 def test_bad_names_exit_2(capfd, names, hint):
     assert main(["recipes", *names]) == 2
     assert hint in capfd.readouterr().err
+
+
+def test_what_is_said_of_the_weights_together_and_of_their_source(capfd):
+    _, data = run_json(capfd, "recipes", "nvfp4", "nvfp4_shared_scales")
+    assert [item["field"] for item in data["changes"]] == ["shared_scales"]
+    _, data = run_json(capfd, "recipes")
+    for shown in data["recipes"]:
+        sources = {role: operand["source"] for role, operand in shown["operands"].items()}
+        assert sources == {role: operand.source for role, operand in recipe(shown["name"]).operands().items()}

@@ -61,6 +61,19 @@ def test_logits_of_an_export_agree(imported, transformers, written, cfg, tokens,
     assert np.sqrt(np.mean(error**2)) < 0.02 and np.abs(error).max() < 0.1
 
 
+def test_an_activation_is_written_and_read_by_its_name(imported, transformers, cfg, tokens, tmp_path):
+    gelu = cfg.replace(activation="gelu")
+    fields = hf_config.config_to_hf(gelu)
+    assert hf_config.config_from_hf(fields, cfg.name) == gelu
+    write_folder(tmp_path / "out", plain_parts(gelu, imported, BF16), fields, {})
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="float32")
+    batch, run = {"tokens": jnp.asarray(tokens, jnp.int32)}, jax.jit(models.apply, static_argnums=(0, 3))
+    exact = run(gelu, imported, batch, models.Context(compute_dtype=jnp.float32))
+    np.testing.assert_allclose(exact, their_logits(loaded, tokens), atol=5e-5)  # as above
+    with pytest.raises(ValueError, match="relu2"):
+        hf_config.config_to_hf(cfg.replace(activation="relu2"))
+
+
 def test_a_mesh_reads_the_same(imported, written, cfg):
     mesh = make_mesh({"fsdp": 2, "tensor": 2}, jax.devices("cpu")[:4])
     with Folder(written) as folder:

@@ -3,7 +3,7 @@
 Without names: all recipes. With one: its six operand policies. With two: where they differ, operand by operand.
 MaxText's names (te_nvfp4, ...) are accepted."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -57,9 +57,13 @@ def show_one(chosen: "Recipe") -> Result:
     rows = [(role, *policy.values()) for role, policy in describe(chosen)["operands"].items()]
     console().print(
         table(
-            ["operand", "format", "block", "rounding", "hadamard"], rows, title=f"{chosen.name}: {chosen.description}"
+            ["operand", "format", "block", "rounding", "hadamard", "source"],
+            rows,
+            title=f"{chosen.name}: {chosen.description}",
         )
     )
+    if chosen.shared_scales:
+        console().print("weights of q, k and v share one tensor scale, and those of gate and up another")
     return Result(describe(chosen))
 
 
@@ -77,10 +81,11 @@ def show_difference(a: "Recipe", b: "Recipe") -> Result:
 
 def describe(chosen: "Recipe") -> dict[str, Any]:
     operands = {
-        role: {"format": plain(p.format), "block": p.block, "rounding": p.rounding, "hadamard": p.hadamard}
-        for role, p in chosen.operands().items()
+        role: {field.name: plain(getattr(policy, field.name)) for field in fields(policy)}
+        for role, policy in chosen.operands().items()
     }
-    return {"name": chosen.name, "description": chosen.description, "operands": operands}
+    return {"name": chosen.name, "description": chosen.description, "operands": operands,
+            "shared_scales": chosen.shared_scales}  # fmt: skip
 
 
 def change(item: tuple[str, str, object, object]) -> dict[str, Any]:

@@ -17,7 +17,6 @@ ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
 
 # Field -> the values under which it changes nothing. A field that is absent changes nothing either.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "pretraining_tp": (1, None),
@@ -26,6 +25,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "auto_map": (None, {}),
     "is_encoder_decoder": (False, None),
 }
+# Ours -> what `hidden_act` calls it, as it is written and as it is read. Their `gelu` is not the tanh form; relu2 is a
+# name that not every reader of these architectures knows.
+HIDDEN_ACTS = {"silu": ("silu", "swish"), "gelu": ("gelu_pytorch_tanh", "gelu_new")}
 ROPE_FIELDS = {"rope_type", "type", "rope_theta"}
 LLAMA3_FIELDS = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
 
@@ -57,12 +59,18 @@ def config_from_hf(fields: Mapping[str, Any], name: str = "imported") -> LlamaCo
         rope_scaling=_scaling(rope),
         norm_eps=_positive(fields, "rms_norm_eps", 1e-6),
         qk_norm=qwen3,
+        activation=_activation(fields.get("hidden_act", "silu")),
     )
 
 
 def config_to_hf(cfg: LlamaConfig) -> dict[str, Any]:
     """The fields of a `config.json` that `transformers` and the serving engines read as this model."""
     architecture = "Qwen3ForCausalLM" if cfg.qk_norm else "LlamaForCausalLM"
+    if cfg.activation not in HIDDEN_ACTS:
+        raise ValueError(
+            f"export: activation is {cfg.activation}, which has no name as hidden_act; only models with "
+            f"{' or '.join(HIDDEN_ACTS)} can be exported"
+        )
     scaling = cfg.rope_scaling
     rope = None if scaling is None else {
         "rope_type": "llama3",
@@ -86,13 +94,24 @@ def config_to_hf(cfg: LlamaConfig) -> dict[str, Any]:
         "rope_theta": cfg.rope_theta,
         "rope_scaling": rope,
         "rms_norm_eps": cfg.norm_eps,
-        "hidden_act": "silu",
+        "hidden_act": HIDDEN_ACTS[cfg.activation][0],
         "attention_bias": False,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
         "use_cache": True,
     }
     return fields | ({"use_sliding_window": False} if cfg.qk_norm else {"mlp_bias": False})
+
+
+def _activation(hidden_act: Any) -> str:
+    for ours, theirs in HIDDEN_ACTS.items():
+        if hidden_act in theirs:
+            return ours
+    implemented = ", ".join(name for names in HIDDEN_ACTS.values() for name in names)
+    raise ValueError(
+        f"import: hidden_act is {printable(str(hidden_act))[:100]}, and only {implemented} are implemented; this "
+        "checkpoint cannot be imported"
+    )
 
 
 def _architecture(fields: Mapping[str, Any]) -> str:

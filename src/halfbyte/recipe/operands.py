@@ -156,10 +156,14 @@ class Recipe:
 
 
 def difference(a: Recipe, b: Recipe) -> list[tuple[str, str, object, object]]:
-    """(operand, field, value in a, value in b) for every field of every operand in which two recipes differ."""
-    return [
+    """(operand, field, value in a, value in b) for every field of every operand in which two recipes differ, and for
+    what a recipe says of the weights together: two without a difference compute the same numbers.
+    """
+    operands = [
         (role, field.name, getattr(left, field.name), getattr(right, field.name))
         for role, left, right in zip(ROLES, a.operands().values(), b.operands().values(), strict=True)
         for field in dataclasses.fields(OperandPolicy)
         if getattr(left, field.name) != getattr(right, field.name)
     ]
+    shared = a.shared_scales, b.shared_scales
+    return operands + ([("weights", "shared_scales", *shared)] if shared[0] != shared[1] else [])
