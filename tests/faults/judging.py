@@ -10,7 +10,7 @@ from reference import Bench, kind, refused
 from replacing import text_file
 from states import losses, saved_state
 
-ARMS = ("--baseline", "bf16", "--candidates", "fp8", "--no-controls", "--radar", "-1", "--seeds", "2")
+ARMS = ("--baseline", "bf16", "--candidates", "fp8", "--no-controls", "--radar", "-1", "--seeds", "1")
 SHORT = ("--steps", "4", "--mesh", "fsdp=1")
 
 

@@ -198,7 +198,7 @@ def flipped_bit_where_every_step_looks(bench: Bench, folder: Path, random: Rando
         reached = last_step(folder)
         row, offset, copies = random.randrange(64), 4 * random.randrange(16), 0
         for step in range(min(reached + 3, bench.steps - 1), reached - 2, -1):  # steps are ahead of what is written
-            pattern = half(states[step - 1]["params/layers/mlp/down"][random.randrange(2), row])
+            pattern = half(states[step - 1]["params/layers.mlp.down"][random.randrange(2), row])
             copies = change_memory(held.one.process.pid, pattern, offset, flipped(pattern, offset, random))
             if copies:
                 break
