@@ -24,6 +24,7 @@ from halfbyte.checkpoint import (
     files,
     store,
 )
+from halfbyte.checkpoint.hushing import hush_late_writes
 from halfbyte.checkpoint.record import describe
 
 # Orbax drops its coroutines when a write fails.
@@ -183,8 +184,8 @@ def test_an_array_without_its_file_list_is_still_verified(tmp_path):
 def test_a_closed_event_loop_is_not_printed_and_everything_else_is(monkeypatch):
     passed = []
     monkeypatch.setattr(sys, "unraisablehook", passed.append)
-    store.hush_late_writes()
-    store.hush_late_writes()
+    hush_late_writes()
+    hush_late_writes()
     for text in ("Event loop is closed", "another"):
         sys.unraisablehook(SimpleNamespace(exc_type=RuntimeError, exc_value=RuntimeError(text)))
     assert [str(found.exc_value) for found in passed] == ["another"]

@@ -1,5 +1,6 @@
 """Checkpoints that notice damage, and the lock that keeps a run directory to one writer."""
 
+from .beside import GoneCheckpoint, reading
 from .checksum import LARGEST, checksum, checksums, inspect, named_leaves
 from .lock import RunDirectoryHeld, RunLock
 from .record import (
@@ -17,6 +18,7 @@ __all__ = [
     "CheckpointMismatch",
     "Checkpoints",
     "DamagedCheckpoint",
+    "GoneCheckpoint",
     "NoGoodCheckpoint",
     "PoisonedCheckpoint",
     "Record",
@@ -29,4 +31,5 @@ __all__ = [
     "describe_with_checksums",
     "inspect",
     "named_leaves",
+    "reading",
 ]

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,8 +24,10 @@ from jax.experimental import multihost_utils
 from halfbyte.later import later
 
 from .aside import copied, lock_host_memory, on_gpus, run_once, without_room
+from .beside import BeingRead, GoneCheckpoint, reading
 from .checksum import disagreements, inspect, named_leaves
 from .files import check_file_list, check_readable, remove_unfinished, write_file_list
+from .hushing import hush_late_writes
 from .record import (
     DamagedCheckpoint,
     LoadFailed,
@@ -42,6 +43,7 @@ from .together import break_waits_together, complaints, from_all
 
 ocp = later("orbax.checkpoint.v1")
 READ_ATTEMPTS = 3
+MOST_GONE = 20  # checkpoints that a run deletes under a reader, before the reader gives up
 RETRY_PAUSE_S = 0.5
 
 
@@ -64,24 +66,6 @@ def _warn(message: str) -> None:
     logging.getLogger("halfbyte.checkpoint").warning(message)
 
 
-def hush_late_writes() -> None:
-    """When one array cannot be written, Orbax gives the others up and closes its event loop; those that fail later find
-    it closed, and Python prints a traceback for each. The failure is said once, by `Checkpoints`."""
-    if not isinstance(sys.unraisablehook, _WithoutClosedLoops):
-        sys.unraisablehook = _WithoutClosedLoops(sys.unraisablehook)
-
-
-@dataclass(frozen=True)
-class _WithoutClosedLoops:
-    """A hook for exceptions that nobody can catch; it passes on everything but `Event loop is closed`."""
-
-    before: Callable[[Any], Any]
-
-    def __call__(self, unraisable: Any) -> None:
-        if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
-            self.before(unraisable)
-
-
 class Checkpoints:
     """The checkpoints under one directory: the last `keep_last`, and every `keep_every`-th step for good.
 
@@ -102,6 +86,7 @@ class Checkpoints:
     ):
         self.directory = Path(directory).absolute()
         self._policies = [ocp.training.preservation_policies.LatestN(keep_last)]
+        self._policies.append(BeingRead(self.directory))
         if keep_every:
             self._policies.append(ocp.training.preservation_policies.EveryNSteps(keep_every))
         self._run = run
@@ -153,6 +138,10 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Committed steps, oldest first."""
         return [checkpoint.step for checkpoint in self._orbax.checkpoints]
+
+    def reload(self) -> None:
+        """Look again which there are: another process writes and deletes them."""
+        self._orbax.reload()
 
     # -- writing
     # -----------------------------------------------------------------------------------------------------------------
@@ -279,7 +268,11 @@ class Checkpoints:
 
     def restore(self, step: int, abstract: Mapping[str, Any]) -> Restored:
         """The items of one step on the shardings of `abstract`, verified. Raises DamagedCheckpoint,
-        UnreadableCheckpoint or CheckpointMismatch."""
+        UnreadableCheckpoint or CheckpointMismatch, and GoneCheckpoint where a run that trains has deleted it."""
+        with reading(self.directory / str(step)):
+            return self._restore(step, abstract)
+
+    def _restore(self, step: int, abstract: Mapping[str, Any]) -> Restored:
         check_file_list(self.directory / str(step))
         record = self.record(step)
         check_fits(record, abstract)
@@ -301,8 +294,17 @@ class Checkpoints:
         moved) when a healthy checkpoint does not fit.
         """
         refused: dict[int, str] = {}
-        for step in reversed(self.steps()):
-            restored, reason, kind = self._try(step, abstract)
+        gone = 0
+        while left := [step for step in self.steps() if step not in refused]:
+            step = left[-1]
+            try:
+                restored, reason, kind = self._try(step, abstract)
+            except GoneCheckpoint:
+                gone += 1
+                if gone == MOST_GONE:
+                    raise
+                self.reload()
+                continue
             if restored is not None:
                 return Restored(step=restored.step, items=restored.items, extra=restored.extra, refused=refused)
             refused[step] = reason

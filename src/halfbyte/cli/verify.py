@@ -88,22 +88,28 @@ def check_checkpoints(directory: Path, opened: "RunDirectory | None") -> list[Fi
         return [Finding("checkpoints", UNKNOWN, "there are none")]
     store = Checkpoints(folder, run=opened.identity.run if opened and opened.identity else None)
     found = [_check_one(store, step, opened) for step in store.steps()]
+    if found and all(finding.state == UNKNOWN for finding in found):  # a run that trains has others by now
+        store.reload()
+        found = [_check_one(store, step, opened) for step in store.steps()]
     store.close()
     return found or [Finding("checkpoints", UNKNOWN, "there are none")]
 
 
 def _check_one(store: Any, step: int, opened: "RunDirectory | None") -> Finding:
-    from halfbyte.checkpoint import CheckpointMismatch, DamagedCheckpoint, UnreadableCheckpoint
+    from halfbyte.checkpoint import CheckpointMismatch, DamagedCheckpoint, GoneCheckpoint, UnreadableCheckpoint, reading
     from halfbyte.train.resume import guarded_changes
 
     part = f"checkpoint {step}"
     try:
-        record = store.record(step)
-        restored = store.restore(step, abstract_of(record))
+        with reading(store.directory / str(step)):
+            record = store.record(step)
+            restored = store.restore(step, abstract_of(record))
         stored = restored.extra.get("config")
         if not isinstance(stored, dict):
             return Finding(part, BAD, "its record does not say of which config it is")
         changed = guarded_changes(stored, opened.config, ignore=("data",)) if opened else []
+    except GoneCheckpoint:
+        return Finding(part, UNKNOWN, "the run trains, and has deleted it meanwhile")
     except (DamagedCheckpoint, UnreadableCheckpoint, CheckpointMismatch, ValueError) as error:
         return Finding(part, BAD, str(error))
     if changed:

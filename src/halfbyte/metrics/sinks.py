@@ -191,9 +191,7 @@ class WandB:
         if not marker.exists():
             replace_file(marker, wandb.util.generate_id())
         kept = marker.read_text(encoding="ascii", errors="replace").strip()
-        self._run = wandb.init(
-            project=project, name=name, id=kept, resume="allow", dir=directory, config=dict(config)
-        )
+        self._run = wandb.init(project=project, name=name, id=kept, resume="allow", dir=directory, config=dict(config))
 
     def write(self, row: Row) -> None:
         self._run.log({name: value for name, value in row.items() if name != "step"}, step=row["step"])
