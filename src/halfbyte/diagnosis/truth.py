@@ -70,7 +70,7 @@ def run_linear(
         "wgrad_x": back.load(kept, "wgrad_x"), "wgrad_dy": dy_column,
     }  # fmt: skip
     dw = back.wgrad(made["wgrad_x"], dy_column)
-    return made, {"fprop": matrix(ahead.fprop(row, dtype)), "dgrad": matrix(back.dx(dy_row, dtype)), "wgrad": dw}
+    return made, {"fprop": matrix(ahead.fprop(row, dtype)), "dgrad": matrix(back.dgrad(dy_row, dtype)), "wgrad": dw}
 
 
 def unpacked_weights(given: Linear) -> dict[str, Operand]:
