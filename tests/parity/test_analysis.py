@@ -29,7 +29,7 @@ def test_known_gaps_are_judged_right(tmp_path):
     assert data["controls"]["noise_floor"] < 0.1
     assert (
         "15,360 tokens" in data["scope"]
-        and "emulation" in data["scope"]
+        and "emulated" in data["scope"]
         and "nothing about other sizes" in data["scope"]
     )
 
