@@ -12,7 +12,7 @@ from typing import Any
 from .arms import CANDIDATE, CONTROL, TWIN
 from .margin import Margin
 from .plan import Plan
-from .statistics import ALPHA, reach, seeds_needed
+from .statistics import ALPHA, reach, seeds_needed, spending
 from .verdict import Results, Verdict, Word, noise_floor
 
 DISPLACED = 2.0  # margins
@@ -74,8 +74,7 @@ def seen(plan: Plan, found: Verdict) -> str | None:
     interval, margin = found.interval, plan.margin
     if interval is None or interval.low is None or interval.sd is None or interval.count < 2:
         return None
-    alpha = (1 - interval.level) / 2
-    gap = margin.value + reach(interval.sd, interval.count, alpha=alpha)
+    gap = margin.value + reach(interval.sd, interval.count, alpha=spending(plan.looks)[-1])
     text = f"{found.arm}: with this spread a gap of {margin.show(gap)} would be called FAIL in 80% of such studies"
     if found.word is not Word.CANNOT_TELL:
         return text

@@ -115,8 +115,7 @@ def arm_table(data: Data) -> str:
         )
     unit = data["arms"][0]["unit"]
     gap = f"gap, {unit} [90% over seeds]"
-    p = "p of equivalence, of one look and candidate"
-    return page.table(("arm", "verdict", "loss", gap, p, "seeds", "spikes", "what it is"), rows)
+    return page.table(("arm", "verdict", "loss", gap, "p of equivalence", "seeds", "spikes", "what it is"), rows)
 
 
 def curve_figures(plan: Plan, data: Data) -> list[str]:
