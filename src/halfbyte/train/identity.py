@@ -13,10 +13,13 @@ import secrets
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import jax
+import jaxlib
+
+import halfbyte
 from halfbyte.data.dataset import as_mixture
 from halfbyte.inputs import read_json, regular, replace_file
 
@@ -71,7 +74,8 @@ def hash_of(path: Path) -> str:
 
 def versions() -> dict[str, str]:
     """Of the programs that decide what a step computes."""
-    return {name: version(name) for name in ("halfbyte", "jax", "jaxlib")} | {"code": code_hash()}
+    told = {program.__name__: program.__version__ for program in (halfbyte, jax, jaxlib)}  # installed or not
+    return told | {"code": code_hash()}
 
 
 @functools.cache
