@@ -16,6 +16,8 @@ from .record import DamagedCheckpoint, UnreadableCheckpoint, one_line
 
 FILE_LIST = "halfbyte-files.json"
 SMALL = 1 << 20
+MOST_AROUND = 64 << 20
+"""Bytes of a file around the arrays: it is read in one piece."""
 ARRAYS = "d"
 """Where the array database keeps its data; each array has a checksum of its own."""
 UNFINISHED = "*.orbax-checkpoint-tmp*"
@@ -27,8 +29,12 @@ def write_file_list(directory: Path) -> None:
 
 
 def check_file_list(directory: Path) -> None:
-    """Raise DamagedCheckpoint naming the first file that is missing, has another size or another hash. A save cut off
-    before its list was written has none."""
+    """Raise DamagedCheckpoint naming the first file that is missing, has another size or another hash, or that is far
+    too large to be read. A save cut off before its list was written has none."""
+    found = _facts(directory)
+    for name, facts in found.items():
+        if facts["bytes"] > MOST_AROUND and Path(name).parent.name != ARRAYS:
+            raise DamagedCheckpoint(f"file {name} has {facts['bytes']:,} bytes, more than {MOST_AROUND:,}")
     listed = directory / FILE_LIST
     if not listed.exists():
         return
@@ -39,7 +45,6 @@ def check_file_list(directory: Path) -> None:
         raise DamagedCheckpoint(f"file {FILE_LIST} is damaged: {one_line(error)}") from error
     except OSError as error:
         raise UnreadableCheckpoint(f"file {FILE_LIST}: {one_line(error)}") from error
-    found = _facts(directory)
     for name, (size, digest) in wanted.items():
         if name not in found:
             raise DamagedCheckpoint(f"file {name} is missing")

@@ -243,7 +243,8 @@ class Checkpoints:
 
     def record(self, step: int) -> Record:
         """What the checkpoint says about itself, without reading arrays. Raises DamagedCheckpoint, also for one that
-        belongs to another step or another run."""
+        belongs to another step or another run, and for one whose files are not those that were written."""
+        check_file_list(self.directory / str(step))
         try:
             metadata = self._orbax.checkpointables_metadata(step)
         except Exception as error:  # a bare Exception is what damage looks like from here
@@ -273,7 +274,6 @@ class Checkpoints:
             return self._restore(step, abstract)
 
     def _restore(self, step: int, abstract: Mapping[str, Any]) -> Restored:
-        check_file_list(self.directory / str(step))
         record = self.record(step)
         check_fits(record, abstract)
         wanted = {item: _storable(tree) for item, tree in abstract.items()}

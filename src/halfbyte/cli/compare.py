@@ -37,7 +37,7 @@ class Args:
 
 
 def run(args: Args) -> Result:
-    from halfbyte.cli.screen import console
+    from halfbyte.cli.screen import console, say
     from halfbyte.evaluation import curves, pictures
     from halfbyte.parity.pairing import Run, facts_of, pair_up
 
@@ -73,7 +73,7 @@ def run(args: Args) -> Result:
     if args.png:
         Path(args.png).parent.mkdir(parents=True, exist_ok=True)
         pictures.draw_png(loaded, baselines, Path(args.png), width=width, last=args.last or None)
-        print(f"picture: {args.png}")
+        say(f"picture: {args.png}")
     foreign = any(pair.foreign for pair in pairs.values())
     return Result({**data, "png": args.png or None}, BAD_INPUT if foreign else DONE)
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from halfbyte.cli.result import Result
+from halfbyte.cli.screen import say
 
 if TYPE_CHECKING:
     from halfbyte import evaluation
@@ -74,7 +75,7 @@ def run(args: Args) -> Result:
     )  # fmt: skip
     save = args.save and loaded.config is not None
     scorer = Scorer(loaded.model, window=args.seq or None, batch_tokens=args.batch_tokens, scales=args.scales)
-    print(loaded.describe(), flush=True)
+    say(loaded.describe())
     if loaded.model.context.policy is not None and args.scales == "batch":
         print(
             f"scales come from all tokens of a batch ({args.batch_tokens:,}): other batches, other last digits; "
@@ -87,7 +88,7 @@ def run(args: Args) -> Result:
             append_row(loaded.directory / EVALUATIONS, {**settings(args, loaded, scorer), **plain(result.to_json())})
     print_table(results)
     if save:
-        print(f"added to {loaded.directory / EVALUATIONS}")
+        say(f"added to {loaded.directory / EVALUATIONS}")
     return Result({**settings(args, loaded, scorer), "results": [result.to_json() for result in results]})
 
 
@@ -104,7 +105,7 @@ def open_tasks(arguments: tuple[str, ...], *, unchecked: bool = False) -> "list[
             except UnknownFormat as problem:
                 if not Path(argument).is_dir():
                     raise
-                print(f"passed over: {problem}", file=sys.stderr)
+                say(f"passed over: {problem}", file=sys.stderr)
     if arguments and not tasks:
         raise ValueError(f"no task in {', '.join(arguments)}")
     return tasks

@@ -50,7 +50,7 @@ class Args:
 
 
 def run(args: Args) -> Result:
-    from halfbyte.cli.screen import progress
+    from halfbyte.cli.screen import progress, say
     from halfbyte.inputs import check_output
     from halfbyte.interchange import export_model, open_for_export
     from halfbyte.interchange.writing import GB, check_target
@@ -67,9 +67,9 @@ def run(args: Args) -> Result:
             source.model, out, to=args.format, dtype=args.dtype or source.dtype, resolved=resolved, input_amax=scales,
             shard_bytes=int(args.max_shard_gb * GB), replace=args.overwrite, watch=watch,
         )  # fmt: skip
-    print(summary(args, out, made))
+    say(summary(args, out, made))
     for line in warnings(made):
-        print(line)
+        say(line)
     worst = max((m.ratio for m in made.mismatches), default=1.0)
     return Result(
         {"out": str(out), "format": args.format, "bytes": made.nbytes, "quantized_linears": made.quantized,

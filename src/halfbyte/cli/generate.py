@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from halfbyte.cli.result import Result
-from halfbyte.cli.screen import shown
+from halfbyte.cli.screen import say, shown
 
 
 @dataclass(frozen=True)
@@ -83,4 +83,4 @@ def show(text: str) -> None:
 
 def note(text: str) -> None:
     """For people beside the text: on stderr, so that a pipe gets the text alone."""
-    print(text, file=sys.stderr, flush=True)
+    say(text, file=sys.stderr)

@@ -27,7 +27,7 @@ class Args:
 
 def run(args: Args) -> Result:
     from halfbyte import models
-    from halfbyte.cli.screen import progress
+    from halfbyte.cli.screen import progress, say
     from halfbyte.interchange import import_folder
 
     folder = Path(args.folder)
@@ -36,6 +36,6 @@ def run(args: Args) -> Result:
         config = import_folder(folder, out, watch=watch)
     count = models.count_params(config.model)
     kind = "Qwen3" if config.model.qk_norm else "Llama"
-    print(f"{out}: {config.model.name}, {kind}, {count:,} parameters, from {folder}")
-    print(f'next: halfbyte generate {out} --prompt "..."  or  halfbyte train --init-from {out} --data DIR')
+    say(f"{out}: {config.model.name}, {kind}, {count:,} parameters, from {folder}")
+    say(f'next: halfbyte generate {out} --prompt "..."  or  halfbyte train --init-from {out} --data DIR')
     return Result({"run_dir": str(out), "model": config.model.name, "parameters": count, "family": kind})

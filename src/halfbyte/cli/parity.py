@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from halfbyte.cli.result import DONE, NOT_PASSED, PREEMPTED, Result
+from halfbyte.cli.screen import say
 
 if TYPE_CHECKING:
     from halfbyte.parity.plan import Plan
@@ -136,10 +137,6 @@ def run_branch_test(args: Args) -> Result:
         say(f"stopped by {stopped} with {len(found)} of {len(plan.at)} branches done; the same command goes on")
         return Result({**data, "stopped": stopped}, PREEMPTED)
     return Result(data, NOT_PASSED)
-
-
-def say(text: str) -> None:
-    print(text, flush=True)
 
 
 def load(directory: Path) -> "Plan":

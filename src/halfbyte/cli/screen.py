@@ -38,6 +38,11 @@ def console() -> Console:
     return PlainConsole(file=sys.stdout, width=None if sys.stdout.isatty() else PIPED_WIDTH)
 
 
+def say(text: str, *, file: TextIO | None = None) -> None:
+    """Print a line for people, whatever names are in it."""
+    print(printable(text), file=file, flush=True)
+
+
 def shown(text: str) -> str:
     """Text of a data set or a model for stdout: a terminal gets control characters spelled out, a pipe every byte."""
     return printable(text) if sys.stdout.isatty() else text

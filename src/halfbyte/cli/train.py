@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO, cast
 
 import tyro
 
+from halfbyte.cli.errors import say_error
 from halfbyte.cli.flags import read_flags
 from halfbyte.cli.maxtext import refuse_maxtext
 from halfbyte.cli.next_steps import program
@@ -240,7 +241,7 @@ def _train(args: Args, console: "Console", group: "Group") -> Result:
         code = FAILED if isinstance(stop, Diverged) else NOT_PASSED
         if group.count > 1:
             leave_together(group, group.fail_as(str(stop), code))
-        print(f"halfbyte: {stop}", file=sys.stderr, flush=True)
+        say_error(str(stop))
         return Result({"run_dir": str(directory), "error": str(stop)}, code)
     if result.stopped:
         if main:

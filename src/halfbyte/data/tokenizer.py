@@ -8,11 +8,14 @@ The text `<|endoftext|>` inside a document is ordinary text: it is spelled out i
 token, so no document can end itself early.
 """
 
+import base64
 import contextlib
 import hashlib
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -25,8 +28,10 @@ KNOWN_EOS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<｜en
 KNOWN_BOS = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<｜begin▁of▁sentence｜>")
 SMALLEST_BPE = 257
 MOST_IDS = 1 << 24
-MOST_FILE = 256 << 20
+MOST_FILE = 64 << 20
 """Bytes of a tokenizer.json; the largest in use have 35 million."""
+MOST_GROWTH = 1000.0
+"""How many times longer than itself a text may become by replacements, one after another."""
 PROBE = "The 4 quick\n\tnaïve 数 \u200b\U0001f600."
 
 
@@ -35,10 +40,7 @@ class Tokenizer:
 
     def __init__(self, text: str, *, eos: str | None = None, bos: str | None = None):
         """From the text of a `tokenizer.json`; `eos` and `bos` name its markers where they are not well known."""
-        self._tokenizer = _parsed(text)
-        self._tokenizer.encode_special_tokens = True
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._tokenizer = parsed(text)
         self.text = text
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocabulary.values(), default=0) + 1
@@ -75,19 +77,52 @@ class Tokenizer:
         replace_file(path, self.text)
 
 
-def _parsed(text: str) -> tokenizers.Tokenizer:
+def parsed(text: str) -> tokenizers.Tokenizer:
     """The library's tokenizer. Its parser is given nothing that is no JSON, too long or too deep; what panics there, or
     at the first text, is refused, and the page that Rust writes on stderr about it is left out."""
-    if not isinstance(parse_json(text, what="the tokenizer", most=MOST_FILE), dict):
+    found = parse_json(text, what="the tokenizer", most=MOST_FILE)
+    if not isinstance(found, dict):
         raise ValueError("not a tokenizer.json of the tokenizers library: it holds no object")
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if (growth := _growth(found.get(part))) > MOST_GROWTH:
+            raise ValueError(f"its {part} can make a text {growth:.0e} times as long; {MOST_GROWTH:,.0f} is the most")
     with silent_stderr(), _panics("load"):
         try:
             made = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception, always for a file it cannot parse
-            raise ValueError(f"not a tokenizer.json of the tokenizers library: {error}") from error
+            raise ValueError(f"not a tokenizer.json of the tokenizers library: {str(error)[:500]}") from error
+        made.encode_special_tokens = True
+        made.no_truncation()
+        made.no_padding()  # before the first text: padding may be to any length
         with contextlib.suppress(Exception):  # a tokenizer may have no token for a text; a panic is no Exception
             made.decode(made.encode(PROBE).ids)
     return made
+
+
+def _growth(part: Any) -> float:
+    """At most how many times longer than before this part of a tokenizer, and all in it, makes a text. Each replacement
+    works on what those before it have made, so that twenty of `a` by `aa` make a million of one."""
+    if isinstance(part, list):
+        return math.prod(map(_growth, part))
+    if not isinstance(part, dict):
+        return 1.0
+    grown = math.prod(map(_growth, part.values()))
+    content, charsmap = part.get("content"), part.get("precompiled_charsmap")
+    if isinstance(content, str) and "pattern" in part:
+        pattern = part["pattern"]
+        exact = pattern.get("String") if isinstance(pattern, dict) else pattern
+        found = len(exact.encode("utf-8", "replace")) if isinstance(exact, str) else 0
+        written = len(content.encode("utf-8", "replace"))
+        grown *= max(1.0, written / found) if found else 1.0 + written  # an expression may match between any two
+    if isinstance(charsmap, str):  # of SentencePiece: a table, and the texts that it writes, each with a zero behind it
+        with contextlib.suppress(ValueError):
+            grown *= max(map(len, base64.b64decode(charsmap)[4 + _table(charsmap) :].split(b"\0")), default=1) or 1
+    return grown
+
+
+def _table(charsmap: str) -> int:
+    """Bytes of the table that a SentencePiece charsmap begins with, as it says itself."""
+    return int.from_bytes(base64.b64decode(charsmap[:8])[:4], "little")
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import numpy as np
 from rich.text import Text
 
 from halfbyte.evaluation.curves import Curve, Gap, aligned, gap, smooth
+from halfbyte.inputs import printable
 
 # Colours that stay apart for colour-blind readers (Okabe and Ito), and their nearest terminal colours.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -32,7 +33,8 @@ class Line:
 
 def text_plot(lines: Sequence[Line], *, title: str, width: int = 70, height: int = 14, zero: bool = False) -> Text:
     """Lines as braille characters with labelled axes and a legend. `zero` draws the line y = 0."""
-    shown = [Line(line.name, *_finite(line.x, line.y)) for line in lines]
+    title = printable(title)
+    shown = [Line(printable(line.name), *_finite(line.x, line.y)) for line in lines]
     everything = np.concatenate([line.y for line in shown])
     if not len(everything):
         return Text(f"{title}: nothing to draw")

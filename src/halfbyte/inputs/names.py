@@ -3,7 +3,9 @@
 import os
 import re
 import unicodedata
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 LONGEST_NAME = 255 - 40
 """Bytes of one part of a path: file systems take 255, and a name in the making carries a prefix and a suffix."""
@@ -20,6 +22,15 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(map(_visible, text))
+
+
+def spelled_out(value: Any) -> Any:
+    """A value with every text in it `printable`, keys of objects too."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, Mapping):
+        return {spelled_out(key): spelled_out(item) for key, item in value.items()}
+    return type(value)(map(spelled_out, value)) if isinstance(value, list | tuple) else value
 
 
 def _visible(char: str) -> str:

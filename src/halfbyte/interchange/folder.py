@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from halfbyte.inputs import printable, read_json
-from halfbyte.interchange.tensor_file import Entry, TensorFile
+from halfbyte.interchange.tensor_file import MOST_TENSORS, Entry, TensorFile
 
 CONFIG = "config.json"
+MOST_CONFIG = 1 << 20
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -59,6 +60,8 @@ class Folder:
                         f"tensor {printable(name)!r} lies in two shards, {found[name].path.name} and {shard}"
                     )
                 found[name] = file
+            if len(found) > MOST_TENSORS:
+                raise ValueError(f"{self.directory} holds more than {MOST_TENSORS:,} tensors, the most that are read")
         if listed:
             _check_index(listed, found)
         return found
@@ -96,7 +99,7 @@ def is_folder(directory: Path) -> bool:
     """Whether this directory looks like a Hugging Face model: a config.json that names an architecture."""
     if not (directory / CONFIG).is_file():
         return False
-    fields = read_json(directory / CONFIG)
+    fields = read_json(directory / CONFIG, most=MOST_CONFIG)
     return isinstance(fields, dict) and ("architectures" in fields or "model_type" in fields)
 
 
@@ -137,7 +140,7 @@ def shard_names(directory: Path) -> Mapping[str, str]:
 
 
 def _fields(path: Path) -> dict[str, Any]:
-    fields = read_json(path)
+    fields = read_json(path, most=MOST_CONFIG)
     if not isinstance(fields, dict):
         raise ValueError(f"{path} must hold one JSON object, got {type(fields).__name__}")
     return fields

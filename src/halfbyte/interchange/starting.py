@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import tokenizers
 from jax.sharding import Mesh
 
 from halfbyte import data, models
+from halfbyte.data.tokenizer import MOST_FILE, parsed
 from halfbyte.inputs import read_text
 from halfbyte.interchange.folder import COMPANIONS, CONFIG, Folder, inside, is_folder
 from halfbyte.interchange.importing import folder_config
@@ -60,8 +60,8 @@ def check_tokenizers(source: Path, spec: str) -> None:
     if spec == "synthetic" or not file.is_file():
         return
     dataset: Any = data.demo_dataset() if spec == "demo" else data.open_mixture(spec, verify="sizes")
-    texts = (read_text(file, most=1 << 28), dataset.tokenizer().text)
-    first, second = (tokenizers.Tokenizer.from_str(text).get_vocab() for text in texts)
+    texts = (read_text(file, most=MOST_FILE), dataset.tokenizer().text)
+    first, second = (parsed(text).get_vocab() for text in texts)
     if first != second:
         raise ValueError(
             f"init_from {source}: the data was prepared with another tokenizer than the model learnt, so its ids would "

@@ -21,8 +21,10 @@ import numpy as np
 
 from halfbyte.inputs import parse_json, printable, regular
 
-MOST_HEADER = 100_000_000
-"""Bytes of a header, as the format's own library has it."""
+MOST_HEADER = 16 << 20
+"""Bytes of a header; the format's own library takes six times as many. Dense models have two million at most."""
+MOST_TENSORS = 50_000
+"""Tensors of a file; a Llama of 126 layers in NVFP4 has four thousand."""
 LARGEST_DIM = 2**40
 DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
@@ -115,7 +117,10 @@ def _read_header(file: BinaryIO, path: Path) -> tuple[int, dict[str, Entry]]:
             f"{path}: the header claims {length:,} bytes, but the file has {left:,} left and a header at most "
             f"{MOST_HEADER:,}; it is cut short or no safetensors file"
         )
-    header = parse_json(file.read(length), what=f"the header of {path}", most=MOST_HEADER, depth=8)
+    text = file.read(length)
+    if text.count(b'"dtype"') > MOST_TENSORS:
+        raise BadTensorFile(f"{path}: the header lists more than {MOST_TENSORS:,} tensors, the most that are read")
+    header = parse_json(text, what=f"the header of {path}", most=MOST_HEADER, depth=8)
     if not isinstance(header, dict):
         raise BadTensorFile(f"the header of {path} is no JSON object")
     _check_metadata(header.pop("__metadata__", {}), path)

@@ -11,6 +11,7 @@ import tokenizers
 from tokenizers import processors
 
 from halfbyte.data import Tokenizer
+from halfbyte.data.tokenizer import MOST_FILE, MOST_IDS, parsed
 from halfbyte.inputs import read_json, read_text
 from halfbyte.interchange.folder import Folder, inside
 
@@ -24,18 +25,19 @@ def folder_tokenizer(folder: Folder) -> Tokenizer:
             f"{folder.directory} has no {TOKENIZER}, the one kind of tokenizer that is read; "
             "`AutoTokenizer.from_pretrained(...).save_pretrained(...)` writes it"
         )
-    text = read_text(inside(folder.directory, TOKENIZER), most=1 << 28)
-    markers = {kind: _marker(folder, kind, text) for kind in ("eos", "bos")}
+    text = read_text(inside(folder.directory, TOKENIZER), most=MOST_FILE)
+    made = parsed(text)
+    markers = {kind: _marker(folder, kind, made) for kind in ("eos", "bos")}
     return Tokenizer(text, eos=markers["eos"], bos=markers["bos"])
 
 
-def _marker(folder: Folder, kind: str, text: str) -> str | None:
+def _marker(folder: Folder, kind: str, made: tokenizers.Tokenizer) -> str | None:
     """The token of a marker: by id in generation_config.json or config.json, by name in tokenizer_config.json."""
     configs = [_optional(folder, "generation_config.json"), folder.config]
     for number in (config.get(f"{kind}_token_id") for config in configs):
         number = number[0] if isinstance(number, list) and number else number
-        if type(number) is int and number >= 0:
-            token = tokenizers.Tokenizer.from_str(text).id_to_token(number)
+        if type(number) is int and 0 <= number < MOST_IDS:
+            token = made.id_to_token(number)
             if token is not None:
                 return str(token)
     named = _optional(folder, "tokenizer_config.json").get(f"{kind}_token")

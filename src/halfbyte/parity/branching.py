@@ -7,6 +7,7 @@ over seeds exists.
 """
 
 import dataclasses
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from rich.console import Console
 from halfbyte.checkpoint import Checkpoints
 from halfbyte.evaluation.curves import Curve, differences, read_curve
 from halfbyte.recipe import recipe
-from halfbyte.train import Diverged, TrainConfig, train
+from halfbyte.train import Diverged, TrainConfig, phases, train
 from halfbyte.train.reading import open_directory
 
 from .margin import Margin
@@ -41,6 +42,7 @@ class Branches:
 def plan_branches(run: Path, *, baseline: str, steps: int) -> Branches:
     """Every checkpoint that the run has kept; ValueError where there is nothing to branch from."""
     config = open_directory(run).config
+    phases(config)  # a recipe of the run's own that this command does not name is refused before anything is made
     chosen = recipe(baseline).name
     if chosen == config.recipe:
         raise ValueError(f"{run} was trained in {chosen} itself; name another --baseline to branch into")
@@ -70,7 +72,7 @@ def run_branches(plan: Branches, out: Path, *, say: Say) -> tuple[list[dict[str,
 
 def grow(plan: Branches, out: Path, step: int, name: str, *, say: Say, stop: Stop) -> Path:
     """Train one branch: the checkpoint copied, the recipe changed, everything else as it was."""
-    folder = out / f"step-{step}" / name
+    folder = out / f"step-{step}" / _plain(name)
     end = step + plan.steps
     config = dataclasses.replace(
         plan.config, recipe=name, precision=dataclasses.replace(plan.config.precision, switch_at=0.0),
@@ -85,7 +87,7 @@ def grow(plan: Branches, out: Path, step: int, name: str, *, say: Say, stop: Sto
             if (plan.run / name_of_file).is_file():
                 shutil.copy(plan.run / name_of_file, folder / name_of_file)
     say(f"[step {step}, {name}] {plan.steps} steps")
-    with open(out / f"step-{step}-{name}.log", "a", encoding="utf-8") as log:
+    with open(out / f"step-{step}-{_plain(name)}.log", "a", encoding="utf-8") as log:
         console = Console(file=log, width=160, force_terminal=False, color_system=None)
         try:
             with stop.group(config) as group:
@@ -93,6 +95,11 @@ def grow(plan: Branches, out: Path, step: int, name: str, *, say: Say, stop: Sto
         except Diverged as trouble:
             say(f"[step {step}, {name}] DIVERGED: {trouble}")
     return folder
+
+
+def _plain(name: str) -> str:
+    """A recipe's name as that of a folder: one of a file holds its path."""
+    return re.sub(r"[^A-Za-z0-9._+@-]", "-", Path(name).name)[:100]
 
 
 def compare(plan: Branches, step: int, folders: dict[str, Path]) -> dict[str, Any]:

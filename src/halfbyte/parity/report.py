@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte import report as page
-from halfbyte.inputs import replace_file
+from halfbyte.inputs import printable, replace_file, spelled_out
 from halfbyte.metrics import finite
 from halfbyte.report import Band, Dot, Row, Series
 
@@ -30,7 +30,7 @@ def write_report(plan: Plan, directory: Path, data: Data) -> dict[str, Path]:
     files = {kind: directory / name for kind, name in FILES.items()}
     replace_file(files["html"], page.html_page(title(plan), sections(plan, directory, whole)))
     replace_file(files["json"], json.dumps(finite(whole), indent=1, allow_nan=False) + "\n")
-    replace_file(files["md"], markdown(plan, whole))
+    replace_file(files["md"], printable(markdown(plan, whole)))
     return files
 
 
@@ -297,6 +297,7 @@ def print_report(data: Data, file: Any = None) -> None:
     from rich.console import Console
 
     out = file or sys.stdout
+    data = spelled_out(data)
     console = Console(file=out, width=None if out.isatty() else 160, highlight=False)
     console.print("")
     _print_table(console, data["arms"])

@@ -1,8 +1,8 @@
 """What the numbers of a step say about the run: all well, a step to be skipped, or trouble that needs a decision.
 
 Trouble is: loss or gradients that are not finite several times in a row, weights that are not finite (no later step can
-mend them), weights that are not those that the step before has written (memory lost a bit), and, where it is asked for,
-a loss far above its own median.
+mend them), weights that are not those that the step before has written (memory lost a bit), gradients that are zero
+several times in a row, and, where it is asked for, a loss far above its own median.
 """
 
 import statistics
@@ -51,6 +51,7 @@ class Guard:
     config: TrainConfig
     skipped: float = 0.0
     in_a_row: int = 0
+    idle: int = 0
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def look(self, step: int, values: Mapping[str, float]) -> str | None:
@@ -69,6 +70,7 @@ class Guard:
         self.in_a_row = self.in_a_row + 1 if skipped_now else 0
         if skipped_now:
             return self._skip(step, values)
+        self._look_for_no_gradient(step, values)
         self._look_for_a_spike(step, values["loss"])
         self.losses.append(values["loss"])
         return None
@@ -83,6 +85,15 @@ class Guard:
         then = "loss scale halved" if scaled else f"{self.in_a_row} of at most {allowed} in a row"
         return f"step {step}: {what}; STEP SKIPPED, weights unchanged ({then})"
 
+    def _look_for_no_gradient(self, step: int, values: Mapping[str, float]) -> None:
+        self.idle = self.idle + 1 if values["grad_norm"] == 0 else 0
+        if self.idle > self.config.guard.skips:
+            raise Trouble(
+                step,
+                f"step {step}: loss {values['loss']:g}, and the gradient has been 0 for {self.idle} steps: nothing is "
+                "learnt; a weight that is far too large does so, and so does data without a target",
+            )
+
     def _look_for_a_spike(self, step: int, loss: float) -> None:
         limit = self.config.guard.spike
         if not limit or len(self.losses) < FEWEST:
@@ -95,5 +106,5 @@ class Guard:
 
     def restart(self, skipped: float) -> None:
         """Begin anew after a return to a checkpoint, whose count of skipped steps is given."""
-        self.skipped, self.in_a_row = skipped, 0
+        self.skipped, self.in_a_row, self.idle = skipped, 0, 0
         self.losses.clear()

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from halfbyte.inputs import printable
 from halfbyte.inputs.programs import only_named
 
 from . import jsonconfig
@@ -130,4 +131,4 @@ def origin_files(directory: Path) -> list[str]:
 
 
 def _note(text: str) -> None:
-    print(f"NOTE: {text}", file=sys.stderr, flush=True)
+    print(printable(f"NOTE: {text}"), file=sys.stderr, flush=True)

@@ -230,11 +230,18 @@ def write_manifest(session: Session, every: Sequence[Phase], returns: Sequence[R
 
 
 def dropped_rows(session: Session, step: int) -> list[dict[str, Any]]:
-    """Rows that the run before has written past `step`: work that is done again."""
+    """Rows that the run before has written past `step`: work that is done again. Those that are missing are said."""
     path = session.directory / "metrics.jsonl"
-    if not session.is_main or not path.exists():
+    if not session.is_main:
         return []
-    return [row for row in read_rows(path) if row.get("step", 0) > step]
+    rows = read_rows(path) if path.exists() else []
+    there = {row.get("step") for row in rows}
+    if missing := [number for number in range(1, step + 1) if number not in there]:
+        session.say(
+            f"NOTE: metrics.jsonl lacks the rows of {len(missing)} of the {step} steps before the checkpoint, from "
+            f"step {missing[0]} to {missing[-1]}; curves and reports will lack them"
+        )
+    return [row for row in rows if row.get("step", 0) > step]
 
 
 def open_sinks(session: Session, stack: ExitStack, *, resume_step: int | None) -> list[Sink]:

@@ -1,0 +1,208 @@
+"""A run directory from elsewhere, changed or made to harm, under every command that reads one. Oracle: what was done to
+it, exit code 2, and a file that a program inside it would have made."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import zlib
+
+import numpy as np
+import pytest
+
+from halfbyte import data
+from halfbyte.cli.main import main
+from halfbyte.interchange.tensor_file import MOST_TENSORS
+from halfbyte.train.identity import load_identity, save_identity
+from halfbyte.train.reading import open_directory
+
+COMMANDS = {
+    "verify": ("verify", "RUN"),
+    "generate": ("generate", "RUN", "--max-tokens", "2"),
+    "eval": ("eval", "RUN", "--limit", "1"),
+    "export": ("export", "RUN", "--out", "OUT"),
+    "nvfp4 export": ("export", "RUN", "--out", "OUT", "--format", "modelopt"),
+    "inspect": ("inspect", "RUN", "--batches", "1"),
+    "compare": ("compare", "RUN", "RUN", "--png", ""),
+    "branch": ("parity", "RUN", "--branch", "--baseline", "bf16", "--out", "OUT"),
+    "train": ("train", "--run-dir", "RUN", "--mesh", "data=8"),
+    "begin": ("train", "--init-from", "RUN", "--data", "synthetic", "--mesh", "data=8", "--run-dir", "OUT"),
+}
+READERS = tuple(name for name in COMMANDS if name not in ("verify", "compare", "branch", "train", "begin"))
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture
+def run(tiny_run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_run, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def codes(run, names=tuple(COMMANDS)):
+    """Exit codes of commands, and that nothing was executed or made."""
+    words = {"RUN": str(run), "OUT": str(run.parent / "out")}
+    found = {name: main([words.get(word, word) for word in COMMANDS[name]]) for name in names}
+    assert not (run.parent / "executed").exists() and not (run.parent / "out").exists()
+    return found
+
+
+def all_two(names=tuple(COMMANDS)):
+    return dict.fromkeys(names, 2)
+
+
+def edit(run, name, change):
+    path = run / name
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+
+
+def reseal(run):
+    """As somebody would who knows the format: seals are no signatures."""
+    identity = load_identity(run)
+    files = {name: hashlib.sha256((run / name).read_bytes()).hexdigest() for name in identity.files}
+    save_identity(run, dataclasses.replace(identity, files=files))
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_recipe_beside_the_run_is_not_executed(run, sealed, pinned, capsys):
+    program = run.parent / "theirs.py"
+    program.write_text(f"open({str(run.parent / 'executed')!r}, 'w')\nimport halfbyte\nx = halfbyte.recipe('nvfp4')\n")
+    digest = f"@{hashlib.sha256(program.read_bytes()).hexdigest()[:16]}" if pinned else ""
+    edit(run, "config.json", lambda values: values.update(recipe=f"{program}:x{digest}"))
+    reseal(run) if sealed else (run / "run.json").unlink()
+    names = [name for name in COMMANDS if name not in ("verify", "compare", "begin")]
+    assert codes(run, names) == all_two(names)
+    assert codes(run, ["verify"]) == {"verify": 3 if pinned else 2}  # its checkpoints are of another config
+    capsys.readouterr()
+
+
+def test_a_cache_of_compiled_programs_in_the_run_is_not_looked_at(run):
+    (run / "compiled").mkdir()
+    (run / "compiled" / "jit_step-0-cache").write_bytes(b"machine code")
+    edit(run, "config.json", lambda values: values.update(compile_cache=str(run / "compiled")))
+    reseal(run)
+    assert open_directory(run).config.compile_cache == ""
+
+
+PLACES = ("tokenizer.json", "data.json", "metrics.jsonl", "run.json", "checkpoints/4/params/manifest.ocdbt")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_pipes_and_links_are_refused_wherever_they_lie(run, place, kind, capsys):
+    path = run / place
+    shutil.move(path, run.parent / "away")
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to(run.parent / "away")
+    assert codes(run) == all_two()
+    said = " ".join(capsys.readouterr().err.split())
+    assert "symbolic link" in said if kind == "link" else "neither a file nor a directory" in said
+
+
+def test_other_files_than_the_run_wrote_are_refused(run, capsys):
+    """config.json, data.json, two ids of the tokenizer exchanged; then the same in a run that no seal covers."""
+    for name, change in {
+        "config.json": lambda values: values["model"].update(norm_eps=0.1),
+        "data.json": lambda values: values.update(seq=16),
+        "tokenizer.json": lambda values: values["model"]["vocab"].update(e=values["model"]["vocab"]["t"]),
+    }.items():
+        before = (run / name).read_bytes()
+        edit(run, name, change)
+        assert codes(run) == {**all_two(), "verify": 3}
+        (run / name).write_bytes(before)
+    edit(run, "config.json", lambda values: values["model"].update(norm_eps=0.1))
+    (run / "run.json").unlink()
+    assert codes(run, READERS) == all_two(READERS)  # the checkpoint's own record is of another model
+    assert "of another model than config.json says" in " ".join(capsys.readouterr().err.split())
+
+
+def test_other_data_at_the_same_place_is_refused(run, capsys):
+    (run.parent / "other.txt").write_text("other words, other letters, another text\n" * 200)
+    data.prepare([run.parent / "other.txt"], tokenizer="bytes", out=run.parent / "other", seq_len=32, val_fraction=0.2,
+                 workers=1)  # fmt: skip
+    edit(run, "config.json", lambda values: values.update(data=str(run.parent / "other")))
+    reseal(run)
+    names = ["eval", "inspect", "train"]
+    assert codes(run, names) == all_two(names) and codes(run, ["verify"]) == {"verify": 3}
+    assert "something else than this run was trained on" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_tokenizer_that_explodes_is_refused_before_it_reads_a_text(run, capsys):
+    double = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+    edit(
+        run,
+        "tokenizer.json",
+        lambda values: values.update(normalizer={"type": "Sequence", "normalizers": [double] * 40}),
+    )
+    reseal(run)
+    names = [name for name in READERS if name != "inspect"]
+    assert codes(run, names) == all_two(names)
+    assert "times as long" in capsys.readouterr().err
+
+
+def test_names_cannot_speak_to_the_terminal(run, capsys):
+    edit(run, "config.json", lambda values: values["model"].update(name="a\x1b]0;b\x07\x1b[2J"))
+    reseal(run)
+    odd = run.with_name("c\x1b[31md")
+    run.rename(odd)
+    for name in ("generate", "compare", "verify"):
+        words = {"RUN": str(odd), "OUT": "out"}
+        main([words.get(word, word) for word in COMMANDS[name]])
+        shown = capsys.readouterr()
+        assert "\\x1b" in shown.out + shown.err and "\x1b" not in shown.out + shown.err
+
+
+def header(entries):
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+def test_giants_are_refused(run, capsys):
+    """A header of many empty tensors, one that claims more than there is, and a config of two million bytes."""
+    (run / "imported.json").write_text("{}")
+    (run / "huggingface").mkdir()
+    shutil.copy(run / "config.json", run / "huggingface")
+    many = {str(number): {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(MOST_TENSORS + 1)}
+    for content in (header(many), (90_000_000).to_bytes(8, "little") + b"{}"):
+        (run / "huggingface" / "model.safetensors").write_bytes(content)
+        assert codes(run, READERS) == all_two(READERS)
+    (run / "config.json").write_text(" " * (2 << 20) + (run / "config.json").read_text())
+    assert codes(run) == {**all_two(), "verify": 3}
+    capsys.readouterr()
+
+
+def test_imported_weights_are_sealed_and_finite(run, tmp_path, capsys):
+    folder, imported = tmp_path / "folder", tmp_path / "imported"
+    assert main(["export", str(run), "--out", str(folder), "--dtype", "float32"]) == 0
+    assert main(["import", str(folder), "--out", str(imported)]) == 0
+    assert main(["verify", str(imported)]) == 0
+    shard = imported / "huggingface" / "model.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-5] ^= 0x20
+    shard.write_bytes(content)
+    assert codes(imported, ["generate", "export", "verify"]) == {"generate": 2, "export": 2, "verify": 3}
+    for value in (np.nan, np.inf, 1e30):
+        content[-4:] = np.float32(value).tobytes()
+        (folder / "model.safetensors").write_bytes(content)
+        shutil.rmtree(imported)
+        assert main(["import", str(folder), "--out", str(imported)]) == 2 and not imported.exists()
+        imported.mkdir()
+        assert main(["generate", str(folder)]) == main(["export", str(folder), "--out", str(tmp_path / "no")]) == 2
+    assert "too large to be squared" in capsys.readouterr().err
+
+
+def test_a_run_of_an_earlier_version_is_read_and_said_to_be_unsealed(run, capsys):
+    """Its run.json sealed the config alone."""
+    identity = load_identity(run)
+    text = json.dumps({"run": identity.run, "data": identity.data, "config_sha256": identity.files["config.json"]})
+    (run / "run.json").write_text(json.dumps({"run": text, "crc32": zlib.crc32(text.encode())}))
+    opened = open_directory(run)
+    assert opened.unsealed() == ["tokenizer.json", "data.json"] and opened.config.steps == 4
+    assert "no seal covers tokenizer.json, data.json" in capsys.readouterr().err
+    assert main(["verify", str(run)]) == 0
+    assert "no seal covers it" in capsys.readouterr().out
+    edit(run, "config.json", lambda values: values["model"].update(norm_eps=0.1))
+    assert codes(run, READERS) == all_two(READERS)
