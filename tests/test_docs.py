@@ -2,6 +2,7 @@
 docs/test_commands.py.)
 """
 
+import ast
 import re
 import shlex
 import subprocess
@@ -114,3 +115,19 @@ def test_the_partial_config_of_the_training_page_is_one(tmp_path):
     (tmp_path / "small.toml").write_text(re.search(r"```toml\n(.*?)```", text, re.S)[1])
     made = parse(["--config", str(tmp_path / "small.toml"), "--steps", "500"]).run
     assert (made.name, made.data, made.steps, made.optimizer.learning_rate) == ("llama-60m", "data/corpus", 500, 1e-3)
+
+
+def test_the_way_from_recipe_to_kernel_is_the_one_that_the_architecture_page_shows():
+    """Ten functions in five files, each of them called by one that stands above it."""
+    page = (ROOT / "docs/architecture.md").read_text()
+    steps = re.findall(r"^\| `(\w+)` \| \[\S+\]\(\.\./(src/\S+\.py)\) \|", page, re.MULTILINE)
+    assert len(steps) <= 10 and len({file for _, file in steps}) <= 5
+    above: list[str] = []
+    for name, file in steps:
+        source = (ROOT / file).read_text()
+        (function,) = (f for f in ast.walk(ast.parse(source)) if isinstance(f, ast.FunctionDef) and f.name == name)
+        called = re.compile(rf"\b{name}\(")
+        assert not above or any(called.search(text) for text in above), f"nothing above calls {name}"
+        above.append(ast.get_source_segment(source, function) or "")
+    launches = [name for text in above for name in re.findall(r"kernels\.(\w+)\(", text)]
+    assert {"quantize_weight", "matmul"} <= set(launches)

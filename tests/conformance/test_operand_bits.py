@@ -10,6 +10,7 @@ import pytest
 from halfbyte import ops
 from halfbyte.conformance import SelfTestFailed, check_stacks, definition, differing, operands_agree
 from halfbyte.conformance.operand_bits import differing_in_stacks
+from halfbyte.ops import kernels
 from halfbyte.ops.activation import ACTIVATIONS, SILU
 from halfbyte.ops.backends.fused import FusedPasses
 from halfbyte.ops.passes import XLA, Passes
@@ -37,6 +38,12 @@ def test_a_wrong_weight_is_found_and_counted() -> None:
     assert differing(recipe("fp8"), XLA, BrokenWeight(), x, dy, w, right) >= 2  # at least both scales
 
 
+@pytest.fixture
+def interpreted():
+    with kernels.interpreted():
+        yield
+
+
 class InTheWrongLayer(FusedPasses):
     """Kernels that write where they should, and say that it is what was there before."""
 
@@ -45,7 +52,8 @@ class InTheWrongLayer(FusedPasses):
         return made, tuple(layer.stack for layer in into)
 
 
-@pytest.mark.parametrize("passes", [FusedPasses(interpret=True), InTheWrongLayer(interpret=True)])
+@pytest.mark.parametrize("passes", [FusedPasses(), InTheWrongLayer()])
+@pytest.mark.usefixtures("interpreted")
 def test_a_run_asks_whether_layers_are_kept_as_they_are(monkeypatch, passes) -> None:
     monkeypatch.setattr(ops, "choose", lambda backend, problem: SimpleNamespace(passes=passes))
     right = type(passes) is FusedPasses
@@ -57,16 +65,18 @@ def test_where_nothing_is_kept_in_stacks_nothing_is_asked() -> None:
     assert not check_stacks([recipe("nvfp4")] * 3, "carrier", SILU, tokens=32, features=128)
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_an_activation_that_kernels_do_not_hold_is_not_asked_about(monkeypatch) -> None:
-    passes = FusedPasses(interpret=True)
+    passes = FusedPasses()
     monkeypatch.setattr(ops, "choose", lambda backend, problem: SimpleNamespace(passes=passes))
     other = next(each for name, each in ACTIVATIONS.items() if name != "silu")
     assert not check_stacks([recipe("nvfp4")] * 3, "fused", other, tokens=32, features=128)
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_layers_of_a_stack_are_read_as_arrays_are_and_a_wrong_layer_is_found(monkeypatch) -> None:
     x, dy = (jax.random.normal(jax.random.key(i), (32, 128), jnp.bfloat16) for i in range(2))
-    passes = FusedPasses(interpret=True)
+    passes = FusedPasses()
     assert differing_in_stacks(recipe("nvfp4"), passes, x, dy) == 0
     right = Layer.reshape
     monkeypatch.setattr(Layer, "reshape", lambda a, *shape: Layer(right(a, *shape).stack, jnp.int32(1)))

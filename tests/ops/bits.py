@@ -83,7 +83,8 @@ def of_mlp(mesh, options, mode, x, *weights):
 def of_stacks(mesh, options, x, *weights):
     """One MLP whose products lie in the second layer of stacks of three."""
     stacks = tuple(empty(3, (*x.shape[:-1], weights[0].shape[-1]), x.dtype) for _ in range(2))
-    y, place = ops.mlp_in_stacks(x, *weights, (*stacks, jnp.int32(1)), **options)
+    given = {"recipe": options["recipe"], "key": options["key"], "execution": ops.Execution(options["backend"])}
+    y, place = ops.mlp_in_stacks(x, weights, (*stacks, jnp.int32(1)), **given)
     return hand_back(y, place[:2])
 
 

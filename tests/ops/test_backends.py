@@ -83,7 +83,7 @@ def test_fused_passes_in_interpret_mode(monkeypatch):
 
     The GEMM kernel has no interpreter: `carrier` multiplies.
     """
-    interpreted = dataclasses.replace(BACKENDS["carrier"], name="fused", passes=InterpretedPasses())
+    interpreted = dataclasses.replace(BACKENDS["carrier"], name="fused", passes=(InterpretedPasses(),))
     monkeypatch.setitem(BACKENDS, "fused", interpreted)
     x, w, dy = tensors(BLOCKS_OF_16[5], "bfloat16")
     check_linear(hb.recipe("nvfp4"), x, w, dy, backend="fused", compiler_options=quick)

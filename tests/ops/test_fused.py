@@ -5,20 +5,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from halfbyte import devices
+from halfbyte import devices, ops
 from halfbyte.ops.backends import fused
 from halfbyte.ops.backends.fused import FusedPasses
 from halfbyte.ops.gemms import GEMMS
+from halfbyte.ops.linear import Linear, LinearPlan
 from halfbyte.ops.operand import Operand
 from halfbyte.ops.passes import XLA, request
 from halfbyte.ops.problem import Problem
-from halfbyte.ops.weight import QWeight, keep_weight, restore_weight
+from halfbyte.ops.shards import WHOLE
+from halfbyte.ops.weight import QWeight
 from halfbyte.recipe import recipe
 
 pytestmark = pytest.mark.usefixtures("interpreted_without_gpu")
 
 NVFP4 = recipe("nvfp4")
 KEY = jax.random.key(5)
+H200 = devices.device("h200")
 PASSES = FusedPasses()
 X = jax.random.normal(jax.random.key(0), (2, 16, 128), jnp.float32).astype(jnp.bfloat16)
 
@@ -60,14 +63,12 @@ def test_a_weight_that_travels_is_packed_as_the_definition_packs_it_and_loads_ba
 def test_a_weight_is_made_again_from_its_master_and_its_scales() -> None:
     w = jax.random.normal(jax.random.key(1), (128, 256), jnp.float32)
     made = QWeight(w, PASSES.weight(w, NVFP4.fprop_w, axis=-2, key=None, packed=False), None, NVFP4)
-    kept = keep_weight(made, PASSES, kept="master", master=False)
-    assert kept.anchor is w
+    problem = Problem(NVFP4, 256, 128, 256, H200)
+    kept = Linear(LinearPlan(problem, ops.choose("fused", problem), WHOLE, "master"), made, None).kept()
+    assert kept.weight.anchor is w
     assert sum(leaf.size for leaf in jax.tree.leaves(kept) if leaf is not w) <= 9  # the scales, and one more float
-    again = restore_weight(kept, PASSES, after=w)
+    again = kept.restored(after=w).weight
     assert (again.fprop.array == made.fprop.array).all() and same(again.fprop, made.fprop)
-
-
-H200 = devices.device("h200")
 
 
 @pytest.mark.parametrize(

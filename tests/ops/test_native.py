@@ -19,10 +19,11 @@ from halfbyte.ops.backends import block_scaled, native
 from halfbyte.ops.backends.mx_passes import MX, MxPasses
 from halfbyte.ops.backends.native import TILED, NativePasses
 from halfbyte.ops.gemms import finish
+from halfbyte.ops.linear import quantize_part, weight_operand
 from halfbyte.ops.operand import BlockScaled, Owed
 from halfbyte.ops.passes import XLA, request
 from halfbyte.ops.shards import Shards
-from halfbyte.ops.weight import CONTRACTED, quantize_part, weight_operand
+from halfbyte.ops.weight import CONTRACTED
 from halfbyte.recipe import GRADIENTS, recipe
 
 pytestmark = pytest.mark.usefixtures("interpreted_without_gpu")

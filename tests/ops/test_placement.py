@@ -111,7 +111,13 @@ def test_linears_of_one_x_have_one_placement_of_it():
     grid, x, w = mesh((2, 2)), jnp.ones((32, 32), jnp.bfloat16), jnp.ones((32, 32))
     one, other = ops.Placement(grid, P("f"), P(), P("f")), ops.Placement(grid, P("t"), P(), P("t"))
     with pytest.raises(ValueError, match="one x"):
-        ops.qdots(x, (w, w), recipes=(hb.recipe("bf16"),) * 2, keys=(None,) * 2, placements=(one, other))
+        ops.qdots(
+            x,
+            (w, w),
+            recipes=(hb.recipe("bf16"),) * 2,
+            keys=(None,) * 2,
+            execution=ops.Execution(placements=(one, other)),
+        )
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from halfbyte import devices, ops, program
 from halfbyte.ops.backends import fp8
-from halfbyte.ops.mlp import Plan
+from halfbyte.ops.mlp import Middle
 from halfbyte.ops.stacks import empty, hand_back
 from halfbyte.sharding import make_mesh
 
@@ -32,10 +32,12 @@ def layers(mesh, recipe, stacked, x, weights):
 
     def body(carry, layer):
         (x, stacks), (w, number) = carry, layer
-        options = {"recipe": recipe, "key": jax.random.fold_in(jax.random.key(1), number), "placements": placements}
+        options = {"recipe": recipe, "key": jax.random.fold_in(jax.random.key(1), number)}
+        ws = tuple(w[name] for name in CUT)
         if stacks is None:
-            return (x + ops.mlp(x, *(w[name] for name in CUT), **options), None), None
-        y, (*stacks, _) = ops.mlp_in_stacks(x, *(w[name] for name in CUT), (*stacks, number), **options)
+            return (x + ops.mlp(x, *ws, placements=placements, **options), None), None
+        execution = ops.Execution(placements=tuple(placements.values()))
+        y, (*stacks, _) = ops.mlp_in_stacks(x, ws, (*stacks, number), execution=execution, **options)
         return (x + y, tuple(stacks)), None
 
     (x, stacks), _ = lax.scan(body, (x, stacks), (weights, jnp.arange(LAYERS)))
@@ -52,7 +54,7 @@ def gradients(mesh, recipe, stacked, x, weights):
 @pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
 def test_a_loop_with_stacks_has_the_gradients_of_one_without(recipe, monkeypatch):
     """On the CPU no kernel would read them in place: the op is told that one does."""
-    monkeypatch.setattr(Plan, "in_place", lambda plan, place: place is not None)
+    monkeypatch.setattr(Middle, "in_place", lambda middle, linears, place: place is not None)
     mesh = make_mesh({"fsdp": 4}, jax.devices("cpu")[:4])
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(4, 16, 64)), jnp.bfloat16)

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 
 from halfbyte import ops
 from halfbyte.ops.activation import SILU, Activation
+from halfbyte.ops.linear import quantize_part, weight_operand
 from halfbyte.ops.mlp import fused_passes
 from halfbyte.ops.operand import EightBit, Operand
-from halfbyte.ops.passes import XLA, Passes, Request, request
+from halfbyte.ops.passes import XLA, GatedPasses, Passes, Request, request
 from halfbyte.ops.stacks import Layer
-from halfbyte.ops.weight import CONTRACTED, quantize_part, weight_operand
+from halfbyte.ops.weight import CONTRACTED
 from halfbyte.recipe import Recipe
 
 from .native_gemms import SelfTestFailed
@@ -64,7 +65,9 @@ def differing_in_stacks(chosen: Recipe, passes: Passes, x: jax.Array, dy: jax.Ar
     differ from those of the same arrays alone, and how many of the stacks themselves, which the forward pass writes; 0
     for passes that never do. The other layers are 7.
     """
-    if not passes.keeps_in_stacks or passes.unfused(SILU, [chosen] * 3) is not None:
+    if not isinstance(passes, GatedPasses) or not passes.keeps_in_stacks:
+        return 0
+    if passes.unfused(SILU, [chosen] * 3) is not None:
         return 0
     (_, of_h), (_, of_d) = _requests(chosen, x, dy)
 

@@ -20,11 +20,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from halfbyte.ops.linear import Execution, token_view, weight_operand, with_linears
 from halfbyte.ops.linear import Linear as Traced
-from halfbyte.ops.linear import plan_linear, quantized, token_block, token_view
 from halfbyte.ops.operand import Operand
 from halfbyte.ops.passes import XLA, request
-from halfbyte.ops.weight import QWeight, weight_operand
+from halfbyte.ops.weight import QWeight
 from halfbyte.recipe import GEMMS, WEIGHTS, recipe
 
 from . import definition
@@ -56,21 +56,23 @@ def run_linear(
     given: Linear, *, backend: str, sharded: bool = False
 ) -> tuple[dict[str, Operand], dict[str, jax.Array]]:
     """(the operands, by role; y, dx and dw, as matrices) of a linear, by the passes and the GEMMs of the run."""
-    recipe, dtype, key = given.recipe, given.x.dtype, given.key
-    x, dy = (token_view(t.astype(dtype), token_block(recipe)) for t in (given.x, given.dy))
-    shape = jax.ShapeDtypeStruct(x.shape, dtype)
-    plan = plan_linear(shape, given.weight, recipe, backend=backend, weights_kept="master", sharded=sharded)
-    ahead = Traced(plan, quantized(plan, given.weight, key), key)
-    back = Traced.restore(plan, ahead.keep(), key, after=dy)
-    row, kept = ahead.quantize(x, "fprop_x", "wgrad_x", kept=("wgrad_x",))
-    dy_row, dy_column = back.quantize(dy, "dgrad_dy", "wgrad_dy")
-    made = {
-        "fprop_x": row, "fprop_w": weight_operand(ahead.weight, "fprop_w", passes=ahead.passes),
-        "dgrad_dy": dy_row, "dgrad_w": weight_operand(back.weight, "dgrad_w", passes=back.passes),
-        "wgrad_x": back.load(kept, "wgrad_x"), "wgrad_dy": dy_column,
-    }  # fmt: skip
-    dw = back.wgrad(made["wgrad_x"], dy_column)
-    return made, {"fprop": matrix(ahead.fprop(row, dtype)), "dgrad": matrix(back.dgrad(dy_row, dtype)), "wgrad": dw}
+    recipe, dtype = given.recipe, given.x.dtype
+    dy = token_view(given.dy.astype(dtype), (recipe,))
+
+    def measured(x: jax.Array, linears: tuple[Traced, ...]) -> tuple[dict[str, Operand], dict[str, jax.Array]]:
+        ahead, back = linears[0], linears[0].kept().restored(after=dy)
+        row, kept = ahead.quantize(x, "fprop_x", "wgrad_x", kept=("wgrad_x",))
+        dy_row, dy_column = back.quantize(dy, "dgrad_dy", "wgrad_dy")
+        made = {
+            "fprop_x": row, "fprop_w": weight_operand(ahead.weight, "fprop_w", passes=ahead.passes),
+            "dgrad_dy": dy_row, "dgrad_w": weight_operand(back.weight, "dgrad_w", passes=back.passes),
+            "wgrad_x": back.load(kept, "wgrad_x"), "wgrad_dy": dy_column,
+        }  # fmt: skip
+        dw = back.wgrad(made["wgrad_x"], dy_column).weight.anchor
+        return made, {"fprop": matrix(ahead.fprop(row, dtype)), "dgrad": matrix(back.dgrad(dy_row, dtype)), "wgrad": dw}
+
+    execution = Execution(backend, sharded=sharded)
+    return with_linears(measured, (given.x,), (given.weight,), (given.key,), recipes=(recipe,), execution=execution)
 
 
 def unpacked_weights(given: Linear) -> dict[str, Operand]:

@@ -5,7 +5,7 @@ the backward pass.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -115,6 +115,11 @@ class LayerContext:
         """y, the result of linear `name` of `group`."""
         return y if self.slots is None else y + self.slots[f"{group}/{name}"][1]
 
+    @property
+    def shares_scales(self) -> bool:
+        """Whether weights of this segment share a tensor scale."""
+        return any(recipe.shared_scales for recipe in self.recipes.values())
+
     def at_rest(self, group: str, name: str, w: jax.Array) -> jax.Array:
         """That linear's weight, held to where it rests; and so is its gradient."""
         spec: ParamSpec = self.specs["layers"][group][name]
@@ -146,10 +151,13 @@ class LayerContext:
         plain = not any(recipe.quantized for recipe in recipes) and self.ctx.backend != "reference"
         return "auto" if plain else self.ctx.backend
 
-    @property
-    def weights_kept(self) -> str:
-        """Without a loop a layer's weights are slices, copies of the master, and better kept as codes."""
-        return "master" if self.ctx.looped else "codes"
+    def execution(self, recipes: Iterable[Recipe], placements: Sequence[ops.Placement] | None) -> ops.Execution:
+        """How linears of these recipes are computed. Without a loop a layer's weights are slices, copies of the master,
+        and better kept as codes.
+        """
+        placed = None if placements is None else tuple(placements)
+        kept = "master" if self.ctx.looped else "codes"
+        return ops.Execution(self.backend(*recipes), placed, weights_kept=kept, sharded=self.on_mesh)
 
     def site_key(self, site: str) -> jax.Array | None:
         """The key of one site of this layer, None if the step has none."""

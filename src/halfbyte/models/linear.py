@@ -92,10 +92,9 @@ def linears(
         [weights[name] for name in names],
         recipes=recipes,
         keys=[here.site_key(f"{group}/{name}") for name in names],
-        backend=here.backend(*recipes),
-        placements=[here.placement(group, name, x_axes, y) for name, y in names.items()] if placed else None,
-        sharded=here.on_mesh,
-        weights_kept=here.weights_kept,
+        execution=here.execution(
+            recipes, [here.placement(group, name, x_axes, y) for name, y in names.items()] if placed else None
+        ),
     )
     return tuple(given(name, y) for name, y in zip(names, made, strict=True))
 
@@ -110,20 +109,19 @@ def gated_mlp(
         (y,) = linears(activation.curve(gate) * up, weights, here, "mlp", {"down": BETWEEN}, x_axes=inside("mlp"))
         return y, place
     placed = here.on_mesh and here.divides(x, BETWEEN, inside("mlp"))
-    options: dict[str, Any] = {
-        "recipe": recipes,
-        "key": here.site_key("mlp"),
-        "backend": here.backend(*recipes.values()),
-        "activation": activation,
-        "placements": {name: here.placement("mlp", name, *ENDS["mlp"][name]) for name in MLP_SITES} if placed else None,
-        "sharded": here.on_mesh,
-        "weights_kept": here.weights_kept,
-    }
-    x, gate, up, down = here.into(x, "mlp", MLP_SITES[:2]), *(weights[name] for name in MLP_SITES)
-    if place is not None:
-        return ops.mlp_in_stacks(x, gate, up, down, place, **options)
-    mode = "input" if here.ctx.remat == "quantized" else "fast"
-    return here.out_of(ops.mlp(x, gate, up, down, mode=mode, **options), "mlp", "down"), None
+    ends, x = ENDS["mlp"], here.into(x, "mlp", MLP_SITES[:2])
+    y, place = ops.mlp_in_stacks(
+        x,
+        (weights["gate"], weights["up"], weights["down"]),
+        place,
+        recipe=recipes,
+        key=here.site_key("mlp"),
+        middle=ops.Middle(activation, "input" if place is None and here.ctx.remat == "quantized" else "fast"),
+        execution=here.execution(
+            recipes.values(), [here.placement("mlp", name, *ends[name]) for name in MLP_SITES] if placed else None
+        ),
+    )
+    return here.out_of(y, "mlp", "down"), place
 
 
 def stacks_of(segment: Segment, x: jax.Array, width: int, ctx: Context) -> tuple[jax.Array, jax.Array] | None:

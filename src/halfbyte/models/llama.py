@@ -150,7 +150,7 @@ def attention_block(
     cfg: LlamaConfig, weights: Params, x: jax.Array, tables: Tables, here: LayerContext, attend: Any
 ) -> jax.Array:
     """Norm, projections, norms of queries and keys (Qwen3), rotation, attention, output projection."""
-    ctx, weights = here.ctx, share_scales(weights, here, "attention")
+    ctx, weights = here.ctx, share_scales(weights, here, "attention") if here.shares_scales else weights
     h = ctx.constrain(rms_norm(x, weights["norm"], cfg.norm_eps), *BETWEEN)
     wide, narrow = inside("heads"), inside("kv_heads")
 
@@ -178,7 +178,7 @@ def mlp_block(
     cfg: LlamaConfig, weights: Params, x: jax.Array, here: LayerContext, place: Any = None
 ) -> tuple[jax.Array, Any]:
     """(norm and gated MLP, `place` with what it keeps there)."""
-    weights = share_scales(weights, here, "mlp")
+    weights = share_scales(weights, here, "mlp") if here.shares_scales else weights
     h = here.ctx.constrain(rms_norm(x, weights["norm"], cfg.norm_eps), *BETWEEN)
     y, place = gated_mlp(h, weights, here, ACTIVATIONS[cfg.activation], place)
     return here.ctx.constrain(y, *BETWEEN), place

@@ -5,12 +5,13 @@ from halfbyte.ops.ahead import Site, quantize_stacks
 from halfbyte.ops.backends import BACKENDS, Backend, Choice, choose, passed_over, serving
 from halfbyte.ops.dot_general import dot_general
 from halfbyte.ops.gemms import GEMMS, Gemm
-from halfbyte.ops.mlp import mlp, mlp_in_stacks
+from halfbyte.ops.linear import Execution, quantize_weight
+from halfbyte.ops.mlp import Middle, mlp, mlp_in_stacks
 from halfbyte.ops.problem import Problem, compile_for, target
 from halfbyte.ops.qdot import qdot, qdots
 from halfbyte.ops.rewrite import apply_recipe
 from halfbyte.ops.shards import Placement
-from halfbyte.ops.weight import QWeight, quantize_weight
+from halfbyte.ops.weight import QWeight
 
 __all__ = [
     "ACTIVATIONS",
@@ -19,7 +20,9 @@ __all__ = [
     "Activation",
     "Backend",
     "Choice",
+    "Execution",
     "Gemm",
+    "Middle",
     "Placement",
     "Problem",
     "QWeight",

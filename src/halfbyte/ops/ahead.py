@@ -14,7 +14,7 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from halfbyte.ops.linear import LinearPlan, plan_linear, quantized
+from halfbyte.ops.linear import Execution, LinearPlan, plan_linear, quantize_part
 from halfbyte.ops.shards import Placement, axes_of, size_of
 from halfbyte.ops.weight import QWeight, weight_specs
 from halfbyte.recipe import WEIGHTS, Recipe
@@ -51,8 +51,7 @@ def quantize_stacks(
         plans = {name: _plan(w[0], x, sites[name]) for name, w in parts.items()}
 
         def layer(weights: dict[str, jax.Array]) -> dict[str, QWeight]:
-            made = {name: quantized(plans[name], w, None) for name, w in weights.items()}
-            return {name: dataclasses.replace(weight, anchor=None) for name, weight in made.items()}
+            return {name: _codes(w, plans[name]) for name, w in weights.items()}
 
         at_once = {name: w for name, w in parts.items() if plans[name].choice.for_weight.batches_weights}
         rest = {name: w for name, w in parts.items() if name not in at_once}
@@ -73,4 +72,11 @@ def _plan(w: jax.Array, x: jax.ShapeDtypeStruct, site: Site) -> LinearPlan:
     shards = site.placement.shards(x.ndim)
     tokens = tuple(n // size_of(axes) for n, axes in zip(x.shape, shards.lead, strict=False))
     inside = jax.ShapeDtypeStruct((*tokens, w.shape[0]), x.dtype)
-    return plan_linear(inside, w, site.recipe, backend=site.backend, weights_kept="master", shards=shards)
+    return plan_linear(inside, w, site.recipe, Execution(site.backend), shards)
+
+
+def _codes(w: jax.Array, plan: LinearPlan) -> QWeight:
+    """The codes alone of one layer's weight."""
+    passes = plan.choice.for_weight
+    made = quantize_part(w, plan.recipe, None, cut=plan.shards.w, passes=passes, packed=plan.problem.gathered)
+    return dataclasses.replace(made, anchor=None)

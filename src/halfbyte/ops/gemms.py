@@ -17,6 +17,7 @@ from jax import lax
 
 from halfbyte.formats.bits import round_bfloat16
 from halfbyte.ops.operand import Operand
+from halfbyte.ops.shards import Cut, axes_of, scatter_sum
 from halfbyte.recipe import GEMMS as ROLES_OF
 
 Contraction = tuple[tuple[int, ...], tuple[int, ...]]
@@ -75,3 +76,10 @@ def finish(sums: jax.Array, factor: jax.Array | None, dtype: jnp.dtype) -> jax.A
     """float32 sums times the factor, rounded once to `dtype`, by a rounding that the compiler keeps."""
     y = sums if factor is None else sums * factor
     return round_bfloat16(y).astype(dtype) if dtype == jnp.bfloat16 else y.astype(dtype)
+
+
+def added_up(sums: jax.Array, over: tuple[str, ...], cut: Cut, dtype: jnp.dtype) -> jax.Array:
+    """A GEMM's float32 sums, partial over the mesh axes `over`, added up, scattered over `cut`, and rounded once."""
+    scattered = scatter_sum(sums, (*cut, ()))
+    rest = tuple(axis for axis in over if axis not in axes_of(cut))
+    return finish(lax.psum(scattered, rest) if rest else scattered, None, dtype)

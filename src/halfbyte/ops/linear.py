@@ -1,41 +1,77 @@
 """One linear y = x W while it is traced: its weight, its random bits, who makes its operands and who multiplies them.
 
-`qdot` is one of these or several of one x; `mlp` is three and an activation. The three GEMMs are methods, each from the
-operands of its sides to its result. What the backward pass keeps of the weight is `keep`, and `restore` makes the
-linear again there. On a mesh a linear sees local arrays; its `Shards` say what travels, and the methods send it.
+`qdot` is one of these or several of one x; `mlp` is three and an activation. A `Linear` is a pytree, so that it goes
+through a custom gradient as it is; its three GEMMs are methods, each from the operands of its sides to its result:
+
+    fprop  y  = x W         dgrad  dx = dy W^T         wgrad  dw = x^T dy
+
+What the backward pass keeps of it is `kept`, and `restored` makes the linear again there. On a mesh a linear sees local
+arrays; its `Shards` say what travels, and the methods send it.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
-from halfbyte.formats import Packed
+from halfbyte.formats import Packed, quantize
 from halfbyte.ops.backends import Choice, check_training, choose
-from halfbyte.ops.gemms import DGRAD, FPROP, WGRAD, Gemm, finish
-from halfbyte.ops.operand import EightBit, Operand
-from halfbyte.ops.passes import Made, Passes, Read, Request, request
+from halfbyte.ops.gemms import DGRAD, FPROP, WGRAD, Gemm, added_up
+from halfbyte.ops.operand import EightBit, Operand, WeightScales, name_saved, quantize_operand
+from halfbyte.ops.passes import XLA, KeptWeight, Made, Passes, QuantizedWeight, Read, Request, request
 from halfbyte.ops.problem import Problem, target
-from halfbyte.ops.shards import WHOLE, Cut, Shards, alone, axes_of, gather, scatter_gradient, scatter_sum, size_of
-from halfbyte.ops.surroundings import several_devices
-from halfbyte.ops.weight import (
-    CONTRACTED,
-    QWeight,
-    gather_packed,
-    keep_weight,
-    quantize_part,
-    restore_weight,
-    shares_codes,
-    weight_operand,
+from halfbyte.ops.shards import (
+    WHOLE,
+    Cut,
+    Placement,
+    Shards,
+    alone,
+    axes_of,
+    cut_of,
+    gather,
+    inside_shape,
+    on_mesh,
+    scatter_gradient,
+    size_of,
 )
-from halfbyte.recipe import Recipe
+from halfbyte.ops.surroundings import several_devices
+from halfbyte.ops.weight import CONTRACTED, QWeight, Weight, gather_packed, gathered, shares_codes, weight_specs
+from halfbyte.recipe import OperandPolicy, Recipe, as_recipe, role_key
 
 FLOAT32 = jnp.dtype(jnp.float32)
+WEIGHTS_KEPT = ("master", "codes")
+_Result = TypeVar("_Result")
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+    """How linears are computed, beside what: who serves them, how each lies on a mesh, what is kept of their weights.
+
+    `sharded` without placements: the compiler lays the arrays out over several devices, and kernels, which read one
+    device's, are left out.
+    """
+
+    backend: str = "auto"
+    placements: tuple[Placement, ...] | None = None
+    weights_kept: str = "master"
+    sharded: bool = False
+
+    def __post_init__(self) -> None:
+        if self.weights_kept not in WEIGHTS_KEPT:
+            raise ValueError(f"weights_kept must be one of {', '.join(WEIGHTS_KEPT)}, got {self.weights_kept!r}")
+
+    def shards(self, count: int, ndim: int) -> tuple[Shards, ...]:
+        """How `count` linears of an x of `ndim` dims are cut."""
+        return (WHOLE,) * count if self.placements is None else tuple(p.shards(ndim) for p in self.placements)
+
+
+ALONE = Execution()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,16 +93,14 @@ class LinearPlan:
 
 
 def plan_linear(
-    x: jax.ShapeDtypeStruct, w: Any, recipe: Recipe, *, backend: str, weights_kept: str, shards: Shards = WHOLE,
-    sharded: bool = False,
-) -> LinearPlan:  # fmt: skip
+    x: jax.ShapeDtypeStruct, w: Weight, recipe: Recipe, execution: Execution = ALONE, shards: Shards = WHOLE
+) -> LinearPlan:
     """The plan of x [tokens..., inputs], as it is inside, times w, an array or a QWeight as it rests.
 
     It asks for all three GEMMs, or for fprop alone if the tokens cannot be blocked for wgrad (a decoder's single token,
     say).
     """
     parts = size_of(shards.stored[0]), size_of(shards.stored[1])
-    dtype = (w.anchor if isinstance(w, QWeight) else w).dtype.name
     problem = Problem(
         recipe,
         math.prod(x.shape[:-1]),
@@ -74,23 +108,136 @@ def plan_linear(
         w.shape[1] * parts[1],
         target(),
         dtype=x.dtype.name,
-        weight_dtype=dtype,
-        sharded=sharded or several_devices(),
+        weight_dtype=w.dtype.name,
+        sharded=(execution.sharded and execution.placements is None) or several_devices(),
         parts=parts,
     )
     if problem.unblockable() is not None:
         problem = dataclasses.replace(problem, training=False)
-    return LinearPlan(problem, choose(backend, problem), shards, weights_kept)
+    return LinearPlan(problem, choose(execution.backend, problem), shards, execution.weights_kept)
 
 
-def quantized(plan: LinearPlan, w: Any, key: jax.Array | None) -> QWeight:
-    """w as the plan's linear reads it; a QWeight as it is."""
-    if isinstance(w, QWeight):
-        return w
-    passes, packed = plan.choice.for_weight, plan.problem.gathered
-    return quantize_part(w, plan.recipe, key, cut=plan.shards.w, passes=passes, packed=packed)
+def with_linears(
+    op: Callable[..., _Result], given: Sequence[Any], weights: Sequence[Weight], keys: Sequence[jax.Array | None], *,
+    recipes: Sequence[Recipe], execution: Execution, specs: tuple[Any, Any] = ((), ()),
+) -> _Result:  # fmt: skip
+    """op(x, linears, ...) of `given` = (x, ...), with x as its blocks of tokens want it and each weight quantized; on
+    every device of the placements' mesh, if there are any: `specs` are those of `given` and of the results.
+
+    The first linear is one that reads x; all see as many tokens.
+    """
+    cuts = execution.shards(len(recipes), given[0].ndim)
+
+    def local(given: Sequence[Any], weights: Sequence[Weight], keys: Sequence[jax.Array | None]) -> _Result:
+        x, *rest = given
+        tokens = token_view(x, recipes) if cuts[0] == WHOLE else x
+        inside, linears = inside_shape(tokens, cuts[0]), []
+        for w, key, recipe, cut in zip(weights, keys, recipes, cuts, strict=True):
+            plan = plan_linear(inside, w, recipe, execution, cut)
+            if not isinstance(w, QWeight):
+                passes, packed = plan.choice.for_weight, plan.problem.gathered
+                w = quantize_part(w, recipe, key, cut=cut.w, passes=passes, packed=packed)
+            linears.append(Linear(plan, w, key))
+        return op(tokens, tuple(linears), *rest)
+
+    if execution.placements is None:
+        return local(given, weights, keys)
+    placed = [weight_specs(w, p.w) for w, p in zip(weights, execution.placements, strict=True)]
+    inputs = (tuple(given), tuple(weights), tuple(keys))
+    return on_mesh(local, inputs, (specs[0], tuple(placed)), specs[1], mesh=execution.placements[0].mesh)
 
 
+def token_view(x: jax.Array, recipes: Sequence[Recipe]) -> jax.Array:
+    """x as [tokens..., inputs] such that the recipes' blocks of tokens lie along the next to last axis: unchanged if
+    they fit there, else with all leading dims made one.
+    """
+    if x.ndim == 1:
+        return x[None]
+    block = math.lcm(*(max(recipe.wgrad_x.run, recipe.wgrad_dy.run) for recipe in recipes))
+    return x if x.shape[-2] % block == 0 else x.reshape(-1, x.shape[-1])  # [..., inputs] -> [tokens, inputs]
+
+
+def quantize_weight(
+    w: jax.Array, *, recipe: Recipe | str, key: jax.Array | None = None, sharding: NamedSharding | None = None,
+    amax: jax.Array | None = None,
+) -> QWeight:  # fmt: skip
+    """`w` [inputs, outputs] under the recipe's weight policies. Gradients with respect to it go straight to `w`.
+
+    With a `sharding` each device of its mesh quantizes the part of w that rests there. `amax`, at least that of `w`,
+    stands for the tensor's own where several weights share a tensor scale.
+    """
+    if w.ndim != 2:
+        raise ValueError(
+            f"a weight is a matrix [inputs, outputs], got shape {w.shape}; reshape it, or vmap over the leading dims"
+        )
+    chosen = as_recipe(recipe, "quantize_weight")
+    if sharding is None or sharding.mesh.size == 1:
+        return quantize_part(w, chosen, key, amax=amax)
+    cut = cut_of(sharding.spec, 2)
+
+    def codes(w: jax.Array, amax: jax.Array | None, cut: Cut = ((), ())) -> QWeight:
+        return dataclasses.replace(quantize_part(w, chosen, key, cut=cut, amax=amax), anchor=None)
+
+    specs = weight_specs(jax.eval_shape(codes, w, amax), sharding.spec)
+    given = (sharding.spec, None if amax is None else PartitionSpec())
+    part = functools.partial(codes, cut=cut)
+    made = jax.shard_map(part, mesh=sharding.mesh, in_specs=given, out_specs=specs, check_vma=False)(w, amax)
+    return dataclasses.replace(made, anchor=w)
+
+
+def quantize_part(
+    w: jax.Array, recipe: Recipe, key: jax.Array | None, *, cut: Cut = ((), ()), passes: Passes = XLA,
+    amax: jax.Array | None = None, packed: bool = True,
+) -> QWeight:  # fmt: skip
+    """The weight, or one device's part of one that is `cut`, quantized by `passes` (`packed`, where it is to travel),
+    or by the definition under a given `amax`.
+    """
+    constant = lax.stop_gradient(w)
+
+    def codes(role: str) -> QuantizedWeight | None:
+        policy: OperandPolicy = getattr(recipe, role)
+        if not policy.format.quantized:
+            return None
+        made: QuantizedWeight
+        if amax is not None:  # kernels find a tensor's amax themselves
+            made = Packed.of(quantize(constant, policy.format, block=policy.block, axis=CONTRACTED[role], amax=amax))
+        else:
+            bits = role_key(key, role) if policy.stochastic and key is not None else None
+            made = passes.weight(constant, policy, axis=CONTRACTED[role], key=bits, cut=cut, packed=packed)
+        return name_saved(made) if isinstance(made, Packed) else made
+
+    return QWeight(w, codes("fprop_w"), None if shares_codes(recipe) else codes("dgrad_w"), recipe)
+
+
+def weight_operand(
+    weight: QWeight, role: str, shards: Shards = WHOLE, passes: Passes = XLA, *, made: dict[str, Any] | None = None
+) -> Operand:
+    """The weight as the right operand of fprop or dgrad; where it is gathered, that happens here. `passes` read packed
+    codes. In `made` is what was made of it before: both GEMMs may read the same, a backward pass that makes y again
+    reads it twice, and XLA does not find by itself that two gathers are the same.
+    """
+    made = {} if made is None else made
+    shared, codes = shares_codes(weight.recipe), weight.codes(role)
+    one = shared and not isinstance(codes, EightBit) and (passes.one_weight or not isinstance(codes, Packed))
+    role = "fprop_w" if one else role
+    if role in made:
+        return made[role]
+    policy, axis = getattr(weight.recipe, role), CONTRACTED[role]
+    if codes is None:
+        narrow = quantize_operand(lax.stop_gradient(weight.anchor), policy, axis=axis, key=None)
+        made[role] = dataclasses.replace(narrow, array=gather(narrow.array, shards.stored))
+    elif not isinstance(codes, Packed):
+        made[role] = gathered(codes, role, shards) if axes_of(shards.stored) else codes
+    else:
+        made[role] = passes.gather_weight(codes, policy, axis=axis, shards=shards)
+    if made[role] is None:
+        whole = "shared codes" if shared else f"codes of {role}"
+        made[whole] = made[whole] if whole in made else gather_packed(codes, shards)
+        made[role] = passes.load_weight(made[whole], policy, axis=axis)
+    return made[role]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "key"], meta_fields=["plan"])
 @dataclasses.dataclass(frozen=True)
 class Linear:
     """One linear of a traced program."""
@@ -98,16 +245,6 @@ class Linear:
     plan: LinearPlan
     weight: QWeight
     key: jax.Array | None
-
-    @classmethod
-    def of(cls, plan: LinearPlan, anchor: Any, codes: Any, key: jax.Array | None) -> "Linear":
-        """From the parts of a QWeight, which a VJP takes apart: the anchor has a gradient, the codes have none."""
-        return cls(plan, QWeight(anchor, codes[0], codes[1], plan.recipe), key)
-
-    @classmethod
-    def restore(cls, plan: LinearPlan, kept: QWeight, key: jax.Array | None, *, after: jax.Array) -> "Linear":
-        """The linear whose weight `keep` kept, not before `after` is there."""
-        return cls(plan, restore_weight(kept, plan.choice.for_weight, after=after), key)
 
     @property
     def passes(self) -> Passes:
@@ -128,164 +265,65 @@ class Linear:
         """A residual as an operand."""
         return self.passes.load(kept, getattr(self.plan.recipe, role))
 
-    def fprop_owing(self, x: Operand, dtype: jnp.dtype) -> Read:
-        """`fprop`, for passes that take what is owed to its result."""
-        if self.plan.shards.inputs:
-            return self.fprop(x, dtype)
-        return self._multiply_owing(FPROP, x, self._weight("fprop_w"), dtype)
-
-    def dgrad_owing(self, dy: Operand, dtype: jnp.dtype) -> Read:
-        """`dgrad`, for passes that take what is owed to its result."""
-        if self.plan.shards.outputs:
-            return self.dgrad(dy, dtype)
-        return self._multiply_owing(DGRAD, dy, self._weight("dgrad_w"), dtype)
-
-    def fprop(self, x: Operand, dtype: jnp.dtype) -> jax.Array:
-        """y = x W, where y goes."""
+    def fprop(self, x: Operand, dtype: jnp.dtype, *, owing: bool = False) -> Read:
+        """y = x W, where y goes; `owing` for passes that take what is owed to it."""
         shards = self.plan.shards
-        return self._summed(FPROP, x, self._weight("fprop_w"), dtype, over=shards.inputs, cut=shards.y_lead)
+        w = weight_operand(self.weight, "fprop_w", shards, self.passes, made=self._made)
+        multiply = self._multiplier(FPROP, owing=owing and not shards.inputs)
+        y = multiply(FPROP, x, w, FLOAT32 if shards.inputs else dtype)
+        return added_up(y, shards.inputs, shards.y_lead, dtype) if shards.inputs else y
 
-    def dgrad(self, dy: Operand, dtype: jnp.dtype) -> jax.Array:
-        """dx = dy W^T, where x came from."""
+    def dgrad(self, dy: Operand, dtype: jnp.dtype, *, owing: bool = False) -> Read:
+        """dx = dy W^T, where x came from; `owing` as for fprop."""
         shards = self.plan.shards
-        return self._summed(DGRAD, dy, self._weight("dgrad_w"), dtype, over=shards.outputs, cut=shards.x_lead)
+        w = weight_operand(self.weight, "dgrad_w", shards, self.passes, made=self._made)
+        multiply = self._multiplier(DGRAD, owing=owing and not shards.outputs)
+        dx = multiply(DGRAD, dy, w, FLOAT32 if shards.outputs else dtype)
+        return added_up(dx, shards.outputs, shards.x_lead, dtype) if shards.outputs else dx
 
-    def _weight(self, role: str) -> Operand:
-        """The weight as a GEMM's right operand, gathered once where fprop and dgrad read the same: a backward pass
-        that makes y again reads it twice, and XLA does not find by itself that both gathers are the same.
+    def wgrad(self, x: Operand, dy: Operand) -> "Linear":
+        """dw = x^T dy in the dtype of the weight, where it rests: sums over the axes that it is gathered over; as the
+        cotangent of this linear.
         """
-        shared, fprop = shares_codes(self.plan.recipe), self.weight.fprop
-        if shared and isinstance(fprop, Packed) and not self.passes.one_weight:
-            policy, axis = self.plan.recipe.fprop_w, CONTRACTED[role]
-            made = self.passes.gather_weight(fprop, policy, axis=axis, shards=self.plan.shards)
-            return made or self.passes.load_weight(self._shared_codes, policy, axis=axis)
-        if not shared or isinstance(fprop, EightBit):
-            return weight_operand(self.weight, role, self.plan.shards, self.passes)
-        return self._shared_weight
+        shards, multiply = self.plan.shards, self._multiplier(WGRAD)
+        turned = self.plan.problem.turned_wgrad  # [outputs, inputs]
+        dw = multiply(WGRAD, *((dy, x) if turned else (x, dy)), self.plan.weight_dtype)
+        dw = scatter_gradient(alone(dw, shards.idle), shards.stored[:: -1 if turned else 1], shards.reduce_dtype)
+        return Linear(self.plan, QWeight(dw.T if turned else dw, None, None, self.plan.recipe), None)
 
-    @functools.cached_property
-    def _shared_weight(self) -> Operand:
-        return weight_operand(self.weight, "fprop_w", self.plan.shards, self.passes)
-
-    @functools.cached_property
-    def _shared_codes(self) -> Packed:
-        return gather_packed(self.weight.fprop, self.plan.shards)
-
-    def _summed(
-        self, gemm: Gemm, left: Operand, right: Operand, dtype: jnp.dtype, *, over: tuple[str, ...], cut: Cut
-    ) -> jax.Array:
-        """A GEMM whose sums are partial over the axes `over`: added up in float32, and rounded once."""
-        if not over:
-            return self._multiply(gemm, left, right, dtype)
-        sums = scatter_sum(self._multiply(gemm, left, right, FLOAT32), (*cut, ()))
-        rest = tuple(axis for axis in over if axis not in axes_of(cut))
-        return finish(lax.psum(sums, rest) if rest else sums, None, dtype)
-
-    def wgrad(self, x: Operand, dy: Operand) -> jax.Array:
-        """dw = x^T dy, in the weight's dtype, where the weight rests: sums over the axes that it is gathered over."""
-        shards, dtype = self.plan.shards, self.plan.weight_dtype
-        if self.plan.problem.turned_wgrad:
-            turned = alone(self._multiply(WGRAD, dy, x, dtype), shards.idle)  # [outputs, inputs]
-            return scatter_gradient(turned, shards.stored[::-1], shards.reduce_dtype).T
-        dw = alone(self._multiply(WGRAD, x, dy, dtype), shards.idle)
-        return scatter_gradient(dw, shards.stored, shards.reduce_dtype)
-
-    def _multiply(self, gemm: Gemm, left: Operand, right: Operand, dtype: jnp.dtype) -> jax.Array:
-        return self.plan.choice.multiplier(gemm).gemm(gemm, left, right, dtype)
-
-    def _multiply_owing(self, gemm: Gemm, left: Operand, right: Operand, dtype: jnp.dtype) -> Read:
+    def _multiplier(self, gemm: Gemm, *, owing: bool = False) -> Callable[..., Any]:
         backend = self.plan.choice.multiplier(gemm)
-        return (backend.owing or backend.gemm)(gemm, left, right, dtype)
+        return backend.owing if owing and backend.owing is not None else backend.gemm
 
-    def keep(self, *, fprop_again: bool = False) -> QWeight:
-        """Its weight as the backward pass keeps it: for dgrad, and `fprop_again` where that computes y once more."""
+    @functools.cached_property
+    def _made(self) -> dict[str, Any]:
+        """What GEMMs have read of the weight so far."""
+        return {}
+
+    def kept(self, *, fprop_again: bool = False) -> "Linear":
+        """The linear as the backward pass keeps it: for dgrad, and `fprop_again` where that computes y once more. Its
+        anchor stays only if it is read again: by a bf16 GEMM, or to make again what the passes leave out. Where codes
+        are kept they leave nothing out.
+        """
         check_training(self.plan.problem)
-        recipe = self.plan.recipe
-        master = not recipe.dgrad_w.format.quantized or (fprop_again and not recipe.fprop_w.format.quantized)
-        return keep_weight(self.weight, self.plan.choice.for_weight, kept=self.plan.weights_kept, master=master)
+        recipe, weight = self.plan.recipe, self.weight
+        passes = self.plan.choice.for_weight if self.plan.weights_kept == "master" else XLA
+        fprop, dgrad = (None if c is None else passes.keep_weight(c) for c in (weight.fprop, weight.dgrad))
+        read = not recipe.dgrad_w.format.quantized or (fprop_again and not recipe.fprop_w.format.quantized)
+        read = read or any(isinstance(c, WeightScales) for c in (fprop, dgrad))
+        return dataclasses.replace(self, weight=QWeight(weight.anchor if read else None, fprop, dgrad, recipe))
 
+    def restored(self, *, after: jax.Array) -> "Linear":
+        """The linear of `kept`, bit for bit, and not before `after` is there: a compiler that sees all layers would
+        else make the weights of all of them first.
+        """
+        kept = self.weight
 
-def places_of(linears: Sequence[Linear], role: str) -> list[int]:
-    """For each of several linears of one x, which of them the first is that wants the same operand `role`: one pass
-    and one operand serve both.
-    """
+        def restore(codes: KeptWeight | None) -> KeptWeight | None:
+            if not isinstance(codes, WeightScales):
+                return codes
+            late, _ = lax.optimization_barrier((codes, after))
+            return self.plan.choice.for_weight.remake_weight(kept.anchor, late)
 
-    def same(a: Linear, b: Linear) -> bool:
-        return a is b or (a.passes is b.passes and a.request(role).same(b.request(role)))
-
-    return [next(i for i, other in enumerate(linears) if same(linear, other)) for linear in linears]
-
-
-def once_each(linears: Sequence[Linear], role: str, made: Sequence[Made]) -> dict[int, Made]:
-    """Operands `role` of several linears of one x, each once, by the place of the first linear that wants it."""
-    return {place: made[place] for place in places_of(linears, role)}
-
-
-def operands_of_x(
-    x: jax.Array, linears: Sequence[Linear], roles: Sequence[str], *, kept: Sequence[str] = ()
-) -> list[list[Made]]:
-    """Each linear's operands of x: one pass for all that have the same passes, one operand wherever two want the
-    same.
-    """
-    firsts = {role: places_of(linears, role) for role in roles}
-    made: dict[tuple[int, str], Made] = {}
-    for passes in dict.fromkeys(linear.passes for linear in linears):
-        mine = [
-            (i, role)
-            for i, linear in enumerate(linears)
-            for role in roles
-            if linear.passes is passes and firsts[role][i] == i
-        ]
-        requests = [linears[i].request(role, kept=role in kept) for i, role in mine]
-        made |= dict(zip(mine, passes.quantize(x, requests), strict=True))
-    return [[made[firsts[role][i], role] for role in roles] for i in range(len(linears))]
-
-
-def gathered_in(x: jax.Array, shards: Shards) -> jax.Array:
-    """x as its linears read it."""
-    # A compiler that may keep excess precision would gather float32 numbers: twice the bytes, unrounded.
-    return gather(lax.optimization_barrier(x), shards.x_lead) if axes_of(shards.x_lead) else x
-
-
-def gathered_back(dy: jax.Array, shards: Shards) -> jax.Array:
-    """dy as its linears read it."""
-    return gather(dy, shards.y_lead)
-
-
-def token_block(recipe: Recipe) -> int:
-    """How many tokens wgrad's operands block together."""
-    return max(recipe.wgrad_x.run, recipe.wgrad_dy.run)
-
-
-def token_view(x: jax.Array, block: int) -> jax.Array:
-    """x as [tokens..., inputs] such that blocks of tokens lie along the next to last axis: unchanged if they fit there,
-    else with all leading dims made one.
-    """
-    if x.ndim == 1:
-        return x[None]
-    return x if x.shape[-2] % block == 0 else x.reshape(-1, x.shape[-1])  # [..., inputs] -> [tokens, inputs]
-
-
-def prepare(
-    x: jax.Array, weights: Sequence[Any], keys: Sequence[jax.Array | None], *, recipes: Sequence[Recipe], backend: str,
-    kept: str, shards: Sequence[Shards], sharded: bool = False,
-) -> tuple[jax.Array, tuple[LinearPlan, ...], tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
-    """(x as its blocks of tokens want it, and of each linear: its plan, its weight's anchor, its weight's codes).
-
-    The first linear is one that reads x; all see as many tokens.
-    """
-    block = math.lcm(*(token_block(recipe) for recipe in recipes))
-    tokens = token_view(x, block) if shards[0] == WHOLE else x
-    inside = inside_shape(tokens, shards[0])
-    plans = tuple(
-        plan_linear(inside, w, recipe, backend=backend, weights_kept=kept, shards=s, sharded=sharded)
-        for w, recipe, s in zip(weights, recipes, shards, strict=True)
-    )
-    ready = [quantized(plan, w, key) for plan, w, key in zip(plans, weights, keys, strict=True)]
-    return tokens, plans, tuple(w.anchor for w in ready), tuple((w.fprop, w.dgrad) for w in ready)
-
-
-def inside_shape(x: jax.Array, shards: Shards) -> jax.ShapeDtypeStruct:
-    """The shape of x after `gathered_in`."""
-    sizes = [size_of(axes) for axes in shards.x_lead] or [1] * (x.ndim - 1)
-    return jax.ShapeDtypeStruct((*(n * s for n, s in zip(x.shape, sizes, strict=False)), x.shape[-1]), x.dtype)
+        made = dataclasses.replace(kept, fprop=restore(kept.fprop), dgrad=restore(kept.dgrad))
+        return dataclasses.replace(self, weight=made)

@@ -7,6 +7,7 @@ backend with kernels of its own has other passes, which say beforehand what they
 bits.
 """
 
+import abc
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -54,8 +55,6 @@ class Passes:
     """The definition of every pass, in plain JAX."""
 
     name = "xla"
-    takes_owed = False  # `activate` and `activate_backward` apply the factors of `Owed` tensors themselves
-    keeps_in_stacks = False  # `activate_into` writes g and u where `activate_backward` reads them, a `stacks.Layer`
     batches_weights = False  # `weight` under vmap is one launch for all layers; else layer by layer, for memory's sake
     one_weight = True  # one operand of a weight serves fprop and dgrad, where they share its codes
 
@@ -71,31 +70,10 @@ class Passes:
         """Why these passes cannot quantize the weight, or None."""
         return None
 
-    def unfused(self, activation: Activation, recipes: Sequence[Recipe]) -> str | None:
-        """Why an activation between linears of these recipes (gate, up, down) is not part of these passes, or None."""
-        return "XLA computes the activation, and fuses what it can"
-
     def quantize(self, x: jax.Array, requests: Sequence[Request]) -> list[Made]:
         """What is requested of x [tokens..., features]."""
         made = [quantize_operand(x, r.policy, axis=r.axis, key=r.key, cut=r.cut) for r in requests]
         return [keep(operand) if r.kept else operand for operand, r in zip(made, requests, strict=True)]
-
-    def activate(self, g: Read, u: Read, requests: Sequence[Request]) -> list[Made]:
-        """What is requested of h, in one pass with the activation; only where `unfused` is None."""
-        raise AssertionError(f"the {self.name} passes hold no activation")
-
-    def activate_into(
-        self, g: Read, u: Read, requests: Sequence[Request], into: Sequence[Layer]
-    ) -> tuple[list[Made], tuple[jax.Array, ...]]:
-        """(`activate`, the stacks of the layers `into` which g and u were written); only with `keeps_in_stacks`."""
-        raise AssertionError(f"the {self.name} passes keep nothing in stacks")
-
-    def activate_backward(
-        self, g: Read, u: Read, dh: Read,
-        dg: Sequence[Request], du: Sequence[Request], h: Sequence[Request],
-    ) -> tuple[list[Made], list[Made], list[Made]]:  # fmt: skip
-        """What is requested of dg, du and h, in one pass; only where `unfused` is None."""
-        raise AssertionError(f"the {self.name} passes hold no activation")
 
     def weight(
         self, w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),
@@ -130,6 +108,36 @@ class Passes:
     def load(self, kept: Kept, policy: OperandPolicy) -> Operand:
         """An operand that was kept, bit for bit."""
         return load(kept, policy)
+
+
+class GatedPasses(Passes, abc.ABC):
+    """Passes that hold the activation of a gated MLP as well: from g = x Wg, u = x Wu and dh to the operands of h, dg
+    and du, which never reach memory.
+    """
+
+    takes_owed = False  # `activate` and `activate_backward` apply the factors of `Owed` tensors themselves
+    keeps_in_stacks = False  # `activate_into` writes g and u where `activate_backward` reads them, a `stacks.Layer`
+
+    @abc.abstractmethod
+    def unfused(self, activation: Activation, recipes: Sequence[Recipe]) -> str | None:
+        """Why an activation between linears of these recipes (gate, up, down) is not part of these passes, or None."""
+
+    @abc.abstractmethod
+    def activate(self, g: Read, u: Read, requests: Sequence[Request]) -> list[Made]:
+        """What is requested of h; only where `unfused` is None."""
+
+    @abc.abstractmethod
+    def activate_backward(
+        self, g: Read, u: Read, dh: Read,
+        dg: Sequence[Request], du: Sequence[Request], h: Sequence[Request],
+    ) -> tuple[list[Made], list[Made], list[Made]]:  # fmt: skip
+        """What is requested of dg, du and h, in one pass; only where `unfused` is None."""
+
+    def activate_into(
+        self, g: Read, u: Read, requests: Sequence[Request], into: Sequence[Layer]
+    ) -> tuple[list[Made], tuple[jax.Array, ...]]:
+        """(`activate`, the stacks of the layers `into` which g and u were written); only with `keeps_in_stacks`."""
+        raise AssertionError(f"the {self.name} passes keep nothing in stacks")
 
 
 XLA = Passes()

@@ -9,44 +9,26 @@ gradient of its own: it passes straight through. What the backward pass keeps of
 a number under NVFP4; and of W its codes. Linears of one x share its operands wherever they want the same.
 """
 
-import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from halfbyte.ops.linear import (
-    Linear,
-    LinearPlan,
-    gathered_back,
-    gathered_in,
-    once_each,
-    operands_of_x,
-    places_of,
-    prepare,
-)
+from halfbyte.ops.linear import ALONE, Execution, Linear, with_linears
 from halfbyte.ops.operand import add_rounded
-from halfbyte.ops.shards import WHOLE, Placement, received, returned, with_idle_axes
+from halfbyte.ops.shards import Placement, gather, gathered_in
+from halfbyte.ops.sharing import first_wanting, once_each, operands_of_x
 from halfbyte.ops.surroundings import anywhere
-from halfbyte.ops.weight import QWeight, check_kept, weight_specs
+from halfbyte.ops.weight import QWeight, Weight
 from halfbyte.recipe import Recipe
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The linears' plans, and the dtype of their results."""
-
-    linears: tuple[LinearPlan, ...]
-    out_dtype: jnp.dtype
 
 
 @anywhere
 def qdot(
-    x: jax.Array, w: jax.Array | QWeight, *, recipe: Recipe, key: jax.Array | None = None, backend: str = "auto",
+    x: jax.Array, w: Weight, *, recipe: Recipe, key: jax.Array | None = None, backend: str = "auto",
     placement: Placement | None = None, out_sharding: NamedSharding | None = None,
     out_dtype: jnp.dtype | None = None, weights_kept: str = "master", sharded: bool = False,
 ) -> jax.Array:  # fmt: skip
@@ -57,71 +39,30 @@ def qdot(
     stochastically. `w` may be a `QWeight`; `weights_kept` as for `mlp`. NaN or infinity in an operand makes the whole
     result NaN. With a `placement` every device of its mesh computes its part, by the same kernels as a single one.
     """
-    (y,) = qdots(
-        x,
-        (w,),
-        recipes=(recipe,),
-        keys=(key,),
-        backend=backend,
-        placements=None if placement is None else (placement,),
-        out_dtype=out_dtype,
-        weights_kept=weights_kept,
-        sharded=sharded,
-    )
+    execution = Execution(backend, None if placement is None else (placement,), weights_kept, sharded)
+    (y,) = qdots(x, (w,), recipes=(recipe,), keys=(key,), execution=execution, out_dtype=out_dtype)
     return y if out_sharding is None else lax.with_sharding_constraint(y, out_sharding)
 
 
 def qdots(
-    x: jax.Array, weights: Sequence[jax.Array | QWeight], *, recipes: Sequence[Recipe],
-    keys: Sequence[jax.Array | None], backend: str = "auto", placements: Sequence[Placement] | None = None,
-    out_dtype: jnp.dtype | None = None, weights_kept: str = "master", sharded: bool = False,
+    x: jax.Array, weights: Sequence[Weight], *, recipes: Sequence[Recipe], keys: Sequence[jax.Array | None],
+    execution: Execution = ALONE, out_dtype: jnp.dtype | None = None,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """`qdot` of one x with each of `weights`. `sharded` without placements: the compiler lays the arrays out over
-    several devices, and kernels, which read one device's, are left out.
-    """
-    check_kept(weights_kept)
+    """`qdot` of one x with each of `weights`."""
     for w, recipe in zip(weights, recipes, strict=True):
         _check(x, w, recipe)
-    run = functools.partial(
-        _local, recipes=tuple(recipes), backend=backend, out_dtype=jnp.dtype(out_dtype or x.dtype), kept=weights_kept
-    )
-    if placements is None:
-        return run(x, tuple(weights), tuple(keys), shards=(WHOLE,) * len(recipes), sharded=sharded)
-    shards = tuple(p.shards(x.ndim) for p in placements)
-    specs = tuple(weight_specs(w, p.w) for w, p in zip(weights, placements, strict=True))
-    run, first = functools.partial(run, shards=shards), placements[0]
-    if any((p.mesh, p.x) != (first.mesh, first.x) for p in placements):
+    dtype, placements = jnp.dtype(out_dtype or x.dtype), execution.placements or ()
+    if any((p.mesh, p.x) != (placements[0].mesh, placements[0].x) for p in placements):
         raise ValueError("placements: linears of one x have one mesh and one x, got " + "; ".join(map(str, placements)))
-    results = on_mesh(run, first.mesh, specs, first.x, tuple(p.y for p in placements), x, weights, keys)
-    return tuple(y.astype(out_dtype or x.dtype) for y in results)
+    specs = tuple(p.x for p in placements[:1]), tuple(p.y for p in placements)
 
+    def products(tokens: jax.Array, linears: tuple[Linear, ...]) -> tuple[jax.Array, ...]:
+        results = _qdots(dtype, tokens, linears)
+        # [tokens..., outputs] -> [..., outputs]
+        return tuple(y if y.ndim == x.ndim else y.reshape(*x.shape[:-1], y.shape[-1]) for y in results)
 
-def on_mesh(
-    run: Any, mesh: Mesh, weight_specs: Any, x_specs: Any, out_specs: Any, x: Any, weights: Any, keys: Sequence[Any]
-) -> Any:
-    """run(x, weights, keys) on local arrays, with typed keys passed as their words. Results may be wider than run's:
-    see `returned`.
-    """
-    words = tuple(None if key is None else jax.random.key_data(key) for key in keys)
-    kinds = [None if key is None else jax.random.key_impl(key) for key in keys]
-
-    def local(x: Any, weights: Any, words: Any) -> Any:
-        typed = [None if w is None else jax.random.wrap_key_data(w, impl=k) for w, k in zip(words, kinds, strict=True)]
-        within, without = (functools.partial(to, mesh=mesh) for to in (received, returned))
-        return jax.tree.map(without, run(jax.tree.map(within, x, x_specs), weights, tuple(typed)), out_specs)
-
-    specs = (x_specs, tuple(weight_specs), jax.tree.map(lambda _: PartitionSpec(), words))
-    # Axes that are not named in a spec are summed over in its gradient: those of size 1 are named.
-    mentioned = functools.partial(jax.tree.map, functools.partial(with_idle_axes, mesh=mesh))
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=mentioned(specs), out_specs=mentioned(out_specs), check_vma=False)
-    return mapped(x, tuple(weights), words)
-
-
-def _local(x: jax.Array, weights: tuple, keys: tuple, *, out_dtype: jnp.dtype, **planned: Any) -> tuple[jax.Array, ...]:
-    tokens, plans, anchors, codes = prepare(x, weights, keys, **planned)
-    results = _qdots(Plan(plans, out_dtype), tokens, anchors, codes, keys)
-    # [tokens..., outputs] -> [..., outputs]
-    return tuple(y if y.ndim == x.ndim else y.reshape(*x.shape[:-1], y.shape[-1]) for y in results)
+    made = with_linears(products, (x,), weights, keys, recipes=recipes, execution=execution, specs=specs)
+    return tuple(y.astype(dtype) for y in made) if placements else made
 
 
 def _check(x: jax.Array, weight: jax.Array | QWeight, recipe: Recipe) -> None:
@@ -136,41 +77,36 @@ def _check(x: jax.Array, weight: jax.Array | QWeight, recipe: Recipe) -> None:
         )
 
 
-def _linears(plan: Plan, anchors, codes, keys) -> tuple[Linear, ...]:
-    return tuple(Linear.of(*parts) for parts in zip(plan.linears, anchors, codes, keys, strict=True))
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _qdots(plan: Plan, x, anchors, codes, keys):
-    linears = _linears(plan, anchors, codes, keys)
-    operands = operands_of_x(gathered_in(x, plan.linears[0].shards), linears, ("fprop_x",))
-    return tuple(linear.fprop(row, plan.out_dtype) for linear, (row,) in zip(linears, operands, strict=True))
+def _qdots(dtype: jnp.dtype, x: jax.Array, linears: tuple[Linear, ...]) -> tuple[jax.Array, ...]:
+    """y = Q(x) Q(W) of each."""
+    operands = operands_of_x(gathered_in(x, linears[0].plan.shards), linears, ("fprop_x",))
+    return tuple(linear.fprop(row, dtype) for linear, (row,) in zip(linears, operands, strict=True))
 
 
-def _qdots_fwd(plan: Plan, x, anchors, codes, keys):
-    linears = _linears(plan, anchors, codes, keys)
-    weights = tuple(linear.keep() for linear in linears)
-    x = gathered_in(x, plan.linears[0].shards)
-    operands = operands_of_x(x, linears, ("fprop_x", "wgrad_x"), kept=("wgrad_x",))
-    results = tuple(linear.fprop(row, plan.out_dtype) for linear, (row, _) in zip(linears, operands, strict=True))
+def _qdots_fwd(dtype, x, linears):
+    kept = tuple(linear.kept() for linear in linears)
+    inside = gathered_in(x, linears[0].plan.shards)
+    operands = operands_of_x(inside, linears, ("fprop_x", "wgrad_x"), kept=("wgrad_x",))
+    results = tuple(linear.fprop(row, dtype) for linear, (row, _) in zip(linears, operands, strict=True))
     columns = once_each(linears, "wgrad_x", [column for _, column in operands])
-    return results, (columns, weights, keys)
+    return results, (columns, kept)
 
 
-def _qdots_bwd(plan: Plan, residuals, gradients):
-    columns, weights, keys = residuals
-    parts = zip(plan.linears, weights, keys, gradients, strict=True)
-    linears = [Linear.restore(p, w, k, after=dy) for p, w, k, dy in parts]
-    gradients = [gathered_back(dy, linear.plan.shards) for linear, dy in zip(linears, gradients, strict=True)]
-    operands = [linear.quantize(dy, "dgrad_dy", "wgrad_dy") for linear, dy in zip(linears, gradients, strict=True)]
-    dtype = jnp.dtype(plan.linears[0].problem.dtype)
-    dx = [linear.dgrad(row, dtype) for linear, (row, _) in zip(linears, operands, strict=True)]
-    kept = [columns[i] for i in places_of(linears, "wgrad_x")]
+def _qdots_bwd(dtype, residuals, gradients):
+    """dx = sum of Q(dy) Q(W)^T, and dw = Q(x)^T Q(dy) of each."""
+    columns, kept = residuals
+    linears = [linear.restored(after=dy) for linear, dy in zip(kept, gradients, strict=True)]
+    inside = [gather(dy, linear.plan.shards.y_lead) for linear, dy in zip(linears, gradients, strict=True)]
+    operands = [linear.quantize(dy, "dgrad_dy", "wgrad_dy") for linear, dy in zip(linears, inside, strict=True)]
+    dtype_of_x = jnp.dtype(linears[0].plan.problem.dtype)
+    dx = [linear.dgrad(row, dtype_of_x) for linear, (row, _) in zip(linears, operands, strict=True)]
+    x_columns = [columns[first] for first in first_wanting(linears, "wgrad_x")]
     dw = [
-        linear.wgrad(linear.load(column, "wgrad_x"), dy_column)
-        for linear, column, (_, dy_column) in zip(linears, kept, operands, strict=True)
+        linear.wgrad(linear.load(x_column, "wgrad_x"), column)
+        for linear, x_column, (_, column) in zip(linears, x_columns, operands, strict=True)
     ]
-    return functools.reduce(add_rounded, dx), tuple(dw), None, None
+    return functools.reduce(add_rounded, dx), tuple(dw)
 
 
 _qdots.defvjp(_qdots_fwd, _qdots_bwd)

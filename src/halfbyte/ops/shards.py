@@ -20,8 +20,8 @@ Random bits depend on an element's place in the whole tensor (`offsets`), so tha
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 Cut = tuple[tuple[str, ...], ...]
+_Result = TypeVar("_Result")
 
 
 def axes_of(cut: Cut) -> tuple[str, ...]:
@@ -232,3 +233,40 @@ def cut_of(spec: PartitionSpec, ndim: int) -> Cut:
     """The cut that a PartitionSpec means for an array of `ndim` dims."""
     entries = (*spec, *(None,) * (ndim - len(spec)))
     return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
+
+
+def gathered_in(x: jax.Array, shards: Shards) -> jax.Array:
+    """x as its linears read it."""
+    # A compiler that may keep excess precision would gather float32 numbers: twice the bytes, unrounded.
+    return gather(lax.optimization_barrier(x), shards.x_lead) if axes_of(shards.x_lead) else x
+
+
+def inside_shape(x: jax.Array, shards: Shards) -> jax.ShapeDtypeStruct:
+    """The shape of x after `gathered_in`."""
+    sizes = [size_of(axes) for axes in shards.x_lead] or [1] * (x.ndim - 1)
+    return jax.ShapeDtypeStruct((*(n * s for n, s in zip(x.shape, sizes, strict=False)), x.shape[-1]), x.dtype)
+
+
+def on_mesh(
+    run: Callable[..., _Result], inputs: tuple[Any, Any, Sequence[jax.Array | None]], specs: tuple[Any, Any],
+    out_specs: Any, *, mesh: Mesh,
+) -> _Result:  # fmt: skip
+    """run(*inputs) on local arrays, inputs = (given, weights, keys) cut by `specs`, with typed keys passed as their
+    words. Results may be wider than run's: see `returned`.
+    """
+    given, weights, keys = inputs
+    words = tuple(None if key is None else jax.random.key_data(key) for key in keys)
+    kinds = [None if key is None else jax.random.key_impl(key) for key in keys]
+
+    def local(given: Any, weights: Any, words: Any) -> Any:
+        typed = [None if w is None else jax.random.wrap_key_data(w, impl=k) for w, k in zip(words, kinds, strict=True)]
+        within, without = (functools.partial(to, mesh=mesh) for to in (received, returned))
+        made = run(jax.tree.map(within, given, specs[0]), weights, tuple(typed))
+        return jax.tree.map(without, made, out_specs)
+
+    cut = (*specs, jax.tree.map(lambda _: PartitionSpec(), words))
+    # Axes that are not named in a spec are summed over in its gradient: those of size 1 are named.
+    mentioned = functools.partial(jax.tree.map, functools.partial(with_idle_axes, mesh=mesh))
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=mentioned(cut), out_specs=mentioned(out_specs), check_vma=False)
+    made: _Result = mapped(given, weights, words)
+    return made

@@ -20,22 +20,20 @@ Multiply = Callable[[Gemm, Operand, Operand, jnp.dtype], jax.Array]
 @dataclasses.dataclass(frozen=True)
 class Backend:
     """`unsupported(problem, gemm)` says why it cannot multiply that GEMM, or None. `gemm` multiplies two operands:
-    exact products, float32 sums, their factors, one rounding. `passes` make its operands. `owing` is `gemm` for passes
-    that take results with a factor `Owed` to them.
+    exact products, float32 sums, their factors, one rounding. `passes` make its operands, the first of them that can:
+    it serves if one can. `owing` is `gemm` for passes that take results with a factor `Owed` to them.
 
     The rest has defaults. `foreign(recipe)` says why its formats are not this recipe's. `pays(problem, gemm)`: whether
     `auto` should want it where it can serve. `shares_gemms`: where it cannot multiply, `carrier` may, over operands of
-    its passes. `plainer` are passes that make its operands where `passes` cannot: it serves if one of them can. A
-    program that it takes part in is compiled with `compiler_options`, traced inside `tracing()`, and
+    its passes. A program that it takes part in is compiled with `compiler_options`, traced inside `tracing()`, and
     read by `strays(lowered, compiled)`, JAX's two stages: lines that should not be there.
     """
 
     name: str
     unsupported: Callable[[Problem, Gemm], str | None]
     gemm: Multiply
-    passes: Passes = XLA
+    passes: tuple[Passes, ...] = (XLA,)
     owing: Callable[[Gemm, Operand, Operand, jnp.dtype], jax.Array | Owed] | None = None
-    plainer: tuple[Passes, ...] = ()
     foreign: Callable[[Recipe], str | None] = lambda recipe: None
     pays: Callable[[Problem, Gemm], bool] = lambda problem, gemm: True
     shares_gemms: bool = False
@@ -45,7 +43,7 @@ class Backend:
 
     def unable(self, problem: Problem) -> str | None:
         """Why it does not serve the problem, or None: its formats, its passes, or a quantized GEMM that is its own."""
-        reasons = [passes.unsupported(problem) for passes in (self.passes, *self.plainer)]
+        reasons = [passes.unsupported(problem) for passes in self.passes]
         reason = self.foreign(problem.recipe) or (reasons[0] if all(reasons) else None)
         if reason is not None or self.shares_gemms:
             return reason
@@ -54,13 +52,13 @@ class Backend:
 
     def maker(self, problem: Problem) -> Passes:
         """The first of its passes that can make the operands of x and dy."""
-        return next(p for p in (self.passes, *self.plainer) if p.unsupported(problem) is None)
+        return next(p for p in self.passes if p.unsupported(problem) is None)
 
     def left_to_xla(self, problem: Problem) -> str | None:
         """Why kernels do not make these operands, or None if they do or there are none: the reason of the first passes
         whose formats these are.
         """
-        kernels = [p for p in (self.passes, *self.plainer) if p.name != XLA.name]
+        kernels = [p for p in self.passes if p.name != XLA.name]
         reasons = {p: p.unsupported(problem) for p in kernels}
         if not kernels or None in reasons.values():
             return None

@@ -29,7 +29,7 @@ from halfbyte.ops.backends.carrier import f8_matrix
 from halfbyte.ops.gemms import DGRAD, FPROP, WGRAD, Contraction, Gemm, alpha, dot, finish
 from halfbyte.ops.kernels import f8
 from halfbyte.ops.operand import EightBit, Operand, Quantized
-from halfbyte.ops.passes import COLUMNS, ROWS, Made, Passes, Request
+from halfbyte.ops.passes import COLUMNS, ROWS, GatedPasses, Made, Request
 from halfbyte.ops.problem import Problem
 from halfbyte.ops.shards import Cut, whole_maxima
 from halfbyte.recipe import ROLES, OperandPolicy, Recipe
@@ -133,7 +133,7 @@ def _matrix(operand: Operand, transposed: bool) -> tuple[jax.Array, tuple[int, .
 
 
 @dataclasses.dataclass(frozen=True)
-class F8Passes(Passes):
+class F8Passes(GatedPasses):
     """The passes as kernels."""
 
     name = "fp8"
@@ -243,7 +243,7 @@ BACKEND = Backend(
     "fp8",
     unsupported,
     multiply,
-    F8Passes(),
+    (F8Passes(),),
     foreign=foreign,
     compiler_options=COMPILER_OPTIONS,
     tracing=one_call,

@@ -27,7 +27,7 @@ from halfbyte.ops.kernels.layout import BLOCK
 from halfbyte.ops.kernels.matmul import unsupported as gemm_unsupported
 from halfbyte.ops.kernels.scale import AMAX, DECODE, GEMM, SIZE
 from halfbyte.ops.operand import SCALES, Carrier, Kept, Operand, Owed, WeightScales, gemm_factor, key_pair, name_saved
-from halfbyte.ops.passes import ROWS, KeptWeight, Made, Passes, QuantizedWeight, Read, Request
+from halfbyte.ops.passes import ROWS, GatedPasses, KeptWeight, Made, QuantizedWeight, Read, Request
 from halfbyte.ops.problem import Problem
 from halfbyte.ops.shards import Cut, axes_of, offsets, whole_maxima, whole_shape
 from halfbyte.recipe import OperandPolicy, Recipe
@@ -74,7 +74,7 @@ def _factors(operand: Operand) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class FusedPasses(Passes):
+class FusedPasses(GatedPasses):
     """The passes as kernels."""
 
     name = "fused"
@@ -194,7 +194,7 @@ class FusedPasses(Passes):
         (tops,) = whole_maxima([kernels.weight_maxima(w)], cut)
         scale = name_saved(kernels.tensor_scale(tops), SCALES)
         if not packed:
-            return self._weight(w, scale, policy)
+            return Carrier(kernels.quantize_weight(w, scale), scale[GEMM], policy, scale)
         codes, scales = kernels.pack_weight(w, scale)
         return Packed(codes, scales, scale[AMAX], scale[DECODE], policy.format, policy.block, axis)
 
@@ -206,9 +206,6 @@ class FusedPasses(Passes):
         scales = jnp.repeat(codes.scales, BLOCK, axis=1)  # [inputs / 16, outputs / 16] -> [inputs / 16, outputs]
         return Carrier(kernels.unpack(codes.packed, scales), gemm_factor(codes), policy)
 
-    def _weight(self, w: jax.Array, scale: jax.Array, policy: OperandPolicy) -> Carrier:
-        return Carrier(kernels.quantize_weight(w, scale), scale[GEMM], policy, scale)
-
     def keep_weight(self, made: QuantizedWeight) -> KeptWeight:
         """A carrier is four times as large as its codes, and its master is there anyway: the tensor's scales stay."""
         if isinstance(made, Carrier) and made.vector is not None:
@@ -216,7 +213,8 @@ class FusedPasses(Passes):
         return made
 
     def remake_weight(self, w: jax.Array, scales: WeightScales) -> QuantizedWeight:
-        return self._weight(w, scales.vector, scales.policy)
+        vector = scales.vector
+        return Carrier(kernels.quantize_weight(w, vector), vector[GEMM], scales.policy, vector)
 
     def load(self, kept: Kept, policy: OperandPolicy) -> Operand:
         assert isinstance(kept, Packed) and kept.scales is not None, "these passes keep packed columns"
@@ -251,4 +249,4 @@ def _of_all(maxima: Sequence[jax.Array], requests: Sequence[Request]) -> tuple[j
     return whole_maxima(maxima, requests[0].cut)
 
 
-BACKEND = Backend("fused", unsupported, multiply, FusedPasses(), foreign=foreign, shares_gemms=True)
+BACKEND = Backend("fused", unsupported, multiply, (FusedPasses(),), foreign=foreign, shares_gemms=True)

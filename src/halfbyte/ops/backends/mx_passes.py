@@ -20,7 +20,7 @@ from halfbyte.ops.kernels import ScaleOrder
 from halfbyte.ops.kernels.mxfp8 import BLOCK, MxOperand
 from halfbyte.ops.kernels.mxfp8 import unsupported as kernels_unsupported
 from halfbyte.ops.operand import BlockScaled, Operand, gemm_factor, name_saved
-from halfbyte.ops.passes import ROWS, Made, Passes, QuantizedWeight, Read, Request
+from halfbyte.ops.passes import ROWS, GatedPasses, Made, QuantizedWeight, Read, Request
 from halfbyte.ops.problem import Problem
 from halfbyte.ops.shards import Cut, Shards, gather, largest
 from halfbyte.recipe import WEIGHTS, OperandPolicy, Recipe
@@ -31,7 +31,7 @@ Run = Callable[..., tuple[jax.Array, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
-class MxPasses(Passes):
+class MxPasses(GatedPasses):
     """The MXFP8 kernels."""
 
     name = "native"
