@@ -47,6 +47,17 @@ def test_weights_that_are_not_finite_or_not_their_own():
     assert found.value.fault
 
 
+def test_a_gradient_of_zero_is_noticed_after_a_few_steps():
+    """Loss and weights are finite then, and nothing is learnt any more."""
+    guard = Guard(tiny(guard=GuardConfig(skips=2)))
+    idle = {**WELL, "grad_norm": 0.0}
+    for step in (1, 2, 4, 5):
+        guard.look(step, idle)
+        guard.look(3, WELL) if step == 2 else None
+    with pytest.raises(Trouble, match=r"step 6: .*gradient has been 0 for 3 steps"):
+        guard.look(6, idle)
+
+
 def test_a_spike_stands_out_of_its_own_median():
     guard = Guard(tiny(guard=GuardConfig(spike=2.0)))
     for step in range(1, 20):
