@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import halfbyte as hb
+from halfbyte.formats import SharedBitsWarning
 from halfbyte.ops.problem import compile_for
 from halfbyte.recipe import layer_key, step_key
 
@@ -107,7 +108,8 @@ def test_shard_map_as_it_is_by_default():
 
     inside = shard_map(mean(recipe_in(plain)))
     around = recipe_in(shard_map(mean(plain)))
-    by_qdot = shard_map(mean(lambda p, x: jnp.mean((hb.qdot(x, p["w"], recipe="nvfp4", key=KEY) - 1) ** 2)))
+    own = lambda: jax.random.fold_in(KEY, lax.axis_index("d"))  # noqa: E731
+    by_qdot = shard_map(mean(lambda p, x: jnp.mean((hb.qdot(x, p["w"], recipe="nvfp4", key=own()) - 1) ** 2)))
     assert [site.path for site in around.report({"w": W}, X).replaced] == ["w"]
     for fn in (inside, around, by_qdot):
         jax.eval_shape(jax.grad(fn), {"w": W}, X)
@@ -236,3 +238,56 @@ def test_linears_of_one_shape_are_lowered_once():
     # The first has no gradient of its input, so two and six are of the same two kinds.
     two, six = size(2), size(6)
     assert six < 1.1 * two
+
+
+def in_a_scan(dot):
+    return lambda x: lax.scan(lambda x, w: (dot(x, w, KEY), None), x, jnp.stack([W, W]))[0]
+
+
+def in_a_remat_in_a_loop(dot):
+    return lambda x: lax.fori_loop(0, 2, lambda i, x: jax.checkpoint(lambda x: dot(x, W, KEY))(x), x)
+
+
+def under_vmap(dot, dims=(0, None, None)):
+    return lambda x: jax.vmap(jax.jit(dot), dims)(x.reshape(2, 32, 32), W, KEY)
+
+
+def of_weights(dot):
+    return lambda x: jax.vmap(dot, (None, 0, None))(x, jnp.stack([W, W]), KEY)
+
+
+def on_devices(dot):
+    return lambda x: shard_map(lambda w, x: lax.psum(dot(x, w, KEY), "d"))(W, x)
+
+
+SHARED = [in_a_scan, in_a_remat_in_a_loop, under_vmap, of_weights, on_devices]
+DOTS = {
+    "qdot": lambda x, w, key: hb.qdot(x, w, recipe="nvfp4", key=key),
+    "mlp": lambda x, w, key: hb.mlp(x, w, w, w, recipe="nvfp4", key=key),
+    "apply_recipe": lambda x, w, key: recipe_in(lambda w, x: x @ w, key)(w, x),
+}
+
+
+@pytest.mark.parametrize("around", SHARED, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", DOTS)
+def test_one_key_for_several_tensors_is_said(name, around):
+    """`apply_recipe` folds the device's place in itself, and refuses a loop."""
+    found = around(DOTS[name])
+    if name == "apply_recipe" and around is on_devices:
+        jax.eval_shape(found, X)  # warnings are errors
+    elif name == "apply_recipe" and around in (in_a_scan, in_a_remat_in_a_loop):
+        with pytest.raises(ValueError, match="the same in every iteration"):
+            jax.eval_shape(found, X)
+    else:
+        with pytest.warns(SharedBitsWarning):
+            jax.eval_shape(found, X)
+
+
+def test_a_key_each_is_not_warned_of():
+    dot, keys = DOTS["qdot"], jax.random.split(KEY, 2)
+    scan = lambda x: lax.scan(lambda x, item: (dot(x, *item), None), x, (jnp.stack([W, W]), keys))[0]  # noqa: E731
+    counted = lambda x: lax.fori_loop(0, 2, lambda i, x: dot(x, W, layer_key(KEY, i)), x)  # noqa: E731
+    for fn in (scan, counted, lambda x: jax.vmap(dot, (None, 0, 0))(x, jnp.stack([W, W]), keys)):
+        jax.eval_shape(fn, X)
+    nearest = lambda x: hb.qdot(x, W, recipe="nvfp4_no_sr", key=KEY)  # noqa: E731
+    jax.eval_shape(jax.vmap(nearest), X.reshape(2, 32, 32))

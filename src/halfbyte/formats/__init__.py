@@ -25,7 +25,7 @@ from .noise import Generator, key_words, random_bytes
 from .qtensor import Packed, QTensor, pack, unpack
 from .quantize import OnGrid, all_finite, amax_of, quantize, store, to_grid
 from .scales import ScaleRule, TensorScales
-from .shared_bits import SharedBitsWarning, warn_if_shared
+from .shared_bits import SharedBitsWarning, warn_if_shared, warn_shared
 from .tiling import tile_scales, untile_scales
 
 __all__ = [
@@ -33,5 +33,5 @@ __all__ = [
     "MXFP8_FLOOR", "NVFP4", "BlockFormat", "Element", "Generator", "OnGrid", "Packed", "QTensor", "ScaleRule",
     "SharedBitsWarning", "TensorScales", "all_finite", "amax_of", "floor_scales", "hadamard16", "key_words", "pack",
     "quantize", "random_bytes", "store", "tile_scales", "to_grid", "transform_runs", "unpack", "untile_scales",
-    "warn_if_shared",
+    "warn_if_shared", "warn_shared",
 ]  # fmt: skip

@@ -21,12 +21,14 @@ class SharedBitsWarning(UserWarning):
     """Tensors that differ are rounded with the same random bits."""
 
 
-def warn_if_shared(key: jax.Array, x: jax.Array) -> jax.Array:
-    """`key` itself, and a SharedBitsWarning where `x` differs over a mapped axis along which the key does not."""
-    axes = _varying(x) - _varying(key)
+def warn_if_shared(key: jax.Array, *tensors: jax.Array) -> jax.Array:
+    """`key` itself, and a SharedBitsWarning where a tensor differs over a mapped axis along which the key does not."""
+    axes = frozenset[str]().union(*map(_varying, tensors)) - _varying(key)
     if axes:
-        _warn(f"on every device along the mesh axes {', '.join(sorted(axes))}", "lax.axis_index, or give an offset")
-    return _same_key(key, lax.stop_gradient(x))
+        warn_shared(
+            f"on every device along the mesh axes {', '.join(sorted(axes))}", "lax.axis_index, or give an offset"
+        )
+    return _same_key(key, lax.stop_gradient(tensors))
 
 
 def _varying(array: Any) -> frozenset[str]:
@@ -36,18 +38,19 @@ def _varying(array: Any) -> frozenset[str]:
 
 
 @custom_vmap
-def _same_key(key: jax.Array, x: jax.Array) -> jax.Array:
+def _same_key(key: jax.Array, tensors: tuple[jax.Array, ...]) -> jax.Array:
     return key
 
 
 @_same_key.def_vmap  # called when a vmap reaches it, also inside jit and custom gradients
-def _(size: int, batched: list[bool], key: jax.Array, x: jax.Array) -> tuple[jax.Array, bool]:
-    if batched[1] and not batched[0]:
-        _warn(f"for all {size} entries of a vmap", "the entry's number, or map over jax.random.split(key)")
-    return _same_key(key, x), batched[0]
+def _(size: int, batched: list[Any], key: jax.Array, tensors: tuple[jax.Array, ...]) -> tuple[jax.Array, bool]:
+    if any(batched[1]) and not batched[0]:
+        warn_shared(f"for all {size} entries of a vmap", "the entry's number, or map over jax.random.split(key)")
+    return _same_key(key, tensors), batched[0]
 
 
-def _warn(where: str, way_out: str) -> None:
+def warn_shared(where: str, way_out: str) -> None:
+    """Warns that tensors `where` share random bits; `way_out` is what to fold their key with."""
     warnings.warn(
         f"one key rounds different tensors {where}: their errors are alike and do not average out; fold the key with "
         f"{way_out}",

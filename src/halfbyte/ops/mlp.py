@@ -28,6 +28,7 @@ from halfbyte.ops.passes import GatedPasses, Made, Passes, Read
 from halfbyte.ops.shards import Placement, axes_of, gather, gathered_in
 from halfbyte.ops.sharing import first_wanting, once_each, operands_of_x
 from halfbyte.ops.stacks import Layer, array_of
+from halfbyte.ops.surroundings import own_key
 from halfbyte.ops.weight import QWeight, Weight
 from halfbyte.recipe import Recipe, as_recipe, site_key
 
@@ -100,6 +101,7 @@ def mlp_in_stacks(
     """
     recipes = _recipes(recipe)
     _check(x, weights, recipes)
+    key = own_key(key, recipes, (x, *weights))
     keys = [None if key is None else site_key(key, site) for site in SITES]
     specs: tuple[Any, Any] = (), ()
     if execution.placements is not None:

@@ -21,7 +21,7 @@ from halfbyte.ops.linear import ALONE, Execution, Linear, with_linears
 from halfbyte.ops.operand import add_rounded
 from halfbyte.ops.shards import Placement, gather, gathered_in
 from halfbyte.ops.sharing import first_wanting, once_each, operands_of_x
-from halfbyte.ops.surroundings import anywhere
+from halfbyte.ops.surroundings import anywhere, own_key
 from halfbyte.ops.weight import QWeight, Weight
 from halfbyte.recipe import Recipe
 
@@ -36,10 +36,12 @@ def qdot(
 
     float32 sums, the tensor scales applied to them, one rounding to the result's dtype. The weight gradient has w's
     dtype. `key` is a typed key, folded by the caller with step, layer and site; it is needed where the recipe rounds
-    stochastically. `w` may be a `QWeight`; `weights_kept` as for `mlp`. NaN or infinity in an operand makes the whole
-    result NaN. With a `placement` every device of its mesh computes its part, by the same kernels as a single one.
+    stochastically, and one key for several tensors (in a loop, under vmap or shard_map) is a SharedBitsWarning. `w` may
+    be a `QWeight`; `weights_kept` as for `mlp`. NaN or infinity in an operand makes the whole result NaN. With a
+    `placement` every device of its mesh computes its part, by the same kernels as a single one.
     """
     execution = Execution(backend, None if placement is None else (placement,), weights_kept, sharded)
+    key = own_key(key, (recipe,), (x, w))
     (y,) = qdots(x, (w,), recipes=(recipe,), keys=(key,), execution=execution, out_dtype=out_dtype)
     return y if out_sharding is None else lax.with_sharding_constraint(y, out_sharding)
 

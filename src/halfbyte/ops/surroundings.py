@@ -20,6 +20,7 @@ from jax import core, lax
 from jax.extend.core import Literal
 from jax.sharding import AxisType, NamedSharding
 
+from halfbyte.formats import warn_if_shared, warn_shared
 from halfbyte.ops.first_order import first_order
 from halfbyte.recipe import Recipe, as_recipe
 
@@ -159,6 +160,18 @@ def loop_with_one_key(key: jax.Array) -> str | None:
     return None
 
 
+def own_key(key: jax.Array | None, recipes: Sequence[Recipe], tensors: Sequence[Any]) -> jax.Array | None:
+    """`key` itself, and a SharedBitsWarning where the recipes round different tensors with it: in the iterations of a
+    loop, under `vmap`, on the devices of a `shard_map`.
+    """
+    if key is None or not any(recipe.stochastic for recipe in recipes):
+        return key
+    loop = loop_with_one_key(key)
+    if loop is not None:
+        warn_shared(f"in every iteration of the {loop} around them", "the loop's counter (layer_key)")
+    return warn_if_shared(key, *(tensor for tensor in tensors if isinstance(tensor, jax.Array)))
+
+
 def _open_traces() -> Iterator[Any]:
     """The traces of jaxprs that are open, the innermost first: any value made now belongs to that."""
     trace = getattr(lax.iota("int32", 1), "_trace", None)
@@ -201,4 +214,5 @@ def _constant(tracer: Any) -> Any:
     variable = getattr(tracer, "val", None)
     if isinstance(variable, Literal):
         return variable.val
-    return getattr(getattr(tracer._trace, "frame", None), "constvar_to_val", {}).get(variable)
+    constants = getattr(getattr(tracer._trace, "frame", None), "constvar_to_val", None)
+    return None if constants is None else constants.get(variable)
