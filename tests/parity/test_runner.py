@@ -97,7 +97,7 @@ def test_a_complete_run_whose_last_row_is_damaged_is_trained_anew(tmp_path, monk
     train, begun = trains(plan)
     stopped, said = run(plan, tmp_path, monkeypatch, train)
     assert stopped is None and begun == [("nvfp4", 0)] * 2
-    assert (folder.parent / "seed-0.damaged-1" / "metrics.jsonl").is_file()
+    assert (tmp_path / "damaged" / "nvfp4-seed-0-1" / "metrics.jsonl").is_file()
     assert not any(f"{whole:.4f}" in line for line in said[:-1]) and "trained anew" in said[-2]
     assert analyse(plan, tmp_path)["complete"]
     assert run(plan, tmp_path, monkeypatch, train)[0] is None and len(begun) == 2

@@ -43,11 +43,11 @@ class Status:
 def status_of(folder: Path, steps: int) -> Status:
     """Read from what the run left behind. It is done when the row of its last step has a validation loss: that of
     another step is no outcome."""
-    if not (folder / "metrics.jsonl").is_file():
-        return Status(MISSING)
     if (folder / "diverged.json").is_file():
         found = read_json(folder / "diverged.json")
         return Status(DIVERGED, int(found["step"]), str(found["error"]))
+    if not (folder / "metrics.jsonl").is_file():
+        return Status(MISSING)
     rows = {row["step"]: row for row in read_rows(folder / "metrics.jsonl") if "step" in row}
     step = max(rows, default=0)
     if "validation_loss" not in rows.get(steps, {}):

@@ -33,7 +33,7 @@ Say = Callable[[str], None]
 Observers = Callable[[TrainConfig, Path], Sequence[Any]]
 LINES_A_RUN = 8
 AT_WORK = ("step", "validation", "save", "finish")  # what a stop waits for; a compiler or a probe is left alone
-PATIENCE_S = 1.0
+PATIENCE_S = 0.5
 
 
 class Stop:
@@ -190,14 +190,13 @@ def run_one(
                 return
             if again:
                 raise ValueError(f"{folder} is trained to its end and has no validation loss there; see {file.name}")
-            aside = _set_aside(folder)
-            say(f"{prefix} complete, but its last row is damaged or lost: kept as {aside.name}, trained anew")
+            aside = _set_aside(folder, directory / "damaged", f"{arm.name}-seed-{seed}")
+            say(f"{prefix} complete, but its last row is damaged or lost: kept as {aside}, trained anew")
 
 
-def _set_aside(folder: Path) -> Path:
-    number = 1
-    while (aside := folder.with_name(f"{folder.name}.damaged-{number}")).exists():
-        number += 1
+def _set_aside(folder: Path, where: Path, name: str) -> Path:
+    where.mkdir(exist_ok=True)
+    aside = where / f"{name}-{len(list(where.glob(f'{name}-*'))) + 1}"
     folder.rename(aside)
     return aside
 
