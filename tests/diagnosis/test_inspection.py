@@ -12,7 +12,7 @@ from radar_bands import CONFIG, batch_of
 from halfbyte import models
 from halfbyte.diagnosis.inspection import inspect
 from halfbyte.diagnosis.inspection_page import html, terminal
-from halfbyte.diagnosis.tensors import describe, snr_db
+from halfbyte.diagnosis.tensors import describe, in_rows
 from halfbyte.formats import FP8, NVFP4
 from halfbyte.recipe import OperandPolicy, policy, recipe
 from halfbyte.train import resolve
@@ -37,7 +37,9 @@ def test_a_planted_outlier_channel_is_named_first_and_kept_in_bf16():
     config = dataclasses.replace(CONFIG, model=MODEL, recipe="nvfp4", policy="mlp")
     resolved = resolve(MODEL, "mlp", recipe("nvfp4"))
     params = with_outlier(models.init(MODEL, jax.random.key(3)))
-    found = inspect(config, resolved, params, [batch_of(3)], step=0)
+    lines = []
+    found = inspect(config, resolved, params, [batch_of(3)], step=0, say=lines.append)
+    assert len(lines) > MODEL.layers and "compiled" in lines[0]  # said before anything is
     layer, site, gemm, decibels = found.worst()[0]
     assert (layer, gemm) == (LAYER, "fprop") and site in ("mlp/gate", "mlp/up") and decibels < 10
     text = found.policy("mlp", 12.0)
@@ -56,7 +58,8 @@ def test_numbers_of_one_operand_against_numpy():
     x[3, 7] = 80.0
     given = jnp.asarray(x, jnp.bfloat16)
     wide = np.asarray(given, np.float32)
-    found = describe(given, OperandPolicy(NVFP4), -1)
+    told = jax.jit(describe, static_argnums=(1, 2))
+    found = told(given, OperandPolicy(NVFP4), -1)
     assert float(found["amax"]) == np.abs(wide).max()
     assert float(found["crest"]) == pytest.approx(np.abs(wide).max() / np.sqrt(np.mean(wide**2)), rel=1e-5)
     # The block of the outlier: its scale is 80 / 6, and what is below a quarter of that rounds to zero.
@@ -67,8 +70,22 @@ def test_numbers_of_one_operand_against_numpy():
     scale = 448 / np.abs(wide).max()
     near = (wide * scale).astype(jnp.float8_e4m3fn).astype(np.float32) / scale
     expected = 10 * np.log10(np.sum(wide**2) / np.sum((near - wide) ** 2))
-    assert float(snr_db(given, OperandPolicy(FP8), -1)) == pytest.approx(expected, abs=0.05)
+    assert float(told(given, OperandPolicy(FP8), -1)["snr"]) == pytest.approx(expected, abs=0.05)
 
 
-def test_a_shape_without_blocks_has_no_ratio():
-    assert np.isnan(float(snr_db(jnp.ones((3, 40), jnp.bfloat16), OperandPolicy(NVFP4), -1)))
+@pytest.mark.parametrize(
+    "axis, policy", [(-2, OperandPolicy(NVFP4, hadamard=True)), (-1, OperandPolicy(NVFP4, block="2d"))]
+)
+def test_a_matrix_laid_out_in_rows_has_the_same_numbers(axis, policy):
+    x = jnp.asarray(np.random.default_rng(1).normal(0, 1, (48, 64)), jnp.bfloat16)
+    laid = in_rows(x, policy, axis)
+    assert laid.size == 2**12 > x.size
+    told = jax.jit(describe, static_argnums=(1, 2))
+    wanted, found = told(x, policy, axis), told(laid, policy, -1, jnp.int32(x.size))
+    for name, value in wanted.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
+
+
+def test_a_shape_without_blocks_is_not_laid_out():
+    assert in_rows(jnp.ones((3, 40), jnp.bfloat16), OperandPolicy(NVFP4), -1) is None
+    assert in_rows(jnp.ones((16, 40), jnp.bfloat16), OperandPolicy(NVFP4, block="2d"), -1) is None

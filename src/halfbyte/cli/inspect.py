@@ -8,8 +8,10 @@ with and without Hadamard), mxfp4, mxfp8 and fp8; for each GEMM, its result agai
 shortest list of layers or linears to keep in higher precision, as a ready --policy value; writes inspect.html and
 inspect.json."""
 
+import functools
 import itertools
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -63,7 +65,8 @@ def run(args: Args) -> Result:
     text = read_policy(args.policy or config.policy)
     resolved = resolve(config.model, text, chosen)
     batches = first_batches(opened, args.batches)
-    found = inspect(config, resolved, restored.items["params"], batches, step=restored.step)
+    say = functools.partial(print, file=sys.stderr, flush=True)
+    found = inspect(config, resolved, restored.items["params"], batches, step=restored.step, say=say)
     policy = found.policy(text, args.snr)
     screen = console()
     screen.print(terminal(found, args.snr))

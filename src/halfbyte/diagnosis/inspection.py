@@ -2,10 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import jax
 import numpy as np
 
 from halfbyte.recipe import Resolved, recipe
@@ -49,14 +48,18 @@ class Inspection:
         return recommend(self.snr, self.quantized, wanted=wanted, policy=text)
 
 
-def inspect(config: TrainConfig, resolved: Resolved, params: Any, batches: Iterable[Any], *, step: int) -> Inspection:
-    """Replay one step on each batch and look at what its linears were given."""
+def inspect(
+    config: TrainConfig, resolved: Resolved, params: Any, batches: Iterable[Any], *, step: int,
+    say: Callable[[str], None] = lambda line: None,
+) -> Inspection:  # fmt: skip
+    """Replay one step on each batch and look at what its linears were given. `say` is told how far it is."""
     context = dataclasses.replace(make_context(config, resolved, None, None), mesh=None, remat="none", unroll=1)  # type: ignore[arg-type]
     replay = Replay(config.model, context)
     sums: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
     noises: dict[tuple[int, str, str], list[float]] = {}
     shown = list(batches)
-    for batch in shown:
+    say(f"replaying a step of {config.model.layers} layers on {len(shown)} batches; programs are compiled first")
+    for place, batch in enumerate(shown, 1):
         for layer, linears in replay.layers(params, part_of(batch), step_of(config.rounding_seed, step)):
             for given in linears:
                 own, site, plain = given.recipe, given.site, dataclasses.replace(given, site="")
@@ -64,8 +67,10 @@ def inspect(config: TrainConfig, resolved: Resolved, params: Any, batches: Itera
                 for gemm, numbers in gemm_numbers(tried, backend=config.precision.backend).items():
                     noises.setdefault((layer, site, gemm), []).append(float(numbers["snr_db"]))
                 for role in TENSORS:
-                    numbers = jax.device_get(operand_numbers(given.x, given.w, given.dy, role, getattr(own, role)))
-                    sums.setdefault((layer, site, role), []).append(numbers)
+                    sums.setdefault((layer, site, role), []).append(operand_numbers(plain, role))
+                if place == 1 and layer == config.model.layers - 1:  # later layers and batches share its programs
+                    say(f"batch 1, layer {layer}: {site}")
+            say(f"batch {place} of {len(shown)}: layer {layer} seen, {layer} to go")
     if not shown:
         raise ValueError("inspect was given no batch; --batches must be 1 or more")
     operands = [summarise(layer, site, role, found) for (layer, site, role), found in sorted(sums.items())]
