@@ -46,6 +46,7 @@ def environment() -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": f"{SOURCE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
         "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "2",  # for commands that have no flag for it
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }
 
