@@ -21,12 +21,12 @@ import numpy as np
 from kernel_cases import KEY, KEY2, KINDS, all_equal, scale_of, special, top
 from kernel_timing import Case, random_array
 
+from halfbyte import kernels as K
 from halfbyte.formats import MXFP8, quantize, tile_scales
 from halfbyte.formats.noise import key_words
 from halfbyte.formats.selftest import VECTORS, load
-from halfbyte.ops import kernels as K
-from halfbyte.ops.kernels import Columnwise, Rowwise, ScaleOrder, arithmetic, codes, mxfp8
-from halfbyte.ops.kernels.mxfp8 import MxOperand
+from halfbyte.kernels import Columnwise, Rowwise, ScaleOrder, arithmetic, codes, mxfp8
+from halfbyte.kernels.mxfp8 import MxOperand
 
 CHECKED = ((128, 128), (256, 1024), (64, 2048), (256, 1376), (64, 2731), (64, 10944), (48, 144), (16, 43), (80, 62),
            (512, 272), (1024, 512), (192, 640))  # fmt: skip

@@ -10,9 +10,9 @@ from jax import lax
 from kernel_cases import KINDS, all_equal, special
 from kernel_timing import Case, random_array
 
-from halfbyte.ops import kernels as K
-from halfbyte.ops.kernels import f8
-from halfbyte.ops.kernels.scale import GEMM
+from halfbyte import kernels as K
+from halfbyte.kernels import f8
+from halfbyte.kernels.scale import GEMM
 
 TYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 TILINGS = (f8.F8Tiling(), f8.F8Tiling(128, 128, 8), f8.F8Tiling(64, 64, 4), f8.F8Tiling(128, 32, 4))

@@ -11,8 +11,8 @@ from jax import lax
 from kernel_cases import all_equal, scale_of
 from kernel_timing import Case, random_array
 
-from halfbyte.ops.kernels.matmul import GemmTiling, default_tiling, matmul, with_float32_output
-from halfbyte.ops.kernels.scale import GEMM
+from halfbyte.kernels.matmul import GemmTiling, default_tiling, matmul, with_float32_output
+from halfbyte.kernels.scale import GEMM
 
 CONTRACTED = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}
 # (layout, m, n, k): the GEMMs of an MLP of 2048 x 8192 with 16384 tokens, and of 4096 x 14336 with 8192

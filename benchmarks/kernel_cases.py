@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 from kernel_timing import Case, random_array, tiling_name
 
-from halfbyte.ops import kernels as K
-from halfbyte.ops.kernels import Columnwise, Rowwise, Tiling
+from halfbyte import kernels as K
+from halfbyte.kernels import Columnwise, Rowwise, Tiling
 
 KEY, KEY2 = np.array([0x12345678, 0x9ABCDEF0], np.uint32), np.array([7, 11], np.uint32)
 KINDS = ("normal", "wide", "zero_scales", "ties", "negative_zero", "subnormal", "zeros", "huge")

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from halfbyte.ops.kernels import Tiling
+from halfbyte.kernels import Tiling
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 

@@ -10,8 +10,8 @@ import numpy as np
 from kernel_cases import KEY, KEY2, all_equal, scale_of, top
 from kernel_timing import Case, random_array, tiling_name
 
-from halfbyte.ops import kernels as K
-from halfbyte.ops.kernels import Columnwise, Rowwise, Tiling
+from halfbyte import kernels as K
+from halfbyte.kernels import Columnwise, Rowwise, Tiling
 
 SHAPES = ((16384, 8192), (8192, 14336))
 

@@ -16,7 +16,7 @@ SOURCE = ROOT / "src" / "halfbyte"
 
 LAYERS = (
     ("formats", "devices", "inputs", "program", "later"),
-    ("recipe", "sharding", "ranks"),
+    ("recipe", "sharding", "ranks", "kernels"),
     ("ops",),
     ("models", "data", "optim", "checkpoint", "metrics", "profiling", "conformance"),
     ("train", "evaluation", "report"),

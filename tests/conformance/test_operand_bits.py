@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from halfbyte import ops
+from halfbyte import kernels, ops
 from halfbyte.conformance import SelfTestFailed, check_stacks, definition, differing, operands_agree
 from halfbyte.conformance.operand_bits import differing_in_stacks
-from halfbyte.ops import kernels
+from halfbyte.kernels.stacks import Layer
 from halfbyte.ops.activation import ACTIVATIONS, SILU
 from halfbyte.ops.backends.fused import FusedPasses
 from halfbyte.ops.passes import XLA, Passes
-from halfbyte.ops.stacks import Layer
 from halfbyte.recipe import recipe
 
 

@@ -33,12 +33,12 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import halfbyte as hb
-from halfbyte import devices, ops
+from halfbyte import devices, kernels, ops
+from halfbyte.kernels.stacks import empty, hand_back
 from halfbyte.models import LlamaConfig
-from halfbyte.ops import kernels, problem
+from halfbyte.ops import problem
 from halfbyte.ops.backends import BACKENDS, native
 from halfbyte.ops.gemms import dot, finish
-from halfbyte.ops.stacks import empty, hand_back
 from halfbyte.sharding import make_mesh
 from halfbyte.train import TrainConfig, create_state, jit_train_step, phases, run_mesh
 

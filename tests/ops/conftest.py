@@ -6,7 +6,7 @@ import sys
 import jax
 import pytest
 
-from halfbyte.ops import kernels
+from halfbyte import kernels
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 

@@ -9,13 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from halfbyte import devices, ops
-from halfbyte.ops import kernels
+from halfbyte import devices, kernels, ops
+from halfbyte.kernels import scale
 from halfbyte.ops.activation import SILU
 from halfbyte.ops.backends import fp8, reference
 from halfbyte.ops.backends.fp8 import F8Passes
 from halfbyte.ops.gemms import DGRAD, FPROP, WGRAD
-from halfbyte.ops.kernels import scale
 from halfbyte.ops.operand import EightBit, Operand
 from halfbyte.ops.passes import XLA, request
 from halfbyte.ops.problem import Problem

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from instruments import quick
 
-from halfbyte import devices, ops
+from halfbyte import devices, kernels, ops
 from halfbyte.formats import MXFP8_E5M2
-from halfbyte.ops import kernels
 from halfbyte.ops.backends import block_scaled, native
 from halfbyte.ops.backends.mx_passes import MX, MxPasses
 from halfbyte.ops.backends.native import TILED, NativePasses

@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from halfbyte import devices, ops, program
+from halfbyte.kernels.stacks import empty, hand_back
 from halfbyte.ops.backends import fp8
 from halfbyte.ops.mlp import Middle
-from halfbyte.ops.stacks import empty, hand_back
 from halfbyte.sharding import make_mesh
 
 LAYERS = 3

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from halfbyte import ops
+from halfbyte.kernels.stacks import Layer
 from halfbyte.ops.activation import SILU, Activation
 from halfbyte.ops.linear import quantize_part, weight_operand
 from halfbyte.ops.mlp import fused_passes
 from halfbyte.ops.operand import EightBit, Operand
 from halfbyte.ops.passes import XLA, GatedPasses, Passes, Request, request
-from halfbyte.ops.stacks import Layer
 from halfbyte.ops.weight import CONTRACTED
 from halfbyte.recipe import Recipe
 

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from halfbyte import ops
+from halfbyte.kernels.stacks import empty
 from halfbyte.models.context import Axes, Context, LayerContext
 from halfbyte.models.params import Params
 from halfbyte.models.remat import named
 from halfbyte.ops.shards import axes_of, cut_of
-from halfbyte.ops.stacks import empty
 from halfbyte.recipe import Recipe, Segment
 
 MLP_SITES = ("gate", "up", "down")

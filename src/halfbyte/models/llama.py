@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from halfbyte.kernels.stacks import hand_back
 from halfbyte.models.config import LlamaConfig
 from halfbyte.models.context import PLAIN, Context, LayerContext, key_of_layer, segments
 from halfbyte.models.embedding import embed_tokens, head_weight
@@ -31,7 +32,6 @@ from halfbyte.ops.loss import token_nll as chunked_nll
 from halfbyte.ops.norm import rms_norm
 from halfbyte.ops.operand import pinned
 from halfbyte.ops.rope import apply_rope, rope_frequencies, rope_tables
-from halfbyte.ops.stacks import hand_back
 from halfbyte.sharding import axis_size
 
 Batch = dict[str, jax.Array]

@@ -21,13 +21,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from halfbyte.kernels.stacks import Layer, array_of
 from halfbyte.ops.activation import SILU, Activation
 from halfbyte.ops.linear import ALONE, Execution, Linear, with_linears
 from halfbyte.ops.operand import Owed, add_rounded, name_saved
 from halfbyte.ops.passes import GatedPasses, Made, Passes, Read
 from halfbyte.ops.shards import Placement, axes_of, gather, gathered_in
 from halfbyte.ops.sharing import first_wanting, once_each, operands_of_x
-from halfbyte.ops.stacks import Layer, array_of
 from halfbyte.ops.surroundings import own_key
 from halfbyte.ops.weight import QWeight, Weight
 from halfbyte.recipe import Recipe, as_recipe, site_key

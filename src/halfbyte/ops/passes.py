@@ -15,11 +15,11 @@ from typing import Any
 import jax
 
 from halfbyte.formats import Packed
+from halfbyte.kernels.stacks import Layer
 from halfbyte.ops.activation import Activation
 from halfbyte.ops.operand import Carrier, EightBit, Kept, Operand, WeightScales, keep, load, quantize_operand
 from halfbyte.ops.problem import Problem
 from halfbyte.ops.shards import Cut, Shards
-from halfbyte.ops.stacks import Layer
 from halfbyte.recipe import OperandPolicy, Recipe, role_key
 
 ROWS, COLUMNS = -1, -2  # the axis that is blocked: features, for fprop and dgrad; tokens, for wgrad

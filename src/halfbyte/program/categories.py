@@ -20,7 +20,7 @@ ORIGINS = (
     (
         "quantize",
         re.compile(
-            rf"\bformats/|ops/kernels/|ops/operand\.py:\d+:(?!{ROUNDINGS})|ops/(?:weight|passes|backends)\b"
+            rf"\b(?:formats|kernels)/|ops/operand\.py:\d+:(?!{ROUNDINGS})|ops/(?:weight|passes|backends)\b"
             r"|quantize|hadamard"
         ),
     ),

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from halfbyte import devices
-from halfbyte.ops import kernels as K
+from halfbyte import kernels as K
 
 
 def compiled(fn, device, *args):

@@ -7,9 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from halfbyte.ops.kernels import arithmetic, gated
-from halfbyte.ops.kernels.memory import VectorMemory
-from halfbyte.ops.kernels.vector import Vector
+from halfbyte.kernels import arithmetic, gated
+from halfbyte.kernels.memory import VectorMemory
+from halfbyte.kernels.vector import Vector
 
 T, N = 64, 256
 KEY = np.array([0x12345678, 0x9ABCDEF0], np.uint32)

@@ -11,14 +11,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from halfbyte import kernels as K
 from halfbyte.formats import random_bytes, tile_scales
 from halfbyte.formats.noise import key_words
 from halfbyte.formats.selftest import VECTORS, load
-from halfbyte.ops import kernels as K
-from halfbyte.ops.kernels import ScaleOrder
-from halfbyte.ops.kernels import codes as kernel_codes
-from halfbyte.ops.kernels.launch import on_host
-from halfbyte.ops.kernels.vector import Vector
+from halfbyte.kernels import ScaleOrder
+from halfbyte.kernels import codes as kernel_codes
+from halfbyte.kernels.launch import on_host
+from halfbyte.kernels.vector import Vector
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

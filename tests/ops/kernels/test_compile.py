@@ -9,7 +9,7 @@ import pytest
 from kernel_programs import compiled, compiled_codes, shapes, topology_of
 
 from halfbyte import devices, ops
-from halfbyte.ops import kernels as K
+from halfbyte import kernels as K
 from halfbyte.recipe import recipe
 
 pytestmark = pytest.mark.cuda_compiler

@@ -5,9 +5,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from halfbyte.ops import kernels
-from halfbyte.ops.kernels import f8
-from halfbyte.ops.stacks import Layer
+from halfbyte import kernels
+from halfbyte.kernels import f8
+from halfbyte.kernels.stacks import Layer
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

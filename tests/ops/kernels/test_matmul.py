@@ -5,9 +5,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from halfbyte.ops.kernels import amax_bits, tensor_scale
-from halfbyte.ops.kernels.matmul import LAYOUTS, dims, matmul, unsupported
-from halfbyte.ops.kernels.scale import GEMM
+from halfbyte.kernels import amax_bits, tensor_scale
+from halfbyte.kernels.matmul import LAYOUTS, dims, matmul, unsupported
+from halfbyte.kernels.scale import GEMM
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

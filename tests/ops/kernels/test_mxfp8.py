@@ -8,10 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from halfbyte import kernels as K
 from halfbyte.formats import MXFP8, quantize, tile_scales
-from halfbyte.ops import kernels as K
-from halfbyte.ops.kernels import ScaleOrder, mxfp8
-from halfbyte.ops.kernels.mxfp8 import MxOperand
+from halfbyte.kernels import ScaleOrder, mxfp8
+from halfbyte.kernels.mxfp8 import MxOperand
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

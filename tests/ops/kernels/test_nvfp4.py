@@ -7,8 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from halfbyte.ops import kernels
-from halfbyte.ops.stacks import Layer
+from halfbyte import kernels
+from halfbyte.kernels.stacks import Layer
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from halfbyte import devices
-from halfbyte.ops import kernels as K
-from halfbyte.ops.kernels import f8
-from halfbyte.ops.kernels.matmul import LAYOUTS, matmul, unsupported
-from halfbyte.ops.stacks import Layer
+from halfbyte import kernels as K
+from halfbyte.kernels import f8
+from halfbyte.kernels.matmul import LAYOUTS, matmul, unsupported
+from halfbyte.kernels.stacks import Layer
 
 T, N = 256, 1024
 KEY, KEY2 = np.array([0x12345678, 0x9ABCDEF0], np.uint32), np.array([7, 11], np.uint32)

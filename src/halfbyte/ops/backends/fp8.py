@@ -3,7 +3,7 @@
 A GPU's 8-bit GEMM wants the contraction last on both sides: x and W^T for fprop, dy and W for dgrad, x^T and dy^T for
 wgrad. With one scale a tensor the codes of a tensor and of its transpose are the same numbers, so each pass reads a
 tensor once for its maximum and once to write its codes in the orders that are requested, with SwiGLU inside
-(`ops.kernels.f8`).
+(`kernels.f8`).
 
 XLA has an 8-bit GEMM that takes both decode scales as float32 device scalars, applies them to its float32 sums and
 rounds once. It only writes it for products of dequantized bfloat16 operands, and only if its Triton GEMMs are off:
@@ -21,13 +21,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from halfbyte import kernels
 from halfbyte.formats import FP8, FP8_E5M2, BlockFormat
-from halfbyte.ops import kernels
+from halfbyte.kernels import f8
 from halfbyte.ops.activation import SILU, Activation
 from halfbyte.ops.backends.backend import Backend
 from halfbyte.ops.backends.carrier import f8_matrix
 from halfbyte.ops.gemms import DGRAD, FPROP, WGRAD, Contraction, Gemm, alpha, dot, finish
-from halfbyte.ops.kernels import f8
 from halfbyte.ops.operand import EightBit, Operand, Quantized
 from halfbyte.ops.passes import COLUMNS, ROWS, GatedPasses, Made, Request
 from halfbyte.ops.problem import Problem

@@ -2,7 +2,7 @@
 
 On a Hopper GPU the GEMMs of `carrier` already run at the speed of bfloat16; what an emulated step owes on top are the
 passes that quantize. Here each tensor is read once for its maxima and once for all the operands requested of it, with
-the Hadamard transform, the random bits and SwiGLU inside (`ops.kernels`). The operands are those of the definition, bit
+the Hadamard transform, the random bits and SwiGLU inside (`kernels`). The operands are those of the definition, bit
 for bit; for SwiGLU that holds on the numbers that the kernels compute with the GPU's own exp.
 
 The GEMM kernel multiplies its float32 accumulator by the factors before it rounds; XLA would write the float32 sums to
@@ -17,15 +17,15 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from halfbyte import kernels
 from halfbyte.formats import NVFP4, Packed
-from halfbyte.ops import kernels
+from halfbyte.kernels import Columnwise, Rowwise, Window
+from halfbyte.kernels.layout import BLOCK
+from halfbyte.kernels.matmul import unsupported as gemm_unsupported
+from halfbyte.kernels.scale import AMAX, DECODE, GEMM, SIZE
 from halfbyte.ops.activation import SILU, Activation
 from halfbyte.ops.backends.backend import Backend
 from halfbyte.ops.gemms import DGRAD, FPROP, WGRAD, Gemm, result_shape
-from halfbyte.ops.kernels import Columnwise, Rowwise, Window
-from halfbyte.ops.kernels.layout import BLOCK
-from halfbyte.ops.kernels.matmul import unsupported as gemm_unsupported
-from halfbyte.ops.kernels.scale import AMAX, DECODE, GEMM, SIZE
 from halfbyte.ops.operand import SCALES, Carrier, Kept, Operand, Owed, WeightScales, gemm_factor, key_pair, name_saved
 from halfbyte.ops.passes import ROWS, GatedPasses, KeptWeight, Made, QuantizedWeight, Read, Request
 from halfbyte.ops.problem import Problem

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
+from halfbyte import kernels
 from halfbyte.formats import MXFP8, MXFP8_E5M2, Packed, tile_scales
-from halfbyte.ops import kernels
+from halfbyte.kernels import ScaleOrder
+from halfbyte.kernels.mxfp8 import BLOCK, MxOperand
+from halfbyte.kernels.mxfp8 import unsupported as kernels_unsupported
 from halfbyte.ops.activation import SILU, Activation
 from halfbyte.ops.backends.block_scaled import uncalled
-from halfbyte.ops.kernels import ScaleOrder
-from halfbyte.ops.kernels.mxfp8 import BLOCK, MxOperand
-from halfbyte.ops.kernels.mxfp8 import unsupported as kernels_unsupported
 from halfbyte.ops.operand import BlockScaled, Operand, gemm_factor, name_saved
 from halfbyte.ops.passes import ROWS, GatedPasses, Made, QuantizedWeight, Read, Request
 from halfbyte.ops.problem import Problem

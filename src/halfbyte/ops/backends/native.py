@@ -30,14 +30,14 @@ from jax import lax
 
 from halfbyte.devices import native_training
 from halfbyte.formats import E5M2, BlockFormat, Packed, QTensor, pack, tile_scales
+from halfbyte.kernels import Columnwise, Rowwise, ScaleOrder
+from halfbyte.kernels.scale import GEMM
 from halfbyte.ops.backends import fused
 from halfbyte.ops.backends.backend import Backend
 from halfbyte.ops.backends.block_scaled import SCOPE, block_scaled_dot, pays, uncalled
 from halfbyte.ops.backends.fused import FusedPasses
 from halfbyte.ops.backends.mx_passes import MX
 from halfbyte.ops.gemms import Gemm, alpha, contraction_last, finish, result_shape
-from halfbyte.ops.kernels import Columnwise, Rowwise, ScaleOrder
-from halfbyte.ops.kernels.scale import GEMM
 from halfbyte.ops.operand import BlockScaled, Kept, Operand, Owed, Quantized, gemm_factor, keep, load, name_saved
 from halfbyte.ops.passes import XLA, Made, Passes, QuantizedWeight, Request
 from halfbyte.ops.problem import Problem, target

@@ -18,14 +18,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from halfbyte.formats import E4M3, E5M2
+from halfbyte.kernels import layout
+from halfbyte.kernels.gated import backward_words, forward_words
+from halfbyte.kernels.interpret import is_interpreted
+from halfbyte.kernels.machine import Machine, Word, Words
+from halfbyte.kernels.scale import ENCODE
+from halfbyte.kernels.stacks import Layer
+from halfbyte.kernels.tile import evaluate
 from halfbyte.later import later
-from halfbyte.ops.kernels import layout
-from halfbyte.ops.kernels.gated import backward_words, forward_words
-from halfbyte.ops.kernels.interpret import is_interpreted
-from halfbyte.ops.kernels.machine import Machine, Word, Words
-from halfbyte.ops.kernels.scale import ENCODE
-from halfbyte.ops.kernels.tile import evaluate
-from halfbyte.ops.stacks import Layer
 
 plgpu = later("jax.experimental.pallas.triton")
 ELEMENTS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}

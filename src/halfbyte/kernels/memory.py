@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from halfbyte.ops.kernels.machine import Address
-from halfbyte.ops.kernels.ptx import Ptx, Reg
-from halfbyte.ops.kernels.vector import Vector
+from halfbyte.kernels.machine import Address
+from halfbyte.kernels.ptx import Ptx, Reg
+from halfbyte.kernels.vector import Vector
 
 SHARED = -1  # the array that is a program's shared memory
 GROUP_BARRIER = "bar.sync barrier, 128;"  # of the 128 lanes of one program

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from halfbyte.ops.kernels import arithmetic as q
-from halfbyte.ops.kernels import codes, layout
-from halfbyte.ops.kernels.layout import BLOCK, Tiling
-from halfbyte.ops.kernels.machine import Machine, TokenRows, Word
-from halfbyte.ops.kernels.scale import DECODE, MULT
-from halfbyte.ops.kernels.scale_order import ScaleOrder
-from halfbyte.ops.kernels.tile import evaluate
+from halfbyte.kernels import arithmetic as q
+from halfbyte.kernels import codes, layout
+from halfbyte.kernels.layout import BLOCK, Tiling
+from halfbyte.kernels.machine import Machine, TokenRows, Word
+from halfbyte.kernels.scale import DECODE, MULT
+from halfbyte.kernels.scale_order import ScaleOrder
+from halfbyte.kernels.tile import evaluate
 
 WEIGHT_TILING = Tiling(4, 4)
 

@@ -17,14 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from halfbyte.formats import E4M3, E5M2
-from halfbyte.ops.kernels import arithmetic as q
-from halfbyte.ops.kernels import layout
-from halfbyte.ops.kernels.gated import backward_made, forward_made
-from halfbyte.ops.kernels.launch import launch
-from halfbyte.ops.kernels.machine import Machine, MemoryMachine, TokenRows, Where, Word, Words
-from halfbyte.ops.kernels.place import Place, place, programs, whole
-from halfbyte.ops.kernels.rows import joined, load_rows, store_rows
-from halfbyte.ops.kernels.scale_order import ScaleOrder
+from halfbyte.kernels import arithmetic as q
+from halfbyte.kernels import layout
+from halfbyte.kernels.gated import backward_made, forward_made
+from halfbyte.kernels.launch import launch
+from halfbyte.kernels.machine import Machine, MemoryMachine, TokenRows, Where, Word, Words
+from halfbyte.kernels.place import Place, place, programs, whole
+from halfbyte.kernels.rows import joined, load_rows, store_rows
+from halfbyte.kernels.scale_order import ScaleOrder
 
 BLOCK = 32
 ELEMENTS = {"e4m3": E4M3, "e5m2": E5M2}

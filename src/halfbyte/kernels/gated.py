@@ -22,12 +22,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from halfbyte.ops.kernels import codes, layout
-from halfbyte.ops.kernels.layout import BLOCK, Tiling
-from halfbyte.ops.kernels.machine import Machine, TokenRows, Word, Words
-from halfbyte.ops.kernels.nvfp4 import Columnwise, Rowwise, find_maxima, quantize_made
-from halfbyte.ops.kernels.tile import evaluate
-from halfbyte.ops.stacks import Layer, array_of
+from halfbyte.kernels import codes, layout
+from halfbyte.kernels.layout import BLOCK, Tiling
+from halfbyte.kernels.machine import Machine, TokenRows, Word, Words
+from halfbyte.kernels.nvfp4 import Columnwise, Rowwise, find_maxima, quantize_made
+from halfbyte.kernels.stacks import Layer, array_of
+from halfbyte.kernels.tile import evaluate
 
 FORWARD_TILING = Tiling(4, 2)
 BACKWARD_MAXIMA_TILING = Tiling(2, 4)

@@ -9,8 +9,8 @@ written in pieces.
 
 import dataclasses
 
-from halfbyte.ops.kernels.machine import Address, MemoryMachine, TokenRows, Where, Word, Words
-from halfbyte.ops.kernels.place import Place
+from halfbyte.kernels.machine import Address, MemoryMachine, TokenRows, Where, Word, Words
+from halfbyte.kernels.place import Place
 
 
 def load_rows(m: MemoryMachine, array: int, at: Place, size: int, *, rows: int | None = None) -> list[list[Word]]:

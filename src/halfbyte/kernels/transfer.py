@@ -7,11 +7,11 @@ Edges are masked. Blocks that the array does not fill end in zeros: packed codes
 """
 
 from halfbyte.formats.tiling import ROWS
-from halfbyte.ops.kernels.machine import MemoryMachine, Where, Word
-from halfbyte.ops.kernels.memory import SHARED
-from halfbyte.ops.kernels.place import BLOCK, WARPS, Place, whole
-from halfbyte.ops.kernels.rows import joined
-from halfbyte.ops.kernels.scale_order import ScaleOrder
+from halfbyte.kernels.machine import MemoryMachine, Where, Word
+from halfbyte.kernels.memory import SHARED
+from halfbyte.kernels.place import BLOCK, WARPS, Place, whole
+from halfbyte.kernels.rows import joined
+from halfbyte.kernels.scale_order import ScaleOrder
 
 WARP_STRIDE = 72  # words from one warp's columns to the next one's: no two lanes of a transfer share a bank
 

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from halfbyte.kernels.interpret import is_interpreted
+from halfbyte.kernels.machine import MemoryMachine
+from halfbyte.kernels.memory import PtxMemory, VectorMemory
 from halfbyte.later import later
-from halfbyte.ops.kernels.interpret import is_interpreted
-from halfbyte.ops.kernels.machine import MemoryMachine
-from halfbyte.ops.kernels.memory import PtxMemory, VectorMemory
 
 plgpu = later("jax.experimental.pallas.mosaic_gpu")
 GROUP = 4  # warps of a Mosaic thread, a warpgroup, and of a program

@@ -25,10 +25,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from halfbyte.kernels.interpret import is_interpreted
+from halfbyte.kernels.launch import multiprocessors
+from halfbyte.kernels.scale import GEMM, SIZE
 from halfbyte.later import later
-from halfbyte.ops.kernels.interpret import is_interpreted
-from halfbyte.ops.kernels.launch import multiprocessors
-from halfbyte.ops.kernels.scale import GEMM, SIZE
 
 plgpu = later("jax.experimental.pallas.mosaic_gpu")
 LAYOUTS = ("nn", "nt", "tn")

@@ -6,7 +6,7 @@
 import enum
 
 from halfbyte.formats.tiling import ROWS, SCALES
-from halfbyte.ops.kernels.machine import MemoryMachine, Word
+from halfbyte.kernels.machine import MemoryMachine, Word
 
 
 class ScaleOrder(enum.Enum):

@@ -21,15 +21,15 @@ maxima and `tensor_scales` are those of the carriers. Any width is taken; the la
 16 is filled up with zeros, so that rows have ceil(features / 16) * 8 bytes.
 """
 
-from halfbyte.ops.kernels import f8, mxfp8
-from halfbyte.ops.kernels.gated import activation, backward_maxima, forward_maxima, quantize_backward, quantize_forward
-from halfbyte.ops.kernels.interpret import interpreted
-from halfbyte.ops.kernels.layout import Tiling, unsupported
-from halfbyte.ops.kernels.matmul import GemmTiling, matmul
-from halfbyte.ops.kernels.nvfp4 import Columnwise, Rowwise, Window, maxima, quantize, unpack
-from halfbyte.ops.kernels.scale import amax_bits, scales_and_factors, tensor_scale, tensor_scales
-from halfbyte.ops.kernels.scale_order import ScaleOrder
-from halfbyte.ops.kernels.weights import pack_weight, quantize_weight, weight_codes, weight_maxima
+from halfbyte.kernels import f8, mxfp8
+from halfbyte.kernels.gated import activation, backward_maxima, forward_maxima, quantize_backward, quantize_forward
+from halfbyte.kernels.interpret import interpreted
+from halfbyte.kernels.layout import Tiling, unsupported
+from halfbyte.kernels.matmul import GemmTiling, matmul
+from halfbyte.kernels.nvfp4 import Columnwise, Rowwise, Window, maxima, quantize, unpack
+from halfbyte.kernels.scale import amax_bits, scales_and_factors, tensor_scale, tensor_scales
+from halfbyte.kernels.scale_order import ScaleOrder
+from halfbyte.kernels.weights import pack_weight, quantize_weight, weight_codes, weight_maxima
 
 __all__ = [
     "Columnwise",

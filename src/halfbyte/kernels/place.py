@@ -6,7 +6,7 @@ A warp owns a block of tokens, 16 for NVFP4, of 32 x `columns` features, a progr
 import dataclasses
 
 from halfbyte.formats.tiling import ROWS
-from halfbyte.ops.kernels.machine import MemoryMachine, Where, Word
+from halfbyte.kernels.machine import MemoryMachine, Where, Word
 
 BLOCK = 16
 WARPS = 4

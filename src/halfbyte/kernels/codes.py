@@ -14,15 +14,15 @@ import jax
 import jax.numpy as jnp
 
 from halfbyte.formats.noise import ROUNDS
-from halfbyte.ops.kernels import arithmetic as q
-from halfbyte.ops.kernels import nibbles
-from halfbyte.ops.kernels.launch import launch
-from halfbyte.ops.kernels.machine import Machine, MemoryMachine, Noise, TokenRows, Word, Words
-from halfbyte.ops.kernels.place import BLOCK, WARPS, Place, place, prefetch, programs, whole
-from halfbyte.ops.kernels.rows import load_rows, store_rows
-from halfbyte.ops.kernels.scale import DECODE, MULT
-from halfbyte.ops.kernels.scale_order import ScaleOrder
-from halfbyte.ops.kernels.transfer import store_codes, store_turned_codes
+from halfbyte.kernels import arithmetic as q
+from halfbyte.kernels import nibbles
+from halfbyte.kernels.launch import launch
+from halfbyte.kernels.machine import Machine, MemoryMachine, Noise, TokenRows, Word, Words
+from halfbyte.kernels.place import BLOCK, WARPS, Place, place, prefetch, programs, whole
+from halfbyte.kernels.rows import load_rows, store_rows
+from halfbyte.kernels.scale import DECODE, MULT
+from halfbyte.kernels.scale_order import ScaleOrder
+from halfbyte.kernels.transfer import store_codes, store_turned_codes
 
 
 def random_state(m: MemoryMachine, key: int, origin: int | None, window: Any, at: Place) -> tuple[list[Word], int]:

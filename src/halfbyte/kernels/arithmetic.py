@@ -25,8 +25,8 @@ import functools
 from collections.abc import Callable
 from typing import TypeAlias
 
-from halfbyte.ops.kernels.machine import Machine, Noise, TokenRows, Word, Words
-from halfbyte.ops.kernels.ptx import FLT_MAX
+from halfbyte.kernels.machine import Machine, Noise, TokenRows, Word, Words
+from halfbyte.kernels.ptx import FLT_MAX
 
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 BlockScales: TypeAlias = tuple[Word, tuple[Word, Word], tuple[Word, Word]]  # codes, values, encode scales of two blocks

@@ -20,15 +20,15 @@ import numpy as np
 from jax import lax
 
 from halfbyte.formats.noise import multiply_high_low, wide_key
-from halfbyte.ops.kernels import arithmetic as q
-from halfbyte.ops.kernels import codes, layout
-from halfbyte.ops.kernels.codes import unpack as _unpack_any_width
-from halfbyte.ops.kernels.layout import BLOCK, Tiling
-from halfbyte.ops.kernels.machine import Machine, TokenRows, Word
-from halfbyte.ops.kernels.scale import DECODE, MULT
-from halfbyte.ops.kernels.scale_order import ScaleOrder
-from halfbyte.ops.kernels.tile import evaluate
-from halfbyte.ops.stacks import Layer, array_of
+from halfbyte.kernels import arithmetic as q
+from halfbyte.kernels import codes, layout
+from halfbyte.kernels.codes import unpack as _unpack_any_width
+from halfbyte.kernels.layout import BLOCK, Tiling
+from halfbyte.kernels.machine import Machine, TokenRows, Word
+from halfbyte.kernels.scale import DECODE, MULT
+from halfbyte.kernels.scale_order import ScaleOrder
+from halfbyte.kernels.stacks import Layer, array_of
+from halfbyte.kernels.tile import evaluate
 
 AMAX_TILING = Tiling(4, 4)
 ROW_TILING = Tiling(8, 4)

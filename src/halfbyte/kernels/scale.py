@@ -12,10 +12,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from halfbyte.formats import E2M1, E4M3
+from halfbyte.kernels import layout
+from halfbyte.kernels.interpret import is_interpreted
+from halfbyte.kernels.ptx import FLT_MAX
 from halfbyte.later import later
-from halfbyte.ops.kernels import layout
-from halfbyte.ops.kernels.interpret import is_interpreted
-from halfbyte.ops.kernels.ptx import FLT_MAX
 
 plgpu = later("jax.experimental.pallas.triton")
 AMAX, ENCODE, DECODE, MULT, GEMM = range(5)

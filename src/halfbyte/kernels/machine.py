@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from halfbyte.ops.kernels.ptx import Reg
+from halfbyte.kernels.ptx import Reg
 
 Word: TypeAlias = Reg | np.ndarray | int | float
 Noise: TypeAlias = "Sequence[Words] | None"  # [pair of columns][token // 2] random words

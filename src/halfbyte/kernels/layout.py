@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from halfbyte.kernels.interpret import is_interpreted
+from halfbyte.kernels.stacks import Layer
 from halfbyte.later import later
-from halfbyte.ops.kernels.interpret import is_interpreted
-from halfbyte.ops.stacks import Layer
 
 plgpu = later("jax.experimental.pallas.triton")
 BLOCK = 16

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from halfbyte.ops.kernels.interpret import is_interpreted
-from halfbyte.ops.kernels.ptx import Ptx
-from halfbyte.ops.kernels.vector import Vector
+from halfbyte.kernels.interpret import is_interpreted
+from halfbyte.kernels.ptx import Ptx
+from halfbyte.kernels.vector import Vector
 
 
 def evaluate(
@@ -69,7 +69,7 @@ def _evaluate_ptx(body: Any, tiles: Any, scalars: Any, outputs: Any, columns: in
         for array in (*tiles, *scalars)
         for _ in range(words_per_lane(array.dtype, columns))
     ]
-    from halfbyte.ops.kernels.inline import inline_ptx  # loads Triton's lowering, which only a GPU needs
+    from halfbyte.kernels.inline import inline_ptx  # loads Triton's lowering, which only a GPU needs
 
     return inline_ptx(
         "{\n" + "\n".join([*declarations, *machine.lines, *stores]) + "\n}",

@@ -5,8 +5,8 @@ neighbours: one multiplication by 1 + 2**12 puts both codes into the top byte. A
 bytes, and byte permutations sort eight tokens of each column into one word.
 """
 
-from halfbyte.ops.kernels import arithmetic as q
-from halfbyte.ops.kernels.machine import Machine, Noise, TokenRows, Word, Words
+from halfbyte.kernels import arithmetic as q
+from halfbyte.kernels.machine import Machine, Noise, TokenRows, Word, Words
 
 SIDE_BY_SIDE = 1 + 2**12
 UPPER = 0xF0F0F0F0  # the upper nibble of each byte
