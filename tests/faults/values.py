@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import struct
 import termios
 import threading
@@ -17,7 +16,7 @@ from typing import Any
 
 from files import finished_copy
 from outside import change_memory, last_step, wait_until
-from reference import Bench, at_random_step, is_sentence, kind
+from reference import Bench, is_sentence, kind
 from states import arrays, checkpoint_steps, losses, saved_state
 
 
@@ -56,7 +55,7 @@ def poison(folder: Path, value: float) -> int:
 @kind(times=2)
 def poisoned_checkpoint(bench: Bench, folder: Path, random: Random) -> str:
     finished_copy(bench, folder)
-    value = random.choice([float("nan"), float("inf"), float("-inf")])
+    value = random.choice([float("nan"), float("inf"), float("-inf"), 1e30, 3e38])  # the last two have no square
     step = poison(folder, value)
     found, one = bench.verify(folder)
     assert found == 3 and "not finite" in one.said, f"verify ended with {found}: {one.said[-600:]}"
@@ -64,31 +63,6 @@ def poisoned_checkpoint(bench: Bench, folder: Path, random: Random) -> str:
     assert code == 0 and "POISONED CHECKPOINT" in output, f"ended with {code}: {output[-800:]}"
     bench.same_end(folder)
     return f"{value} in the weights of step {step}: named by verify and train, the one before used; bit-identical"
-
-
-STRICT = ("--loss-scale.mode", "off", "--guard.skips", "2")
-
-
-@kind(times=2)
-def gradient_that_is_not_finite(bench: Bench, folder: Path, random: Random) -> str:
-    """A weight so large that the gradient through it is not finite, or its norm is not; the weight itself, and its
-    square, are."""
-    one = bench.trainer.start(folder, *STRICT)
-    at_random_step(bench, folder, [one], random)
-    one.process.send_signal(signal.SIGTERM)
-    assert one.wait() == 75, one.output[-600:]
-    step = poison(folder, random.choice([5e18, 9e18]))
-    before = saved_state(folder)
-    code, output = bench.trainer.finish(folder, *STRICT)
-    assert code == 1, f"ended with {code}: {output[-800:]}"
-    is_sentence(output)
-    said = " ".join(output.split())
-    named = said.partition("the first that is not finite is ")[2].partition(";")[0]
-    assert "gradient" in named or "forward pass" in named, said[-800:]
-    after = saved_state(folder)  # a skipped step may be saved: it counts, and its weights are those before it
-    changed = [name for name in after[1] if after[1][name] != before[1][name] and not name.startswith("progress/")]
-    assert not changed, f"a step with such a gradient was kept: {before[0]} to {after[0]}, {changed[:3]}"
-    return f"after step {step}: {named}; exit 1"
 
 
 def with_bad_tokens(bench: Bench, folder: Path, random: Random) -> Path:
