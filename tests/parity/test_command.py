@@ -100,6 +100,8 @@ def test_a_whole_parity(config_file, tmp_path, monkeypatch, capfd):
         (["--margin", "0%"], "larger than 0"),
         (["--margin", "0.5"], "with its unit"),
         (["--seeds", "0"], "seeds must be 1 or more"),
+        (["--looks", "2"], "looks must be rising"),
+        (["--looks", "three"], "numbers of seeds"),
         (["--steps", "5", "--tokens", "5"], "not both"),
         (["--baseline", "bf17"], "no recipe named"),
         (["--candidates", "bf16"], "two arms are called|are the same run"),
