@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import secrets
+import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -19,7 +20,6 @@ from typing import Any
 import jax
 import jaxlib
 
-import halfbyte
 from halfbyte.data.dataset import as_mixture
 from halfbyte.inputs import read_json, regular, replace_file
 
@@ -74,7 +74,8 @@ def hash_of(path: Path) -> str:
 
 def versions() -> dict[str, str]:
     """Of the programs that decide what a step computes."""
-    told = {program.__name__: program.__version__ for program in (halfbyte, jax, jaxlib)}  # installed or not
+    package = sys.modules[__name__.partition(".")[0]]  # a room does not import the whole
+    told = {program.__name__: str(program.__version__) for program in (package, jax, jaxlib)}  # installed or not
     return told | {"code": code_hash()}
 
 
