@@ -189,3 +189,12 @@ def test_a_closed_event_loop_is_not_printed_and_everything_else_is(monkeypatch):
     for text in ("Event loop is closed", "another"):
         sys.unraisablehook(SimpleNamespace(exc_type=RuntimeError, exc_value=RuntimeError(text)))
     assert [str(found.exc_value) for found in passed] == ["another"]
+
+
+@pytest.mark.parametrize("name", ["_CHECKPOINT_METADATA", "params/_METADATA", "params/manifest.ocdbt", "a-pipe"])
+def test_a_pipe_in_a_checkpoint_is_named_and_not_waited_for(tmp_path, name):
+    filled(tmp_path, steps=(10,)).close()
+    (tmp_path / "10" / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "10" / name)
+    with pytest.raises(ValueError, match=f"10/{name} is not a regular file"):
+        Checkpoints(tmp_path)

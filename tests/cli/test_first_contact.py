@@ -145,6 +145,6 @@ def test_completion_in_bash(script, typed, wanted):
     """The script is sourced by bash itself and asked as the shell asks it."""
     words = typed.split(" ")
     array = " ".join(f"'{word}'" for word in words)
-    ask = f"source {script}; COMP_WORDS=({array}); COMP_CWORD={len(words) - 1}; _halfbyte; echo \"${{COMPREPLY[@]}}\""
+    ask = f'source {script}; COMP_WORDS=({array}); COMP_CWORD={len(words) - 1}; _halfbyte; echo "${{COMPREPLY[@]}}"'
     done = subprocess.run(["bash", "--norc", "-c", ask], capture_output=True, text=True, check=True)
     assert set(done.stdout.split()) == wanted

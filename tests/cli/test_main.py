@@ -218,3 +218,11 @@ def test_a_console_shows_markup_and_escapes_as_text(capsys):
     console().print("[/nothing] \x9b31m :smile:")
     out = capsys.readouterr().out
     assert "[/bold]\\x1b[31m[red]x[/]" in out and "[/nothing] \\x9b31m :smile:" in out and "\x1b" not in out
+
+
+def test_a_platform_that_jax_does_not_have_is_bad_input(monkeypatch, capfd):
+    """What JAX raises, at its first device, for JAX_PLATFORMS=nope."""
+    monkeypatch.setenv("JAX_PLATFORMS", "nope")
+    assert cli.report(RuntimeError("Unable to initialize backend 'nope': Backend 'nope' is not in the list")) == 2
+    error = capfd.readouterr().err
+    assert "JAX_PLATFORMS is 'nope'" in error and "Traceback" not in error

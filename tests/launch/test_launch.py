@@ -140,3 +140,12 @@ def test_what_you_set_under_another_name_of_the_flag_is_kept(yours):
     (became,) = apply((AHEAD,), environ)
     assert became.kept and f"{became.setting.name}={became.value}" == yours
     assert environ == {"XLA_FLAGS": f"--{yours}"}
+
+
+@pytest.mark.parametrize("name", [name for name in SLURM if name != "SLURM_STEP_NODELIST"])
+@pytest.mark.parametrize("value", ["x", "", "-1", "2.5"])
+def test_a_number_of_the_environment_that_is_none_is_named(name, value):
+    with pytest.raises(ValueError, match=f"{name} is '{value}'"):
+        find_peers(DistributedConfig(), {**SLURM, name: value})
+    with pytest.raises(ValueError, match="OMPI_COMM_WORLD_SIZE is 'x'"):
+        find_peers(DistributedConfig(), {"OMPI_COMM_WORLD_SIZE": "x"})

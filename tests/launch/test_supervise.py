@@ -1,6 +1,9 @@
 """A supervisor over small scripts in place of ranks. Oracle: what each start leaves on the disk."""
 
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -86,3 +89,45 @@ def test_the_command_and_its_directory():
         parse(["--ranks", "2"])
     with pytest.raises(SystemExit, match="2"):
         parse(["--ranks", "0", "--", "train"])
+
+
+ORPHAN = """
+import os
+from halfbyte.launch.supervise import end_with_supervisor
+end_with_supervisor(os.environ)
+assert os.getpgid(0) == os.getpid()
+(folder / f"up-{rank}").write_text(str(os.getpid()))
+time.sleep(120)
+"""
+SUPERVISE = """if True:
+    import sys
+    from halfbyte.launch import supervise
+    supervise.ENTRY = (sys.executable, sys.argv[1] + "/rank.py", sys.argv[1])
+    supervise.Supervisor(["train"], 2, supervise.Policy(), lambda: 0, print).run()
+"""
+
+
+def test_ranks_end_with_a_supervisor_that_is_killed(tmp_path):
+    (tmp_path / "rank.py").write_text(RANK)
+    (tmp_path / "behave.py").write_text(ORPHAN)
+    outer = subprocess.Popen([sys.executable, "-c", SUPERVISE, str(tmp_path)])
+    files = [tmp_path / f"up-{rank}" for rank in range(2)]
+    wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+    outer.kill()
+    outer.wait()
+    wait_until(lambda: not any(is_running(int(file.read_text())) for file in files))
+
+
+def wait_until(true, seconds=60.0):
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def is_running(pid):
+    """Whether a process is there and no mere remnant that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

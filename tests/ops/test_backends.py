@@ -227,6 +227,12 @@ def test_native_says_which_formats_it_lacks():
         ops.choose("native", problem(wide, BLOCKS_OF_32[2], B200))
 
 
+@pytest.mark.parametrize("shape", [(0, 32), (4, 0, 32)])
+def test_an_empty_batch_is_named(shape):
+    with pytest.raises(ValueError, match="empty batch"):
+        ops.qdot(jnp.zeros(shape), jnp.zeros((32, 16)), recipe="nvfp4", key=KEY)
+
+
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="on a GPU native serves")
 def test_naming_a_backend_that_cannot_serve_is_an_error():
     x, w, _ = tensors(BLOCKS_OF_16[4], "bfloat16")

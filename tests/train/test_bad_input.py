@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -233,6 +234,20 @@ def test_a_directory_that_another_process_holds(attempt, tmp_path):
     error = attempt(tiny(mesh="data=8"), run_dir=tmp_path / "held")
     assert f"pid {holder.pid}" in error
     holder.communicate("")
+
+
+def test_a_backend_that_nobody_asks_for_has_a_name_all_the_same(attempt):
+    assert "unknown backend 'nope'" in attempt(tiny(recipe="bf16", mesh="data=8"), "--precision.backend", "nope")
+
+
+@pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "config.json", "run.json"])
+def test_a_pipe_in_a_run_directory_is_named_and_not_waited_for(attempt, tmp_path, name):
+    (tmp_path / "run").mkdir()
+    config = tiny(mesh="data=8", recipe="bf16")
+    jsonconfig.save(config, tmp_path / "run" / "config.json")
+    (tmp_path / "run" / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "run" / name)
+    assert name in attempt(config, run_dir=tmp_path / "run")
 
 
 def test_resume_with_another_model_recipe_or_dtype(attempt, tmp_path):

@@ -10,7 +10,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from halfbyte.inputs import read_json, regular, replace_file
+from halfbyte.inputs import UnreadableFile, read_json, regular, replace_file
 
 from .record import DamagedCheckpoint, UnreadableCheckpoint, one_line
 
@@ -52,6 +52,14 @@ def check_file_list(directory: Path) -> None:
             raise DamagedCheckpoint(f"file {name} has {found[name]['bytes']} bytes instead of {size}")
         if digest is not None and found[name].get("crc32") != digest:
             raise DamagedCheckpoint(f"file {name} is not what was written (its CRC differs)")
+
+
+def refuse_irregular(directory: Path) -> None:
+    """Raise UnreadableFile if something under it is there and neither a file nor a directory: a pipe, which Orbax would
+    wait for."""
+    for path in sorted(directory.rglob("*")):
+        if path.exists() and not path.is_dir() and not path.is_file():
+            raise UnreadableFile(f"{path} is not a regular file; remove it, or restore it from a copy")
 
 
 def check_readable(directory: Path) -> None:

@@ -26,7 +26,7 @@ from halfbyte.later import later
 from .aside import copied, lock_host_memory, on_gpus, run_once, without_room
 from .beside import BeingRead, GoneCheckpoint, reading
 from .checksum import disagreements, inspect, named_leaves
-from .files import check_file_list, check_readable, remove_unfinished, write_file_list
+from .files import check_file_list, check_readable, refuse_irregular, remove_unfinished, write_file_list
 from .hushing import hush_late_writes
 from .record import (
     DamagedCheckpoint,
@@ -99,6 +99,7 @@ class Checkpoints:
         self._orbax = self._open()
 
     def _open(self) -> Any:
+        refuse_irregular(self.directory)
         logging.getLogger("absl").setLevel(logging.CRITICAL)  # what fails is said here, in one line
         hush_late_writes()
         context = ocp.Context()

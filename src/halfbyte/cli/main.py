@@ -270,14 +270,25 @@ def is_bad_input(error: BaseException) -> bool:
     """True for a ValueError raised by Halfbyte's own code, and for a path that is missing or cannot be used."""
     if isinstance(error, BAD_PATH) or (isinstance(error, OSError) and error.errno in BAD_PATH_CODES):
         return True
+    if _no_platform(error):
+        return True
     if not isinstance(error, ValueError) or error.__traceback__ is None:
         return False
     innermost = traceback.extract_tb(error.__traceback__)[-1].filename
     return Path(innermost).is_relative_to(PACKAGE)
 
 
+def _no_platform(error: BaseException) -> bool:
+    """Whether JAX was asked, by the environment, for a device that is not here."""
+    asked = "JAX_PLATFORMS" in os.environ and isinstance(error, RuntimeError)
+    return asked and str(error).startswith("Unable to initialize backend")
+
+
 def _paragraph(error: BaseException) -> str:
     """What the error says; of the system's own errors, the words without their number."""
+    if _no_platform(error):
+        named = os.environ["JAX_PLATFORMS"]
+        return f"JAX_PLATFORMS is {named!r}, and JAX has no such device here ({error}); unset it, or name another"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}" if error.filename else "")
     return str(error) or type(error).__name__

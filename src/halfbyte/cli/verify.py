@@ -86,7 +86,10 @@ def check_checkpoints(directory: Path, opened: "RunDirectory | None") -> list[Fi
     folder = directory / "checkpoints"
     if not folder.is_dir():
         return [Finding("checkpoints", UNKNOWN, "there are none")]
-    store = Checkpoints(folder, run=opened.identity.run if opened and opened.identity else None)
+    try:
+        store = Checkpoints(folder, run=opened.identity.run if opened and opened.identity else None)
+    except ValueError as error:  # a pipe, which nobody waits for
+        return [Finding("checkpoints", BAD, str(error))]
     found = [_check_one(store, step, opened) for step in store.steps()]
     if found and all(finding.state == UNKNOWN for finding in found):  # a run that trains has others by now
         store.reload()

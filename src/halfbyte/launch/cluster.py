@@ -89,19 +89,27 @@ def _with_bind(peers: Peers, bind: str) -> Peers:
 
 def _slurm(environ: Mapping[str, str]) -> Peers | None:
     needed = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
-    if any(name not in environ for name in needed) or int(environ["SLURM_NTASKS"]) < 2:
+    if any(name not in environ for name in needed) or _number(environ, "SLURM_NTASKS") < 2:
         return None
-    nodes, tasks = int(environ.get("SLURM_STEP_NUM_NODES", "1")), int(environ["SLURM_NTASKS"])
+    nodes, tasks = _number(environ, "SLURM_STEP_NUM_NODES", "1"), _number(environ, "SLURM_NTASKS")
     host = LOOPBACK if nodes == 1 else first_host(environ["SLURM_STEP_NODELIST"])
-    address = f"{host}:{FIRST_PORT + int(environ['SLURM_JOB_ID']) % PORTS}"
-    devices = _own_device(int(environ["SLURM_LOCALID"]), alone=tasks == nodes)
-    return Peers("slurm", address, address, tasks, int(environ["SLURM_PROCID"]), devices)
+    address = f"{host}:{FIRST_PORT + _number(environ, 'SLURM_JOB_ID') % PORTS}"
+    devices = _own_device(_number(environ, "SLURM_LOCALID"), alone=tasks == nodes)
+    return Peers("slurm", address, address, tasks, _number(environ, "SLURM_PROCID"), devices)
+
+
+def _number(environ: Mapping[str, str], name: str, default: str = "") -> int:
+    """A whole number from the environment; ValueError, naming the variable, where it holds something else."""
+    text = environ.get(name, default)
+    if not re.fullmatch(r"\d{1,18}", text):
+        raise ValueError(f"{name} is {text!r}, not a number; unset it, or give --distributed.cluster none")
+    return int(text)
 
 
 def _openmpi(environ: Mapping[str, str]) -> Peers | None:
-    if int(environ.get("OMPI_COMM_WORLD_SIZE", "1")) < 2:
+    if _number(environ, "OMPI_COMM_WORLD_SIZE", "1") < 2:
         return None
-    size, local = int(environ["OMPI_COMM_WORLD_SIZE"]), int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1"))
+    size, local = _number(environ, "OMPI_COMM_WORLD_SIZE"), _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", "1")
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
     launcher = re.search(r"tcp://(.+?)[,:]|tcp6://\[(.+?)[,\]]", uri)
     if size == local:
@@ -114,8 +122,8 @@ def _openmpi(environ: Mapping[str, str]) -> Peers | None:
             "give --distributed.coordinator HOST:PORT, --distributed.processes and --distributed.process"
         )
     address = f"{host}:{FIRST_PORT + _job_number(uri) % PORTS}"
-    devices = _own_device(int(environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0")), alone=local == 1)
-    return Peers("openmpi", address, address, size, int(environ["OMPI_COMM_WORLD_RANK"]), devices)
+    devices = _own_device(_number(environ, "OMPI_COMM_WORLD_LOCAL_RANK", "0"), alone=local == 1)
+    return Peers("openmpi", address, address, size, _number(environ, "OMPI_COMM_WORLD_RANK"), devices)
 
 
 def _job_number(uri: str) -> int:

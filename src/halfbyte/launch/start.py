@@ -10,6 +10,7 @@ import jax
 from halfbyte.ranks import Group, Limits, connect, on_terminate
 
 from .cluster import FIRST_PORT, LOOPBACK, DistributedConfig, Peers, find_peers, under_kubernetes
+from .supervise import end_with_supervisor
 
 BACKSTOP = 10
 """JAX's own heartbeat ends a group without a sentence; ours comes first."""
@@ -25,6 +26,7 @@ class Launched:
 
 def start(config: DistributedConfig, *, watchdog_s: float = 0.0, say: Callable[[str], None] = print) -> Launched:
     """Connect to the peers, if there are any, and say how. The group that comes back is open: it watches."""
+    end_with_supervisor(os.environ)
     silence = float(config.heartbeat_timeout_s)
     limits = Limits(silence=min(silence, watchdog_s) if watchdog_s else silence, progress=watchdog_s)
     _settle_cpu(config, many=False)

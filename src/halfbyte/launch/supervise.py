@@ -10,18 +10,21 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
 from .cluster import LOOPBACK
 
-DONE, BAD_INPUT, NOT_PASSED, PREEMPTED = 0, 2, 3, 75
+DONE, FAILED, BAD_INPUT, NOT_PASSED, PREEMPTED = 0, 1, 2, 3, 75
 # The words that start a process of this program, whatever is in PATH.
 ENTRY = (sys.executable, "-c", "from halfbyte.cli.main import entry; entry()")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SUPERVISOR = "HALFBYTE_SUPERVISOR"
+LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,11 @@ class Supervisor:
     def _once(self) -> tuple[int, int]:
         """Start the ranks and wait for all; (exit code of the group, the rank that ended it)."""
         port = free_port()
+        environment = {**os.environ, SUPERVISOR: str(os.getpid())}
         self._running = [
-            subprocess.Popen([*ENTRY, *self.command, *self._place(rank, port)]) for rank in range(self.ranks)
+            # A group of its own: a terminal's Ctrl-C comes to a rank once, from here.
+            subprocess.Popen([*ENTRY, *self.command, *self._place(rank, port)], env=environment, process_group=0)
+            for rank in range(self.ranks)
         ]
         first: tuple[int, int] | None = None
         deadline = float("inf")
@@ -126,6 +132,21 @@ class Supervisor:
             if process.poll() is None:
                 process.kill()
                 process.wait()
+
+
+def end_with_supervisor(environ: MutableMapping[str, str]) -> None:
+    """In a rank: when the process that started it is gone, however it went, this one ends at once, so that the next
+    supervisor finds the run directory free. Nothing for a process that no supervisor started."""
+    if (parent := environ.pop(SUPERVISOR, "")).isdigit():
+        threading.Thread(target=_end_without, args=(int(parent),), name="halfbyte-supervisor", daemon=True).start()
+
+
+def _end_without(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(LOOK_S)
+    said = "the supervisor has gone; this rank ends, the last checkpoint is intact"
+    print(f"halfbyte: {said}", file=sys.stderr, flush=True)
+    os._exit(FAILED)
 
 
 def newest_checkpoint(directory: Path) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from halfbyte.inputs import no_follow, replace_file
+from halfbyte.inputs import no_follow, read_text, replace_file
 
 from . import events
 from .rows import rows_until
@@ -189,8 +189,8 @@ class WandB:
 
         marker = directory / "wandb_id"
         if not marker.exists():
-            replace_file(marker, wandb.util.generate_id())
-        kept = marker.read_text(encoding="ascii", errors="replace").strip()
+            replace_file(marker, secrets.token_hex(4))
+        kept = read_text(marker, most=200).strip()
         self._run = wandb.init(project=project, name=name, id=kept, resume="allow", dir=directory, config=dict(config))
 
     def write(self, row: Row) -> None:

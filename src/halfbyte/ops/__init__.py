@@ -2,7 +2,7 @@
 
 from halfbyte.ops.activation import ACTIVATIONS, Activation
 from halfbyte.ops.ahead import Site, quantize_stacks
-from halfbyte.ops.backends import BACKENDS, Backend, Choice, choose, passed_over, serving
+from halfbyte.ops.backends import BACKENDS, Backend, Choice, check_backend, choose, passed_over, serving
 from halfbyte.ops.dot_general import dot_general
 from halfbyte.ops.gemms import GEMMS, Gemm
 from halfbyte.ops.linear import Execution, quantize_weight
@@ -28,6 +28,7 @@ __all__ = [
     "QWeight",
     "Site",
     "apply_recipe",
+    "check_backend",
     "choose",
     "compile_for",
     "dot_general",

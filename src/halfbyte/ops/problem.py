@@ -94,6 +94,9 @@ class Problem:
 
     def unblockable(self) -> str | None:
         """Why the recipe's formats cannot cut this problem into blocks, or None."""
+        if 0 in (self.tokens, self.inputs, self.outputs) and self.recipe.quantized:
+            sizes = f"x [{self.tokens}, {self.inputs}], W [{self.inputs}, {self.outputs}]"
+            return f"{sizes} has nothing to quantize: leave the empty batch out, or give it the bf16 recipe"
         for gemm in self.gemms:
             for role in gemm.roles:
                 policy, size = getattr(self.recipe, role), self.contraction(gemm)

@@ -97,6 +97,7 @@ class Manifest:
 
 def build_manifest(config: TrainConfig, resolved: Resolved, recipe: Recipe, *, seq: int, device: Device) -> Manifest:
     """The manifest of one precision phase. Raises ValueError where a backend cannot serve a site."""
+    ops.check_backend(config.precision.backend)
     rows = config.batch // config.accumulate
     sites = []
     for site in models.gemm_sites(config.model, rows, seq):

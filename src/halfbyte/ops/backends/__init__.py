@@ -46,6 +46,12 @@ class Choice:
         return BACKENDS[dict(self.multipliers)[gemm.name]]
 
 
+def check_backend(name: str) -> None:
+    """ValueError where there is no backend of that name, whether or not anything asks for one."""
+    if name not in ("auto", *BACKENDS):
+        raise ValueError(f"unknown backend {name!r}; choose auto, {', '.join(BACKENDS)}")
+
+
 def choose(name: str, problem: Problem) -> Choice:
     """The choice of backend `name`, or under "auto" that of the first in PREFERENCE that serves and pays."""
     reason = problem.unblockable()
@@ -53,8 +59,7 @@ def choose(name: str, problem: Problem) -> Choice:
         raise ValueError(f"recipe {problem.recipe.name}: {reason}")
     if name == "auto":
         return _choice(next(BACKENDS[n] for n in PREFERENCE if _reason(BACKENDS[n], problem) is None), problem)
-    if name not in BACKENDS:
-        raise ValueError(f"unknown backend {name!r}; choose auto, {', '.join(BACKENDS)}")
+    check_backend(name)
     reason = BACKENDS[name].unable(problem)
     if reason is not None:
         raise ValueError(
