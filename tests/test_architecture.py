@@ -18,6 +18,7 @@ LAYERS = (
     ("formats", "devices", "inputs", "program", "later"),
     ("recipe", "sharding", "ranks", "kernels"),
     ("ops",),
+    ("nn",),
     ("models", "data", "optim", "checkpoint", "metrics", "profiling", "conformance"),
     ("train", "evaluation", "report"),
     ("bench", "parity", "diagnosis", "launch", "interchange"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from halfbyte import models
-from halfbyte.ops.rope import RopeScaling
+from halfbyte.nn.rope import RopeScaling
 
 TINY = models.LlamaConfig(
     name="tiny", vocab_size=96, embed=64, mlp=96, layers=2, heads=4, kv_heads=2, head_dim=16, max_seq=128,

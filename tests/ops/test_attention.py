@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from halfbyte import devices, program
 from halfbyte.devices import target_cudnn
-from halfbyte.ops import attention as module
-from halfbyte.ops import attention_blocks as blocks
-from halfbyte.ops.attention import attention, cached_attention, choose_attention
+from halfbyte.nn import attention as module
+from halfbyte.nn import attention_blocks as blocks
+from halfbyte.nn.attention import attention, cached_attention, choose_attention
 from halfbyte.sharding import make_mesh, parse_mesh
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from halfbyte.ops.loss import cross_entropy, token_nll
+from halfbyte.nn.loss import cross_entropy, token_nll
 from halfbyte.sharding import make_mesh, parse_mesh
 
 BATCH, SEQ, WIDTH, VOCAB = 4, 24, 32, 96

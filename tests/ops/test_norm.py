@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from halfbyte.ops.norm import rms_norm
+from halfbyte.nn.norm import rms_norm
 
 EPS = 1e-5
 

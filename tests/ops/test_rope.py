@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from halfbyte.ops.rope import RopeScaling, apply_rope, rope_frequencies, rope_tables
+from halfbyte.nn.rope import RopeScaling, apply_rope, rope_frequencies, rope_tables
 
 
 def test_turns_pairs_by_the_angle_of_their_position():

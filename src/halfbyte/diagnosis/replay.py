@@ -23,10 +23,10 @@ from halfbyte.models.context import Context, LayerContext, key_of_layer, segment
 from halfbyte.models.embedding import embed_tokens, head_weight
 from halfbyte.models.llama import block, layer_numbers, layer_slice, positions_of, rope_of
 from halfbyte.models.quantized import FUSED, share_scales, shares_scale
+from halfbyte.nn.attention import attention
+from halfbyte.nn.loss import cross_entropy
+from halfbyte.nn.norm import rms_norm
 from halfbyte.ops.activation import ACTIVATIONS
-from halfbyte.ops.attention import attention
-from halfbyte.ops.loss import cross_entropy
-from halfbyte.ops.norm import rms_norm
 from halfbyte.recipe import Recipe, Segment, layer_key, site_key
 
 Batch = dict[str, jax.Array]

@@ -24,9 +24,9 @@ from halfbyte.models.context import LayerContext, key_of_layer, segments
 from halfbyte.models.embedding import embed_tokens
 from halfbyte.models.linear import BETWEEN, inside, linears
 from halfbyte.models.llama import attention_block, layer_numbers, layer_slice, mlp_block, positions_of, rope_of
+from halfbyte.nn.attention import attention
+from halfbyte.nn.norm import rms_norm
 from halfbyte.ops.activation import ACTIVATIONS
-from halfbyte.ops.attention import attention
-from halfbyte.ops.norm import rms_norm
 from halfbyte.recipe import Resolved
 
 ROWS = 8

@@ -10,7 +10,7 @@ from typing import Any
 
 from halfbyte.inputs import printable
 from halfbyte.models import LlamaConfig
-from halfbyte.ops.rope import RopeScaling
+from halfbyte.nn.rope import RopeScaling
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
 """Architecture -> model_type."""

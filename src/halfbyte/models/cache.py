@@ -18,8 +18,8 @@ from halfbyte.models.context import PLAIN, Context, LayerContext, key_of_layer, 
 from halfbyte.models.embedding import embed_tokens
 from halfbyte.models.llama import block, layer_numbers, layer_slice, project_logits, rope_of
 from halfbyte.models.params import Params, param_specs
-from halfbyte.ops.attention import attention, cached_attention
-from halfbyte.ops.norm import rms_norm
+from halfbyte.nn.attention import attention, cached_attention
+from halfbyte.nn.norm import rms_norm
 
 
 class Cache(NamedTuple):

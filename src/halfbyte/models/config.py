@@ -6,8 +6,8 @@ import dataclasses
 import difflib
 
 from halfbyte.inputs import check_real, check_whole
+from halfbyte.nn.rope import RopeScaling
 from halfbyte.ops.activation import ACTIVATIONS
-from halfbyte.ops.rope import RopeScaling
 
 MOST_LAYERS = 10_000
 MOST_PARAMETERS = 10**14

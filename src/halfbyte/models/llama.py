@@ -25,13 +25,13 @@ from halfbyte.models.params import Params, param_specs
 from halfbyte.models.quantized import share_scales
 from halfbyte.models.remat import flattened, rematerialized, streamed
 from halfbyte.models.unrolled import unstack
+from halfbyte.nn.attention import attention
+from halfbyte.nn.loss import cross_entropy
+from halfbyte.nn.loss import token_nll as chunked_nll
+from halfbyte.nn.norm import rms_norm
+from halfbyte.nn.rope import apply_rope, rope_frequencies, rope_tables
 from halfbyte.ops.activation import ACTIVATIONS
-from halfbyte.ops.attention import attention
-from halfbyte.ops.loss import cross_entropy
-from halfbyte.ops.loss import token_nll as chunked_nll
-from halfbyte.ops.norm import rms_norm
 from halfbyte.ops.operand import pinned
-from halfbyte.ops.rope import apply_rope, rope_frequencies, rope_tables
 from halfbyte.sharding import axis_size
 
 Batch = dict[str, jax.Array]

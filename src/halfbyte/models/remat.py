@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from halfbyte.ops.context_attention import KEPT
+from halfbyte.nn.context_attention import KEPT
 from halfbyte.ops.operand import SAVED, SCALES
 
 LINEAR = "linear"  # the checkpoint name of a linear's output, in the compute dtype

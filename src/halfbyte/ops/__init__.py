@@ -1,4 +1,4 @@
-"""Operations: the quantized linear and MLP with their backends, and the plain pieces of a transformer."""
+"""Operations: the quantized linear and MLP with their backends, and their adapters to other people's models."""
 
 from halfbyte.ops.activation import ACTIVATIONS, Activation
 from halfbyte.ops.ahead import Site, quantize_stacks

@@ -28,8 +28,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from halfbyte.ops.shards import size_of
+
 from .attention_blocks import BLOCKS, Part, merge
-from .shards import size_of
 
 KEPT = "context_attention"
 """The checkpoint name of what the backward pass keeps of the result."""

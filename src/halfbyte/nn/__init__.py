@@ -1,0 +1,1 @@
+"""The plain pieces of a transformer around its linears: attention, norms, rotary positions, the loss."""
