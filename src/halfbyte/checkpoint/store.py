@@ -100,7 +100,8 @@ class Checkpoints:
 
     def _open(self) -> Any:
         refuse_irregular(self.directory)
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # what fails is said here, in one line
+        for name in ("absl", "asyncio"):  # what fails is said here, in one line
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         hush_late_writes()
         context = ocp.Context()
         context.array.saving.use_compression = False  # four times the processor time, for 7% of trained weights
