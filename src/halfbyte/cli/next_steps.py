@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from halfbyte.recipe import is_own
+from halfbyte.recipe.own import FILE
 from halfbyte.train.config import TrainConfig
 
 PLAIN = "bf16"
@@ -43,15 +44,34 @@ def next_steps(config: TrainConfig, directory: Path, *, started: Sequence[str] =
     other = "nvfp4" if plain else PLAIN
     changed = (*again, *in_precision(config, other), "--run-dir", f"{run}-{other}", *started)
     pair = (run, f"{run}-{other}") if plain else (f"{run}-{other}", run)
+    own = programs(config)
     prepare = ("--tokenizer", f"bpe:{config.model.vocab_size}", "--seq-len", str(config.seq or 2048))
     return [
         Step(f"this run in {other}, all else equal, and the two side by side", (changed, ("compare", *pair))),
         Step("is that gap noise? paired runs, and a verdict", (parity(config, run, plain=plain),)),
-        Step("let it write", (("generate", run, "--prompt", "We the people", "--temperature", "0.8"),)),
-        Step("go on where it stopped", (("train", "--run-dir", run, "--steps", str(2 * config.steps), *started),)),
+        Step(
+            "let it write",
+            (
+                (
+                    "generate",
+                    run,
+                    "--prompt",
+                    "We the people",
+                    "--temperature",
+                    "0.8",
+                    *(own[:2] if own[:1] == ("--recipe",) else ()),
+                ),
+            ),
+        ),
+        Step(
+            "go on where it stopped", (("train", "--run-dir", run, "--steps", str(2 * config.steps), *own, *started),)
+        ),
         Step(
             "the same run on text of your own (FILES)",
-            (("data", "prepare", "FILES", *prepare, "--out", "data/own"), (*again, "--data", "data/own", *started)),
+            (
+                ("data", "prepare", "FILES", *prepare, "--out", "data/own"),
+                (*again, "--data", "data/own", *own, *started),
+            ),
         ),
     ]
 
@@ -81,10 +101,16 @@ def in_precision(config: TrainConfig, other: str) -> tuple[str, ...]:
     return ("--recipe", other) if reached else ("--recipe", other, "--policy", "mlp")
 
 
+def programs(config: TrainConfig) -> tuple[str, ...]:
+    """Flags that name the programs of the config: no command executes what only a run names."""
+    given = {"--recipe": config.recipe, "--policy": config.policy}
+    return tuple(word for flag, text in given.items() if FILE.match(text) for word in (flag, text))
+
+
 def parity(config: TrainConfig, run: str, *, plain: bool) -> tuple[str, ...]:
     """Three seeds against bf16; for a recipe that has no name, branches from the checkpoints of this run."""
     name = "nvfp4" if plain else config.recipe
     if is_own(name):
-        return ("parity", run, "--branch", "--baseline", PLAIN)
+        return ("parity", run, "--branch", "--baseline", PLAIN, *(("--candidates", name) if FILE.match(name) else ()))
     baseline = "@".join(in_precision(config, PLAIN)[1::2])
     return ("parity", f"{run}/config.json", "--baseline", baseline, "--candidates", name, "--out", f"{run}-parity")
