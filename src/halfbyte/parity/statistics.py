@@ -20,8 +20,8 @@ That is for one look at one candidate. A study that looks K times, after n_1 < .
 (a power family of Kim and DeMets, Biometrika 74, 1987), and tests at level alpha_k at look k. The sum of what is spent
 bounds the chance of a wrong PASS at any look, whatever the looks have in common: with Student's t it holds exactly for
 three seeds as for thirty, and needs no table. (Looks have much in common: of the 5% three of them use 4.3, six 2.8.
-Few looks lose little.) Of m candidates the first to pass needs alpha_k / m, the next alpha_k / (m - 1), ... (Holm, Scand. J. Stat. 6,
-1979), so that a wrong PASS among all of them has probability alpha at most.
+Few looks lose little.) Of m candidates the first to pass needs alpha_k / m, the next alpha_k / (m - 1), ... (Holm,
+Scand. J. Stat. 6, 1979), so that a wrong PASS among all of them has probability alpha at most.
 """
 
 import functools
