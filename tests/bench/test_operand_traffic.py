@@ -88,7 +88,7 @@ SMALL = dataclasses.replace(
 def test_a_step_that_xla_quantizes_is_found_out(monkeypatch):
     """The same reader over a smaller model whose kernels were taken away: far beyond the limit."""
     assert bench.operand_traffic(program(SMALL), SMALL, {"fsdp": 8}).excess < 3  # weights weigh more in a small model
-    monkeypatch.setitem(BACKENDS, "native", dataclasses.replace(BACKENDS["native"], passes=native.TILED))
+    monkeypatch.setitem(BACKENDS, "native", dataclasses.replace(BACKENDS["native"], passes=(native.TILED,)))
     assert bench.operand_traffic(program(SMALL), SMALL, {"fsdp": 8}).excess > 5
 
 

@@ -77,7 +77,7 @@ class Broken(Passes):
 
 
 def test_a_backend_that_differs_is_found_and_no_ratio_is_printed(monkeypatch, capsys) -> None:
-    broken = dataclasses.replace(ops.BACKENDS["carrier"], passes=Broken())
+    broken = dataclasses.replace(ops.BACKENDS["carrier"], passes=(Broken(),))
     monkeypatch.setitem(ops.BACKENDS, "carrier", broken)
     monkeypatch.setattr(bench, "measure", lambda config, **_: row(config.recipe, 10.0))
     monkeypatch.setattr(conformance, "operands_agree", lambda r: AGREE(r, tokens=32, features=128))
