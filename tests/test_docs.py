@@ -33,6 +33,12 @@ def test_linked_files_exist(document):
     assert missing == []
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_lines_of_prose_fit_a_screen(document):
+    blocks = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.M | re.S)
+    assert [line for line in blocks.splitlines() if len(line) > 120 and not line.lstrip().startswith("|")] == []
+
+
 def test_the_readme_lists_six_files_to_read_first():
     section = (ROOT / "README.md").read_text(encoding="utf-8").split("## Six files to read first")[1].split("##")[0]
     assert len(re.findall(r"^\d\. \[", section, re.M)) == 6
