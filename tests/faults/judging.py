@@ -11,7 +11,7 @@ from replacing import text_file
 from states import losses, saved_state
 
 ARMS = ("--baseline", "bf16", "--candidates", "fp8", "--no-controls", "--radar", "-1", "--seeds", "1")
-SHORT = ("--steps", "4", "--mesh", "fsdp=1")
+SHORT = ("--steps", "4")
 
 
 def parity(bench: Bench, out: Path, data: Path, **watched) -> Started:
