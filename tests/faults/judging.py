@@ -1,5 +1,6 @@
 """`parity`, killed while it runs its arms, and its data exchanged between two of them."""
 
+import json
 import shutil
 import signal
 from pathlib import Path
@@ -8,7 +9,7 @@ from random import Random
 from outside import Started, wait_until
 from reference import Bench, kind, refused
 from replacing import text_file
-from states import losses, saved_state
+from states import differing, saved_state
 
 ARMS = ("--baseline", "bf16", "--candidates", "fp8", "--no-controls", "--radar", "-1", "--seeds", "1")
 SHORT = ("--steps", "4")
@@ -19,10 +20,28 @@ def parity(bench: Bench, out: Path, data: Path, **watched) -> Started:
     return bench.trainer.command(out.name, *words, **watched)
 
 
-def cells(out: Path) -> dict[str, tuple]:
-    """Losses and arrays of every finished run of a parity."""
-    found = sorted((out / "arms").glob("*/seed-*"))
-    return {str(cell.relative_to(out)): (losses(cell), saved_state(cell)) for cell in found}
+def rows(out: Path) -> dict[str, list[tuple]]:
+    """Loss and validation loss of every step of every run of a parity: what it judges by."""
+    found = {}
+    for cell in sorted((out / "arms").glob("*/seed-*")):
+        lines = map(json.loads, (cell / "metrics.jsonl").read_text().splitlines())
+        found[str(cell.relative_to(out))] = [(row["step"], row["loss"], row.get("validation_loss")) for row in lines]
+    return found
+
+
+def same_cells(bench: Bench, out: Path, whole: Path) -> int:
+    """Every run has the rows of the undisturbed parity's and is whole; where the kill cut off the very last save, its
+    rows are all there and its checkpoint is the one before. How many have the last one, array by array."""
+    assert rows(out) == rows(whole), "the rows differ from those of the undisturbed parity"
+    saved = 0
+    for name in rows(whole):
+        code, one = bench.verify(out / name)
+        assert code == 0, f"verify {name}: {one.said[-400:]}"
+        step, found = saved_state(out / name)
+        last, wanted = saved_state(whole / name)
+        assert step < last or found == wanted, f"{name}: {differing(found, wanted)}"
+        saved += step == last
+    return saved
 
 
 @kind(times=1)
@@ -32,14 +51,16 @@ def killed_parity(bench: Bench, folder: Path, random: Random) -> str:
     code = one.wait()
     assert code in (0, 3), f"undisturbed: {code}: {one.said[-600:]}"
     operations = sum(line.startswith("change") for line in (folder / "log").read_text().splitlines())
-    whole, out = cells(folder / "whole"), folder / "killed"
+    out = folder / "killed"
     at = random.randint(1, operations)
     one = parity(bench, out, bench.data, under=out, log=folder / "log-killed", die_at=at)
     assert one.wait() == -signal.SIGKILL, f"it was not killed: {one.said[-600:]}"
     one = parity(bench, out, bench.data)
     assert one.wait() == code, f"the undisturbed one ended with {code}: {one.said[-600:]}"
-    assert cells(out) == whole, "the runs differ from those of the undisturbed parity"
-    return f"killed before operation {at} of {operations}; again: exit {code}, {len(whole)} runs bit-identical"
+    saved = same_cells(bench, out, folder / "whole")
+    return (
+        f"killed before operation {at} of {operations}; again: exit {code}, rows and {saved} end states bit-identical"
+    )
 
 
 @kind(times=1)
