@@ -92,11 +92,15 @@ class Problem:
             return "its kernels read a whole array on one device, and this program is sharded"
         return None if self.dtype == "bfloat16" else f"its kernels read bfloat16 activations, got {self.dtype}"
 
+    def empty(self) -> str | None:
+        """Why there is nothing to quantize, or None."""
+        if 0 not in (self.tokens, self.inputs, self.outputs) or not self.recipe.quantized:
+            return None
+        sizes = f"x [{self.tokens}, {self.inputs}], W [{self.inputs}, {self.outputs}]"
+        return f"{sizes} has nothing to quantize: leave the empty batch out, or give it the bf16 recipe"
+
     def unblockable(self) -> str | None:
-        """Why the recipe's formats cannot cut this problem into blocks, or None."""
-        if 0 in (self.tokens, self.inputs, self.outputs) and self.recipe.quantized:
-            sizes = f"x [{self.tokens}, {self.inputs}], W [{self.inputs}, {self.outputs}]"
-            return f"{sizes} has nothing to quantize: leave the empty batch out, or give it the bf16 recipe"
+        """Why the recipe's formats cannot cut this problem into blocks, or None. No tokens are any number of blocks."""
         for gemm in self.gemms:
             for role in gemm.roles:
                 policy, size = getattr(self.recipe, role), self.contraction(gemm)

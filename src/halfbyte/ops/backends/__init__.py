@@ -54,7 +54,7 @@ def check_backend(name: str) -> None:
 
 def choose(name: str, problem: Problem) -> Choice:
     """The choice of backend `name`, or under "auto" that of the first in PREFERENCE that serves and pays."""
-    reason = problem.unblockable()
+    reason = problem.empty() or problem.unblockable()
     if reason is not None:
         raise ValueError(f"recipe {problem.recipe.name}: {reason}")
     if name == "auto":
