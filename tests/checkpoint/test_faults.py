@@ -198,3 +198,10 @@ def test_a_pipe_in_a_checkpoint_is_named_and_not_waited_for(tmp_path, name):
     os.mkfifo(tmp_path / "10" / name)
     with pytest.raises(ValueError, match=f"10/{name} is not a regular file"):
         Checkpoints(tmp_path)
+
+
+def test_a_giant_beside_the_arrays_is_named_and_not_read(tmp_path):
+    filled(tmp_path, steps=(10,)).close()
+    os.truncate(tmp_path / "10" / "_CHECKPOINT_METADATA", 8 << 30)  # a hole: it takes no disk
+    with pytest.raises(ValueError, match="10/_CHECKPOINT_METADATA has 8,589,934,592 bytes"):
+        Checkpoints(tmp_path)

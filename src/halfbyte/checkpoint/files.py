@@ -6,6 +6,7 @@ are verified here. Damage and a disk that cannot be read are told apart.
 
 import json
 import shutil
+import stat
 import zlib
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,9 @@ def write_file_list(directory: Path) -> None:
 
 
 def check_file_list(directory: Path) -> None:
-    """Raise DamagedCheckpoint naming the first file that is missing, has another size or another hash, or that is far
-    too large to be read. A save cut off before its list was written has none."""
+    """Raise DamagedCheckpoint naming the first file that is missing, has another size or another hash. A save cut off
+    before its list was written has none."""
     found = _facts(directory)
-    for name, facts in found.items():
-        if facts["bytes"] > MOST_AROUND and Path(name).parent.name != ARRAYS:
-            raise DamagedCheckpoint(f"file {name} has {facts['bytes']:,} bytes, more than {MOST_AROUND:,}")
     listed = directory / FILE_LIST
     if not listed.exists():
         return
@@ -55,11 +53,18 @@ def check_file_list(directory: Path) -> None:
 
 
 def refuse_irregular(directory: Path) -> None:
-    """Raise UnreadableFile if something under it is there and neither a file nor a directory: a pipe, which Orbax would
-    wait for."""
+    """Raise UnreadableFile if something under it is there that Orbax would wait for or read whole when it looks at the
+    directory: neither a file nor a directory (a pipe), or a file around the arrays that is far too large."""
     for path in sorted(directory.rglob("*")):
-        if path.exists() and not path.is_dir() and not path.is_file():
+        try:
+            found = path.stat()
+        except FileNotFoundError:  # deleted meanwhile
+            continue
+        if not stat.S_ISDIR(found.st_mode) and not stat.S_ISREG(found.st_mode):
             raise UnreadableFile(f"{path} is not a regular file; remove it, or restore it from a copy")
+        if stat.S_ISREG(found.st_mode) and found.st_size > MOST_AROUND and path.parent.name != ARRAYS:
+            size = f"{found.st_size:,} bytes, more than {MOST_AROUND:,}"
+            raise UnreadableFile(f"{path} has {size}; remove its checkpoint, or restore it from a copy")
 
 
 def check_readable(directory: Path) -> None:
