@@ -98,9 +98,15 @@ def test_a_pass_is_withheld_where_the_broken_recipe_cannot_be_told(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "skip, word", [((), "PASS"), ([("control-fp4_one_scale", 2)], "CANNOT TELL"), ("all", "CANNOT TELL")]
+    "skip, word",
+    [
+        ((), "PASS"),
+        ([("control-fp4_one_scale", 2)], "CANNOT TELL"),
+        ([("bf16-twin", 2)], "CANNOT TELL"),
+        ("all", "CANNOT TELL"),
+    ],
 )
-def test_a_pass_needs_a_broken_recipe_that_was_judged(tmp_path, skip, word):
+def test_a_pass_needs_controls_that_were_judged(tmp_path, skip, word):
     plan = plan_of(candidates=("nvfp4",))
     if skip == "all":  # without controls
         plan, skip = dataclasses.replace(plan, arms=plan.arms[:2]), ()
@@ -174,6 +180,18 @@ def test_arm_folders_that_were_exchanged_are_refused(tmp_path):
     for old, new in (("seed-0", "x"), ("seed-1", "seed-0"), ("x", "seed-1")):
         (arms / "nvfp4" / old).rename(arms / "nvfp4" / new)
     with pytest.raises(ValueError, match="^seed: "):
+        analyse(plan, tmp_path)
+
+
+def test_metrics_that_nobody_owns_and_a_damaged_divergence_are_refused(tmp_path):
+    plan = fake_parity(tmp_path)
+    folder = run_directory(tmp_path, plan.arms[1], 0)
+    (folder / "diverged.json").write_text("{}")
+    with pytest.raises(ValueError, match="diverged.json is damaged"):
+        analyse(plan, tmp_path)
+    (folder / "diverged.json").unlink()
+    (folder / "config.json").unlink()
+    with pytest.raises(ValueError, match="seed-0 holds metrics and no config.json"):
         analyse(plan, tmp_path)
 
 

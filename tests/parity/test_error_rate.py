@@ -2,6 +2,7 @@
 through the whole runner. Oracle: the gap that was put in. docs/parity.md has the table of 10,000 studies a row."""
 
 import importlib.util
+import math
 import sys
 from pathlib import Path
 
@@ -48,6 +49,9 @@ def test_one_look_at_one_candidate_is_the_plain_interval_and_more_seeds_change_n
     (found,) = judge_study({"a": gaps}, rate.MARGIN, seeds=range(5), looks=(3,)).values()
     assert found.word is Word.PASS and found.interval.count == 3 and found.interval.level == pytest.approx(0.9)
     assert found.seeds is None
+    assert judge_study({"a": gaps | {4: math.inf}}, rate.MARGIN, seeds=range(5), looks=(3,))["a"] == found
+    blind = {seed: math.inf if seed > 2 else 0.1 for seed in range(5)}  # a control is not seen to fail there either
+    assert judge_study({"a": blind}, rate.MARGIN, seeds=range(5), looks=(3,))["a"].word is Word.PASS
 
 
 def test_a_word_stays_once_a_look_has_given_it_and_a_look_needs_all_of_its_seeds():

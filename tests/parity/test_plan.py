@@ -56,7 +56,7 @@ def test_looks_are_part_of_the_plan_and_seeds_that_are_added_are_beyond_it(tmp_p
     assert settle(tmp_path / "a", plan_of(seeds=9)).looks == first.looks
     settle(tmp_path / "b", plan_of(seeds=1))  # a try: too few for a verdict
     assert settle(tmp_path / "b", plan_of(seeds=3)).looks == (3,)
-    for bad in ((2, 3), (3, 3), (3, 9), (5, 3)):
+    for bad in ((2, 3), (3, 3), (3, 9), (5, 3), (0,), (-1,)):
         with pytest.raises(ValueError, match="looks must be rising"):
             plan_of(seeds=5, looks=bad)
 

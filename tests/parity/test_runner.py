@@ -10,7 +10,7 @@ import pytest
 from fakes import fake_parity, fake_run, plan_of
 
 from halfbyte.parity import runner
-from halfbyte.parity.analysis import analyse
+from halfbyte.parity.analysis import analyse, decided
 from halfbyte.parity.cells import run_directory, status_of
 from halfbyte.parity.plan import settle
 from halfbyte.train.identity import load_identity, save_identity
@@ -114,6 +114,18 @@ def test_data_that_changed_between_two_arms_stops_before_the_next_is_trained(tmp
     with pytest.raises(ValueError, match="^data: .*as it was"):
         run(plan, tmp_path, monkeypatch, train)
     assert not begun
+
+
+def test_a_decided_study_ends_and_seeds_that_are_added_to_it_are_run(tmp_path, monkeypatch):
+    gaps = {"bf16": 0.0, "nvfp4": 0.004, "bf16-twin": 0.0, "control-fp4_one_scale": 0.4}
+    looks = plan_of(candidates=("nvfp4",), seeds=5, looks=(3, 5))
+    plan = fake_parity(tmp_path, looks, gaps=gaps, skip={(arm, seed) for arm in gaps for seed in (3, 4)})
+    train, begun = trains(plan)
+    run(plan, tmp_path, monkeypatch, train, decided=lambda: decided(plan, tmp_path))
+    assert begun == []
+    grown = settle(tmp_path, plan_of(candidates=("nvfp4",), seeds=6))
+    run(grown, tmp_path, monkeypatch, train, decided=lambda: decided(grown, tmp_path))
+    assert {seed for _, seed in begun} == {3, 4, 5}
 
 
 def test_a_parity_that_compiles_says_so():

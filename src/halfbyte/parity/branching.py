@@ -80,12 +80,14 @@ def grow(plan: Branches, out: Path, step: int, name: str, *, say: Say, stop: Sto
         log=dataclasses.replace(plan.config.log, tensorboard=False, wandb=""),
         compile_cache=str((out / "compiled").absolute()),
     )  # fmt: skip
-    if not folder.exists():
-        folder.mkdir(parents=True)
-        shutil.copytree(plan.run / "checkpoints" / str(step), folder / "checkpoints" / str(step))
+    if not folder.exists():  # in place when it is whole: half of a copy would begin at step 0
+        half = folder.with_name(f".{folder.name}.partial")
+        shutil.rmtree(half, ignore_errors=True)
+        shutil.copytree(plan.run / "checkpoints" / str(step), half / "checkpoints" / str(step))
         for name_of_file in ("config.json", "run.json"):  # a checkpoint goes on in the run that it belongs to
             if (plan.run / name_of_file).is_file():
-                shutil.copy(plan.run / name_of_file, folder / name_of_file)
+                shutil.copy(plan.run / name_of_file, half / name_of_file)
+        half.rename(folder)
     say(f"[step {step}, {name}] {plan.steps} steps")
     with open(out / f"step-{step}-{_plain(name)}.log", "a", encoding="utf-8") as log:
         console = Console(file=log, width=160, force_terminal=False, color_system=None)

@@ -45,7 +45,10 @@ def status_of(folder: Path, steps: int) -> Status:
     another step is no outcome."""
     if (folder / "diverged.json").is_file():
         found = read_json(folder / "diverged.json")
-        return Status(DIVERGED, int(found["step"]), str(found["error"]))
+        try:
+            return Status(DIVERGED, int(found["step"]), str(found["error"]))
+        except (KeyError, TypeError):
+            raise ValueError(f"{folder / 'diverged.json'} is damaged; remove it, and the run goes on") from None
     if not (folder / "metrics.jsonl").is_file():
         return Status(MISSING)
     rows = {row["step"]: row for row in read_rows(folder / "metrics.jsonl") if "step" in row}
@@ -94,6 +97,11 @@ def check_cells(plan: Plan, directory: Path, now: dict[str, str] | None = None) 
     for arm, seed in plan.jobs():
         folder = run_directory(directory, arm, seed)
         if not (folder / "config.json").is_file():
+            if (folder / "metrics.jsonl").exists():
+                raise ValueError(
+                    f"{folder} holds metrics and no config.json, so that nobody knows whose they are; put config.json "
+                    "back, or remove the folder: it is trained anew"
+                )
             continue
         config = open_directory(folder, say=lambda text: None).values
         _check_config(plan, arm, seed, config, folder)

@@ -51,7 +51,8 @@ def displaced(twin: Results, margin: Margin) -> dict[int, float]:
 
 
 def withheld(found: Verdict, checks: Mapping[str, Any]) -> Verdict:
-    """A PASS is worth nothing where the broken recipe was not seen to fail, or equal runs were told apart."""
+    """A PASS is worth nothing where a control was not judged, the broken recipe or the displaced twin was not seen to
+    fail, or equal runs were told apart."""
     if found.word is not Word.PASS:
         return found
     why = None
@@ -61,7 +62,9 @@ def withheld(found: Verdict, checks: Mapping[str, Any]) -> Verdict:
         why = "no recipe that is broken on purpose was judged beside it: nothing shows that this comparison sees one"
     elif checks.get("twin_failed"):
         why = "the baseline's twin failed: the margin is smaller than what equal runs differ by"
-    elif checks.get("near_seen") is False:
+    elif checks["near_seen"] is None:
+        why = "no twin of the baseline was judged beside it: nothing shows what equal runs differ by"
+    elif not checks["near_seen"]:
         why = "a twin with a gap of twice the margin did not fail: equal runs differ too much to see that"
     if why is None:
         return found

@@ -54,7 +54,7 @@ class Plan:
         if not self.looks:
             object.__setattr__(self, "looks", (len(self.seeds),))
         few, many = min(FEWEST_SEEDS, self.looks[-1]), len(self.seeds)
-        if list(self.looks) != sorted(set(self.looks)) or self.looks[0] < few or self.looks[-1] > many:
+        if list(self.looks) != sorted(set(self.looks)) or self.looks[0] < max(1, few) or self.looks[-1] > many:
             raise ValueError(
                 f"looks must be rising numbers of seeds, from {FEWEST_SEEDS} to {many} (--seeds), got {self.looks}"
             )

@@ -169,7 +169,7 @@ def control_lines(plan: Plan, data: Data) -> list[str]:
         lines.append(f"Broken on purpose: {checks['broken']['reason']}. {seen}")
     if checks["near"] is not None:
         seen = {True: "It was seen to fail, as it must.", False: "IT DID NOT FAIL: no candidate passes here.",
-                None: "Not judged yet."}[checks["near_seen"]]  # fmt: skip
+                None: "Not judged yet: until it is, no candidate passes."}[checks["near_seen"]]  # fmt: skip
         lines.append(f"Near the margin, the twin displaced by twice as much: {checks['near']['reason']}. {seen}")
     if not lines:
         lines.append("This parity was run without controls: nothing shows that it would have seen a broken recipe.")

@@ -146,11 +146,11 @@ def run_jobs(
     if len(waiting) < len(jobs):
         say(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are done already")
     progress = Progress(len(waiting), time.monotonic())
-    past = 0
+    past, beyond = 0, len(plan.seeds) > plan.looks[-1]  # whoever has added seeds wants to see them
     with Stop(say, leave) as stop:
         for number, (arm, seed) in enumerate(waiting, 1):
             looked = sum(look <= plan.seeds.index(seed) for look in plan.looks)
-            if looked > past and decided():
+            if looked > past and not beyond and decided():
                 say(f"decided at the look after {plan.looks[looked - 1]} seeds; the others need not be run")
                 break
             past = looked

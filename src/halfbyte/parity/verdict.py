@@ -88,9 +88,10 @@ def judge_study(
     """The verdicts of all candidates of a study that was planned with these looks, each after its number of the
     `seeds`. A look is taken when every seed before it is over; seeds after the last look are not judged."""
     final: dict[str, Verdict] = {}
+    planned = seeds[: looks[-1]]
     for arm, found in results.items():
-        if lost := sum(gap == math.inf for gap in found.values()):
-            final[arm] = judge(arm, _pairs(found, seeds), margin, diverged=lost)
+        if lost := sum(found.get(seed) == math.inf for seed in planned):
+            final[arm] = judge(arm, _pairs(found, planned), margin, diverged=lost)
     latest = {arm: _before_the_first_look(arm, results[arm], margin, seeds[: looks[0]]) for arm in results}
     for place, (count, alpha) in enumerate(zip(looks, spending(looks), strict=True)):
         here = {
