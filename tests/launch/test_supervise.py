@@ -131,3 +131,9 @@ def is_running(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_what_lies_in_the_present_directory_is_no_program_of_ours(tmp_path):
+    """As when somebody goes into a run directory that came from elsewhere, and launches from there."""
+    (tmp_path / "difflib.py").write_text("raise SystemExit(99)")
+    assert subprocess.run([*supervise.ENTRY, "--help"], cwd=tmp_path, capture_output=True).returncode == 0

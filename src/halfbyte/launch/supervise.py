@@ -20,8 +20,8 @@ from types import FrameType
 from .cluster import LOOPBACK
 
 DONE, FAILED, BAD_INPUT, NOT_PASSED, PREEMPTED = 0, 1, 2, 3, 75
-# The words that start a process of this program, whatever is in PATH.
-ENTRY = (sys.executable, "-c", "from halfbyte.cli.main import entry; entry()")
+# The words that start a process of this program, whatever is in PATH and in the present directory.
+ENTRY = (sys.executable, "-P", "-c", "from halfbyte.cli.main import entry; entry()")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SUPERVISOR = "HALFBYTE_SUPERVISOR"
 LOOK_S = 0.2
