@@ -1,5 +1,7 @@
 """Kills at every call of the file system while a directory is made or replaced. Oracle: the files that are there."""
 
+import errno
+import fcntl
 import json
 import subprocess
 import sys
@@ -83,6 +85,19 @@ def test_what_is_being_made_is_left_alone(tmp_path, capsys):
         assert publish(path, out, replace=False)
     assert (out / "a").read_text() == "new"
     assert capsys.readouterr().err == ""
+
+
+def test_the_only_copy_comes_back_where_directories_have_no_locks(tmp_path, capsys, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.EBADF, "no locks on a directory")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    aside = tmp_path / ".out.replaced-abc"
+    aside.mkdir()
+    (aside / "a").write_text("old")
+    clear_left(tmp_path / "out")
+    assert (tmp_path / "out" / "a").read_text() == "old"
+    assert "put back" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["out", "wei[r]d *name"])

@@ -54,7 +54,8 @@ def clear_left(out: Path) -> None:
             if not path.name.startswith(_prefix(out, kind)):
                 continue
             with _lock(path) as whose:
-                if whose == "mine":
+                lost = kind == REPLACED and not out.exists()  # the only copy: whoever replaces it now tries again
+                if whose == "mine" or (whose == "nobody's" and lost):
                     _clear(path, out, kind)
                 elif whose == "nobody's":
                     print(f"{path}: left behind, or still being made; remove it if nobody makes it", file=sys.stderr)
