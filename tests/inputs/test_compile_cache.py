@@ -102,3 +102,13 @@ def test_a_directory_that_others_can_write_is_refused(tmp_path):
         compile_cache.check_private(tmp_path)
     tmp_path.chmod(0o755)
     compile_cache.check_private(Path(tmp_path))
+
+
+def test_without_a_private_place_for_the_key_programs_are_compiled_again_and_it_is_said(tmp_path, monkeypatch):
+    """A umask of 002 makes a cache directory that the group can write: no reason not to train."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home").chmod(0o775)
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "home"))
+    said: list[str] = []
+    compile_cache.use_compile_cache(tmp_path / "compiled", say=said.append)
+    assert len(said) == 1 and "NO COMPILE CACHE" in said[0] and "chmod go-w" in said[0]

@@ -40,8 +40,9 @@ def use_compile_cache(directory: str | Path, *, say: Callable[[str], None]) -> N
         return
     try:
         cache = SealedCache(path, user_key(), say)
-    except OSError as error:
-        say(f"NO COMPILE CACHE: its key cannot be kept in {user_cache()} ({error.strerror}); set HALFBYTE_CACHE")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        say(f"NO COMPILE CACHE: its key cannot be kept in {user_cache()} ({reason}); set HALFBYTE_CACHE")
         return
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
