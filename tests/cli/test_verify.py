@@ -1,10 +1,12 @@
 """`halfbyte verify` on a real run, whole and damaged. Oracle: the damage that was done."""
 
 import shutil
+import tracemalloc
 
 import pytest
 
 from halfbyte.cli.main import main
+from halfbyte.cli.verify import check_metrics
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:coroutine.*was never awaited:RuntimeWarning"),
@@ -42,3 +44,25 @@ def test_damage_is_named_and_nothing_is_moved(run, capsys):
 def test_not_a_run(tmp_path, capsys):
     assert main(["verify", str(tmp_path)]) == 2
     assert "holds no run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"step": 1}\n{"step": 2}\n', "2 rows"),
+        ('{"step": 1}\n{"step": 1000000000000000}\n', "0 lines unreadable, steps missing: 999999999999998 of 2 to "),
+        ('{"step": 1}\n{"step": 2.5}\n[]\n', "2 lines unreadable, steps missing: none"),
+    ],
+)
+def test_rows_are_counted_whatever_step_they_tell_of(tmp_path, text, said):
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert check_metrics(tmp_path).detail.startswith(said)
+
+
+def test_a_giant_of_metrics_takes_no_memory(tmp_path):
+    with open(tmp_path / "metrics.jsonl", "wb") as file:
+        file.truncate(1 << 28)
+    tracemalloc.start()
+    assert check_metrics(tmp_path).state == "NOT WHOLE"
+    assert tracemalloc.get_traced_memory()[1] < 1 << 26
+    tracemalloc.stop()

@@ -15,6 +15,7 @@ from halfbyte.train.claim import Claim
 from halfbyte.train.directory import check_data, look_at, set_rows_aside, settle, take
 from halfbyte.train.identity import load_identity
 from halfbyte.train.jsonconfig import to_dict
+from halfbyte.train.reading import open_directory
 from halfbyte.train.resume import ChangedConfig, guarded_changes
 
 
@@ -116,6 +117,57 @@ def test_the_identity_of_another_version_is_not_to_be_deleted(begun):
     with pytest.raises(ValueError, match="with the version that wrote it") as refusal:
         look(directory, config)
     assert "delete" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        json.dumps({"run": "a", "data": "b", "files": []}),
+        json.dumps({"run": "a", "data": "b", "made_with": "jax"}),
+        *(json.dumps({"run": "a", "data": "b", "files": {name: "0"}}) for name in ("../x", "/x", "wandb/x")),
+        json.dumps({"run": "a", "data": "b", "files": {"huggingface/..": "0"}}),
+    ],
+    ids=["deep", "list", "text", "up", "absolute", "unread", "itself"],
+)
+def test_an_identity_that_no_run_writes_is_refused(begun, text):
+    directory, _ = begun
+    (directory / "run.json").write_text(json.dumps({"run": text, "crc32": zlib.crc32(text.encode())}))
+    with pytest.raises(ValueError, match=r"not as this version writes it|no file that a run seals"):
+        open_directory(directory, check=False)
+
+
+def test_a_sealed_file_that_nobody_would_read_is_not_hashed(begun):
+    directory, _ = begun
+    with open(directory / "tokenizer.json", "wb") as file:
+        file.truncate(1 << 42)  # nothing on the disk, an hour of zeros
+    text = json.dumps({"run": "a", "data": "b", "files": {"tokenizer.json": "0"}})
+    (directory / "run.json").write_text(json.dumps({"run": text, "crc32": zlib.crc32(text.encode())}))
+    assert open_directory(directory, check=False).changed() == ["tokenizer.json"]
+
+
+def test_only_the_runs_own_wandb_is_left_unread(begun):
+    directory, _ = begun
+    (directory / "wandb").mkdir()
+    (directory / "wandb" / "latest").symlink_to("x")
+    open_directory(directory)
+    (directory / "checkpoints" / "wandb").mkdir(parents=True)
+    (directory / "checkpoints" / "wandb" / "latest").symlink_to("x")
+    with pytest.raises(ValueError, match="symbolic link"):
+        open_directory(directory)
+
+
+def test_a_start_that_was_killed_before_its_config_is_started_again(begun, tmp_path):
+    directory, config = begun
+    again = tmp_path / "again"
+    again.mkdir()
+    shutil.copy(directory / "run.json", again)
+    assert take_it(again, config).identity.run == load_identity(again).run
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "run.json").write_text('{"command": "mine"}')
+    with pytest.raises(ValueError, match="holds no run"):
+        take_it(foreign, config)
 
 
 def test_data_is_known_by_its_content(begun):

@@ -137,22 +137,22 @@ def abstract_of(record: Any) -> dict[str, Any]:
 
 def check_metrics(directory: Path) -> Finding:
     """metrics.jsonl: one row a step, in order."""
-    from halfbyte.metrics import read_rows
+    from halfbyte.metrics import missing_steps, read_rows, rows_until
 
     path = directory / "metrics.jsonl"
     if not path.exists():
         return Finding("metrics.jsonl", UNKNOWN, "there is none")
-    lines = len([line for line in path.read_bytes().split(b"\n") if line])
-    steps = [row.get("step") for row in read_rows(path)]
+    rows = read_rows(path)
+    steps = [row.get("step") for row in rows]
+    damaged = len(rows_until(path, 0).damaged)
     newest = max((int(name) for path in directory.glob("checkpoints/*") if (name := path.name).isdigit()), default=0)
-    if steps == list(range(1, len(steps) + 1)) and lines - len(steps) <= 1:
+    if steps == list(range(1, len(steps) + 1)) and damaged <= 1:
         if newest > len(steps):
             return Finding("metrics.jsonl", BAD, f"it ends at step {len(steps)}, the newest checkpoint is {newest}")
         return Finding("metrics.jsonl", GOOD, f"{len(steps)} rows")
-    missing = sorted(set(range(1, max(filter(None, steps), default=0) + 1)) - set(steps))
-    return Finding(
-        "metrics.jsonl", BAD, f"{lines - len(steps)} lines unreadable, steps missing: {missing[:5] or 'none'}"
-    )
+    missing, first, last = missing_steps(rows, max(filter(None, steps), default=0))
+    gaps = f"{missing} of {first} to {last}" if missing else "none"
+    return Finding("metrics.jsonl", BAD, f"{damaged} lines unreadable, steps missing: {gaps}")
 
 
 def check_data(opened: "RunDirectory | None") -> Finding:

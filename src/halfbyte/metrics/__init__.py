@@ -2,7 +2,7 @@
 
 from .display import Compiling, Display, make_display
 from .late import Finished, OneStepLate
-from .rows import append_row, finite, read_rows
+from .rows import append_row, finite, missing_steps, read_rows, rows_until
 from .sinks import Aside, Guarded, Jsonl, Sink, TensorBoard, WandB
 from .throughput import Throughput, mixed_peak
 
@@ -21,6 +21,8 @@ __all__ = [
     "append_row",
     "finite",
     "make_display",
+    "missing_steps",
     "mixed_peak",
     "read_rows",
+    "rows_until",
 ]

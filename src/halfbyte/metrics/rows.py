@@ -7,7 +7,7 @@ left out and counted; they never stop a run from going on.
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,15 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [row for _, _, row in _rows(path) if row is not None]
 
 
+def missing_steps(rows: Iterable[Mapping[str, Any]], last: int) -> tuple[int, int, int]:
+    """(how many steps from 1 to `last` have no row, the first, the last of them); the time is that of the rows, however
+    far `last` is."""
+    there = {row["step"] for row in rows if 1 <= row.get("step", 0) <= last}
+    first = next((step for step in range(1, last + 1) if step not in there), 0)
+    final = next((step for step in range(last, 0, -1) if step not in there), 0)
+    return last - len(there), first, final
+
+
 def _rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes, dict[str, Any] | None]]:
     """(line number, line without its end, record or None if it is damaged); blank lines are passed over."""
     with open(path, "rb", opener=regular) as file:
@@ -74,4 +83,4 @@ def _record(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step", 0), int | float) else None
+    return row if isinstance(row, dict) and type(row.get("step", 0)) is int else None

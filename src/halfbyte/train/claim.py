@@ -42,7 +42,8 @@ def refuse_foreign_directory(directory: Path) -> None:
             f"{directory} holds an imported model, not a run that could go on; "
             f"start one with its weights: --init-from {directory} --run-dir ANOTHER"
         )
-    if not names or _is_config(directory / "config.json"):
+    only_named_itself = names == ["run.json"] and _is_identity(directory / names[0])
+    if not names or only_named_itself or _is_config(directory / "config.json"):
         return
     what = "its config.json is not that of a run" if "config.json" in names else f"found {', '.join(names[:4])}"
     raise ValueError(
@@ -60,6 +61,14 @@ def _is_config(path: Path) -> bool:
     except UnreadableFile:
         return (path.parent / "checkpoints").is_dir()
     return isinstance(found, dict) and found.keys() >= {"name", "model", "recipe", "steps"}
+
+
+def _is_identity(path: Path) -> bool:
+    """True if the file is a run's own: a start that was killed has written it, and nothing else yet."""
+    with contextlib.suppress(UnreadableFile):
+        found = read_json(path)
+        return isinstance(found, dict) and found.keys() == {"run", "crc32"}
+    return False
 
 
 class Claim:

@@ -21,7 +21,7 @@ import jax
 import jaxlib
 
 from halfbyte.data.dataset import as_mixture
-from halfbyte.inputs import read_json, regular, replace_file
+from halfbyte.inputs import parse_json, read_json, regular, replace_file
 
 FILE = "run.json"
 ABSENT = "absent"  # in place of a hash, while a file is about to be written
@@ -109,7 +109,7 @@ def load_identity(directory: Path) -> Identity | None:
             "whether the run's config, tokenizer and checkpoints are its own)"
         )
     try:
-        values = json.loads(text)
+        values = parse_json(text, what=str(path))
         if "config_sha256" in values:  # of a version that sealed the config alone
             values["files"] = {"config.json": values.pop("config_sha256")}
         return _checked(Identity(**values))
@@ -121,6 +121,8 @@ def load_identity(directory: Path) -> Identity | None:
 
 
 def _checked(identity: Identity) -> Identity:
+    if not isinstance(identity.files, dict) or not isinstance(identity.made_with, dict):
+        raise TypeError("run.json holds objects of text")
     texts = (identity.run, identity.data, *identity.files.values(), *identity.made_with.values())
     if not all(isinstance(text, str) for text in texts):
         raise TypeError("run.json holds text")

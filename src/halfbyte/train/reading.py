@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.inputs import printable
+from halfbyte.inputs import MOST_JSON, printable
 from halfbyte.inputs.programs import only_named
 
 from . import jsonconfig
@@ -77,6 +77,8 @@ class RunDirectory:
     def _is_whole(self, name: str) -> bool:
         assert self.identity is not None
         path = self.path / name
+        if name in SEALED and path.exists() and path.stat().st_size > MOST_JSON:  # nobody would read it
+            return False
         return self.identity.holds(name, hash_of(path) if path.exists() else ABSENT)
 
     def source(self) -> "Source":
@@ -101,6 +103,8 @@ def open_directory(directory: Path, *, check: bool = True, say: Callable[[str], 
         raise ValueError(f"{directory} is not a run: {what}; `halfbyte train --run-dir {directory}` makes one")
     refuse_strange_files(directory)
     run = RunDirectory(directory, jsonconfig.read_values(directory / CONFIG), load_identity(directory))
+    if strange := [name for name in (run.identity.files if run.identity else ()) if not _may_be_sealed(name)]:
+        raise ValueError(f"{directory}: run.json seals {strange[0][:200]!r}, which is no file that a run seals")
     if check:
         run.refuse_changes()
     if unsealed := run.unsealed():
@@ -113,15 +117,20 @@ def open_directory(directory: Path, *, check: bool = True, say: Callable[[str], 
 
 def refuse_strange_files(directory: Path) -> None:
     """ValueError for a link, a pipe or a device anywhere in a run directory: it would lead out, or never end."""
-    waiting = [os.fspath(directory)]
+    waiting, unread = [os.fspath(directory)], [directory / name for name in UNREAD]
     while waiting:
         with suppress(FileNotFoundError), os.scandir(waiting.pop()) as entries:  # a run removes checkpoints meanwhile
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
-                    waiting += [entry.path] if entry.name not in UNREAD else []
+                    waiting += [entry.path] if Path(entry.path) not in unread else []
                 elif not entry.is_file(follow_symlinks=False):
                     what = "a symbolic link" if entry.is_symlink() else "neither a file nor a directory"
                     raise ValueError(f"{entry.path} is {what}; a run directory holds files and directories: remove it")
+
+
+def _may_be_sealed(name: str) -> bool:
+    folder, _, inside = name.rpartition("/")
+    return name in SEALED or (folder == ORIGIN and inside not in ("", ".", ".."))
 
 
 def origin_files(directory: Path) -> list[str]:

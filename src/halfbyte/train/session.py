@@ -28,6 +28,7 @@ from halfbyte.metrics import (
     Throughput,
     WandB,
     make_display,
+    missing_steps,
     read_rows,
 )
 from halfbyte.ops.activation import ACTIVATIONS
@@ -235,11 +236,11 @@ def dropped_rows(session: Session, step: int) -> list[dict[str, Any]]:
     if not session.is_main:
         return []
     rows = read_rows(path) if path.exists() else []
-    there = {row.get("step") for row in rows}
-    if missing := [number for number in range(1, step + 1) if number not in there]:
+    missing, first, last = missing_steps(rows, step)
+    if missing:
         session.say(
-            f"NOTE: metrics.jsonl lacks the rows of {len(missing)} of the {step} steps before the checkpoint, from "
-            f"step {missing[0]} to {missing[-1]}; curves and reports will lack them"
+            f"NOTE: metrics.jsonl lacks the rows of {missing} of the {step} steps before the checkpoint, from "
+            f"step {first} to {last}; curves and reports will lack them"
         )
     return [row for row in rows if row.get("step", 0) > step]
 
