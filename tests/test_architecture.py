@@ -182,6 +182,12 @@ def test_the_documented_layers_are_the_checked_ones():
         assert set(rooms) <= set(re.findall(r"\w+", row)), f"layer {level}: {rooms} against {row!r}"
 
 
+def test_the_page_says_what_every_room_is_for_and_the_drawing_shows_it():
+    page, drawing = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("architecture.md", "rooms.svg"))
+    assert [room for room in LAYER_OF if not re.search(rf"^\| `{room}` \| `\w+\.py`", page, re.M)] == []
+    assert [room for room in LAYER_OF if f">{room}</text>" not in drawing] == []
+
+
 # The checkers themselves, on trees that break each rule.
 
 

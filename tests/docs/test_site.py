@@ -1,6 +1,7 @@
 """The documents as a site, the notebook, and the pages that must say what the code says. Oracles: mkdocs in strict
 mode, the notebook's own stored output, docstrings, and the sources of the error messages."""
 
+import importlib
 import inspect
 import json
 import os
@@ -81,6 +82,12 @@ def test_the_api_page_has_every_public_name_with_the_first_sentence_of_its_docst
     for name, value in objects.items():
         if inspect.isfunction(value) or inspect.isclass(value):
             assert rows[name] == " ".join(inspect.getdoc(value).split("\n\n")[0].split()), name
+
+
+def test_the_objects_of_the_api_page_are_where_it_says():
+    paths = re.findall(r"^::: (\S+)\.(\w+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.M)
+    assert len(paths) > 20
+    assert [(room, name) for room, name in paths if not hasattr(importlib.import_module(room), name)] == []
 
 
 def test_the_messages_of_the_troubleshooting_page_are_in_the_sources():
