@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 
 from halfbyte.ops import apply_recipe, qdot
+from halfbyte.ops.rewrite.numbering import leaf_names
 from halfbyte.recipe import Policy, Rule, layer_key, policy, recipe, site_key, step_key
 
 NVFP4, FP8, BF16 = recipe("nvfp4"), recipe("fp8"), recipe("bf16")
@@ -343,3 +344,17 @@ def test_arguments_that_are_no_arrays_stay_as_they_are():
 
     out = apply_recipe(fn, BF16, show=None)({"w": normal(0, 16, 16), "name": "layer"}, X, 2, act=jnp.tanh)
     assert out["y"].shape == (16, 16) and out["none"] is None
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["layers/0/up/value", "head/value/data_array"], ["layers/0/up", "head"]),
+        (["a/query/value", "a/key/value", "a/value/value"], ["a/query", "a/key", "a/value"]),
+        (["a/query", "a/key", "a/value"], ["a/query", "a/key", "a/value"]),
+        (["block/value", "block/mlp/up"], ["block/value", "block/mlp/up"]),
+    ],
+    ids=["wrapped", "wrapped value", "value beside arrays", "value beside a folder"],
+)
+def test_a_wrapper_is_a_folder_with_nothing_else_in_it(paths, names):
+    assert leaf_names(paths) == names

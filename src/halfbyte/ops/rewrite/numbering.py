@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from halfbyte.ops.rewrite.origin import Origin
@@ -47,12 +48,12 @@ def leaf_origins(paths: list[str], shapes: list[tuple[int, ...]], patterns: Sequ
 
 
 def leaf_names(paths: Sequence[str]) -> list[str]:
-    """The paths with `/` for `.`, and without the last parts that are a wrapper's: an array that is alone in it. One of
-    several in a folder (query, key and value) is no wrapper's.
+    """The paths with `/` for `.`, and without the last parts that are a wrapper's: an array that is alone in it. One
+    beside others in a folder (query, key and value) or beside folders is no wrapper's.
     """
     names = [path.replace(".", "/") for path in paths]
     while True:
-        folders = collections.Counter(name.rpartition("/")[0] for name in names)
+        folders = collections.Counter(folder for name in names for folder in _folders(name))
         shorter = [
             folder if folder and last in _WRAPPERS and folders[folder] == 1 else name
             for name in names
@@ -61,6 +62,11 @@ def leaf_names(paths: Sequence[str]) -> list[str]:
         if shorter == names:
             return names
         names = shorter
+
+
+def _folders(name: str) -> Iterator[str]:
+    """The folders around a leaf, the outermost first."""
+    return itertools.accumulate(name.split("/")[:-1], "{}/{}".format)
 
 
 def _origin(
