@@ -122,6 +122,18 @@ def test_runs_that_were_made_from_other_things_have_no_gap(tmp_path, capfd, fiel
     assert f"made from something else than base: {field}: " in found["runs"][1]["refusal"]
 
 
+def test_a_baseline_of_another_seed_on_other_data_is_refused_by_the_field(tmp_path, capfd):
+    arms = [make_run(tmp_path / f"{name}{seed}", recipe=name, gap=0.0, seed=seed)
+            for name in ("bf16", "nvfp4") for seed in (0, 1)]  # fmt: skip
+    for folder in arms:
+        save_identity(folder, Identity(folder.name, f"set {folder.name[-1]}"))
+    assert main(["compare", *map(str, arms), "--png", "", "--json"]) == 2
+    found = {run["name"]: run for run in json.loads(capfd.readouterr().out)["runs"]}
+    assert found["nvfp40"]["gap"] and not found["nvfp41"]["gap"]
+    for name in ("bf161", "nvfp41"):
+        assert "made from something else than bf160: data: set 0 against set 1" in found[name]["refusal"]
+
+
 def test_a_speed_up_has_a_spread(tmp_path, capfd):
     times = np.random.default_rng(0).uniform(0.5, 1.5, 12)
     folders = [make_run(tmp_path / name, recipe=name, gap=0.0, steps=12) for name in ("bf16", "nvfp4")]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from halfbyte.parity import statistics
 from halfbyte.parity.margin import Margin
 from halfbyte.parity.statistics import (
     equivalence_p,
@@ -135,3 +136,10 @@ def test_a_fitted_line_against_scipy():
     assert np.sqrt(line.covariance[1][1]) == pytest.approx(known.stderr)
     assert np.sqrt(line.covariance[0][0]) == pytest.approx(known.intercept_stderr)
     assert line.half_width(np.array([0.0]))[0] == pytest.approx(known.intercept_stderr * stats.t.ppf(0.95, 3))
+
+
+def test_a_bootstrap_of_a_long_run_is_drawn_in_parts_and_says_the_same(monkeypatch):
+    values = np.random.default_rng(0).normal(size=50)
+    whole = moving_block_bootstrap(values, of=np.median)
+    monkeypatch.setattr(statistics, "MOST_AT_ONCE", 120)
+    assert moving_block_bootstrap(values, of=np.median) == whole

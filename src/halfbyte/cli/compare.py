@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from halfbyte.parity.pairing import Arm, Pair, Run
 
 
+MOST_TIMES = 4096  # step times that a spread is drawn from, evenly over a longer run
+
+
 @dataclass(frozen=True)
 class Args:
     runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN RUN ...")]
@@ -126,7 +129,8 @@ def speed_up(curve: "Curve", baseline: "Curve") -> tuple[float, tuple[float, flo
     from halfbyte.parity.statistics import moving_block_bootstrap
 
     base, mine = (timed(c).column("step_time_s") for c in (baseline, curve))
-    bounds = [moving_block_bootstrap(times[np.isfinite(times)], of=np.median) for times in (base, mine)]
+    known = [times[np.isfinite(times)] for times in (base, mine)]
+    bounds = [moving_block_bootstrap(times[:: 1 + len(times) // MOST_TIMES], of=np.median) for times in known]
     if bounds[0] is None or bounds[1] is None:
         return median(base) / median(mine), None
     return median(base) / median(mine), (bounds[0][0] / bounds[1][1], bounds[0][1] / bounds[1][0])

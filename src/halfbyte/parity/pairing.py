@@ -130,12 +130,13 @@ def _arm(arm: Sequence[Run], baselines: Mapping[int, Run], last: int | None) -> 
 
 def _pair(run: Run, baselines: Mapping[int, Run], last: int | None) -> Pair:
     baseline = baselines.get(run.seed)
+    beside = baseline or next(iter(baselines.values()))
+    other = contradictions(beside.facts, run.facts)
+    if other:
+        return Pair(run, None, None, f"made from something else than {beside.name}: {'; '.join(other)}", True)
     if baseline is None:
         seeds = ", ".join(map(str, sorted(baselines)))
         return Pair(run, None, None, f"no baseline run has its seed {run.seed} (they have {seeds})")
-    other = contradictions(baseline.facts, run.facts)
-    if other:
-        return Pair(run, None, None, f"made from something else than {baseline.name}: {'; '.join(other)}", True)
     found = gap(run.curve, baseline.curve, last=last)
     differ = unlike(baseline.config, run.config)
     if differ:

@@ -41,6 +41,7 @@ ALPHA = 0.05
 LEVEL = 1 - 2 * ALPHA
 FEWEST_SEEDS = 3  # t has 6.3 standard errors with two: no interval that anybody would act on
 POWER = 0.8
+MOST_AT_ONCE = 2**22  # numbers that a bootstrap draws before it looks at them: a long run has a million steps
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,11 @@ def moving_block_bootstrap(
     size = min(block or max(2, round(n ** (1 / 3) * 1.5)), n)
     random = np.random.default_rng(0)
     starts = random.integers(0, n - size + 1, size=(draws, -(-n // size)))
-    places = (starts[..., None] + np.arange(size)).reshape(draws, -1)[:, :n]
+    within = np.arange(size)
+    parts = np.array_split(starts, min(draws, 1 + draws * n // MOST_AT_ONCE))
+    found = [of(x[(part[..., None] + within).reshape(len(part), -1)[:, :n]], axis=1) for part in parts]
     tail = (1 - level) / 2
-    low, high = np.quantile(of(x[places], axis=1), [tail, 1 - tail])
+    low, high = np.quantile(np.concatenate(found), [tail, 1 - tail])
     return float(low), float(high)
 
 
