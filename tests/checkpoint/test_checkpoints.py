@@ -133,6 +133,26 @@ def test_saving_returns_before_anything_is_written(tmp_path, monkeypatch):
     store.close()
 
 
+def test_of_several_processes_one_that_cannot_begin_meets_the_others_all_the_same(tmp_path, monkeypatch):
+    """They ask each other how a save went; one that does not come leaves them waiting."""
+    asked, said = [], []
+    store = Checkpoints(tmp_path / "checkpoints", say=said.append)
+
+    def begin(*_, **__):
+        raise OSError("no room to copy")
+
+    with monkeypatch.context() as several:
+        several.setattr(store._orbax, "save_checkpointables_async", begin)
+        several.setattr(jax, "process_count", lambda: 2)
+        several.setattr(store_module, "from_all", lambda words: asked.append(words) or [words])
+        assert store.save(10, tree(10), extra={}) and not said
+        several.setattr(jax, "process_count", lambda: 1)
+        assert not store.wait()
+    assert asked == ["no room to copy"] and "step 10 WAS NOT WRITTEN: no room to copy" in said[0]
+    store.save(20, tree(20), extra={})
+    assert store.close()
+
+
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
 def test_damage_is_named_and_the_older_one_restored(tmp_path, damage):
     filled(tmp_path / "checkpoints").close()

@@ -150,7 +150,7 @@ class Checkpoints:
 
     def save(self, step: int, items: Mapping[str, Any], *, extra: Mapping[str, Any]) -> bool:
         """Start writing `items` (pytrees of arrays by name); returns once training may write on the arrays again. False
-        when the write could not even begin.
+        when the write could not even begin; with several processes that is known when they meet again.
 
         Raises PoisonedCheckpoint, and writes nothing, when a value is not finite. A write that fails is said aloud, and
         the next save starts clean.
@@ -168,8 +168,10 @@ class Checkpoints:
             else:
                 write = begin(checkpointables=flat).result  # returns when the arrays are off the device
         except Exception as error:  # Orbax raises whatever the storage raised
-            self._not_written(step, one_line(error))
-            return False
+            if jax.process_count() == 1:
+                self._not_written(step, one_line(error))
+                return False
+            write = functools.partial(_fail, error)  # others may have begun: all meet at the next save, and give it up
         self._pending = (step, self._thread.submit(self._write, step, write))
         return True
 
@@ -383,6 +385,10 @@ def _verify(record: Record, loaded: Mapping[str, Any]) -> None:
             )
         poisoned |= {f"{item}/{name}": facts.not_finite for name, facts in found.items() if facts.not_finite}
     refuse_poisoned(poisoned)
+
+
+def _fail(error: Exception) -> None:
+    raise error
 
 
 def _to_the_end(begin: Callable[..., Any], flat: Mapping[str, Any]) -> None:
