@@ -11,6 +11,7 @@ from halfbyte.parity.between import between
 from halfbyte.parity.cells import run_directory
 from halfbyte.parity.plan import load_plan, settle
 from halfbyte.parity.report import overhead_text
+from halfbyte.parity.statistics import reach
 from halfbyte.parity.verdict import SINGLE, Verdict, Word
 from halfbyte.train.identity import load_identity, save_identity
 
@@ -207,6 +208,15 @@ def test_seeds_beyond_the_plan_are_shown_and_not_judged(tmp_path):
     data = analyse(grown, tmp_path)
     assert verdicts(data) == verdicts(before) and verdicts(data)["nvfp4"] == "CANNOT TELL"
     assert data["arms"][1]["interval"]["count"] == 10 and data["notes"][0].startswith("EXPLORATORY: 7 of 10 seeds")
+
+
+def test_what_a_study_sees_is_that_of_all_its_seeds_also_where_the_first_look_decides(tmp_path):
+    plan = plan_of(seeds=5, looks=(3, 5), candidates=("nvfp4",))
+    late = {(arm.name, seed) for arm in plan.arms for seed in (3, 4)}
+    data = analyse(fake_parity(tmp_path, plan, skip=late), tmp_path)
+    interval = next(arm for arm in data["arms"] if arm["name"] == "nvfp4")["verdict"]["interval"]
+    gap = plan.margin.value + reach(interval["sd"], 5, alpha=0.05 * (1 - 0.6**2))
+    assert data["passed"] and interval["count"] == 3 and f"a gap of {plan.margin.show(gap)} would" in data["sees"][0]
 
 
 def test_a_grid_that_was_planned_with_fewer_seeds_of_some_arms_is_complete(tmp_path):

@@ -77,7 +77,7 @@ def seen(plan: Plan, found: Verdict) -> str | None:
     interval, margin = found.interval, plan.margin
     if interval is None or interval.low is None or interval.sd is None or interval.count < 2:
         return None
-    gap = margin.value + reach(interval.sd, interval.count, alpha=spending(plan.looks)[-1])
+    gap = margin.value + reach(interval.sd, plan.looks[-1], alpha=spending(plan.looks)[-1])
     text = f"{found.arm}: with this spread a gap of {margin.show(gap)} would be called FAIL in 80% of such studies"
     if found.word is not Word.CANNOT_TELL:
         return text
