@@ -176,3 +176,12 @@ def test_names_tell_runs_apart(tmp_path):
     assert short_names([a, b]) == ["x/run", "y/run"]
     assert short_names([a, b / "z"]) == ["run", "z"]
     assert len(set(short_names([a, a]))) == 2
+
+
+def test_evaluations_that_are_none_are_passed_over(runs, capfd):
+    for run in runs:
+        with open(run / "evaluations.jsonl", "a") as file:
+            for row in ({"step": 1}, {"task": "arc", "metrics": []}, {"task": "arc", "metrics": {"acc": {}, "f1": 1}}):
+                file.write(json.dumps(row) + "\n")
+    assert main(["compare", *map(str, runs), "--json"]) == 0
+    assert list(json.loads(capfd.readouterr().out)["evaluations"]) == ["arc acc"]

@@ -193,8 +193,10 @@ def evaluations(folders: Sequence[Path]) -> dict[str, list[Any]]:
     for folder in folders:
         path, newest = folder / EVALUATIONS, {}
         for row in read_rows(path) if path.is_file() else ():
-            for name, metric in row["metrics"].items():
-                newest[f"{row['task']} {name}"] = metric
+            metrics = row.get("metrics")
+            for name, metric in metrics.items() if isinstance(metrics, Mapping) else ():
+                if isinstance(metric, Mapping) and metric.keys() >= {"value", "error"}:  # others are none of ours
+                    newest[f"{row.get('task')} {name}"] = metric
         found.append(newest)
     names = sorted(set().union(*found))
     table = {name: [newest.get(name) for newest in found] for name in names}
