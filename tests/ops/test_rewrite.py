@@ -314,8 +314,27 @@ def test_an_ensemble_of_stacked_weights_is_left_whole(params):
     ensemble = lambda params, x: jnp.sum(jax.vmap(member, (0, None))(params["members"], x), 0) @ params["w"]  # noqa: E731
     report = apply_recipe(ensemble, NVFP4, key=KEY, show=None).report({"members": stacked, "w": normal(1, 16, 16)}, X)
     assert [site.path for site in report.replaced] == ["w"] and len(report.left) == 2
-    mapped = lambda w, xs: jax.vmap(lambda x: jnp.einsum("td,dnh->tnh", x, w))(xs)  # noqa: E731
-    assert apply_recipe(mapped, NVFP4, key=KEY, show=None).report(normal(0, 16, 2, 16), jnp.stack([X, X])).replaced
+
+
+@pytest.mark.parametrize(
+    ("subscripts", "shape", "axes", "replaced"),
+    [
+        ("td,dnh->tnh", (16, 2, 16), (None, 0), True),
+        ("td,ndh->tnh", (2, 16, 16), (None, 0), True),  # heads first, as Gemma's
+        ("td,dh->th", (2, 16, 16), (0, None), False),
+        ("dh,td->th", (2, 16, 16), (0, None), False),
+    ],
+)
+def test_an_einsum_under_vmap_is_an_ensemble_if_its_weight_is_mapped(subscripts, shape, axes, replaced):
+    def fn(params, x):
+        turned = subscripts.startswith("dh")
+        product = lambda w, x: jnp.einsum(subscripts, *((w, x) if turned else (x, w)))  # noqa: E731
+        return jax.vmap(product, axes)(params["asked"], x @ params["other"])
+
+    x = X if axes[1] is None else jnp.stack([X, X])
+    params = {"asked": normal(0, *shape), "other": normal(1, 16, 16)}
+    report = apply_recipe(fn, NVFP4, key=KEY, show=None).report(params, x)
+    assert [site.path for site in report.replaced] == ["other", "asked"][: 1 + replaced]
 
 
 def test_tokens_that_cannot_be_blocked_run_forward_only_and_the_error_says_which_weight():

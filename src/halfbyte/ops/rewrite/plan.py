@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,7 @@ from halfbyte.recipe import Policy, Recipe, Rule
 
 REMAT = ("checkpoint", "remat", "remat2")
 JIT = ("jit", "pjit")
+_EINSUM = re.compile(r"([A-Za-z]+),([A-Za-z]+)->")  # of x and a weight
 NO_DOTS = {  # other primitives that multiply matrices, and why they are left
     "ragged_dot": "it is a ragged dot, with one weight a group of tokens; recipes serve dots with one weight",
     "ragged_dot_general": "it is a ragged dot, with one weight a group of tokens; recipes serve dots with one weight",
@@ -263,7 +265,19 @@ def _is_ensemble(eqn: Any, side: int) -> bool:
     """Whether a vmap over weights has made this dot: one dim of them, the first, runs over its members."""
     contracted, weight = eqn.params["dimension_numbers"][0][side], eqn.invars[side].aval
     mapped = "vmap(" in str(eqn.source_info.name_stack)
-    return mapped and 0 not in contracted and weight.ndim - len(contracted) > 1
+    return mapped and 0 not in contracted and weight.ndim - len(contracted) > 1 and not _is_as_written(eqn, side)
+
+
+def _is_as_written(eqn: Any, side: int) -> bool:
+    """Whether this is the dot of an einsum of x and a weight whose subscripts name all dims of the weight: what a vmap
+    has added is x's then. They stand in the name stack.
+    """
+    written = _EINSUM.findall(str(eqn.source_info.name_stack))
+    if not written or len(written[-1][1]) != eqn.invars[side].aval.ndim:
+        return False
+    contracted, (x, weight) = eqn.params["dimension_numbers"][0], written[-1]
+    x = x.rjust(eqn.invars[1 - side].aval.ndim)
+    return [x[dim] for dim in contracted[1 - side]] == [weight[dim] for dim in contracted[side]]
 
 
 def _has_number(origin: Origin) -> bool:
