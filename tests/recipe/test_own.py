@@ -7,7 +7,7 @@ import pytest
 
 import halfbyte as hb
 from halfbyte.models import preset
-from halfbyte.recipe import own, policy, recipe, spell_policy, spell_recipe
+from halfbyte.recipe import policy, recipe, spell_policy, spell_recipe
 from halfbyte.train.config import TrainConfig
 
 MINE = """
@@ -50,7 +50,7 @@ def test_what_was_hashed_is_what_runs(mine, monkeypatch):
     """A file that is replaced behind the hash: what lies there by then is not imported."""
     source = (MINE + "# hashed").encode()
     mine.write_text("raise RuntimeError('another file')")
-    monkeypatch.setattr(own, "_source", lambda path: source)
+    monkeypatch.setattr("halfbyte.inputs.programs._source", lambda path: source)
     assert recipe(f"{mine}:half").fprop_x.format == hb.NVFP4
 
 

@@ -51,10 +51,10 @@ def _paths(text: str) -> Iterator[str]:
 def name_program(path: str, what: str) -> str:
     """The hash of the file that `what` names, which may run from now on; NotNamed where only named programs may."""
     digest = hash_of_program(path)
-    if digest not in _NAMED:
-        if _ONLY_NAMED.get():
-            raise NotNamed(_refusal(what))
-        _NAMED[digest] = path
+    if not _ONLY_NAMED.get():
+        _NAMED[digest] = path  # named last: a copy that was named before may be another by now
+    elif digest not in _NAMED:
+        raise NotNamed(_refusal(what))
     return digest
 
 
