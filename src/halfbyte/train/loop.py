@@ -153,6 +153,8 @@ class Loop:
         with self.outputs.store.preparing(self.state.items()), Compiling(self.session.console, shown=shown):
             if phase.recipe not in self.programs:  # a return to a checkpoint compiles nothing that it has
                 self.programs[phase.recipe] = self._compile(phase)
+                # A step's collectives wait 30 s for a peer (Gloo), and compilers may be further apart: ranks meet here.
+                self.group.share(f"compiled/{len(self.programs)}", phase.recipe.name)
                 how = f"compiled in {time.monotonic() - began:.1f} s"
             self.program, self.evaluate = self.programs[phase.recipe]
         self.meter = make_meter(self.session, phase)
