@@ -6,6 +6,7 @@ devices, so that meshes are real; on a GPU machine tests that need several devic
 
 import gc
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -52,6 +53,15 @@ def until():
         raise AssertionError("it has not happened in ten minutes")
 
     return wait
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before():
+    """A command that a test calls may end with its own handlers in place, since its process would end with it."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")
