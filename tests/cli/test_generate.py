@@ -90,7 +90,7 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_used(tiny_run, tmp_path
 
 def test_the_data_may_be_gone(tiny_run, tmp_path, capfd, monkeypatch):
     """The run directory holds the tokenizer; the data set is not opened."""
-    monkeypatch.setattr("halfbyte.interchange.opening.open_data", lambda config: pytest.fail("opened the data"))
+    monkeypatch.setattr("halfbyte.train.source.open_source", lambda config: pytest.fail("opened the data"))
     code, _, _ = generate(capfd, tiny_run, "--recipe", "bf16", "--max-tokens", 1)
     assert code == 0
 
