@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import halfbyte as hb
+from halfbyte.formats import SharedBitsWarning
 from halfbyte.recipe import step_key
 
 KEY = step_key(0, 0)
@@ -244,9 +245,10 @@ def test_a_rewritten_function_hashes():
         jax.grad(jax.jit(f)),
         jax.grad(jax.checkpoint(f)),
         eqx.filter_jit(f),
-        jax.vmap(f, (None, 0)),
     ):
         jax.eval_shape(use, p, jnp.ones((2, 16, 32)))
+    with pytest.warns(SharedBitsWarning):
+        jax.eval_shape(jax.vmap(f, (None, 0)), p, jnp.ones((2, 16, 32)))
     nnx.eval_shape(lambda p, x: nnx.grad(f)(p, x), p, X)
 
 
