@@ -55,7 +55,7 @@ docs: $(VENV)/.test
 
 # Ratios measured in one run. The GPU's benchmarks join in where there is one.
 BENCHMARKS := benchmarks/startup.py benchmarks/quantize.py benchmarks/train_cpu.py \
-  $(if $(wildcard /dev/nvidiactl),benchmarks/gpu_kernels.py benchmarks/emulations.py)
+  $(if $(wildcard /dev/nvidiactl),benchmarks/gpu_kernels.py)
 
 bench: $(BASE)
 	@for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file $(ARGS) || exit 1; done

@@ -1,6 +1,6 @@
 """How a kernel is timed on a GPU: cases compiled side by side, clocks warmed, the median of five batches.
 
-What is timed is in the `*_cases.py` files, and `gpu_kernels.py` and `emulations.py` are what one runs.
+What is timed is in the `*_cases.py` files, and `gpu_kernels.py` is what one runs.
 """
 
 import concurrent.futures
