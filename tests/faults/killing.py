@@ -241,9 +241,10 @@ def using(folder: Path) -> list[int]:
 
 @kind(times=3)
 def directory_taken_away(bench: Bench, folder: Path, random: Random) -> str:
-    """Removed, moved away, or replaced by an empty one, while the run trains."""
+    """Removed, moved away, or replaced by an empty one, while the run trains and saves: what a save makes anew at the
+    place is removed again."""
     how = random.choice(["removed", "moved", "replaced"])
-    one = bench.trainer.start(folder, "--steps", "5000")
+    one = bench.trainer.start(folder, "--steps", "5000", *EACH_STEP)
     step = at_random_step(bench, folder, [one], random)
     away = folder.with_name(f"{folder.name}-away")
     folder.rename(away)  # at once, so that nothing is written meanwhile

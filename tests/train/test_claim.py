@@ -6,14 +6,16 @@ import os
 import random
 import shutil
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 from rich.console import Console
 from tiny import tiny
 
-from halfbyte.checkpoint import RunDirectoryHeld, RunLock
+from halfbyte.checkpoint import RunDirectoryHeld, RunLock, store
 from halfbyte.cli.main import main
 from halfbyte.train import CheckpointConfig, jsonconfig, train
 from halfbyte.train.claim import KEPT, Claim
@@ -130,9 +132,35 @@ class Vandal:
         return ()
 
 
-def test_a_run_without_its_directory_ends(tmp_path):
+def test_a_run_without_its_directory_ends_and_leaves_nothing_at_its_place(tmp_path, monkeypatch):
+    """The save of step 2 is under way when the directory goes: Orbax and TensorStore make every folder anew."""
     vandal, console = Vandal(tmp_path / "run"), Console(file=io.StringIO())
-    config = tiny(recipe="bf16", mesh="data=8", checkpoint=CheckpointConfig(every=0))
+    written = []
+
+    def late(*args):
+        while vandal.directory.exists():
+            time.sleep(0.01)
+        save(*args)
+        written.extend(vandal.directory.rglob("*"))
+
+    save = store._to_the_end
+    monkeypatch.setattr(store, "_to_the_end", late)
+    config = tiny(recipe="bf16", mesh="data=8", checkpoint=CheckpointConfig(every=2))
     with pytest.raises(OSError, match=r"run was removed, moved or replaced"):
         train(config, vandal.directory, console=console, observers=[vandal])
     assert vandal.steps == 3
+    assert written
+    assert not list(vandal.directory.rglob("*"))
+
+
+def test_a_run_without_its_directory_touches_nothing_of_the_next_run_there(tmp_path):
+    """Which has its lock there before it has anything else."""
+    saves = store.Checkpoints(tmp_path / "run" / "checkpoints")
+    assert saves.save(2, {"params": {"w": jnp.ones(2)}}, extra={})
+    saves.wait()
+    (tmp_path / "run").rename(tmp_path / "moved")
+    theirs = tmp_path / "run" / "checkpoints" / "2"
+    theirs.mkdir(parents=True)
+    with RunLock(tmp_path / "run"):
+        saves.abandon()
+    assert theirs.is_dir()

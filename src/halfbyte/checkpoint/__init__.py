@@ -2,7 +2,7 @@
 
 from .beside import GoneCheckpoint, reading
 from .checksum import LARGEST, checksum, checksums, inspect, named_leaves
-from .lock import RunDirectoryHeld, RunLock
+from .lock import LOCK, RunDirectoryHeld, RunLock
 from .record import (
     CheckpointMismatch,
     DamagedCheckpoint,
@@ -15,6 +15,7 @@ from .store import Checkpoints, NoGoodCheckpoint, Restored
 
 __all__ = [
     "LARGEST",
+    "LOCK",
     "CheckpointMismatch",
     "Checkpoints",
     "DamagedCheckpoint",

@@ -4,10 +4,12 @@ Arrays are verified by their own checksums when they are read; the small files a
 are verified here. Damage and a disk that cannot be read are told apart.
 """
 
+import contextlib
 import json
 import shutil
 import stat
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,15 @@ def remove_unfinished(directory: Path) -> list[str]:
     for path in left:
         shutil.rmtree(path, ignore_errors=True)
     return [path.name for path in left]
+
+
+def remove_saves(directory: Path, steps: Sequence[int]) -> None:
+    """Delete what these saves have made, finished or not, and the directory with it if it held nothing else."""
+    for step in steps:
+        for path in (directory / str(step), *directory.glob(str(step) + UNFINISHED.removeprefix("*"))):
+            shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        directory.rmdir()
 
 
 def _entry(value: Any) -> tuple[int, int | None]:

@@ -12,6 +12,7 @@ from typing import TextIO
 
 from halfbyte.inputs import no_follow
 
+LOCK = ".lock"
 ATTEMPTS = 100
 
 
@@ -24,7 +25,7 @@ class RunLock:
     process has it."""
 
     def __init__(self, directory: str | os.PathLike[str]):
-        self.path = Path(directory) / ".lock"
+        self.path = Path(directory) / LOCK
         self._file = self._take()
         self._file.seek(0)
         self._file.truncate()

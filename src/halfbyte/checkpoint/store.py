@@ -26,8 +26,9 @@ from halfbyte.later import later
 from .aside import copied, lock_host_memory, on_gpus, run_once, without_room
 from .beside import BeingRead, GoneCheckpoint, reading
 from .checksum import disagreements, inspect, named_leaves
-from .files import check_file_list, check_readable, refuse_irregular, remove_unfinished, write_file_list
+from .files import check_file_list, check_readable, refuse_irregular, remove_saves, remove_unfinished, write_file_list
 from .hushing import hush_late_writes
+from .lock import LOCK
 from .record import (
     DamagedCheckpoint,
     LoadFailed,
@@ -93,6 +94,7 @@ class Checkpoints:
         self._committed = committed
         self._say = say
         self._pending: tuple[int, Future[Any]] | None = None
+        self._begun: list[int] = []  # the newest save, and the one that it waited for
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._copied = self._stops = False  # whether a save was made from a copy, and whether the last had no room
         self._prepared = self._locked = False  # the second: whether copies to the host go into locked memory
@@ -156,6 +158,7 @@ class Checkpoints:
         the next save starts clean.
         """
         self.wait()
+        self._begun = [*self._begun[-1:], step]
         leaves = describe_with_checksums(items)
         record = Record(step=step, leaves=leaves, extra={**extra, "run": self._run})
         flat = {item: _storable(tree) for item, tree in items.items()}
@@ -234,6 +237,16 @@ class Checkpoints:
         """Delete what saves that never ended have left on the disk. Only for the one process that holds the run."""
         if jax.process_index() == 0:
             remove_unfinished(self.directory)
+
+    def abandon(self) -> None:
+        """The directory is no longer this run's: let the write in progress end, and remove what it has made anew at
+        that place, unless the place is another run's by now. When one array cannot be written, Orbax does not wait for
+        the others, and TensorStore makes their folders anew: so this looks again for two seconds."""
+        self._thread.shutdown()
+        for _ in range(10):
+            if self._begun and not (self.directory.parent / LOCK).exists():
+                remove_saves(self.directory, self._begun)
+                time.sleep(0.2)
 
     def close(self) -> bool:
         """Wait for the last write, then let go. False when that write failed."""

@@ -7,10 +7,9 @@ import os
 import shutil
 from pathlib import Path
 
-from halfbyte.checkpoint import RunLock
+from halfbyte.checkpoint import LOCK, RunLock
 from halfbyte.inputs import UnreadableFile, check_output, read_json, refuse_links
 
-LOCK = ".lock"
 KEPT = ("config.json", "run.json")  # there from before the first step to the end
 WRITTEN = (
     LOCK, *KEPT, "manifest.json", "data.json", "tokenizer.json", "metrics.jsonl",
@@ -36,7 +35,7 @@ def refuse_foreign_directory(directory: Path) -> None:
     """ValueError if `directory` holds files but no run. A config.json alone does not make a run: models have one."""
     if not directory.exists():
         return
-    names = sorted(path.name for path in directory.iterdir() if path.name != ".lock" and path.suffix != ".tmp")
+    names = sorted(path.name for path in directory.iterdir() if path.name != LOCK and path.suffix != ".tmp")
     if IMPORTED in names:
         raise ValueError(
             f"{directory} holds an imported model, not a run that could go on; "

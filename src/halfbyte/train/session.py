@@ -189,9 +189,13 @@ class Outputs:
     """On the process that holds the directory."""
 
     def check_place(self) -> None:
-        """Raise OSError if the run directory is no longer the one that was claimed."""
-        if self.claim is not None:
-            self.claim.check()
+        """Raise OSError if the run directory is no longer the one that was claimed; nothing is left at its place."""
+        try:
+            if self.claim is not None:
+                self.claim.check()
+        except OSError:
+            self.store.abandon()
+            raise
 
     def write(self, row: dict[str, Any]) -> None:
         """One record to every sink and to the display."""
