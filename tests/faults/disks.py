@@ -63,10 +63,10 @@ def disk_full_for_a_while(bench: Bench, folder: Path, random: Random) -> str:
 def disk_full_to_the_end(bench: Bench, folder: Path, random: Random) -> str:
     with small_disk(folder, megabytes=64) as disk:
         one = bench.trainer.start(disk / "run")
-        assert wait_until(lambda: any((disk / "run" / "checkpoints").glob("[0-9]*")), [one]), one.output[-400:]
+        assert wait_until(lambda: bool(checkpoint_steps(disk / "run")), [one]), one.output[-400:]
+        good = checkpoint_steps(disk / "run")
         filler = fill(disk)
         refuses(disk)
-        good = checkpoint_steps(disk / "run")
         code = one.wait()
         assert code == 1 and GIVEN_UP in one.said, f"ended with {code}: {one.output[-800:]}"
         is_sentence(one.output)

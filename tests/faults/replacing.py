@@ -7,6 +7,7 @@ hidden beside it, and the next command of the same name says so and removes it.
 import json
 import shutil
 import signal
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -25,6 +26,16 @@ def hidden(place: Path) -> list[str]:
     return sorted(path.name for path in place.parent.glob(f".{place.name}.*"))
 
 
+def made(place: Path) -> dict[str, str]:
+    """What a directory holds, but for the name in run.json that each import draws anew; the CRC beside it must fit."""
+    found = contents(place)
+    if "run.json" in found:
+        stored = json.loads((place / "run.json").read_text())
+        assert zlib.crc32(stored["run"].encode()) == stored["crc32"], f"{place}/run.json does not match its own CRC"
+        found["run.json"] = json.dumps({**json.loads(stored["run"]), "run": "drawn"}, sort_keys=True)
+    return found
+
+
 def killed_anywhere(place: Path, make: Make, again: Make, random: Random, *, old: Path | None) -> str:
     """Kill `make` at random places, and look each time at what is there; then `again`, which must make it. `old` is a
     copy of what lay there before, None if nothing did."""
@@ -38,21 +49,21 @@ def killed_anywhere(place: Path, make: Make, again: Make, random: Random, *, old
     restore()
     one = make(under=place.parent, log=log)
     assert one.wait() == 0, f"undisturbed: {one.said[-600:]}"
-    new, before = contents(place), contents(old) if old is not None else {}
+    new, before = made(place), made(old) if old is not None else {}
     lines = [line for line in log.read_text().splitlines() if line.startswith("change")]
     said = []
     for at in random.sample(range(1, len(lines) + 1), min(KILLS, len(lines))):
         restore()
         one = make(under=place.parent, log=log, die_at=at)
         assert one.wait() == -signal.SIGKILL, f"it was not killed before {lines[at - 1]}: {one.said[-400:]}"
-        found = contents(place)
+        found = made(place)
         assert found in (before, new), f"killed before {lines[at - 1]}: neither the old nor the new is there"
         left = hidden(place)
         one = again() if found == before else make()
         code = one.wait()
         is_sentence(one.output)
         assert code in (0, 2), f"killed before {lines[at - 1]}, then: {code}: {one.said[-400:]}"
-        assert contents(place) == new, f"killed before {lines[at - 1]}: not made afterwards: {one.said[-400:]}"
+        assert made(place) == new, f"killed before {lines[at - 1]}: not made afterwards: {one.said[-400:]}"
         assert not hidden(place), f"killed before {lines[at - 1]}: {hidden(place)} stays for ever: {one.said[-400:]}"
         assert not left or any(name in one.said.replace(" ", "") for name in left), f"{left} was removed without a word"
         said.append(f"{lines[at - 1].split()[1]} ({'old' if found == before else 'new'})")
@@ -114,4 +125,7 @@ def killed_import(bench: Bench, folder: Path, random: Random) -> str:
     assert exported(bench, folder)().wait() == 0
     words = ("import", str(folder / "hf"), "--out", str(folder / "run"))
     make: Make = lambda **watched: bench.trainer.command(folder.name, *words, **watched)  # noqa: E731
-    return killed_anywhere(folder / "run", make, make, random, old=None)
+    said = killed_anywhere(folder / "run", make, make, random, old=None)
+    code, one = bench.verify(folder / "run")
+    assert code == 0, f"verify ended with {code}: {one.said[-400:]}"
+    return said

@@ -14,8 +14,8 @@ ITEMS = ("params", "optimizer", "progress")
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
-    """Steps of the committed checkpoints of a run, by their names."""
-    return sorted(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit())
+    """Steps of the committed checkpoints of a run, by their names; [] where there is none yet."""
+    return sorted(int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdigit())
 
 
 def arrays(checkpoint: Path) -> dict[str, Any]:

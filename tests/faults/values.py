@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import struct
 import termios
 import threading
@@ -15,7 +16,7 @@ from random import Random
 from typing import Any
 
 from files import finished_copy
-from outside import change_memory, last_step, wait_until
+from outside import Started, change_memory, last_step, stop, wait_until
 from reference import Bench, is_sentence, kind
 from states import arrays, checkpoint_steps, losses, saved_state
 
@@ -133,6 +134,30 @@ def flipped(row: bytes, offset: int, random: Random) -> bytes:
     return struct.pack("<I", struct.unpack_from("<I", row, offset)[0] ^ (1 << random.randrange(31)))
 
 
+def stopped_between_saves(bench: Bench, folder: Path) -> Started:
+    """A run that was stopped at any place of a step, with a checkpoint and no save under way. All that looks like the
+    weight is changed, the copy that a save is made from too: two faults at once, and one spoils the only checkpoint."""
+
+    def between() -> bool:
+        return checkpoint_steps(folder) == [bench.steps // 2] and last_step(folder) < bench.steps - 5
+
+    def caught() -> bool:
+        if between():
+            stop(one.process)
+            if between():
+                return True
+            one.process.send_signal(signal.SIGCONT)
+        return False
+
+    for _ in range(5):  # on a busy machine the whole half may be gone before we look
+        one = bench.trainer.start(folder, *QUIET, "--checkpoint.every", str(bench.steps // 2))
+        if wait_until(caught, [one]):
+            return one
+        assert one.wait() == 0, f"ended before: {one.output[-800:]}"
+        shutil.rmtree(folder)
+    raise AssertionError("it was never caught between two saves")
+
+
 def ended_as(whole: Path, folder: Path, what: str) -> None:
     assert losses(folder) == losses(whole) and saved_state(folder) == saved_state(whole), f"the end differs ({what})"
 
@@ -142,8 +167,7 @@ def changed_weight(bench: Bench, folder: Path, random: Random, value: bytes | No
     whole, states = watched_reference(bench, folder)
     first, last = states[0]["params/embed"], states[-1]["params/embed"]
     row = half(last[(first == last).all(axis=1).nonzero()[0][-1]])
-    one = bench.trainer.start(folder, *QUIET)
-    assert wait_until(lambda: last_step(folder) > bench.every, [one]), one.output[-800:]
+    one = stopped_between_saves(bench, folder)
     offset = 4 * random.randrange(len(row) // 4)
     copies = change_memory(one.process.pid, row, offset, value or flipped(row, offset, random))
     code = one.wait()
