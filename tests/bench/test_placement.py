@@ -6,9 +6,10 @@ import pytest
 from eight_gpus import RECIPES, check, compile_for, config_of
 
 from halfbyte import bench, models
-from halfbyte.bench.placement import AGAIN
+from halfbyte.bench.placement import AGAIN, reduces_whole
 from halfbyte.devices import device
 from halfbyte.models import REMAT
+from halfbyte.program import collectives, read
 
 H200 = device("h200")
 CONFIG = config_of("bf16", batch=16)
@@ -36,3 +37,28 @@ def test_a_device_multiplies_gathers_and_hides_what_it_should(recipe):
         layer = models.count_params(config.model) - 2 * 4096 * 128256 - (2 * config.model.layers + 1) * 4096
         tokens = 4 * 16 * 8192  # bytes: whose rows are looked up
         assert found.gathered == {"bf16": 2 * (2 * layer + 4096 * 128256), "s32": tokens}
+
+
+LOSS = """HloModule jit_step, is_scheduled=true
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+ENTRY %main (a: f32[64,128]) -> f32[64,128] {
+  %a = f32[64,128]{1,0} parameter(0)
+  ROOT %psum = f32[64,128]{1,0} all-reduce(%a), channel_id=1, replica_groups=GROUPS, to_apply=%add
+}
+"""
+
+
+@pytest.mark.parametrize("groups, gradient", [
+    ("{{0,2,4,6},{1,3,5,7}}", True),
+    ("{{0,1},{2,3},{4,5},{6,7}}", False),  # over tensor: the loss, or a layer's partial sums
+])  # fmt: skip
+def test_a_sum_over_tensor_is_no_gradient(groups, gradient):
+    (found,) = collectives(read(LOSS.replace("GROUPS", groups)), {"fsdp": 4, "tensor": 2})
+    assert reduces_whole(found, 64 * 128) == gradient
+    assert not reduces_whole(found, 64 * 128 + 1)

@@ -72,7 +72,7 @@ def placement(compiled: Any, config: TrainConfig, mesh: Mesh) -> Placement:
         bytes_needed=bytes_needed(compiled),
         gathered=gathered_bytes(found),
         wide_gathers=tuple(each for each in found if _gathers(each, weight, bits=16)),
-        whole_reduces=tuple(each for each in found if _reduces(each, weight)),
+        whole_reduces=tuple(each for each in found if reduces_whole(each, weight)),
     )
 
 
@@ -136,6 +136,10 @@ def _gathers(each: Collective, elements: int, *, bits: int) -> bool:
     return any(array.elements * each.group == elements for array in wide)
 
 
-def _reduces(each: Collective, elements: int) -> bool:
+def reduces_whole(each: Collective, elements: int) -> bool:
+    """Whether this sums as many float32 elements as a weight has over the axes that gradients are summed over. What the
+    loss and the layers sum over `tensor` may be as large, and is no gradient.
+    """
     floats = (array for array in each.arrays if array.dtype == "f32")
-    return each.kind == "all-reduce" and any(array.elements >= elements for array in floats)
+    gradient = each.kind == "all-reduce" and bool({"data", WEIGHTS} & set(each.axes))
+    return gradient and any(array.elements >= elements for array in floats)

@@ -9,7 +9,7 @@ from .groups import axes_of, read_groups
 from .link import hidden_on_one_link
 from .schedule import Launch, launches
 from .text import Array, Instruction, Program, Unreadable, read
-from .traffic import Traffic, moves, traffic, traffic_of_launches
+from .traffic import Traffic, bytes_of, move_of, moves, traffic, traffic_of_launches
 
 __all__ = [
     "CATEGORIES",
@@ -26,6 +26,7 @@ __all__ = [
     "Unreadable",
     "attention",
     "axes_of",
+    "bytes_of",
     "category",
     "category_of_name",
     "collectives",
@@ -34,6 +35,7 @@ __all__ = [
     "hidden_on_one_link",
     "hidden_share",
     "launches",
+    "move_of",
     "moves",
     "overlap",
     "read",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from .attention import Attention, attention_of
 from .gemms import Gemm, gemms_of
-from .groups import Groups, axes_of, read_groups
+from .groups import Groups, axes_along, axes_of, read_groups
 from .schedule import Launch, launches, trips
 from .text import Array, Instruction, Program, Unreadable
 
@@ -152,19 +152,19 @@ def _describe(
         kind=kind,
         arrays=tuple(program.operand_arrays(found)),
         group=_size(found, groups, mesh),
-        axes=_axes(groups, mesh),
+        axes=_axes(kind, groups, mesh),
         asynchronous=(starter is not None or found.opcode.endswith("-start")) and not waits,
         times=launch.times,
         loops=launch.loops,
     )
 
 
-def _axes(groups: Groups | None, mesh: Mapping[str, int] | None) -> tuple[str, ...]:
+def _axes(kind: str, groups: Groups | None, mesh: Mapping[str, int] | None) -> tuple[str, ...]:
     if mesh is None or (groups is not None and all(len(group) == 1 for group in groups)):
         return ()
     if groups is None:
         return tuple(axis for axis, size in mesh.items() if size > 1)
-    return axes_of(groups, mesh)
+    return (axes_along if kind == "collective-permute" else axes_of)(groups, mesh)
 
 
 def _size(found: Instruction, groups: Groups | None, mesh: Mapping[str, int] | None) -> int:

@@ -10,7 +10,7 @@ compiled for.
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -45,14 +45,28 @@ def read_groups(attributes: str) -> Groups | None:
 
 def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
     """The axes of `mesh` (name -> size, the last varies fastest) that the groups join. Unreadable if none do."""
-    wide = [axis for axis, size in mesh.items() if size > 1]
     sought = {frozenset(group) for group in groups}
-    for count in range(1, len(wide) + 1):
-        for axes in itertools.combinations(wide, count):
-            if sought == {frozenset(group) for group in groups_over(axes, mesh)}:
-                return axes
+    for axes, whole in _candidates(mesh):
+        if sought == whole:
+            return axes
     shape = ",".join(f"{axis}={size}" for axis, size in mesh.items())
     raise Unreadable(f"a collective over {len(groups)} groups, the first {groups[0][:8]}, is over no axes of {shape}")
+
+
+def axes_along(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The fewest axes of `mesh` within which a permutation sends, as a ring or a reflection of an axis does."""
+    for axes, whole in _candidates(mesh):
+        if all(any(one.issuperset(group) for one in whole) for group in groups):
+            return axes
+    raise Unreadable(f"a permutation that joins {groups[0][:8]} names devices that are not in the mesh")
+
+
+def _candidates(mesh: Mapping[str, int]) -> Iterator[tuple[tuple[str, ...], set[frozenset[int]]]]:
+    """(axes, the groups that differ along them alone), fewest axes first."""
+    wide = [axis for axis, size in mesh.items() if size > 1]
+    for count in range(1, len(wide) + 1):
+        for axes in itertools.combinations(wide, count):
+            yield axes, {frozenset(group) for group in groups_over(axes, mesh)}
 
 
 def groups_over(axes: tuple[str, ...], mesh: Mapping[str, int]) -> Groups:

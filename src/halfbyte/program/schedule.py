@@ -1,13 +1,15 @@
 """How often each instruction runs in one execution of a program.
 
-Loops are walked with their trip counts, nested loops multiply, iterations that the compiler peeled off stand outside
-the loop and count once. A loop whose trip count nobody knows, or a branch, makes every figure a guess: Unreadable.
+Loops are walked with their trip counts (as XLA says, or their counter: `turns`), nested loops multiply, iterations that
+the compiler peeled off stand outside the loop and count once. A loop whose trip count nobody knows, or a branch, makes
+every figure a guess: Unreadable.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from .text import Instruction, Program, Unreadable
+from .turns import counted_turns
 
 CALLS = ("call", "async-start")
 CALLING = (*CALLS, "conditional")
@@ -65,8 +67,9 @@ def _inside(program: Program, computation: str) -> Iterator[Instruction]:
 
 def trips(program: Program, loop: Instruction) -> int:
     """Turns of a loop. Raises Unreadable where the compiler does not know and the loop does anything."""
-    if loop.trips is not None:
-        return loop.trips
+    turns = loop.trips if loop.trips is not None else counted_turns(program, loop)
+    if turns is not None:
+        return turns
     body = program.computations[loop.called("body")]
     if all(found.opcode in NOTHING for found in body):
         return 0

@@ -76,6 +76,8 @@ class Instruction:
     source: Source = NOWHERE
     trips: int | None = None
     """Turns of a loop, where the compiler knows."""
+    constant: int | None = None
+    """The value of a constant that is one whole number."""
     attributes: str = field(default="", repr=False, compare=False)
 
     @property
@@ -161,6 +163,7 @@ def _instruction(found: re.Match[str], computation: str, frames: dict[int, Sourc
     results, opcode, operands, attributes = _parts(name, found.group(3))
     target, op_name, trips = (pattern.search(attributes) for pattern in (_TARGET, _OP_NAME, _TRIPS))
     names = [operands] if opcode == "parameter" else [] if opcode == "constant" else _operand_names(operands)
+    whole = opcode == "constant" and re.fullmatch(r"-?\d+", operands)
     return Instruction(
         name=name,
         opcode=opcode,
@@ -173,6 +176,7 @@ def _instruction(found: re.Match[str], computation: str, frames: dict[int, Sourc
         op_name=op_name.group(1) if op_name else "",
         source=_source(attributes, frames),
         trips=int(trips.group(1)) if trips else None,
+        constant=int(operands) if whole else None,
         attributes=attributes,
     )
 
@@ -184,7 +188,7 @@ def _parts(name: str, line: str) -> tuple[str, str, str, str]:
     if not bracket:
         raise Unreadable(f"cannot read the line of {name}: {line[:120]}")
     if opcode.strip() == "constant":  # a large one is written over several lines
-        return line[:end], "constant", "", ""
+        return line[:end], "constant", line[end + len(opcode) + 1 :].partition(")")[0], ""
     start = end + len(opcode)
     stop = _closing(line, start)
     return line[:end], opcode.strip(), line[start + 1 : stop], line[stop + 1 :]

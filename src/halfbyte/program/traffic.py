@@ -63,13 +63,14 @@ def moves(program: Program) -> dict[str, Traffic]:
     """Bytes of a step by kind of MOVES: of instructions and fusions that only put numbers elsewhere."""
     found: dict[str, Traffic] = {}
     for launch, each in traffic_of_launches(program):
-        kind = _move(program, launch.instruction)
+        kind = move_of(program, launch.instruction)
         if kind is not None:
             found[kind] = found.get(kind, Traffic()) + each
     return found
 
 
-def _move(program: Program, found: Instruction) -> str | None:
+def move_of(program: Program, found: Instruction) -> str | None:
+    """The kind of MOVES that an instruction is; None for one that computes."""
     fused = found.opcode in FUSIONS
     opcodes = {part.opcode for part in program.inside(found)} if fused else {found.opcode.removesuffix("-start")}
     if opcodes - WITHOUT_WORK - {opcode for kind in MOVES.values() for opcode in kind}:
