@@ -1,0 +1,220 @@
+"""What a training step would do on GPUs that you do not have: does it fit, how fast is it, what would the run cost.
+
+The trainer's own step is compiled for the cluster with the CUDA compiler plugin (extra `plan`), without a GPU; its
+schedule is read and simulated. Figures carry a band: prefer ratios. docs/plan.md says what is assumed.
+
+halfbyte plan llama3.1-405b --device gb300 --count 128 --recipe nvfp4 --versus fp8,bf16 --tokens 15T --price 6
+halfbyte plan llama3-8b --device h200 --count 8 --recipe fp8 --versus bf16 --html plan.html"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from halfbyte.cli.result import DONE, NOT_PASSED, BadInput, Result
+from halfbyte.cli.screen import console, table
+from halfbyte.inputs import check_output, replace_file
+
+
+@dataclass(frozen=True)
+class Args:
+    model: Annotated[str, tyro.conf.Positional]
+    """A model preset (llama3-8b, llama3.1-405b, ...), a run directory, or a Hugging Face folder."""
+    device: str = "gb300"
+    """h100, h200, b200, gb200, b300 or gb300."""
+    count: int = 128
+    """How many of them."""
+    recipe: str = "nvfp4"
+    versus: str = ""
+    """Recipes to compare it with, comma-separated."""
+    policy: str = ""
+    """Which linears are quantized; empty: the preset's."""
+    mesh: str = ""
+    """As in `halfbyte train`; empty: the preset's, or FSDP over all devices."""
+    batch: int = 0
+    """Sequences a step; 0: the preset's."""
+    seq: int = 0
+    """Tokens a sequence; 0: the preset's."""
+    remat: str = ""
+    """none, dots, quantized or full; empty: the preset's."""
+    reduce_dtype: str = ""
+    """Type that gradients are summed in; empty: the preset's."""
+    layers: int = 0
+    """Layers of the model; 0: all."""
+    tokens: str = ""
+    """Tokens of the whole run (15T, 300B): days, cost and energy."""
+    price: float = 0.0
+    """Of a GPU for an hour."""
+    parity: Path | None = None
+    """The report.json of `halfbyte parity`, whose token overheads decide whether a faster step is a gain."""
+    search: bool = False
+    """Compare layouts: mesh, remat and the type that gradients are summed in."""
+    most: int = 3
+    """With --search: how many layouts near the best are compiled."""
+    csv: Path | None = None
+    html: Path | None = None
+    """One self-contained page."""
+    trace: Path | None = None
+    """The simulated schedule for ui.perfetto.dev (.json.gz)."""
+
+
+def run(args: Args) -> Result:
+    from halfbyte import plan
+
+    for flag in ("csv", "html", "trace"):
+        if getattr(args, flag) is not None:
+            check_output(getattr(args, flag), flag=f"--{flag}")
+    known = plan.overheads(args.parity) if args.parity else {}
+    tokens = plan.tokens_of(args.tokens) if args.tokens else 0.0
+    on = _cluster(args)
+    say: Callable[[str], None] = lambda text: console().print(text, soft_wrap=True)  # noqa: E731
+    if args.search:
+        return _search(args, on, say)
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys([args.recipe, *filter(None, args.versus.split(","))]):
+        config, assumed = config_of(args, name, on)
+        found[name] = plan.outcome(config, on, plan.reading(config, on, say=say), assumed=assumed)
+    data = _data(args, on, found)
+    if tokens:
+        data["budget"] = {name: _budget(each, args, tokens, known) for name, each in found.items()}
+    if known:
+        data["break_even"] = plan.break_even(found[args.recipe], list(found.values()), known)
+    _show(data, say)
+    _write(args, data, found)
+    return Result(data, NOT_PASSED if any(row["problems"] for row in data["recipes"].values()) else DONE)
+
+
+def _cluster(args: Args) -> Any:
+    from halfbyte.devices import device
+    from halfbyte.plan import cluster
+
+    return cluster(device(args.device), args.count)
+
+
+def config_of(args: Args, recipe: str, on: Any) -> tuple[Any, tuple[str, ...]]:
+    """The preset's run with the flags of this command on `on`, and what was assumed."""
+    from halfbyte.cli.bench import base_run
+    from halfbyte.plan import checked_mesh, placed, with_batch
+
+    preset = base_run(args.model)
+    if args.batch < 0 or args.layers < 0 or args.price < 0:
+        raise BadInput("batch, layers and price must be 0 or more")
+    model = dataclasses.replace(preset.model, layers=args.layers or preset.model.layers)
+    changes: dict[str, Any] = {"policy": args.policy, "remat": args.remat, "seq": args.seq or preset.seq or 8192}
+    config = dataclasses.replace(
+        preset,
+        model=model,
+        recipe=recipe,
+        data="synthetic",
+        **{name: value for name, value in changes.items() if value},
+    )
+    if args.reduce_dtype:
+        precision = dataclasses.replace(config.precision, reduce_dtype=args.reduce_dtype)
+        config = dataclasses.replace(config, precision=precision)
+    if args.mesh:
+        config, said = with_batch(dataclasses.replace(config, mesh=checked_mesh(args.mesh, on)), [])
+    else:
+        config, said = placed(config, on)
+    return (dataclasses.replace(config, batch=args.batch), ()) if args.batch else (config, said)
+
+
+def _data(args: Args, on: Any, found: Mapping[str, Any]) -> dict[str, Any]:
+    from halfbyte import plan
+
+    ordered = list(found.values())
+    residual = plan.residual(on.device)
+    return {
+        "model": args.model,
+        "device": on.device.name,
+        "count": on.count,
+        "rack": on.rack,
+        "recipes": {name: plan.as_json(each, ordered) for name, each in found.items()},
+        "band": f"absolute figures are within +-{plan.BAND:.0%}; the worst held-out step was {residual:.0%} off; "
+        f"ratios are safer. {plan.FORMS_TRIED} forms of the model were tried; {plan.ASSUMED}.",
+        "peaks_reached": dict(ordered[0].rates.gemm),
+    }
+
+
+def _budget(found: Any, args: Args, tokens: float, known: Mapping[str, float]) -> dict[str, Any]:
+    from halfbyte import plan
+
+    overhead = plan.overhead_of(found.config.recipe, found.config.policy, known) or 0.0
+    return plan.budget(found, tokens=tokens, price=args.price, overhead=overhead)
+
+
+def _show(data: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    from halfbyte import plan
+
+    title = f"{data['model']} on {data['count']} {data['device']}"
+    console().print(table(plan.COLUMNS, [plan.cells(name, row) for name, row in data["recipes"].items()], title=title))
+    for name, row in data["recipes"].items():
+        say(
+            f"{name}: mesh {row['mesh'] or 'one device'}, batch {row['batch']}, remat {row['remat']}, "
+            f"policy {row['policy']}"
+        )
+        for words in (*row["problems"], *row["remarks"]):
+            say(f"  {words}")
+    first = next(iter(data["recipes"].values()))
+    rows = [
+        (each["what"], each["purpose"], each["source"], f"{1e3 * each['seconds']:.1f}")
+        for each in first["most_expensive"]
+    ]
+    console().print(table(("what", "for", "source", "ms a step"), rows, title="what takes longest"))
+    for name, each in data.get("budget", {}).items():
+        cost = (
+            f", {each['cost']:,.0f} (a percent of step time is worth {each['cost'] / 100:,.0f})" if each["cost"] else ""
+        )
+        energy = f", at most {each['megawatt_hours_at_most']:,.0f} MWh" if each["megawatt_hours_at_most"] else ""
+        say(f"{name}: {each['days']:.1f} days to {each['tokens']:.3g} tokens{cost}{energy}")
+    for each in data.get("break_even", ()):
+        verdict = {True: "a gain", False: "no gain", None: "not known: no such arm"}[each["gain"]]
+        say(f"against {each['against']}: may need {each['may_need_more_tokens']:.1%} more tokens; {verdict}")
+    say(data["band"])
+
+
+def _write(args: Args, data: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    from halfbyte import plan
+
+    title = f"{args.model} on {args.count} {args.device}"
+    made: dict[Path | None, Callable[[], str | bytes]] = {
+        args.csv: lambda: plan.as_csv(data["recipes"]),
+        args.html: lambda: plan.page(title, data, found),
+        args.trace: lambda: plan.trace(found),
+    }
+    for path, content in made.items():
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, content())
+
+
+def _search(args: Args, on: Any, say: Callable[[str], None]) -> Result:
+    from halfbyte import plan
+    from halfbyte.plan.search import command, front, pipelines, rank
+
+    config, _ = config_of(args, args.recipe, on)
+    found = plan.search(config, on, most=args.most, say=say)
+    if not found:
+        raise BadInput(f"search: no layout of {args.model} fits {on.count} {on.device.name}; take a larger --count")
+    best, place = found[0], rank(config, found)
+    rows = [
+        (c.config.mesh, c.config.remat, str(c.config.precision.reduce_dtype), f"{c.seconds:.3f}",
+         f"{c.bytes_needed / 2**30:.0f}",
+         "compiled" if c.compiled else "bound")
+        for c in found[:12]
+    ]  # fmt: skip
+    console().print(table(("mesh", "remat", "reduced in", "step s", "GiB", "known from"), rows, title="layouts"))
+    say(f"the preset's layout is {'not among those that fit' if place is None else f'number {place} of {len(found)}'}")
+    say(f"best: {command(best.config)}")
+    say(pipelines(config, on))
+    listed = [
+        dict(zip(("mesh", "remat", "reduce_dtype", "step_time_s", "gib", "known_from"), row, strict=True))
+        for row in rows
+    ]
+    pareto = [{"mesh": c.config.mesh, "remat": c.config.remat, "step_time_s": c.seconds} for c in front(found)]
+    return Result({
+        "layouts": listed, "count": len(found), "preset_rank": place, "best": command(best.config), "front": pareto,
+        "pipelines": pipelines(config, on),
+    })  # fmt: skip

@@ -1,0 +1,53 @@
+"""What a training step would do on a cluster that nobody has to own: compiled for it, read, and simulated."""
+
+from .budget import break_even, budget, overhead_of, overheads, tokens_of
+from .calibration import ASSUMED, BAND, FITTED, FORMS_TRIED, ROWS, fit, left_out, predicted, residual
+from .cluster import Cluster, checked_mesh, cluster, placed, with_batch
+from .outcome import Outcome, as_json, outcome, problems
+from .pictures import COLUMNS, as_csv, cells, page, trace
+from .reading import Reading, by_hand, can_compile, reading
+from .schedule import Event, schedule, walk
+from .search import Candidate, search
+from .simulate import Timeline, simulate
+
+__all__ = [
+    "ASSUMED",
+    "BAND",
+    "COLUMNS",
+    "FITTED",
+    "FORMS_TRIED",
+    "ROWS",
+    "Candidate",
+    "Cluster",
+    "Event",
+    "Outcome",
+    "Reading",
+    "Timeline",
+    "as_csv",
+    "as_json",
+    "break_even",
+    "budget",
+    "by_hand",
+    "can_compile",
+    "cells",
+    "checked_mesh",
+    "cluster",
+    "fit",
+    "left_out",
+    "outcome",
+    "overhead_of",
+    "overheads",
+    "page",
+    "placed",
+    "predicted",
+    "problems",
+    "reading",
+    "residual",
+    "schedule",
+    "search",
+    "simulate",
+    "tokens_of",
+    "trace",
+    "walk",
+    "with_batch",
+]

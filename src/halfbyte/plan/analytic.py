@@ -1,0 +1,193 @@
+"""A step that nobody compiled: the FLOPs that are needed, the bytes that must move, and what travels, layer by layer.
+
+It is the step of a program that is placed well: every GEMM once (and once more where remat says so), a layer's weights
+gathered while the layer before computes, its gradients scattered behind the next. It answers where the compiler plugin
+is missing, bounds a search before anything is compiled, and is what the published rows are calibrated on: they are of
+other people's programs, of which no more is known.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+from halfbyte import models
+from halfbyte.bench.operand_traffic import compulsory_bytes
+from halfbyte.bench.placement import AGAIN
+from halfbyte.devices import Device, native_training
+from halfbyte.recipe import Recipe
+from halfbyte.sharding import parse_mesh
+from halfbyte.sharding.mesh import whole_sizes
+from halfbyte.train import TrainConfig, phases
+
+from .cluster import Cluster, crossing
+from .schedule import Event
+
+BF16, FLOAT32 = 2, 4
+# Counted in the compiled programs of llama3-8b on 8 GB200: bytes that are no operand's, in units of a layer's residual
+# stream [tokens, embed] in bfloat16; of the logits in float32; of a parameter.
+STREAMS, LOGITS, PARAMETER = 57.0, 3.75, 28.0
+EXCESS = 1.3  # operand bytes for each that is compulsory, as these programs have them
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """One device's part of a step."""
+
+    tokens: float
+    tensor: int
+    shards: int
+    """Devices that the parameters lie on."""
+
+
+def sizes_of(config: TrainConfig) -> Sizes:
+    """The part of one device of the mesh of `config`."""
+    mesh = whole_sizes(parse_mesh(config.mesh))
+    parts = mesh.get("data", 1) * mesh.get("fsdp", 1) * mesh.get("context", 1)
+    tensor = mesh.get("tensor", 1)
+    return Sizes(config.batch * config.seq / parts / tensor, tensor, mesh.get("fsdp", 1) * tensor)
+
+
+def step(config: TrainConfig, on: Cluster) -> tuple[Event, ...]:
+    """The events of a step of `config` on `on`."""
+    sizes, layers = sizes_of(config), config.model.layers
+    forward, backward = _layer(config, on, sizes)
+    rest = [
+        *_head(config, sizes),
+        _pass("optimizer", PARAMETER * models.count_params(config.model) / sizes.shards),
+    ]
+    return (Event("loop", "forward", times=layers, body=forward), *rest[:-1],
+            Event("loop", "backward", times=layers, body=backward), rest[-1])  # fmt: skip
+
+
+def memory(config: TrainConfig) -> dict[str, float]:
+    """Bytes of a device by category, from shapes alone."""
+    sizes, model = sizes_of(config), config.model
+    parameters = models.count_params(model) / sizes.shards
+    stream = sizes.tokens / config.accumulate * model.embed * BF16
+    inside = (
+        sizes.tokens
+        / config.accumulate
+        * BF16
+        * (2 * (model.heads + 2 * model.kv_heads) * model.head_dim + 3 * model.mlp)
+    )
+    attended = sizes.tokens / config.accumulate * 2 * BF16 * (model.heads + model.kv_heads) * model.head_dim
+    kept = {"full": stream, "quantized": 2 * stream + attended, "dots": stream + inside, "none": stream + 2 * inside}
+    wide = {"bfloat16": 2, "float32": 4}
+    return {
+        "weights": 4 * parameters,
+        "optimizer": parameters * (wide[str(config.optimizer.mu_dtype)] + wide[str(config.optimizer.nu_dtype)]),
+        "gradients": 4 * parameters * (2 if config.accumulate > 1 else 1),
+        "residuals": kept[config.remat] * model.layers,
+        "activations": inside + 4 * stream,
+        "workspace": 0.0,
+    }
+
+
+def format_of(recipe: Recipe | None, device: Device) -> str:
+    """What multiplies a linear under `recipe` on `device`: fp4, fp8 or bf16 (the last also for what is emulated)."""
+    unit = recipe.fprop_x.format.unit if recipe is not None and recipe.quantized else None
+    if unit is None or not native_training(device, unit):
+        return "bf16"
+    return "fp4" if "4" in unit else "fp8" if "8" in unit else "bf16"
+
+
+def _layer(config: TrainConfig, on: Cluster, sizes: Sizes) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
+    """(a layer forward, a layer backward with what remat repeats); the mean layer where they differ."""
+    segments, layers = phases(config)[0].resolved(config).segments, config.model.layers
+    again, parts = AGAIN[config.remat], on.count
+    forward: list[Event] = []
+    backward: list[Event] = []
+    travels = 0.0
+    for site in models.gemm_sites(config.model, config.batch, config.seq)[:-1]:
+        each, name = site.flops / 3 / layers / parts, "mlp" if "/mlp/" in site.path else "attention linears"
+        for segment in segments:
+            part = (segment.stop - segment.start) / layers
+            recipe = segment.recipes.get(site.path)
+            format = format_of(recipe, on.device)
+            travels += part * site.k * site.n / sizes.tensor * {"fp4": 0.5, "fp8": 1.0}.get(format, 2.0)
+            gemm = Event("gemm", site.path, name, format=format, flops=part * each)
+            forward.append(gemm)
+            backward += [gemm] * (3 if site.path in again else 2)
+    quantized = any(r.quantized for s in segments for r in s.recipes.values())
+    bytes_moved = EXCESS * _compulsory(config) / layers if quantized else 0.0
+    streams = STREAMS * sizes.tokens * config.model.embed * BF16
+    core = 4 * sizes.tokens * config.seq * config.model.heads * config.model.head_dim / 2
+    forward += [
+        _attention("forward", core),
+        _pass("operands", bytes_moved / 3),
+        _pass("norm and residual", streams / 3),
+    ]
+    backward += [_attention("forward", core)] * (config.remat == "full")
+    backward += [
+        _attention("backward", 2.5 * core),
+        _pass("operands", 2 * bytes_moved / 3),
+        _pass("norm and residual", 2 * streams / 3),
+    ]
+    weights = sum(s.k * s.n for s in models.gemm_sites(config.model, 1, 1)[:-1]) / sizes.tensor
+    wide = 2 if config.precision.reduce_dtype == "bfloat16" else 4
+    gather, scatter = _sends(config, on, travels, weights * wide)
+    sums = list(_sums(config, on, sizes))
+    return (*gather, *forward, *sums, *_waits(gather)), (
+        *gather,
+        *scatter,
+        *backward,
+        *sums,
+        *sums,
+        *_waits((*gather, *scatter)),
+    )
+
+
+def _compulsory(config: TrainConfig) -> float:
+    mesh = whole_sizes(parse_mesh(config.mesh))
+    one = dataclasses.replace(config, accumulate=1, batch=config.batch // config.accumulate)
+    return config.accumulate * compulsory_bytes(one, mesh)
+
+
+def _sends(config: TrainConfig, on: Cluster, weights: float, gradients: float) -> tuple[list[Event], list[Event]]:
+    """Gathers of a layer's weights over fsdp, and the reductions of its gradients over fsdp and data."""
+    over = crossing(config.mesh, on)
+    gather, scatter = [], []
+    if "fsdp" in over:
+        gather.append(_send("all-gather", "fsdp", over, config.accumulate * weights, "codes"))
+        scatter.append(_send("reduce-scatter", "fsdp", over, config.accumulate * gradients, "f32"))
+    if "data" in over:
+        inner, outer = over.get("fsdp", (1, 1))
+        scatter.append(_send("all-reduce", "data", over, gradients / (inner * outer), "f32"))
+    return gather, scatter
+
+
+def _sums(config: TrainConfig, on: Cluster, sizes: Sizes) -> Iterator[Event]:
+    """What tensor parallelism gathers and sums of [tokens, embed], in the open."""
+    over = crossing(config.mesh, on)
+    if "tensor" in over:
+        whole = sizes.tokens * sizes.tensor * config.model.embed
+        for _ in range(2):
+            yield _send("all-gather", "tensor", over, whole * BF16, "bf16", asynchronous=False)
+            yield _send("reduce-scatter", "tensor", over, whole * FLOAT32, "f32", asynchronous=False)
+
+
+def _send(
+    kind: str, axis: str, over: Mapping[str, tuple[int, int]], moved: float, dtype: str, *, asynchronous: bool = True
+) -> Event:
+    inner, outer = over[axis]
+    return Event(
+        "send", f"{kind} over {axis}", "communication", format=kind, moved=moved, axes=(axis,), dtypes=(dtype,),
+        inner=inner, outer=outer, asynchronous=asynchronous,
+    )  # fmt: skip
+
+
+def _waits(sent: list[Event] | tuple[Event, ...]) -> list[Event]:
+    return [Event("wait", each.name) for each in sent]
+
+
+def _head(config: TrainConfig, sizes: Sizes) -> list[Event]:
+    flops = 2.0 * sizes.tokens * config.model.embed * config.model.vocab_size
+    gemms = [Event("gemm", "head", "head", format="bf16", flops=flops)] * 3
+    return [*gemms, _pass("loss", LOGITS * sizes.tokens * config.model.vocab_size * FLOAT32)]
+
+
+def _pass(purpose: str, moved: float) -> Event:
+    return Event("pass", purpose, purpose, moved=moved)
+
+
+def _attention(direction: str, flops: float) -> Event:
+    return Event("attention", "attention", "attention", format=direction, flops=flops)

@@ -1,0 +1,192 @@
+"""The plan as a page without a script, as rows for a spreadsheet, and as a trace for Perfetto."""
+
+import csv
+import gzip
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from halfbyte.report.page import figure, html_page, notice, paragraph, section, table, text
+
+from .outcome import Outcome
+from .simulate import Span, Turns
+
+WIDTH, ROW, LEFT = 1000, 26, 150
+MEMORY = ("weights", "optimizer", "gradients", "residuals", "activations", "workspace")
+LANES = ("gemm", "attention", "pass", "send")
+COLOURS = {"mlp": 0, "attention linears": 5, "head": 7, "attention": 2, "operands": 1, "communication": 3}
+COLUMNS = ("recipe", "fits", "GiB", "step s", "queued s", "TFLOP/s", "tokens/s", "MFU", "exposed s", "vs")
+SENT = ("collective", "over", "dtype", "link", "times", "GB", "ms alone", "beside")
+GIB = 2**30
+
+
+def cells(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
+    """One recipe as a row of the table."""
+    low, high = row["band"]["tflops_per_device"]
+    faster = ", ".join(f"{ratio:.2f}x {other}" for other, ratio in row["speedup_vs"].items())
+    return (
+        name, "yes" if row["fits"] else "NO", f"{row['memory']['total'] / GIB:.1f}", f"{row['step_time_s']:.3f}",
+        f"{row['step_time_queued_s']:.3f}", f"{row['tflops_per_device']:,.0f} ({low:,.0f} to {high:,.0f})",
+        f"{row['tokens_per_s_per_device']:,.0f}", f"{row['mfu']:.1%}", f"{row['exposed_communication_s']:.3f}",
+        faster or "-",
+    )  # fmt: skip
+
+
+def as_csv(recipes: Mapping[str, Mapping[str, Any]]) -> str:
+    """One row a recipe, every single number of it."""
+    flat = [{"recipe": name, **dict(_flat(row))} for name, row in recipes.items()]
+    made = io.StringIO()
+    writer = csv.DictWriter(made, list(dict.fromkeys(key for row in flat for key in row)))
+    writer.writeheader()
+    writer.writerows(flat)
+    return made.getvalue()
+
+
+def _flat(row: Mapping[str, Any], under: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{under}{key}.")
+        elif not isinstance(value, list):
+            yield under + key, value
+
+
+def page(title: str, data: Mapping[str, Any], found: Mapping[str, Outcome]) -> str:
+    """One self-contained page."""
+    recipes = data["recipes"]
+    parts = [
+        f"<h1>{text(title)}</h1>",
+        *(notice(f"{name}: {each}") for name in recipes for each in recipes[name]["problems"]),
+    ]
+    parts += [paragraph(f"{name}: {each}", soft=True) for name in recipes for each in recipes[name]["remarks"]]
+    parts.append(
+        section("Recipes", table(COLUMNS, [cells(name, row) for name, row in recipes.items()]), paragraph(data["band"]))
+    )
+    parts.append(section("Memory of a device", figure("GiB", memory_bars(recipes))))
+    for name, each in found.items():
+        row = recipes[name]
+        parts.append(section(
+            f"A step in {name}",
+            figure("One turn of each loop, in order; each as wide as one turn lasts", timeline(each.shared.spans)),
+            table(("what", "for", "source", "ms a step"), map(_expensive, row["most_expensive"])),
+            table(SENT, map(_collective, row["collectives"][:12])),
+        ))  # fmt: skip
+    if "budget" in data:
+        rows = [
+            (
+                name,
+                f"{b['days']:.1f}",
+                *(f"{b[key]:,.0f}" if b[key] else "-" for key in ("cost", "megawatt_hours_at_most")),
+            )
+            for name, b in data["budget"].items()
+        ]
+        parts.append(section("Budget", table(("recipe", "days", "cost", "MWh of GPUs at most"), rows)))
+    return html_page(title, parts)
+
+
+def _expensive(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return row["what"], row["purpose"], row["source"], f"{1e3 * row['seconds']:.1f}"
+
+
+def _collective(row: Mapping[str, Any]) -> tuple[str, ...]:
+    how = row["kind"] if row["asynchronous"] else f"{row['kind']} (SYNC)"
+    beside = ", ".join(row["hidden_by"]) or "nothing"
+    return (
+        how, "+".join(row["axes"]), "+".join(row["dtypes"]), row["link"], str(row["times"]),
+        f"{row['bytes'] / 1e9:.2f}",
+        f"{1e3 * row['seconds']:.1f}", beside,
+    )  # fmt: skip
+
+
+def memory_bars(recipes: Mapping[str, Mapping[str, Any]]) -> str:
+    """One bar a recipe, its categories, and the line of what a device has."""
+    most = max(max(row["memory"]["total"], row["memory"]["limit"]) for row in recipes.values())
+    scale = (WIDTH - LEFT - 20) / most
+    made = []
+    for at, (name, row) in enumerate(recipes.items()):
+        x, y = float(LEFT), 8 + at * (ROW + 8)
+        made.append(_label(4, y + 18, name))
+        for colour, part in enumerate(MEMORY):
+            wide = row["memory"][part] * scale
+            made.append(_box(x, y, wide, colour, f"{part}: {row['memory'][part] / GIB:.1f} GiB"))
+            made.append(_label(x + 4, y + 18, part, inside=True) if wide > 7.5 * len(part) else "")
+            x += wide
+        limit = LEFT + row["memory"]["limit"] * scale
+        made.append(
+            f'<line x1="{limit:.1f}" x2="{limit:.1f}" y1="{y - 4}" y2="{y + ROW + 4}" stroke="var(--bad)" '
+            'stroke-width="2"/>'
+        )
+    return _svg(made, 16 + len(recipes) * (ROW + 8))
+
+
+def timeline(spans: Sequence[Span | Turns]) -> str:
+    """Lanes of computation and communication, loops opened once."""
+    flat = list(_once(spans, 0.0))
+    end = max((start + span.seconds for span, start in flat), default=1.0)
+    scale, made = (WIDTH - LEFT - 20) / end, []
+    for at, lane in enumerate(LANES):
+        made.append(_label(4, 8 + at * (ROW + 8) + 18, {"send": "communication", "pass": "memory"}.get(lane, lane)))
+    for span, start in flat:
+        wide = span.seconds * scale
+        if wide >= 0.3:
+            y = 8 + LANES.index(span.event.what) * (ROW + 8)
+            colour = COLOURS.get(span.event.purpose, 6)
+            said = f"{span.event.purpose} {span.event.format} {span.event.name}: {1e3 * span.seconds:.3f} ms"
+            made.append(
+                _box(LEFT + start * scale, y, wide, colour, said, faint=span.event.what == "send" and not span.waited)
+            )
+    return _svg(made, 16 + len(LANES) * (ROW + 8))
+
+
+def _once(spans: Sequence[Span | Turns], offset: float) -> Iterator[tuple[Span, float]]:
+    """Spans with loops run once: what comes after a loop moves up."""
+    saved = 0.0
+    for each in sorted(spans, key=lambda one: one.start):
+        if isinstance(each, Turns):
+            yield from _once(each.spans, offset + each.start - saved)
+            saved += each.each * (each.times - 1)
+        else:
+            yield each, offset + each.start - saved
+
+
+def _svg(parts: Sequence[str], height: int) -> str:
+    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img">{"".join(parts)}</svg>'
+
+
+def _box(x: float, y: float, wide: float, colour: int, said: str, *, faint: bool = False) -> str:
+    opacity = ' fill-opacity="0.45"' if faint else ""
+    return (
+        f'<rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{ROW}" fill="var(--c{colour})"{opacity}>'
+        f"<title>{text(said)}</title></rect>"
+    )
+
+
+def _label(x: float, y: float, words: str, *, inside: bool = False) -> str:
+    return f'<text x="{x:.1f}" y="{y}" font-size="13" fill="var(--{"bg" if inside else "fg"})">{text(words)}</text>'
+
+
+def trace(found: Mapping[str, Outcome]) -> bytes:
+    """Every turn of every loop, for ui.perfetto.dev: one process a recipe, threads for computation and links."""
+    events: list[dict[str, Any]] = []
+    for process, (name, each) in enumerate(found.items()):
+        events.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}})
+        for thread, lane in enumerate(("computation", "communication")):
+            events.append({"ph": "M", "pid": process, "tid": thread, "name": "thread_name", "args": {"name": lane}})
+        for span, start in _opened(each.shared.spans, 0.0):
+            sent = span.event.what == "send"
+            events.append({
+                "ph": "X", "pid": process, "tid": int(sent),
+                "name": f"{span.event.purpose} {span.event.format}".strip(),
+                "ts": round(1e6 * start, 3), "dur": round(1e6 * span.seconds, 3),
+                "args": {"instruction": span.event.name, "source": span.event.source},
+            })  # fmt: skip
+    return gzip.compress(json.dumps({"traceEvents": events}).encode(), mtime=0)
+
+
+def _opened(spans: Sequence[Span | Turns], offset: float) -> Iterator[tuple[Span, float]]:
+    for each in spans:
+        if isinstance(each, Turns):
+            for turn in range(each.times):
+                yield from _opened(each.spans, offset + each.start + turn * each.each)
+        else:
+            yield each, offset + each.start

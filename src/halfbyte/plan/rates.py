@@ -1,0 +1,78 @@
+"""How fast a device does what a program asks of it: peaks and links of the table, and how much of them is reached.
+
+A GEMM runs at an efficiency of its format's dense peak, or as long as its bytes take if that is longer; a pass that
+computes little, at a part of the memory's bandwidth, and never faster than a launch; a collective, at the rate that XLA
+has measured for its kind and its number of GPUs, with a latency. What is fitted is in `calibration.py`; what is here is
+not.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from halfbyte.devices import Device
+
+LAUNCH = 2e-6  # seconds that a kernel takes at least
+LATENCY = {"nvlink": 15e-6, "network": 40e-6}
+NETWORK = {"h100": 50e9, "h200": 50e9, "b200": 50e9, "gb200": 50e9, "b300": 100e9, "gb300": 100e9}
+"""Bytes/s of a GPU's network card one way, as sold: 400 Gbit/s (ConnectX-7), 800 Gbit/s (ConnectX-8)."""
+REACHED = 0.78  # of a network card
+# XLA's own measurements (openxla/xla, default_collective_perf_table), GB/s of the whole array on 8 and on 72 GPUs.
+HOPPER = {"all-gather": (402, 402), "reduce-scatter": (376, 376), "all-to-all": (388, 388), "all-reduce": (230, 230)}
+BLACKWELL = {
+    "all-gather": (778, 674),
+    "reduce-scatter": (798, 697),
+    "all-to-all": (770, 641),
+    "all-reduce": (480, 461),
+}
+ULTRA = {"all-gather": (784, 669), "reduce-scatter": (797, 686), "all-to-all": (769, 630), "all-reduce": (482, 452)}
+NVLINK = {"h100": HOPPER, "h200": HOPPER, "b200": BLACKWELL, "gb200": BLACKWELL, "b300": ULTRA, "gb300": ULTRA}
+# TFLOP/s of causal cuDNN attention, forward and backward. Vendor figures for Blackwell that nobody here has measured.
+ATTENTION = {"h": (560e12, 430e12), "b2": (1500e12, 1100e12), "b3": (1750e12, 1250e12)}
+SMALL = 4e6  # bytes: collectives of less wait for latency, and take nothing of a link
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one device of a cluster reaches."""
+
+    device: Device
+    gemm: Mapping[str, float]
+    """FLOP/s by format: bf16, fp8, fp4."""
+    memory: float
+    """Bytes/s."""
+
+    @property
+    def attention(self) -> tuple[float, float]:
+        """FLOP/s of fused attention, forward and backward."""
+        name = self.device.name.removeprefix("g")
+        return next(rate for start, rate in ATTENTION.items() if name.startswith(start))
+
+    def multiply(self, flops: float, moved: float, format: str) -> float:
+        """Seconds of one GEMM."""
+        return max(flops / self.gemm.get(format, self.gemm["bf16"]), moved / self.memory, LAUNCH)
+
+    def move(self, moved: float) -> float:
+        """Seconds of one pass over memory."""
+        return max(moved / self.memory, LAUNCH)
+
+    def attend(self, flops: float, *, backward: bool) -> float:
+        """Seconds of one call of fused attention."""
+        return max(flops / self.attention[backward], LAUNCH)
+
+    def send(self, kind: str, whole: float, inner: int, outer: int) -> tuple[float, str]:
+        """(seconds, link) of one collective of `whole` bytes between `inner` devices in each of `outer` racks."""
+        nvlink = whole / self._nvlink(kind, inner) if inner > 1 else 0.0
+        if outer == 1:
+            return nvlink + LATENCY["nvlink"], "nvlink"
+        ways = 2 if kind == "all-reduce" else 1
+        leaves = whole * ways * (outer - 1) / outer / max(inner, 1)  # each device's card takes its part
+        hops = 1 + math.log2(outer) / 4
+        return max(nvlink, leaves / (NETWORK[self.device.name] * REACHED)) + LATENCY["network"] * hops, "network"
+
+    def _nvlink(self, kind: str, group: int) -> float:
+        """Bytes/s of the whole array, between 8 and 72 GPUs by the logarithm of their number."""
+        table = NVLINK[self.device.name]
+        few, many = table.get(kind, table["all-to-all"])
+        part = min(max(math.log(group / 8) / math.log(72 / 8), 0.0), 1.0)
+        return 1e9 * (few + (many - few) * part)

@@ -1,0 +1,221 @@
+"""What a plan knows of a step before it asks how long it takes: from the compiled program, or from the config alone.
+
+A reading is kept in the user's cache as plain JSON, under a name made of the config, the cluster, the versions and the
+source of this package: another call has it in a second, and nothing that was changed is answered from the past.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from halfbyte import bench, ops
+from halfbyte.bench.operand_traffic import compulsory_bytes
+from halfbyte.bench.placement import AGAIN
+from halfbyte.devices import Device, target_cudnn, topology
+from halfbyte.devices.platform import CUDA_PLUGINS, any_installed
+from halfbyte.inputs import replace_file, user_cache
+from halfbyte.launch.xla_flags import FLAG_SETS, as_known
+from halfbyte.program import Program, gemms, read
+from halfbyte.sharding import parse_mesh
+from halfbyte.sharding.mesh import whole_sizes
+from halfbyte.train import TrainConfig, abstract_state, phases, run_mesh
+from halfbyte.train.preflight import check, shard_bytes
+from halfbyte.train.step import compiler_options
+
+from . import analytic
+from .cluster import Cluster, crossing
+from .schedule import Event, from_json, schedule, walk
+
+NATIVE = ("block-scaled", "fp4")
+PACKAGE = Path(__file__).parents[1]
+AS_OPTIONS = {"true": True, "false": False, "on": "COLLECTIVE_PIPELINING_MODE_ON"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """One device's part of a step."""
+
+    compiled: bool
+    events: tuple[Event, ...]
+    memory: Mapping[str, float]
+    """Bytes by category."""
+    needed_flops: float
+    """Of the linears' GEMMs."""
+    native: int
+    """Block-scaled GEMMs of a step."""
+    native_expected: int
+    compulsory: float | None
+    """Bytes that operands must move; None where nobody can say."""
+
+    @property
+    def gemm_flops(self) -> float:
+        """Multiplied by the linears' GEMMs in a step."""
+        return sum(times * each.flops for each, times in walk(self.events) if _is_linear(each))
+
+    @property
+    def operand_bytes(self) -> float:
+        """Moved to make operands."""
+        return sum(times * each.moved for each, times in walk(self.events) if each.purpose == "operands")
+
+    @property
+    def bytes_needed(self) -> float:
+        """Of a device's memory."""
+        return sum(self.memory.values())
+
+
+def _is_linear(event: Event) -> bool:
+    return event.what == "gemm" and event.purpose != "attention"
+
+
+def can_compile() -> bool:
+    """Whether the CUDA compiler plugin is here."""
+    return any_installed(CUDA_PLUGINS)
+
+
+def reading(config: TrainConfig, on: Cluster, *, say: Callable[[str], None]) -> Reading:
+    """The step of `config` on `on`: compiled, or from the config where the plugin is missing."""
+    if not can_compile():
+        return by_hand(config, on)
+    with kept(config, on) as slot:
+        if slot.found is None:
+            say(f"compiling {config.name} in {config.recipe} for {on.count} {on.device.name} ...")
+            slot.found = compiled(config, on)
+        return slot.found
+
+
+def by_hand(config: TrainConfig, on: Cluster) -> Reading:
+    """What shapes alone say."""
+    native = native_calls(config, on.device)
+    return Reading(
+        compiled=False,
+        events=analytic.step(config, on),
+        memory=analytic.memory(config),
+        needed_flops=sum(bench.needed_flops(config).values()) / on.count,
+        native=native,
+        native_expected=native,
+        compulsory=_compulsory(config),
+    )
+
+
+def native_calls(config: TrainConfig, device: Device) -> int:
+    """How often a step should call FP4 GEMMs: three a linear and layer, one more where remat repeats fprop."""
+    total = 0
+    for segment in phases(config)[0].resolved(config).segments:
+        for path, recipe in segment.recipes.items():
+            if analytic.format_of(recipe, device) == "fp4":
+                total += (segment.stop - segment.start) * (4 if path in AGAIN[config.remat] else 3)
+    return total * config.accumulate
+
+
+def compiled(config: TrainConfig, on: Cluster) -> Reading:
+    """The trainer's own step, compiled with the flags that `train` sets, and read."""
+    mesh = run_mesh(config, np.array(topology(on.device, hosts=on.hosts, per_host=on.per_host).devices))
+    check(config, mesh, seq=config.seq, device=on.device, memory=None)
+    own = compiler_options(config, mesh, phases(config)[0].resolved(config)) or {}
+    flags = {each.name: _option(each.value) for each in as_known(FLAG_SETS["recommended"])}
+    options = {name: value for name, value in flags.items() if name not in own}
+    with ops.compile_for(on.device), target_cudnn():
+        made = bench.compile_step(config, mesh, seq=config.seq, options=options)
+    program, state = read(made.as_text()), abstract_state(config, mesh)
+    weights = shard_bytes(state.params)
+    return Reading(
+        compiled=True,
+        events=schedule(program, dict(mesh.shape), crossing(config.mesh, on)),
+        memory=_memory(made.memory_analysis(), program, config, weights=weights, state=shard_bytes(state)),
+        needed_flops=sum(bench.needed_flops(config).values()) / on.count,
+        native=sum(gemm.times for gemm in gemms(program) if (gemm.kind, gemm.format) == NATIVE),
+        native_expected=native_calls(config, on.device),
+        compulsory=_compulsory(config),
+    )
+
+
+def _option(value: str) -> Any:
+    return AS_OPTIONS.get(value, int(value) if value.isdigit() else value)
+
+
+def _compulsory(config: TrainConfig) -> float | None:
+    quantized = any(r.quantized for s in phases(config)[0].resolved(config).segments for r in s.recipes.values())
+    if not quantized or config.accumulate > 1:
+        return None
+    return compulsory_bytes(config, whole_sizes(parse_mesh(config.mesh)))
+
+
+def _memory(found: Any, program: Program, config: TrainConfig, *, weights: int, state: int) -> dict[str, float]:
+    """XLA's total by category. Weights and optimizer are exact, residuals are the stacks that the forward loop hands to
+    the backward loop, workspace the largest scratch of a library; activations are the rest.
+    """
+    total = found.argument_size_in_bytes + found.temp_size_in_bytes
+    total += found.output_size_in_bytes - found.alias_size_in_bytes
+    rest = max(total - state, 0)
+    gradients = min(weights, rest)
+    residuals = min(_stacks(program, config.model.layers), rest - gradients)
+    scratch = (a.bytes for f in program.instructions.values() if f.opcode == "custom-call" for a in f.results[1:])
+    workspace = min(max(scratch, default=0), rest - gradients - residuals)
+    return {
+        "weights": weights,
+        "optimizer": state - weights,
+        "gradients": gradients,
+        "residuals": residuals,
+        "activations": rest - gradients - residuals - workspace,
+        "workspace": workspace,
+    }
+
+
+def _stacks(program: Program, layers: int) -> int:
+    """Bytes of what the first loop over layers makes, a layer at a time: what it gives that it was not given as a
+    parameter of the step.
+    """
+    entry = program.computations[program.entry]
+    given = {array for found in entry if found.opcode == "parameter" for array in found.results}
+    loop = next((found for found in entry if found.opcode == "while"), None)
+    stacked = [] if loop is None else [a for a in loop.results if len(a.dims) > 2 and a.dims[0] in (layers, layers - 1)]
+    return sum(array.bytes for array in stacked if array not in given)
+
+
+@dataclasses.dataclass
+class Slot:
+    """A place in the cache."""
+
+    found: Reading | None
+
+
+@contextlib.contextmanager
+def kept(config: TrainConfig, on: Cluster) -> Iterator[Slot]:
+    """The reading that was kept of this very step, if any; one that is made inside is kept."""
+    path = user_cache() / "plan" / f"{_key(config, on)}.json"
+    slot = Slot(_load(path))
+    before = slot.found
+    yield slot
+    if before is None and slot.found is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, json.dumps(dataclasses.asdict(slot.found)))
+
+
+def _load(path: Path) -> Reading | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return Reading(**{**found, "events": tuple(from_json(each) for each in found["events"])})
+
+
+def _key(config: TrainConfig, on: Cluster) -> str:
+    where = [on.device.name, on.count, on.per_host, on.rack, jax.__version__, _source_digest()]
+    facts = [dataclasses.asdict(config), *where]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+@cache
+def _source_digest() -> str:
+    digest = hashlib.sha256()
+    for file in sorted(PACKAGE.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,127 @@
+"""`halfbyte plan`, without compiling: clusters, meshes, memory, budgets, and what is said where something is wrong."""
+
+import gzip
+import json
+import sys
+
+import pytest
+
+import halfbyte.plan.reading  # noqa: F401 (the module is changed below)
+from halfbyte.cli.main import main
+from halfbyte.devices import device
+from halfbyte.plan import cluster, tokens_of
+from halfbyte.plan.cluster import crossing
+
+KEYS = """fits memory native_fp4_gemms gemm_flops gemm_flops_needed collectives operand_bytes step_time_s
+    tflops_per_device tokens_per_s_per_device exposed_communication_s speedup_vs band calibration_residual""".split()
+
+
+@pytest.fixture(autouse=True)
+def no_plugin(monkeypatch):
+    for module in ("halfbyte.plan.reading", "halfbyte.plan.search"):
+        monkeypatch.setattr(sys.modules[module], "can_compile", lambda: False)
+
+
+def plan(capfd, *flags):
+    code = main(["plan", *flags, "--json"])
+    out, err = capfd.readouterr()
+    return code, json.loads(out) if code in (0, 3) else None, err
+
+
+def test_every_figure_of_every_recipe(capfd, tmp_path):
+    html, csv, trace = (tmp_path / name for name in ("p.html", "p.csv", "p.json.gz"))
+    code, data, _ = plan(
+        capfd, "llama3.1-405b", "--device", "gb300", "--count", "128", "--recipe", "nvfp4", "--versus", "fp8,bf16",
+        "--tokens", "15T", "--price", "6", "--html", str(html), "--csv", str(csv), "--trace", str(trace),
+    )  # fmt: skip
+    assert code == 0 and list(data["recipes"]) == ["nvfp4", "fp8", "bf16"]
+    for row in data["recipes"].values():
+        assert not [key for key in KEYS if key not in row]
+        assert sum(row["memory"][part] for part in ("weights", "optimizer", "gradients", "residuals", "activations",
+                   "workspace")) == pytest.approx(row["memory"]["total"])  # fmt: skip
+        assert row["gemm_flops"] == pytest.approx(row["gemm_flops_needed"], rel=1e-6)
+        assert "not compiled" in " ".join(row["remarks"])
+        low, high = row["band"]["tflops_per_device"]
+        assert low < row["tflops_per_device"] < high <= 1.25 * row["tflops_per_device"] + 1
+    four, eight = data["recipes"]["nvfp4"], data["recipes"]["fp8"]
+    assert four["native_fp4_gemms"] == (3 * 3 + 2) * 126 and eight["native_fp4_gemms"] == 0
+    assert four["speedup_vs"]["fp8"] == pytest.approx(eight["step_time_s"] / four["step_time_s"])
+    days = data["budget"]["nvfp4"]["days"]
+    assert days == pytest.approx(15e12 / (128 * four["tokens_per_s_per_device"]) / 86_400)
+    assert data["budget"]["nvfp4"]["cost"] == pytest.approx(days * 24 * 128 * 6)
+    assert "<script" not in html.read_text() and "nvfp4" in html.read_text()
+    assert len(csv.read_text().splitlines()) == 4
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    ends = [e["ts"] + e["dur"] for e in events if e["ph"] == "X" and e["pid"] == 0]
+    assert max(ends) == pytest.approx(1e6 * four["step_time_s"], rel=1e-3)
+
+
+def test_a_faster_step_that_needs_more_tokens_may_be_no_gain(capfd, tmp_path):
+    report = tmp_path / "report.json"
+    for overhead, gain in ((1.0, True), (90.0, False)):
+        report.write_text(json.dumps({"arms": [{"name": "nvfp4_mlp", "token_overhead": {"mean": overhead}}]}))
+        _, data, _ = plan(
+            capfd, "llama3-8b", "--device", "gb300", "--count", "8", "--versus", "fp8", "--parity", str(report)
+        )
+        (row,) = data["break_even"]
+        assert (row["against"], row["gain"]) == ("fp8", gain)
+
+
+def test_four_bits_on_hopper_are_emulated(capfd):
+    code, data, _ = plan(capfd, "llama3-8b", "--device", "h200", "--count", "8", "--versus", "fp8,bf16")
+    row = data["recipes"]["nvfp4"]
+    assert code == 0 and "emulated: no speed-up is predicted; fp8 is" in " ".join(row["remarks"])
+    assert row["speedup_vs"]["bf16"] <= 1.0 < data["recipes"]["fp8"]["speedup_vs"]["bf16"]
+    assert row["native_fp4_gemms"] == 0
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_helps(capfd):
+    code, data, _ = plan(capfd, "llama3.1-405b", "--device", "h100", "--count", "8", "--mesh", "fsdp=8")
+    row = data["recipes"]["nvfp4"]
+    (said,) = row["problems"]
+    over = (row["memory"]["total"] - row["memory"]["limit"]) / 2**30
+    assert code == 3 and not row["fits"]
+    assert f"{over:.1f} GiB too much" in said and "--count 16" in said
+
+
+@pytest.mark.parametrize("flags, said", [
+    (("--device", "gb30"), "did you mean gb300"),
+    (("--device", "cpu"), "has no links"),
+    (("--count", "100"), "take 96 or 104"),
+    (("--count", "3"), "take 1 or 2 or 4"),
+    (("--mesh", "fsdp=64"), "needs 64 devices, and --count is 128"),
+    (("--mesh", "fspd=128"), "did you mean 'fsdp'"),
+    (("--recipe", "nvfp5"), "nvfp5"),
+    (("--tokens", "many"), "15T"),
+    (("--batch", "-1"), "0 or more"),
+])  # fmt: skip
+def test_impossible_questions_are_one_paragraph(capfd, flags, said):
+    code, _, err = plan(capfd, "llama3.1-405b", *flags)
+    assert code == 2 and said in " ".join(err.split()) and "Traceback" not in err
+
+
+@pytest.mark.parametrize("name, count, rack", [
+    ("gb300", 128, 64), ("gb300", 8192, 64), ("gb300", 72, 72), ("gb300", 144, 72), ("gb200", 8, 8), ("h200", 64, 8),
+    ("h200", 1, 1),
+])  # fmt: skip
+def test_racks(name, count, rack):
+    found = cluster(device(name), count)
+    assert (found.rack, found.hosts * found.per_host) == (rack, count)
+
+
+def test_an_axis_that_leaves_a_rack_crosses_it():
+    on = cluster(device("gb300"), 128)
+    assert crossing("fsdp=128", on) == crossing("dcn.fsdp=2,fsdp=64", on) == {"fsdp": (64, 2)}
+    assert crossing("dcn.data=2,fsdp=16,tensor=4", on) == {"data": (1, 2), "fsdp": (16, 1), "tensor": (4, 1)}
+
+
+def test_a_search_ranks_layouts_and_says_where_the_preset_is(capfd):
+    code, data, _ = plan(capfd, "llama3-8b", "--device", "h200", "--count", "2", "--layers", "2", "--search")
+    times = [float(row["step_time_s"]) for row in data["layouts"]]
+    assert code == 0 and times == sorted(times) and data["preset_rank"] >= 1
+    assert data["best"].startswith("halfbyte train llama3-8b") and "would not win" in data["pipelines"]
+
+
+@pytest.mark.parametrize("text, tokens", [("15T", 15e12), ("300b", 3e11), ("1000", 1000), ("1.5T", 1.5e12)])
+def test_tokens(text, tokens):
+    assert tokens_of(text) == tokens
