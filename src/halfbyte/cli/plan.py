@@ -1,4 +1,4 @@
-"""What a training step would do on GPUs that you do not have: does it fit, how fast is it, what would the run cost.
+"""What a training step would do on a cluster: fit, speed, cost, without a GPU.
 
 The trainer's own step is compiled for the cluster with the CUDA compiler plugin (extra `plan`), without a GPU; its
 schedule is read and simulated. Figures carry a band: prefer ratios. docs/plan.md says what is assumed.
