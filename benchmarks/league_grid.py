@@ -6,7 +6,7 @@
     python benchmarks/league_grid.py collect OUT                         # runs.json: what every run ended with
 
 docs/evidence/league/README.md is the plan in words, committed before the first step; `rates` and `run` refuse a
-plan.json that is not this file's. DATA is what `benchmarks/parity_grid.py prepare` makes. `--slots` runs share the
+plan.json that is not this file's. DATA is what the README's `halfbyte data prepare` makes. `--slots` runs share the
 card; a run that is done is not run again, and one that would not end within `--minutes` is not begun.
 """
 

@@ -1,28 +1,35 @@
 """How often a parity passes a candidate that is exactly at the margin: simulated studies under the product's rules.
 
     python benchmarks/parity_error_rate.py                  # 10,000 studies a row through `judge_study`: the table
-    python benchmarks/parity_error_rate.py --runner 200     # 200 studies through the whole runner, command and report
+    python benchmarks/parity_error_rate.py --runner 200     # 200 studies a row through the whole runner
+
+`--json FILE` keeps what was counted.
 
 All candidates of a study have a true gap of exactly the margin, so every PASS is wrong. A study is followed to its end:
 from look to look, as its report says, until nothing is left to do. The noise of a seed has a standard deviation of a
 fifth of the margin (`normal`, `t3`: Student's with three degrees of freedom, `skewed`: log-normal, the long tail on the
 side of larger gaps, where it does most harm); candidates of a study share half of its variance, as those that are
 subtracted from one baseline do. `before` are the rules without a plan: normal noise, judged at 5% after every look and
-candidate.
+candidate. The row `chosen after 2` are studies that begin with two seeds, and whose owner then asks for the one look
+that makes a PASS most likely; `before`, it was given.
 """
 
 import argparse
 import contextlib
 import io
 import json
+import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from halfbyte.parity.margin import parse_margin
+from halfbyte.parity.statistics import t_quantile
 from halfbyte.parity.verdict import Word, judge, judge_study
 
 MARGIN = parse_margin("0.5%")
@@ -30,6 +37,10 @@ SPREAD = 0.2 * MARGIN.value
 KINDS = ("normal", "t3", "skewed")
 PLANS = ((3,), (5,), (8,), (3, 5), (3, 5, 8), (3, 4, 5, 6, 7, 8))  # looks
 CANDIDATES = (1, 8)
+ASKED = tuple((count,) for count in range(3, 9))  # what a sly owner of two seeds may ask for
+BEGUN = ((2,), *PLANS)  # studies through the runner, in turn; the report of one with two seeds says what to type next
+NAMES = ("nvfp4", "mxfp4", "fp8", "nvfp4@all_linear", "mxfp4@all_linear", "fp8@all_linear", "nvfp4_no_sr",
+         "nvfp4_no_rht")  # fmt: skip
 
 
 def draw(random: np.random.Generator, kind: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -78,14 +89,54 @@ def rates(kind: str, looks: tuple[int, ...], candidates: int, studies: int) -> t
     return float(np.mean([passes(s, looks) for s in found])), before
 
 
-def table(studies: int) -> Iterator[str]:
-    yield "| looks after seeds | candidates | " + " | ".join(KINDS) + " | before |"
-    yield "|---|---|" + "---|" * (len(KINDS) + 1)
+def granted(asked: tuple[int, ...]) -> tuple[int, ...]:
+    """The looks of a study that was begun with two seeds and goes on as `asked`."""
+    from halfbyte.parity.arms import standard_arms
+    from halfbyte.parity.plan import Plan, first_seeds, settle
+    from halfbyte.runs import run_config
+
+    arms, base = tuple(standard_arms("bf16", ["nvfp4"])), run_config("demo")
+    with tempfile.TemporaryDirectory() as folder:
+        begun = settle(Path(folder), Plan(base, arms, first_seeds(2), MARGIN))
+        try:
+            return settle(Path(folder), Plan(base, arms, first_seeds(asked[-1]), MARGIN, looks=asked)).looks
+        except ValueError:  # refused: it goes on as it was planned
+            return begun.looks
+
+
+def sly_rates(kind: str, studies: int) -> tuple[float, float]:
+    """Shares of wrong PASSes where a look is asked for after two seeds were seen, by a try of each on 200 invented ends
+    of the study at the margin; and if it were given."""
+    random = np.random.default_rng([KINDS.index(kind), 2])
+    found = gaps(random, kind, studies=studies, candidates=1, seeds=8)
+    ends = gaps(random, kind, studies=200, candidates=1, seeds=6)[:, 0]
+    given = {asked: granted(asked) for asked in ASKED}
+    now = before = 0
+    for study in found:
+        futures = np.concatenate([np.broadcast_to(study[0, :2], (len(ends), 2)), ends], axis=1)
+        best = max(ASKED, key=lambda asked: inside(futures[:, : asked[0]]))
+        now += passes(study, given[best])
+        before += passes(study, best)
+    return now / studies, before / studies
+
+
+def inside(futures: np.ndarray) -> float:
+    """The share of rows whose plain 90% interval is inside the margin."""
+    count = futures.shape[1]
+    half = t_quantile(0.95, count - 1) * futures.std(axis=1, ddof=1) / np.sqrt(count)
+    return float(np.mean(np.abs(futures.mean(axis=1)) + half < MARGIN.value))
+
+
+def table(studies: int) -> Iterator[dict[str, Any]]:
+    """One row after another: looks, candidates, and the share of wrong PASSes by noise, now and before."""
     for looks in PLANS:
         for candidates in CANDIDATES:
-            found = [rates(kind, looks, candidates, studies) for kind in KINDS]
-            cells = [f"{100 * plan:.1f}%" for plan, _ in found] + [f"{100 * found[0][1]:.1f}%"]
-            yield f"| {', '.join(map(str, looks))} | {candidates} | " + " | ".join(cells) + " |"
+            found = {kind: rates(kind, looks, candidates, studies) for kind in KINDS}
+            shares = {kind: rate for kind, (rate, _) in found.items()}
+            yield {"looks": looks, "candidates": candidates, **shares, "before": found["normal"][1]}
+    sly = {kind: sly_rates(kind, studies) for kind in KINDS}
+    shares = {kind: rate for kind, (rate, _) in sly.items()}
+    yield {"looks": "chosen after 2", "candidates": 1, **shares, "before": sly["normal"][1]}
 
 
 # Through the whole runner
@@ -112,12 +163,12 @@ def invented(losses: Callable[[str, int], float]) -> Callable[..., Any]:
 
 
 def one_study(folder: Path, study: np.ndarray, looks: tuple[int, ...], random: np.random.Generator) -> dict[str, Any]:
-    """The command, typed again as long as its report has something to come; what it said last."""
+    """The command, typed again as long as its report has something to come, with the seeds that it names; what it said
+    last."""
     from halfbyte.cli.main import main as halfbyte
     from halfbyte.parity import runner
 
-    names = ("nvfp4", "mxfp4", "fp8", "nvfp4@all_linear", "mxfp4@all_linear", "fp8@all_linear", "nvfp4_no_sr",
-             "nvfp4_no_rht")[: len(study)]  # fmt: skip
+    names = NAMES[: len(study)]
     levels = 3 + 0.05 * random.standard_normal(study.shape[1])
     twins = 0.3 * SPREAD * random.standard_normal(study.shape[1])
 
@@ -125,52 +176,67 @@ def one_study(folder: Path, study: np.ndarray, looks: tuple[int, ...], random: n
         gap = study[names.index(arm), seed] if arm in names else twins[seed] if "twin" in arm else 90.0
         return float(levels[seed] * (1 + (gap if arm != "bf16" else 0.0) / 100))
 
-    planned = ["--seeds", str(looks[-1]), "--looks", ",".join(map(str, looks)), "--candidates", ",".join(names)]
+    seeds, asked = looks[-1], ["--looks", ",".join(map(str, looks))] if len(looks) > 1 else []
     run = ["--data", "synthetic", "--steps", "6", "--radar", "-1", "--out", str(folder)]
-    command = ["parity", "demo", *run, *planned]
     real, runner.train = runner.train, invented(loss)
     try:
-        for _ in looks:
+        while True:
+            command = ["parity", "demo", *run, "--candidates", ",".join(names), "--seeds", str(seeds), *asked]
             with contextlib.redirect_stdout(io.StringIO()):
                 code = halfbyte(command)
-            found = json.loads((folder / "report.json").read_text())
             if code not in (0, 3):
                 raise SystemExit(f"{' '.join(command)} ended with {code}")
-            if not any("the same command" in line for line in found["next"]):
+            found: dict[str, Any] = json.loads((folder / "report.json").read_text())
+            advice = [line for line in found["next"] if "the same command" in line]
+            if not advice:
                 return found
+            named = re.search(r"--seeds (\d+)", advice[0])
+            seeds = int(named[1]) if named else seeds
     finally:
         runner.train = real
-    return found
 
 
-def through_the_runner(
-    studies: int, *, looks: tuple[int, ...] = (3, 5), candidates: int = 2, kinds: tuple[str, ...] = KINDS
-) -> dict[str, int]:
-    """Kind of noise -> studies, of this many each, in which some candidate passed."""
-    wrong = {}
-    for kind in kinds:
-        random = np.random.default_rng([KINDS.index(kind), studies])
-        found = gaps(random, kind, studies=studies, candidates=candidates, seeds=looks[-1])
-        wrong[kind] = 0
-        for study in found:
-            with tempfile.TemporaryDirectory() as folder:
-                report = one_study(Path(folder) / "p", study, looks, random)
-            words = [arm["verdict"]["word"] for arm in report["arms"] if arm["kind"] == "candidate"]
-            wrong[kind] += "PASS" in words
-    return wrong
+def through_the_runner(studies: int, *, candidates: int, kind: str) -> dict[str, Any]:
+    """How many of so many studies passed a candidate, in all and by the looks that they were begun with."""
+    random = np.random.default_rng([KINDS.index(kind), candidates, studies])
+    found = gaps(random, kind, studies=studies, candidates=candidates, seeds=8)
+    by_plan: dict[str, list[bool]] = {}
+    for number, study in enumerate(found):
+        looks = BEGUN[number % len(BEGUN)]
+        with tempfile.TemporaryDirectory() as folder:
+            report = one_study(Path(folder) / "p", study, looks, random)
+        words = [arm["verdict"]["word"] for arm in report["arms"] if arm["kind"] == "candidate"]
+        by_plan.setdefault(", ".join(map(str, looks)), []).append("PASS" in words)
+    wrong = sum(map(sum, by_plan.values()))
+    low, high = exact(wrong, studies)
+    parts = {name: f"{sum(passed)} of {len(passed)}" for name, passed in by_plan.items()}
+    return {"candidates": candidates, "noise": kind, "wrong": wrong, "studies": studies, "low": low, "high": high,
+            "by_looks": parts}  # fmt: skip
+
+
+def exact(wrong: int, studies: int) -> tuple[float, float]:
+    """The 95% interval of Clopper and Pearson (Biometrika 26, 1934)."""
+    from scipy.stats import beta
+
+    low = float(beta.ppf(0.025, wrong, studies - wrong + 1)) if wrong else 0.0
+    return low, float(beta.ppf(0.975, wrong + 1, studies - wrong))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--studies", type=int, default=10_000)
-    parser.add_argument("--runner", type=int, default=0, help="studies through the whole runner, in place of the table")
+    parser.add_argument("--runner", type=int, default=0, help="studies a row through the whole runner, no table")
+    parser.add_argument("--candidates", type=int, nargs="*", default=CANDIDATES, choices=CANDIDATES)
+    parser.add_argument("--json", type=Path, help="file to keep the rows in")
     args = parser.parse_args()
-    if args.runner:
-        for kind, wrong in through_the_runner(-(-args.runner // 3)).items():
-            print(f"{kind}: a wrong PASS in {wrong} of {-(-args.runner // 3)} studies", flush=True)
-        return
-    for line in table(args.studies):
-        print(line, flush=True)
+    rows = []
+    runner = (through_the_runner(args.runner, candidates=m, kind=kind) for m in args.candidates for kind in KINDS)
+    for row in runner if args.runner else table(args.studies):
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        if args.json:
+            about = {"command": "python " + " ".join(sys.argv), "jax": jax.__version__, "device": jax.default_backend()}
+            args.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

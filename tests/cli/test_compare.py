@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from halfbyte.cli.compare import short_names
+from halfbyte.cli.compare import short_names, speed_up
 from halfbyte.cli.main import main
+from halfbyte.evaluation.curves import Curve
 from halfbyte.train.identity import Identity, save_identity
 
 
@@ -143,6 +144,17 @@ def test_a_speed_up_has_a_spread(tmp_path, capfd):
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
     low, high = compared(capfd, *folders)["runs"][1]["speedup_90"]
     assert low < 0.9 < 1.1 < high  # noise of 50% a step is no speed-up
+
+
+def test_a_speed_up_of_equal_runs_is_none_in_nine_of_ten_intervals():
+    """As wide as it is called: bounds of one run over bounds of the other would hold 1 in 98%."""
+    random = np.random.default_rng(0)
+
+    def curve():
+        return Curve("", tuple({"step": s, "step_time_s": time} for s, time in enumerate(random.normal(1, 0.1, 60))))
+
+    bounds = [speed_up(curve(), curve())[1] for _ in range(150)]
+    assert 0.82 < np.mean([low <= 1 <= high for low, high in bounds]) < 0.97
 
 
 def test_a_diverged_run_is_said_to_be_one(runs, capfd):

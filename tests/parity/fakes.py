@@ -1,7 +1,10 @@
 """A parity directory whose runs were never trained: curves with known gaps, as `halfbyte train` would have left
 them."""
 
+import importlib.util
 import json
+import sys
+from pathlib import Path
 
 import numpy as np
 
@@ -11,7 +14,14 @@ from halfbyte.parity.cells import run_directory
 from halfbyte.parity.margin import Margin
 from halfbyte.parity.plan import Plan, settle
 from halfbyte.train import LogConfig, TrainConfig, ValidationConfig, jsonconfig
-from halfbyte.train.identity import Identity, hash_of, new_name, save_identity
+from halfbyte.train.identity import Identity, hash_of, new_name, save_identity, versions
+
+SPEC = importlib.util.spec_from_file_location(
+    "parity_error_rate", Path(__file__).parents[2] / "benchmarks" / "parity_error_rate.py"
+)
+rate = importlib.util.module_from_spec(SPEC)  # the benchmark, which puts losses in place of training
+sys.modules[SPEC.name] = rate
+SPEC.loader.exec_module(rate)
 
 MODEL = LlamaConfig(
     name="tiny", vocab_size=64, embed=32, mlp=64, layers=2, heads=4, kv_heads=2, head_dim=16, max_seq=64
@@ -73,7 +83,8 @@ def fake_run(folder, plan, arm, seed, *, gap, noise, diverged):
             break
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     jsonconfig.save(config, folder / "config.json")
-    save_identity(folder, Identity(new_name(), "synthetic", {"config.json": hash_of(folder / "config.json")}))
+    sealed = {"config.json": hash_of(folder / "config.json")}
+    save_identity(folder, Identity(new_name(), "synthetic", sealed, versions()))
     kinds = ("fprop", "dgrad", "wgrad")
     how = "plain" if config.recipe == "bf16" else "emulated"
     gemm = {"left": f"{config.recipe} 1d rne", "right": "x", "bits": 4, "runs_in": "bf16", "execution": how}

@@ -10,6 +10,7 @@ from halfbyte.parity.analysis import analyse, body_size, verdict_line
 from halfbyte.parity.between import between
 from halfbyte.parity.cells import run_directory
 from halfbyte.parity.plan import load_plan, settle
+from halfbyte.parity.radar_view import radar_section
 from halfbyte.parity.report import overhead_text
 from halfbyte.parity.statistics import reach
 from halfbyte.parity.verdict import SINGLE, Verdict, Word
@@ -88,6 +89,33 @@ def test_a_pass_is_withheld_where_the_broken_recipe_does_not_fail(tmp_path):
     data = analyse(fake_parity(tmp_path, gaps={**GAPS, "control-fp4_one_scale": 0.001}), tmp_path)
     assert data["controls"]["sensitive"] is False
     assert "CANNOT TELL nvfp4" in data["verdict"] and "this comparison is blind" in data["verdict"]
+
+
+def test_a_broken_recipe_that_is_better_is_not_seen_to_fail(tmp_path):
+    data = analyse(fake_parity(tmp_path, gaps={**GAPS, "control-fp4_one_scale": -0.4}), tmp_path)
+    assert data["controls"]["broken"]["word"] == "FAIL" and data["controls"]["sensitive"] is False
+    assert verdicts(data)["nvfp4"] == "CANNOT TELL"
+
+
+def test_runs_of_earlier_versions_are_said_to_be_such(tmp_path):
+    plan = fake_parity(tmp_path)
+    assert analyse(plan, tmp_path)["notes"] == []
+    reidentify(run_directory(tmp_path, plan.arms[1], 0), made_with={})
+    (run_directory(tmp_path, plan.arms[1], 1) / "run.json").unlink()
+    data, code = analyse(plan, tmp_path)["notes"]
+    assert data.startswith("1 of 15 runs") and "same data" in data
+    assert code.startswith("2 of 15 runs") and "same code" in code
+
+
+def test_an_alarm_of_an_earlier_probe_is_shown(tmp_path):
+    plan = fake_parity(tmp_path)
+    file = run_directory(tmp_path, plan.arms[1], 1) / "radar.jsonl"
+    probe = json.loads(file.read_text())
+    rows = [probe | {"step": 10, "alarms": ["wgrad: gain 0.5"]}, probe | {"step": 20}, probe]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = analyse(plan, tmp_path)["arms"][1]
+    assert [(p["seed"], p["step"]) for p in found["radar"]] == [(0, 30), (1, 30), (1, 10), (2, 30)]
+    assert "seed 1 step 10: wgrad: gain 0.5" in radar_section([found])
 
 
 def test_a_pass_is_withheld_where_the_broken_recipe_cannot_be_told(tmp_path):

@@ -33,4 +33,15 @@ def test_half_of_a_copied_checkpoint_is_no_branch(tmp_path, monkeypatch):
         monkeypatch.setattr(shutil, "copytree", copytree)
         branching.grow(plan, tmp_path / "out", 6, "bf16", say=print, stop=stop)
     assert seen == [["a", "b"]]
-    assert [path.name for path in (tmp_path / "out" / "step-6").iterdir()] == ["bf16"]
+    assert [path.name for path in (tmp_path / "out" / "step-6-to-8").iterdir()] == ["bf16"]
+
+
+def test_branches_of_another_length_are_others(tmp_path, monkeypatch):
+    """Asked for fewer steps, a branch that had gone further would be shown with its own end."""
+    (tmp_path / "run" / "checkpoints" / "6").mkdir(parents=True)
+    ended = {}
+    monkeypatch.setattr(branching, "train", lambda config, folder, *, until, **_: ended.setdefault(folder, until))
+    with Stop(print) as stop:
+        for steps in (4, 2):
+            plan = branching.Branches(tmp_path / "run", BASE, (6,), steps, "bf16")
+            assert ended[branching.grow(plan, tmp_path / "out", 6, "bf16", say=print, stop=stop)] == 6 + steps

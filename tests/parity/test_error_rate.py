@@ -1,23 +1,14 @@
 """A study keeps its 5% over looks and candidates: simulated studies in which every PASS is wrong, under the rules and
 through the whole runner. Oracle: the gap that was put in. docs/parity.md has the table of 10,000 studies a row."""
 
-import importlib.util
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from fakes import rate
 
 from halfbyte.parity.statistics import spending
 from halfbyte.parity.verdict import Word, judge_study
-
-SPEC = importlib.util.spec_from_file_location(
-    "parity_error_rate", Path(__file__).parents[2] / "benchmarks" / "parity_error_rate.py"
-)
-rate = importlib.util.module_from_spec(SPEC)
-sys.modules[SPEC.name] = rate
-SPEC.loader.exec_module(rate)
 
 STUDIES = 800
 MOST = 0.05 + 3 * np.sqrt(0.05 * 0.95 / STUDIES)  # three binomial standard errors: 7.3%
@@ -28,6 +19,11 @@ def test_a_candidate_at_the_margin_passes_in_5_percent_of_studies_at_most(looks,
     random = np.random.default_rng(1)
     studies = rate.gaps(random, "normal", studies=STUDIES, candidates=candidates, seeds=looks[-1])
     assert np.mean([rate.passes(study, looks) for study in studies]) <= MOST
+
+
+def test_a_look_that_is_asked_for_after_two_seeds_is_not_given():
+    """docs/parity.md has what it would do to 10,000 studies."""
+    assert rate.granted((8,)) == rate.granted((3, 8)) == (3,)
 
 
 def test_looks_and_candidates_that_nobody_planned_would_not_keep_it():
@@ -82,5 +78,7 @@ def test_a_study_through_the_whole_runner_is_judged_as_planned(tmp_path):
     assert found["plan"]["looks"] == [3, 5] and sum(found["plan"]["levels"]) == pytest.approx(0.05)
     assert found["arms"][1]["verdict"]["word"] == "CANNOT TELL" and found["complete"]
     assert not any("--seeds" in line or "same command" in line for line in found["next"])
+    begun = rate.one_study(tmp_path / "c", at_margin, (2,), random)  # its report says how it goes on
+    assert begun["plan"]["looks"] == [3] and len(begun["plan"]["seeds"]) == 3 and begun["complete"]
     clear = rate.one_study(tmp_path / "b", at_margin - rate.MARGIN.value, (3, 5), random)
     assert clear["passed"] and clear["complete"] and clear["runs"]["planned"] == 4 * 3  # decided at the first look

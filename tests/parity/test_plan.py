@@ -2,10 +2,14 @@
 
 import dataclasses
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fakes import BASE, plan_of
 
+from halfbyte.parity import plan
 from halfbyte.parity.arms import CANDIDATE, Arm, ablation, arm_of, read_arms, standard_arms
 from halfbyte.parity.pairing import unlike
 from halfbyte.parity.plan import Plan, load_plan, settle, share
@@ -54,11 +58,42 @@ def test_looks_are_part_of_the_plan_and_seeds_that_are_added_are_beyond_it(tmp_p
     with pytest.raises(ValueError, match="looked at after 3, 5 seeds.*got 4, 5"):
         settle(tmp_path / "a", plan_of(seeds=5, looks=(4, 5)))
     assert settle(tmp_path / "a", plan_of(seeds=9)).looks == first.looks
-    settle(tmp_path / "b", plan_of(seeds=1))  # a try: too few for a verdict
-    assert settle(tmp_path / "b", plan_of(seeds=3)).looks == (3,)
     for bad in ((2, 3), (3, 3), (3, 9), (5, 3), (0,), (-1,)):
         with pytest.raises(ValueError, match="looks must be rising"):
             plan_of(seeds=5, looks=bad)
+
+
+@pytest.mark.parametrize("begun", [1, 2])
+def test_a_study_of_one_or_two_seeds_has_its_look_before_it_has_seen_one(tmp_path, begun):
+    """Whoever chose looks after two seeds passed a candidate at the margin in 6.7% of studies."""
+    settle(tmp_path, plan_of(seeds=begun))
+    with pytest.raises(ValueError, match="looked at after 3 seeds.*got 3, 8"):
+        settle(tmp_path, plan_of(seeds=8, looks=(3, 8)))
+    assert settle(tmp_path, plan_of(seeds=8)).looks == (3,)
+    stored = json.loads((tmp_path / "plan.json").read_text()) | {"looks": [begun], "seeds": list(range(begun))}
+    (tmp_path / "plan.json").write_text(json.dumps(stored))  # as the version before wrote it
+    assert load_plan(tmp_path).looks == (3,)
+
+
+def test_of_hosts_that_begin_at_once_one_writes_the_plan_and_the_others_must_agree(tmp_path, monkeypatch):
+    written, begin = [], threading.Barrier(4)
+
+    def slow(directory, found, write=plan._write):
+        written.append(str(found.margin))
+        time.sleep(0.2)
+        return write(directory, found)
+
+    def host(margin):
+        begin.wait()
+        try:
+            return str(settle(tmp_path / "p", plan_of(margin=margin)).margin)
+        except ValueError as error:
+            return "was planned with margin" in str(error)
+
+    monkeypatch.setattr(plan, "_write", slow)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(host, ("0.5%", "0.5%", "1%", "1%")))
+    assert len(written) == 1 and found.count(written[0]) == 2 and found.count(True) == 2
 
 
 def test_a_plan_of_an_earlier_version_is_read_and_its_later_seeds_are_not_judged(tmp_path):

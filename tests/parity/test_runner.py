@@ -73,6 +73,21 @@ def test_a_signal_while_a_run_compiles_ends_the_process_with_a_report(tmp_path, 
     assert left[:2] == ["SIGTERM", 75] and stopped == "SIGTERM" and len(begun) == 1
 
 
+def test_a_report_that_cannot_be_written_does_not_keep_the_process(monkeypatch):
+    """A signal while a compiler is at work, and a disk that is full."""
+    left, said, over = [], [], threading.Event()
+    monkeypatch.setattr(runner.os, "_exit", lambda code: (left.append(code), over.set()))
+    monkeypatch.setattr(runner, "PATIENCE_S", 0.05)
+
+    def full(signal):
+        raise OSError("no space left on device")
+
+    with runner.Stop(said.append, full):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert over.wait(60)
+    assert left[0] == 75 and "no space left on device" in said[1]
+
+
 def test_a_step_in_progress_is_waited_for(tmp_path, monkeypatch):
     plan = settle(tmp_path, PLAN)
     left = []

@@ -12,8 +12,10 @@ from scipy import stats
 from halfbyte.parity import statistics
 from halfbyte.parity.margin import Margin
 from halfbyte.parity.statistics import (
+    block_draws,
     equivalence_p,
     fit_line,
+    middle,
     moving_block_bootstrap,
     over_seeds,
     seeds_needed,
@@ -140,6 +142,6 @@ def test_a_fitted_line_against_scipy():
 
 def test_a_bootstrap_of_a_long_run_is_drawn_in_parts_and_says_the_same(monkeypatch):
     values = np.random.default_rng(0).normal(size=50)
-    whole = moving_block_bootstrap(values, of=np.median)
+    whole = block_draws(values, of=np.median)
     monkeypatch.setattr(statistics, "MOST_AT_ONCE", 120)
-    assert moving_block_bootstrap(values, of=np.median) == whole
+    assert middle(block_draws(values, of=np.median)) == middle(whole)

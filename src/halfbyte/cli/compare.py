@@ -126,14 +126,15 @@ def speed_up(curve: "Curve", baseline: "Curve") -> tuple[float, tuple[float, flo
     import numpy as np
 
     from halfbyte.evaluation.curves import median, timed
-    from halfbyte.parity.statistics import moving_block_bootstrap
+    from halfbyte.parity.statistics import block_draws, middle
 
     base, mine = (timed(c).column("step_time_s") for c in (baseline, curve))
     known = [times[np.isfinite(times)] for times in (base, mine)]
-    bounds = [moving_block_bootstrap(times[:: 1 + len(times) // MOST_TIMES], of=np.median) for times in known]
-    if bounds[0] is None or bounds[1] is None:
-        return median(base) / median(mine), None
-    return median(base) / median(mine), (bounds[0][0] / bounds[1][1], bounds[0][1] / bounds[1][0])
+    first, second = (
+        block_draws(times[:: 1 + len(times) // MOST_TIMES], of=np.median, seed=place)
+        for place, times in enumerate(known)
+    )
+    return median(base) / median(mine), None if first is None or second is None else middle(first / second)
 
 
 def arm_summary(arm: "Arm") -> dict[str, Any]:

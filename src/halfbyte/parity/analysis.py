@@ -14,13 +14,14 @@ import numpy as np
 from halfbyte import models
 from halfbyte.evaluation.curves import Curve, default_last, differences, median, read_curve, smooth, speed_of
 from halfbyte.inputs import read_json
-from halfbyte.metrics import read_rows
+from halfbyte.train.identity import load_identity
 
 from .arms import BASELINE, CANDIDATE, TWIN, Arm
-from .between import between
+from .between import between, finite, ranking
 from .cells import DONE, OVER, Cell, read_cells, run_directory, status_of
 from .controls import controls, displaced, displaced_name, seen, withheld
 from .plan import Plan
+from .radar_view import radar_of
 from .statistics import FEWEST_SEEDS, Interval, fit_line, moving_block_bootstrap, over_seeds, t_quantile
 from .verdict import SINGLE, Verdict, Word, judge_study
 
@@ -41,13 +42,14 @@ def analyse(plan: Plan, directory: Path) -> dict[str, Any]:
     for entry in arms:
         if entry["name"] in final:
             entry["verdict"] = verdict_json(final[entry["name"]])
-    names = {arm.name: arm for arm in plan.of_kind(CANDIDATE)}
+    names = {arm.name: arm for arm in plan.of_kind(CANDIDATE) if arm.seeds != 0}
+    results = {name: results_of(plan, arm, cells) for name, arm in names.items()}
     candidates = [final[name] for name in names]
     needed = {key: cells[key] for key in needed_cells(plan, cells, candidates)}
     done = sum(cell.status.state in OVER for cell in needed.values())
     return {
         "verdict": verdict_line(candidates),
-        "passed": bool(candidates) and all(v.word is Word.PASS for v in candidates),
+        "passed": all(final[arm.name].word is Word.PASS for arm in plan.of_kind(CANDIDATE)),
         "decided": all(v.word is not Word.CANNOT_TELL for v in candidates),
         "scope": scope(plan, arms, directory),
         "complete": done == len(needed),
@@ -57,7 +59,8 @@ def analyse(plan: Plan, directory: Path) -> dict[str, Any]:
         "next": next_steps(plan, candidates, complete=done == len(needed)),
         "notes": notes(plan, cells),
         "sees": [line for v in candidates if (line := seen(plan, v))],
-        "between": between(list(names), {n: gaps_of(plan, arm, cells) for n, arm in names.items()}, plan.margin.unit),
+        "between": between(list(names), {name: finite(found) for name, found in results.items()}, plan.margin.unit),
+        "ranking": ranking(results, of=len(plan.of_kind(CANDIDATE)), costs=costs(arms)),
         "controls": {name: verdict_json(v) if isinstance(v, Verdict) else v for name, v in checks.items()},
         "arms": arms,
         "plan": plan.to_json(),
@@ -86,15 +89,20 @@ def notes(plan: Plan, cells: Cells) -> list[str]:
             f"EXPLORATORY: {extra} of {len(plan.seeds)} seeds are beyond the plan, which was to look after "
             f"{', '.join(map(str, plan.looks))}; they are in the gaps below, and no verdict counts them"
         )
-    unsealed = sum(c.status.step > 0 and not (c.folder / "run.json").is_file() for c in cells.values())
-    if unsealed:
-        found.append(f"{unsealed} runs keep no run.json: whether all had the same data and code is not known")
+    dropped = [f"{arm.name} {arm.note}" for arm in plan.arms if arm.seeds == 0]
+    if plan.screen is not None:
+        found.append("; ".join(dropped) or "the screening round has dropped no arm so far")
+    known = [load_identity(cell.folder) for cell in cells.values() if cell.status.step]
+    for what, count in (("data", known.count(None)), ("code", sum(not (run and run.made_with) for run in known))):
+        if count:
+            found.append(f"{count} of {len(known)} runs are of an earlier version: whether all had the same {what} is "
+                         "not known")  # fmt: skip
     return found
 
 
 def gaps_of(plan: Plan, arm: Arm, cells: Cells) -> dict[int, float]:
     """Seed -> gap of the final validation loss, in the margin's unit, where both arms are done."""
-    return {seed: gap for seed, gap in results_of(plan, arm, cells).items() if math.isfinite(gap)}
+    return finite(results_of(plan, arm, cells))
 
 
 def results_of(plan: Plan, arm: Arm, cells: Cells) -> dict[int, float]:
@@ -144,7 +152,7 @@ def next_steps(plan: Plan, found: Sequence[Verdict], *, complete: bool) -> list[
         later = f"; the next look is after {looks[0]} seeds" if looks else ""
         return [f"some runs are not there: the same command goes on{later}"]
     names = ", ".join(v.arm for v in waiting)
-    if waiting and plan.looks[-1] < FEWEST_SEEDS:
+    if waiting and len(plan.seeds) < FEWEST_SEEDS:
         return [f"{names}: the same command with --seeds {FEWEST_SEEDS}, the fewest that have an interval"]
     return [f"{names}: the plan is at its end, and CANNOT TELL is this study's answer"] if waiting else []
 
@@ -355,6 +363,18 @@ def cost(cells: Sequence[Cell]) -> dict[str, Any] | None:
     }
 
 
+def costs(arms: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Arm -> its step time over the baseline's, mean of the seeds that both have."""
+    base = next((arm["cost"] or {} for arm in arms if arm["kind"] == BASELINE), {}).get("step_time_by_seed", {})
+    found = {}
+    for arm in arms:
+        mine = (arm["cost"] or {}).get("step_time_by_seed", {})
+        ratios = [mine[seed] / base[seed] for seed in mine if seed in base]
+        if ratios:
+            found[arm["name"]] = sum(ratios) / len(ratios)
+    return found
+
+
 def manifest_of(cells: Sequence[Cell]) -> dict[str, Any] | None:
     """The precision manifest of an arm's first run."""
     path = next((c.folder / "manifest.json" for c in cells if (c.folder / "manifest.json").is_file()), None)
@@ -368,17 +388,6 @@ def execution(cells: Sequence[Cell]) -> list[str]:
         return []
     words = {gemm["execution"] for site in manifest["sites"] for gemm in site["gemms"].values()}
     return sorted(words - {"plain"}) or ["plain"]
-
-
-def radar_of(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """The newest probe of each run that has one."""
-    found = []
-    for cell in cells:
-        path = cell.folder / "radar.jsonl"
-        rows = read_rows(path) if path.is_file() else []
-        if rows:
-            found.append({"seed": cell.seed, "probes": len(rows), **rows[-1]})
-    return found
 
 
 def interval_text(found: Mapping[str, Any] | Interval | None, unit: str) -> str:

@@ -26,7 +26,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+@-]*")
 @dataclass(frozen=True)
 class Arm:
     """`changes`: dotted field of the config -> value; precision alone. `seeds`: how many of the plan's it is run in,
-    None for all."""
+    None for all, 0 where a screening round has dropped it."""
 
     name: str
     kind: str
@@ -39,8 +39,8 @@ class Arm:
             raise ValueError(f"arm {self.name!r}: kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
         if not NAME.fullmatch(self.name) or ".." in self.name:
             raise ValueError(f"arm {self.name!r}: a name is made of letters, digits and . _ + @ -; rename it")
-        if self.seeds is not None and (not isinstance(self.seeds, int) or self.seeds < 1):
-            raise ValueError(f"arm {self.name!r}: seeds must be 1 or more, or null for all, got {self.seeds!r}")
+        if self.seeds is not None and (not isinstance(self.seeds, int) or self.seeds < 0):
+            raise ValueError(f"arm {self.name!r}: seeds must be 0 or more, or null for all, got {self.seeds!r}")
         foreign = [name for name in self.changes if name not in ARM_FIELDS]
         if foreign:
             raise ValueError(

@@ -71,9 +71,10 @@ def run_branches(plan: Branches, out: Path, *, say: Say) -> tuple[list[dict[str,
 
 
 def grow(plan: Branches, out: Path, step: int, name: str, *, say: Say, stop: Stop) -> Path:
-    """Train one branch: the checkpoint copied, the recipe changed, everything else as it was."""
-    folder = out / f"step-{step}" / _plain(name)
+    """Train one branch: the checkpoint copied, the recipe changed, everything else as it was. A branch of another
+    length is another branch: its learning rates and its end are not this one's."""
     end = step + plan.steps
+    folder = out / f"step-{step}-to-{end}" / _plain(name)
     config = dataclasses.replace(
         plan.config, recipe=name, precision=dataclasses.replace(plan.config.precision, switch_at=0.0),
         steps=max(plan.config.steps, end), validation=dataclasses.replace(plan.config.validation, every=0),
@@ -89,7 +90,7 @@ def grow(plan: Branches, out: Path, step: int, name: str, *, say: Say, stop: Sto
                 shutil.copy(plan.run / name_of_file, half / name_of_file)
         half.rename(folder)
     say(f"[step {step}, {name}] {plan.steps} steps")
-    with open(out / f"step-{step}-{_plain(name)}.log", "a", encoding="utf-8") as log:
+    with open(out / f"{folder.parent.name}-{folder.name}.log", "a", encoding="utf-8") as log:
         console = Console(file=log, width=160, force_terminal=False, color_system=None)
         try:
             with stop.group(config) as group:

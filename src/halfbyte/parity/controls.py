@@ -36,9 +36,12 @@ def controls(plan: Plan, verdicts: Mapping[str, Verdict], gaps: Mapping[str, Res
 
 
 def _failed(found: Verdict) -> bool | None:
-    """Whether a control was seen to fail; None where it was not judged."""
-    judged = found.word is Word.FAIL or (found.interval is not None and found.interval.low is not None)
-    return found.word is Word.FAIL if judged else None
+    """Whether a control was seen to be worse; None where it was not judged. One that is *better* by the margin shows
+    nothing but that the study is not what it should be."""
+    interval = found.interval
+    if interval is None or interval.low is None or found.p is None:  # too few seeds, or diverged
+        return True if found.word is Word.FAIL else None
+    return found.word is Word.FAIL and interval.mean > 0
 
 
 def displaced_name(twin: str) -> str:

@@ -2,35 +2,47 @@
 
 It fixes the base run, the arms, the margin, what is compared, and after how many seeds it is looked at: whoever adds
 seeds until it is clear passes a bad candidate three times as often as promised. A parity that goes on in the same
-directory must bring the same plan. Seeds that are added later are run and shown, and no verdict counts them.
+directory must bring the same plan. Seeds that are added later are run and shown, and no verdict counts them: but those
+that a plan of one or two lacks for the one look that it has, after three.
 """
 
 import datetime
+import fcntl
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from halfbyte.inputs import read_json, replace_file
+from halfbyte.inputs import no_follow, read_json, replace_file
 from halfbyte.inputs.programs import only_named
-from halfbyte.train import TrainConfig, jsonconfig, phases
+from halfbyte.train import LogConfig, TrainConfig, jsonconfig, phases
 
 from .arms import BASELINE, CANDIDATE, Arm
 from .margin import Margin, parse_margin
 from .pairing import unlike
 from .statistics import FEWEST_SEEDS, spending
 
-FILE = "plan.json"
+FILE, LOCK = "plan.json", ".lock"
 VERSION = 2
 READ = (1, 2)  # version 1 had no looks
 OUTCOME = "validation loss after the last step, nats a token, each arm under its own forward recipe"
 
 
 @dataclass(frozen=True)
+class Screen:
+    """A screening round of `steps` steps: an arm goes on if its gap is at most that of the arm `keep` (a name, or a
+    place in the round's order) plus `noise` times what a twin of the baseline differs by."""
+
+    steps: int
+    keep: str
+    noise: float = 3.0
+
+
+@dataclass(frozen=True)
 class Plan:
-    """What will be run and how it will be judged: after each number of seeds in `looks`, once after all of them if none
-    are given."""
+    """What will be run and how it will be judged: after each number of seeds in `looks`; if none are given, once after
+    all of them, and never before FEWEST_SEEDS."""
 
     base: TrainConfig
     arms: tuple[Arm, ...]
@@ -39,6 +51,7 @@ class Plan:
     written: str = ""
     command: str = ""
     looks: tuple[int, ...] = ()
+    screen: Screen | None = None
 
     def __post_init__(self) -> None:
         names = [arm.name for arm in self.arms]
@@ -52,13 +65,15 @@ class Plan:
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds must be different numbers, at least one, got {list(self.seeds)}")
         if not self.looks:
-            object.__setattr__(self, "looks", (len(self.seeds),))
-        few, many = min(FEWEST_SEEDS, self.looks[-1]), len(self.seeds)
-        if list(self.looks) != sorted(set(self.looks)) or self.looks[0] < max(1, few) or self.looks[-1] > many:
+            object.__setattr__(self, "looks", (max(FEWEST_SEEDS, len(self.seeds)),))
+        many = max(FEWEST_SEEDS, len(self.seeds))
+        if list(self.looks) != sorted(set(self.looks)) or self.looks[0] < FEWEST_SEEDS or self.looks[-1] > many:
             raise ValueError(
                 f"looks must be rising numbers of seeds, from {FEWEST_SEEDS} to {many} (--seeds), got {self.looks}"
             )
         self._check_arms()
+        if self.screen is not None:
+            self._check_screen(self.screen)
 
     def _check_arms(self) -> None:
         """Arms must be runs, differ in precision alone, and from each other."""
@@ -73,6 +88,16 @@ class Plan:
             if key in seen:
                 raise ValueError(f"arms {seen[key]!r} and {arm.name!r} are the same run; leave one out")
             seen[key] = arm.name
+
+    def _check_screen(self, screen: Screen) -> None:
+        names = [arm.name for arm in self.of_kind(CANDIDATE)]
+        if not 0 < screen.steps < self.base.steps:
+            raise ValueError(f"a screening round must be shorter than {self.base.steps} steps, got {screen.steps}")
+        if screen.keep not in names and not (screen.keep.isdigit() and int(screen.keep)):
+            raise ValueError(
+                f"a screening round keeps a number of arms, or those as good as one of {', '.join(names)}, "
+                f"got {screen.keep!r}"
+            )
 
     @property
     def baseline(self) -> Arm:
@@ -100,6 +125,7 @@ class Plan:
             "looks": list(self.looks),
             "levels": list(spending(self.looks)),
             "candidates": len(self.of_kind(CANDIDATE)),
+            "screen": asdict(self.screen) if self.screen else None,
             "arms": [
                 {"name": a.name, "kind": a.kind, "changes": dict(a.changes), "note": a.note, "seeds": a.seeds}
                 for a in self.arms
@@ -117,13 +143,16 @@ def plan_from_json(found: Any, where: str) -> Plan:
         base = jsonconfig.from_dict(TrainConfig, found["base"])
         seeds = tuple(int(seed) for seed in found["seeds"])
         margin = parse_margin(found["margin"])
-        # An earlier version let seeds be added until it was clear: of its seeds the fewest are known to be planned.
-        looks = tuple(map(int, found["looks"])) if "looks" in found else (min(FEWEST_SEEDS, len(seeds)),)
+        # Earlier versions let seeds be added until it was clear, or looks be chosen after one or two seeds: of their
+        # seeds the fewest are known to be planned.
+        looks = tuple(map(int, found.get("looks", ())))
+        looks = looks if looks and looks[-1] >= FEWEST_SEEDS else (FEWEST_SEEDS,)
+        screen = Screen(**found["screen"]) if found.get("screen") else None
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"{where} is damaged: {type(error).__name__} {error}; begin anew in another directory"
         ) from None
-    return Plan(base, arms, seeds, margin, found.get("written", ""), found.get("command", ""), looks)
+    return Plan(base, arms, seeds, margin, found.get("written", ""), found.get("command", ""), looks, screen)
 
 
 def load_plan(directory: Path) -> Plan | None:
@@ -138,21 +167,21 @@ def load_plan(directory: Path) -> Plan | None:
 
 def settle(directory: Path, plan: Plan) -> Plan:
     """The plan that holds in `directory`: written now, or the one that was, which `plan` must agree with. More seeds
-    are added to it, beyond its looks; one that had too few for a verdict takes its looks from `plan`."""
-    stored = load_plan(directory)
-    if stored is None:
-        if directory.exists() and any(directory.iterdir()):
-            raise ValueError(f"{directory} is not empty and holds no {FILE}; give another --out")
-        directory.mkdir(parents=True, exist_ok=True)
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        return _write(directory, replace(plan, written=plan.written or now))
-    refuse_changes(directory, stored, plan)
-    more = [seed for seed in plan.seeds if seed not in stored.seeds]
-    if not more:
-        return stored
-    tried = stored.looks[-1] < FEWEST_SEEDS  # too few for any verdict: a try, and no study yet
-    looks = plan.looks if tried else stored.looks
-    return _write(directory, replace(stored, seeds=(*stored.seeds, *more), looks=looks))
+    are added to it; its looks stay. Of several hosts that begin at once one writes, and the others agree or are
+    refused."""
+    directory.mkdir(parents=True, exist_ok=True)
+    names = {path.name for path in directory.iterdir() if path.name != LOCK and path.suffix != ".tmp"}
+    if names and FILE not in names:
+        raise ValueError(f"{directory} is not empty and holds no {FILE}; give another --out")
+    with open(directory / LOCK, "a", encoding="utf-8", opener=no_follow) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        stored = load_plan(directory)
+        if stored is None:
+            now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            return _write(directory, replace(plan, written=plan.written or now))
+        refuse_changes(directory, stored, plan)
+        more = tuple(seed for seed in plan.seeds if seed not in stored.seeds)
+        return _write(directory, replace(stored, seeds=(*stored.seeds, *more))) if more else stored
 
 
 def _write(directory: Path, plan: Plan) -> Plan:
@@ -168,10 +197,15 @@ def refuse_changes(directory: Path, stored: Plan, plan: Plan) -> None:
             f"runs "
             f"have begun (got {plan.margin}). Go on with --margin {stored.margin}, or begin anew with another --out"
         )
-    if len(plan.looks) > 1 and stored.looks[-1] >= FEWEST_SEEDS and stored.looks != plan.looks:
+    if len(plan.looks) > 1 and stored.looks != plan.looks:
         raise ValueError(
             f"{directory} was planned to be looked at after {_listed(stored.looks)} seeds; looks are not changed after "
             f"runs have begun (got {_listed(plan.looks)}). Give the same --seeds and --looks, or another --out"
+        )
+    if stored.screen != plan.screen:
+        raise ValueError(
+            f"{directory} was planned with screening by {stored.screen}; its rule is not changed after runs have begun "
+            f"(got {plan.screen}). Give the same, or another --out"
         )
     old, new = ([(arm.name, arm.kind, dict(arm.changes)) for arm in p.arms] for p in (stored, plan))
     if old != new:
@@ -187,6 +221,17 @@ def refuse_changes(directory: Path, stored: Plan, plan: Plan) -> None:
 
 def _listed(looks: Sequence[int]) -> str:
     return ", ".join(map(str, looks))
+
+
+def of_steps(base: TrainConfig, steps: int) -> TrainConfig:
+    """The base run at another length: what a comparison reads of it, and no more."""
+    return replace(
+        base,
+        steps=steps,
+        log=LogConfig(every=max(1, steps // 40), tensorboard=False),
+        validation=replace(base.validation, every=max(1, steps // 6)),
+        checkpoint=replace(base.checkpoint, every=max(1, steps // 4), keep_last=1),
+    )
 
 
 def first_seeds(count: int, start: int = 0) -> tuple[int, ...]:

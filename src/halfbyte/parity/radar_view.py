@@ -1,9 +1,26 @@
-"""The radar's last probes in the report: gain of every quantized GEMM as a heat map, layer by layer."""
+"""The radar in the report: gain of every quantized GEMM at the last probe as a heat map, layer by layer; and every
+alarm."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from halfbyte import report as page
+from halfbyte.metrics import read_rows
+
+from .cells import Cell
+
+MOST = 6  # lines of one arm
+
+
+def radar_of(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """The newest probe of each run that has one, and every earlier one that raised an alarm."""
+    found = []
+    for cell in cells:
+        path = cell.folder / "radar.jsonl"
+        rows = read_rows(path) if path.is_file() else []
+        shown = [*rows[-1:], *(row for row in rows[:-1] if row["alarms"])]
+        found += [{"seed": cell.seed, "probes": len(rows), **row} for row in shown]
+    return found
 
 
 def radar_section(arms: Sequence[Mapping[str, Any]]) -> str:
@@ -13,7 +30,9 @@ def radar_section(arms: Sequence[Mapping[str, Any]]) -> str:
     for arm in arms:
         name, probes = arm["name"], [probe for probe in arm["radar"] if probe["gemms"]]
         lines = [(p, text) for p in arm["radar"] for text in [*p["alarms"], *not_judged(p)]]
-        parts += [page.notice(f"{name}: seed {p['seed']} step {p['step']}: {text}") for p, text in lines[:6]]
+        parts += [page.notice(f"{name}: seed {p['seed']} step {p['step']}: {text}") for p, text in lines[:MOST]]
+        if len(lines) > MOST:
+            parts.append(page.notice(f"{name}: and {len(lines) - MOST} more, in report.json"))
         if probes:
             parts.append(gain_figure(name, probes[0]))
     note = (

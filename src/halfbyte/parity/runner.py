@@ -89,11 +89,16 @@ class Stop:
         with self._ending:
             if self._over.is_set():
                 return
-            if self._leave is not None:
-                self._leave(name)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(PREEMPTED)
+            try:
+                if self._leave is not None:
+                    self._leave(name)
+                sys.stdout.flush()
+                sys.stderr.flush()
+            except Exception as trouble:  # nobody above this thread would end the process
+                with contextlib.suppress(Exception):
+                    self._say(f"no report was written ({trouble}); what is done is kept, and the same command goes on")
+            finally:
+                os._exit(PREEMPTED)
 
 
 class Log:
@@ -147,6 +152,7 @@ def run_jobs(
         say(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are done already")
     progress = Progress(len(waiting), time.monotonic())
     past, beyond = 0, len(plan.seeds) > plan.looks[-1]  # whoever has added seeds wants to see them
+    now: dict[str, str] = {}
     with Stop(say, leave) as stop:
         for number, (arm, seed) in enumerate(waiting, 1):
             looked = sum(look <= plan.seeds.index(seed) for look in plan.looks)
@@ -155,7 +161,9 @@ def run_jobs(
                 break
             past = looked
             prefix = f"[{number}/{len(waiting)} {arm.name} seed {seed}]"
-            check_cells(plan, directory, made_from(plan))
+            if made_from(plan) != now:  # before the first run, and when data or code have changed under way
+                now = made_from(plan)
+                check_cells(plan, directory, now)
             run_one(plan, directory, arm, seed, prefix=prefix, say=say, observers=observers, stop=stop)
             if stop.asked:
                 break

@@ -114,24 +114,36 @@ def seeds_needed(found: Interval, margin: float, *, most: int = 64, alpha: float
 
 
 def moving_block_bootstrap(
-    values: Sequence[float] | np.ndarray, *, level: float = LEVEL, draws: int = 2000, block: int | None = None,
-    of: Callable[..., np.ndarray] = np.mean,
-) -> tuple[float, float] | None:  # fmt: skip
-    """An interval of the mean, or of another statistic, *within one run* of neighbouring values that move together:
-    blocks of them are drawn with replacement. It says nothing about another seed. None for fewer than 4 values."""
+    values: Sequence[float] | np.ndarray, *, level: float = LEVEL, draws: int = 2000, block: int | None = None
+) -> tuple[float, float] | None:
+    """An interval of the mean *within one run* of neighbouring values that move together. It says nothing about another
+    seed. None for fewer than 4 values."""
+    found = block_draws(values, draws=draws, block=block)
+    return None if found is None else middle(found, level)
+
+
+def middle(draws: np.ndarray, level: float = LEVEL) -> tuple[float, float]:
+    """The range that holds `level` of them, as much below as above."""
+    low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def block_draws(
+    values: Sequence[float] | np.ndarray, *, draws: int = 2000, block: int | None = None,
+    of: Callable[..., np.ndarray] = np.mean, seed: int = 0,
+) -> np.ndarray | None:  # fmt: skip
+    """A statistic of blocks of neighbouring values, drawn with replacement `draws` times; None for fewer than 4
+    values."""
     x = np.asarray(values, np.float64)
     n = len(x)
     if n < 4:
         return None
     size = min(block or max(2, round(n ** (1 / 3) * 1.5)), n)
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(seed)
     starts = random.integers(0, n - size + 1, size=(draws, -(-n // size)))
     within = np.arange(size)
     parts = np.array_split(starts, min(draws, 1 + draws * n // MOST_AT_ONCE))
-    found = [of(x[(part[..., None] + within).reshape(len(part), -1)[:, :n]], axis=1) for part in parts]
-    tail = (1 - level) / 2
-    low, high = np.quantile(np.concatenate(found), [tail, 1 - tail])
-    return float(low), float(high)
+    return np.concatenate([of(x[(part[..., None] + within).reshape(len(part), -1)[:, :n]], axis=1) for part in parts])
 
 
 @dataclass(frozen=True)

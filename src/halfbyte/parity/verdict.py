@@ -5,7 +5,7 @@ diverged where the baseline did not. CANNOT TELL: everything else, fewer than th
 
 How wide the interval is, is the plan's matter: one candidate that is looked at once has the 90% interval; every
 further look takes its part of the 5%, and so does every candidate of the PASSes (statistics.py). A word that a look has
-given stays.
+given stays, whatever later gaps are; only a divergence in a later seed of the plan turns it into FAIL.
 """
 
 import enum

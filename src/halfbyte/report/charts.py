@@ -13,7 +13,8 @@ COLOURS = 8
 
 @dataclass(frozen=True)
 class Series:
-    """A line; points that are not finite break it. `colour` counts through the page's palette."""
+    """A line; points that are not finite break it. `colour` counts through the page's palette, `label` stands beside
+    the first point."""
 
     name: str
     x: Sequence[float]
@@ -21,6 +22,7 @@ class Series:
     colour: int
     faint: bool = False
     dots: bool = False
+    label: str = ""
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,8 @@ def line_chart(
     high = max([float(np.percentile(ys, clip)), *edges, *([0.0] if zero else [])])
     low = min([min(ys) if not zero else float(np.percentile(ys, 100 - clip)), *edges, *([0.0] if zero else [])])
     room = 0.05 * (high - low) or abs(high) * 0.01 or 1.0
-    frame = Frame(min(xs), max(xs), low - room, high + room, height, log)
+    beside = 0.15 * (max(xs) - min(xs)) * any(s.label for s in series)  # room for words
+    frame = Frame(min(xs) - beside, max(xs) + beside, low - room, high + room, height, log)
     frame.axes(x_label)
     for band in bands:
         _area(frame, band)
@@ -167,6 +170,9 @@ def _line(frame: Frame, s: Series) -> None:
         pieces[-1].append(f"{frame.x(x):.1f},{at:.1f}")
         if s.dots:
             frame.add(f'<circle cx="{frame.x(x):.1f}" cy="{at:.1f}" r="2.6" fill="{colour(s.colour)}"/>')
+    if s.label and pieces[0]:
+        right, down = map(float, pieces[0][0].split(","))
+        frame.add(f'<text class="s" x="{right + 6:.1f}" y="{down + 4:.1f}">{escape(s.label)}</text>')
     width, opacity = (1, 0.45) if s.faint else (1.8, 1)
     for piece in pieces:
         if len(piece) > 1:

@@ -1,0 +1,44 @@
+"""Which recipe loses least? Every recipe from one initialisation on one data order, ranked against bf16.
+
+halfbyte league --recipes nvfp4,mxfp4,fp8 --model demo --seeds 3
+
+As `halfbyte parity`, with as many candidates as there are recipes: the same runs, controls and verdicts, and beside
+them the order by gap, with intervals that are corrected for the number of candidates, the places that each may have,
+and a picture of gap against cost. With --screen the field runs a short round first, and who goes on is decided by a
+rule in plan.json. Ctrl-C keeps what is done and writes the report; the same command goes on.
+
+Exit code 0: the ranking is there, whatever it says."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from halfbyte.cli.result import Result
+from halfbyte.cli.study import Study, conduct, plan_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(Study):
+    recipes: str = ""
+    """RECIPE or RECIPE@POLICY, several with commas; default every preset (`halfbyte recipes`)."""
+    model: str = "demo"
+    """A named run (demo, llama-60m, ...) or a config file (.json)."""
+    policy: str = "all_linear"
+    """Which linears, for every recipe that does not say (names, rules or @FILE)."""
+    screen: int = 0
+    """Steps of a screening round in the first seed; 0: none."""
+    keep: str = "4"
+    """Who goes on after it: so many of the best, or RECIPE and what is as good; and whoever is not further behind than
+    three times what twins of the baseline differ by."""
+
+
+def run(args: Args) -> Result:
+    from halfbyte.parity.arms import BROKEN
+    from halfbyte.parity.plan import Screen
+    from halfbyte.recipe import recipe_names
+
+    field = [text for text in args.recipes.split(",") if text.strip()]
+    if not field and not args.arms:
+        field = [name for name in recipe_names() if name not in (args.baseline.partition("@")[0], BROKEN)]
+    screen = Screen(args.screen, args.keep) if args.screen else None
+    plan = plan_of(args, args.model, field, screen=screen)
+    return conduct(args, plan, Path(args.out or f"league/{plan.base.name}"))

@@ -1,0 +1,198 @@
+"""What `parity` and `league` share: the flags of a comparison, its base run and plan, and its end in a report."""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfbyte.cli.result import PREEMPTED, Result
+from halfbyte.cli.screen import say
+
+if TYPE_CHECKING:
+    from halfbyte.parity.plan import Plan
+    from halfbyte.train import TrainConfig
+
+SHORT = {"demo": 160}  # steps that are enough to tell recipes apart, where the run itself has more
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    baseline: str = "bf16"
+    """RECIPE or RECIPE@POLICY that the others are compared with."""
+    arms: str = ""
+    """`ablation`: the nvfp4 recipe in full, each ingredient off, each misused, and its neighbours; or a JSON file,
+    name -> {field: value}."""
+    seeds: int = 3
+    """Seeds, at most; three are the fewest that have an interval. More of them later are shown, and not judged."""
+    first_seed: int = 0
+    """The first of them."""
+    steps: int = 0
+    """Steps of each run; 0: as the named run, 160 for the demo (five arms of three seeds: about a quarter of an hour on
+    two cores)."""
+    tokens: int = 0
+    """Tokens of each run, instead of steps."""
+    margin: str = "0.5%"
+    """How large a gap may be: 0.5% of the baseline's loss, or 0.02nats. Fixed before the first step."""
+    data: str = ""
+    """Prepared directory, `demo` or `synthetic`; default as the named run."""
+    batch: int = 0
+    """Sequences a step; 0: as the named run."""
+    seq: int = 0
+    """Tokens a sequence; 0: as the named run."""
+    policy: str = ""
+    """Which linears, for every arm that does not say (names, rules or @FILE)."""
+    mesh: str = ""
+    """AXIS=SIZE,... as for train."""
+    out: str = ""
+    """Directory of plan, runs and report; default COMMAND/NAME."""
+    host: str = ""
+    """INDEX/HOSTS: run every HOSTS-th run only, for several hosts that share --out."""
+    controls: bool = True
+    """The twin and the broken recipe; without them nothing passes."""
+    radar: int = 0
+    """Steps between probes of every quantized GEMM against what its recipe gives; 0: one in the middle of each run; -1:
+    none."""
+    report: bool = False
+    """Run nothing: write the report of what is there."""
+
+
+def plan_of(args: Study, model: str, candidates: Sequence[str], **also: Any) -> "Plan":
+    """The plan that the flags ask for."""
+    from halfbyte.parity.arms import ablation, read_arms, standard_arms
+    from halfbyte.parity.margin import parse_margin
+    from halfbyte.parity.plan import Plan, first_seeds
+
+    extra = ablation() if args.arms == "ablation" else read_arms(Path(args.arms)) if args.arms else []
+    arms = standard_arms(args.baseline, list(candidates))
+    if not args.controls:
+        arms = [arm for arm in arms if arm.kind in ("baseline", "candidate")]
+    command = "halfbyte " + " ".join(sys.argv[1:]) if len(sys.argv) > 2 else ""
+    margin, seeds = parse_margin(args.margin), first_seeds(args.seeds, args.first_seed)
+    return Plan(base_run(args, model), (arms[0], *extra, *arms[1:]), seeds, margin, command=command, **also)
+
+
+def base_run(args: Study, model: str) -> "TrainConfig":
+    """The run that all arms share."""
+    from halfbyte.parity.plan import of_steps
+    from halfbyte.runs import run_config
+    from halfbyte.train import TrainConfig, jsonconfig
+
+    file = model.endswith(".json")
+    base = jsonconfig.from_dict(TrainConfig, jsonconfig.read_values(Path(model))) if file else run_config(model)
+    given = {n: v for n in ("data", "batch", "seq", "policy", "mesh") if (v := getattr(args, n))}
+    base = dataclasses.replace(base, seed=0, **given)
+    return of_steps(base, steps_of(args, model, base))
+
+
+def steps_of(args: Study, model: str, base: "TrainConfig") -> int:
+    """--steps, or as many as --tokens need, or those of the run."""
+    if args.steps and args.tokens:
+        raise ValueError(f"give --steps ({args.steps}) or --tokens ({args.tokens}), not both")
+    if args.steps < 0 or args.tokens < 0:
+        raise ValueError(f"--steps and --tokens must be 0 or more, got {args.steps} and {args.tokens}")
+    if not args.tokens:
+        return args.steps or SHORT.get(model, base.steps)
+    from halfbyte.train import open_source
+
+    return max(1, -(-args.tokens // (base.batch * open_source(base).seq)))
+
+
+def check_validation(base: "TrainConfig") -> None:
+    """ValueError where there is nothing to compare: the outcome of a run is its validation loss."""
+    from halfbyte import data
+    from halfbyte.train import open_source
+
+    dataset = open_source(base).dataset
+    if dataset is not None and not data.validation_sources(dataset):
+        raise ValueError(
+            f"data {base.data}: it has no validation rows, and arms are compared by their validation loss; prepare it "
+            "with --val-fraction or --validation FILES"
+        )
+
+
+def conduct(args: Study, plan: "Plan", directory: Path) -> Result:
+    """Settle the plan, run what is not done yet, the screening round first, and write the report."""
+    from halfbyte.parity.plan import settle
+    from halfbyte.parity.screening import screened
+
+    if not args.report:
+        check_validation(plan.base)
+    plan = load(directory) if args.report else settle(directory, plan)
+    say(describe(plan, directory))
+    stopped = None if args.report else run_all(args, plan, directory)
+    return finish(screened(plan, directory), directory, stopped=stopped)
+
+
+def run_all(args: Study, plan: "Plan", directory: Path) -> str | None:
+    """Run this host's jobs; what stopped it before their end."""
+    from halfbyte.parity.analysis import decided
+    from halfbyte.parity.plan import settle, share
+    from halfbyte.parity.runner import run_jobs
+    from halfbyte.parity.screening import FOLDER, is_over, round_of, screened
+
+    def run(part: "Plan", folder: Path) -> str | None:
+        jobs = share(part.jobs(), args.host) if args.host else part.jobs()
+        return run_jobs(
+            part, folder, jobs, say=say, observers=watchers(args.radar), decided=lambda: decided(part, folder),
+            leave=lambda signal: finish(screened(plan, directory), directory, stopped=signal),
+        )  # fmt: skip
+
+    try:
+        if plan.screen is not None:
+            first = settle(directory / FOLDER, round_of(plan))
+            say(f"screening: {len(first.arms)} arms for {first.base.steps} steps")
+            if stopped := run(first, directory / FOLDER):
+                return stopped
+            if not is_over(directory):
+                return "hosts that are not done with their part of the screening round"
+        return run(screened(plan, directory), directory)
+    except KeyboardInterrupt:
+        return "SIGINT"
+
+
+def watchers(every: int) -> Any:
+    """What looks at each run: the radar."""
+    if every < 0:
+        return None
+    from halfbyte.diagnosis.radar import Radar
+
+    return lambda config, folder: [Radar(every or max(1, config.steps // 2), folder)]
+
+
+def load(directory: Path) -> "Plan":
+    from halfbyte.parity.plan import load_plan
+
+    plan = load_plan(directory)
+    if plan is None:
+        raise ValueError(f"{directory} holds no plan.json; run a parity there first")
+    return plan
+
+
+def describe(plan: "Plan", directory: Path) -> str:
+    arms = ", ".join(f"{arm.name} ({arm.kind})" for arm in plan.arms)
+    looks = f"looked at after {' and '.join(map(str, plan.looks))} seeds, "
+    return (
+        f"{directory}/plan.json: {len(plan.arms)} arms x {len(plan.seeds)} seeds of {plan.base.steps} steps of "
+        f"{plan.base.name}, "
+        f"margin ±{plan.margin}, {looks}fixed {plan.written}\narms: {arms}"
+    )
+
+
+def finish(plan: "Plan", directory: Path, *, stopped: str | None) -> Result:
+    """Write the report, print its head."""
+    from halfbyte.parity.analysis import analyse
+    from halfbyte.parity.report import print_report, write_report
+
+    data = analyse(plan, directory)
+    files = write_report(plan, directory, data)
+    print_report(data)
+    say(f"report: {files['html']}  ({files['json'].name}, {files['md'].name} beside it)")
+    if stopped:
+        say(
+            f"stopped by {stopped} with {data['runs']['done']} of {data['runs']['planned']} runs done; the same "
+            f"command goes on"
+        )
+        return Result({**data, "stopped": stopped}, PREEMPTED)
+    return Result({**data, "report": str(files["html"])})

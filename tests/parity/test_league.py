@@ -1,0 +1,108 @@
+"""The league: the order of many candidates, and the rule that drops some. Oracle: the gaps that were put in."""
+
+import dataclasses
+import json
+
+import pytest
+from fakes import fake_parity, plan_of, rate
+
+from halfbyte.cli.main import main
+from halfbyte.parity import runner
+from halfbyte.parity.analysis import analyse
+from halfbyte.parity.between import ranking
+from halfbyte.parity.plan import Screen, load_plan, settle
+from halfbyte.parity.screening import FOLDER, round_of, screened
+from halfbyte.parity.statistics import over_seeds
+
+NAMES = ("nvfp4", "mxfp4", "fp8", "mxfp8")
+PUT_IN = {"bf16": 0.0, "nvfp4": 0.02, "mxfp4": 0.06, "fp8": 0.002, "mxfp8": 0.004, "bf16-twin": 0.001,
+          "control-fp4_one_scale": 0.4}  # fmt: skip
+
+
+def test_the_order_its_intervals_and_the_places_that_are_known(tmp_path):
+    data = analyse(fake_parity(tmp_path, plan_of(candidates=NAMES), gaps=PUT_IN, noise=2e-5), tmp_path)
+    found = {row["arm"]: row for row in data["ranking"]}
+    assert list(found) == ["fp8", "mxfp8", "nvfp4", "mxfp4"]
+    assert [row["places"] for row in found.values()] == [[1, 1], [2, 2], [3, 3], [4, 4]]
+    gaps = list(data["arms"][1]["gaps"].values())
+    assert found["nvfp4"]["high"] == pytest.approx(over_seeds(gaps, 1 - 0.1 / 4).high)
+
+
+def test_places_that_noise_leaves_open_and_single_runs():
+    gaps = {"a": {0: 0.1, 1: 0.3, 2: 0.2}, "b": {0: 0.3, 1: 0.1, 2: 0.25}, "c": {0: 9.1, 1: 9.3, 2: 9.2}}
+    assert [(row["arm"], row["places"]) for row in ranking(gaps, of=3, costs={})] == [
+        ("a", [1, 2]), ("b", [1, 2]), ("c", [3, 3]),
+    ]  # fmt: skip
+    single = ranking({name: {0: found[0]} for name, found in gaps.items()}, of=3, costs={})
+    assert [row["places"] for row in single] == [[1, 3]] * 3 and single[0]["low"] is None
+    lost = ranking(gaps | {"a": gaps["a"] | {1: float("inf")}, "d": {0: float("inf")}}, of=4, costs={})
+    assert [(row["arm"], row["diverged"]) for row in lost] == [("b", 0), ("c", 0), ("a", 1), ("d", 1)]
+    many = ranking(gaps, of=40, costs={})  # the others were dropped, and still count
+    assert many[0]["high"] > ranking(gaps, of=3, costs={})[0]["high"]
+
+
+def screen(folder, keep, *, noise=3.0, steps=20):
+    plan = plan_of(candidates=NAMES)
+    plan = settle(folder, dataclasses.replace(plan, screen=Screen(steps, keep, noise)))
+    assert load_plan(folder) == plan and screened(plan, folder) == plan  # nothing is dropped before the round is over
+    fake_parity(folder / FOLDER, round_of(plan), gaps=PUT_IN, noise=0.0)
+    return {arm.name for arm in screened(plan, folder).arms if arm.seeds == 0}
+
+
+@pytest.mark.parametrize("keep, noise, dropped", [
+    ("2", 3.0, {"nvfp4", "mxfp4"}), ("1", 0.0, {"mxfp8", "nvfp4", "mxfp4"}), ("1", 3.0, {"nvfp4", "mxfp4"}),
+    ("nvfp4", 3.0, {"mxfp4"}), ("nvfp4", 60.0, set()), ("9", 0.0, set()),
+])  # fmt: skip
+def test_who_is_dropped(tmp_path, keep, noise, dropped):
+    """Gaps of 0.07, 0.13, 0.67 and 2.0%, and twins that differ by 0.033%."""
+    assert screen(tmp_path, keep, noise=noise) == dropped
+
+
+def test_dropped_arms_are_not_run_are_said_and_count_among_the_candidates(tmp_path):
+    screen(tmp_path, "2")
+    plan = screened(load_plan(tmp_path), tmp_path)
+    assert {arm.name for arm, _ in plan.jobs()} == {"bf16", "fp8", "mxfp8", "bf16-twin", "control-fp4_one_scale"}
+    fake_parity(tmp_path / "x", dataclasses.replace(plan, screen=None), gaps=PUT_IN, noise=1e-5)
+    data = analyse(plan, tmp_path / "x")
+    assert data["complete"] and data["decided"] and not data["passed"]
+    assert [row["arm"] for row in data["ranking"]] == ["fp8", "mxfp8"]
+    assert data["ranking"][0]["level"] == pytest.approx(1 - 0.1 / 4)
+    assert "nvfp4 dropped by the screening round: +0.5" in data["notes"][0]
+    with pytest.raises(ValueError, match="its rule is not changed"):
+        settle(tmp_path, dataclasses.replace(plan_of(candidates=NAMES), screen=Screen(20, "3")))
+
+
+def test_a_league_as_typed_is_interrupted_resumed_and_shared_by_hosts(tmp_path, monkeypatch, capfd):
+    out, trained = tmp_path / "l", []
+    fake = rate.invented(lambda arm, seed: 3 * (1 + PUT_IN[arm] + 0.001 * seed))
+
+    def train(config, folder, **options):
+        if len(trained) == 3:
+            trained.append(None)
+            raise KeyboardInterrupt
+        trained.append((config.steps, folder.parent.name, config.seed))
+        return fake(config, folder, **options)
+
+    def league(*flags):
+        return main(["league", "--recipes", ",".join(NAMES), "--steps", "6", "--data", "synthetic", "--radar", "-1",
+                     "--screen", "3", "--keep", "2", "--out", str(out), *flags])  # fmt: skip
+
+    monkeypatch.setattr(runner, "train", train)
+    assert league() == 75 and len(trained) == 4
+    assert league("--host", "0/2") == 75 and "not done with their part of the screening" in capfd.readouterr().out
+    assert league("--host", "1/2") == 0 and league("--host", "0/2", "--json") == 0
+    found = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert [row["arm"] for row in found["ranking"]] == ["fp8", "mxfp8"] and found["complete"]
+    begun = [job for job in trained if job]
+    assert len(begun) == len(set(begun)) == 7 + 5 * 3 and {steps for steps, *_ in begun[:7]} == {3}
+    assert load_plan(out).screen == Screen(3, "2") and load_plan(out).base.policy == "all_linear"
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--recipes", "nvfp5"], "no recipe named"), (["--screen", "6"], "shorter than 6 steps"),
+    (["--screen", "3", "--keep", "0"], "keeps a number of arms"),
+    (["--screen", "3", "--keep", "x"], "as good as one of"),
+])  # fmt: skip
+def test_bad_input_exits_2(tmp_path, capfd, flags, message):
+    assert main(["league", "--recipes", "nvfp4", "--steps", "6", "--out", str(tmp_path / "l"), *flags]) == 2
+    assert message in " ".join(capfd.readouterr().err.split()) and not (tmp_path / "l").exists()
