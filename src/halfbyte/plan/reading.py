@@ -170,14 +170,13 @@ def _memory(found: Any, program: Program, config: TrainConfig, *, weights: int, 
 
 
 def _stacks(program: Program, layers: int) -> int:
-    """Bytes of what the first loop over layers makes, a layer at a time: what it gives that it was not given as a
-    parameter of the step.
+    """Bytes of what a loop over layers keeps of all of them and was not given: no array of the step's state has that
+    shape (which leaves out weights, moments and gradients).
     """
     entry = program.computations[program.entry]
     given = {array for found in entry if found.opcode == "parameter" for array in found.results}
-    loop = next((found for found in entry if found.opcode == "while"), None)
-    stacked = [] if loop is None else [a for a in loop.results if len(a.dims) > 2 and a.dims[0] in (layers, layers - 1)]
-    return sum(array.bytes for array in stacked if array not in given)
+    loops = [[a for a in found.results if a not in given] for found in entry if found.opcode == "while"]
+    return max((sum(a.bytes for a in made if len(a.dims) > 2 and a.dims[0] == layers) for made in loops), default=0)
 
 
 @dataclasses.dataclass
