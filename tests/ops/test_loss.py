@@ -18,8 +18,9 @@ def _float32_products():
         yield
 
 
-def naive(hidden, head, targets, z_loss):
+def naive(hidden, head, targets, z_loss, cap=None):
     logits = jnp.dot(hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    logits = logits if cap is None else cap * jnp.tanh(logits / cap)
     lse = jax.nn.logsumexp(logits, axis=-1)
     picked = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
     return jnp.sum(jnp.where(targets >= 0, lse - picked + z_loss * lse**2, 0.0))
@@ -37,14 +38,13 @@ def with_gradients(run):
     return jax.jit(jax.value_and_grad(run, argnums=(0, 1)))
 
 
-# one chunk; three whole ones; a last one that is padded
-@pytest.mark.parametrize("chunk, z_loss", [(None, 1e-2), (32, 0.0), (40, 1e-2)])
-def test_value_and_gradients(chunk, z_loss):
+# one chunk; three whole ones; a last one that is padded, and logits (of about 1.7) under a cap
+@pytest.mark.parametrize("chunk, z_loss, cap", [(None, 1e-2, None), (32, 0.0, None), (40, 1e-2, 2.0)])
+def test_value_and_gradients(chunk, z_loss, cap):
     hidden, head, targets = inputs()
-    ours, (dh, dw) = with_gradients(lambda h, w: cross_entropy(h, w, targets, z_loss=z_loss, chunk=chunk)[0] / 7)(
-        hidden, head
-    )
-    exact, (eh, ew) = with_gradients(lambda h, w: naive(h, w, targets, z_loss) / 7)(hidden, head)
+    how = {"z_loss": z_loss, "chunk": chunk, "cap": cap}
+    ours, (dh, dw) = with_gradients(lambda h, w: cross_entropy(h, w, targets, **how)[0] / 7)(hidden, head)
+    exact, (eh, ew) = with_gradients(lambda h, w: naive(h, w, targets, z_loss, cap) / 7)(hidden, head)
     assert float(ours) == pytest.approx(float(exact), rel=1e-6)
     np.testing.assert_allclose(dh, eh, atol=1e-6)
     np.testing.assert_allclose(dw, ew, atol=1e-5)  # sums over 96 tokens

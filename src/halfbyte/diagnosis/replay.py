@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,9 @@ from halfbyte import models, ops
 from halfbyte.formats import amax_of
 from halfbyte.models import LlamaConfig
 from halfbyte.models.context import Context, LayerContext, key_of_layer, segments
-from halfbyte.models.embedding import embed_tokens, head_weight
-from halfbyte.models.llama import block, layer_numbers, layer_slice, positions_of, rope_of
+from halfbyte.models.llama import begin, layer_of, normed, scored
 from halfbyte.models.quantized import FUSED, share_scales, shares_scale
-from halfbyte.nn.attention import attention
-from halfbyte.nn.loss import cross_entropy
-from halfbyte.nn.norm import rms_norm
+from halfbyte.models.walk import of_segment, through_layers
 from halfbyte.ops.activation import ACTIVATIONS
 from halfbyte.recipe import Recipe, Segment, layer_key, site_key
 
@@ -73,26 +70,36 @@ def defined_bits(key: jax.Array, number: jax.Array, site: str) -> jax.Array:
     return site_key(functools.reduce(site_key, inner, layer_key(key, number)), last)
 
 
+@jax.custom_vjp
+def _seen(x: jax.Array, slot: jax.Array) -> jax.Array:
+    """x; the "gradient" of `slot` is x itself, which brings it out of any loop or checkpoint."""
+    return x
+
+
+_seen.defvjp(lambda x, slot: (x, x), lambda x, dy: (dy, x))
+
+
+class Slots(NamedTuple):
+    """What linears are given, as gradients: `zeros` like x and like y by site; theirs are x itself and dy."""
+
+    zeros: dict[str, tuple[jax.Array, jax.Array]]
+
+    def into(self, site: str, x: jax.Array) -> jax.Array:
+        return _seen(x, self.zeros[site][0])
+
+    def out_of(self, site: str, y: jax.Array) -> jax.Array:
+        return y + self.zeros[site][1]
+
+
 def forward(cfg: LlamaConfig, ctx: Context, params: Any, batch: Batch) -> tuple[list[jax.Array], jax.Array]:
     """(the inputs of all layers, stacked by segment; the gradient of the mean loss for the last layer's output)."""
-    attend, tables, specs = _fixed(cfg, ctx, batch)
-    x = embed_tokens(params["embed"], batch["tokens"], ctx)
-    inputs = []
-    for segment in segments(cfg, ctx):
-
-        def body(x: jax.Array, layer: Any, recipes: Any = segment.recipes) -> tuple[jax.Array, jax.Array]:
-            weights, number = layer
-            here = LayerContext(ctx, specs, recipes, key_of_layer(ctx, number))
-            return block(cfg, weights, x, tables, here, attend), x
-
-        x, kept = lax.scan(body, x, (layer_slice(params, cfg, segment), layer_numbers(segment)))
-        inputs.append(kept)
-    scored = jnp.maximum(jnp.sum((batch["targets"] >= 0).astype(jnp.float32)), 1.0)
+    layer = layer_of(cfg, batch, ctx)
+    x = begin(cfg, params, batch["tokens"], ctx)
+    x, inputs = through_layers(cfg, params, x, ctx, lambda x, weights, here, _: (layer(x, weights, here), x))
+    count = jnp.maximum(jnp.sum((batch["targets"] >= 0).astype(jnp.float32)), 1.0)
 
     def head(x: jax.Array) -> jax.Array:
-        hidden = rms_norm(x, params["final_norm"], cfg.norm_eps)
-        total, _ = cross_entropy(hidden, head_weight(params), batch["targets"], mesh=ctx.mesh, rules=ctx.rules)
-        return total / scored
+        return scored(cfg, params, normed(cfg, x, params["final_norm"]), batch["targets"], ctx)[0] / count
 
     return inputs, jax.grad(head)(x)
 
@@ -102,11 +109,11 @@ def through_layer(
     batch: Batch,
 ) -> tuple[jax.Array, list[Linear]]:  # fmt: skip
     """(the gradient of the layer's input, its linears)."""
-    attend, tables, specs = _fixed(cfg, ctx, batch)
-    here = LayerContext(ctx, specs, recipes, key_of_layer(ctx, number))
+    run = layer_of(cfg, batch, ctx)
+    here = LayerContext(ctx, models.param_specs(cfg), recipes, key_of_layer(ctx, number))
 
     def layer(x: jax.Array, weights: Any, slots: Any) -> jax.Array:
-        return block(cfg, weights, x, tables, dataclasses.replace(here, slots=slots), attend)
+        return run(x, weights, dataclasses.replace(here, watch=Slots(slots)))
 
     sites = [path.removeprefix("layers/") for path in recipes]
     sizes = {site: _at(weights, site).shape for site in sites}
@@ -162,13 +169,6 @@ def _at(weights: Any, site: str) -> Any:
     return weights[group][name]
 
 
-def _fixed(cfg: LlamaConfig, ctx: Context, batch: Batch) -> tuple[Any, Any, Any]:
-    attend = functools.partial(
-        attention, segments=batch.get("segments"), implementation=ctx.attention, mesh=ctx.mesh, rules=ctx.rules
-    )
-    return attend, rope_of(cfg, positions_of(batch)), models.param_specs(cfg)
-
-
 class Replay:
     """Compiled once for a config and a policy, then shown any weights, batch and key."""
 
@@ -183,7 +183,7 @@ class Replay:
 
     def _layer(self, segment: Segment) -> Any:
         def run(params: Any, at: jax.Array, inputs: jax.Array, dy: jax.Array, batch: Batch, key: jax.Array) -> Any:
-            stacked = layer_slice(params, self.cfg, segment)
+            stacked = of_segment(params["layers"], self.cfg, segment)
             weights = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, at, keepdims=False), stacked)
             x = lax.dynamic_index_in_dim(inputs, at, keepdims=False)
             number = at + jnp.int32(segment.start)

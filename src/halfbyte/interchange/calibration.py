@@ -1,17 +1,16 @@
 """The largest magnitude of each linear's input, found on text: what static activation scales are made of (W4A4).
 
-The model runs under its own recipe, one batch at a time. What a linear reads is not one of its outputs, so the pass is
-written here from the model's own blocks: the norms' outputs for q, k, v, gate and up, what attention returns for o, and
-the gated activation for down.
+The model runs under its own recipe, one batch at a time. What a linear reads is seen by a watch on the
+model's own layers; what down reads inside of the MLP, which is one op, is made again.
 """
 
+import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from halfbyte.data.files import find_files
 from halfbyte.evaluation import examples, open_task
@@ -19,19 +18,15 @@ from halfbyte.formats import amax_of
 from halfbyte.interchange.hf_names import sites
 from halfbyte.interchange.layouts import weight_policy
 from halfbyte.interchange.source import Source
-from halfbyte.models import Context, LlamaConfig, Params, param_specs
-from halfbyte.models.context import LayerContext, key_of_layer, segments
-from halfbyte.models.embedding import embed_tokens
-from halfbyte.models.linear import BETWEEN, inside, linears
-from halfbyte.models.llama import attention_block, layer_numbers, layer_slice, mlp_block, positions_of, rope_of
-from halfbyte.nn.attention import attention
-from halfbyte.nn.norm import rms_norm
+from halfbyte.models import Context, LlamaConfig, Params
+from halfbyte.models.context import LayerContext
+from halfbyte.models.linear import linears
+from halfbyte.models.llama import begin, layer_of
+from halfbyte.models.walk import through_layers
 from halfbyte.ops.activation import ACTIVATIONS
 from halfbyte.recipe import Resolved
 
 ROWS = 8
-READS = {"q": "attention", "k": "attention", "v": "attention", "o": "o", "gate": "mlp", "up": "mlp", "down": "down"}
-"""Linear -> which of a layer's four inputs it reads."""
 
 
 def calibrate(source: Source, text: Path, resolved: Resolved, *, batches: int) -> dict[str, float]:
@@ -45,7 +40,7 @@ def calibrate(source: Source, text: Path, resolved: Resolved, *, batches: int) -
         made = run(config, source.model.params, jnp.asarray(rows[start : start + ROWS]), ctx)
         found = {name: np.maximum(np.asarray(value), found.get(name, 0.0)) for name, value in made.items()}
     quantized = [site for site in sites(config) if weight_policy(resolved, site) is not None]
-    by_site = {site.module: found[READS[site.path.rsplit("/", 1)[-1]]][site.layer] for site in quantized}
+    by_site = {site.module: found[site.path.removeprefix("layers/")][site.layer] for site in quantized}
     return {module: float(amax) for module, amax in by_site.items()}
 
 
@@ -66,36 +61,28 @@ def token_rows(source: Source, text: Path, count: int) -> np.ndarray:
 
 
 def input_amaxes(cfg: LlamaConfig, params: Params, tokens: jax.Array, ctx: Context) -> dict[str, jax.Array]:
-    """float32 [layers] for each of a layer's inputs: `attention` (q, k, v), `o`, `mlp` (gate, up) and `down`."""
-    tables, specs = rope_of(cfg, positions_of({"tokens": tokens})), param_specs(cfg)
-    x = embed_tokens(params["embed"], tokens, ctx)
-    found = []
-    for segment in segments(cfg, ctx):
+    """float32 [layers] by "group/name" of a linear: the largest magnitude of what it reads."""
+    layer = layer_of(cfg, {"tokens": tokens}, ctx)
 
-        def body(x: jax.Array, layer: Any, recipes: Any = segment.recipes) -> Any:
-            weights, number = layer
-            return observed_block(cfg, weights, x, tables, LayerContext(ctx, specs, recipes, key_of_layer(ctx, number)))
+    def visit(x: jax.Array, weights: Params, here: LayerContext, _: None) -> Any:
+        inputs = Inputs({})
+        x = layer(x, weights, dataclasses.replace(here, watch=inputs))
+        gate, up = linears(inputs.seen["mlp/gate"], weights["mlp"], here, "mlp", ("gate", "up"))
+        inputs.seen["mlp/down"] = ACTIVATIONS[cfg.activation].forward(gate, up)
+        return x, {site: amax_of(read) for site, read in inputs.seen.items()}
 
-        x, amaxes = lax.scan(body, x, (layer_slice(params, cfg, segment), layer_numbers(segment)))
-        found.append(amaxes)
+    _, found = through_layers(cfg, params, begin(cfg, params, tokens, ctx), ctx, visit)
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
 
 
-def observed_block(
-    cfg: LlamaConfig, weights: Params, x: jax.Array, tables: Any, here: LayerContext
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """(the block's output, the largest magnitudes of what its linears read)."""
-    seen: dict[str, jax.Array] = {}
+class Inputs(NamedTuple):
+    """What each linear of a layer read, by site."""
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        out = attention(q, k, v, None, implementation=here.ctx.attention)
-        seen["o"] = amax_of(out)
-        return out
+    seen: dict[str, jax.Array]
 
-    seen["attention"] = amax_of(rms_norm(x, weights["attention"]["norm"], cfg.norm_eps))
-    x = x + attention_block(cfg, weights["attention"], x, tables, here, attend)
-    h = rms_norm(x, weights["mlp"]["norm"], cfg.norm_eps)
-    both = {"gate": inside("mlp"), "up": inside("mlp")}
-    gate, up = linears(h, weights["mlp"], here, "mlp", both, x_axes=BETWEEN)
-    seen |= {"mlp": amax_of(h), "down": amax_of(ACTIVATIONS[cfg.activation].forward(gate, up))}
-    return x + mlp_block(cfg, weights["mlp"], x, here)[0], seen
+    def into(self, site: str, x: jax.Array) -> jax.Array:
+        self.seen[site] = x
+        return x
+
+    def out_of(self, site: str, y: jax.Array) -> jax.Array:
+        return y

@@ -12,7 +12,7 @@ from halfbyte.data import Tokenizer
 from halfbyte.inputs import read_json
 from halfbyte.interchange.folder import COMPANIONS, CONFIG
 from halfbyte.interchange.hf_config import config_from_hf, config_to_hf
-from halfbyte.interchange.hf_names import LAYER_NAMES, Site, sites
+from halfbyte.interchange.hf_names import Site, sites
 from halfbyte.interchange.layouts import Amaxes, Part, nvfp4_parts, plain_parts, weight_amaxes, weight_policy
 from halfbyte.interchange.quantization_config import LAYOUTS, modelopt_config, quantization_config
 from halfbyte.interchange.tokenizer_files import tokenizer_files
@@ -86,7 +86,7 @@ def export_model(
 def linears(cfg: LlamaConfig) -> list[Site]:
     """The linears of the model as `transformers` has them: a tied head is one too."""
     found = [site for site in sites(cfg) if site.transposed]
-    return found if not cfg.tied else [*found, Site("lm_head", "embed", None, (), False)]
+    return found if not cfg.tied else [*found, Site("lm_head", "embed", None, (), "head")]
 
 
 def quantized_modules(cfg: LlamaConfig, resolved: Resolved) -> set[str]:
@@ -103,11 +103,11 @@ def quantized_modules(cfg: LlamaConfig, resolved: Resolved) -> set[str]:
 def fused_mismatches(cfg: LlamaConfig, params: Params, resolved: Resolved) -> list[Mismatch]:
     """Where linears that an engine fuses have different tensor scales: it takes one, and the others' weights change."""
     by_layer = {(site.path, site.layer): site for site in sites(cfg)}
-    amaxes = {path: np.asarray(value) for path, value in weight_amaxes(params, resolved).items()}
+    amaxes = {path: np.asarray(value) for path, value in weight_amaxes(cfg, params, resolved).items()}
     found = []
     for where, names in FUSED.items():
         group = [f"layers/{where}/{name}" for name in names]
-        name = "/".join(LAYER_NAMES[path].rpartition(".")[2] for path in group)
+        name = "/".join(by_layer[path, 0].module.rpartition(".")[2] for path in group)
         for layer in range(cfg.layers):
             joined = [path for path in group if weight_policy(resolved, by_layer[path, layer]) is not None]
             values = [float(amaxes[path][layer]) for path in joined]

@@ -4,16 +4,29 @@ What a field asks for and the model cannot do is refused by the field's name: a 
 was trained is worth less than none.
 """
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from halfbyte.inputs import printable
-from halfbyte.models import LlamaConfig
+from halfbyte.models import FAMILIES, Family, LlamaConfig
 from halfbyte.nn.rope import RopeScaling
 
-ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
-"""Architecture -> model_type."""
+WORDS = {
+    "vocab_size": "vocab_size",
+    "embed": "hidden_size",
+    "mlp": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "max_seq": "max_position_embeddings",
+    "tied": "tie_word_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "activation": "hidden_act",
+}
+"""Our field -> theirs, where the family has no other word (`models.FAMILIES`)."""
 
 # Field -> the values under which it changes nothing. A field that is absent changes nothing either.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -33,39 +46,40 @@ LLAMA3_FIELDS = {"factor", "low_freq_factor", "high_freq_factor", "original_max_
 
 
 def config_from_hf(fields: Mapping[str, Any], name: str = "imported") -> LlamaConfig:
-    """Our config from the fields of their `config.json`; ValueError names a field that is no Llama's or Qwen3's."""
-    architecture = _architecture(fields)
+    """Our config from the fields of their `config.json`; ValueError names a field that no family here has."""
+    family = _family(fields)
     for field, allowed in NEUTRAL.items():
         if fields.get(field, allowed[0]) not in allowed:
-            raise ValueError(
-                f"import: {field} is {printable(str(fields[field]))[:100]}, and only {allowed[0]} is implemented; "
-                "this checkpoint cannot be imported"
-            )
-    _check_attention(fields)
-    heads, qwen3 = _whole(fields, "num_attention_heads"), architecture == "Qwen3ForCausalLM"
-    rope = _rope(fields)
-    return LlamaConfig(
+            raise _unserved(field, fields[field], allowed[0])
+    words, heads = WORDS | dict(family.words), _whole(fields, "num_attention_heads")
+    absent: dict[str, Any] = {"num_key_value_heads": heads, "head_dim": _whole(fields, "hidden_size") // heads}
+    absent |= {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu", **family.absent}
+    said = absent | {field: value for field, value in fields.items() if value is not None or field not in absent}
+    _check_attention(said)
+    rope, types = _rope(fields), {field.name: field.type for field in dataclasses.fields(LlamaConfig)}
+    cfg = LlamaConfig(
         name=name,
-        vocab_size=_whole(fields, "vocab_size"),
-        embed=_whole(fields, "hidden_size"),
-        mlp=_whole(fields, "intermediate_size"),
-        layers=_whole(fields, "num_hidden_layers"),
-        heads=heads,
-        kv_heads=_whole(fields, "num_key_value_heads", None if qwen3 else heads),
-        head_dim=_whole(fields, "head_dim", 128 if qwen3 else _whole(fields, "hidden_size") // heads),
-        max_seq=_whole(fields, "max_position_embeddings"),
-        tied=bool(fields.get("tie_word_embeddings", False)),
         rope_theta=_positive(rope, "rope_theta", 10_000.0),
         rope_scaling=_scaling(rope),
-        norm_eps=_positive(fields, "rms_norm_eps", 1e-6),
-        qk_norm=qwen3,
-        activation=_activation(fields.get("hidden_act", "silu")),
+        **family.marks,
+        **{ours: READ[str(types[ours])](said, theirs) for ours, theirs in words.items()},
+    )
+    for field, value in family.settled(cfg).items():
+        if fields.get(field, family.absent.get(field, value)) != value and field not in NEUTRAL:
+            raise _unserved(field, said.get(field), value)
+    return cfg
+
+
+def _unserved(field: str, found: Any, served: Any) -> ValueError:
+    return ValueError(
+        f"import: {field} is {printable(str(found))[:100]}, and only {served} is implemented; "
+        "this checkpoint cannot be imported"
     )
 
 
 def config_to_hf(cfg: LlamaConfig) -> dict[str, Any]:
     """The fields of a `config.json` that `transformers` and the serving engines read as this model."""
-    architecture = "Qwen3ForCausalLM" if cfg.qk_norm else "LlamaForCausalLM"
+    family = next(each for each in FAMILIES if all(getattr(cfg, ours) == mark for ours, mark in each.marks.items()))
     if cfg.activation not in HIDDEN_ACTS:
         raise ValueError(
             f"export: activation is {cfg.activation}, which has no name as hidden_act; only models with "
@@ -79,50 +93,49 @@ def config_to_hf(cfg: LlamaConfig) -> dict[str, Any]:
         "high_freq_factor": scaling.high_freq_factor,
         "original_max_position_embeddings": scaling.original_max_seq,
     }  # fmt: skip
+    words = WORDS | dict(family.words)
     fields = {
-        "architectures": [architecture],
-        "model_type": ARCHITECTURES[architecture],
-        "vocab_size": cfg.vocab_size,
-        "hidden_size": cfg.embed,
-        "intermediate_size": cfg.mlp,
-        "num_hidden_layers": cfg.layers,
-        "num_attention_heads": cfg.heads,
-        "num_key_value_heads": cfg.kv_heads,
-        "head_dim": cfg.head_dim,
-        "max_position_embeddings": cfg.max_seq,
-        "tie_word_embeddings": cfg.tied,
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **{theirs: getattr(cfg, ours) for ours, theirs in words.items()},
+        words["activation"]: HIDDEN_ACTS[cfg.activation][0],
         "rope_theta": cfg.rope_theta,
         "rope_scaling": rope,
-        "rms_norm_eps": cfg.norm_eps,
-        "hidden_act": HIDDEN_ACTS[cfg.activation][0],
         "attention_bias": False,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
         "use_cache": True,
+        **family.settled(cfg),
     }
-    return fields | ({"use_sliding_window": False} if cfg.qk_norm else {"mlp_bias": False})
+    back = config_from_hf(fields, cfg.name)
+    lost = [f"{ours} {value}" for ours, value in vars(cfg).items() if getattr(back, ours) != value]
+    if lost:
+        raise ValueError(
+            f"export: {family.architecture} has no word for {', '.join(lost)}; "
+            "this model can be trained and evaluated here, but no other program would compute it"
+        )
+    return fields
 
 
-def _activation(hidden_act: Any) -> str:
+def _activation(fields: Mapping[str, Any], field: str) -> str:
     for ours, theirs in HIDDEN_ACTS.items():
-        if hidden_act in theirs:
+        if fields[field] in theirs:
             return ours
     implemented = ", ".join(name for names in HIDDEN_ACTS.values() for name in names)
     raise ValueError(
-        f"import: hidden_act is {printable(str(hidden_act))[:100]}, and only {implemented} are implemented; this "
+        f"import: {field} is {printable(str(fields[field]))[:100]}, and only {implemented} are implemented; this "
         "checkpoint cannot be imported"
     )
 
 
-def _architecture(fields: Mapping[str, Any]) -> str:
-    listed = fields.get("architectures")
-    if not isinstance(listed, list) or len(listed) != 1 or listed[0] not in ARCHITECTURES:
+def _family(fields: Mapping[str, Any]) -> Family:
+    listed, known = fields.get("architectures"), {family.architecture: family for family in FAMILIES}
+    if not isinstance(listed, list) or len(listed) != 1 or listed[0] not in known:
         raise ValueError(
             f"import: architectures is {printable(str(listed))[:100]}; "
-            f"implemented are {' and '.join(ARCHITECTURES)}, and nothing else can be imported"
+            f"implemented are {' and '.join(known)}, and nothing else can be imported"
         )
-    architecture: str = listed[0]
-    return architecture
+    return known[listed[0]]
 
 
 def _check_attention(fields: Mapping[str, Any]) -> None:
@@ -187,3 +200,12 @@ def _positive(fields: Mapping[str, Any], field: str, default: float | None = Non
     if not number or not math.isfinite(value) or value <= 0:
         raise ValueError(f"import: {field} must be a number above 0, got {printable(repr(value))[:100]}")
     return float(value)
+
+
+READ: dict[str, Callable[[Mapping[str, Any], str], Any]] = {
+    "int": _whole,
+    "float": _positive,
+    "bool": lambda fields, field: bool(fields[field]),
+    "str": _activation,
+}
+"""Type of a field of ours -> how its value is read; the only word among them is an activation's."""

@@ -1,28 +1,14 @@
-"""Parameters of Llama and Qwen3 under the names and layouts of Hugging Face `transformers`.
+"""A model's parameters as the tensors of Hugging Face `transformers`, from what they declare (`models.declared`).
 
-They keep one tensor a layer and weights as [out, in]; here layers are stacked and weights are [in, out]. Rotary halves
-are laid out alike (pairs i and i + head_dim/2), so nothing is permuted.
+There is one tensor a layer there, and weights are [out, in]; here layers are stacked and weights are [in, out]. Rotary
+halves are laid out alike (pairs i and i + head_dim/2), so nothing is permuted.
 """
 
 from dataclasses import dataclass
 
-from halfbyte.models import LlamaConfig, flatten, param_specs
+from halfbyte.models import LlamaConfig, declared
 
-LAYER_NAMES = {
-    "layers/attention/norm": "input_layernorm",
-    "layers/attention/q": "self_attn.q_proj",
-    "layers/attention/k": "self_attn.k_proj",
-    "layers/attention/v": "self_attn.v_proj",
-    "layers/attention/o": "self_attn.o_proj",
-    "layers/attention/q_norm": "self_attn.q_norm",
-    "layers/attention/k_norm": "self_attn.k_norm",
-    "layers/mlp/norm": "post_attention_layernorm",
-    "layers/mlp/gate": "mlp.gate_proj",
-    "layers/mlp/up": "mlp.up_proj",
-    "layers/mlp/down": "mlp.down_proj",
-}
-OUTER_NAMES = {"embed": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
-TRANSPOSED = ("q", "k", "v", "o", "gate", "up", "down", "head")
+TRANSPOSED = ("linear", "router", "head")
 
 
 @dataclass(frozen=True)
@@ -33,23 +19,32 @@ class Site:
     path: str
     layer: int | None
     shape: tuple[int, ...]
-    transposed: bool
+    kind: str
 
     @property
     def name(self) -> str:
         return f"{self.module}.weight"
 
+    @property
+    def transposed(self) -> bool:
+        """Whether the tensor is [out, in]."""
+        return self.kind in TRANSPOSED
+
 
 def sites(cfg: LlamaConfig) -> list[Site]:
-    """Every tensor of a model, embedding first, then layer by layer, then norm and head. A tied head has none."""
+    """Every tensor of a model in the order of its declarations, layer by layer. A tied head has none. ValueError for
+    experts, whose tensors nothing here reads or writes.
+    """
+    specs = declared(cfg)
+    first = next(place for place, spec in enumerate(specs.values()) if spec.stacked)
     found = []
-    for path, spec in flatten(param_specs(cfg)).items():
-        transposed = path.rsplit("/", 1)[-1] in TRANSPOSED
-        stacked = path in LAYER_NAMES
-        shape = spec.shape[1:] if stacked else spec.shape
-        for layer in range(cfg.layers) if stacked else (None,):
-            module = OUTER_NAMES[path] if layer is None else f"model.layers.{layer}.{LAYER_NAMES[path]}"
-            found.append(Site(module, path, layer, shape[::-1] if transposed else shape, transposed))
-    outer = list(OUTER_NAMES)
-    middle = 0.5  # layers come after the embedding and before the last norm
-    return sorted(found, key=lambda site: (outer.index(site.path), 0) if site.layer is None else (middle, site.layer))
+    for place, (path, spec) in enumerate(specs.items()):
+        if spec.kind == "experts":
+            raise ValueError(f"parameter {path}: experts are neither read from Hugging Face folders nor written there")
+        shape = spec.shape[spec.stacked :]
+        shape = shape[::-1] if spec.kind in TRANSPOSED else shape
+        for layer in range(cfg.layers) if spec.stacked else (None,):
+            module = spec.module if layer is None else f"model.layers.{layer}.{spec.module}"
+            order = (place, 0) if layer is None else (first, layer)
+            found.append((order, Site(module, path, layer, shape, spec.kind)))
+    return [site for _, site in sorted(found, key=lambda each: each[0])]

@@ -23,7 +23,7 @@ import numpy as np
 from halfbyte.formats import NVFP4, amax_of, quantize
 from halfbyte.interchange.hf_names import Site, sites
 from halfbyte.interchange.tensor_file import Planned
-from halfbyte.models import LlamaConfig, Params, flatten, group_amaxes
+from halfbyte.models import LlamaConfig, Params, declared, flatten, group_amaxes
 from halfbyte.recipe import OperandPolicy, Resolved
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -100,7 +100,7 @@ def nvfp4_parts(
     input_amax: Amaxes | None = None,
 ) -> Iterator[Part]:  # fmt: skip
     """NVFP4 codes where the policy quantizes a weight, the rest in `dtype`."""
-    flat, scale_amax = flatten(params), weight_amaxes(params, resolved)
+    flat, scale_amax = flatten(params), weight_amaxes(cfg, params, resolved)
     for site in sites(cfg):
         policy = weight_policy(resolved, site)
         if policy is None:
@@ -114,7 +114,7 @@ def nvfp4_parts(
 
 def weight_policy(resolved: Resolved, site: Site) -> OperandPolicy | None:
     """How fprop quantizes this weight, None if it does not. ValueError for what no serving format can hold."""
-    if site.layer is None or not site.transposed:
+    if site.kind != "linear" or site.layer is None:
         return None
     recipe = resolved.at(site.path, site.layer)
     policy: OperandPolicy = recipe.fprop_w
@@ -159,14 +159,12 @@ def _plain(site: Site, value: jax.Array, dtype: np.dtype) -> Part:
     return Part((Planned(site.name, dtype, site.shape),), make)
 
 
-def weight_amaxes(params: Params, resolved: Resolved) -> dict[str, jax.Array]:
+def weight_amaxes(cfg: LlamaConfig, params: Params, resolved: Resolved) -> dict[str, jax.Array]:
     """float32 [layers] by path: what each linear's tensor scale is made of, its own amax or its group's."""
-    found = {}
-    for group, weights in params["layers"].items():
-        for name, stack in weights.items():
-            if stack.ndim == 3:
-                shared = group_amaxes(params["layers"], resolved, group, name)
-                found[f"layers/{group}/{name}"] = jax.jit(jax.vmap(amax_of))(stack) if shared is None else shared
+    found, flat = {}, flatten(params)
+    for path in (path for path, spec in declared(cfg).items() if spec.kind == "linear"):
+        shared = group_amaxes(params["layers"], resolved, *path.split("/")[1:])
+        found[path] = jax.jit(jax.vmap(amax_of))(flat[path]) if shared is None else shared
     return found
 
 

@@ -24,7 +24,7 @@ from halfbyte.interchange.hf_names import Site, sites
 from halfbyte.interchange.layouts import NvfpLayout
 from halfbyte.interchange.quantization_config import layout_of
 from halfbyte.interchange.tensor_file import Planned
-from halfbyte.models import LlamaConfig, Params, ParamSpec, flatten, nest, param_specs
+from halfbyte.models import LlamaConfig, Params, ParamSpec, declared, nest
 from halfbyte.sharding import DEFAULT_RULES, Rules, named_sharding
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -121,7 +121,7 @@ def load_params(
 ) -> Params:  # fmt: skip
     """The model's parameters, float32, on `mesh` by `rules` or on the first device. `watch` gets (tensors done, of)."""
     todo, layout = check_tensors(folder, cfg), layout_of(folder.config)
-    specs = flatten(param_specs(cfg))
+    specs = declared(cfg)
     params: dict[str, jax.Array] = {}
     for done, site in enumerate(sorted(todo, key=lambda site: site.path)):
         spec = specs[site.path]

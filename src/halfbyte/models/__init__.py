@@ -1,32 +1,32 @@
 """Llama 3 and Qwen3: shapes, parameters and forward passes, as plain pytrees and pure functions."""
 
 from halfbyte.models.cache import Cache, decode_step, prefill
-from halfbyte.models.config import LlamaConfig, preset, presets
+from halfbyte.models.config import FAMILIES, Family, LlamaConfig, param_specs
 from halfbyte.models.context import REMAT, Context
 from halfbyte.models.flops import GemmSite, flops_per_token, flops_shares, gemm_sites
 from halfbyte.models.llama import apply, hidden_states, loss, loss_sum, token_nll
 from halfbyte.models.params import (
     Params,
-    ParamSpec,
     abstract_params,
     check_mesh,
     count_params,
     decay_mask,
-    flatten,
+    declared,
     init,
     linear_sites,
-    map_specs,
-    nest,
     param_shardings,
-    param_specs,
 )
+from halfbyte.models.presets import preset, presets
 from halfbyte.models.quantized import FUSED, group_amaxes, quantize_weights, with_anchors
+from halfbyte.models.spec import ParamSpec, flatten, map_specs, nest
 
 __all__ = [
+    "FAMILIES",
     "FUSED",
     "REMAT",
     "Cache",
     "Context",
+    "Family",
     "GemmSite",
     "LlamaConfig",
     "ParamSpec",
@@ -36,6 +36,7 @@ __all__ = [
     "check_mesh",
     "count_params",
     "decay_mask",
+    "declared",
     "decode_step",
     "flatten",
     "flops_per_token",

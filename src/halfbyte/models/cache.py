@@ -11,15 +11,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from halfbyte.models.config import LlamaConfig
-from halfbyte.models.context import PLAIN, Context, LayerContext, key_of_layer, segments
-from halfbyte.models.embedding import embed_tokens
-from halfbyte.models.llama import block, layer_numbers, layer_slice, project_logits, rope_of
-from halfbyte.models.params import Params, param_specs
+from halfbyte.models.context import PLAIN, Context, LayerContext
+from halfbyte.models.llama import begin, block, normed, project_logits, rope_of
+from halfbyte.models.params import Params
+from halfbyte.models.walk import through_layers
 from halfbyte.nn.attention import attention, cached_attention
-from halfbyte.nn.norm import rms_norm
 
 
 class Cache(NamedTuple):
@@ -58,19 +56,15 @@ def prefill(
         kept[:] = [k, v]
         return attention(q, k, v, None, implementation=ctx.attention, mesh=ctx.mesh, rules=ctx.rules)
 
-    tables = rope_of(cfg, jnp.arange(seq, dtype=jnp.int32)[None])
-    x = embed_tokens(params["embed"], tokens, ctx)
+    tables, room = rope_of(cfg, jnp.arange(seq, dtype=jnp.int32)[None]), ((0, 0), (0, size - seq), (0, 0), (0, 0))
 
-    def step(
-        x: jax.Array, weights: Params, here: LayerContext, entry: None
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def visit(x: jax.Array, weights: Params, here: LayerContext, _: None) -> tuple[jax.Array, list[jax.Array]]:
         x = block(cfg, weights, x, tables, here, attend)
-        room = ((0, 0), (0, size - seq), (0, 0), (0, 0))
-        return x, (jnp.pad(kept[0], room), jnp.pad(kept[1], room))
+        return x, [jnp.pad(each, room) for each in kept]
 
-    x, (k, v) = _over_layers(cfg, params, x, None, ctx, step)
+    x, made = through_layers(cfg, params, begin(cfg, params, tokens, ctx), ctx, visit)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
-    return _logits(cfg, params, last, ctx), Cache(k, v, lengths)
+    return _logits(cfg, params, last, ctx), _cache(made, lengths)
 
 
 def decode_step(
@@ -83,36 +77,26 @@ def decode_step(
     rows = jnp.arange(batch)
     visible = (jnp.arange(size)[None] <= cache.lengths[:, None])[:, None]  # [batch, 1, size]
     tables = rope_of(cfg, cache.lengths[:, None])
-    x = embed_tokens(params["embed"], tokens[:, None], ctx)
-    kept: list[jax.Array] = []
 
-    def step(
-        x: jax.Array, weights: Params, here: LayerContext, entry: Any
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def visit(x: jax.Array, weights: Params, here: LayerContext, entry: Any) -> tuple[jax.Array, list[jax.Array]]:
+        kept: list[jax.Array] = []
+
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             kept[:] = [old.at[rows, cache.lengths].set(new[:, 0]) for old, new in zip(entry, (k, v), strict=True)]
             return cached_attention(q, kept[0], kept[1], visible)
 
-        return block(cfg, weights, x, tables, here, attend), (kept[0], kept[1])
+        return block(cfg, weights, x, tables, here, attend), kept
 
-    x, (k, v) = _over_layers(cfg, params, x, (cache.k, cache.v), ctx, step)
-    return _logits(cfg, params, x, ctx), Cache(k, v, cache.lengths + 1)
+    x = begin(cfg, params, tokens[:, None], ctx)
+    x, made = through_layers(cfg, params, x, ctx, visit, (cache.k, cache.v))
+    return _logits(cfg, params, x, ctx), _cache(made, cache.lengths + 1)
 
 
-def _over_layers(cfg: LlamaConfig, params: Params, x: jax.Array, entries: Any, ctx: Context, step: Any) -> Any:
-    """x through every layer, one scan a segment, with each layer's entry of the cache in and out."""
-    specs, outputs = param_specs(cfg), []
-    for segment in segments(cfg, ctx):
-
-        def body(x: jax.Array, layer: Any, recipes: Any = segment.recipes) -> Any:
-            weights, number, entry = layer
-            return step(x, weights, LayerContext(ctx, specs, recipes, key_of_layer(ctx, number)), entry)
-
-        here = jax.tree.map(lambda stacked: stacked[segment.start : segment.stop], entries)  # noqa: B023 (used at once)
-        x, made = lax.scan(body, x, (layer_slice(params, cfg, segment), layer_numbers(segment), here))
-        outputs.append(made)
-    return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs)
+def _cache(made: list[Any], lengths: jax.Array) -> Cache:
+    """Keys and values of all layers, from those of each segment."""
+    k, v = jax.tree.map(lambda *parts: jnp.concatenate(parts), *made)
+    return Cache(k, v, lengths)
 
 
 def _logits(cfg: LlamaConfig, params: Params, x: jax.Array, ctx: Context) -> jax.Array:
-    return project_logits(cfg, params, rms_norm(x, params["final_norm"], cfg.norm_eps), ctx)[:, 0]
+    return project_logits(cfg, params, normed(cfg, x, params["final_norm"]), ctx)[:, 0]

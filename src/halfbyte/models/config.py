@@ -1,11 +1,29 @@
-"""`LlamaConfig` and the presets of Llama 3 and Qwen3, with the shapes that were published."""
+"""What a model is: its sizes (`LlamaConfig`), its parameters (`param_specs`: all that there is to say about them, from
+initialisation to what Hugging Face calls them), and its family's words in config.json (`FAMILIES`).
+
+    embed        [vocab, embed]
+    layers/attention/{norm, q, k, v, o}    each stacked [layers, ...]; weights are [in, out], so y = x @ w
+    layers/attention/{q_norm, k_norm}      of a Qwen3, [layers, head_dim]
+    layers/mlp/{norm, gate, up, down}
+    final_norm   [embed]
+    head         [embed, vocab]            absent when tied: the head is embed, transposed
+
+Initialisation: normal, standard deviation 1/sqrt(fan in), and 1/sqrt(2 layers) of that for `o` and `down`, which
+write into the residual stream. An embedding that is not also the head has deviation 1: the token itself then weighs as
+much in the residual stream as what the layers add to it (the demo run learns as much in 300 steps as in 400 with
+1/sqrt(embed)). The last norm makes the head's input of unit size, so logits start with variance 1 and the loss at
+ln(vocab) + 1/2.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from halfbyte.inputs import check_real, check_whole
+from halfbyte.models.spec import ParamSpec, Specs
 from halfbyte.nn.rope import RopeScaling
 from halfbyte.ops.activation import ACTIVATIONS
 
@@ -71,86 +89,68 @@ class LlamaConfig:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
 
-def preset(name: str) -> LlamaConfig:
-    """The configuration named `name`; an unknown name is a ValueError with the nearest ones."""
-    if name not in _PRESETS:
-        near = difflib.get_close_matches(name, _PRESETS, n=2, cutoff=0.4)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise ValueError(f"model: no preset {name!r}; {hint}the presets are {', '.join(_PRESETS)}")
-    return _PRESETS[name]
+def param_specs(cfg: LlamaConfig) -> Specs:
+    """The model's parameters as a nested dict of `ParamSpec`: kind, logical axes and Hugging Face name of each."""
+    q_width, kv_width = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
+    residual = 1 / math.sqrt(2 * cfg.layers)
+    sizes = {"embed": cfg.embed, "heads": q_width, "kv_heads": kv_width, "mlp": cfg.mlp}
+
+    def linear(module: str, inputs: str, outputs: str, gain: float = 1.0) -> ParamSpec:
+        shape = (cfg.layers, sizes[inputs], sizes[outputs])
+        return ParamSpec(shape, ("layers", inputs, outputs), gain / math.sqrt(shape[1]), "linear", module)
+
+    def norm(module: str, axis: str = "width", size: int = cfg.embed) -> ParamSpec:
+        return ParamSpec((cfg.layers, size), ("layers", axis), None, "norm", module)
+
+    attention = {
+        "norm": norm("input_layernorm"),
+        "q": linear("self_attn.q_proj", "embed", "heads"),
+        "k": linear("self_attn.k_proj", "embed", "kv_heads"),
+        "v": linear("self_attn.v_proj", "embed", "kv_heads"),
+        "o": linear("self_attn.o_proj", "heads", "embed", residual),
+    }
+    if cfg.qk_norm:
+        attention["q_norm"] = norm("self_attn.q_norm", "head_dim", cfg.head_dim)
+        attention["k_norm"] = norm("self_attn.k_norm", "head_dim", cfg.head_dim)
+    mlp = {
+        "norm": norm("post_attention_layernorm"),
+        "gate": linear("mlp.gate_proj", "embed", "mlp"),
+        "up": linear("mlp.up_proj", "embed", "mlp"),
+        "down": linear("mlp.down_proj", "mlp", "embed", residual),
+    }
+    own, unit = (cfg.vocab_size, cfg.embed), 1 / math.sqrt(cfg.embed)
+    specs: Specs = {
+        "embed": ParamSpec(own, ("vocab", "embed"), unit if cfg.tied else 1.0, "embedding", "model.embed_tokens"),
+        "layers": {"attention": attention, "mlp": mlp},
+        "final_norm": ParamSpec((cfg.embed,), ("width",), None, "norm", "model.norm"),
+    }
+    if not cfg.tied:
+        specs["head"] = ParamSpec(own[::-1], ("embed", "vocab"), unit, "head", "lm_head")
+    return specs
 
 
-def presets() -> dict[str, LlamaConfig]:
-    """Every preset by name, smallest first."""
-    return dict(_PRESETS)
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What Hugging Face `transformers` calls a family, and how its config.json differs from a Llama's.
 
-
-def _small(name: str, *, embed: int, mlp: int, layers: int, heads: int) -> LlamaConfig:
-    """The small Llamas of the low-rank and low-bit training literature, with a vocabulary of 32,768 and a context of
-    2,048.
+    marks: our fields that tell it from the families after it in `FAMILIES`.
+    words: our field -> theirs, where a Llama has none or another.
+    absent: what a field of theirs means that config.json leaves out; None: it must be there.
+    settled: their fields that have one value here, which is written, and demanded where config.json has the field.
     """
-    return LlamaConfig(
-        name=name, vocab_size=32768, embed=embed, mlp=mlp, layers=layers, heads=heads, kv_heads=heads, head_dim=embed
-        // heads,
-        max_seq=2048, rope_theta=10_000.0,
-    )  # fmt: skip
+
+    architecture: str
+    model_type: str
+    marks: Mapping[str, Any]
+    words: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    absent: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    settled: Callable[[LlamaConfig], Mapping[str, Any]] = lambda cfg: {}
 
 
-def _llama3(
-    name: str,
-    *,
-    embed: int,
-    mlp: int,
-    layers: int,
-    heads: int,
-    factor: float | None,
-    max_seq: int = 131072,
-    tied: bool = False,
-) -> LlamaConfig:
-    """A published Llama 3: vocabulary 128,256, 8 key heads, theta 500,000; `factor` is the rotary scaling of the 3.1
-    and 3.2 releases.
-    """
-    return LlamaConfig(
-        name=name, vocab_size=128256, embed=embed, mlp=mlp, layers=layers, heads=heads, kv_heads=8, head_dim=embed //
-        heads,
-        max_seq=max_seq, tied=tied, rope_scaling=None if factor is None else RopeScaling(factor),
-    )  # fmt: skip
-
-
-def _qwen3(name: str, *, embed: int, mlp: int, layers: int, heads: int, tied: bool) -> LlamaConfig:
-    """A published Qwen3 (its Base release): vocabulary 151,936, 8 key heads of 128, theta 1,000,000."""
-    return LlamaConfig(
-        name=name, vocab_size=151936, embed=embed, mlp=mlp, layers=layers, heads=heads, kv_heads=8, head_dim=128,
-        max_seq=32768, tied=tied, rope_theta=1_000_000.0, norm_eps=1e-6, qk_norm=True,
-    )  # fmt: skip
-
-
-_PRESETS = {
-    config.name: config
-    for config in (
-        LlamaConfig(
-            name="demo",
-            vocab_size=1024,
-            embed=128,
-            mlp=640,
-            layers=4,
-            heads=4,
-            kv_heads=2,
-            head_dim=32,
-            max_seq=512,
-            rope_theta=10_000.0,
-        ),
-        _small("llama-60m", embed=512, mlp=1376, layers=8, heads=8),
-        _small("llama-125m", embed=768, mlp=2048, layers=12, heads=12),
-        _small(
-            "llama-350m", embed=1024, mlp=2752, layers=24, heads=16
-        ),  # 2736 elsewhere: 2752 is a multiple of 32, as native FP4 needs
-        _qwen3("qwen3-0.6b", embed=1024, mlp=3072, layers=28, heads=16, tied=True),
-        _llama3("llama3.2-1b", embed=2048, mlp=8192, layers=16, heads=32, factor=32.0, tied=True),
-        _qwen3("qwen3-1.7b", embed=2048, mlp=6144, layers=28, heads=16, tied=True),
-        _llama3("llama3-8b", embed=4096, mlp=14336, layers=32, heads=32, factor=None, max_seq=8192),
-        _qwen3("qwen3-8b", embed=4096, mlp=12288, layers=36, heads=32, tied=False),
-        _llama3("llama3.1-70b", embed=8192, mlp=28672, layers=80, heads=64, factor=8.0),
-        _llama3("llama3.1-405b", embed=16384, mlp=53248, layers=126, heads=128, factor=8.0),
-    )
-}
+QWEN3 = Family(
+    "Qwen3ForCausalLM", "qwen3", {"qk_norm": True},
+    absent={"num_key_value_heads": None, "head_dim": 128},
+    settled=lambda cfg: {"use_sliding_window": False},
+)  # fmt: skip
+LLAMA = Family("LlamaForCausalLM", "llama", {"qk_norm": False}, settled=lambda cfg: {"mlp_bias": False})
+FAMILIES = (QWEN3, LLAMA)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,19 @@ from jax.sharding import Mesh
 
 from halfbyte import ops
 from halfbyte.models.config import LlamaConfig
-from halfbyte.models.params import ParamSpec, linear_sites
+from halfbyte.models.params import linear_sites
+from halfbyte.models.spec import ParamSpec
 from halfbyte.recipe import Policy, Recipe, Resolved, Segment, layer_key, site_key
 from halfbyte.sharding import DEFAULT_RULES, Rules, axis_size, constrain
 
 Axes = tuple[str | None, ...]
+BETWEEN: Axes = ("batch", "residual_seq", "width")  # of the stream between blocks
 REMAT = ("none", "dots", "full", "quantized")
+
+
+def inside(features: str | None) -> Axes:
+    """The logical axes of an activation inside a block, whose last dim is `features`."""
+    return ("batch", "seq", features)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,29 +83,40 @@ class Context:
 PLAIN = Context()  # bf16, one device
 
 
-@jax.custom_vjp
-def _seen(x: jax.Array, slot: jax.Array) -> jax.Array:
-    """x; the "gradient" of `slot` is x itself, which brings it out of any loop or checkpoint."""
-    return x
+class Watch(Protocol):
+    """Sees what the linears of a layer are given, "group/name" by "group/name", and may stand in its way."""
+
+    def into(self, site: str, x: jax.Array) -> jax.Array:
+        """x, as that linear reads it."""
+
+    def out_of(self, site: str, y: jax.Array) -> jax.Array:
+        """y, as that linear gives it."""
 
 
-_seen.defvjp(lambda x, slot: (x, x), lambda x, dy: (dy, x))
+@dataclasses.dataclass
+class Stacks:
+    """Where layers of a loop keep gate's and up's results, [layers, ...] each, and which layer this one is. The MLP
+    takes them and leaves them with its own written (`ops.mlp_in_stacks`); None: it keeps its own.
+    """
+
+    both: tuple[jax.Array, jax.Array] | None
+    at: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerContext:
     """A `Context` inside one layer of one segment: recipes by path, and the layer's key.
 
-    A replay looks at what linears are given through `slots`, "group/name" -> zeros like x and like y: their gradients
-    are x itself and dy. Inside a gated MLP that is one op, only its ends are seen: the inputs of gate and up, and
-    down's result.
+    `watch` sees what linears are given. Of a gated MLP that is one op, only the ends are seen: the inputs of gate and
+    up, and down's result.
     """
 
     ctx: Context
     specs: dict[str, Any]
     recipes: dict[str, Recipe]
     key: jax.Array | None
-    slots: dict[str, tuple[jax.Array, jax.Array]] | None = None
+    watch: Watch | None = None
+    stacks: Stacks | None = None
 
     def recipe(self, group: str, name: str) -> Recipe:
         """The recipe of linear `name` of `group`."""
@@ -106,14 +124,14 @@ class LayerContext:
 
     def into(self, x: jax.Array, group: str, names: Iterable[str]) -> jax.Array:
         """x, as the linears `names` of `group` read it."""
-        slots = self.slots or {}
-        for name in names if slots else ():
-            x = _seen(x, slots[f"{group}/{name}"][0])
+        if self.watch is not None:
+            for name in names:
+                x = self.watch.into(f"{group}/{name}", x)
         return x
 
     def out_of(self, y: jax.Array, group: str, name: str) -> jax.Array:
         """y, the result of linear `name` of `group`."""
-        return y if self.slots is None else y + self.slots[f"{group}/{name}"][1]
+        return y if self.watch is None else self.watch.out_of(f"{group}/{name}", y)
 
     @property
     def shares_scales(self) -> bool:
@@ -125,11 +143,18 @@ class LayerContext:
         spec: ParamSpec = self.specs["layers"][group][name]
         return self.ctx.constrain(w, *spec.axes[1:])
 
-    def placement(self, group: str, name: str, x: Axes, y: Axes) -> ops.Placement:
-        """How that linear lies on the mesh, between x and y of these logical axes."""
+    def ends(self, group: str, name: str) -> tuple[Axes, Axes]:
+        """The logical axes of what that linear reads and of what it gives."""
+        spec: ParamSpec = self.specs["layers"][group][name]
+        x, y = (BETWEEN if axis == "embed" else inside(axis) for axis in spec.axes[-2:])
+        return x, y
+
+    def placement(self, group: str, name: str) -> ops.Placement:
+        """How that linear lies on the mesh."""
         mesh, rules = self.ctx.mesh, self.ctx.rules
         assert mesh is not None, "on one device nothing is placed"
         spec: ParamSpec = self.specs["layers"][group][name]
+        x, y = self.ends(group, name)
         at_x, at_w, at_y = (rules.spec(axes, mesh) for axes in (x, spec.axes[1:], y))
         return ops.Placement(mesh, at_x, at_w, at_y, reduce_dtype=self.ctx.reduce_dtype)
 

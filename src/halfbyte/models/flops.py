@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 
 from halfbyte.models.config import LlamaConfig
-from halfbyte.models.params import flatten, param_specs
+from halfbyte.models.params import declared
+from halfbyte.models.spec import GEMMS
 
 FLOPS_FORMULA = "maxtext-2026-06"  # logged beside every TFLOP/s figure, so that figures can be compared later
 
@@ -37,9 +38,9 @@ def gemm_sites(cfg: LlamaConfig, batch: int, seq: int) -> list[GemmSite]:
     """Every linear of the model for a batch of `batch` sequences of `seq`, the head last."""
     tokens = batch * seq
     sites = [
-        GemmSite(path, cfg.layers, tokens, spec.shape[1], spec.shape[2], spec.axes[1:])
-        for path, spec in flatten(param_specs(cfg)["layers"], "layers/").items()
-        if len(spec.shape) == 3
+        GemmSite(path, cfg.layers, tokens * spec.active, spec.shape[-2], spec.shape[-1], spec.axes[-2:])
+        for path, spec in declared(cfg).items()
+        if spec.kind in GEMMS
     ]
     return [*sites, GemmSite("head", 1, tokens, cfg.embed, cfg.vocab_size)]
 

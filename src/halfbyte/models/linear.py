@@ -8,55 +8,32 @@ On a mesh x comes and goes as it lies between blocks, its positions cut over `te
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from halfbyte import ops
 from halfbyte.kernels.stacks import empty
-from halfbyte.models.context import Axes, Context, LayerContext
+from halfbyte.models.context import BETWEEN, Axes, Context, LayerContext, inside
 from halfbyte.models.params import Params
 from halfbyte.models.remat import named
 from halfbyte.ops.shards import axes_of, cut_of
 from halfbyte.recipe import Recipe, Segment
 
 MLP_SITES = ("gate", "up", "down")
-BETWEEN: Axes = ("batch", "residual_seq", "width")  # of the stream between blocks
-
-
-def inside(features: str) -> Axes:
-    """The logical axes of an activation inside a block, whose last dim is `features`."""
-    return ("batch", "seq", features)
-
-
-ENDS: dict[str, dict[str, tuple[Axes, Axes]]] = {
-    "attention": {
-        "q": (BETWEEN, inside("heads")),
-        "k": (BETWEEN, inside("kv_heads")),
-        "v": (BETWEEN, inside("kv_heads")),
-        "o": (inside("heads"), BETWEEN),
-    },
-    "mlp": {
-        "gate": (BETWEEN, inside("mlp")),
-        "up": (BETWEEN, inside("mlp")),
-        "down": (inside("mlp"), BETWEEN),
-    },
-}
-"""The logical axes of what each linear reads and of what it gives."""
 
 
 def quantize_ahead(layers: Params, x: jax.Array, here: LayerContext) -> Params:
     """Stacked `layers` of a loop with the codes of those weights that are gathered as codes; x is the stream."""
-    everywhere = [axes for ends in ENDS.values() for pair in ends.values() for axes in pair]
-    if not (here.on_mesh and here.ctx.looped and here.divides(x, *everywhere)):
+    sites = [tuple(path.split("/")[1:]) for path in here.recipes]
+    if not (here.on_mesh and here.ctx.looped and here.divides(x, *(axes for at in sites for axes in here.ends(*at)))):
         return layers
-    sites = {(group, name): _site(here, group, name) for group, ends in ENDS.items() for name in ends}
     ahead = {
         f"{group}/{name}": site
-        for (group, name), site in sites.items()
-        if site.worth_making_ahead(x.ndim) and not isinstance(layers[group][name], ops.QWeight)
+        for group, name in sites
+        if (site := _site(here, group, name)).worth_making_ahead(x.ndim)
+        and not isinstance(layers[group][name], ops.QWeight)
     }
     if not ahead:
         return layers
@@ -70,15 +47,13 @@ def quantize_ahead(layers: Params, x: jax.Array, here: LayerContext) -> Params:
 
 def _site(here: LayerContext, group: str, name: str) -> ops.Site:
     recipe = here.recipe(group, name)
-    return ops.Site(recipe, here.backend(recipe), here.placement(group, name, *ENDS[group][name]))
+    return ops.Site(recipe, here.backend(recipe), here.placement(group, name))
 
 
 def linears(
-    x: jax.Array, weights: Params, here: LayerContext, group: str, names: Mapping[str, Axes], *, x_axes: Axes
+    x: jax.Array, weights: Params, here: LayerContext, group: str, names: Sequence[str]
 ) -> tuple[jax.Array, ...]:
-    """x [..., inputs] times each of the weights `names` of `group` ("attention" or "mlp"), in x's dtype; `names` say
-    the logical axes of each result, `x_axes` those of x.
-    """
+    """x [..., inputs] times each of the weights `names` of `group` ("attention" or "mlp"), in x's dtype."""
     recipes, x = [here.recipe(group, name) for name in names], here.into(x, group, names)
 
     def given(name: str, y: jax.Array) -> jax.Array:
@@ -86,42 +61,44 @@ def linears(
 
     if all(is_exact(x, recipe) for recipe in recipes):
         return tuple(given(n, jnp.dot(x, here.at_rest(group, n, weights[n]).astype(x.dtype))) for n in names)
-    placed = here.on_mesh and here.divides(x, x_axes, *names.values())
     made = ops.qdots(
         x,
         [weights[name] for name in names],
         recipes=recipes,
         keys=[here.site_key(f"{group}/{name}") for name in names],
-        execution=here.execution(
-            recipes, [here.placement(group, name, x_axes, y) for name, y in names.items()] if placed else None
-        ),
+        execution=_execution(x, here, group, names),
     )
     return tuple(given(name, y) for name, y in zip(names, made, strict=True))
 
 
-def gated_mlp(
-    x: jax.Array, weights: Params, here: LayerContext, activation: ops.Activation, place: Any = None
-) -> tuple[jax.Array, Any]:
-    """((a(x gate) * (x up)) down, in x's dtype; `place` with what is kept there, as `ops.mlp_in_stacks`)."""
+def gated_mlp(x: jax.Array, weights: Params, here: LayerContext, activation: ops.Activation) -> jax.Array:
+    """(a(x gate) * (x up)) down, in x's dtype."""
     recipes = {name: here.recipe("mlp", name) for name in MLP_SITES}
     if all(is_exact(x, recipe) for recipe in recipes.values()):
-        gate, up = linears(x, weights, here, "mlp", {"gate": inside("mlp"), "up": inside("mlp")}, x_axes=BETWEEN)
-        (y,) = linears(activation.curve(gate) * up, weights, here, "mlp", {"down": BETWEEN}, x_axes=inside("mlp"))
-        return y, place
-    placed = here.on_mesh and here.divides(x, BETWEEN, inside("mlp"))
-    ends, x = ENDS["mlp"], here.into(x, "mlp", MLP_SITES[:2])
-    y, place = ops.mlp_in_stacks(
+        gate, up = linears(x, weights, here, "mlp", MLP_SITES[:2])
+        (y,) = linears(activation.curve(gate) * up, weights, here, "mlp", MLP_SITES[2:])
+        return y
+    stacks, x = here.stacks, here.into(x, "mlp", MLP_SITES[:2])
+    place = None if stacks is None or stacks.both is None else (*stacks.both, stacks.at)
+    y, kept = ops.mlp_in_stacks(
         x,
         (weights["gate"], weights["up"], weights["down"]),
         place,
         recipe=recipes,
         key=here.site_key("mlp"),
         middle=ops.Middle(activation, "input" if place is None and here.ctx.remat == "quantized" else "fast"),
-        execution=here.execution(
-            recipes.values(), [here.placement("mlp", name, *ends[name]) for name in MLP_SITES] if placed else None
-        ),
+        execution=_execution(x, here, "mlp", MLP_SITES),
     )
-    return here.out_of(y, "mlp", "down"), place
+    if stacks is not None and kept is not None:
+        stacks.both = kept[:2]
+    return here.out_of(y, "mlp", "down")
+
+
+def _execution(x: jax.Array, here: LayerContext, group: str, names: Sequence[str]) -> ops.Execution:
+    """How linears of one group are computed: on a mesh each where it lies, if that divides x."""
+    recipes = [here.recipe(group, name) for name in names]
+    placed = here.on_mesh and here.divides(x, *(axes for name in names for axes in here.ends(group, name)))
+    return here.execution(recipes, [here.placement(group, name) for name in names] if placed else None)
 
 
 def stacks_of(segment: Segment, x: jax.Array, width: int, ctx: Context) -> tuple[jax.Array, jax.Array] | None:

@@ -18,9 +18,10 @@ from jax.sharding import Mesh
 
 from halfbyte import ops
 from halfbyte.formats import amax_of
-from halfbyte.models.config import LlamaConfig
+from halfbyte.models.config import LlamaConfig, param_specs
 from halfbyte.models.context import LayerContext
-from halfbyte.models.params import Params, ParamSpec, param_specs
+from halfbyte.models.params import Params
+from halfbyte.models.spec import ParamSpec
 from halfbyte.recipe import WEIGHTS, Recipe, Resolved
 from halfbyte.sharding import DEFAULT_RULES, Rules, named_sharding
 

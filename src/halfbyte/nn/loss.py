@@ -38,6 +38,7 @@ class _Setup(NamedTuple):
     chunk: int | None
     mesh: Mesh | None
     rules: Rules
+    cap: float | None
     reduce_dtype: str = "float32"
 
 
@@ -53,6 +54,7 @@ def cross_entropy(
     *,
     z_loss: float = 0.0,
     chunk: int | None = None,
+    cap: float | None = None,
     mesh: Mesh | None = None,
     rules: Rules = DEFAULT_RULES,
     reduce_dtype: str = "float32",
@@ -61,11 +63,11 @@ def cross_entropy(
     [B, S], -1 not scored.
 
     aux: `nll_sum`, `z_sum` (the z term's part of the sum) and `tokens` (how many were scored, float32); no gradient
-    flows through it. `chunk` is the number of a device's tokens whose logits exist at one time. The head's gradient
-    travels in `reduce_dtype`.
+    flows through it. `chunk` is the number of a device's tokens whose logits exist at one time; `cap` bounds logits
+    (`capped`). The head's gradient travels in `reduce_dtype`.
     """
     _check(hidden, head, targets, mesh, rules)
-    setup = _Setup(float(z_loss), chunk, mesh, rules, reduce_dtype)
+    setup = _Setup(float(z_loss), chunk, mesh, rules, cap, reduce_dtype)
     total, nll_sum, z_sum = _summed(hidden, head, targets, setup)
     tokens = jnp.sum(targets >= 0, dtype=jnp.int32).astype(jnp.float32)
     return total, {"nll_sum": lax.stop_gradient(nll_sum), "z_sum": lax.stop_gradient(z_sum), "tokens": tokens}
@@ -77,6 +79,7 @@ def token_nll(
     targets: jax.Array,
     *,
     chunk: int | None = None,
+    cap: float | None = None,
     mesh: Mesh | None = None,
     rules: Rules = DEFAULT_RULES,
 ) -> jax.Array:
@@ -84,8 +87,13 @@ def token_nll(
     gradient.
     """
     _check(hidden, head, targets, mesh, rules)
-    per_token, _ = _sharded(hidden, head, targets, _Setup(0.0, chunk, mesh, rules), with_grads=False)
+    per_token, _ = _sharded(hidden, head, targets, _Setup(0.0, chunk, mesh, rules, cap), with_grads=False)
     return lax.stop_gradient(per_token.nll)
+
+
+def capped(logits: jax.Array, cap: float | None) -> jax.Array:
+    """cap tanh(logits / cap): almost the same where they are small, never beyond `cap`. None: as they are."""
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def _check(hidden: jax.Array, head: jax.Array, targets: jax.Array, mesh: Mesh | None, rules: Rules) -> None:
@@ -181,7 +189,7 @@ def _visit(
     """One chunk: its nll and lse, and what it adds to the gradients."""
     x, target = chunk
     vocab_axes = _live_axes(setup, "vocab")
-    logits = jnp.dot(x, head, preferred_element_type=jnp.float32)  # [chunk, vocab]
+    logits = capped(jnp.dot(x, head, preferred_element_type=jnp.float32), setup.cap)  # [chunk, vocab]
     scored = (target >= 0).astype(jnp.float32)
     lse = _logsumexp(logits, vocab_axes)
     hit = (
@@ -194,6 +202,8 @@ def _visit(
         return None, (per_token, None)
     weight = scored * (1.0 + (2.0 * setup.z_loss) * lse)
     dlogits = jnp.exp(logits - lse[:, None]) * weight[:, None] - jnp.where(hit, scored[:, None], 0.0)
+    if setup.cap is not None:  # d tanh = 1 - tanh^2
+        dlogits = dlogits * (1.0 - (logits / setup.cap) ** 2)
     dlogits = dlogits.astype(x.dtype)
     dx = _psum(jnp.dot(dlogits, head.T, preferred_element_type=jnp.float32), vocab_axes).astype(x.dtype)
     added = jnp.dot(x.T, dlogits, preferred_element_type=jnp.float32)

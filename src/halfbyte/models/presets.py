@@ -1,0 +1,93 @@
+"""The presets of Llama 3 and Qwen3, with the shapes that were published."""
+
+from __future__ import annotations
+
+import difflib
+
+from halfbyte.models.config import LlamaConfig
+from halfbyte.nn.rope import RopeScaling
+
+
+def preset(name: str) -> LlamaConfig:
+    """The configuration named `name`; an unknown name is a ValueError with the nearest ones."""
+    if name not in _PRESETS:
+        near = difflib.get_close_matches(name, _PRESETS, n=2, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ValueError(f"model: no preset {name!r}; {hint}the presets are {', '.join(_PRESETS)}")
+    return _PRESETS[name]
+
+
+def presets() -> dict[str, LlamaConfig]:
+    """Every preset by name, smallest first."""
+    return dict(_PRESETS)
+
+
+def _small(name: str, *, embed: int, mlp: int, layers: int, heads: int) -> LlamaConfig:
+    """The small Llamas of the low-rank and low-bit training literature, with a vocabulary of 32,768 and a context of
+    2,048.
+    """
+    return LlamaConfig(
+        name=name, vocab_size=32768, embed=embed, mlp=mlp, layers=layers, heads=heads, kv_heads=heads, head_dim=embed
+        // heads,
+        max_seq=2048, rope_theta=10_000.0,
+    )  # fmt: skip
+
+
+def _llama3(
+    name: str,
+    *,
+    embed: int,
+    mlp: int,
+    layers: int,
+    heads: int,
+    factor: float | None,
+    max_seq: int = 131072,
+    tied: bool = False,
+) -> LlamaConfig:
+    """A published Llama 3: vocabulary 128,256, 8 key heads, theta 500,000; `factor` is the rotary scaling of the 3.1
+    and 3.2 releases.
+    """
+    return LlamaConfig(
+        name=name, vocab_size=128256, embed=embed, mlp=mlp, layers=layers, heads=heads, kv_heads=8, head_dim=embed //
+        heads,
+        max_seq=max_seq, tied=tied, rope_scaling=None if factor is None else RopeScaling(factor),
+    )  # fmt: skip
+
+
+def _qwen3(name: str, *, embed: int, mlp: int, layers: int, heads: int, tied: bool) -> LlamaConfig:
+    """A published Qwen3 (its Base release): vocabulary 151,936, 8 key heads of 128, theta 1,000,000."""
+    return LlamaConfig(
+        name=name, vocab_size=151936, embed=embed, mlp=mlp, layers=layers, heads=heads, kv_heads=8, head_dim=128,
+        max_seq=32768, tied=tied, rope_theta=1_000_000.0, norm_eps=1e-6, qk_norm=True,
+    )  # fmt: skip
+
+
+_PRESETS = {
+    config.name: config
+    for config in (
+        LlamaConfig(
+            name="demo",
+            vocab_size=1024,
+            embed=128,
+            mlp=640,
+            layers=4,
+            heads=4,
+            kv_heads=2,
+            head_dim=32,
+            max_seq=512,
+            rope_theta=10_000.0,
+        ),
+        _small("llama-60m", embed=512, mlp=1376, layers=8, heads=8),
+        _small("llama-125m", embed=768, mlp=2048, layers=12, heads=12),
+        _small(
+            "llama-350m", embed=1024, mlp=2752, layers=24, heads=16
+        ),  # 2736 elsewhere: 2752 is a multiple of 32, as native FP4 needs
+        _qwen3("qwen3-0.6b", embed=1024, mlp=3072, layers=28, heads=16, tied=True),
+        _llama3("llama3.2-1b", embed=2048, mlp=8192, layers=16, heads=32, factor=32.0, tied=True),
+        _qwen3("qwen3-1.7b", embed=2048, mlp=6144, layers=28, heads=16, tied=True),
+        _llama3("llama3-8b", embed=4096, mlp=14336, layers=32, heads=32, factor=None, max_seq=8192),
+        _qwen3("qwen3-8b", embed=4096, mlp=12288, layers=36, heads=32, tied=False),
+        _llama3("llama3.1-70b", embed=8192, mlp=28672, layers=80, heads=64, factor=8.0),
+        _llama3("llama3.1-405b", embed=16384, mlp=53248, layers=126, heads=128, factor=8.0),
+    )
+}

@@ -1,0 +1,73 @@
+"""The one walk over a model's layers: training, scoring, generation, replays and calibration all take it.
+
+Layers are stacked and scanned, one `lax.scan` a policy segment, so that tracing and compiling cost the same for 4
+layers as for 126. What a caller does in a layer is its `visit`; codes made ahead, what is kept for the backward pass,
+and stacks that kernels write in place are the walk's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from halfbyte.kernels.stacks import hand_back
+from halfbyte.models.config import LlamaConfig, param_specs
+from halfbyte.models.context import Context, LayerContext, Stacks, key_of_layer, segments
+from halfbyte.models.linear import quantize_ahead, stacks_of
+from halfbyte.models.params import Params
+from halfbyte.models.remat import rematerialized
+from halfbyte.models.unrolled import unstack
+from halfbyte.recipe import Segment
+
+Visit = Callable[[jax.Array, Params, LayerContext, Any], tuple[jax.Array, Any]]
+"""(x, the layer's weights, its context, its entry) -> (x after the layer, what is wanted of it)."""
+
+
+def through_layers(
+    cfg: LlamaConfig, params: Params, x: jax.Array, ctx: Context, visit: Visit, entries: Any = None
+) -> tuple[jax.Array, list[Any]]:
+    """(x after all layers; what `visit` made of them, stacked by segment). `entries` are stacked [layers, ...]; a visit
+    gets its layer's.
+    """
+    specs, made = param_specs(cfg), []
+    for segment in segments(cfg, ctx):
+
+        def body(carry: tuple[jax.Array, Any], layer: Any, segment: Segment = segment) -> Any:
+            (x, both), (weights, number, entry) = carry, layer
+            stacks = None if both is None else Stacks(both, number - segment.start)
+            here = LayerContext(ctx, specs, segment.recipes, key_of_layer(ctx, number), stacks=stacks)
+            x, out = visit(x, weights, here, entry)
+            return (x, None if stacks is None else stacks.both), out
+
+        layer = rematerialized(body, ctx.remat, looped=ctx.looped)
+        here = LayerContext(ctx, specs, segment.recipes, None)
+        weights = quantize_ahead(of_segment(params["layers"], cfg, segment), x, here)
+        both, numbers = stacks_of(segment, x, cfg.mlp, ctx), jnp.arange(segment.start, segment.stop, dtype=jnp.int32)
+        x, out = _through(layer, x, both, (weights, numbers, of_segment(entries, cfg, segment)), unroll=ctx.unroll)
+        made.append(out)
+    return x, made
+
+
+def _through(layer: Any, x: jax.Array, both: Any, layers: Any, *, unroll: int) -> tuple[jax.Array, Any]:
+    """A segment's layers: a loop, or one layer after another if `unroll` covers them all."""
+    weights, numbers, entries = layers
+    count = numbers.shape[0]
+    if unroll < count or count == 1:
+        (x, both), stacked = lax.scan(layer, (x, both), layers, unroll=unroll)
+        return (x if both is None else hand_back(x, both)), stacked
+    traced_once, made = jax.jit(layer), []
+    for (weight, entry), number in zip(unstack((weights, entries), count), numbers, strict=True):
+        (x, _), out = traced_once((x, None), (weight, number, entry))
+        made.append(out)
+    return x, jax.tree.map(lambda *parts: jnp.stack(parts), *made)
+
+
+def of_segment(stacked: Any, cfg: LlamaConfig, segment: Segment) -> Any:
+    """The part of stacked [layers, ...] arrays that is a segment's; all of it as it is if there is one segment."""
+    if segment.stop - segment.start == cfg.layers:
+        return stacked
+    return jax.tree.map(lambda each: each[segment.start : segment.stop], stacked)

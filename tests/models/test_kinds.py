@@ -1,0 +1,67 @@
+"""A parameter says what it is: nothing is concluded from its dims. Oracle: a family whose layers have a router and
+experts beside the MLP."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from halfbyte import models
+from halfbyte.interchange.hf_names import sites
+from halfbyte.models import ParamSpec, params
+from halfbyte.recipe import Policy, Rule, recipe
+
+CFG = models.preset("demo")
+ROUTER = ParamSpec((CFG.layers, CFG.embed, 16), ("layers", "embed", None), 1.0)
+EXPERTS = ParamSpec((CFG.layers, 16, CFG.embed, 64), ("layers", None, "embed", "mlp"), 1.0)
+STARTS = {
+    "init": lambda: jax.eval_shape(lambda key: models.init(CFG, key), jax.random.key(0)),
+    "policy": lambda: models.linear_sites(CFG),
+    "flops": lambda: models.gemm_sites(CFG, 1, 64),
+    "decay": lambda: models.decay_mask(CFG),
+    "abstract": lambda: models.abstract_params(CFG),
+    "export": lambda: sites(CFG),
+    "mesh": lambda: models.check_mesh(CFG, None),
+}
+
+
+@pytest.fixture
+def with_leaves(monkeypatch):
+    def add(**leaves):
+        plain = params.param_specs
+
+        def specs(cfg):
+            found = plain(cfg)
+            return found | {"layers": found["layers"] | {"moe": leaves}}
+
+        monkeypatch.setattr(params, "param_specs", specs)
+
+    return add
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_leaf_that_declares_no_kind_is_refused_by_name(with_leaves, start):
+    with_leaves(router=ROUTER)
+    with pytest.raises(ValueError, match="layers/moe/router"):
+        STARTS[start]()
+
+
+@pytest.mark.parametrize("spec", [dataclasses.replace(EXPERTS, kind=kind) for kind in ("linear", "router", "expert")])
+def test_a_kind_of_other_dims_or_of_another_name_is_refused(with_leaves, spec):
+    with_leaves(gate=spec)
+    with pytest.raises(ValueError, match="layers/moe/gate"):
+        models.linear_sites(CFG)
+
+
+def test_a_router_is_no_linear_and_experts_are(with_leaves):
+    with_leaves(
+        router=dataclasses.replace(ROUTER, kind="router"), gate=dataclasses.replace(EXPERTS, kind="experts", active=2)
+    )
+    listed = models.linear_sites(CFG)
+    assert [path for path in listed if "moe" in path] == ["layers/moe/gate"]
+    chosen = Policy("all", (Rule("layers/*", recipe("nvfp4")),)).resolve(listed, CFG.layers).segments[0].recipes
+    assert chosen["layers/moe/gate"].name == "nvfp4" and "layers/moe/router" not in chosen
+    counted = next(site for site in models.gemm_sites(CFG, 1, 64) if site.path == "layers/moe/gate")
+    assert (counted.count, counted.tokens, counted.k, counted.n) == (CFG.layers, 128, CFG.embed, 64)
+    with pytest.raises(ValueError, match="layers/moe/gate"):  # no folder of theirs is read or written as experts yet
+        sites(CFG)
