@@ -5,6 +5,7 @@ import tracemalloc
 
 import pytest
 
+from halfbyte import metrics
 from halfbyte.cli.main import main
 from halfbyte.cli.verify import check_metrics
 
@@ -57,6 +58,22 @@ def test_not_a_run(tmp_path, capsys):
 def test_rows_are_counted_whatever_step_they_tell_of(tmp_path, text, said):
     (tmp_path / "metrics.jsonl").write_text(text)
     assert check_metrics(tmp_path).detail.startswith(said)
+
+
+def test_a_step_that_ends_while_rows_are_read_is_no_damage(tmp_path, monkeypatch):
+    """A run that trains has written row and checkpoint 3 by the time that rows 1 and 2 are read."""
+    (tmp_path / "checkpoints" / "2").mkdir(parents=True)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+
+    def read_beside_a_run(path):
+        rows = metrics_rows(path)
+        (tmp_path / "checkpoints" / "3").mkdir(exist_ok=True)
+        return rows
+
+    metrics_rows = metrics.read_rows
+    monkeypatch.setattr(metrics, "read_rows", read_beside_a_run)
+    assert check_metrics(tmp_path).state == "whole"
+    assert check_metrics(tmp_path).state == "NOT WHOLE"  # the row of checkpoint 3 is still not there
 
 
 def test_a_giant_of_metrics_takes_no_memory(tmp_path):

@@ -239,7 +239,7 @@ def test_parts_of_attention_add_up(monkeypatch, implementation, with_segments):
     context, statistics = blocks.merge(parts)
     context = context.astype(q.dtype)
     found = [
-        backward(late, *kv, mask, context, statistics, dy[:, 32:], causal=own)
+        backward(late, *kv, mask, (context, statistics), dy[:, 32:], causal=own)
         for kv, mask, own in zip(keys, seen, (False, True), strict=True)
     ]
     dq, dk, dv = pullback(dy)

@@ -87,7 +87,8 @@ def measure(
             row = dataclasses.replace(row, compile_s=time.perf_counter() - started)
         row = _of_program(row, compiled, gradients=shard_bytes(abstract_state(config, mesh).params))
         state, batch = create_state(config, mesh), _batch(config, mesh, seq)
-        return _timed(row, config, compiled, state, batch, seq=seq, steps=steps, repeats=repeats, warmup=warmup)
+        times, metrics = _time(compiled, state, batch, steps=steps, repeats=repeats, warmup=warmup)
+        return _timed(row, config, seq, times, float(metrics["loss"]))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -148,10 +149,10 @@ def _of_program(row: Measured, compiled: Any, *, gradients: int) -> Measured:
     )
 
 
-def _timed(
-    row: Measured, config: TrainConfig, compiled: Any, state: Any, batch: Any,
-    *, seq: int, steps: int, repeats: int, warmup: int,
-) -> Measured:  # fmt: skip
+def _time(
+    compiled: Any, state: Any, batch: Any, *, steps: int, repeats: int, warmup: int
+) -> tuple[list[float], dict[str, jax.Array]]:
+    """Seconds a step of every repeat, and the last step's metrics."""
     for _ in range(warmup):
         state, metrics = compiled(state, batch)
     jax.block_until_ready(metrics)
@@ -162,6 +163,11 @@ def _timed(
             state, metrics = compiled(state, batch)
         jax.block_until_ready(metrics)
         times.append((time.perf_counter() - started) / steps)
+    return times, metrics
+
+
+def _timed(row: Measured, config: TrainConfig, seq: int, times: list[float], loss: float) -> Measured:
+    """`row` with what `times` say."""
     median = statistics.median(times)
     meter = _manifest(config, seq).meter(
         lookup(jax.devices()[0]), tokens=config.batch * seq, devices=len(jax.devices())
@@ -177,7 +183,7 @@ def _timed(
         mfu=rates["mfu"],
         peak_tflops=meter.peak / 1e12 if meter.peak else None,
         peak_gib=stats["peak_bytes_in_use"] / GIB if "peak_bytes_in_use" in stats else None,
-        loss=float(metrics["loss"]),
+        loss=loss,
     )
 
 

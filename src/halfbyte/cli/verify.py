@@ -142,10 +142,11 @@ def check_metrics(directory: Path) -> Finding:
     path = directory / "metrics.jsonl"
     if not path.exists():
         return Finding("metrics.jsonl", UNKNOWN, "there is none")
+    # Before the rows: a run that trains writes a step's row, then its checkpoint.
+    newest = max((int(name) for path in directory.glob("checkpoints/*") if (name := path.name).isdigit()), default=0)
     rows = read_rows(path)
     steps = [row.get("step") for row in rows]
     damaged = len(rows_until(path, 0).damaged)
-    newest = max((int(name) for path in directory.glob("checkpoints/*") if (name := path.name).isdigit()), default=0)
     if steps == list(range(1, len(steps) + 1)) and damaged <= 1:
         if newest > len(steps):
             return Finding("metrics.jsonl", BAD, f"it ends at step {len(steps)}, the newest checkpoint is {newest}")

@@ -16,13 +16,15 @@ import jax.numpy as jnp
 from halfbyte.formats.noise import ROUNDS
 from halfbyte.kernels import arithmetic as q
 from halfbyte.kernels import nibbles
-from halfbyte.kernels.launch import launch
+from halfbyte.kernels.launch import Lanes, launch
 from halfbyte.kernels.machine import Machine, MemoryMachine, Noise, TokenRows, Word, Words
 from halfbyte.kernels.place import BLOCK, WARPS, Place, place, prefetch, programs, whole
 from halfbyte.kernels.rows import load_rows, store_rows
 from halfbyte.kernels.scale import DECODE, MULT
 from halfbyte.kernels.scale_order import ScaleOrder
 from halfbyte.kernels.transfer import store_codes, store_turned_codes
+
+FOUR = Lanes(4)
 
 
 def random_state(m: MemoryMachine, key: int, origin: int | None, window: Any, at: Place) -> tuple[list[Word], int]:
@@ -55,14 +57,6 @@ def _wide(m: MemoryMachine, k0: Word, k1: Word, row: Word, column: Word, stride:
 
 
 @dataclasses.dataclass(frozen=True)
-class Lanes:
-    """`columns` of a lane, and programs that a multiprocessor runs at a time (`launch`)."""
-
-    columns: int
-    groups: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Arrays:
     """The numbers of a kernel's arrays: sources, then for each job its scale, key and origin, then its outputs."""
 
@@ -91,28 +85,27 @@ def quantize_made(
     make: Callable[[Machine, TokenRows], Sequence[TokenRows]],
     jobs: Sequence[tuple[Any, int]],
     *,
-    columns: int,
+    lanes: Lanes,
     owed: jax.Array | None = None,
     order: Sequence[int] | None = None,
-    groups: int = 4,
     name: str,
 ) -> tuple[jax.Array, ...]:
     """The operands of `jobs`: a `Rowwise` or `Columnwise`, and which of the tensors whose 16 rows are returned by
     `make(machine, rows of all arrays)`. `owed`, float32, one an array, multiplies what is read. They are made in
-    `order`, which decides how many registers are alive; `groups` as for `launch`.
+    `order`, which decides how many registers are alive.
     """
     tokens, width = arrays[0].shape
     known = Arrays(arrays)
     places, factors_at = [_given(known, side) for side, _ in jobs], known.take(owed)
     firsts = [known.make(outputs_of(side, tokens, width)) for side, _ in jobs]
-    grid = programs(tokens, width, columns, tiled=any(s.codes is ScaleOrder.TILED for s, _ in jobs))
-    if len(jobs) > 1 and width % columns and jobs[0][0].codes is None:
-        groups = 1  # rows that begin anywhere: no lane of a full multiprocessor has the registers
+    grid = programs(tokens, width, lanes.columns, tiled=any(s.codes is ScaleOrder.TILED for s, _ in jobs))
+    if len(jobs) > 1 and width % lanes.columns and jobs[0][0].codes is None:
+        lanes = Lanes(lanes.columns)  # rows that begin anywhere: no lane of a full multiprocessor has the registers
 
     def body(m: MemoryMachine) -> None:
         at = place(m, tokens, width, grid)
         loaded = _load_all(m, len(arrays), at, 2, factors_at)
-        if len(jobs) > 1 and groups > 1:  # a pass over one operand waits for memory alone
+        if len(jobs) > 1 and lanes.groups > 1:  # a pass over one operand waits for memory alone
             prefetch(m, len(arrays), tokens, width, grid, 2)
         tensors = make(m, loaded)
         for i in order or range(len(jobs)):
@@ -121,7 +114,7 @@ def quantize_made(
             _quantize(m, side, at, tensors[which], _factors(m, scale), random, known.outputs_begin + first)
 
     run = functools.partial(launch, body, [*arrays, *known.given], known.made, programs=grid[0] * grid[1])
-    return tuple(run(columns=columns, groups=groups, name=name))
+    return tuple(run(lanes=lanes, name=name))
 
 
 def _load_all(m: MemoryMachine, count: int, at: Place, size: int, factors_at: int | None) -> list[list[Word]]:
@@ -209,7 +202,7 @@ def make_rows(
 
     outputs = [jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)] * count
     run = functools.partial(launch, body, arrays, outputs, programs=grid[0] * grid[1])
-    return tuple(run(columns=4, name=name))
+    return tuple(run(lanes=FOUR, name=name))
 
 
 def find_maxima(
@@ -244,7 +237,7 @@ def find_maxima(
     programs_all = grid[0] * grid[1]
     outputs = [jax.ShapeDtypeStruct((programs_all * WARPS,), jnp.int32)] * count
     run = functools.partial(launch, body, [*arrays, *known.given], outputs, programs=programs_all)
-    return tuple(run(columns=columns, name=name))
+    return tuple(run(lanes=Lanes(columns), name=name))
 
 
 def unpack(codes: jax.Array, scales: jax.Array) -> jax.Array:
@@ -259,7 +252,7 @@ def unpack(codes: jax.Array, scales: jax.Array) -> jax.Array:
 
     outputs = [jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)]
     run = functools.partial(launch, body, [codes, scales], outputs, programs=grid[0] * grid[1])
-    return run(columns=4, name="unpack")[0]
+    return run(lanes=FOUR, name="unpack")[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,7 +282,7 @@ def weight_codes(w: jax.Array, scale: jax.Array, sides: Sequence[Square], *, nam
                 store_codes(m, *outputs, at, side.codes, (rows, [code] * (m.columns // 2)))
 
     run = functools.partial(launch, body, [w, scale], known.made, programs=grid[0] * grid[1])
-    return tuple(run(columns=4, name=name))
+    return tuple(run(lanes=FOUR, name=name))
 
 
 def weight_rows(w: jax.Array, scale: jax.Array, outputs: Sequence[tuple[int, Any]], *, name: str) -> list[jax.Array]:
@@ -305,7 +298,7 @@ def weight_rows(w: jax.Array, scale: jax.Array, outputs: Sequence[tuple[int, Any
             store_rows(m, 2 + i, at, made[first : first + count], jnp.dtype(dtype).itemsize)
 
     shapes = [jax.ShapeDtypeStruct((whole(k) * count // BLOCK, n), dtype) for count, dtype in outputs]
-    return launch(body, [w, scale], shapes, programs=grid[0] * grid[1], columns=4, name=name)
+    return launch(body, [w, scale], shapes, programs=grid[0] * grid[1], lanes=FOUR, name=name)
 
 
 def _floats(m: MemoryMachine, at: Place) -> list[list[Word]]:

@@ -23,9 +23,10 @@ import jax
 import jax.numpy as jnp
 
 from halfbyte.kernels import codes, layout
+from halfbyte.kernels.launch import Lanes
 from halfbyte.kernels.layout import BLOCK, Tiling
 from halfbyte.kernels.machine import Machine, TokenRows, Word, Words
-from halfbyte.kernels.nvfp4 import Columnwise, Rowwise, find_maxima, quantize_made
+from halfbyte.kernels.nvfp4 import Columnwise, Made, Rowwise, find_maxima, quantize_made
 from halfbyte.kernels.stacks import Layer, array_of
 from halfbyte.kernels.tile import evaluate
 
@@ -73,16 +74,19 @@ def backward_made(m: Machine, words: TokenRows) -> list[list[list[Word]]]:
     return [[row[i] for row in rows] for i in range(3)]
 
 
-def _tile_maker(made: Callable[..., Any], count: int, tiling: Tiling) -> Callable[..., Any]:
-    """A function from the tiles of the inputs to the tiles of the `count` tensors that `made` computes."""
+FORWARD, BACKWARD = Made(forward_made, 1), Made(backward_made, 3)
+
+
+def _tile_maker(made: Made, tiling: Tiling) -> Callable[..., Any]:
+    """A function from the tiles of the inputs to the tiles of the tensors that are `made` of them."""
 
     def body(m, words, _):
-        return [row for tensor in made(m, words) for row in tensor]
+        return [row for tensor in made.rows(m, words) for row in tensor]
 
     def make(tiles: list[jax.Array]) -> list[list[jax.Array]]:
-        outputs = [jnp.bfloat16] * (count * BLOCK)
+        outputs = [jnp.bfloat16] * (made.count * BLOCK)
         flat = evaluate(body, tiles, [], outputs=outputs, columns=tiling.columns)
-        return [flat[i * BLOCK : (i + 1) * BLOCK] for i in range(count)]
+        return [flat[i * BLOCK : (i + 1) * BLOCK] for i in range(made.count)]
 
     return make
 
@@ -90,13 +94,10 @@ def _tile_maker(made: Callable[..., Any], count: int, tiling: Tiling) -> Callabl
 def activation(g: jax.Array, u: jax.Array, dh: jax.Array | None = None) -> tuple[jax.Array, ...]:
     """(h,), or (dg, du, h) if dh is given: bf16, exactly as the fused passes see them. For checks."""
     layout.check(g)
-    arrays = [g, u] if dh is None else [g, u, dh]
-    count = 1 if dh is None else 3
+    arrays, made = ([g, u], FORWARD) if dh is None else ([g, u, dh], BACKWARD)
     if not layout.divides(g.shape[1]):
-        made = forward_made if dh is None else backward_made
-        return codes.make_rows(arrays, made, count, name="swiglu_activation")
-    tiling = FORWARD_TILING
-    make = _tile_maker(forward_made if dh is None else backward_made, count, tiling)
+        return codes.make_rows(arrays, made.rows, made.count, name="swiglu_activation")
+    make = _tile_maker(made, FORWARD_TILING)
 
     def kernel(_, refs, __, out_refs, ___):
         tensors = make([ref[r] for ref in refs for r in range(BLOCK)])
@@ -104,8 +105,8 @@ def activation(g: jax.Array, u: jax.Array, dh: jax.Array | None = None) -> tuple
             for r, tile in enumerate(tiles):
                 out[r] = tile
 
-    run = functools.partial(layout.call, kernel, arrays, [], outputs=[(BLOCK, jnp.bfloat16)] * count)
-    return tuple(run(tiling=tiling, name="swiglu_activation"))
+    run = functools.partial(layout.call, kernel, arrays, [], outputs=[(BLOCK, jnp.bfloat16)] * made.count)
+    return tuple(run(tiling=FORWARD_TILING, name="swiglu_activation"))
 
 
 def forward_maxima(
@@ -120,7 +121,7 @@ def forward_maxima(
     """Partial maxima of h, and of its transform along tokens if `hadamard`; as `maxima`. With `into`, layers of two
     stacks, g and u are written there, and the stacks are the last results.
     """
-    run = functools.partial(find_maxima, [g, u], forward_made, 1, owed=owed, hadamard=hadamard, into=into)
+    run = functools.partial(find_maxima, [g, u], FORWARD, owed=owed, hadamard=hadamard, into=into)
     return run(tiling=tiling, name="swiglu_forward_maxima")
 
 
@@ -143,9 +144,9 @@ def quantize_forward(
     if codes.asked([side for side, _ in jobs]) or not layout.divides(g.shape[1]):
         layout.check(g)
         run = functools.partial(codes.quantize_made, name="swiglu_forward_codes")
-        return run([g, u], forward_made, jobs, columns=4, owed=owed)
+        return run([g, u], forward_made, jobs, lanes=Lanes(4, 4), owed=owed)
     _check_paid(owed)
-    make = _tile_maker(forward_made, 1, tiling)
+    make = _tile_maker(FORWARD, tiling)
     return quantize_made([g, u], make, jobs, tiling=tiling, name="swiglu_forward")
 
 
@@ -162,7 +163,7 @@ def backward_maxima(
     """Partial maxima of dg, of its transform, of du, of its transform (without the transforms unless `hadamard`), and
     with `tensors=3` of h as well.
     """
-    run = functools.partial(find_maxima, [g, u, dh], backward_made, tensors, owed=owed, hadamard=hadamard)
+    run = functools.partial(find_maxima, [g, u, dh], Made(backward_made, tensors), owed=owed, hadamard=hadamard)
     return run(tiling=tiling, name="swiglu_backward_maxima")
 
 
@@ -185,8 +186,8 @@ def quantize_backward(
         layout.check(g)
         by_hand = functools.partial(codes.quantize_made, name="swiglu_backward_codes")
         arrays = [array_of(g), array_of(u), dh]
-        return by_hand(arrays, backward_made, jobs, columns=2, owed=owed, order=H_FIRST)
+        return by_hand(arrays, backward_made, jobs, lanes=Lanes(2, 4), owed=owed, order=H_FIRST)
     _check_paid(owed)
-    make = _tile_maker(backward_made, 3, tiling)
+    make = _tile_maker(BACKWARD, tiling)
     run = functools.partial(quantize_made, [g, u, dh], make, jobs, order=H_FIRST)
     return run(tiling=tiling, name="swiglu_backward")

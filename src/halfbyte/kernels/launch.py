@@ -4,6 +4,7 @@ Mosaic GPU only launches it: there are no tiles, no pipelines and no layouts, so
 and the machine code, and the kernel compiles where no GPU is present.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -30,20 +31,27 @@ def multiprocessors() -> int:
         return MULTIPROCESSORS
 
 
+@dataclasses.dataclass(frozen=True)
+class Lanes:
+    """`columns` of a lane, programs that a multiprocessor runs at a time (`launch`), and how many lanes a block of
+    numbers has: 16 / `columns` unless given."""
+
+    columns: int
+    groups: int = 1
+    count: int | None = None
+
+
 def launch(
     body: Callable[[MemoryMachine], None],
     arrays: Sequence[jax.Array],
     outputs: Sequence[jax.ShapeDtypeStruct],
     *,
     programs: int,
-    columns: int,
-    lanes: int | None = None,
-    groups: int = 1,
+    lanes: Lanes,
     name: str,
 ) -> list[jax.Array]:
-    """The arrays of shapes `outputs` that `body(machine)` writes; it knows `arrays`, then `outputs`, by number.
-
-    `lanes` of a block are 16 / `columns` unless given. Every byte of an output must be written by some lane.
+    """The arrays of shapes `outputs` that `body(machine)` writes; it knows `arrays`, then `outputs`, by number. Every
+    byte of an output must be written by some lane.
 
     Mosaic GPU asks for one block a multiprocessor, and the assembler then gives a lane as many registers as such a
     block can have: up to 255, with which two blocks of one program fit. With `groups` > 1 a block is as large as a
@@ -51,9 +59,9 @@ def launch(
     next program by itself.
     """
     if is_interpreted():
-        host = functools.partial(on_host, programs=programs, columns=columns, lanes=lanes)
+        host = functools.partial(on_host, programs=programs, lanes=lanes)
         return list(jax.pure_callback(lambda *given: host(body, given, outputs), list(outputs), *arrays))
-    machine = PtxMemory(columns, lanes)
+    machine, groups = PtxMemory(lanes.columns, lanes.count), lanes.groups
     body(machine)
     count = len(arrays) + len(outputs)
     blocks = programs if groups == 1 else min(multiprocessors(), -(-programs // groups))
@@ -91,12 +99,11 @@ def on_host(
     outputs: Sequence[jax.ShapeDtypeStruct],
     *,
     programs: int,
-    columns: int,
-    lanes: int | None = None,
+    lanes: Lanes,
 ) -> list[np.ndarray]:
     """What `launch` returns, in NumPy; in a thread of XLA, which flushes subnormal numbers, it flushes them as well."""
     written = [np.full(o.shape, 0xAB, np.uint8).repeat(jnp.dtype(o.dtype).itemsize) for o in outputs]
     read = [np.ascontiguousarray(np.asarray(a)).reshape(-1).view(np.uint8) for a in arrays]
     with np.errstate(all="ignore"):
-        body(VectorMemory(columns, [*read, *written], programs, GROUP, lanes))
+        body(VectorMemory(lanes.columns, [*read, *written], programs, GROUP, lanes.count))
     return [w.view(o.dtype).reshape(o.shape) for w, o in zip(written, outputs, strict=True)]

@@ -151,7 +151,7 @@ def matmul(
         return _through_xla(a, b, _factor(left) * _factor(right), layout, out_dtype)
     members = 1 if tiling.pair is None else 2
     run = plgpu.kernel(
-        functools.partial(_kernel, tiling=tiling, layout=layout, sizes=(m, n, k)),
+        functools.partial(_kernel, tiling=tiling, layout=layout),
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
         grid=(multiprocessors() // members,),
         grid_names=("block",),
@@ -180,10 +180,10 @@ def _through_xla(a: jax.Array, b: jax.Array, alpha: jax.Array, layout: str, out_
     return y.astype(out_dtype)
 
 
-def _kernel(a, b, left, right, out, *, tiling: GemmTiling, layout: str, sizes: tuple[int, int, int]):
+def _kernel(a, b, left, right, out, *, tiling: GemmTiling, layout: str):
     block_m, block_n = tiling.block
     turned_a, turned_b = layout == "tn", layout == "nt"
-    *tiles, turns = tiling.steps(sizes)
+    *tiles, turns = tiling.steps(dims(a.shape, b.shape, layout))
     in_order = _transforms(tiling.k, jnp.bfloat16, a.shape[1], b.shape[1])
     out_order = _transforms(tiling.epilogue_n, out.dtype, out.shape[1])
 

@@ -20,7 +20,7 @@ from halfbyte.formats import E4M3, E5M2
 from halfbyte.kernels import arithmetic as q
 from halfbyte.kernels import layout
 from halfbyte.kernels.gated import backward_made, forward_made
-from halfbyte.kernels.launch import launch
+from halfbyte.kernels.launch import Lanes, launch
 from halfbyte.kernels.machine import Machine, MemoryMachine, TokenRows, Where, Word, Words
 from halfbyte.kernels.place import Place, place, programs, whole
 from halfbyte.kernels.rows import joined, load_rows, store_rows
@@ -107,8 +107,8 @@ def _run(
             write(m, len(arrays) + 2 * i, at, wanted, rows)
 
     outputs = [shape for o in operands for shape in o.outputs(tokens, width)]
-    run = functools.partial(launch, body, arrays, outputs, programs=grid[0] * grid[1], lanes=BLOCK // columns)
-    return tuple(run(columns=columns, name=name))
+    lanes = Lanes(columns, count=BLOCK // columns)
+    return tuple(launch(body, arrays, outputs, programs=grid[0] * grid[1], lanes=lanes, name=name))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,6 +23,7 @@ from halfbyte.formats.noise import multiply_high_low, wide_key
 from halfbyte.kernels import arithmetic as q
 from halfbyte.kernels import codes, layout
 from halfbyte.kernels.codes import unpack as _unpack_any_width
+from halfbyte.kernels.launch import Lanes
 from halfbyte.kernels.layout import BLOCK, Tiling
 from halfbyte.kernels.machine import Machine, TokenRows, Word
 from halfbyte.kernels.scale import DECODE, MULT
@@ -35,9 +36,9 @@ ROW_TILING = Tiling(8, 4)
 BOTH_TILING = Tiling(4, 4)
 UNPACK_TILING = Tiling(4, 4)
 ROW_TOKENS = 8  # tokens a program of the rowwise-only pass
-CODES = codes.Lanes(4, 4)
-BOTH_CODES = codes.Lanes(2, 8)  # nearest: fewer registers, more warps; the faster the narrower the array
-BOTH_CARRIERS = codes.Lanes(4, 2)  # 255 registers a lane, of which a full multiprocessor leaves 128
+CODES = Lanes(4, 4)
+BOTH_CODES = Lanes(2, 8)  # nearest: fewer registers, more warps; the faster the narrower the array
+BOTH_CARRIERS = Lanes(4, 2)  # 255 registers a lane, of which a full multiprocessor leaves 128
 
 
 STATIC = {"static": True}
@@ -109,13 +110,20 @@ def maxima(x: jax.Array, *, hadamard: bool = True, tiling: Tiling = AMAX_TILING)
 
     `tensor_scale` finishes them. Integer and NaN-keeping maxima: inf and NaN survive.
     """
-    return find_maxima([x], lambda m, words: [words], 1, hadamard=hadamard, tiling=tiling)
+    return find_maxima([x], Made(lambda m, words: [words], 1), hadamard=hadamard, tiling=tiling)
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """The first `count` of the tensors whose token rows `rows(machine, token rows of all arrays)` returns."""
+
+    rows: Callable[[Machine, TokenRows], Sequence[TokenRows]]
+    count: int
 
 
 def find_maxima(
     arrays: Sequence[jax.Array | Layer],
-    make: Callable[[Machine, TokenRows], Sequence[TokenRows]],
-    count: int,
+    made: Made,
     *,
     hadamard: bool,
     tiling: Tiling,
@@ -123,15 +131,14 @@ def find_maxima(
     into: Sequence[Layer] = (),
     name: str = "maxima",
 ) -> tuple[jax.Array, ...]:
-    """`maxima` of each of the `count` tensors whose token rows `make(machine, rows of the arrays)` returns. `owed`,
-    float32, one an array, multiplies what is read. The first arrays are also written `into` layers, as they are; their
-    stacks come last.
+    """`maxima` of each tensor that is `made` of the arrays. `owed`, float32, one an array, multiplies what is read. The
+    first arrays are also written `into` layers, as they are; their stacks come last.
     """
     layout.check(arrays[0])
-    total = count * (2 if hadamard else 1)
+    total = made.count * (2 if hadamard else 1)
 
     def body(m, words, factors):
-        tensors = make(m, q.multiply_rows(m, words, factors))[:count]
+        tensors = made.rows(m, q.multiply_rows(m, words, factors))[: made.count]
         return [top for rows in tensors for top in _tops(m, rows, hadamard)]
 
     if not layout.divides(arrays[0].shape[1]):
@@ -150,8 +157,8 @@ def find_maxima(
                 ref[r] = tiles[i * BLOCK + r]
         factors = [ref[i] for ref in scalar_refs for i in range(len(arrays))]
         outputs = [jnp.int32] * len(tops)
-        made = evaluate(body, tiles, factors, outputs=outputs, columns=tiling.columns)
-        for ref, tile in zip(tops, made, strict=True):
+        found = evaluate(body, tiles, factors, outputs=outputs, columns=tiling.columns)
+        for ref, tile in zip(tops, found, strict=True):
             ref[0, 0] = jnp.max(tile)
 
     scalars = [] if owed is None else [owed]
@@ -190,8 +197,7 @@ def quantize(
         layout.check(x)
         jobs = [(side, 0) for side in sides]
         run = functools.partial(codes.quantize_made, [x], lambda m, rows: [rows], jobs)
-        tile = _lanes(sides)
-        return run(columns=tile.columns, groups=tile.groups, name=_name(*sides))
+        return run(lanes=_lanes(sides), name=_name(*sides))
     alone = columns is None
     return quantize_made(
         [x],
@@ -275,7 +281,7 @@ def _quantize_tiles(
     return evaluate(body, tiles, given, outputs=outputs, columns=tiling.columns)
 
 
-def _lanes(sides: Sequence[Rowwise | Columnwise]) -> codes.Lanes:
+def _lanes(sides: Sequence[Rowwise | Columnwise]) -> Lanes:
     if len(sides) == 1:
         return CODES
     if not codes.asked(sides):

@@ -34,23 +34,15 @@ def _small(name: str, *, embed: int, mlp: int, layers: int, heads: int) -> Llama
 
 
 def _llama3(
-    name: str,
-    *,
-    embed: int,
-    mlp: int,
-    layers: int,
-    heads: int,
-    factor: float | None,
-    max_seq: int = 131072,
-    tied: bool = False,
+    name: str, *, embed: int, mlp: int, layers: int, heads: int, factor: float | None, tied: bool = False
 ) -> LlamaConfig:
     """A published Llama 3: vocabulary 128,256, 8 key heads, theta 500,000; `factor` is the rotary scaling of the 3.1
-    and 3.2 releases.
+    and 3.2 releases, which stretches 8,192 positions to 131,072.
     """
     return LlamaConfig(
-        name=name, vocab_size=128256, embed=embed, mlp=mlp, layers=layers, heads=heads, kv_heads=8, head_dim=embed //
-        heads,
-        max_seq=max_seq, tied=tied, rope_scaling=None if factor is None else RopeScaling(factor),
+        name=name, vocab_size=128256, embed=embed, mlp=mlp, layers=layers, heads=heads, kv_heads=8,
+        head_dim=embed // heads, max_seq=131072 if factor else 8192, tied=tied,
+        rope_scaling=RopeScaling(factor) if factor else None,
     )  # fmt: skip
 
 
@@ -85,7 +77,7 @@ _PRESETS = {
         _qwen3("qwen3-0.6b", embed=1024, mlp=3072, layers=28, heads=16, tied=True),
         _llama3("llama3.2-1b", embed=2048, mlp=8192, layers=16, heads=32, factor=32.0, tied=True),
         _qwen3("qwen3-1.7b", embed=2048, mlp=6144, layers=28, heads=16, tied=True),
-        _llama3("llama3-8b", embed=4096, mlp=14336, layers=32, heads=32, factor=None, max_seq=8192),
+        _llama3("llama3-8b", embed=4096, mlp=14336, layers=32, heads=32, factor=None),
         _qwen3("qwen3-8b", embed=4096, mlp=12288, layers=36, heads=32, tied=False),
         _llama3("llama3.1-70b", embed=8192, mlp=28672, layers=80, heads=64, factor=8.0),
         _llama3("llama3.1-405b", embed=16384, mlp=53248, layers=126, heads=128, factor=8.0),

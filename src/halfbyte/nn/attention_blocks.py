@@ -31,7 +31,7 @@ Part = tuple[jax.Array, jax.Array]
 @dataclass(frozen=True)
 class Blocks:
     """An implementation: forward(q, k, v, visible, causal) -> context and statistics, backward(q, k, v, visible,
-    context, statistics, gradient, causal) -> gradients of q, k and v, in any dtype. `visible`, bool [batch, queries,
+    part, dy, causal) -> gradients of q, k and v, in any dtype. `visible`, bool [batch, queries,
     keys] or None, masks beside `causal`, which is top-left."""
 
     forward: Callable[..., Part]
@@ -77,17 +77,9 @@ def _xla_rows(q: jax.Array, visible: jax.Array | None, k: jax.Array, v: jax.Arra
 
 
 def _xla_backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    visible: jax.Array | None,
-    context: jax.Array,
-    statistics: jax.Array,
-    gradient: jax.Array,
-    *,
-    causal: bool,
+    q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array | None, part: Part, dy: jax.Array, *, causal: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    of_queries = (q, context, statistics, gradient)
+    of_queries = (q, *part, dy)
     rows = _rows(of_queries, visible, k.shape[1], causal=causal)
     dq, dk, dv = zip(*(_xla_gradient(*arrays, visible=seen, k=k, v=v) for arrays, seen in rows), strict=True)
     return jnp.concatenate(dq, axis=1), functools.reduce(jnp.add, dk), functools.reduce(jnp.add, dv)
@@ -144,18 +136,11 @@ def _cudnn_forward(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array 
 
 
 def _cudnn_backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    visible: jax.Array | None,
-    context: jax.Array,
-    statistics: jax.Array,
-    gradient: jax.Array,
-    *,
-    causal: bool,
+    q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array | None, part: Part, dy: jax.Array, *, causal: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     from jax._src.cudnn import fused_attention_stablehlo as fused  # no public function takes the statistics
 
+    context, statistics = part
     unused = jnp.zeros(0, q.dtype)
     masked = visible is not None
     bias = fused.combine_bias_and_mask(None, visible[:, None], q.dtype) if visible is not None else unused
@@ -163,7 +148,7 @@ def _cudnn_backward(
     found = fused._dot_product_attention_bwd_rule(
         q.shape[-1] ** -0.5, 42, 0.0, (masked, masked),
         fused.MaskType.CAUSAL if causal else fused.MaskType.NO_MASK,
-        fused.AttentionLayout.BTNH.value, None, fused.check_cudnn_version(), False, kept, gradient,
+        fused.AttentionLayout.BTNH.value, None, fused.check_cudnn_version(), False, kept, dy,
     )  # fmt: skip
     dq, dk, dv = found[:3]
     return dq, dk, dv

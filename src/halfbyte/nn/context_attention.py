@@ -72,7 +72,8 @@ def _backward(axes: tuple[str, ...], implementation: str, kept: Any, gradient: j
     halves, k, v, segments, contexts, statistics = kept
     share = Share(axes)
     keys, values, visible = share.keys(share.chunks(k)), share.keys(share.chunks(v)), share.visible(segments)
-    of_queries = (share.queries(each) for each in (contexts, statistics, share.swap(gradient)))
+    parts = zip(share.queries(contexts), share.queries(statistics), strict=True)
+    of_queries = (parts, share.queries(share.swap(gradient)))
     backward = BLOCKS[implementation].backward
     found = [
         backward(*arrays, causal=causal)

@@ -19,7 +19,6 @@ import jax
 
 from halfbyte.checkpoint import PoisonedCheckpoint
 from halfbyte.metrics import Compiling, Finished, OneStepLate, Throughput
-from halfbyte.profiling import Capture, ProfileConfig
 from halfbyte.ranks import Group
 from halfbyte.recipe import Recipe
 
@@ -68,14 +67,13 @@ class Loop:
         start: Start,
         *,
         begin_again: Callable[[], Start],
-        profile: ProfileConfig,
         group: Group,
-        goodput: Goodput,
         observers: Sequence[Observer] = (),
         until: int | None = None,
     ):
         self.begin_again, self.observers = begin_again, observers
-        self.session, self.outputs, self.group, self.goodput = session, outputs, group, goodput
+        self.session, self.outputs, self.group = session, outputs, group
+        self.goodput, self.capture = outputs.goodput, outputs.capture
         self.config, self.mesh = session.config, session.mesh
         self.state: TrainState = start.state
         self.step = start.step
@@ -83,7 +81,6 @@ class Loop:
         self.data_state = start.data_state
         self.late = OneStepLate()
         self.result = RunResult(session.directory, start.step)
-        self.capture = Capture(profile, session.directory / "profile", say=session.say)
         self.returns: list[Return] = list(start.returns)
         self.phases = phases(self.config)
         for back in self.returns:

@@ -1,15 +1,14 @@
 """A run from its config to its end: checks, the directory, the checkpoint it goes on from, and then the loop."""
 
 import functools
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from halfbyte.inputs.compile_cache import use_compile_cache
-from halfbyte.profiling import ProfileConfig
+from halfbyte.profiling import Capture, ProfileConfig
 from halfbyte.ranks import Group, Limits, Signals
 
 from .claim import Claim
@@ -51,34 +50,12 @@ def train(
     takes its signals itself. `initial` makes the weights of a run that has `init_from`. `observers` are shown some
     steps.
     """
-    given: dict[str, Any] = {"console": console, "allow_change": allow_change, "profile": profile, "initial": initial}
-    given |= {"observers": observers, "until": until}
-    if group is not None:
-        return _train(config, directory, group, **given)
-    alone = Group(limits=Limits(progress=config.watchdog_s)).open()
-    with Signals(alone.request_stop):
-        try:
-            return _train(config, directory, alone, **given)
-        finally:
-            alone.close()
-
-
-def _train(
-    config: TrainConfig,
-    directory: Path,
-    group: Group,
-    *,
-    console: Console,
-    allow_change: bool,
-    profile: ProfileConfig | None,
-    initial: Initial | None,
-    observers: Sequence[Observer],
-    until: int | None,
-) -> RunResult:
-    if config.compile_cache:
-        use_compile_cache(config.compile_cache, say=console.print)
-    group.agree("config", common_facts(config, directory, allow_change=allow_change))
     with ExitStack() as stack:
+        if group is None:
+            group = stack.enter_context(_alone(config))
+        if config.compile_cache:
+            use_compile_cache(config.compile_cache, say=console.print)
+        group.agree("config", common_facts(config, directory, allow_change=allow_change))
         claim = stack.enter_context(Claim(directory)) if group.rank == 0 else None
         session = open_session(config, directory, console=console, allow_change=allow_change)
         group.agree("data", {"content of the data set": session.content})
@@ -96,18 +73,20 @@ def _train(
         _announce(session, start)
         settle_directory(session, taken, start.returns)
         sinks = open_sinks(session, stack, resume_step=start.step if start.resumed else None)
-        outputs = Outputs(stack, taken.store, sinks, claim=claim)
+        capture = Capture(profile or ProfileConfig(), session.directory / "profile", say=session.say)
+        outputs = Outputs(stack, taken.store, sinks, goodput, capture, claim=claim)
+        begin_again = functools.partial(restore, allow=True)
         return Loop(
-            session,
-            outputs,
-            start,
-            begin_again=functools.partial(restore, allow=True),
-            profile=profile or ProfileConfig(),
-            group=group,
-            goodput=goodput,
-            observers=observers,
-            until=until,
+            session, outputs, start, begin_again=begin_again, group=group, observers=observers, until=until
         ).run()
+
+
+@contextmanager
+def _alone(config: TrainConfig) -> Iterator[Group]:
+    """The group of a run without peers, which takes its signals itself."""
+    group = Group(limits=Limits(progress=config.watchdog_s)).open()
+    with Signals(group.request_stop), closing(group):
+        yield group
 
 
 def _announce(session: Session, start: Start) -> None:

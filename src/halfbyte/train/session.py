@@ -32,6 +32,7 @@ from halfbyte.metrics import (
     read_rows,
 )
 from halfbyte.ops.activation import ACTIVATIONS
+from halfbyte.profiling import Capture
 from halfbyte.recipe import GEMMS, Recipe, Resolved
 from halfbyte.sharding import format_mesh
 
@@ -39,6 +40,7 @@ from . import jsonconfig
 from .claim import Claim
 from .config import TrainConfig
 from .directory import Found, Taken, check_data, look_at, settle, take
+from .goodput import Goodput
 from .guard import Return
 from .identity import fingerprint
 from .precision import Phase, phases, with_fallback
@@ -184,6 +186,8 @@ class Outputs:
     stack: ExitStack
     store: Checkpoints
     sinks: list[Sink]
+    goodput: Goodput
+    capture: Capture
     display: Display | None = None
     claim: Claim | None = None
     """On the process that holds the directory."""

@@ -154,7 +154,7 @@ def test_swiglu(shape):
     same(forward, [*rows_of(h, order), *columns_of(h, order)])
 
 
-def host_launch(body, arrays, outputs, *, name, groups=1, **sizes):
+def host_launch(body, arrays, outputs, *, name, **sizes):
     return on_host(body, arrays, outputs, **sizes)
 
 
