@@ -40,7 +40,7 @@ def test_a_save_that_one_process_cannot_write_is_given_up_by_all(tmp_path):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     started = [subprocess.Popen([*command, str(rank), *rest], env=environment, **pipes) for rank in range(2)]
     try:
-        output = [process.communicate(timeout=200) for process in started]
+        output = [process.communicate(timeout=1800) for process in started]
     finally:
         for process in started:
             process.kill()

@@ -66,7 +66,7 @@ KILLS = """if True:
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_a_kill_leaves_the_old_or_the_new_and_what_is_left_is_removed(tmp_path, can_exchange):
     command = [sys.executable, "-c", KILLS, str(tmp_path), str(can_exchange)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     found = json.loads(done.stdout)
     whole = ["a=new+b=new", "a=old+b=old"]
     assert {after for *_, after, _ in found} == set(whole), done.stderr

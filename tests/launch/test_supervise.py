@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -97,7 +96,7 @@ from halfbyte.launch.supervise import end_with_supervisor
 end_with_supervisor(os.environ)
 assert os.getpgid(0) == os.getpid()
 (folder / f"up-{rank}").write_text(str(os.getpid()))
-time.sleep(120)
+time.sleep(3600)
 """
 SUPERVISE = """if True:
     import sys
@@ -107,22 +106,15 @@ SUPERVISE = """if True:
 """
 
 
-def test_ranks_end_with_a_supervisor_that_is_killed(tmp_path):
+def test_ranks_end_with_a_supervisor_that_is_killed(tmp_path, until):
     (tmp_path / "rank.py").write_text(RANK)
     (tmp_path / "behave.py").write_text(ORPHAN)
     outer = subprocess.Popen([sys.executable, "-c", SUPERVISE, str(tmp_path)])
     files = [tmp_path / f"up-{rank}" for rank in range(2)]
-    wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+    until(lambda: all(file.exists() and file.read_text() for file in files))
     outer.kill()
     outer.wait()
-    wait_until(lambda: not any(is_running(int(file.read_text())) for file in files))
-
-
-def wait_until(true, seconds=60.0):
-    until = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    until(lambda: not any(is_running(int(file.read_text())) for file in files))
 
 
 def is_running(pid):
