@@ -44,7 +44,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "diagnosis"), str(ROOT / "benchmarks")]
 
 from defects import DEFECTS  # noqa: E402
-from radar_bands import CONFIG, MODEL, batch_of, trained  # noqa: E402
+from radar_model import CONFIG, MODEL, batch_of, trained  # noqa: E402
 
 OUT = ROOT / "docs" / "evidence" / "radar_defects.json"
 SEEDS, PROBES, STEPS = 20, 2, 1000

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from radar_bands import CONFIG, batch_of
+from radar_model import CONFIG, batch_of
 
 from halfbyte import models
 from halfbyte.diagnosis.inspection import inspect

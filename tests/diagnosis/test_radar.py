@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from defects import DEFECTS, carrier_unlike_codes, same_bits, stale_amax
-from radar_bands import CONFIG, MODEL, batch_of
+from radar_model import CONFIG, MODEL, batch_of
 
 from halfbyte import models
 from halfbyte.diagnosis import definition

@@ -1,7 +1,10 @@
 """The bits of the linears, as hashes: a change that should change none is run before and after.
 
-    python tests/ops/bits.py --out before.json            # at the old commit
+    python bits.py --out before.json                      # at the old commit, with its copy of this file
     python tests/ops/bits.py --out after.json --compare before.json
+
+It names what lies inside the package, which other commits have elsewhere: the old side runs the file as that commit
+has it, or a copy whose imports were made to fit.
 
 Value and gradients of `qdot` and of `mlp` for every preset, by every backend that serves, on several meshes of CPU
 devices; kernels interpreted on a CPU and compiled on a GPU; and the losses of six steps. `--programs` hashes what is

@@ -1,7 +1,4 @@
-"""The small Llama, its batches and its training, on which the radar is tried: benchmarks/radar_defects.py, and tests.
-
-(The file is named after stored bands of healthy gains, which the radar had before it judged each GEMM by its recipe.)
-"""
+"""The small Llama, its batches and its training, on which the radar is tried: by radar_defects.py, and by tests."""
 
 import dataclasses
 
