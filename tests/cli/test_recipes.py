@@ -33,6 +33,8 @@ def test_one_recipe_by_its_maxtext_name(capfd):
         "rounding": "stochastic",
         "hadamard": True,
         "source": "as_is",
+        "hadamard_size": 16,
+        "signs": "fixed",
     }
 
 
@@ -64,3 +66,24 @@ def test_what_is_said_of_the_weights_together_and_of_their_source(capfd):
     for shown in data["recipes"]:
         sources = {role: operand["source"] for role, operand in shown["operands"].items()}
         assert sources == {role: operand.source for role, operand in recipe(shown["name"]).operands().items()}
+
+
+BAD = {  # what a file says -> what its reader is told
+    "replace(nvfp4, name='x', **nvfp4.with_operands(('wgrad_x',), hadamard=False))": "set both or neither",
+    "BlockFormat('x', NVFP4.element, 16, TwoLevel(among=(4.0,)))": "largest value is 6",
+    "BlockFormat('x', E1M2, 16, TwoLevel(among=(6.0, 4.0)))": "does not serve E1M2",
+    "replace(nvfp4, name='x', **nvfp4.with_operands(WEIGHTS, format=NVFP4_ROW))": "cannot apply",
+}
+
+
+@pytest.mark.parametrize("text, said", BAD.items())
+def test_a_recipe_that_cannot_be_computed_is_one_paragraph_and_exit_2(tmp_path, capfd, text, said):
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import replace\n"
+        "from halfbyte.formats import E1M2, NVFP4, NVFP4_ROW, BlockFormat, TwoLevel\n"
+        "from halfbyte.recipe import WEIGHTS, recipe\n"
+        f"nvfp4 = recipe('nvfp4')\nmine = {text}\n"
+    )
+    assert main(["recipes", f"{tmp_path / 'mine.py'}:mine"]) == 2
+    told = " ".join(capfd.readouterr().err.split())
+    assert said in told and "Traceback" not in told

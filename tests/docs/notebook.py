@@ -1,6 +1,6 @@
 """The cells of a notebook, run in order as a reader's Python would.
 
-    python tests/docs/notebook.py docs/nvfp4-in-ten-minutes.ipynb     writes what they print into the file
+python tests/docs/notebook.py docs/nvfp4-in-ten-minutes.ipynb     writes what they print into the file
 """
 
 import contextlib

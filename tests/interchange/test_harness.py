@@ -77,11 +77,11 @@ def test_texts_and_generation(lm_eval, folder):
 
     model = HalfbyteLM(run=str(folder / "model"), compute_dtype="float32", seq=32)
     text = "the people of the union shall not tax the peace"
-    whole, = model.loglikelihood_rolling([SimpleNamespace(args=(text,))])
+    (whole,) = model.loglikelihood_rolling([SimpleNamespace(args=(text,))])
     parts = model.loglikelihood([SimpleNamespace(args=("", text[:20])), SimpleNamespace(args=(text[:20], text[20:31]))])
     assert whole < parts[0][0] + parts[1][0] < 0
     asked = {"until": ["\n"], "max_gen_toks": 4}
-    written, = model.generate_until([SimpleNamespace(args=("the people", asked))])
+    (written,) = model.generate_until([SimpleNamespace(args=("the people", asked))])
     assert "\n" not in written
     with pytest.raises(ValueError, match="greedily"):
         model.generate_until([SimpleNamespace(args=("the", {"do_sample": True}))])

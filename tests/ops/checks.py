@@ -75,7 +75,10 @@ def check_linear(recipe, x, w, dy, *, backend, compiler_options=None, tolerance=
         for side in ("left", "right"):
             ours, theirs = getattr(got, side), getattr(want, side).carrier
             np.testing.assert_array_equal(ours.reshape(theirs.shape), theirs, err_msg=f"{gemm} {side}")
-        assert got.factor == np.float32(want.left.decode) * np.float32(want.right.decode)
+        left, right = (np.asarray(side.decode, np.float32) for side in (want.left, want.right))
+        if gemm == "wgrad" or right.ndim:  # scales of rows: of the sums' rows, and of their columns
+            left, right = (left.T if gemm == "wgrad" else left), (right.T if gemm == "dgrad" else right)
+        np.testing.assert_array_equal(got.factor.reshape(np.shape(left * right)), left * right)
         assert_close(got.result, want, tolerance)
     for result, want, like in zip(results, expected.values(), (dy, x, w), strict=True):
         assert result.dtype == like.dtype and result.shape == like.shape

@@ -22,7 +22,7 @@ class Seen:
 
     left: np.ndarray
     right: np.ndarray
-    factor: float
+    factor: np.ndarray
     result: np.ndarray
 
 
@@ -30,7 +30,7 @@ class Seen:
 def watched(name: str) -> Iterator[dict[str, Seen]]:
     """While it lasts, programs that are traced note each GEMM that backend `name`, or `carrier` for it, multiplies."""
     seen: dict[str, Seen] = {}
-    real = {each: BACKENDS[each] for each in {name, "carrier"}}
+    real = {each: BACKENDS[each] for each in {name, "carrier", "reference"}}
     for each in real.values():
         BACKENDS[each.name] = _noting(each, seen)
     try:
@@ -45,7 +45,7 @@ def _noting(real, seen: dict[str, Seen]):
 
     def note(gemm, left, right, factor, result):
         # Copies: the buffers of a callback's arguments belong to the program.
-        seen[gemm] = Seen(*(np.array(a, np.float64) for a in (left, right)), float(factor), np.array(result))
+        seen[gemm] = Seen(*(np.array(a, np.float64) for a in (left, right)), np.array(factor), np.array(result))
 
     def multiply(gemm, left, right, dtype):
         exact = real.gemm(gemm, left, right, jnp.dtype(jnp.float32))

@@ -9,6 +9,7 @@ import dataclasses
 import zlib
 
 import jax
+import league_oracle
 import ml_dtypes
 import numpy as np
 
@@ -74,11 +75,17 @@ def hash_words(number: np.ndarray, k0: np.uint64, k1: np.uint64) -> np.ndarray:
     return h ^ (h >> np.uint64(16))
 
 
-def random_bytes(key: jax.Array, rows: int, columns: int) -> np.ndarray:
-    """Byte row % 4 of word (row // 4) * columns + column of the counter hash, under the mixed words of the key."""
+def mixed_words(key: jax.Array) -> tuple[np.uint64, np.uint64]:
+    """The two words of a key, mixed."""
     k0, k1 = np.asarray(jax.random.key_data(key)).astype(np.uint64)
     for constant in np.array([0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], np.uint64):
         k0, k1 = k1, k0 ^ hash_words(k1, constant, constant)
+    return k0, k1
+
+
+def random_bytes(key: jax.Array, rows: int, columns: int) -> np.ndarray:
+    """Byte row % 4 of word (row // 4) * columns + column of the counter hash, under the mixed words of the key."""
+    k0, k1 = mixed_words(key)
     row, column = np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij")
     h = hash_words(row // 4 * columns + column, k0, k1)
     return (h >> (row % 4 * 8).astype(np.uint64)).astype(np.uint8)
@@ -92,10 +99,18 @@ def _sylvester(size: int) -> np.ndarray:
     return np.array([[(-1) ** bin(i & j).count("1") for j in range(size)] for i in range(size)], np.float64)
 
 
-def hadamard(x: np.ndarray) -> np.ndarray:
+def hadamard(x: np.ndarray, size: int = 16, signs: np.ndarray = SIGNS) -> np.ndarray:
     """diag(signs) * Sylvester16 / 4 on runs of 16 along the last axis: bfloat16 in, one rounding to bfloat16 out."""
+    if size != 16:
+        return league_oracle.hadamard(x, size, np.tile(signs, size // len(signs)))
     runs = bfloat16(x.astype(F)).astype(np.float64).reshape(-1, 16)
-    return bfloat16((runs @ (SIGNS[:, None] * _sylvester(16) / 4)).astype(F)).reshape(x.shape)
+    return bfloat16((runs @ (signs[:, None] * _sylvester(16) / 4)).astype(F)).reshape(x.shape)
+
+
+def fresh_signs(key: jax.Array, size: int) -> np.ndarray:
+    """-1 where the top bit of the hash of a place is set."""
+    words = hash_words(np.arange(size), *mixed_words(key))
+    return np.where(words >> np.uint64(31), -1, 1)
 
 
 def _tensor_scales(amax: np.float32, top: float) -> tuple[np.float32, np.float32]:
@@ -109,7 +124,8 @@ class Operand:
     """A matrix as numbers: `carrier` float64 (element x block scale) times `decode`."""
 
     carrier: np.ndarray
-    decode: float
+    decode: float | np.ndarray
+    value: np.ndarray | None = None  # float32, where the recipe quantizes it again
 
 
 def _blocks(x: np.ndarray, policy, block: int | None, axis: int) -> np.ndarray:
@@ -122,13 +138,21 @@ def _blocks(x: np.ndarray, policy, block: int | None, axis: int) -> np.ndarray:
     return np.broadcast_to(tiles.max((1, 3), keepdims=True), tiles.shape).reshape(x.shape)
 
 
-def operand(x: np.ndarray, policy, *, axis: int, key: jax.Array | None = None) -> Operand:
+def operand(x: np.ndarray, policy, *, axis: int, key: jax.Array | None = None, signs: np.ndarray = SIGNS) -> Operand:
     """Matrix x under `policy`, blocked and transformed along `axis`, with the random bytes of `key`."""
     x = x.astype(F)
     if policy.hadamard:
-        x = hadamard(x.T).T if axis == 0 else hadamard(x)
+        size = policy.hadamard_size
+        x = hadamard(x.T, size, signs).T if axis == 0 else hadamard(x, size, signs)
     if policy.format.name == "bf16":
         return Operand(bfloat16(x).astype(np.float64), 1.0)
+    if policy.format.name in league_oracle.RULES:
+        drawn = policy.rounding in ("stochastic", "midpoint") or policy.format.name == "nvfp4_eden"
+        noise = random_bytes(key, *x.shape) if drawn else None
+        turned = (lambda a: None if a is None else np.ascontiguousarray(a.T)) if axis == 0 else (lambda a: a)
+        given = turned(x), policy.format.name, policy.rounding, turned(noise)
+        carrier, decode, value = league_oracle.quantized(*given, square=policy.block == "2d")
+        return Operand(turned(carrier), turned(decode) if np.ndim(decode) else decode, turned(value))
     values, block, rule = FORMATS[policy.format.name]
     top = _blocks(x, policy, block, axis)
     if rule == "two-level":
@@ -173,7 +197,12 @@ def linear(x: np.ndarray, w: np.ndarray, dy: np.ndarray, recipe, key: jax.Array)
     """fprop, dgrad and wgrad of x [tokens, inputs] with w [inputs, outputs] and the cotangent dy [tokens, outputs]."""
 
     def make(tensor, role, axis):
-        return operand(tensor, getattr(recipe, role), axis=axis, key=role_key(key, role))
+        policy = getattr(recipe, role)
+        if policy.source == "forward":  # the forward operand of the same tensor, dequantized, in float32
+            tensor = make(tensor, f"fprop_{role[-1]}", 1 if role[-1] == "x" else 0).value
+        gemm = role_key(key, f"{role.partition('_')[0]} signs")
+        signs = fresh_signs(gemm, policy.hadamard_size) if policy.signs == "fresh" else SIGNS
+        return operand(tensor, policy, axis=axis, key=role_key(key, role), signs=signs)
 
     return {
         "fprop": _multiply(make(x, "fprop_x", 1), make(w, "fprop_w", 0), "tk,kn->tn"),

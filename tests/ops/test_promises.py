@@ -17,7 +17,7 @@ import halfbyte as hb
 from halfbyte import devices, ops
 from halfbyte.ops.gemms import GEMMS
 from halfbyte.ops.passes import XLA
-from halfbyte.recipe import recipe_names
+from halfbyte.recipe import LEAGUE, recipe_names
 
 SHAPES = [(256, 256, 512), (256, 128, 640), (128, 384, 1376), (64, 96, 64)]
 DEVICES = ["cpu", "h200", "b200", "gb300"]
@@ -50,7 +50,11 @@ def called(name, shape, device):
     return found
 
 
-@pytest.mark.parametrize("name", recipe_names())
+# Of the league one for each way to be served: as codes by a native GEMM, with drawn scales, by the reference.
+TRACED = set(recipe_names()) - {made.name for made in LEAGUE} | {"nvfp4_4over6_sr", "quartet2", "tetrajet2"}
+
+
+@pytest.mark.parametrize("name", sorted(TRACED))
 def test_a_choice_is_kept(name):
     cases = [(shape, device, promised(name, shape, device)) for shape in SHAPES for device in DEVICES]
     cases = {choice: (shape, device) for shape, device, choice in reversed(cases) if choice is not None}

@@ -128,7 +128,7 @@ def test_2d_blocks_are_for_nvfp4(fmt):
 def test_other_bad_values_name_the_field_and_the_choices():
     with pytest.raises(ValueError, match=r"block must be one of 1d, 2d, got '3d'"):
         OperandPolicy(NVFP4, block="3d")
-    with pytest.raises(ValueError, match=r"rounding must be one of rne, stochastic, got 'up'"):
+    with pytest.raises(ValueError, match=r"rounding must be one of rne, stochastic, away, midpoint, got 'up'"):
         OperandPolicy(NVFP4, rounding="up")
     with pytest.raises(TypeError, match=r"format must be a BlockFormat, got 'nvfp4'; take one from halfbyte.formats"):
         OperandPolicy("nvfp4")

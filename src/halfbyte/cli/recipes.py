@@ -57,7 +57,7 @@ def show_one(chosen: "Recipe") -> Result:
     rows = [(role, *policy.values()) for role, policy in describe(chosen)["operands"].items()]
     console().print(
         table(
-            ["operand", "format", "block", "rounding", "hadamard", "source"],
+            ["operand", *(field.name for field in fields(chosen.fprop_x))],
             rows,
             title=f"{chosen.name}: {chosen.description}",
         )

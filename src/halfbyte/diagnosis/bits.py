@@ -21,7 +21,7 @@ from halfbyte.recipe import Recipe
 
 from .replay import linear_key, product
 
-SIZE = 64  # of the identity: a multiple of every block
+SIZE = 64  # of the identity, at least: a multiple of every block
 UNUSED = 64  # keys for the mean
 LIMIT = 0.2  # of two linears' bits a fifth would have to be the same
 
@@ -43,9 +43,10 @@ def rounded_keys(cfg: LlamaConfig, ctx: Context, steps: Sequence[jax.Array]) -> 
 
 
 def errors(chosen: Recipe, ctx: Context, keys: jax.Array) -> dict[str, jax.Array]:
-    """GEMM -> rounding errors [keys, SIZE * SIZE] of length one, under a recipe; 0 where the key changes nothing."""
-    eye = jnp.eye(SIZE, dtype=jnp.bfloat16)
-    dy = jax.random.normal(jax.random.key(0), (SIZE, SIZE), jnp.bfloat16)
+    """GEMM -> rounding errors [keys, size * size] of length one, under a recipe; 0 where the key changes nothing."""
+    size = max(SIZE, *(policy.run for policy in chosen.operands().values()))
+    eye = jnp.eye(size, dtype=jnp.bfloat16)
+    dy = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
 
     def one(key: jax.Array) -> dict[str, jax.Array]:
         _, back = jax.vjp(lambda x, w: product(x, w, chosen, key, backend=ctx.backend), eye, eye)

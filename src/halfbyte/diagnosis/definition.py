@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from halfbyte.formats import amax_of, random_bytes, to_grid, transform_runs
+from halfbyte.formats import OnGrid, amax_of, random_bytes, store, to_grid, transform_runs
 from halfbyte.formats.bits import round_bfloat16
-from halfbyte.recipe import GEMMS, ROLES, OperandPolicy, role_key
+from halfbyte.formats.hadamard import fresh_signs
+from halfbyte.recipe import AGAIN, GEMMS, ROLES, OperandPolicy, role_key, signs_key
 
 from .replay import Linear
 
@@ -31,10 +32,11 @@ TENSORS = {"fprop_x": ("x", -1), "fprop_w": ("w", -2), "dgrad_dy": ("dy", -1), "
 
 
 class Operand(NamedTuple):
-    """A matrix of numbers that are exact in bfloat16, and the factor that sums of them owe the tensor's scale."""
+    """A matrix of numbers that are exact in bfloat16 (but for outer scales inside the sum), and the factor that sums of
+    them owe the tensor's scale, or those of its rows."""
 
     values: jax.Array  # float32
-    factor: jax.Array  # float32
+    factor: jax.Array  # float32, or one for each row or column
 
 
 def matrix(x: jax.Array) -> jax.Array:
@@ -43,29 +45,64 @@ def matrix(x: jax.Array) -> jax.Array:
 
 
 def operand(
-    x: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None, amax: jax.Array | None = None
-) -> Operand:
-    """A matrix under a policy, blocked along `axis`."""
+    x: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None, amax: jax.Array | None = None,
+    signs: jax.Array | None = None,
+) -> Operand:  # fmt: skip
+    """A matrix under a policy, blocked along `axis`; `signs` is the key of its transform's, where they are drawn."""
     one = jnp.float32(1)
-    if policy.source == "bfloat16" or not policy.format.quantized:
-        x = round_bfloat16(x.astype(jnp.float32))
-    if policy.hadamard:
-        x = transform_runs(x, axis=axis)
+    x = _transformed(x, policy, axis, signs)
     if not policy.format.quantized:
         return Operand(x.astype(jnp.float32), one)
-    noise = random_bytes(key, x.shape) if policy.stochastic and key is not None else None
-    grid = to_grid(x, policy.format, block=policy.block, axis=axis, noise=noise, amax=amax)
-    return Operand(grid.carrier(), jnp.where(jnp.isfinite(amax_of(x)), grid.scales.tensor_decode, jnp.nan * one))
+    grid = _grid(x, policy, axis, key, amax)
+    return Operand(grid.carrier(), jnp.where(jnp.isfinite(amax_of(x)), _owed(grid, axis), jnp.nan * one))
+
+
+def _transformed(x: jax.Array, policy: OperandPolicy, axis: int, signs: jax.Array | None) -> jax.Array:
+    """What is quantized of a matrix."""
+    if policy.source == "bfloat16" or not policy.format.quantized:
+        x = round_bfloat16(x.astype(jnp.float32))
+    if not policy.hadamard:
+        return x
+    drawn = fresh_signs(signs, policy.hadamard_size) if policy.draws_signs and signs is not None else None
+    return transform_runs(x, axis=axis, points=policy.hadamard_size, signs=drawn)
+
+
+def _grid(
+    x: jax.Array, policy: OperandPolicy, axis: int, key: jax.Array | None, amax: jax.Array | None = None
+) -> OnGrid:
+    noise = random_bytes(key, x.shape) if policy.draws_bytes and key is not None else None
+    fmt, rounding = policy.format, policy.rounding
+    return to_grid(x, fmt, block=policy.block, axis=axis, noise=noise, amax=amax, rounding=rounding)
+
+
+def _owed(grid: OnGrid, axis: int) -> jax.Array:
+    """What sums owe: the tensor's decode scale, those of rows or columns, or nothing where it is inside the sum."""
+    scale = grid.scales.tensor_decode
+    if grid.outer == "row":
+        return scale[:, 0] if axis == -1 else scale[0]
+    return scale if grid.outer == "tensor" else jnp.float32(1)
 
 
 def operands(given: Linear) -> dict[str, Operand]:
     """The six of a linear, by role."""
 
+    def key_of(role: str) -> jax.Array | None:
+        return None if given.bits is None else role_key(given.bits, role)
+
+    def source(role: str) -> jax.Array:
+        """The tensor as a matrix, or its forward operand, dequantized."""
+        x, forward = matrix(getattr(given, TENSORS[role][0])), AGAIN.get(role, role)
+        if getattr(given.recipe, role).source != "forward":
+            return x
+        policy, axis = getattr(given.recipe, forward), TENSORS[forward][1]
+        grid = _grid(_transformed(x, policy, axis, None), policy, axis, key_of(forward))
+        return store(grid, policy.format, block=policy.block, axis=axis).dequantize()
+
     def made(role: str) -> Operand:
-        name, axis = TENSORS[role]
-        key = None if given.bits is None else role_key(given.bits, role)
+        (name, axis), policy = TENSORS[role], getattr(given.recipe, role)
+        signs = None if given.bits is None else signs_key(given.bits, role.partition("_")[0])
         amax = given.amax if name == "w" else None
-        return operand(matrix(getattr(given, name)), getattr(given.recipe, role), axis=axis, key=key, amax=amax)
+        return operand(source(role), policy, axis=axis, key=key_of(role), amax=amax, signs=signs)
 
     return {role: made(role) for role in ROLES}
 
@@ -80,7 +117,8 @@ class Result(NamedTuple):
 def result(gemm: str, made: dict[str, Operand]) -> Result:
     """The product of a GEMM's two operands."""
     (a, factor_a), (b, factor_b) = (made[role] for role in GEMMS[gemm])
-    axes, factor = CONTRACTED[gemm], factor_a * factor_b
+    axes = CONTRACTED[gemm]
+    factor = (factor_a[:, None] if factor_a.ndim else factor_a) * (factor_b[None] if factor_b.ndim else factor_b)
     dims = (((axes[0],), (axes[1],)), ((), ()))
 
     def dot(a: jax.Array, b: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -91,7 +129,7 @@ def result(gemm: str, made: dict[str, Operand]) -> Result:
         a, b, cpu=lambda a, b: dot(a, b, jnp.dtype("float32")), default=lambda a, b: dot(a, b, jnp.dtype("bfloat16"))
     )
     rows, columns = length(a, axes[0]), length(b, axes[1])
-    bound = (rows * factor)[:, None] * columns[None]
+    bound = rows[:, None] * factor * columns[None]
     return Result(sums * factor, ROUNDED * jnp.abs(sums * factor) + SUMMED * bound)
 
 

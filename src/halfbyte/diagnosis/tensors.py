@@ -55,8 +55,9 @@ def describe(x: jax.Array, policy: OperandPolicy, axis: int, count: jax.Array | 
     found = {"amax": amax, "crest": 1 / jnp.maximum(jnp.sqrt(jnp.sum((wide / scale) ** 2) / many), TINY)}
     if policy.format.element is None:
         return found
-    seen = transform_runs(x, axis=axis) if policy.hadamard else x
-    made = quantize(seen, policy.format, block=policy.block, axis=axis)
+    seen = transform_runs(x, axis=axis, points=policy.hadamard_size) if policy.hadamard else x
+    key = jax.random.key(0) if policy.format.scale.stochastic else None
+    made = quantize(seen, policy.format, block=policy.block, axis=axis, key=key)
     near, whole = made.dequantize(), seen.astype(jnp.float32)
     top = jnp.abs(decode(policy.format.element, made.codes)) >= policy.format.element.max
     lost = {"zeros": (near == 0) & (whole != 0), "saturated": top & (jnp.abs(whole) > jnp.abs(near))}
@@ -110,7 +111,7 @@ def operand_numbers(given: Linear, role: str) -> dict[str, Any]:
     (name, axis), own = TENSORS[role], getattr(given.recipe, role)
     x = matrix(getattr(given, name)).astype(jnp.bfloat16)
     tried = WAYS | ({"nvfp4 2d": TILED} if name == "w" else {})
-    plain = OperandPolicy(own.format, own.block, hadamard=own.hadamard)
+    plain = OperandPolicy(own.format, own.block, hadamard=own.hadamard, hadamard_size=own.hadamard_size)
     if own.format.quantized and plain not in tried.values():
         tried = tried | {"own": plain}
     laid = {way: in_rows(x, policy, axis) for way, policy in tried.items()}

@@ -78,7 +78,8 @@ def run_linear(
 def unpacked_weights(given: Linear) -> dict[str, Operand]:
     """The weight's operands as the definition in `ops` makes them, before they are packed: a carrier must be what its
     codes stand for. Nothing of a weight that was quantized before, or of one in bf16."""
-    roles = [role for role in WEIGHTS if getattr(given.recipe, role).format.quantized]
+    policies = {role: getattr(given.recipe, role) for role in WEIGHTS}
+    roles = [role for role, policy in policies.items() if policy.format.quantized and policy.source != "forward"]
     if isinstance(given.weight, QWeight):
         return {}
     asked = [request(given.recipe, role, given.key) for role in roles]
@@ -91,7 +92,7 @@ def differing(found: Operand, right: definition.Operand) -> jax.Array:
     """The share of an operand's numbers that are not the definition's; all of them under another tensor scale."""
     share = jnp.mean((matrix(found.values()).astype(jnp.float32) != right.values).astype(jnp.float32))
     factor = jnp.float32(1) if found.factor is None else found.factor
-    return jnp.where(factor == right.factor, share, 1.0)
+    return jnp.where(jnp.all(factor.reshape(-1) == right.factor.reshape(-1)), share, 1.0)
 
 
 def judge(given: Linear, *, backend: str, sharded: bool = False) -> dict[str, dict[str, jax.Array]]:
@@ -123,6 +124,6 @@ def _away(q: jax.Array, expected: definition.Result) -> jax.Array:
 
 def _path_error(away: jax.Array, right: dict[str, definition.Operand]) -> jax.Array:
     x, dy = (right[role] for role in GEMMS["wgrad"])
-    whole = [jnp.sqrt(jnp.sum(definition.length(t.values, 0) ** 2)) * t.factor for t in (x, dy)]
+    whole = [jnp.sqrt(jnp.sum((definition.length(t.values, 0) * t.factor) ** 2)) for t in (x, dy)]
     size = jnp.maximum(whole[0] * whole[1] / jnp.sqrt(jnp.float32(x.values.shape[0])), 1e-37)
     return jnp.sqrt(jnp.sum((away / size) ** 2)) / PATH_ERROR

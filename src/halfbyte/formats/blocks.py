@@ -44,6 +44,10 @@ class BlockFormat:
                     f"format {self.name}: element x block scale has {bits} significant bits, and products are exact "
                     f"to {SHORT_BITS}; take an element or a scale with fewer mantissa bits"
                 )
+            try:
+                self.scale.check(self.element)
+            except ValueError as error:
+                raise ValueError(f"format {self.name}: {error}") from None
 
     @property
     def quantized(self) -> bool:

@@ -84,9 +84,12 @@ class Element:
         return values.astype(np.float32)
 
 
+E1M2 = Element("E1M2", 4, 2, 0, 3.5, np.dtype(np.uint8))  # eight equal steps of a half
 E2M1 = Element("E2M1", 4, 1, 1, 6.0, np.dtype(ml_dtypes.float4_e2m1fn))
 E4M3 = Element("E4M3", 8, 3, 7, 448.0, np.dtype(ml_dtypes.float8_e4m3fn))
 E5M2 = Element("E5M2", 8, 2, 15, 57344.0, np.dtype(ml_dtypes.float8_e5m2))
+# Of scales alone, which have no sign: five bits of exponent, three of mantissa; the last binade is unused.
+UE5M3 = Element("UE5M3", 9, 3, 15, 61440.0, np.dtype(np.uint8))
 
 
 class Rounded(NamedTuple):
@@ -129,6 +132,47 @@ def round_stochastic_e2m1(magnitude: jax.Array, noise: jax.Array) -> Rounded:
     cut = float32_bits(shifted) >> 22  # the exponent and one bit of the mantissa; 1.0 is code 2
     code = jnp.where(shifted < jnp.float32(1), half, cut - jnp.uint32((127 << 1) - 2))
     return Rounded(decode(E2M1, code), code)
+
+
+class Neighbours(NamedTuple):
+    """Where magnitudes lie on the grid of a 4-bit element."""
+
+    code: jax.Array  # uint32, of the largest value that is not larger
+    below: jax.Array  # float32, that value
+    step: jax.Array  # float32, up to the next; 0 above the last
+
+
+def neighbours(element: Element, magnitude: jax.Array) -> Neighbours:
+    """The grid around float32 magnitudes, by comparison with each of its few values."""
+    grid = element.magnitudes()
+    code = _count(magnitude, grid[1:])
+    below = decode(element, code)
+    above = decode(element, jnp.minimum(code + jnp.uint32(1), jnp.uint32(element.max_code)))
+    return Neighbours(code, below, above - below)
+
+
+def round_away(element: Element, magnitude: jax.Array) -> Rounded:
+    """Nearest value of a 4-bit element's grid, ties away from zero; saturates, and NaN becomes 0."""
+    grid = element.magnitudes()
+    code = _count(magnitude, (grid[1:] + grid[:-1]) / 2)
+    return Rounded(decode(element, code), code)
+
+
+def round_midpoint(element: Element, magnitude: jax.Array, noise: jax.Array) -> Rounded:
+    """A neighbour on a 4-bit element's grid: with `noise` uint8 and u = (noise + 1/2) / 256 the upper one if the way
+    from the lower, in steps, and u are 1 together. The mean over the bytes is the magnitude, to 1/512 of a step;
+    saturates.
+    """
+    code, below, step = neighbours(element, magnitude)
+    least = step * ((jnp.int32(511) - 2 * noise.astype(jnp.int32)).astype(jnp.float32) * jnp.float32(1 / 512))
+    up = ((magnitude - below >= least) & (step > 0)).astype(jnp.uint32)
+    return Rounded(decode(element, code + up), code + up)
+
+
+def _count(magnitude: jax.Array, limits: np.ndarray) -> jax.Array:
+    """How many of the limits each magnitude has reached."""
+    none = jnp.zeros_like(magnitude, jnp.uint32)
+    return sum(((magnitude >= jnp.float32(limit)).astype(jnp.uint32) for limit in limits), none)
 
 
 def encode(element: Element, x: jax.Array) -> jax.Array:

@@ -26,7 +26,8 @@ from .bits import float_of_bits, magnitude_bits
 INFINITY_BITS = 0x7F80_0000
 MAX_BITS = 0x7F7F_FFFF  # the largest finite float32
 LIFT = 64  # small numbers are worked on times 2**64
-SHORT_BITS = 6  # significant bits of an element times a block scale, at most
+SHORT_BITS = 7  # significant bits of an element times a block scale, at most
+USUAL_BITS = 6  # of an E2M1 element times an E4M3 scale
 MIN_EXPONENT = -149  # 2**-149 is the smallest subnormal
 
 
@@ -69,18 +70,22 @@ def _reciprocal(x: jax.Array) -> jax.Array:
     return guess
 
 
-def _nearest_quotient(dividend: int, divisor: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _nearest_quotient(dividend: int | jax.Array, divisor: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(quotient in [2**23, 2**24], remainder, shift): the integer nearest to dividend * 2**shift / divisor.
 
-    Both have 24 bits, the dividend at least 9 trailing zeros. There are no ties: half an odd number of that size would
-    need an odd factor that the dividend does not have. The first estimate may be a hundred units off.
+    Both have 24 bits, a constant dividend at least 9 trailing zeros. There are no ties: half an odd number of that size
+    would need an odd factor that the dividend does not have. The first estimate may be a hundred units off.
     """
-    borrow = jnp.int32(dividend) < divisor.astype(jnp.int32)
+    above = jnp.int32(dividend) if isinstance(dividend, int) else dividend.astype(jnp.int32)
+    borrow = above < divisor.astype(jnp.int32)
     signed, wide = divisor.astype(jnp.int32), divisor.astype(jnp.int32).astype(jnp.float32)
     inverse = _reciprocal(wide)
-    estimate = inverse * jnp.where(borrow, jnp.float32(dividend * 2.0**24), jnp.float32(dividend * 2.0**23))
+    number = dividend if isinstance(dividend, int) else above.astype(jnp.float32)
+    estimate = inverse * jnp.where(borrow, jnp.float32(number * 2.0**24), jnp.float32(number * 2.0**23))
     quotient = estimate.astype(jnp.int32)
-    rest = -(quotient * signed)  # modulo 2**32, where dividend * 2**shift is zero; a few divisors at most
+    rest = -(quotient * signed)  # modulo 2**32, where a constant dividend * 2**shift is zero; a few divisors at most
+    if not isinstance(dividend, int):
+        rest = rest + (above << (borrow.astype(jnp.int32) + 23))
     steps = jnp.round(rest.astype(jnp.float32) * inverse).astype(jnp.int32)
     quotient, rest = quotient + steps, rest - steps * signed  # about half a divisor at most
     last = (2 * rest > signed).astype(jnp.int32) - (2 * rest < -signed).astype(jnp.int32)
@@ -99,21 +104,38 @@ def divide_bits(top: float, bits: jax.Array) -> jax.Array:
     divisor, exponent = _split(bits)
     quotient, rest, shift = _nearest_quotient(dividend, divisor)
     exponent = (power - 24) - exponent - shift
-    # A subnormal result drops bits; the sign of the remainder keeps a tie from being seen where there is none.
-    drop = jnp.clip(MIN_EXPONENT - exponent, 0, 25)
-    significand = _shift_right_even((quotient * 4 + jnp.sign(rest)).astype(jnp.uint32), drop + 2)
+    significand, drop = _significand(quotient, rest, exponent)
     result = jnp.where(bits == _u32(0), _u32(INFINITY_BITS), _pack(significand, exponent + drop))
     return jnp.where(bits == _u32(INFINITY_BITS), _u32(0), result)
 
 
-def multiply_short_bits(short: jax.Array, bits: jax.Array) -> jax.Array:
+def divide(dividend: jax.Array, divisor: jax.Array) -> jax.Array:
+    """a / b, rounded to nearest even, from and to bits of non-negative finite floats, with subnormals; 0 for b = 0."""
+    (a, a_exponent), (b, b_exponent) = _split(dividend), _split(divisor)
+    quotient, rest, shift = _nearest_quotient(a, b)
+    exponent = a_exponent - b_exponent - shift
+    significand, drop = _significand(quotient, rest, exponent)
+    result = _pack(significand, exponent + drop)
+    return jnp.where((dividend == _u32(0)) | (divisor == _u32(0)), _u32(0), result)
+
+
+def _significand(quotient: jax.Array, rest: jax.Array, exponent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(what is packed of a quotient with this remainder, how many bits it drops)."""
+    # A subnormal result drops bits; the sign of the remainder keeps a tie from being seen where there is none.
+    drop = jnp.clip(MIN_EXPONENT - exponent, 0, 25)
+    return _shift_right_even((quotient * 4 + jnp.sign(rest)).astype(jnp.uint32), drop + 2), drop
+
+
+def multiply_short_bits(short: jax.Array, bits: jax.Array, *, width: int = USUAL_BITS) -> jax.Array:
     """The product of non-negative finite floats, rounded to nearest even, from and to bits, subnormals included.
 
-    `short` has at most SHORT_BITS significant bits: a scale, an element, or an E2M1 element times an E4M3 scale.
+    `short` has at most `width` significant bits: a scale, an element, or an E2M1 element times an E4M3 scale.
     """
     (a, a_exponent), (b, b_exponent) = _split(short), _split(bits)
-    spare = 24 - SHORT_BITS
+    spare = 24 - width
     product, exponent = (a >> spare) * b, a_exponent + b_exponent + spare
+    if width > USUAL_BITS:  # a bit less, and whether it was set
+        product, exponent = (product >> 1) | (product & _u32(1)), exponent + 1
     drop = jnp.where(product >= _u32(1 << 29), 6, 5)  # of 29 or 30 bits, 24 stay; fewer in a subnormal
     drop = jnp.maximum(drop, MIN_EXPONENT - exponent)
     result = _pack(_shift_right_even(product, jnp.minimum(drop, 31)), exponent + drop)

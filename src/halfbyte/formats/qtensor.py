@@ -11,7 +11,8 @@ from jax import lax
 from .bits import copy_sign, float32_bits, float_of_bits, magnitude_bits
 from .blocks import BlockFormat
 from .elements import decode
-from .exact import multiply_short_bits
+from .exact import USUAL_BITS, multiply_short_bits
+from .outer import step
 
 TINY_BITS = int(np.float32(2.0**-100).view(np.uint32))  # products with such a scale may be subnormal
 
@@ -26,7 +27,8 @@ class QTensor:
     """`codes` uint8, one an element (0..15 for E2M1, the sign of zero kept); `scales` in the format's scale type, one a
     block, None if there is none; `amax` and `decode_scale` (1 / S) float32.
 
-    The array stands for element(code) * scale * decode_scale.
+    The array stands for element(code) * scale * decode_scale. Where S is not of the whole tensor, `amax` and
+    `decode_scale` are one a block as well.
     """
 
     codes: jax.Array
@@ -57,34 +59,44 @@ class QTensor:
         return pack(self.codes, axis=self.axis) if _two_a_byte(self.format) else self.codes
 
     def carrier(self) -> jax.Array:
-        """element(code) * block scale as float32: the tensor without its tensor scale."""
+        """element(code) * block scale as float32: the tensor without the scales that a GEMM applies to its sums."""
         assert self.format.element is not None
         values = decode(self.format.element, self.codes)
         if self.scales is None:
             return values
-        return values * self._spread_scales()
+        return values * self._spread(carried(self._scale_values(), self.decode_scale, self.format.scale.outer))
 
     def dequantize(self) -> jax.Array:
         """float32 values; NaN everywhere if the tensor held a NaN. Subnormal results are exact on every device."""
         assert self.format.element is not None
-        if self.format.tensor_scale:
-            short, scale = self.carrier(), jnp.where(jnp.isnan(self.amax), jnp.float32(jnp.nan), self.decode_scale)
+        width = self.format.element.mantissa_bits + 1 + self.format.scale.significant_bits
+        short, scale = decode(self.format.element, self.codes), self.decode_scale
+        if self.format.tensor_scale and not self.format.scale.by_step:
+            short = short if self.scales is None else short * self._spread(self._scale_values())
         else:
-            short, scale = decode(self.format.element, self.codes), self._spread_scales()
+            scale = step(self._scale_values(), scale) if self.format.tensor_scale else self._scale_values()
+        if self.format.tensor_scale:
+            scale = jnp.where(jnp.isnan(self.amax), jnp.float32(jnp.nan), scale)
+        scale = self._spread(scale) if scale.ndim else scale
 
         def with_subnormals(short, scale):
-            bits = multiply_short_bits(magnitude_bits(short), jnp.broadcast_to(magnitude_bits(scale), short.shape))
+            spread = jnp.broadcast_to(magnitude_bits(scale), short.shape)
+            bits = multiply_short_bits(magnitude_bits(short), spread, width=max(width, USUAL_BITS))
             exact = copy_sign(float_of_bits(bits), float32_bits(short))
             return jnp.where(jnp.isnan(short * scale), jnp.float32(jnp.nan), exact)
 
         tiny = jnp.min(magnitude_bits(scale)) < jnp.uint32(TINY_BITS)
         return lax.cond(tiny, with_subnormals, lambda short, scale: short * scale, short, scale)
 
-    def _spread_scales(self) -> jax.Array:
+    def _scale_values(self) -> jax.Array:
         assert self.scales is not None
+        return scale_values(self.scales, self.format)
+
+    def _spread(self, scales: jax.Array) -> jax.Array:
+        """What blocks have, at each of their elements."""
         view = self.format.view(self.shape, block=self.block, axis=self.axis)
         # [view.shape] -> [shape]
-        return view.spread(scale_values(self.scales, self.format)).reshape(self.shape)
+        return view.spread(scales).reshape(self.shape)
 
 
 @functools.partial(
@@ -114,6 +126,11 @@ class Packed:
         dtype = self.format.scale_dtype
         scales = None if self.scales is None or dtype is None else lax.bitcast_convert_type(self.scales, dtype)
         return QTensor(codes, scales, self.amax, self.decode_scale, self.format, self.block, self.axis)
+
+
+def carried(scales: jax.Array, decode_scale: jax.Array, outer: str) -> jax.Array:
+    """What of a block's scales its elements are multiplied by before a GEMM: an outer scale inside the sum as well."""
+    return step(scales, decode_scale) if outer == "128" else scales
 
 
 def scale_values(scales: jax.Array, fmt: BlockFormat) -> jax.Array:

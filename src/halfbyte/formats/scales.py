@@ -15,6 +15,12 @@ The last line depends on the scale's code alone once S is known, so it is a tabl
 with exact integer divisions (`exact`) and looked up: no element and no block is ever divided, which is both faster and
 right where XLA's division is not.
 
+`outer` says of what S is the scale: of the whole tensor, of a `row` (what a GEMM does not sum over: S is then a vector,
+applied to the sums), or of 128 neighbours along the contraction. `headroom` h makes room above: mult = S * float32(h /
+largest element), which with 17/16 leaves no element to clip, because E4M3 rounds down by 1/17 at most. `floor` is what
+a scale becomes that rounds to zero. `among` are element values that a block's amax may be mapped to; `choices` says
+which a block takes.
+
 `TensorOnly` (FP8): no block scale, S = largest element / amax. `PowerOfTwo` (the MX formats): one power of two a block
 and no scale of the tensor, which is exact by construction.
 """
@@ -31,8 +37,10 @@ import numpy as np
 from jax import lax
 
 from .bits import float32_bits, float_of_bits
+from .choices import MEASURES, deviation, expected_deviation, normal, take_least, to_nearest
 from .elements import E4M3, E8M0_BIAS, E8M0_DTYPE, E8M0_MAX, E8M0_NAN, Element, decode, decode_e8m0, round_nearest
-from .exact import INFINITY_BITS, MAX_BITS, divide_bits, multiply_short_bits, reduce_factor, times
+from .exact import INFINITY_BITS, MAX_BITS, divide, divide_bits, multiply_short_bits, reduce_factor, times
+from .outer import NEIGHBOURS, OUTERS, outer_maxima
 from .views import BlockView
 
 
@@ -50,6 +58,7 @@ class Blocks(NamedTuple):
     largest: jax.Array  # of each block, [view.scale_shape]
     amax: jax.Array  # of the tensor, as `ScaleRule.amax_bits` gave it or the caller wants it
     view: BlockView
+    rounding: str = "rne"  # how elements will be rounded
 
 
 class BlockScales(NamedTuple):
@@ -58,7 +67,7 @@ class BlockScales(NamedTuple):
     codes: jax.Array  # uint8
     values: jax.Array  # float32, the decoded scale
     encode: jax.Array  # float32, what an element is multiplied by
-    tensor_decode: jax.Array  # float32, 1 / S
+    tensor_decode: jax.Array  # float32, 1 / S; a number, or one a block where S is not of the whole tensor
 
 
 class ScaleRule(abc.ABC):
@@ -86,9 +95,39 @@ class ScaleRule(abc.ABC):
     def decode(self, codes: jax.Array) -> jax.Array:
         """float32 values of the uint8 codes of block scales."""
 
+    by_step: ClassVar[bool] = False  # whether a code stands for q (s / S), not (q s) / S
+
+    @property
+    def outer(self) -> str:
+        """What S is the scale of: tensor, row, 128."""
+        return "tensor"
+
+    @property
+    def group(self) -> int:
+        """Neighbours along the contraction whose scales depend on each other, if more than a block."""
+        return 1
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether the scales themselves are rounded by chance."""
+        return False
+
+    def check(self, element: Element) -> None:  # noqa: B027
+        """ValueError if it has no scale for blocks of this element."""
+
     def amax_bits(self, largest: jax.Array, view: BlockView) -> jax.Array:
         """Bits of the amax that the tensor scale is made of, from those of the blocks; one number for a tensor."""
         return jnp.max(largest)
+
+    def scaled(self, magnitude: jax.Array, scales: BlockScales, view: BlockView) -> jax.Array:
+        """float32 magnitudes as they are rounded onto the element's grid, from their bits."""
+        return times(magnitude, view.spread(scales.encode), view.spread(reduce_factor(scales.encode)))
+
+    def settle(
+        self, scales: BlockScales, scaled: jax.Array, rounded: jax.Array, view: BlockView, noise: jax.Array | None
+    ) -> BlockScales:
+        """The scales to decode with, once elements are rounded; `noise` are the operand's random bytes."""
+        return scales
 
     def tensor_scales(self, amax: jax.Array, element: Element) -> TensorScales:
         """S and 1/S of a tensor with this amax; both 1 without a tensor scale, and where amax is zero or not finite."""
@@ -119,14 +158,21 @@ class TensorOnly(ScaleRule):
 
 @dataclasses.dataclass(frozen=True)
 class TwoLevel(ScaleRule):
-    """A block scale of the type `scale`, at most `scale_top`, under a float32 scale of the tensor.
+    """A block scale of the type `scale`, at most `scale_top`, under a float32 outer scale.
 
     A block's amax is mapped to the largest element. A rule with several `candidates` for that says in `choose` which of
-    them a block takes.
+    them a block takes: by its `measure`, if they are those of `among`.
     """
 
     scale: Element = E4M3
     scale_top: float = E4M3.max
+    among: tuple[float, ...] = ()
+    measure: str = "squared"
+    headroom: float = 1.0
+    outer: str = "tensor"
+    floor: float = 0.0
+
+    by_table: ClassVar[bool] = True  # whether S and a factor for each candidate say it all
 
     @property
     def dtype(self) -> np.dtype:
@@ -136,30 +182,93 @@ class TwoLevel(ScaleRule):
     def significant_bits(self) -> int:
         return self.scale.mantissa_bits + 1
 
+    @property
+    def group(self) -> int:
+        return NEIGHBOURS if self.outer == "128" else 1
+
     def top(self, element: Element) -> float:
         return element.max * self.scale_top
 
+    def check(self, element: Element) -> None:
+        for field, value, choices in (("outer", self.outer, OUTERS), ("measure", self.measure, MEASURES)):
+            if value not in choices:
+                raise ValueError(f"scale rule: {field} must be one of {', '.join(choices)}, got {value!r}")
+        if self.among and (element.max not in self.among or min(self.among) <= 0 or max(self.among) > element.max):
+            raise ValueError(
+                f"scale rule: among={self.among} does not serve {element.name}, whose largest value is "
+                f"{element.max:g}: the candidates of a block's maximum are that one and smaller ones"
+            )
+        if len(self.candidates(element)) > 1 and element.stored_bits != 4:
+            raise ValueError(f"scale rule: several candidates are for 4-bit elements, got {element.name}")
+
     def candidates(self, element: Element) -> tuple[float, ...]:
         """Element values that a block's amax may be mapped to."""
-        return (element.max,)
+        return self.among or (element.max,)
+
+    def amax_bits(self, largest: jax.Array, view: BlockView) -> jax.Array:
+        return outer_maxima(largest, view, self.outer)
 
     def find(self, blocks: Blocks, element: Element) -> BlockScales:
-        decode_scale, mults, table = _two_level(blocks.amax, self, element)
-        return self.choose(blocks, element, [self._found(blocks.largest, m, table, decode_scale) for m in mults])
+        if self.by_table and self.outer == "tensor":
+            decode_scale, mults, table = _two_level(blocks.amax, self, element)
+            found = [self._found(blocks.largest, m, table, decode_scale) for m in mults]
+        else:
+            found = [self._computed(blocks, element, k) for k in self.candidates(element)]
+        return self.choose(blocks, element, found)
 
     def choose(self, blocks: Blocks, element: Element, found: Sequence[BlockScales]) -> BlockScales:
         """The scales of all blocks, from those under each candidate."""
-        (only,) = found
-        return only
+        if len(found) == 1:
+            return found[0]
+        errors = [self._error(blocks, element, scales) for scales in found]
+        codes, values, encode = take_least([scales[:3] for scales in found], errors)
+        return BlockScales(codes, values, encode, found[0].tensor_decode)
+
+    def _error(self, blocks: Blocks, element: Element, scales: BlockScales) -> jax.Array:
+        """Of each block under these scales, by the measure."""
+        view, scaled = blocks.view, self.scaled(blocks.magnitude, scales, blocks.view)
+        if self.measure == "expected":
+            return expected_deviation(element, scaled, scales.values, view)
+        rounded = to_nearest(element, scaled, blocks.rounding).value
+        return self.deviation(rounded, scales, blocks, element)
+
+    def deviation(self, rounded: jax.Array, scales: BlockScales, blocks: Blocks, element: Element) -> jax.Array:
+        """Errors of magnitudes on the grid in the input's domain: times s, times A, divided by what A is mapped to."""
+        carrier = rounded * blocks.view.spread(scales.values)
+        amax = blocks.amax if blocks.amax.ndim == 0 else blocks.view.spread(blocks.amax)
+        top = jnp.full(carrier.shape, np.float32(self.top(element)))
+        value = float_of_bits(divide(float32_bits(carrier * normal(amax, amax)), float32_bits(top)))
+        return deviation(normal(blocks.magnitude, amax), value, blocks.view, self.measure)
+
+    def unrounded(self, largest: jax.Array, outer: jax.Array, candidate: float, element: Element) -> jax.Array:
+        """Block scales before they are rounded, from bits of the blocks' maxima and the outer encode scale."""
+        mult = outer * jnp.float32(self.headroom / candidate)
+        return times(largest, mult, reduce_factor(mult))
+
+    def _computed(self, blocks: Blocks, element: Element, candidate: float) -> BlockScales:
+        """Scales of blocks, each with an outer scale of its own, exactly."""
+        encode, decode_scale = _outer_scales(blocks.amax, self.top(element))
+        codes, values = self._rounded(self.unrounded(blocks.largest, encode, candidate, element))
+        reach = multiply_short_bits(float32_bits(values), jnp.broadcast_to(float32_bits(decode_scale), values.shape))
+        inverse = jnp.minimum(divide_bits(1.0, reach), jnp.uint32(MAX_BITS))
+        return BlockScales(codes.astype(jnp.uint8), values, float_of_bits(inverse), decode_scale)
 
     def decode(self, codes: jax.Array) -> jax.Array:
         return decode(self.scale, codes)
 
-    def _found(self, largest: jax.Array, mult: jax.Array, table: jax.Array, decode_scale: jax.Array) -> BlockScales:
+    def _rounded(self, scaled: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(codes, values) of block scales."""
         limit = jnp.float32(self.scale.max)
-        scaled = times(largest, mult, reduce_factor(mult))
         scaled = jnp.where(scaled <= limit, scaled, limit)  # infinity and NaN saturate too
         values, codes = round_nearest(self.scale, scaled)
+        if self.floor:
+            floor = round_nearest(self.scale, jnp.float32(self.floor))
+            empty = codes == 0
+            values, codes = jnp.where(empty, floor.value, values), jnp.where(empty, floor.code, codes)
+        return codes, values
+
+    def _found(self, largest: jax.Array, mult: jax.Array, table: jax.Array, decode_scale: jax.Array) -> BlockScales:
+        codes, values = self._rounded(times(largest, mult, reduce_factor(mult)))
         encode_scale = table.at[codes].get(mode="promise_in_bounds")
         return BlockScales(codes.astype(jnp.uint8), values, encode_scale, decode_scale)
 
@@ -261,7 +370,7 @@ def _two_level(
     """
     # A NaN is no scale and stands as 0.
     scales = np.nan_to_num(rule.scale.magnitudes(), nan=0.0)
-    inverse = np.array([1 / value for value in rule.candidates(element)], np.float32)
+    inverse = np.array([rule.headroom / value for value in rule.candidates(element)], np.float32)
 
     def compute(amax_bits: jax.Array) -> jax.Array:
         """float32: the encode scale of every code, then 1/S, then the mults."""
@@ -279,6 +388,15 @@ def _two_level(
         reciprocals = np.minimum(np.float32(1) / scales, np.finfo(np.float32).max)
     lanes = _once(compute, np.concatenate([reciprocals, np.ones(1, np.float32), inverse]), amax_bits)
     return lanes[scales.size], tuple(lanes[scales.size + 1 + i] for i in range(inverse.size)), lanes[: scales.size]
+
+
+def _outer_scales(amax_bits: jax.Array, top: float) -> tuple[jax.Array, jax.Array]:
+    """(S, 1/S) for maxima in any shape; 1 where a maximum gives no scale."""
+    if amax_bits.ndim == 0:
+        return _tensor_scales(amax_bits, top)
+    usable = (amax_bits != 0) & (amax_bits < jnp.uint32(INFINITY_BITS))
+    encode = jnp.where(usable, _encode_scale_bits(amax_bits, top), float32_bits(jnp.float32(1)))
+    return float_of_bits(encode), float_of_bits(divide_bits(1.0, encode))
 
 
 @functools.partial(jax.jit, static_argnums=1)

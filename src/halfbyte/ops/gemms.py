@@ -67,13 +67,21 @@ def result_shape(left: tuple[int, ...], right: tuple[int, ...], axes: Contractio
 
 
 def alpha(left: Operand, right: Operand) -> jax.Array | None:
-    """The factor of a GEMM's float32 sums: the product of both operands' factors, None for 1."""
-    factors = [o.factor for o in (left, right) if o.factor is not None]
+    """The factor of a GEMM's float32 sums: the product of both operands' factors, None for 1; one for each sum where
+    rows of an operand have factors of their own.
+    """
+    a, b = left.factor, right.factor
+    if a is not None and a.ndim:
+        a = a[..., None]  # [rows of left] -> [rows of left, 1]
+        b = b if b is None or not b.ndim else jnp.expand_dims(b, range(a.ndim - 1))  # -> [1..., rows of right]
+    factors = [factor for factor in (a, b) if factor is not None]
     return functools.reduce(jnp.multiply, factors) if factors else None
 
 
 def finish(sums: jax.Array, factor: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
     """float32 sums times the factor, rounded once to `dtype`, by a rounding that the compiler keeps."""
+    if factor is not None and 0 < factor.ndim < sums.ndim:
+        factor = jnp.expand_dims(factor, range(sums.ndim - factor.ndim))  # of the columns alone
     y = sums if factor is None else sums * factor
     return round_bfloat16(y).astype(dtype) if dtype == jnp.bfloat16 else y.astype(dtype)
 

@@ -24,7 +24,18 @@ from halfbyte.formats import Packed, quantize
 from halfbyte.ops.backends import Choice, check_training, choose
 from halfbyte.ops.gemms import DGRAD, FPROP, WGRAD, Gemm, added_up
 from halfbyte.ops.operand import EightBit, Operand, WeightScales, name_saved, quantize_operand
-from halfbyte.ops.passes import XLA, KeptWeight, Made, Passes, QuantizedWeight, Read, Request, request
+from halfbyte.ops.passes import (
+    XLA,
+    KeptWeight,
+    Made,
+    Passes,
+    QuantizedWeight,
+    Read,
+    Request,
+    defined_weight,
+    drawn_keys,
+    request,
+)
 from halfbyte.ops.problem import Problem, target
 from halfbyte.ops.shards import (
     WHOLE,
@@ -42,7 +53,7 @@ from halfbyte.ops.shards import (
 )
 from halfbyte.ops.surroundings import several_devices
 from halfbyte.ops.weight import CONTRACTED, QWeight, Weight, gather_packed, gathered, shares_codes, weight_specs
-from halfbyte.recipe import OperandPolicy, Recipe, as_recipe, role_key
+from halfbyte.recipe import OperandPolicy, Recipe, as_recipe
 
 FLOAT32 = jnp.dtype(jnp.float32)
 WEIGHTS_KEPT = ("master", "codes")
@@ -194,7 +205,7 @@ def quantize_part(
     """
     constant = lax.stop_gradient(w)
 
-    def codes(role: str) -> QuantizedWeight | None:
+    def codes(role: str, forward: QuantizedWeight | None = None) -> QuantizedWeight | None:
         policy: OperandPolicy = getattr(recipe, role)
         if not policy.format.quantized:
             return None
@@ -202,11 +213,17 @@ def quantize_part(
         if amax is not None:  # kernels find a tensor's amax themselves
             made = Packed.of(quantize(constant, policy.format, block=policy.block, axis=CONTRACTED[role], amax=amax))
         else:
-            bits = role_key(key, role) if policy.stochastic and key is not None else None
-            made = passes.weight(constant, policy, axis=CONTRACTED[role], key=bits, cut=cut, packed=packed)
+            bits, signs = drawn_keys(policy, role, key)
+            if policy.source == "forward" or signs is not None:  # no kernel makes these
+                given = forward.unpack().dequantize() if isinstance(forward, Packed) else constant
+                made = defined_weight(given, policy, axis=CONTRACTED[role], key=bits, cut=cut, signs=signs)
+            else:
+                made = passes.weight(constant, policy, axis=CONTRACTED[role], key=bits, cut=cut, packed=packed)
         return name_saved(made) if isinstance(made, Packed) else made
 
-    return QWeight(w, codes("fprop_w"), None if shares_codes(recipe) else codes("dgrad_w"), recipe)
+    fprop = codes("fprop_w")
+    source = fprop if recipe.dgrad_w.source == "forward" else None
+    return QWeight(w, fprop, None if shares_codes(recipe) else codes("dgrad_w", source), recipe)
 
 
 def weight_operand(

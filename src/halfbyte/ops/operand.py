@@ -1,7 +1,7 @@
 """What a GEMM consumes, and how a tensor becomes it.
 
 Every operand stands for a matrix of numbers that the hardware multiplies exactly, and one float32 `factor` for the
-whole tensor, which multiplies the GEMM's float32 sums:
+whole tensor, or for each of its rows, which multiplies the GEMM's float32 sums:
 
     y = (left . right) * (factor_left * factor_right)
 
@@ -16,7 +16,7 @@ whole tensor, which multiplies the GEMM's float32 sums:
 import dataclasses
 import functools
 import math
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from halfbyte.formats import (
+    BlockFormat,
     Packed,
     QTensor,
     amax_of,
     key_words,
+    outer_amax,
     random_bytes,
     store,
     to_grid,
@@ -37,6 +39,7 @@ from halfbyte.formats import (
 )
 from halfbyte.formats.bits import round_bfloat16
 from halfbyte.formats.elements import decode
+from halfbyte.formats.hadamard import SIZE, fresh_signs
 from halfbyte.formats.qtensor import scale_values
 from halfbyte.ops.shards import Cut, axes_of, largest, offsets, whole_shape
 from halfbyte.recipe import OperandPolicy
@@ -172,8 +175,16 @@ SCALES = "scales"  # of the scales of a tensor or the statistics of a row: a few
 
 
 def gemm_factor(tensor: QTensor | Packed) -> jax.Array:
-    """The factor that a GEMM's result owes this tensor: its decode scale, NaN if its amax is not finite."""
-    return jnp.where(jnp.isfinite(tensor.amax), tensor.decode_scale, jnp.float32(jnp.nan))
+    """The factor that a GEMM's result owes this tensor: its decode scale, NaN if its amax is not finite. One for each
+    row where rows have scales of their own, [dims that are not summed]; 1 where the scale is inside the sum.
+    """
+    factor = jnp.where(jnp.isfinite(tensor.amax), tensor.decode_scale, jnp.float32(jnp.nan))
+    outer = tensor.format.scale.outer
+    if outer == "tensor":
+        return factor
+    if outer == "row":
+        return factor[..., 0] if tensor.axis == -1 else factor.reshape(-1, factor.shape[-1])[0]
+    return jnp.where(jnp.all(jnp.isfinite(factor)), jnp.float32(1), jnp.float32(jnp.nan))
 
 
 def key_pair(key: jax.Array | None) -> jax.Array | None:
@@ -203,38 +214,47 @@ def add_rounded(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def quantize_operand(
-    x: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = ()
-) -> Carrier | Quantized:
+    x: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),
+    signs: jax.Array | None = None,
+) -> Carrier | Quantized:  # fmt: skip
     """x under `policy`, blocked and transformed along `axis` (-1 or -2), the axis that the GEMM contracts.
 
-    The definition for every backend. Of a tensor that is `cut` over a mesh, x is the local part.
+    The definition for every backend. Of a tensor that is `cut` over a mesh, x is the local part. `signs` is the key of
+    the signs that both operands of the GEMM share, where they are drawn.
     """
     if not policy.format.quantized and not policy.hadamard:
         return Carrier(to_bfloat16(x), None, policy)  # the caller's own array, which is kept once
-    return _quantized_or_transformed(x, policy, axis, key, cut)
+    return _quantized_or_transformed(x, policy, axis, key, cut, signs)
 
 
 @jax.named_scope("quantize")  # a name for profiles: a cast to bfloat16 alone has none
 def _quantized_or_transformed(
-    x: jax.Array, policy: OperandPolicy, axis: int, key: jax.Array | None, cut: Cut
+    x: jax.Array, policy: OperandPolicy, axis: int, key: jax.Array | None, cut: Cut, signs: jax.Array | None
 ) -> Carrier | Quantized:
+    if (policy.draws_bytes and key is None) or (policy.draws_signs and signs is None):
+        raise ValueError(
+            "this recipe rounds stochastically and needs a key; pass key=..., or use a recipe "
+            "without stochastic rounding (nvfp4_no_sr)"
+        )
     x = pinned(to_bfloat16(x) if policy.source == "bfloat16" else x)
     if policy.hadamard:
-        x = transform_runs(x, axis=axis)
+        x = transform_runs(x, axis=axis, **_transform(policy, signs))
     if not policy.format.quantized:
         return Carrier(to_bfloat16(x), None, policy)
-    noise = None
-    if policy.stochastic:
-        if key is None:
-            raise ValueError(
-                "this recipe rounds stochastically and needs a key; pass key=..., or use a recipe "
-                "without stochastic rounding (nvfp4_no_sr)"
-            )
-        noise = _noise(key, x.shape, cut)
-    amax = _amax(x, cut) if axes_of(cut) else None
-    grid = to_grid(x, policy.format, block=policy.block, axis=axis, noise=noise, amax=amax)
+    noise = _noise(key, x.shape, cut) if policy.draws_bytes and key is not None else None
+    amax = _amax(x, policy.format, axis, cut) if axes_of(cut) else None
+    usual = "rne" if noise is None else "stochastic"
+    how = {} if policy.rounding == usual else {"rounding": policy.rounding}
+    grid = to_grid(x, policy.format, block=policy.block, axis=axis, noise=noise, amax=amax, **how)
     codes = store(grid, policy.format, block=policy.block, axis=axis)
     return Quantized(grid.carrier(), gemm_factor(codes), policy, codes)
+
+
+def _transform(policy: OperandPolicy, signs: jax.Array | None) -> dict[str, Any]:
+    """How its Hadamard transform differs from the published one: in size, or by signs of this step."""
+    size = {} if policy.hadamard_size == SIZE else {"points": policy.hadamard_size}
+    drawn = {"signs": fresh_signs(signs, policy.hadamard_size)} if policy.draws_signs and signs is not None else {}
+    return size | drawn
 
 
 def _noise(key: jax.Array, shape: tuple[int, ...], cut: Cut) -> jax.Array:
@@ -244,10 +264,19 @@ def _noise(key: jax.Array, shape: tuple[int, ...], cut: Cut) -> jax.Array:
     return random_bytes(key, shape, offset=offsets(shape, cut), global_shape=whole_shape(shape, cut), aligned=True)
 
 
-def _amax(x: jax.Array, cut: Cut) -> jax.Array:
-    """The amax of the whole tensor, by integers, which keep infinity and NaN."""
-    (bits,) = largest([lax.bitcast_convert_type(amax_of(x), jnp.int32)], cut)
+def _amax(x: jax.Array, fmt: BlockFormat, axis: int, cut: Cut) -> jax.Array:
+    """The amax of the whole tensor, by integers, which keep infinity and NaN; or of whole rows, or of 128 neighbours,
+    which lie on one device.
+    """
+    found = amax_of(x) if fmt.scale.outer == "tensor" else outer_amax(x, fmt, axis=axis)
+    rows = {"tensor": cut, "row": cut[-1:] if axis == -1 else cut[:-1], "128": ()}[fmt.scale.outer]
+    (bits,) = largest([lax.bitcast_convert_type(found, jnp.int32)], rows)
     return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def dequantized(operand: Carrier | Quantized) -> jax.Array:
+    """The numbers that an operand stands for, float32."""
+    return operand.codes.dequantize() if isinstance(operand, Quantized) else operand.array.astype(jnp.float32)
 
 
 def keep(operand: Operand) -> Kept:

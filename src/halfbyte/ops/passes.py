@@ -17,10 +17,21 @@ import jax
 from halfbyte.formats import Packed
 from halfbyte.kernels.stacks import Layer
 from halfbyte.ops.activation import Activation
-from halfbyte.ops.operand import Carrier, EightBit, Kept, Operand, WeightScales, keep, load, quantize_operand
+from halfbyte.ops.operand import (
+    Carrier,
+    EightBit,
+    Kept,
+    Operand,
+    Quantized,
+    WeightScales,
+    dequantized,
+    keep,
+    load,
+    quantize_operand,
+)
 from halfbyte.ops.problem import Problem
 from halfbyte.ops.shards import Cut, Shards
-from halfbyte.recipe import OperandPolicy, Recipe, role_key
+from halfbyte.recipe import AGAIN, OperandPolicy, Recipe, role_key, signs_key
 
 ROWS, COLUMNS = -1, -2  # the axis that is blocked: features, for fprop and dgrad; tokens, for wgrad
 QuantizedWeight = Packed | Carrier | EightBit  # read by several GEMMs
@@ -38,17 +49,49 @@ class Request:
     key: jax.Array | None = None
     kept: bool = False
     cut: Cut = ()  # of the tensor, over a mesh
+    signs: jax.Array | None = None  # the key of the GEMM's Hadamard signs
+    forward: "Request | None" = None  # the operand that is quantized again, where the policy's source is that
 
     def same(self, other: "Request") -> bool:
         """Whether one operand answers both: equal but for random bits, of which there are none."""
-        return (self.policy, self.axis, self.kept) == (other.policy, other.axis, other.kept) and self.key is other.key
+        alike = (self.policy, self.axis, self.kept) == (other.policy, other.axis, other.kept)
+        if self.forward is not None and other.forward is not None:
+            alike = alike and self.forward.same(other.forward)
+        return alike and self.key is other.key and self.signs is other.signs
 
 
 def request(recipe: Recipe, role: str, key: jax.Array | None, *, kept: bool = False, cut: Cut = ()) -> Request:
     """The operand `role` of a linear under `recipe`; `key` is the linear's own."""
     policy = getattr(recipe, role)
     axis = COLUMNS if role.startswith("wgrad") else ROWS
-    return Request(policy, axis, role_key(key, role) if policy.stochastic and key is not None else None, kept, cut)
+    forward = request(recipe, AGAIN[role], key, cut=cut) if policy.source == "forward" else None
+    bits, signs = drawn_keys(policy, role, key)
+    return Request(policy, axis, bits, kept, cut, signs, forward)
+
+
+def drawn_keys(policy: OperandPolicy, role: str, key: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
+    """(the key of its random bytes, that of its GEMM's signs), from the linear's own; None where none are drawn."""
+    if key is None:
+        return None, None
+    bits = role_key(key, role) if policy.draws_bytes else None
+    return bits, signs_key(key, role.partition("_")[0]) if policy.draws_signs else None
+
+
+def quantize_as(x: jax.Array, wanted: Request) -> Carrier | Quantized:
+    """The operand that is wanted of x, by the definition."""
+    if wanted.forward is not None:
+        x = dequantized(quantize_as(x, wanted.forward))
+    return quantize_operand(x, wanted.policy, axis=wanted.axis, key=wanted.key, cut=wanted.cut, signs=wanted.signs)
+
+
+def defined_weight(
+    w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),
+    signs: jax.Array | None = None,
+) -> Packed:  # fmt: skip
+    """The packed codes of a weight, by the definition."""
+    made = quantize_operand(w, policy, axis=axis, key=key, cut=cut, signs=signs)
+    assert not isinstance(made, Carrier), "a weight in bf16 is not quantized"
+    return Packed.of(made.codes)
 
 
 class Passes:
@@ -72,7 +115,7 @@ class Passes:
 
     def quantize(self, x: jax.Array, requests: Sequence[Request]) -> list[Made]:
         """What is requested of x [tokens..., features]."""
-        made = [quantize_operand(x, r.policy, axis=r.axis, key=r.key, cut=r.cut) for r in requests]
+        made = [quantize_as(x, r) for r in requests]
         return [keep(operand) if r.kept else operand for operand, r in zip(made, requests, strict=True)]
 
     def weight(
@@ -82,9 +125,7 @@ class Passes:
         """A weight, quantized once and read by several GEMMs: what a kernel multiplies, or packed codes; always those
         where `packed` says that the weight is to travel.
         """
-        made = quantize_operand(w, policy, axis=axis, key=key, cut=cut)
-        assert not isinstance(made, Carrier), "a weight in bf16 is not quantized"
-        return Packed.of(made.codes)
+        return defined_weight(w, policy, axis=axis, key=key, cut=cut)
 
     def keep_weight(self, made: QuantizedWeight) -> KeptWeight:
         """What the backward pass keeps of a weight: no transpose, for dgrad reads it as it lies.

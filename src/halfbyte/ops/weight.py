@@ -81,9 +81,11 @@ def weight_specs(weight: Any, spec: PartitionSpec, *, lead: int = 0) -> Any:
 
 
 def gather_packed(codes: Packed, shards: Shards) -> Packed:
-    """The codes of a whole weight."""
+    """The codes of a whole weight; outer scales as well, where it has one a block."""
     scales = None if codes.scales is None else gather(codes.scales, shards.stored)
-    return dataclasses.replace(codes, packed=gather(codes.packed, shards.stored), scales=scales)
+    amax, outer = (gather(t, shards.stored) if t.ndim else t for t in (codes.amax, codes.decode_scale))
+    packed = gather(codes.packed, shards.stored)
+    return dataclasses.replace(codes, packed=packed, scales=scales, amax=amax, decode_scale=outer)
 
 
 def gathered(codes: Carrier | EightBit, role: str, shards: Shards) -> Operand:

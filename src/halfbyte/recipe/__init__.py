@@ -4,17 +4,20 @@ import sys
 from types import ModuleType
 
 from halfbyte.recipe.blends import PARTS, blend
-from halfbyte.recipe.keys import layer_key, role_key, site_key, step_key
+from halfbyte.recipe.keys import layer_key, role_key, signs_key, site_key, step_key
 from halfbyte.recipe.layers import ATTENTION, MLP, Policy, RecipeMap, Resolved, Rule, Segment, policy_names
-from halfbyte.recipe.operands import GEMMS, GRADIENTS, ROLES, WEIGHTS, OperandPolicy, Recipe, difference
+from halfbyte.recipe.league import LEAGUE
+from halfbyte.recipe.operands import AGAIN, GEMMS, GRADIENTS, ROLES, WEIGHTS, OperandPolicy, Recipe, difference
 from halfbyte.recipe.own import is_own, pin, spell_recipe
 from halfbyte.recipe.presets import aliases, as_recipe, neighbour, recipe, recipe_names
 from halfbyte.recipe.rules import policy, read_policy, spell_policy
 
 __all__ = [
+    "AGAIN",
     "ATTENTION",
     "GEMMS",
     "GRADIENTS",
+    "LEAGUE",
     "MLP",
     "PARTS",
     "ROLES",
@@ -40,6 +43,7 @@ __all__ = [
     "recipe",
     "recipe_names",
     "role_key",
+    "signs_key",
     "site_key",
     "spell_policy",
     "spell_recipe",

@@ -40,5 +40,10 @@ def role_key(key: jax.Array, role: str) -> jax.Array:
     return jax.random.fold_in(key, _stable_integer(role))
 
 
+def signs_key(key: jax.Array, gemm: str) -> jax.Array:
+    """The key of the Hadamard signs that both operands of one GEMM of a linear share."""
+    return jax.random.fold_in(key, _stable_integer(f"{gemm} signs"))
+
+
 def _stable_integer(name: str) -> np.uint32:
     return np.uint32(zlib.crc32(name.encode()))

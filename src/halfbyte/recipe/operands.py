@@ -6,10 +6,10 @@
 | dgrad | dx = dy W^T   | dgrad_dy     | dgrad_w       | outputs         |
 | wgrad | dw = x^T dy   | wgrad_x      | wgrad_dy      | tokens          |
 
-An operand policy says how that operand becomes codes: format, block shape, rounding, and whether the 16-point
-Hadamard transform is applied along the contraction first. A Hadamard transform cancels only if both operands of a
-GEMM take it: (a H)(H^T b) = a b. A recipe that breaks that, or that asks for something no quantizer can do, is
-refused here, at construction.
+An operand policy says how that operand becomes codes: format, block shape, rounding, and whether a Hadamard transform
+is applied along the contraction first. A Hadamard transform cancels only if both operands of a GEMM take it, of one
+size and with the same signs: (a H)(H^T b) = a b. A recipe that breaks that, or that asks for something no quantizer can
+do, is refused here, at construction.
 """
 
 from __future__ import annotations
@@ -17,25 +17,22 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from halfbyte.formats import BF16, E2M1, NVFP4, BlockFormat
+from halfbyte.formats import BF16, BY_CHANCE, NVFP4, ROUNDINGS, BlockFormat, unrounded
+from halfbyte.formats.hadamard import SIZES
 
 ROLES = ("fprop_x", "fprop_w", "dgrad_dy", "dgrad_w", "wgrad_x", "wgrad_dy")
 GEMMS = {"fprop": ("fprop_x", "fprop_w"), "dgrad": ("dgrad_dy", "dgrad_w"), "wgrad": ("wgrad_x", "wgrad_dy")}
 WEIGHTS = ("fprop_w", "dgrad_w")
 GRADIENTS = ("dgrad_dy", "wgrad_dy")
-HADAMARD_SIZE = 16
+AGAIN = {"dgrad_w": "fprop_w", "wgrad_x": "fprop_x"}  # backward operand -> the forward operand of the same tensor
 BLOCKS = ("1d", "2d")
-ROUNDINGS = ("rne", "stochastic")
-SOURCES = ("as_is", "bfloat16")
+SIGNS = ("fixed", "fresh")
+SOURCES = ("as_is", "bfloat16", "forward")
 
 
 def _one_of(field: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"OperandPolicy.{field} must be one of {', '.join(choices)}, got {value!r}")
-
-
-def _is_e2m1(format: BlockFormat) -> bool:
-    return format.element == E2M1
 
 
 def _has_tiles(format: BlockFormat) -> bool:
@@ -51,7 +48,11 @@ class OperandPolicy:
     rounding: str = "rne"
     hadamard: bool = False
     source: str = "as_is"
-    """`bfloat16`: what is quantized is rounded to bfloat16 first, as Transformer Engine does with master weights."""
+    """`bfloat16`: what is quantized is rounded to bfloat16 first, as Transformer Engine does with master weights.
+    `forward`: what is quantized is the forward operand of the same tensor, dequantized."""
+    hadamard_size: int = 16
+    signs: str = "fixed"
+    """Of the Hadamard transform: `fresh` ones are drawn in each step, for each GEMM of each linear."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.format, BlockFormat):
@@ -61,32 +62,61 @@ class OperandPolicy:
         _one_of("block", self.block, BLOCKS)
         _one_of("rounding", self.rounding, ROUNDINGS)
         _one_of("source", self.source, SOURCES)
-        if self.rounding == "stochastic" and not _is_e2m1(self.format):
+        _one_of("signs", self.signs, SIGNS)
+        if self.hadamard_size not in SIZES:
             raise ValueError(
-                f"OperandPolicy.rounding='stochastic' exists for E2M1 elements only, got format {self.format.name}; "
-                "use rounding='rne', or a 4-bit format (NVFP4, MXFP4)"
+                f"OperandPolicy.hadamard_size must be one of {', '.join(map(str, SIZES))}, got {self.hadamard_size!r}"
+            )
+        if reason := unrounded(self.format, self.rounding):
+            raise ValueError(
+                f"OperandPolicy.rounding={self.rounding!r} exists for {reason}; use rounding='rne', or a 4-bit format "
+                "(NVFP4, MXFP4)"
             )
         if self.block == "2d" and not _has_tiles(self.format):
             raise ValueError(
                 f"OperandPolicy.block='2d' exists for blocks of 16 (NVFP4) only, got format {self.format.name}; "
                 "use block='1d'"
             )
+        if self.block == "2d" and (self.format.scale.outer != "tensor" or self.format.scale.group > 1):
+            raise ValueError(
+                f"OperandPolicy.block='2d' with format {self.format.name}, whose outer scale is one of a "
+                f"{self.format.scale.outer}: of the two GEMMs that read a tile one sums across its rows, and cannot "
+                "apply a scale of theirs to its sums; use block='1d'"
+            )
 
     @property
     def run(self) -> int:
         """How many neighbours along the contraction are quantized together: whole blocks, whole transforms."""
-        return max(HADAMARD_SIZE if self.hadamard else 1, self.format.block or 1)
+        return max(self.hadamard_size if self.hadamard else 1, self.format.block or 1, self.format.scale.group)
+
+    @property
+    def draws_signs(self) -> bool:
+        """True if its transform has signs of this step."""
+        return self.hadamard and self.signs == "fresh"
 
     @property
     def stochastic(self) -> bool:
         """True if this operand needs a random key."""
-        return self.rounding == "stochastic"
+        return self.draws_bytes or self.draws_signs
+
+    @property
+    def draws_bytes(self) -> bool:
+        """True if elements, or the scales of blocks, are rounded by chance."""
+        return self.rounding in BY_CHANCE or self.format.scale.stochastic
 
     def __str__(self) -> str:
         words = [self.format.name]
         if self.format.quantized:
             words += [self.block, self.rounding]
-        return " ".join(words + ["hadamard"] * self.hadamard + ["of bfloat16"] * (self.source == "bfloat16"))
+        if self.hadamard:
+            words += ["hadamard"] + [str(self.hadamard_size)] * (self.hadamard_size != SIZES[0])
+            words += ["fresh"] * self.draws_signs
+        return " ".join(words + ([] if self.source == "as_is" else ["of", self.source]))
+
+
+def _more_than_rounded(policy: OperandPolicy) -> bool:
+    """Whether a weight's codes depend on more than the weight and one maximum."""
+    return policy.hadamard or policy.stochastic or policy.source == "forward" or policy.format.scale.outer != "tensor"
 
 
 @dataclass(frozen=True)
@@ -108,10 +138,10 @@ class Recipe:
     shared_scales: bool = False
 
     def __post_init__(self) -> None:
-        if self.shared_scales and any(getattr(self, r).hadamard or getattr(self, r).stochastic for r in WEIGHTS):
+        if self.shared_scales and any(_more_than_rounded(getattr(self, r)) for r in WEIGHTS):
             raise ValueError(
                 f"recipe {self.name!r}: shared_scales are those of weights as they are; it goes with neither hadamard "
-                f"nor stochastic rounding of {' or '.join(WEIGHTS)}"
+                f"nor stochastic rounding of {' or '.join(WEIGHTS)}, nor with scales of rows or a forward source"
             )
         for role, operand in self.operands().items():
             if not isinstance(operand, OperandPolicy):
@@ -122,15 +152,36 @@ class Recipe:
                     f"({', '.join(WEIGHTS)}), which are "
                     "read along both axes; use block='1d'"
                 )
+            self._check_source(role, operand)
         for gemm, (left, right) in GEMMS.items():
             self._check_hadamard(gemm, left, right)
 
+    def _check_source(self, role: str, operand: OperandPolicy) -> None:
+        if operand.source != "forward":
+            return
+        if role not in AGAIN or not getattr(self, AGAIN[role]).format.quantized or not operand.format.quantized:
+            raise ValueError(
+                f"recipe {self.name!r}: {role}.source='forward' quantizes a forward operand once more; that is for "
+                f"{' and '.join(AGAIN)}, both of them and {' and '.join(AGAIN.values())} quantized; use source='as_is'"
+            )
+        if getattr(self, AGAIN[role]).hadamard:
+            raise ValueError(
+                f"recipe {self.name!r}: {role}.source='forward', but {AGAIN[role]} is Hadamard-transformed, and the "
+                "transform of one GEMM means nothing to another; use source='as_is'"
+            )
+
     def _check_hadamard(self, gemm: str, left: str, right: str) -> None:
-        on = {role: getattr(self, role).hadamard for role in (left, right)}
-        if on[left] != on[right]:
+        on = {role: getattr(self, role) for role in (left, right)}
+        if on[left].hadamard != on[right].hadamard:
             raise ValueError(
                 f"recipe {self.name!r}: the Hadamard transform of {gemm} cancels only if both operands take it, got "
-                f"{left}.hadamard={on[left]} and {right}.hadamard={on[right]}; set both or neither"
+                f"{left}.hadamard={on[left].hadamard} and {right}.hadamard={on[right].hadamard}; set both or neither"
+            )
+        transforms = {(p.hadamard_size, p.signs) for p in on.values() if p.hadamard}
+        if len(transforms) > 1:
+            raise ValueError(
+                f"recipe {self.name!r}: the Hadamard transform of {gemm} cancels only if both operands take the same, "
+                f"got {left} ({on[left]}) and {right} ({on[right]}); give both one hadamard_size and signs"
             )
 
     def operands(self) -> dict[str, OperandPolicy]:

@@ -32,6 +32,9 @@ def _preset(name: str, base: Recipe, description: str, changes: dict) -> Recipe:
     return made
 
 
+preset = _preset  # for those of `league`
+
+
 def _formats(base: Recipe, format: BlockFormat, gradient: BlockFormat) -> dict:
     return {
         role: dataclasses.replace(operand, format=gradient if role in GRADIENTS else format)

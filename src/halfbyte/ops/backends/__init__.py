@@ -1,7 +1,8 @@
 """One op, many backends, each a file with one `BACKEND` and one entry here.
 
 `choose` asks them: first who makes the operands, then for each GEMM whether the same one multiplies. What it does not,
-`carrier` does over the same operands, and the choice says so. Naming a backend that serves nothing is an error.
+`carrier` does over the same operands, and the choice says so; `reference`, where not even `carrier` can. Naming a
+backend that serves nothing is an error.
 """
 
 import dataclasses
@@ -58,7 +59,8 @@ def choose(name: str, problem: Problem) -> Choice:
     if reason is not None:
         raise ValueError(f"recipe {problem.recipe.name}: {reason}")
     if name == "auto":
-        return _choice(next(BACKENDS[n] for n in PREFERENCE if _reason(BACKENDS[n], problem) is None), problem)
+        able = (BACKENDS[n] for n in PREFERENCE if _reason(BACKENDS[n], problem) is None)
+        return _choice(next(able, reference.BACKEND), problem)
     check_backend(name)
     reason = BACKENDS[name].unable(problem)
     if reason is not None:
@@ -70,7 +72,8 @@ def choose(name: str, problem: Problem) -> Choice:
 
 def _choice(backend: Backend, problem: Problem) -> Choice:
     def multiplies(gemm: Gemm) -> str:
-        return backend.name if backend.unsupported(problem, gemm) is None else carrier.BACKEND.name
+        able = (b for b in (backend, carrier.BACKEND) if b.unsupported(problem, gemm) is None)
+        return next(able, reference.BACKEND).name
 
     passes = backend.maker(problem)
     reasons = [passes.weight_unsupported(problem, getattr(problem.recipe, role)) for role in WEIGHTS]
@@ -90,7 +93,7 @@ def passed_over(problem: Problem, chosen: str) -> dict[str, str]:
     """Faster backend -> why it does not serve this problem, for those of its formats that `auto` would have preferred
     to `chosen`; and why the passes of `chosen` itself leave its operands to XLA, if they do.
     """
-    preferred = PREFERENCE[: PREFERENCE.index(chosen)] if chosen in PREFERENCE else PREFERENCE[:-1]
+    preferred = PREFERENCE[: PREFERENCE.index(chosen)] if chosen in PREFERENCE else PREFERENCE
     fitting = [BACKENDS[name] for name in preferred if BACKENDS[name].foreign(problem.recipe) is None]
     found = {backend.name: reason for backend in fitting if (reason := _reason(backend, problem)) is not None}
     own = BACKENDS[chosen].left_to_xla(problem)

@@ -14,6 +14,7 @@ from halfbyte.formats import QTensor
 from halfbyte.ops.backends.backend import Backend
 from halfbyte.ops.gemms import Contraction, Gemm, alpha, contraction_last, dot, finish, result_shape
 from halfbyte.ops.operand import Operand, Quantized
+from halfbyte.ops.problem import Problem
 
 
 def multiply(gemm: Gemm, left: Operand, right: Operand, dtype: jnp.dtype) -> jax.Array:
@@ -61,4 +62,13 @@ def _f8(a: Quantized, b: Quantized, axes: Contraction) -> jax.Array:
     return dot(left, right, ((1,), (1,))).reshape(result_shape(a.codes.shape, b.codes.shape, axes))
 
 
-BACKEND = Backend("carrier", lambda problem, gemm: None, multiply)
+def unsupported(problem: Problem, gemm: Gemm) -> str | None:
+    """Needs outer scales that multiply a GEMM's sums."""
+    for role in gemm.roles:
+        policy = getattr(problem.recipe, role)
+        if policy.format.scale.outer == "128":
+            return f"{role} ({policy}) has outer scales inside the sum, and with them its numbers are not bfloat16"
+    return None
+
+
+BACKEND = Backend("carrier", unsupported, multiply)

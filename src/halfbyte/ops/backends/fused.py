@@ -35,13 +35,23 @@ from halfbyte.recipe import OperandPolicy, Recipe
 LAYOUTS = {FPROP: "nn", DGRAD: "nt", WGRAD: "tn"}  # as the GEMM kernel names them
 WEIGHT = OperandPolicy(NVFP4, block="2d")  # what its weight kernel makes
 OF_ROWS, OF_TOKENS = ("fprop_x", "dgrad_dy"), ("wgrad_x", "wgrad_dy")
+# Every operand policy that its kernels serve, of rows and of tokens.
+SERVED = {
+    role: {
+        OperandPolicy(NVFP4, rounding=rounding, hadamard=hadamard, source=source)
+        for rounding in ("rne", "stochastic")
+        for hadamard in ((False,) if role in OF_ROWS else (False, True))
+        for source in ("as_is", "bfloat16")
+    }
+    for role in OF_ROWS + OF_TOKENS
+}
 
 
 def foreign(recipe: Recipe) -> str | None:
     """Needs x and dy in NVFP4, the Hadamard transform for wgrad only."""
-    for role in OF_ROWS + OF_TOKENS:
+    for role, served in SERVED.items():
         policy = getattr(recipe, role)
-        if policy.format != NVFP4 or (role in OF_ROWS and policy.hadamard):
+        if policy not in served:
             return (
                 f"{role} is {policy}; its kernels make NVFP4 blocks of 16, with the Hadamard transform for wgrad only"
             )

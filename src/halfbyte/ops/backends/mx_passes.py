@@ -110,7 +110,7 @@ def _made(policy: OperandPolicy) -> bool:
     """Whether the kernels make such operands."""
     fmt = policy.format
     ours = fmt.element in ELEMENTS and (fmt.block, fmt.scale) == (MXFP8.block, MXFP8.scale)
-    return ours and not policy.hadamard
+    return ours and policy == OperandPolicy(fmt, source=policy.source) and policy.source != "forward"
 
 
 def _element(policy: OperandPolicy) -> str:

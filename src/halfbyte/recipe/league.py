@@ -1,0 +1,106 @@
+"""Recipes that followed the published one, each written as what it changes in its neighbour.
+
+Their equations and sources: docs/league.md.
+"""
+
+from dataclasses import replace
+
+from halfbyte.formats import (
+    MXFP8,
+    NVFP4_46_MAE,
+    NVFP4_46_MSE,
+    NVFP4_46_SR,
+    NVFP4_1716,
+    NVFP4_EDEN,
+    NVFP4_QUARTET,
+    NVFP4_ROW,
+    NVFP4_TETRA,
+    NVFP4_TETRA_SR,
+    NVFP4_UE5M3,
+)
+from halfbyte.recipe.blends import BACKWARD, FORWARD
+from halfbyte.recipe.operands import AGAIN, GRADIENTS, ROLES, WEIGHTS, OperandPolicy
+from halfbyte.recipe.presets import bf16, mxfp4, nvfp4, preset
+
+NOT_GRADIENTS = tuple(role for role in ROLES if role not in GRADIENTS)
+
+nvfp4_1d_weights = preset(
+    "nvfp4_1d_weights",
+    nvfp4,
+    "nvfp4 with weights in blocks of 16, as activations: fprop and dgrad see different weights",
+    nvfp4.with_operands(WEIGHTS, block="1d"),
+)
+nvfp4_unbiased = preset(
+    "nvfp4_unbiased",
+    nvfp4,
+    "nvfp4 whose stochastic gradients have the mean of the gradient: scales x 17/16, bytes at midpoints",
+    nvfp4.with_operands(GRADIENTS, format=NVFP4_1716, rounding="midpoint"),
+)
+nvfp4_row = preset(
+    "nvfp4_row",
+    nvfp4_1d_weights,
+    "nvfp4_1d_weights with a float32 scale for each row (token, output, feature) instead of one a tensor",
+    nvfp4_1d_weights.with_operands(ROLES, format=NVFP4_ROW),
+)
+nvfp4_4over6_mse = preset(
+    "nvfp4_4over6_mse",
+    nvfp4_1d_weights,
+    "activations and weights under the better of two scales a block: its maximum becomes 6 or 4, by squared error",
+    nvfp4_1d_weights.with_operands(NOT_GRADIENTS, format=NVFP4_46_MSE),
+)
+nvfp4_4over6_mae = preset(
+    "nvfp4_4over6_mae",
+    nvfp4_4over6_mse,
+    "the same by absolute error: Transformer Engine's measure",
+    nvfp4_4over6_mse.with_operands(NOT_GRADIENTS, format=NVFP4_46_MAE),
+)
+nvfp4_4over6_sr = preset(
+    "nvfp4_4over6_sr",
+    nvfp4_4over6_mse,
+    "four over six in all six operands; for gradients by the expected error of a stochastic rounding: unbiased",
+    nvfp4_4over6_mse.with_operands(GRADIENTS, format=NVFP4_46_SR, rounding="midpoint"),
+)
+ue5m3 = preset(
+    "ue5m3",
+    nvfp4,
+    "block scales in unsigned E5M3, which reach 2^-17; no Hadamard transform",
+    nvfp4.with_operands(ROLES, format=NVFP4_UE5M3, hadamard=False)
+    | nvfp4.with_operands(GRADIENTS, format=NVFP4_UE5M3, hadamard=False, rounding="midpoint"),
+)
+nvfp4_fwd_mxfp8_bwd = preset(
+    "nvfp4_fwd_mxfp8_bwd",
+    nvfp4,
+    "NVFP4 in the forward pass, MXFP8 in the backward pass",
+    {role: OperandPolicy(MXFP8) for role in BACKWARD},
+)
+amd_mxfp4 = preset(
+    "amd_mxfp4",
+    mxfp4,
+    "mxfp4 with gradients to nearest: the Hadamard transform of wgrad, with fixed signs, is all that is added",
+    mxfp4.with_operands(GRADIENTS, rounding="rne"),
+)
+
+_backward = OperandPolicy(NVFP4_EDEN, rounding="away", hadamard=True, hadamard_size=128, signs="fresh")
+quartet2 = preset(
+    "quartet2",
+    bf16,
+    "Quartet II: forward four over six; backward MS-EDEN, chance in the scales, 128-point Hadamard with fresh signs",
+    {role: OperandPolicy(NVFP4_QUARTET, rounding="away") for role in FORWARD}
+    | dict.fromkeys(BACKWARD, _backward)
+    | {role: replace(_backward, source="forward") for role in AGAIN},
+)
+_tetra = OperandPolicy(NVFP4_TETRA_SR, rounding="midpoint", hadamard=True, signs="fresh")
+tetrajet2 = preset(
+    "tetrajet2",
+    bf16,
+    "TetraJet-v2 without its outlier split: scales of 128 neighbours, all backward operands stochastic and transformed",
+    {role: OperandPolicy(NVFP4_TETRA) for role in FORWARD}
+    | dict.fromkeys(BACKWARD, _tetra)
+    | {role: replace(_tetra, source="forward") for role in AGAIN},
+)
+
+LEAGUE = (
+    nvfp4_1d_weights, nvfp4_unbiased, nvfp4_row, nvfp4_4over6_mse, nvfp4_4over6_mae, nvfp4_4over6_sr, ue5m3,
+    nvfp4_fwd_mxfp8_bwd, amd_mxfp4, quartet2, tetrajet2,
+)  # fmt: skip
+"""All of them."""

@@ -1,0 +1,156 @@
+"""Recipes after NVIDIA's: every GEMM of each against the oracle of float64 NumPy, on a mesh, and what they refuse.
+
+Oracle: `league_oracle`, written from the equations before the implementation; operands bit for bit. Tolerances as in
+`test_qdot`.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import KEY, check_linear, linear, relative_error, tensors
+from instruments import quick
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from shapes import BLOCKS_OF_16, BLOCKS_OF_32, Linear
+
+import halfbyte as hb
+from halfbyte import devices, ops
+from halfbyte.formats import E1M2, NVFP4, NVFP4_ROW, NVFP4_TETRA, BlockFormat, TwoLevel, to_grid
+from halfbyte.recipe import WEIGHTS, OperandPolicy, recipe_names
+
+WHOLE_GROUPS = Linear((2, 64), 128, 256)  # runs of 128 in every contraction
+CASES = [
+    *((name, BLOCKS_OF_16[1], dtype) for name, dtype in (
+        ("nvfp4_1d_weights", "bfloat16"), ("nvfp4_unbiased", "float32"), ("nvfp4_row", "bfloat16"),
+        ("nvfp4_4over6_mse", "float32"), ("nvfp4_4over6_mae", "bfloat16"), ("nvfp4_4over6_sr", "bfloat16"),
+        ("ue5m3", "bfloat16"),
+    )),
+    ("amd_mxfp4", BLOCKS_OF_32[0], "bfloat16"),
+    ("nvfp4_fwd_mxfp8_bwd", BLOCKS_OF_32[2], "float32"),
+    ("quartet2", WHOLE_GROUPS, "float32"),
+    ("tetrajet2", WHOLE_GROUPS, "bfloat16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, shape, dtype", CASES, ids=lambda p: str(p))
+def test_every_gemm_is_the_oracles(name, shape, dtype):
+    check_linear(hb.recipe(name), *tensors(shape, dtype), backend="reference", compiler_options=quick)
+
+
+@pytest.mark.parametrize("name", ["nvfp4_row", "quartet2", "tetrajet2"])
+def test_a_mesh_changes_nothing_but_the_order_of_sums(name):
+    """A code that differed would show a step of its grid, ten thousand times the tolerance."""
+    x, w, dy = tensors(Linear((4, 128), 256, 512), "float32")
+    mesh = Mesh(np.array(jax.devices("cpu")[:4]).reshape(2, 2), ("fsdp", "tensor"))
+    placement = ops.Placement(mesh, P("fsdp"), P("fsdp", "tensor"), P("fsdp", None, "tensor"))
+    alone, placed = (
+        jax.jit(linear(hb.recipe(name), backend="auto", **more), compiler_options=quick)(x, w, dy)
+        for more in ({}, {"placement": placement})
+    )
+    for got, want in zip(placed, alone, strict=True):
+        assert relative_error(got, np.asarray(want, np.float64)) < 1e-5
+
+
+def test_fresh_signs_are_those_of_the_step_and_of_both_operands():
+    fmt = OperandPolicy(NVFP4, hadamard=True, signs="fresh")
+    recipe = hb.Recipe("signs", wgrad_x=fmt, wgrad_dy=fmt)
+    x, w, dy = tensors(BLOCKS_OF_16[1], "float32")
+    run = jax.jit(linear(recipe), compiler_options=quick)
+    first, again, other = (run(x, w, dy, key)[2] for key in (KEY, KEY, jax.random.key(5)))
+    np.testing.assert_array_equal(first, again)
+    assert relative_error(other, np.asarray(first, np.float64)) > 1e-3
+    exact = np.einsum("tk,tn->kn", *(np.asarray(t, np.float64).reshape(-1, t.shape[-1]) for t in (x, dy)))
+    assert relative_error(first, exact) < 0.2  # the transforms cancel: what is left is the rounding
+
+
+@functools.cache
+def gain(fmt, rounding):
+    """Of the mean over all 256 bytes, of normal numbers."""
+    x = jax.random.normal(jax.random.key(3), (64, 256))
+
+    def value(byte):
+        grid = to_grid(x, fmt, noise=jnp.full(x.shape, byte, jnp.uint8), rounding=rounding)
+        return grid.carrier() * grid.scales.tensor_decode
+
+    draw = jax.jit(value, compiler_options=quick)
+    mean = sum(np.asarray(draw(jnp.uint8(byte)), np.float64) for byte in range(256)) / 256
+    exact = np.asarray(x, np.float64)
+    return (mean * exact).sum() / (exact * exact).sum()
+
+
+def test_what_is_called_unbiased_is_and_the_published_rounding_is_not():
+    """Exact: every byte is as likely as any other. 4e-5 is a tenth of what cutting eight bits off costs."""
+    for name in ("nvfp4_unbiased", "nvfp4_4over6_sr"):
+        policy = hb.recipe(name).dgrad_dy
+        assert abs(gain(policy.format, policy.rounding) - 1) < 4e-5, name
+    assert 0.995 < gain(NVFP4, "stochastic") < 0.998
+
+
+def test_no_kernel_serves_what_it_does_not_make():
+    """Each new field, on a device with every backend: named, it is refused; under auto another one serves."""
+    gpu = devices.device("h200")
+    changes = [{"rounding": "midpoint"}, {"rounding": "away"}, {"format": NVFP4_ROW}, {"source": "forward"},
+               {"hadamard_size": 32}, {"signs": "fresh"}]  # fmt: skip
+    for change in changes:
+        nvfp4 = hb.recipe("nvfp4_1d_weights")
+        roles = ("wgrad_x",) if "source" in change else ("wgrad_x", "wgrad_dy")
+        recipe = dataclasses.replace(nvfp4, name="mine", **nvfp4.with_operands(roles, **change))
+        problem = ops.Problem(recipe, 256, 256, 512, gpu)
+        assert ops.choose("auto", problem).name == "carrier", change
+        with pytest.raises(ValueError, match="cannot serve recipe mine"):
+            ops.choose("fused", problem)
+
+
+def test_an_outer_scale_inside_the_sum_is_multiplied_by_the_reference():
+    problem = ops.Problem(hb.recipe("tetrajet2"), 256, 256, 512, devices.device("h200"))
+    chosen = ops.choose("auto", problem)
+    assert chosen.name == "reference" and {by for _, by in chosen.multipliers} == {"reference"}
+    with pytest.raises(ValueError, match=r"'carrier' cannot serve.*inside the sum"):
+        ops.choose("carrier", problem)
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda: BlockFormat("four", NVFP4.element, 16, TwoLevel(among=(4.0,))), "whose largest value is 6"),
+        (lambda: BlockFormat("eight", NVFP4.element, 16, TwoLevel(among=(6.0, 8.0))), "does not serve E2M1"),
+        (lambda: BlockFormat("uniform", E1M2, 16, TwoLevel(among=(6.0, 4.0))), "does not serve E1M2"),
+        (lambda: BlockFormat("wide", hb.formats.E4M3, 16, TwoLevel()), "significant bits"),
+        (lambda: BlockFormat("odd", NVFP4.element, 16, TwoLevel(outer="column")), "outer must be one of"),
+        (lambda: BlockFormat("odd", NVFP4.element, 16, TwoLevel(measure="worst")), "measure must be one of"),
+        (lambda: OperandPolicy(NVFP4_ROW, block="2d"), "cannot apply"),
+        (lambda: OperandPolicy(NVFP4_TETRA, block="2d"), "cannot apply"),
+        (lambda: OperandPolicy(NVFP4, hadamard=True, hadamard_size=8), "hadamard_size must be one of 16"),
+        (lambda: OperandPolicy(NVFP4, signs="drawn"), "signs must be one of"),
+        (lambda: _changed("nvfp4", ("wgrad_x",), hadamard_size=32), "both operands take the same"),
+        (lambda: _changed("nvfp4", ("wgrad_dy",), signs="fresh"), "both operands take the same"),
+        (lambda: _changed("nvfp4", ("wgrad_x",), hadamard=False), "set both or neither"),
+        (lambda: _changed("nvfp4", ("dgrad_dy",), source="forward"), "quantizes a forward operand once more"),
+        (lambda: _changed("nvfp4_rht_everywhere", ("wgrad_x",), source="forward"), "means nothing to another"),
+        (lambda: dataclasses.replace(hb.recipe("nvfp4_row"), shared_scales=True), "scales of rows"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_computed_is_refused_with_a_way_out(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def _changed(name, roles, **fields):
+    base = hb.recipe(name)
+    return dataclasses.replace(base, name="mine", **base.with_operands(roles, **fields))
+
+
+def test_every_recipe_can_be_spelled_out_and_read_again():
+    for name in recipe_names():
+        made = hb.recipe(name)
+        if name != "fp4_one_scale":
+            assert hb.recipe(hb.recipe.spell_recipe(made)) == made
+
+
+def test_weights_of_every_new_preset_are_blocked_as_it_says():
+    assert {name for name in recipe_names() if hb.recipe(name).fprop_w.block == "2d"} >= {"ue5m3", "nvfp4_unbiased"}
+    assert all(hb.recipe("nvfp4_4over6_sr").operands()[role].block == "1d" for role in WEIGHTS)
