@@ -42,7 +42,7 @@ def ends_the_same(bench: Bench, folder: Path, *, again: bool) -> None:
     assert not list((folder / "checkpoints").glob("*tmp*")), "temporary directories are left"
 
 
-@kind(times=3, mounts=True)
+@kind(times=2, mounts=True)
 def disk_full_for_a_while(bench: Bench, folder: Path, random: Random) -> str:
     with small_disk(folder, megabytes=64) as disk:
         one = bench.trainer.start(disk / "run")

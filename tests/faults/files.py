@@ -45,13 +45,13 @@ def checkpoint_files(bench: Bench, folder: Path, *, arrays: bool | None = None) 
     return [path for path in files if arrays is None or (path.parent.name == "d") == arrays]
 
 
-@kind(times=4)
+@kind(times=3)
 def flip_in_an_array(bench: Bench, folder: Path, random: Random) -> str:
     act = partial(flip, at=random.random(), bit=random.randrange(8))
     return damaged(bench, folder, random, act, checkpoint_files(bench, folder, arrays=True))
 
 
-@kind(times=4)
+@kind(times=3)
 def flip_in_metadata(bench: Bench, folder: Path, random: Random) -> str:
     act = partial(flip, at=random.random(), bit=random.randrange(8))
     return damaged(bench, folder, random, act, checkpoint_files(bench, folder, arrays=False))

@@ -14,7 +14,7 @@ from states import checkpoint_steps
 # Killed
 
 
-@kind(times=3, run="hard")
+@kind(times=2, run="hard")
 def kill_during_a_step(bench: Bench, folder: Path, random: Random) -> str:
     one = bench.trainer.start(folder)
     step = at_random_step(bench, folder, [one], random)
@@ -63,7 +63,7 @@ def kill_during_a_save(bench: Bench, folder: Path, random: Random) -> str:
     return f"killed with {files} files of an uncommitted save on the disk; resumed, bit-identical, nothing left behind"
 
 
-@kind(times=6)
+@kind(times=5)
 def kill_before_a_file_operation(bench: Bench, folder: Path, random: Random) -> str:
     """Before any one of the operations with which a run makes its directory, its files and its checkpoints."""
     log = folder.with_suffix(".log")
