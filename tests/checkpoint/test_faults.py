@@ -22,7 +22,7 @@ from halfbyte.checkpoint import (
     Record,
     UnreadableCheckpoint,
     files,
-    store,
+    restoring,
 )
 from halfbyte.checkpoint.hushing import hush_late_writes
 from halfbyte.checkpoint.record import describe
@@ -54,9 +54,9 @@ def test_a_poisoned_checkpoint_is_named_and_the_one_before_used(tmp_path):
     filled(tmp_path / "checkpoints", steps=(10,)).close()
     items, leaves = poisoned_tree(), describe(poisoned_tree())
     for item, content in items.items():
-        for name, words in store.inspect(content).items():
+        for name, words in restoring.inspect(content).items():
             leaves[item][name]["checksum"] = words.checksum
-    flat = {item: store._storable(content) for item, content in items.items()}
+    flat = {item: restoring.storable(content) for item, content in items.items()}
     writer = ocp.training.Checkpointer(tmp_path / "checkpoints")
     record = Record(20, leaves, {"config": {}, "data": {}}).to_json()
     writer.save_checkpointables(20, flat, force=True, custom_metadata=record)
@@ -95,7 +95,7 @@ def test_a_renamed_swapped_or_foreign_checkpoint_is_refused(tmp_path):
 
 def test_one_read_error_is_not_damage(tmp_path, monkeypatch):
     """The storage fails once: the newest checkpoint is used. It keeps failing: nothing is moved, nothing is silent."""
-    monkeypatch.setattr(store, "RETRY_PAUSE_S", 0.0)
+    monkeypatch.setattr(restoring, "RETRY_PAUSE_S", 0.0)
     filled(tmp_path / "checkpoints").close()
     failures = iter([OSError(5, "Input/output error")])
     real = files._describe

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+from halfbyte.checkpoint import together
 from halfbyte.launch.supervise import free_port
 
 PROGRAM = """if True:
@@ -52,3 +53,38 @@ def test_a_save_that_one_process_cannot_write_is_given_up_by_all(tmp_path):
         assert steps == [4, 5]
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["4", "5"]
     assert all((tmp_path / "checkpoints" / step / "halfbyte-files.json").exists() for step in "45")
+
+
+class Client:
+    """Notes which keys are set, and waits for nobody."""
+
+    def __init__(self):
+        self.keys = {}
+
+    def key_value_set(self, key, value, overwrite):
+        self.keys[key] = value
+
+    def key_value_try_get(self, key):
+        return self.keys.get(key, "")
+
+    def wait_at_barrier(self, key, timeout_ms):
+        pass
+
+
+def test_a_save_is_named_by_its_step_whatever_became_of_the_one_before():
+    """The first never comes to its end: the next begins all the same, and only what does not commit has failed."""
+    client = Client()
+    waits = together.Breakable(client)
+    start, end, commit = (f"1:{name}" for name in ("set_value_start", "set_value_end", "async_commit_complete"))
+    waits.begin(1)
+    waits.wait_at_barrier(start, 1)
+    for step, committed in ((2, True), (3, False), (3, True)):
+        waits.begin(step)
+        waits.wait_at_barrier(start, 1)
+        assert not waits._has_failed()
+        waits.wait_at_barrier(end, 1)
+        if committed:
+            waits.wait_at_barrier(commit, 1)
+        waits.wait_at_barrier(start, 1)
+        assert waits._has_failed() != committed
+    assert len(client.keys) == 1 and "/3/" in next(iter(client.keys))

@@ -2,18 +2,25 @@
 it, exit code 2, and a file that a program inside it would have made."""
 
 import dataclasses
+import faulthandler
 import hashlib
 import json
 import os
+import resource
 import shutil
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorstore
 
 from halfbyte import data
+from halfbyte.checkpoint.files import write_file_list
+from halfbyte.cli.base_config import config_over
 from halfbyte.cli.main import main
 from halfbyte.interchange.tensor_file import MOST_TENSORS
+from halfbyte.train import reading
 from halfbyte.train.identity import load_identity, save_identity
 from halfbyte.train.reading import open_directory
 
@@ -28,9 +35,32 @@ COMMANDS = {
     "branch": ("parity", "RUN", "--branch", "--baseline", "bf16", "--out", "OUT"),
     "train": ("train", "--run-dir", "RUN", "--mesh", "data=8"),
     "begin": ("train", "--init-from", "RUN", "--data", "synthetic", "--mesh", "data=8", "--run-dir", "OUT"),
+    "config": ("train", "--config", "RUN/config.json", "--mesh", "data=8", "--run-dir", "OUT"),
+    "study": ("parity", "RUN/config.json", "--out", "OUT"),
 }
-READERS = tuple(name for name in COMMANDS if name not in ("verify", "compare", "branch", "train", "begin"))
+OTHERS = ("verify", "compare", "branch", "train", "begin", "config", "study")
+READERS = tuple(name for name in COMMANDS if name not in OTHERS)
+MOST_MEMORY, MOST_SECONDS = 8 << 30, 1200
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(autouse=True)
+def bounded():
+    """Memory, and time of the processor, that no refusal comes near; a hang ends the test run with its stack."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+    limits = {
+        resource.RLIMIT_AS: pages * resource.getpagesize() + MOST_MEMORY,
+        resource.RLIMIT_CPU: int(used) + MOST_SECONDS,
+    }
+    before = {kind: resource.getrlimit(kind) for kind in limits}
+    for kind, most in limits.items():
+        resource.setrlimit(kind, (most, before[kind][1]))
+    faulthandler.dump_traceback_later(3 * MOST_SECONDS, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+    for kind, old in before.items():
+        resource.setrlimit(kind, old)
 
 
 @pytest.fixture
@@ -42,8 +72,8 @@ def run(tiny_run, tmp_path, monkeypatch):
 
 def codes(run, names=tuple(COMMANDS)):
     """Exit codes of commands, and that nothing was executed or made."""
-    words = {"RUN": str(run), "OUT": str(run.parent / "out")}
-    found = {name: main([words.get(word, word) for word in COMMANDS[name]]) for name in names}
+    out = str(run.parent / "out")
+    found = {name: main([w.replace("RUN", str(run)).replace("OUT", out) for w in COMMANDS[name]]) for name in names}
     assert not (run.parent / "executed").exists() and not (run.parent / "out").exists()
     return found
 
@@ -74,7 +104,7 @@ def test_a_recipe_beside_the_run_is_not_executed(run, sealed, pinned, capsys):
     digest = f"@{hashlib.sha256(program.read_bytes()).hexdigest()[:16]}" if pinned else ""
     edit(run, "config.json", lambda values: values.update(recipe=f"{program}:x{digest}"))
     reseal(run) if sealed else (run / "run.json").unlink()
-    names = [name for name in COMMANDS if name not in ("verify", "compare", "begin")]
+    names = [name for name in COMMANDS if name not in ("verify", "compare", "begin", "study")]  # they need no recipe
     assert codes(run, names) == all_two(names)
     assert codes(run, ["verify"]) == {"verify": 3 if pinned else 2}  # its checkpoints are of another config
     capsys.readouterr()
@@ -88,6 +118,7 @@ def test_a_cache_of_compiled_programs_in_the_run_is_not_looked_at(run):
     assert open_directory(run).config.compile_cache == ""
 
 
+CHUNKS = tensorstore.ChunkLayout(chunk_shape=[1 << 20, 32])
 PLACES = ("tokenizer.json", "data.json", "metrics.jsonl", "run.json", "checkpoints/4/params/manifest.ocdbt")
 
 
@@ -151,8 +182,8 @@ def test_names_cannot_speak_to_the_terminal(run, capsys):
     for name in ("generate", "compare", "verify"):
         words = {"RUN": str(odd), "OUT": "out"}
         main([words.get(word, word) for word in COMMANDS[name]])
-        shown = capsys.readouterr()
-        assert "\\x1b" in shown.out + shown.err and "\x1b" not in shown.out + shown.err
+        shown = "".join("".join(capsys.readouterr()).split())  # a long path is folded
+        assert "\\x1b" in shown and "\x1b" not in shown
 
 
 def header(entries):
@@ -174,6 +205,93 @@ def test_giants_are_refused(run, capsys):
     capsys.readouterr()
 
 
+def forge_record(run, change):
+    """The record of the newest checkpoint, `change`d, under its CRC, and the list of its files written again."""
+    step = run / "checkpoints" / "4"
+    facts = json.loads((step / "_CHECKPOINT_METADATA").read_text())
+    record = json.loads(facts["custom_metadata"]["record"])
+    change(record)
+    text = json.dumps(record)
+    facts["custom_metadata"] = {"record": text, "crc32": zlib.crc32(text.encode())}
+    (step / "_CHECKPOINT_METADATA").write_text(json.dumps(facts))
+    write_file_list(step)
+
+
+def lay_out(run, item, name, shape):
+    """An array of this shape in the place of a stored one, as the array database has it: no byte of it is written."""
+    where = {"driver": "ocdbt", "base": f"file://{run}/checkpoints/4/{item}/", "path": f"{name.replace('/', '.')}/"}
+    made = {"create": True, "delete_existing": True, "dtype": "float32", "shape": shape}
+    tensorstore.open({"driver": "zarr3", "kvstore": where}, **made, chunk_layout=CHUNKS).result()
+
+
+def test_arrays_that_are_claimed_and_not_there_are_refused(run, capsys):
+    """A petabyte in the record and in the array database; then a model of as many weights in config.json as well."""
+    checkpoint = run / "checkpoints" / "4"
+    shutil.rmtree(run / "checkpoints" / "2", ignore_errors=True)
+    kept = {path: path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
+    name, shape = "embed", [1 << 40, 32]
+    lay_out(run, "params", name, shape)
+    forge_record(run, lambda record: record["leaves"]["params"][name].update(shape=shape))
+    names = (*READERS, "train", "begin")
+    assert codes(run, [*names, "verify"]) == {**all_two(names), "verify": 3}
+    shutil.rmtree(checkpoint)
+    for path, content in kept.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+    def grown(record):
+        record["leaves"]["params"][name].update(shape=[1 << 30, 32])
+        record["extra"]["config"]["model"].update(vocab_size=1 << 30)
+
+    lay_out(run, "params", name, [1 << 30, 32])
+    forge_record(run, grown)
+    edit(run, "config.json", lambda values: values["model"].update(vocab_size=1 << 30))
+    reseal(run)
+    assert codes(run, [*names, "verify"]) == {**all_two(names), "verify": 3}
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("name", ["data.json", "config.json", "metrics.jsonl"])
+def test_lengths_that_nobody_could_hold_are_refused(run, name, capsys):
+    """Rows of a million million tokens, batches of two thousand million rows, a file of metrics that never ends."""
+    if name == "data.json":
+        edit(run, name, lambda values: values.update(seq=(1 << 31) - 1))
+        edit(run, "config.json", lambda values: values["model"].update(max_seq=(1 << 31) - 1))
+        forge_record(run, lambda record: record["extra"]["config"]["model"].update(max_seq=(1 << 31) - 1))
+        names = ("eval", "generate")
+    elif name == "config.json":
+        edit(run, name, lambda values: values.update(batch=(1 << 31) - 8))
+        forge_record(run, lambda record: record["extra"]["config"].update(batch=(1 << 31) - 8))
+        names = ("inspect", "train")
+    else:
+        os.truncate(run / name, 1 << 40)
+        names = ("compare", "train")
+        assert codes(run, ["verify"]) == {"verify": 3}
+    reseal(run)
+    assert codes(run, names) == all_two(names)
+    capsys.readouterr()
+
+
+def test_metrics_that_are_no_numbers_are_said(run, capsys):
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for change in ({"tokens": None}, {"tokens": {}}, {"tokens": "nan"}, {"tokens": 10**400}, {"tokens": -1}):
+        (run / "metrics.jsonl").write_text("".join(json.dumps({**row, **change}) + "\n" for row in rows))
+        assert codes(run, ["compare"]) == {"compare": 2}
+        said = capsys.readouterr().err
+        assert "metrics.jsonl" in said and "Traceback" not in said
+    odd = {"loss": [], "step_time_s": {}, "mfu": "x", "validation_loss": {}, "input_wait_s": 10**400}
+    (run / "metrics.jsonl").write_text("".join(json.dumps({**row, **odd}) + "\n" for row in rows))
+    assert codes(run, ["compare"]) == {"compare": 0}
+    assert "have a loss that is not finite" in capsys.readouterr().out
+    metric = {"task": "x", "metrics": {"acc": {"value": {}, "error": []}}}
+    (run / "evaluations.jsonl").write_text(json.dumps(metric) + "\n")
+    assert codes(run, ["compare"]) == {"compare": 0}
+    edit(run, "config.json", lambda values: values.update(seed=[1]))
+    reseal(run)
+    assert codes(run, ["compare"]) == {"compare": 2}
+    assert "seed must be a whole number" in " ".join(capsys.readouterr().err.split())
+
+
 def test_imported_weights_are_sealed_and_finite(run, tmp_path, capsys):
     folder, imported = tmp_path / "folder", tmp_path / "imported"
     assert main(["export", str(run), "--out", str(folder), "--dtype", "float32"]) == 0
@@ -192,6 +310,29 @@ def test_imported_weights_are_sealed_and_finite(run, tmp_path, capsys):
         imported.mkdir()
         assert main(["generate", str(folder)]) == main(["export", str(folder), "--out", str(tmp_path / "no")]) == 2
     assert "too large to be squared" in capsys.readouterr().err
+
+
+def test_what_came_with_an_imported_model_is_compared_before_it_is_taken_along(run, capsys):
+    (run / "huggingface").mkdir()
+    for name in ("config.json", "chat_template.jinja"):
+        (run / "huggingface" / name).write_text("{}")
+    identity = load_identity(run)
+    digest = hashlib.sha256(b"{}").hexdigest()
+    files = {f"huggingface/{name}": digest for name in ("config.json", "chat_template.jinja")}
+    save_identity(run, dataclasses.replace(identity, files={**identity.files, **files}))
+    (run / "huggingface" / "chat_template.jinja").write_text("{{ theirs }}")
+    names = (*READERS, "begin")
+    assert codes(run, names) == all_two(names)
+    assert "chat_template.jinja is not what this run wrote" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_config_of_a_run_is_behind_its_seal_wherever_it_is_named(run, monkeypatch, capsys):
+    monkeypatch.setattr(reading, "SLOW", 0)
+    assert config_over("", run / "config.json").steps == 4
+    assert "comparing" in capsys.readouterr().err  # what takes a while is said
+    (run / "run.json").unlink()
+    assert config_over("", run / "config.json").steps == 4
+    assert "no seal covers config.json" in capsys.readouterr().err
 
 
 def test_a_run_of_an_earlier_version_is_read_and_said_to_be_unsealed(run, capsys):

@@ -8,7 +8,10 @@ import time
 
 import pytest
 
+from halfbyte.cli import interrupting, train
 from halfbyte.cli.interrupting import keep_interrupts
+from halfbyte.cli.main import main
+from halfbyte.cli.result import BAD_INPUT, DONE, Result
 
 
 def test_ctrl_c_in_a_callback_of_the_garbage_collector_comes_again(monkeypatch):
@@ -45,3 +48,19 @@ def test_before_a_run_begins_a_signal_in_a_callback_ends_it_with_75(number):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=1800)
     assert done.returncode == 75
     assert b"nothing is lost" in done.stderr
+
+
+@pytest.mark.parametrize("code", [DONE, BAD_INPUT])
+def test_a_signal_after_the_run_has_ended_changes_no_exit_code(code, monkeypatch, tmp_path):
+    monkeypatch.setattr(interrupting, "_leave", lambda *_: pytest.fail("taken for a preemption"))
+    monkeypatch.setattr(train, "_train", lambda *_: Result({}, code))
+    run = train.run
+
+    def and_then_a_signal(args):
+        result = run(args)
+        for number in interrupting.STOPPING:
+            signal.raise_signal(number)
+        return result
+
+    monkeypatch.setattr(train, "run", and_then_a_signal)
+    assert main(["train", "--run-dir", str(tmp_path / "run")]) == code

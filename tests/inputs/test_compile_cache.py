@@ -1,8 +1,10 @@
 """The cache of compiled programs under attack. Oracle: the numbers that a fresh compile gives, and exit codes of child
 processes: a damaged program would crash the test's own."""
 
+import dataclasses
 import hashlib
 import hmac
+import io
 import os
 import random
 import subprocess
@@ -10,9 +12,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from halfbyte.inputs import compile_cache
 from halfbyte.inputs.compile_cache import SealedCache, user_key
+from halfbyte.runs import run_config
+from halfbyte.train.run import train
 
 PROGRAM = """
 import sys, jax, jax.numpy as jnp
@@ -112,3 +117,18 @@ def test_without_a_private_place_for_the_key_programs_are_compiled_again_and_it_
     said: list[str] = []
     compile_cache.use_compile_cache(tmp_path / "compiled", say=said.append)
     assert len(said) == 1 and "NO COMPILE CACHE" in said[0] and "chmod go-w" in said[0]
+
+
+def test_brackets_in_what_is_said_of_a_cache_are_no_markup(tmp_path, monkeypatch):
+    """A run says it on a console for which brackets could mean a style."""
+
+    def speaks(directory, *, say):
+        say(f"NO COMPILE CACHE in {directory}")
+        raise ValueError("enough")
+
+    shown = io.StringIO()
+    monkeypatch.setattr("halfbyte.train.run.use_compile_cache", speaks)
+    config = dataclasses.replace(run_config("demo"), compile_cache="a[/b]c")
+    with pytest.raises(ValueError, match="enough"):
+        train(config, tmp_path / "run", console=Console(file=shown, width=200))
+    assert "a[/b]c" in shown.getvalue()

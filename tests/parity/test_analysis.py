@@ -295,3 +295,20 @@ def test_many_candidates_are_named_by_verdict_in_one_line():
     found = [Verdict(*row, None) for row in zip("abcde", words, reasons, strict=True)]
     assert verdict_line(found) == f"VERDICT: PASS a, d; FAIL c; CANNOT TELL b, e ({SINGLE})"
     assert verdict_line(found[2:]) == "VERDICT: FAIL c: ; PASS d: ; CANNOT TELL e: across"
+
+
+def edit_last(folder, **changes):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    lines[-1] = json.dumps(json.loads(lines[-1]) | changes)
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def test_numbers_that_are_none_are_left_out(tmp_path):
+    plan = fake_parity(tmp_path)
+    arms = {arm.name: run_directory(tmp_path, arm, 0) for arm in plan.arms}
+    edit_last(arms["nvfp4"], **{"validation_loss/laws": "nan", "step_time_s": {}, "grad_norm": []})
+    edit_last(arms["mxfp4"], **{"validation_loss/laws": {}})
+    edit_last(arms["bf16"], validation_loss=0.0)  # no loss that others could be a percentage of
+    found = {arm["name"]: arm for arm in analyse(plan, tmp_path)["arms"]}
+    assert found["nvfp4"]["by_source"]["laws"]["count"] == found["mxfp4"]["by_source"]["laws"]["count"] == 2
+    assert found["nvfp4"]["interval"]["count"] == 2

@@ -11,7 +11,8 @@ from .record import (
     UnreadableCheckpoint,
     describe_with_checksums,
 )
-from .store import Checkpoints, NoGoodCheckpoint, Restored
+from .restoring import NoGoodCheckpoint, Restored
+from .store import Checkpoints
 
 __all__ = [
     "LARGEST",

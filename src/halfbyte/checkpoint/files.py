@@ -31,13 +31,14 @@ def write_file_list(directory: Path) -> None:
     replace_file(directory / FILE_LIST, json.dumps(_facts(directory), indent=0, sort_keys=True))
 
 
-def check_file_list(directory: Path) -> None:
-    """Raise DamagedCheckpoint naming the first file that is missing, has another size or another hash. A save cut off
-    before its list was written has none."""
+def check_file_list(directory: Path) -> int:
+    """Bytes of all files. Raise DamagedCheckpoint naming the first file that is missing, has another size or another
+    hash. A save cut off before its list was written has none."""
     found = _facts(directory)
+    held = sum(facts["bytes"] for facts in found.values())
     listed = directory / FILE_LIST
     if not listed.exists():
-        return
+        return held
     try:
         expected = read_json(listed)
         wanted = {name: _entry(value) for name, value in expected.items()}
@@ -52,6 +53,7 @@ def check_file_list(directory: Path) -> None:
             raise DamagedCheckpoint(f"file {name} has {found[name]['bytes']} bytes instead of {size}")
         if digest is not None and found[name].get("crc32") != digest:
             raise DamagedCheckpoint(f"file {name} is not what was written (its CRC differs)")
+    return held
 
 
 def refuse_irregular(directory: Path) -> None:
@@ -69,11 +71,11 @@ def refuse_irregular(directory: Path) -> None:
             raise UnreadableFile(f"{path} has {size}; remove its checkpoint, or restore it from a copy")
 
 
-def check_readable(directory: Path) -> None:
+def check_readable(directory: Path, *, arrays: bool = True) -> None:
     """Raise UnreadableCheckpoint if the file system cannot give back some file, whatever is in it."""
     for path in sorted(directory.rglob("*")):
         try:
-            if path.is_file():
+            if path.is_file() and (arrays or path.parent.name != ARRAYS):
                 with open(path, "rb", opener=regular) as file:
                     while file.read(1 << 24):
                         pass

@@ -5,10 +5,13 @@ The record travels as one JSON string with its own CRC, so that a damaged record
 """
 
 import json
+import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import jax.numpy as jnp
 
 from halfbyte.inputs import check_whole, parse_json
 
@@ -46,6 +49,12 @@ class Record:
     leaves: Mapping[str, Mapping[str, Mapping[str, Any]]]
     extra: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def claimed(self) -> int:
+        """Bytes of all leaves, as the record has them."""
+        leaves = (leaf for item in self.leaves.values() for leaf in item.values())
+        return sum(math.prod(leaf["shape"]) * jnp.dtype(leaf["dtype"]).itemsize for leaf in leaves)
+
     def to_json(self) -> dict[str, Any]:
         """`{"record": text, "crc32": number}`."""
         body = {"layout": LAYOUT, "step": self.step, "leaves": self.leaves, "extra": self.extra}
@@ -80,6 +89,8 @@ def _check_leaves(leaves: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None
                 check_whole("shape", size, most=2**62)
             if not isinstance(leaf["dtype"], str) or "checksum" not in leaf:
                 raise TypeError(f"a leaf without dtype and checksum: {str(leaf)[:80]}")
+            if not jnp.issubdtype(leaf["dtype"], jnp.number) and leaf["dtype"] != "bool":
+                raise TypeError(f"a leaf of {leaf['dtype'][:80]!r}, which are no numbers")
 
 
 def describe(items: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:

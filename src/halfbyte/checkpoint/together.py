@@ -6,8 +6,8 @@ full) does not come, and the others would wait for it for minutes, and the next 
 whatever they wait for then ends.
 """
 
-import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -21,7 +21,6 @@ LONGEST = 300  # bytes of what a process says about its failure
 LOOK_S = 0.2
 BORDER = "set_value_"  # in the names of the waits at the beginning and at the end of a save, where all come
 COMMITTED = "async_commit_complete"  # in the name of the last wait in between
-_saves = itertools.count()  # processes save in the same order, so that a number names a save
 
 
 class Breakable:
@@ -30,10 +29,17 @@ class Breakable:
     def __init__(self, client: Any):
         self._client = client
         self._failed = ""  # the key under which a failure of this save is said
-        self._going = self._committed = False
+        self._begun = Counter[int]()  # saves by step: a step may be saved again
+        self._borders, self._committed = 0, False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
+
+    def begin(self, step: int) -> None:
+        """A save of `step`, whatever became of the one before."""
+        self._begun[step] += 1
+        self._failed = f"halfbyte/save/{step}/{self._begun[step]}/failed"
+        self._borders, self._committed = 0, False
 
     def blocking_key_value_get(self, key: str, timeout_ms: int) -> Any:
         """As the client's."""
@@ -41,20 +47,14 @@ class Breakable:
 
     def wait_at_barrier(self, key: str, timeout_ms: int, **options: Any) -> None:
         """As the client's. A process that comes to the end of a save which has not committed has failed."""
-        if f"{BORDER}start" in key:
-            self._begin_or_end()
         if BORDER in key:
+            self._borders += f"{BORDER}start" in key
+            if self._borders == 2 and not self._committed:
+                self._client.key_value_set(self._failed, "yes", True)
             self._client.wait_at_barrier(key, timeout_ms, **options)
             return
         self._wait(lambda: self._client.wait_at_barrier(key, timeout_ms, **options))
         self._committed = self._committed or COMMITTED in key
-
-    def _begin_or_end(self) -> None:
-        self._going = not self._going
-        if self._going:
-            self._failed, self._committed = f"halfbyte/save/{next(_saves)}/failed", False
-        elif not self._committed:
-            self._client.key_value_set(self._failed, "yes", True)
 
     def _wait(self, act: Callable[[], Any]) -> Any:
         """What `act` returns; OSError as soon as a process has failed. C++ cannot be called back: the thread that waits
@@ -89,6 +89,14 @@ def break_waits_together() -> None:
     if jax.process_count() > 1 and not isinstance(client := multihost.get_jax_distributed_client(), Breakable):
         breakable = Breakable(client)
         multihost.get_jax_distributed_client = lambda: breakable
+
+
+def saving(step: int) -> None:
+    """Every process says which step it begins to save; nothing for one process."""
+    from orbax.checkpoint._src.multihost import multihost
+
+    if jax.process_count() > 1 and isinstance(client := multihost.get_jax_distributed_client(), Breakable):
+        client.begin(step)
 
 
 def from_all(words: str) -> list[str]:

@@ -5,12 +5,13 @@ from pathlib import Path
 from halfbyte import models
 from halfbyte.runs import run_config
 from halfbyte.train import TrainConfig, jsonconfig
+from halfbyte.train.reading import config_values
 
 
 def config_over(name: str, path: Path) -> TrainConfig:
     """The config of a file. A partial one changes fields of the named run, of the run that it names itself (`run`), or
     of the demo; its `model` may be the name of a preset."""
-    values = jsonconfig.read_values(path)
+    values = config_values(path)
     if "run" not in values and values.keys() >= {"name", "model"} and isinstance(values["model"], dict):
         if name:
             raise ValueError(f"give a run ({name}) or a whole config ({path}), not both")

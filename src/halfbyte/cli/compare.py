@@ -188,7 +188,7 @@ def config_differences(folders: Sequence[Path]) -> dict[str, list[Any]]:
 def evaluations(folders: Sequence[Path]) -> dict[str, list[Any]]:
     """Task and metric -> its newest value in each run, for tasks that more than one run has."""
     from halfbyte.cli.eval import EVALUATIONS
-    from halfbyte.metrics import read_rows
+    from halfbyte.metrics import number, read_rows
 
     found = []
     for folder in folders:
@@ -197,7 +197,8 @@ def evaluations(folders: Sequence[Path]) -> dict[str, list[Any]]:
             metrics = row.get("metrics")
             for name, metric in metrics.items() if isinstance(metrics, Mapping) else ():
                 if isinstance(metric, Mapping) and metric.keys() >= {"value", "error"}:  # others are none of ours
-                    newest[f"{row.get('task')} {name}"] = metric
+                    told = {field: metric[field] for field in ("value", "error")}
+                    newest[f"{row.get('task')} {name}"] = {f: None if v is None else number(v) for f, v in told.items()}
         found.append(newest)
     names = sorted(set().union(*found))
     table = {name: [newest.get(name) for newest in found] for name in names}

@@ -8,7 +8,6 @@ with and without Hadamard), mxfp4, mxfp8 and fp8; for each GEMM, its result agai
 shortest list of layers or linears to keep in higher precision, as a ready --policy value; writes inspect.html and
 inspect.json."""
 
-import functools
 import itertools
 import json
 import sys
@@ -43,8 +42,13 @@ class Args:
 
 
 def run(args: Args) -> Result:
-    from halfbyte.cli.screen import console
-    from halfbyte.diagnosis.inspection import inspect
+    from halfbyte.cli.screen import console, progress, say
+
+    def tell(text: str) -> None:
+        say(text, file=sys.stderr)  # as it is now: a bar on a terminal stands in between
+
+    tell(f"reading {args.run}")
+    from halfbyte.diagnosis.inspection import compiled_soon, inspect
     from halfbyte.diagnosis.inspection_page import html, terminal
     from halfbyte.inputs import check_output, replace_file
     from halfbyte.interchange.opening import forward_recipe, restore_params
@@ -65,8 +69,8 @@ def run(args: Args) -> Result:
     text = read_policy(args.policy or config.policy)
     resolved = resolve(config.model, text, chosen)
     batches = first_batches(opened, args.batches)
-    say = functools.partial(print, file=sys.stderr, flush=True)
-    found = inspect(config, resolved, restored.items["params"], batches, step=restored.step, say=say)
+    with progress("linears") as watch, compiled_soon(config.model):
+        found = inspect(config, resolved, restored.items["params"], batches, step=restored.step, say=tell, watch=watch)
     policy = found.policy(text, args.snr)
     screen = console()
     screen.print(terminal(found, args.snr))
@@ -87,10 +91,15 @@ def run(args: Args) -> Result:
 def first_batches(opened: "RunDirectory", many: int) -> Any:
     """The first training batches of the run, as its first step saw them."""
     import jax.numpy as jnp
+    from jax import ShapeDtypeStruct, local_devices
+    from jax.sharding import SingleDeviceSharding
 
     from halfbyte.train import run_mesh
+    from halfbyte.train.preflight import check_room
 
-    loader = opened.source().loader(run_mesh(opened.config))
+    source, here = opened.source(), SingleDeviceSharding(local_devices()[0])
+    check_room(ShapeDtypeStruct((16, opened.config.batch, source.seq), jnp.int32, sharding=here))  # four, prefetched
+    loader = source.loader(run_mesh(opened.config))
     try:
         return [{n: jnp.asarray(v, jnp.int32) for n, v in rows.items()} for rows in itertools.islice(loader, many)]
     finally:

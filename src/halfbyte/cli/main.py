@@ -85,6 +85,7 @@ def entry() -> None:
     try:
         code = main()
         sys.stdout.flush()
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(code))  # all is done, and the code says how it ended
     except BrokenPipeError:
         code = BROKEN_PIPE
     except KeyboardInterrupt:  # before a command has begun, or while it is being left

@@ -78,9 +78,10 @@ def base_run(args: Study, model: str) -> "TrainConfig":
     from halfbyte.parity.plan import of_steps
     from halfbyte.runs import run_config
     from halfbyte.train import TrainConfig, jsonconfig
+    from halfbyte.train.reading import config_values
 
     file = model.endswith(".json")
-    base = jsonconfig.from_dict(TrainConfig, jsonconfig.read_values(Path(model))) if file else run_config(model)
+    base = jsonconfig.from_dict(TrainConfig, config_values(Path(model))) if file else run_config(model)
     given = {n: v for n in ("data", "batch", "seq", "policy", "mesh") if (v := getattr(args, n))}
     base = dataclasses.replace(base, seed=0, **given)
     return of_steps(base, steps_of(args, model, base))

@@ -8,6 +8,7 @@ import datetime
 import os
 import re
 import shlex
+import signal
 import sys
 import time
 import traceback
@@ -131,7 +132,7 @@ def run(args: Args) -> Result:
     from halfbyte.cli.screen import PlainConsole
     from halfbyte.ranks import Signals
 
-    with Signals(_stopped_early) as signals:
+    with Signals(_stopped_early, afterwards=signal.SIG_IGN) as signals:  # what comes later changes no exit code
         output = MayClose(sys.stdout, on_close=lambda: signals.on_signal("a closed pipe"))
         console = PlainConsole(file=cast(TextIO, output))
         say = _printer(console)

@@ -100,19 +100,24 @@ def check_checkpoints(directory: Path, opened: "RunDirectory | None") -> list[Fi
 
 def _check_one(store: Any, step: int, opened: "RunDirectory | None") -> Finding:
     from halfbyte.checkpoint import CheckpointMismatch, DamagedCheckpoint, GoneCheckpoint, UnreadableCheckpoint, reading
+    from halfbyte.train.preflight import TooLarge, check_room
     from halfbyte.train.resume import guarded_changes
 
     part = f"checkpoint {step}"
     try:
         with reading(store.directory / str(step)):
             record = store.record(step)
-            restored = store.restore(step, abstract_of(record))
+            wanted = abstract_of(record)
+            check_room(wanted)
+            restored = store.restore(step, wanted)
         stored = restored.extra.get("config")
         if not isinstance(stored, dict):
             return Finding(part, BAD, "its record does not say of which config it is")
         changed = guarded_changes(stored, opened.config, ignore=("data",)) if opened else []
     except GoneCheckpoint:
         return Finding(part, UNKNOWN, "the run trains, and has deleted it meanwhile")
+    except TooLarge as error:
+        return Finding(part, UNKNOWN, str(error))
     except (DamagedCheckpoint, UnreadableCheckpoint, CheckpointMismatch, ValueError) as error:
         return Finding(part, BAD, str(error))
     if changed:
@@ -144,9 +149,11 @@ def check_metrics(directory: Path) -> Finding:
         return Finding("metrics.jsonl", UNKNOWN, "there is none")
     # Before the rows: a run that trains writes a step's row, then its checkpoint.
     newest = max((int(name) for path in directory.glob("checkpoints/*") if (name := path.name).isdigit()), default=0)
-    rows = read_rows(path)
+    try:
+        rows, damaged = read_rows(path), len(rows_until(path, 0).damaged)
+    except ValueError as error:
+        return Finding("metrics.jsonl", BAD, str(error))
     steps = [row.get("step") for row in rows]
-    damaged = len(rows_until(path, 0).damaged)
     if steps == list(range(1, len(steps) + 1)) and damaged <= 1:
         if newest > len(steps):
             return Finding("metrics.jsonl", BAD, f"it ends at step {len(steps)}, the newest checkpoint is {newest}")

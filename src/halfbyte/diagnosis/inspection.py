@@ -1,12 +1,16 @@
 """`halfbyte inspect`: every GEMM operand of a run, layer by layer, on real batches."""
 
+import contextlib
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
+from halfbyte import models
 from halfbyte.recipe import Resolved, recipe
 from halfbyte.train import TrainConfig
 from halfbyte.train.step import make_context
@@ -17,7 +21,20 @@ from .recommendation import recommend
 from .replay import Replay
 from .tensors import gemm_numbers, operand_numbers
 
+SMALL = 20_000_000  # parameters, below which programs are compiled for longer than they run
 SNRS = ("own", "nvfp4", "nvfp4 2d", "nvfp4 hadamard", "mxfp4", "mxfp8", "fp8")
+
+
+@contextlib.contextmanager
+def compiled_soon(model: models.LlamaConfig) -> Iterator[None]:
+    """Where compiling is nearly all of the time (a small model on a CPU), without what only makes programs fast."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    soon = jax.default_backend() == "cpu" and models.count_params(model) < SMALL
+    jax.config.update("jax_disable_most_optimizations", before or soon)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,14 +67,15 @@ class Inspection:
 
 def inspect(
     config: TrainConfig, resolved: Resolved, params: Any, batches: Iterable[Any], *, step: int,
-    say: Callable[[str], None] = lambda line: None,
+    say: Callable[[str], None] = lambda line: None, watch: Callable[[int, int], None] = lambda done, total: None,
 ) -> Inspection:  # fmt: skip
-    """Replay one step on each batch and look at what its linears were given. `say` is told how far it is."""
+    """Replay one step on each batch and look at what its linears were given. `say` is told how far it is, `watch` gets
+    (linears done, of)."""
     context = dataclasses.replace(make_context(config, resolved, None, None), mesh=None, remat="none", unroll=1)  # type: ignore[arg-type]
     replay = Replay(config.model, context)
     sums: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
     noises: dict[tuple[int, str, str], list[float]] = {}
-    shown = list(batches)
+    shown, done = list(batches), itertools.count(1)
     say(f"replaying a step of {config.model.layers} layers on {len(shown)} batches; programs are compiled first")
     for place, batch in enumerate(shown, 1):
         for layer, linears in replay.layers(params, part_of(batch), step_of(config.rounding_seed, step)):
@@ -68,6 +86,7 @@ def inspect(
                     noises.setdefault((layer, site, gemm), []).append(float(numbers["snr_db"]))
                 for role in TENSORS:
                     sums.setdefault((layer, site, role), []).append(operand_numbers(plain, role))
+                watch(next(done), len(shown) * config.model.layers * len(linears))
                 if place == 1 and layer == config.model.layers - 1:  # later layers and batches share its programs
                     say(f"batch 1, layer {layer}: {site}")
             say(f"batch {place} of {len(shown)}: layer {layer} seen, {layer} to go")

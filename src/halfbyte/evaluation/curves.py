@@ -7,22 +7,21 @@ step, so the standard error of the mean difference over the last n points is New
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from halfbyte.metrics import read_rows
+from halfbyte.metrics import number, read_rows
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One run's rows of metrics, in order of step; what is missing or not finite is NaN."""
+    """One run's rows of metrics, in order of step; what is missing or no number is NaN."""
 
     name: str
-    rows: tuple[dict[str, Any], ...]
+    rows: tuple[Mapping[str, float], ...]
 
     def column(self, field: str) -> np.ndarray:
         """A metric at every step, float64."""
@@ -71,11 +70,6 @@ class Speed:
     input_wait: float
 
 
-def number(value: Any) -> float:
-    """A logged value as a float. Diverged runs log "nan" and "inf" as strings, absent values are None."""
-    return math.nan if value is None else float(value)
-
-
 def read_curve(directory: Path, name: str) -> Curve:
     """metrics.jsonl of a run directory."""
     path = directory / "metrics.jsonl"
@@ -84,7 +78,13 @@ def read_curve(directory: Path, name: str) -> Curve:
     rows = {row["step"]: row for row in read_rows(path) if "step" in row and "loss" in row}
     if not rows:
         raise ValueError(f"{path} holds no step yet; wait for the first one")
-    return Curve(name, tuple(rows[step] for step in sorted(rows)))
+    curve = Curve(name, tuple({field: number(value) for field, value in rows[step].items()} for step in sorted(rows)))
+    if unplaced := [row for row in curve.rows if not (row["step"] > 0 and 0 < row.get("tokens", 0) < math.inf)]:
+        raise ValueError(
+            f"{path}: the row of step {unplaced[0]['step']:g} says {unplaced[0].get('tokens')} tokens, so that it has "
+            "no place in a curve; take the line out, or restore the file from a copy"
+        )
+    return curve
 
 
 def smooth(values: np.ndarray, width: int) -> np.ndarray:
@@ -143,7 +143,7 @@ def gap(run: Curve, baseline: Curve, *, last: int | None = None) -> Gap | None:
     mean = float(apart.mean())
     level = float(base[-points:].mean())
     span = float(tokens[-points]), float(tokens[-1])
-    return Gap(mean, correlated_error(apart), mean / level, points, *span, interpolated)
+    return Gap(mean, correlated_error(apart), mean / level if level else math.nan, points, *span, interpolated)
 
 
 def correlated_error(values: np.ndarray) -> float | None:

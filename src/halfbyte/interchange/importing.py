@@ -25,8 +25,8 @@ LONGEST_WINDOW = 2048
 
 
 def import_folder(directory: Path, out: Path, *, watch: Watch | None = None) -> TrainConfig:
-    """Make the run directory `out` of the model in `directory`: whole or not at all. Its config. `watch` gets (files
-    done, of)."""
+    """Make the run directory `out` of the model in `directory`: whole or not at all. Its config. `watch` gets (done,
+    of): tensors that were looked at, then files."""
     out = check_output(out, flag="--out")
     clear_left(out)
     if out.exists() or out.is_symlink():
@@ -34,12 +34,12 @@ def import_folder(directory: Path, out: Path, *, watch: Watch | None = None) -> 
     with Folder(directory) as folder:
         model = folder_config(folder)
         check_tensors(folder, model)
-        refuse_not_finite(folder)
+        refuse_not_finite(folder, watch)
         config = TrainConfig(name=model.name, model=model, recipe="bf16", data="synthetic")
         with Staging(out) as staging:
-            copy_files(folder, staging / ORIGIN, watch)
+            files = copy_files(folder, staging / ORIGIN, watch)
             _write_facts(folder, config, staging)
-            files = {str(path.relative_to(staging)): hash_of(path) for path in staging.rglob("*") if path.is_file()}
+            files |= {path.name: hash_of(path) for path in staging.iterdir() if path.is_file()}
             save_identity(staging, Identity(new_name(), fingerprint(None), files, versions()))
             if not publish(staging, out, replace=False):
                 raise ValueError(f"{out} appeared while the model was copied; nothing was changed")
@@ -52,15 +52,18 @@ def folder_config(folder: Folder) -> LlamaConfig:
     return config_from_hf(folder.config, name or "imported")
 
 
-def copy_files(folder: Folder, out: Path, watch: Watch | None) -> None:
-    """The files of a model, and nothing else that lies beside them."""
+def copy_files(folder: Folder, out: Path, watch: Watch | None) -> dict[str, str]:
+    """The files of a model, and nothing else that lies beside them; name in the run -> sha256 of each."""
     index = [inside(folder.directory, INDEX)] if (folder.directory / INDEX).exists() else []
     files = [*folder.shards(), *folder.companions(), *index, inside(folder.directory, CONFIG)]
     out.mkdir()
+    hashes = {}
     for done, file in enumerate(files, 1):
         shutil.copyfile(file, out / file.name)
+        hashes[f"{ORIGIN}/{file.name}"] = hash_of(out / file.name)
         if watch is not None:
             watch(done, len(files))
+    return hashes
 
 
 def _write_facts(folder: Folder, config: TrainConfig, out: Path) -> None:

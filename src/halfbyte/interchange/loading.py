@@ -97,9 +97,12 @@ def _check_others(folder: Folder, cfg: LlamaConfig, known: set[str]) -> None:
         raise ValueError(f"import: {len(others)} tensors have no place in {cfg.name}: {shown[:300]}")
 
 
-def refuse_not_finite(folder: Folder) -> None:
-    """ValueError naming the first tensor that holds a value which no model can be computed with."""
-    for name, entry in folder.entries.items():
+def refuse_not_finite(folder: Folder, watch: Watch | None = None) -> None:
+    """ValueError naming the first tensor that holds a value which no model can be computed with. `watch` gets (tensors
+    done, of)."""
+    for done, (name, entry) in enumerate(folder.entries.items()):
+        if watch is not None:
+            watch(done, len(folder.entries))
         rows = max(1, CHUNK // max(1, math.prod(entry.shape[1:])))
         starts = range(0, entry.shape[0], rows) if entry.shape else (0,)
         for start in starts if jnp.issubdtype(entry.dtype, jnp.floating) else ():

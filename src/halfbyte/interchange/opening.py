@@ -28,10 +28,12 @@ from halfbyte.sharding import Rules, make_mesh, parse_mesh
 from halfbyte.train import TrainConfig, phases, resolve
 from halfbyte.train.claim import IMPORTED
 from halfbyte.train.precision import phase_at
+from halfbyte.train.preflight import check_room
 from halfbyte.train.reading import ORIGIN, RunDirectory, open_directory
 from halfbyte.train.resume import guarded_changes
 
 FOLDER_POLICY = "all_linear"
+LONGEST_TRAINED = 1 << 20  # tokens of a row, that a run may say it was trained on: windows of scoring are as long
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,8 +155,14 @@ def forward_recipe(config: TrainConfig, step: int, name: str) -> Recipe:
 
 
 def restore_params(run: RunDirectory, *, mesh: Mesh | None, rules: Rules, step: int | None) -> Restored:
-    """Weights alone, verified. A damaged newest checkpoint is named, and the one before it is used."""
+    """Weights alone, verified, and with them what came with an imported model. A damaged newest checkpoint is named,
+    and the one before it is used."""
     directory, model = run.path, run.config.model
+    abstract = models.abstract_params(model, mesh, rules)
+    if mesh is None:
+        here = SingleDeviceSharding(jax.local_devices()[0])
+        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), abstract)
+    check_room(abstract)
     if (directory / IMPORTED).is_file():
         if step:
             raise ValueError(f"{directory} is an imported model; it has no checkpoint of step {step}")
@@ -165,10 +173,7 @@ def restore_params(run: RunDirectory, *, mesh: Mesh | None, rules: Rules, step: 
     folder = directory / "checkpoints"
     if not folder.is_dir():
         raise ValueError(f"{directory} has no checkpoint yet; train it first (`halfbyte train --run-dir {directory}`)")
-    abstract = models.abstract_params(model, mesh, rules)
-    if mesh is None:
-        here = SingleDeviceSharding(jax.local_devices()[0])
-        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), abstract)
+    run.refuse_changes(origin=True)  # the small files of a model that it began with
     name = run.identity.run if run.identity else None
     store = Checkpoints(folder, run=name, say=lambda text: print(printable(text), file=sys.stderr, flush=True))
     try:
@@ -212,7 +217,7 @@ def read_tokenizer(run: RunDirectory) -> tuple[data.Tokenizer, int]:
         stored = read_json(facts)
         try:
             tokenizer = data.load_tokenizer(text, eos=stored["eos"], bos=stored["bos"])
-            check_whole("seq", stored["seq"], least=1)
+            check_whole("seq", stored["seq"], least=1, most=LONGEST_TRAINED)
         except (KeyError, TypeError) as error:
             raise ValueError(f"{facts}: not what a run writes ({error}); copy the run again") from None
         return tokenizer, stored["seq"]

@@ -65,8 +65,6 @@ def open_for_export(directory: Path, *, mesh: str = "", step: int | None = None)
     restored = restore_params(run, mesh=grid, rules=SCORING_RULES, step=step)
     trained_with(config, restored.step)  # a program of the run's own that this command does not name is refused
     origin = directory / ORIGIN if (directory / ORIGIN).is_dir() else None
-    if not (directory / IMPORTED).is_file():  # whose weights were compared when they were read
-        run.refuse_changes(origin=True)
     model = Model(config.model, restored.items["params"], tokenizer, origin)
     return Source(model, _dtype(directory), config, restored.step, seq)
 

@@ -3,7 +3,7 @@
 import dataclasses
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import Mesh
@@ -43,15 +43,20 @@ def initial_params(source: Path, config: TrainConfig, mesh: Mesh, directory: Pat
         listed = ", ".join(f"{f} {getattr(has, f)} -> {getattr(wanted, f)}" for f in fields if f != "name")
         raise ValueError(f"init_from {source}: the run's model is not the one whose weights it begins with: {listed}")
     check_tokenizers(source, config.data)
+    params = _verified(source, wanted, mesh)
     if jax.process_index() == 0:
         _copy_origin(source, directory)
+    return params
+
+
+def _verified(source: Path, model: models.LlamaConfig, mesh: Mesh) -> Params:
+    """The weights; what else the run seals of an imported model is compared with them."""
     if not is_folder(source):
-        run = open_directory(source)
-        params: Params = restore_params(run, mesh=mesh, rules=DEFAULT_RULES, step=None).items["params"]
-        return params
-    models.check_mesh(wanted, mesh)
+        restored = restore_params(open_directory(source), mesh=mesh, rules=DEFAULT_RULES, step=None)
+        return cast(Params, restored.items["params"])
+    models.check_mesh(model, mesh)
     with Folder(source) as folder:
-        return load_params(folder, wanted, mesh=mesh)
+        return load_params(folder, model, mesh=mesh)
 
 
 def check_tokenizers(source: Path, spec: str) -> None:

@@ -2,7 +2,7 @@
 
 from .display import Compiling, Display, make_display
 from .late import Finished, OneStepLate
-from .rows import append_row, finite, missing_steps, read_rows, rows_until
+from .rows import append_row, finite, missing_steps, number, read_rows, rows_until
 from .sinks import Aside, Guarded, Jsonl, Sink, TensorBoard, WandB
 from .throughput import Throughput, mixed_peak
 
@@ -23,6 +23,7 @@ __all__ = [
     "make_display",
     "missing_steps",
     "mixed_peak",
+    "number",
     "read_rows",
     "rows_until",
 ]

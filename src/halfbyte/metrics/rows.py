@@ -11,10 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from halfbyte.inputs import no_follow, regular
+from halfbyte.inputs import UnreadableFile, no_follow, regular
 
 MOST_LINE = 1 << 20
 """Bytes of one line; what is longer is no record."""
+MOST_FILE, MOST_LINES = 4 << 30, 10_000_000
+"""Bytes and lines of one file: seven million steps have as many."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,14 @@ def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [row for _, _, row in _rows(path) if row is not None]
 
 
+def number(value: Any) -> float:
+    """A logged value as a float; NaN where it is none. Diverged runs log "nan" and "inf" as strings."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
 def missing_steps(rows: Iterable[Mapping[str, Any]], last: int) -> tuple[int, int, int]:
     """(how many steps from 1 to `last` have no row, the first, the last of them); the time is that of the rows, however
     far `last` is."""
@@ -72,8 +82,12 @@ def _rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes, dict[str, 
     """(line number, line without its end, record or None if it is damaged); blank lines are passed over."""
     with open(path, "rb", opener=regular) as file:
         number = 0
+        if (size := os.fstat(file.fileno()).st_size) > MOST_FILE:
+            raise UnreadableFile(f"{path} has {size:,} bytes, and {MOST_FILE:,} are read of such a file; remove it")
         while line := file.readline(MOST_LINE):
             number += 1
+            if number > MOST_LINES:
+                raise UnreadableFile(f"{path} has more than {MOST_LINES:,} lines, the most that are read; remove it")
             if line.strip():
                 yield number, line.rstrip(b"\n"), _record(line)
 

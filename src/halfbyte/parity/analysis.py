@@ -251,7 +251,7 @@ def by_source(plan: Plan, mine: Sequence[Cell], base: Sequence[Cell]) -> dict[st
         for name in left:
             if name.startswith("validation_loss/") and name in right:
                 values.setdefault(name.partition("/")[2], []).append(plan.margin.measure(left[name], right[name]))
-    return {name: interval_json(found) for name, found in sorted(values.items())}
+    return {name: interval_json(list(filter(math.isfinite, found))) for name, found in sorted(values.items())}
 
 
 def token_overhead(mine: Sequence[Cell], base: Sequence[Cell]) -> dict[str, Any] | None:

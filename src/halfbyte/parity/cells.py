@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfbyte.evaluation.curves import Curve, number, read_curve
+from halfbyte.evaluation.curves import Curve, read_curve
 from halfbyte.inputs import read_json
-from halfbyte.metrics import read_rows
+from halfbyte.metrics import number, read_rows
 from halfbyte.train import jsonconfig, open_source
 from halfbyte.train.identity import fingerprint, versions
 from halfbyte.train.reading import open_directory
@@ -47,7 +47,7 @@ def status_of(folder: Path, steps: int) -> Status:
         found = read_json(folder / "diverged.json")
         try:
             return Status(DIVERGED, int(found["step"]), str(found["error"]))
-        except (KeyError, TypeError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             raise ValueError(f"{folder / 'diverged.json'} is damaged; remove it, and the run goes on") from None
     if not (folder / "metrics.jsonl").is_file():
         return Status(MISSING)

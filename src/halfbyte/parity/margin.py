@@ -32,9 +32,11 @@ class Margin:
         return f"{self.value:g}{'%' if self.relative else 'nats'}"
 
     def measure(self, candidate: float, baseline: float) -> float:
-        """The gap in the margin's unit."""
+        """The gap in the margin's unit; NaN of a baseline that is no loss, in percent."""
         apart = candidate - baseline
-        return 100 * apart / baseline if self.relative else apart
+        if not self.relative:
+            return apart
+        return 100 * apart / baseline if baseline > 0 else math.nan
 
     def show(self, value: float, sign: str = "+") -> str:
         """A gap as text."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.evaluation.curves import Curve, Gap, gap
+from halfbyte.inputs import check_whole
 from halfbyte.recipe.own import FILE
 from halfbyte.train.config import GUARDED
 from halfbyte.train.identity import hash_of, load_identity
@@ -41,7 +42,9 @@ class Run:
 
     @property
     def seed(self) -> int:
-        return int(self.config.get("seed") or 0)
+        found = self.config.get("seed") or 0
+        check_whole(f"{self.folder}: seed", found, most=2**63)
+        return int(found)
 
     def arm(self) -> tuple[Any, ...]:
         """What of its config is precision."""

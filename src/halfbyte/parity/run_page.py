@@ -101,7 +101,7 @@ def _points(values: Any) -> list[float | None]:
 
 
 def source_table(curve: Curve) -> str:
-    last: dict[str, Any] = next((row for row in reversed(curve.rows) if "validation_loss" in row), {})
+    last: Mapping[str, float] = next((row for row in reversed(curve.rows) if "validation_loss" in row), {})
     rows = [
         (name.partition("/")[2], f"{value:.4f}") for name, value in last.items() if name.startswith("validation_loss/")
     ]

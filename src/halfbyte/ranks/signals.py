@@ -13,10 +13,11 @@ WATCHED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Signals:
-    """Context, on the main thread: `on_signal(name)` is called, on a thread of its own, for every signal."""
+    """Context, on the main thread: `on_signal(name)` is called, on a thread of its own, for every signal. `afterwards`
+    is the handler that stays; None: the one that was there before."""
 
-    def __init__(self, on_signal: Callable[[str], None]):
-        self.on_signal = on_signal
+    def __init__(self, on_signal: Callable[[str], None], *, afterwards: Any = None):
+        self.on_signal, self._afterwards = on_signal, afterwards
         self._old: dict[int, Any] = {}
         self._old_fd = -1
         self._interrupts = 0
@@ -48,5 +49,5 @@ class Signals:
     ) -> None:
         signal.set_wakeup_fd(self._old_fd)
         for number, handler in self._old.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler if self._afterwards is None else self._afterwards)
         os.close(self._write)  # the thread reads the end of its pipe

@@ -8,10 +8,13 @@ The three add up to the time on the clock. The sums travel in the checkpoints; w
 rows that the resumed run drops.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from halfbyte.metrics import number
 
 
 @dataclass
@@ -25,8 +28,11 @@ class Goodput:
 
     @classmethod
     def resumed(cls, kept: Mapping[str, float] | None, dropped: Iterable[Mapping[str, Any]]) -> "Goodput":
-        """Go on from what a checkpoint carries (None: a fresh start); `dropped` rows are lost time."""
-        found = cls(kept["began"], kept["productive"], kept["lost"]) if kept else cls(time.time())
+        """Go on from what a checkpoint carries (None, or what is no goodput: a fresh start); `dropped` rows are lost
+        time."""
+        kept = kept if isinstance(kept, Mapping) else {}
+        began, productive, lost = (number(kept.get(name)) for name in ("began", "productive", "lost"))
+        found = cls(began, productive, lost) if math.isfinite(began + productive + lost) else cls(time.time())
         found.lost += sum(useful(row) for row in dropped)
         return found
 
@@ -64,4 +70,4 @@ class Goodput:
 
 def useful(row: Mapping[str, Any]) -> float:
     """Seconds of a step that were spent computing."""
-    return max(0.0, float(row.get("step_time_s", 0.0)) - float(row.get("input_wait_s", 0.0)))
+    return max(0.0, number(row.get("step_time_s", 0.0)) - number(row.get("input_wait_s", 0.0)))

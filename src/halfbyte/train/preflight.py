@@ -1,5 +1,6 @@
 """What can be known to fail is found here, before anything is compiled: mesh, shapes, blocks, backends, memory."""
 
+import math
 import os
 from dataclasses import dataclass
 
@@ -87,7 +88,21 @@ def check(config: TrainConfig, mesh: Mesh, *, seq: int, device: Device, memory: 
 def shard_bytes(tree: object) -> int:
     """Bytes of one device's shards of abstract arrays that carry shardings."""
     leaves = jax.tree.leaves(tree)
-    return sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in leaves)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+class TooLarge(ValueError):
+    """Arrays for which there is no room here."""
+
+
+def check_room(tree: object) -> None:
+    """TooLarge if abstract arrays that carry shardings take more than a device has."""
+    size, memory = shard_bytes(tree), memory_of(jax.local_devices()[0])
+    if memory is not None and size > memory:
+        raise TooLarge(
+            f"the arrays take {size / GIB:,.1f} GiB of a device, and it has {memory / GIB:,.1f} GiB; is the run's "
+            "config as it was? If so, read it where there is more memory, or more devices (--mesh)"
+        )
 
 
 def estimate_memory(config: TrainConfig, mesh: Mesh, *, seq: int) -> MemoryEstimate:

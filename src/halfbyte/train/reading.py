@@ -20,7 +20,7 @@ from halfbyte.inputs.programs import only_named
 from . import jsonconfig
 from .claim import IMPORTED
 from .config import TrainConfig
-from .identity import ABSENT, Identity, fingerprint, hash_of, load_identity
+from .identity import ABSENT, FILE, Identity, fingerprint, hash_of, load_identity
 
 if TYPE_CHECKING:
     from .source import Source
@@ -29,6 +29,7 @@ CONFIG, ORIGIN = "config.json", "huggingface"
 SEALED = (CONFIG, "tokenizer.json", "data.json", IMPORTED)
 """What readers take from a run beside its checkpoints, which have checksums of their own, and ORIGIN: the files of the
 folder that it was imported, or begun, from."""
+SLOW = 1 << 28  # bytes that take a while to hash
 UNREAD = ("wandb",)
 """Directories that others fill, with links, and that nobody reads here."""
 
@@ -77,8 +78,11 @@ class RunDirectory:
     def _is_whole(self, name: str) -> bool:
         assert self.identity is not None
         path = self.path / name
-        if name in SEALED and path.exists() and path.stat().st_size > MOST_JSON:  # nobody would read it
+        size = path.stat().st_size if path.exists() else 0
+        if name in SEALED and size > MOST_JSON:  # nobody would read it
             return False
+        if size > SLOW:
+            _note(f"comparing {path} ({size / 2**30:.1f} GiB) with the run's seal")
         return self.identity.holds(name, hash_of(path) if path.exists() else ABSENT)
 
     def source(self) -> "Source":
@@ -113,6 +117,13 @@ def open_directory(directory: Path, *, check: bool = True, say: Callable[[str], 
             f"{directory}: no seal covers {', '.join(unsealed[:4])} ({why}): whether they are as written is not known"
         )
     return run
+
+
+def config_values(path: Path) -> dict[str, Any]:
+    """The fields of a config file. One that lies in a run directory is the run's, behind its seal."""
+    if path.name != CONFIG or not any((path.parent / name).exists() for name in (FILE, "checkpoints", "metrics.jsonl")):
+        return jsonconfig.read_values(path)
+    return {**open_directory(path.parent).values, "compile_cache": ""}
 
 
 def refuse_strange_files(directory: Path) -> None:

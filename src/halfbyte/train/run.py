@@ -54,7 +54,7 @@ def train(
         if group is None:
             group = stack.enter_context(_alone(config))
         if config.compile_cache:
-            use_compile_cache(config.compile_cache, say=console.print)
+            use_compile_cache(config.compile_cache, say=lambda text: console.print(text, soft_wrap=True, markup=False))
         group.agree("config", common_facts(config, directory, allow_change=allow_change))
         claim = stack.enter_context(Claim(directory)) if group.rank == 0 else None
         session = open_session(config, directory, console=console, allow_change=allow_change)
