@@ -5,6 +5,7 @@ from halfbyte.ops.ahead import Site, quantize_stacks
 from halfbyte.ops.backends import BACKENDS, Backend, Choice, check_backend, choose, passed_over, serving
 from halfbyte.ops.dot_general import dot_general
 from halfbyte.ops.gemms import GEMMS, Gemm
+from halfbyte.ops.grouped import grouped_qdot
 from halfbyte.ops.linear import Execution, quantize_weight
 from halfbyte.ops.mlp import Middle, mlp, mlp_in_stacks
 from halfbyte.ops.problem import Problem, compile_for, target
@@ -32,6 +33,7 @@ __all__ = [
     "choose",
     "compile_for",
     "dot_general",
+    "grouped_qdot",
     "mlp",
     "mlp_in_stacks",
     "passed_over",

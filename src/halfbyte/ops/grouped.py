@@ -1,0 +1,71 @@
+"""grouped_qdot: y = x W of each row's expert, its three GEMMs quantized; a loop of `qdot` over experts, in one program.
+
+    fprop  y_e = Q(x_e) Q(W_e)     dgrad  dx_e = Q(dy_e) Q(W_e)^T     wgrad  dW_e = Q(x_e)^T Q(dy_e)
+
+Every expert is a tensor of its own. Its rows begin a tensor of as many rows as x has, and the rest of that is zero: a
+zero row changes no maximum, no code and no sum, and random bytes are counted from a tensor's own first row. So no
+block, no transform and no scale crosses two experts, whatever backend `qdot` has.
+
+This is the definition, and it costs as much as all rows times all experts. docs/experts.md says what is served.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from halfbyte.ops.qdot import qdot
+from halfbyte.recipe import GEMMS, Recipe, as_recipe
+
+
+def grouped_qdot(
+    x: jax.Array, w: jax.Array, groups: jax.Array | np.ndarray, *, recipe: Recipe | str, key: jax.Array | None = None,
+    backend: str = "auto",
+) -> jax.Array:  # fmt: skip
+    """x [rows, inputs] times w [experts, inputs, outputs], each row with its expert's, in x's dtype.
+
+    `groups` int32 [experts] says how many rows each expert has, the first expert's first; it may be traced. Expert e
+    gives what `qdot(x_e, w[e], key=fold_in(key, e))` gives: its tensor scales, its key, its random bytes are its own.
+    NaN or infinity in an expert's operand makes that expert's result NaN and no other's. An expert without rows has a
+    gradient of zero. Rows after the last group are never read, and give zero. Groups of more rows than x has are a
+    ValueError, or where they are traced a result of NaN.
+    """
+    chosen = as_recipe(recipe, "grouped_qdot")
+    counts = _checked(x, w, groups)
+    rows, starts = x.shape[0], jnp.cumsum(counts) - counts
+    runs = [getattr(chosen, role).run for roles in GEMMS.values() for role in roles]
+    room = -(-rows // math.lcm(*runs)) * math.lcm(*runs)  # of one expert, which may have all rows
+    padded = jnp.pad(x, ((0, room), (0, 0)))
+
+    @jax.checkpoint  # what one expert keeps is as large as what all keep
+    def one(y: jax.Array, expert: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        weight, number, start, count = expert
+        own = jnp.arange(room, dtype=jnp.int32)[:, None] < count
+        mine = jnp.where(own, lax.dynamic_slice_in_dim(padded, start, room), jnp.zeros((), x.dtype))
+        bits = None if key is None else jax.random.fold_in(key, number)
+        made = qdot(mine, weight, recipe=chosen, key=bits, backend=backend)
+        kept = jnp.where(own, made, lax.dynamic_slice_in_dim(y, start, room))
+        return lax.dynamic_update_slice_in_dim(y, kept, start, 0), None
+
+    begun = jnp.zeros((rows + room, w.shape[-1]), x.dtype)
+    y, _ = lax.scan(one, begun, (w, jnp.arange(w.shape[0], dtype=jnp.int32), starts, counts))
+    fits = (jnp.sum(counts) <= rows) & (jnp.min(counts) >= 0)
+    return jnp.where(fits, y[:rows], jnp.full((), jnp.nan, x.dtype))
+
+
+def _checked(x: jax.Array, w: jax.Array, groups: jax.Array | np.ndarray) -> jax.Array:
+    """The groups as int32 [experts], if all three fit."""
+    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1] or groups.shape != w.shape[:1]:
+        raise ValueError(
+            f"grouped_qdot takes x [rows, inputs], w [experts, inputs, outputs] and groups [experts], got {x.shape}, "
+            f"{w.shape} and {groups.shape}"
+        )
+    if not jnp.issubdtype(groups.dtype, jnp.integer):
+        raise TypeError(f"grouped_qdot: groups are counts of rows, whole numbers, got {groups.dtype}")
+    if not isinstance(groups, jax.core.Tracer):
+        listed = np.asarray(groups)
+        if listed.min(initial=0) < 0 or listed.sum() > x.shape[0]:
+            raise ValueError(f"grouped_qdot: groups {listed.tolist()} must be 0 or more, and x has {x.shape[0]} rows")
+    return jnp.asarray(groups, jnp.int32)

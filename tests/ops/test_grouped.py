@@ -1,0 +1,104 @@
+"""grouped_qdot. Oracle: a loop of `qdot` over experts, each given its own rows, filled up with zeros to a block."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from halfbyte import ops
+from halfbyte.recipe import recipe
+
+COUNTS = np.array([0, 1, 15, 16, 17, 200], np.int32)
+ROWS, INPUTS, OUTPUTS = int(COUNTS.sum()) + 7, 64, 32  # seven rows belong to nobody
+RECIPES = ("nvfp4", "nvfp4_no_rht", "mxfp4", "mxfp8", "fp8", "bf16")
+KEY = jax.random.key(5)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick(quick_compiles):
+    """Both sides are compiled alike."""
+
+
+@functools.cache
+def given():
+    """x, w, dy of experts that differ by 10^6 in size; rubbish in the rows that belong to nobody."""
+    random = np.random.default_rng(0)
+    sizes = np.repeat(np.append(10.0 ** np.arange(-3, 3), 1e4), np.append(COUNTS, 7))[:, None]
+    x, dy = random.normal(size=(ROWS, INPUTS)) * sizes, random.normal(size=(ROWS, OUTPUTS)) / sizes
+    w = random.normal(size=(6, INPUTS, OUTPUTS)) * 10.0 ** np.arange(-2, 4)[:, None, None]
+    return jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.float32), jnp.asarray(dy, jnp.bfloat16)
+
+
+@functools.cache
+def grouped(name):
+    chosen = recipe(name)
+
+    @jax.jit
+    def run(x, w, dy, counts):
+        how = {"recipe": chosen, "key": KEY, "backend": "reference"}
+        y, back = jax.vjp(lambda x, w: ops.grouped_qdot(x, w, counts, **how), x, w)
+        return y, *back(dy)
+
+    return run
+
+
+@functools.cache
+def alone(name):
+    chosen = recipe(name)
+
+    @jax.jit
+    def run(x, w, dy, key):
+        y, back = jax.vjp(lambda x, w: ops.qdot(x, w, recipe=chosen, key=key, backend="reference"), x, w)
+        return y, *back(dy)
+
+    return run
+
+
+def bits(array):
+    return np.asarray(array.astype(jnp.float32)).view(np.uint32) & 0x7FFFFFFF | (np.asarray(array) < 0) << 31
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_expert_is_a_qdot_of_its_own_bit_for_bit(name):
+    x, w, dy = given()
+    y, dx, dw = grouped(name)(x, w, dy, jnp.asarray(COUNTS))
+    starts = np.cumsum(COUNTS) - COUNTS
+    for expert, (start, count) in enumerate(zip(starts, COUNTS, strict=True)):
+        if count == 0:
+            assert not np.any(dw[expert])
+            continue
+        own, room = slice(start, start + count), ((0, -count % 32), (0, 0))
+        expected = alone(name)(
+            jnp.pad(x[own], room), w[expert], jnp.pad(dy[own], room), jax.random.fold_in(KEY, expert)
+        )
+        for ours, theirs in zip((y[own], dx[own], dw[expert]), expected, strict=True):
+            assert np.array_equal(bits(ours), bits(theirs[: ours.shape[0]])), (name, expert)
+    assert not np.any(y[COUNTS.sum() :]) and not np.any(dx[COUNTS.sum() :])
+
+
+@pytest.mark.parametrize("spoilt", ["x", "w", "dy"])
+def test_nan_stays_in_its_expert(spoilt):
+    x, w, dy = given()
+    clean = grouped("nvfp4")(x, w, dy, jnp.asarray(COUNTS))
+    at = int(COUNTS[:4].sum()) + 3  # of expert 4
+    bad = {"x": x.at[at, 5].set(jnp.nan), "w": w.at[4, 3, 2].set(jnp.nan), "dy": dy.at[at, 5].set(jnp.nan)}[spoilt]
+    y, dx, dw = grouped("nvfp4")(*({"x": x, "w": w, "dy": dy} | {spoilt: bad}).values(), jnp.asarray(COUNTS))
+    own = np.zeros(ROWS, bool)
+    own[COUNTS[:4].sum() : COUNTS[:5].sum()] = True
+    spread = {"x": (y, dw), "w": (y, dx), "dy": (dx, dw)}[spoilt]
+    for ours, before, mine in ((y, clean[0], own), (dx, clean[1], own), (dw, clean[2], np.arange(6) == 4)):
+        assert np.array_equal(bits(ours)[~mine], bits(before)[~mine])
+        assert np.isnan(np.asarray(ours, np.float32)[mine]).all() == any(ours is each for each in spread)
+
+
+def test_groups_that_do_not_fit_are_refused_or_nan():
+    x, w, dy = given()
+    with pytest.raises(ValueError, match="rows"):
+        ops.grouped_qdot(x, w, COUNTS * 2, recipe="bf16")
+    assert np.isnan(np.asarray(grouped("bf16")(x, w, dy, jnp.asarray(COUNTS * 2))[0], np.float32)).all()
+    with pytest.raises(ValueError, match="experts"):
+        ops.grouped_qdot(x, w[0], COUNTS, recipe="bf16")
+    with pytest.raises(TypeError, match="whole numbers"):
+        ops.grouped_qdot(x, w, COUNTS.astype(np.float32), recipe="bf16")
