@@ -57,7 +57,8 @@ def alone(name):
 
 
 def bits(array):
-    return np.asarray(array.astype(jnp.float32)).view(np.uint32) & 0x7FFFFFFF | (np.asarray(array) < 0) << 31
+    values = np.asarray(array.astype(jnp.float32))
+    return values.view(np.uint32) & 0x7FFFFFFF | (values < 0) << 31
 
 
 @pytest.mark.parametrize("name", RECIPES)
