@@ -46,7 +46,7 @@ def sections(plan: Plan, directory: Path, data: Data) -> list[str]:
         f"<h1>{page.page.text(title(plan))}</h1>",
         *head(data),
         page.section("Gap over seeds", gap_figure(plan, data), arm_table(data)),
-        page.section("Ranking", *rank_parts(plan, data)) if len(data["ranking"]) > 2 else "",
+        page.section("Ranking", *rank_parts(plan, data)) if data["plan"]["candidates"] > 2 and data["ranking"] else "",
         page.section("Curves", '<div class="figures">' + "".join(curve_figures(plan, data)) + "</div>"),
         page.section("Controls", *control_lines(plan, data)),
         page.section("By source of text", source_table(data)),
@@ -343,7 +343,7 @@ def print_report(data: Data, file: Any = None) -> None:
     console = Console(file=out, width=None if out.isatty() else 160, highlight=False)
     console.print("")
     _print_table(console, data["arms"])
-    if len(data["ranking"]) > 2:
+    if data["plan"]["candidates"] > 2 and data["ranking"]:
         console.print(_table(rank_heads(data), rank_rows(data)))
     checks = data["controls"]
     if checks["noise_floor"] is not None:
