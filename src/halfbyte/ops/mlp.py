@@ -161,12 +161,16 @@ def _operand_of_h(
 ) -> tuple[Made, Place | None]:
     """(down's operand of h for fprop, `place` with g and u written there where they are kept there)."""
     fused, down = middle.fused(linears), linears[2]
-    if fused is None:
-        return down.quantize(middle.activation.forward(g, u), "fprop_x")[0], place
     requests = [down.request("fprop_x")]
-    if place is None or not fused.keeps_in_stacks:
-        return fused.activate(g, u, requests)[0], place
-    made, stacks = fused.activate_into(g, u, requests, _layers(place, g.shape[:-1]))
+    if place is None or not middle.in_place(linears, place):
+        made = fused.activate(g, u, requests) if fused else down.quantize(middle.activation.forward(g, u), "fprop_x")
+        return made[0], place
+    layers = _layers(place, g.shape[:-1])
+    if fused:
+        made, stacks = fused.activate_into(g, u, requests, layers)
+    else:
+        made = down.quantize(middle.activation.forward(g, u), "fprop_x")
+        stacks = tuple(at.filled(y) for at, y in zip(layers, (g, u), strict=True))
     g_stack, u_stack = (s.reshape(p.shape) for s, p in zip(stacks, place[:2], strict=True))
     return made[0], (g_stack, u_stack, place[2])
 
