@@ -59,10 +59,7 @@ def test_mfu_is_the_trainers(recipe, mixed, monkeypatch) -> None:
     (phase, *_) = phases(config)
     trainers = build_manifest(config, phase.resolved(config), phase.recipe, seq=8192, device=h200)
     with ops.compile_for(h200):
-        found = timing._timed(
-            row(recipe, None), config, lambda state, batch: (state, {"loss": 0.0}), None, None,
-            seq=8192, steps=1, repeats=1, warmup=1,
-        )  # fmt: skip
+        found = timing._timed(row(recipe, None), config, 8192, [0.25], 0.0)
     assert found.peak_tflops == trainers.peak(h200) / 1e12
     assert found.mfu == pytest.approx(found.tflops / found.peak_tflops)
     assert (found.peak_tflops > 1.2 * 989.5) if mixed else found.peak_tflops == pytest.approx(989.5)

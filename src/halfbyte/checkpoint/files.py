@@ -6,6 +6,7 @@ are verified here. Damage and a disk that cannot be read are told apart.
 
 import contextlib
 import json
+import os
 import shutil
 import stat
 import zlib
@@ -59,7 +60,8 @@ def check_file_list(directory: Path) -> int:
 def refuse_irregular(directory: Path) -> None:
     """Raise UnreadableFile if something under it is there that Orbax would wait for or read whole when it looks at the
     directory: neither a file nor a directory (a pipe), or a file around the arrays that is far too large."""
-    for path in sorted(directory.rglob("*")):
+    inside = (Path(at, name) for at, folders, files in os.walk(directory) for name in (*folders, *files))
+    for path in sorted(inside):  # os.walk leaves out a folder that is deleted meanwhile; rglob would raise
         try:
             found = path.stat()
         except FileNotFoundError:  # deleted meanwhile

@@ -82,21 +82,23 @@ def _settle(result: Future[Any], act: Callable[[], Any]) -> None:
         result.set_exception(error)
 
 
+_breakable: Breakable | None = None
+
+
 def break_waits_together() -> None:
     """Have Orbax wait with a `Breakable`; nothing for one process."""
     from orbax.checkpoint._src.multihost import multihost
 
-    if jax.process_count() > 1 and not isinstance(client := multihost.get_jax_distributed_client(), Breakable):
-        breakable = Breakable(client)
-        multihost.get_jax_distributed_client = lambda: breakable
+    global _breakable
+    if jax.process_count() > 1 and _breakable is None:
+        _breakable = Breakable(multihost.get_jax_distributed_client())
+        multihost.get_jax_distributed_client = lambda: _breakable
 
 
 def saving(step: int) -> None:
     """Every process says which step it begins to save; nothing for one process."""
-    from orbax.checkpoint._src.multihost import multihost
-
-    if jax.process_count() > 1 and isinstance(client := multihost.get_jax_distributed_client(), Breakable):
-        client.begin(step)
+    if _breakable is not None:
+        _breakable.begin(step)
 
 
 def from_all(words: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which recipe loses least? Every recipe from one initialisation on one data order, ranked against bf16.
+"""Rank recipes by what they lose against bf16, from one initialisation on one data order.
 
 halfbyte league --recipes nvfp4,mxfp4,fp8 --model demo --seeds 3
 

@@ -148,7 +148,9 @@ def attention_block(
         return y
 
     # [batch, seq, heads, head_dim] -> [batch, seq, heads * head_dim] -> [batch, seq, embed]
-    y = flattened(project_back, out, (*x.shape[:2], cfg.heads * cfg.head_dim))
+    flat = (*x.shape[:2], cfg.heads * cfg.head_dim)
+    # A watch may keep what it sees, and nothing leaves what is rematerialized.
+    y = project_back(out.reshape(flat)) if here.watch else flattened(project_back, out, flat)
     return ctx.constrain(y, *BETWEEN)
 
 
