@@ -1,5 +1,8 @@
 """Small states, saved: what the tests of this folder damage."""
 
+import select
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +38,16 @@ def filled(directory, steps=(10, 20), **options):
         store.save(step, tree(step), extra={"config": {"step": step}, "data": {"next_index": step * 4}})
     store.wait()
     return store
+
+
+def write_on(directory):
+    """Saves and deletes until nobody listens: steps 1, 2, ..., of which one is kept; values of 7 from the second on."""
+    store, step = filled(directory, steps=(1,), keep_last=1), 1
+    while not select.select([sys.stdin], [], [], 0)[0]:
+        step += 1
+        store.save(step, tree(7), extra={})
+        store.wait()
+    store.close()
 
 
 def biggest_files(directory):

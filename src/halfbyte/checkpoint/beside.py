@@ -9,12 +9,14 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 PAUSE_S = 0.2
+LOOKS = 20
+T = TypeVar("T")
 STILL = 5  # pauses in which a directory does not shrink, and then nobody is deleting it
 
 
@@ -38,6 +40,15 @@ def reading(directory: Path) -> Iterator[None]:
                 "more (--checkpoint.keep-last)"
             ) from error
         raise
+
+
+def looked_up(look: Callable[[], T]) -> T:
+    """look(), again where a checkpoint is deleted between its being listed and its being looked at."""
+    for _ in range(LOOKS):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return look()
+        time.sleep(PAUSE_S / 4)
+    return look()
 
 
 def _goes(directory: Path) -> bool:

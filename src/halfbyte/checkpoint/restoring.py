@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from .beside import GoneCheckpoint, reading
+from .beside import GoneCheckpoint, looked_up, reading
 from .checksum import disagreements, inspect, named_leaves
 from .files import MOST_AROUND, check_file_list, check_readable
 from .record import (
@@ -63,7 +63,7 @@ class Restoring:
 
     def reload(self) -> None:
         """Look again which there are: another process writes and deletes them."""
-        self._orbax.reload()
+        looked_up(self._orbax.reload)
 
     def record(self, step: int) -> Record:
         """What the checkpoint says about itself, without reading arrays. Raises DamagedCheckpoint, also for one that

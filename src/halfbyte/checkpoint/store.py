@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 from halfbyte.later import later
 
 from .aside import copied, lock_host_memory, on_gpus, run_once, without_room
-from .beside import BeingRead
+from .beside import BeingRead, looked_up
 from .files import refuse_irregular, remove_saves, remove_unfinished, write_file_list
 from .hushing import hush_late_writes
 from .lock import LOCK
@@ -79,11 +79,8 @@ class Checkpoints(Restoring):
         context.array.saving.use_compression = False  # four times the processor time, for 7% of trained weights
         context.array.saving.enable_pinned_host_transfer = self._locked
         break_waits_together()
-        return ocp.training.Checkpointer(
-            self.directory,
-            preservation_policy=ocp.training.preservation_policies.AnyPreservationPolicy(self._policies),
-            context=context,
-        )
+        kept = ocp.training.preservation_policies.AnyPreservationPolicy(self._policies)
+        return looked_up(lambda: ocp.training.Checkpointer(self.directory, preservation_policy=kept, context=context))
 
     @contextlib.contextmanager
     def preparing(self, items: Mapping[str, Any]) -> Iterator[None]:
