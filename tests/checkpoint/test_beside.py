@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -71,4 +72,17 @@ def test_what_was_deleted_is_gone_and_what_lacks_a_file_is_damaged(tmp_path):
     next((tmp_path / "2").rglob("manifest.ocdbt")).unlink()
     with pytest.raises(DamagedCheckpoint):
         store.restore(2, abstract(tree(2)))
+    store.close()
+
+
+def test_what_is_half_deleted_when_it_is_opened_is_gone(tmp_path, until):
+    """Its run has removed a file and stands still for a moment, on a busy machine."""
+    filled(tmp_path, steps=(1, 2)).close()
+    store = Checkpoints(tmp_path)
+    (tmp_path / "1" / "_CHECKPOINT_METADATA").unlink()
+    deleting = threading.Timer(0.5, shutil.rmtree, [tmp_path / "1"])
+    deleting.start()
+    with pytest.raises(GoneCheckpoint):
+        store.restore(1, abstract(tree(1)))
+    deleting.join()
     store.close()

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from .record import MissingFile
+
 PAUSE_S = 0.2
 LOOKS = 20
 T = TypeVar("T")
-STILL = 5  # pauses in which a directory does not shrink, and then nobody is deleting it
+STILL = 10  # pauses in which a directory does not shrink, and then nobody is deleting it
 
 
 class GoneCheckpoint(ValueError):
@@ -34,7 +36,7 @@ def reading(directory: Path) -> Iterator[None]:
             yield
     except Exception as error:
         left = _files(directory)
-        if (left != files or not left) and _goes(directory):
+        if (left != files or not left or isinstance(error, MissingFile)) and _goes(directory):
             raise GoneCheckpoint(
                 f"the checkpoint {directory} was deleted by its run while it was read; try again, or let the run keep "
                 "more (--checkpoint.keep-last)"

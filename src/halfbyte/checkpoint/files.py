@@ -16,7 +16,7 @@ from typing import Any
 
 from halfbyte.inputs import UnreadableFile, read_json, regular, replace_file
 
-from .record import DamagedCheckpoint, UnreadableCheckpoint, one_line
+from .record import DamagedCheckpoint, MissingFile, UnreadableCheckpoint, one_line
 
 FILE_LIST = "halfbyte-files.json"
 SMALL = 1 << 20
@@ -49,7 +49,7 @@ def check_file_list(directory: Path) -> int:
         raise UnreadableCheckpoint(f"file {FILE_LIST}: {one_line(error)}") from error
     for name, (size, digest) in wanted.items():
         if name not in found:
-            raise DamagedCheckpoint(f"file {name} is missing")
+            raise MissingFile(f"file {name} is missing")
         if found[name]["bytes"] != size:
             raise DamagedCheckpoint(f"file {name} has {found[name]['bytes']} bytes instead of {size}")
         if digest is not None and found[name].get("crc32") != digest:

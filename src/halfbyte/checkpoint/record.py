@@ -24,6 +24,10 @@ class DamagedCheckpoint(Exception):
     """A checkpoint whose bytes are not those that were written. The message names the file or the arrays."""
 
 
+class MissingFile(DamagedCheckpoint):
+    """A checkpoint that lacks a file: damaged, or just being deleted by its run."""
+
+
 class LoadFailed(DamagedCheckpoint):
     """A checkpoint that was not loaded, by an error that damage makes and a passing fault of the storage makes too."""
 
