@@ -33,6 +33,9 @@ def read_items(folder: Path, step: int) -> tuple[Any, dict]:
     return record, items
 
 
+ONE_WRITER = threading.Lock()  # Orbax shares its signals within a process, and faults run beside each other
+
+
 def poison(folder: Path, value: float) -> int:
     """Write the newest checkpoint again with one value replaced, its checksum too, as a run that did not look would."""
     from orbax.checkpoint import v1 as ocp
@@ -47,9 +50,11 @@ def poison(folder: Path, value: float) -> int:
     leaves["params"][name]["checksum"] = inspect({"x": items["params"][name]})["x"].checksum
     shutil.rmtree(folder / "checkpoints" / str(step))
     flat = {item: {name.replace("/", "."): leaf for name, leaf in tree.items()} for item, tree in items.items()}
-    writer = ocp.training.Checkpointer(folder / "checkpoints")
-    writer.save_checkpointables(step, flat, force=True, custom_metadata=Record(step, leaves, record.extra).to_json())
-    writer.close()
+    with ONE_WRITER:
+        writer = ocp.training.Checkpointer(folder / "checkpoints")
+        record = Record(step, leaves, record.extra)
+        writer.save_checkpointables(step, flat, force=True, custom_metadata=record.to_json())
+        writer.close()
     return step
 
 
