@@ -1,7 +1,7 @@
 """What a plan says of one recipe: does it fit, what does it multiply and send, how long does it take, and how sure."""
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,14 +214,14 @@ def _sends(events: Sequence[Event], times: int) -> Iterator[tuple[Event, int, li
 
 def most_expensive(found: Outcome) -> list[dict[str, Any]]:
     """The ten things that take longest, by what they are for and the line that they came from."""
-    total: Counter[tuple[str, str, str]] = Counter()
+    total: defaultdict[tuple[str, str, str], float] = defaultdict(float)
     for each, times in walk(found.reading.events):
         if each.what in ("gemm", "attention", "pass"):
             name = f"{each.what} {each.format}".strip()
-            total[name, each.purpose, each.source] += times * seconds_of(each, found.rates)  # type: ignore[assignment]
-    total["exposed communication", "communication", ""] = found.shared.exposed  # type: ignore[assignment]
-    named: list[Mapping[str, Any]] = [
+            total[name, each.purpose, each.source] += times * seconds_of(each, found.rates)
+    total["exposed communication", "communication", ""] = found.shared.exposed
+    ranked = sorted(total.items(), key=lambda item: item[1], reverse=True)
+    return [
         {"what": what, "purpose": purpose, "source": source, "seconds": seconds}
-        for (what, purpose, source), seconds in total.most_common(MOST_SHOWN)
+        for (what, purpose, source), seconds in ranked[:MOST_SHOWN]
     ]
-    return [dict(row) for row in named]
