@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 from tiny import tiny
 
-from halfbyte.checkpoint import RunDirectoryHeld, RunLock, store
+from halfbyte.checkpoint import LOCK, RunDirectoryHeld, RunLock, store
 from halfbyte.cli.main import main
-from halfbyte.train import CheckpointConfig, jsonconfig, train
+from halfbyte.train import CheckpointConfig, claim, jsonconfig, train
 from halfbyte.train.claim import KEPT, Claim
 
 
@@ -72,6 +72,20 @@ def test_of_many_starts_each_has_the_directory_alone(tmp_path):
     assert wrong == []
 
 
+def test_files_that_go_while_a_start_looks_at_them_are_not_there(tmp_path, monkeypatch):
+    """A start that fails removes its files; another looks at the directory just then, without its lock."""
+    (tmp_path / "config.json").write_text("{}")
+
+    def goes(path):
+        path.unlink()
+        return read(path)
+
+    read = claim.read_json
+    monkeypatch.setattr(claim, "read_json", goes)
+    with Claim(tmp_path):
+        assert os.listdir(tmp_path) == [LOCK]
+
+
 def fail_in(directory: Path, *files: str) -> None:
     with contextlib.suppress(KeyError), Claim(directory):
         (directory / "checkpoints").mkdir()
@@ -108,13 +122,13 @@ def empty(directory: Path) -> None:
 @pytest.mark.parametrize("act", [replace, empty, shutil.rmtree])
 def test_a_directory_that_is_not_the_claimed_one_is_noticed(tmp_path, act):
     directory = tmp_path / "run"
-    with Claim(directory) as claim:
+    with Claim(directory) as held:
         for name in KEPT:
             (directory / name).write_text("{}")
-        claim.check()
+        held.check()
         act(directory)
         with pytest.raises(OSError, match=r"run was removed, moved or replaced"):
-            claim.check()
+            held.check()
 
 
 @dataclass

@@ -80,8 +80,14 @@ class Claim:
         self._made = [path for path in (directory, *directory.parents) if not path.exists()]
 
     def __enter__(self) -> "Claim":
-        check_run_directory(self.directory)
+        with contextlib.suppress(FileNotFoundError):  # what a holder removes while it is looked at; the lock will tell
+            check_run_directory(self.directory)  # nothing is made in a directory of somebody else's
         self._lock = RunLock(self.directory)
+        try:
+            check_run_directory(self.directory)  # what counts: nobody changes it now
+        except BaseException:
+            self._lock.close()
+            raise
         self._fresh = os.listdir(self.directory) == [LOCK]
         return self
 
