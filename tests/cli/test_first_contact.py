@@ -80,7 +80,7 @@ def table_keys():
 VALUES = {"dtype": "bfloat16", "mu_dtype": "bfloat16", "lr_schedule_type": "cosine", "model_name": "llama3-8b"}
 VALUES |= {"remat_policy": "full", "scan_layers": "true", "enable_tensorboard": "false", "profiler": "xplane"}
 VALUES |= {"warmup_steps_fraction": "0.1", "learning_rate_final_fraction": "0.1", "wsd_decay_steps_fraction": "0.1"}
-VALUES |= {"adam_b1": "0.9", "adam_b2": "0.95", "max_target_length": "128", "steps": "500"}
+VALUES |= {"opt_type": "muon", "adam_b1": "0.9", "adam_b2": "0.95", "max_target_length": "128", "steps": "500"}
 
 
 @pytest.mark.parametrize("word", table_keys())

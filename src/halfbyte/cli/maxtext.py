@@ -53,6 +53,7 @@ KEYS: dict[str, Translation] = {
     "remat_policy": lambda value: f"--remat {REMAT.get(value, value)}",
     "scan_layers": lambda value: "--unroll 1" if value.lower() == "true" else "--unroll 0",
     "attention": remark("attention is chosen by capability: cuDNN on NVIDIA GPUs, XLA elsewhere"),
+    "opt_type": flag("optimizer.name"),
     "learning_rate": flag("optimizer.learning-rate"),
     "lr_schedule_type": flag("optimizer.schedule"),
     "warmup_steps_fraction": flag("optimizer.warmup"),

@@ -14,6 +14,7 @@ from halfbyte.models.params import (
     declared,
     init,
     linear_sites,
+    matrix_mask,
     param_shardings,
 )
 from halfbyte.models.presets import preset, presets
@@ -49,6 +50,7 @@ __all__ = [
     "loss",
     "loss_sum",
     "map_specs",
+    "matrix_mask",
     "nest",
     "param_shardings",
     "param_specs",

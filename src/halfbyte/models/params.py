@@ -54,6 +54,11 @@ def decay_mask(cfg: LlamaConfig) -> dict[str, Any]:
     return nest({path: spec.decay for path, spec in declared(cfg).items()})
 
 
+def matrix_mask(cfg: LlamaConfig) -> dict[str, Any]:
+    """True for the matrices of linears, stacked or not: what an optimizer of matrices takes."""
+    return nest({path: spec.kind in GEMMS for path, spec in declared(cfg).items()})
+
+
 def count_params(cfg: LlamaConfig) -> int:
     """The number of parameters."""
     return sum(spec.size for spec in declared(cfg).values())

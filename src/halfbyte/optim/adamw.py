@@ -28,12 +28,13 @@ def adamw(config: OptimizerConfig, decay_mask: Any) -> optax.GradientTransformat
     """Direction of descent for a rate of 1: Adam, plus decay where `decay_mask` (a tree of bools, like the
     parameters) is true."""
     return optax.chain(
-        _scale_by_adam(config),
+        scale_by_adam(config),
         optax.add_decayed_weights(config.weight_decay, mask=decay_mask),
     )
 
 
-def _scale_by_adam(config: OptimizerConfig) -> optax.GradientTransformation:
+def scale_by_adam(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Adam's direction, with its moments kept in the dtypes of `config`."""
     inner = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
 
     def stored(state: optax.ScaleByAdamState) -> optax.ScaleByAdamState:

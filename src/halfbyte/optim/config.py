@@ -9,8 +9,10 @@ STATE_DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW on float32 master weights, a learning-rate schedule, and a clip of the global gradient norm."""
+    """AdamW or Muon on float32 master weights, a learning-rate schedule, and a clip of the global gradient norm."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon: matrices of linears by Muon, all else by AdamW, under one learning rate."""
     learning_rate: float = 3e-4
     """The peak, reached after warm-up."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
@@ -24,6 +26,8 @@ class OptimizerConfig:
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
+    momentum: float = 0.95
+    """Muon's, of a matrix; b1 and b2 are AdamW's."""
     weight_decay: float = 0.1
     """Decoupled; matrices only (norms are masked)."""
     clip: float = 1.0
@@ -33,6 +37,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         ranges = {
+            "name": (self.name in ("adamw", "muon"), "adamw or muon"),
             "learning_rate": (self.learning_rate > 0, "above 0"),
             "warmup": (self.warmup >= 0, "0 or more"),
             "decay": (self.decay > 0, "above 0"),
@@ -40,6 +45,7 @@ class OptimizerConfig:
             "b1": (0 <= self.b1 < 1, "in [0, 1)"),
             "b2": (0 <= self.b2 < 1, "in [0, 1)"),
             "eps": (self.eps > 0, "above 0"),
+            "momentum": (0 <= self.momentum < 1, "in [0, 1)"),
             "weight_decay": (self.weight_decay >= 0, "0 or more"),
             "clip": (self.clip >= 0, "0 (off) or more"),
             "schedule": (self.schedule in ("cosine", "wsd", "constant"), "cosine, wsd or constant"),

@@ -13,6 +13,7 @@ from halfbyte import models
 from halfbyte.bench.operand_traffic import compulsory_bytes
 from halfbyte.bench.placement import AGAIN
 from halfbyte.devices import Device, native_training
+from halfbyte.models.spec import GEMMS
 from halfbyte.recipe import Recipe
 from halfbyte.sharding import parse_mesh
 from halfbyte.sharding.mesh import whole_sizes
@@ -72,9 +73,12 @@ def memory(config: TrainConfig) -> dict[str, float]:
     attended = sizes.tokens / config.accumulate * 2 * BF16 * (model.heads + model.kv_heads) * model.head_dim
     kept = {"full": stream, "quantized": 2 * stream + attended, "dots": stream + inside, "none": stream + 2 * inside}
     wide = {"bfloat16": 2, "float32": 4}
+    specs = models.declared(model).values()
+    by_muon = sum(spec.size for spec in specs if spec.kind in GEMMS) if config.optimizer.name == "muon" else 0
+    second = parameters - by_muon / sizes.shards  # Muon has one moment
     return {
         "weights": 4 * parameters,
-        "optimizer": parameters * (wide[str(config.optimizer.mu_dtype)] + wide[str(config.optimizer.nu_dtype)]),
+        "optimizer": parameters * wide[str(config.optimizer.mu_dtype)] + second * wide[str(config.optimizer.nu_dtype)],
         "gradients": 4 * parameters * (2 if config.accumulate > 1 else 1),
         "residuals": kept[config.remat] * model.layers,
         "activations": inside + 4 * stream,

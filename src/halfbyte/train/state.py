@@ -24,7 +24,7 @@ NUDGE = 2.0**-20  # of a twin's master weights
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """step: finished steps. params: float32 master weights. optimizer: Adam's count and moments. scaler: loss scale,
+    """step: finished steps. params: float32 master weights. optimizer: counts and moments. scaler: loss scale,
     steps since its last change, steps skipped. seed: of the rounding's random bits, uint32; derived from the config.
     sentinel: the sum of all bits of the weights as the last step wrote them, uint32; derived from the weights."""
 
@@ -86,8 +86,11 @@ def watch_weights(state: "TrainState", norm: jax.Array) -> Watched:
 
 
 def make_optimizer(config: TrainConfig) -> Any:
-    """AdamW of the run."""
-    return optim.adamw(config.optimizer, models.decay_mask(config.model))
+    """The optimizer that the run names."""
+    decayed = models.decay_mask(config.model)
+    if config.optimizer.name == "adamw":
+        return optim.adamw(config.optimizer, decayed)
+    return optim.muon(config.optimizer, decayed, matrices=models.matrix_mask(config.model))
 
 
 def seed_of(config: TrainConfig, mesh: Mesh) -> jax.Array:
@@ -140,16 +143,14 @@ def state_shardings(shapes: TrainState, config: TrainConfig, mesh: Mesh) -> Trai
     """Moments lie where their parameters lie; scalars are replicated, explicitly (left alone they sit on one
     device)."""
     of_params = models.param_shardings(config.model, mesh)
-    structure = jax.tree.structure(shapes.params)
     everywhere = NamedSharding(mesh, PartitionSpec())
+    places = dict(jax.tree_util.tree_leaves_with_path(of_params))
 
-    def like_params(node: Any) -> bool:
-        return bool(jax.tree.structure(node) == structure)  # type: ignore[operator]
+    def place(path: Any, _: Any) -> NamedSharding:
+        ends = (path[start:] for start in range(len(path)))  # a moment's path ends as its parameter's
+        return next((places[end] for end in ends if end in places), everywhere)
 
-    def place(node: Any) -> Any:
-        return of_params if like_params(node) else jax.tree.map(lambda _: everywhere, node)
-
-    optimizer = jax.tree.map(place, shapes.optimizer, is_leaf=like_params)
+    optimizer = jax.tree_util.tree_map_with_path(place, shapes.optimizer)
     scaler = dict.fromkeys(shapes.scaler, everywhere)
     return TrainState(everywhere, of_params, optimizer, scaler, everywhere, everywhere)
 
