@@ -24,7 +24,8 @@ class Prepare:
     """Tokenize, pack and write FILES as shards that `--data` reads; same input, same bytes, for any --workers."""
 
     files: Annotated[tuple[str, ...], tyro.conf.Positional]
-    """jsonl (an object a line: `text`, optionally `source`) and plain text, also .xz, .gz, .zst; directories, globs."""
+    """jsonl (an object a line: `text`, optionally `source`) and plain text, also .xz, .gz, .zst; Parquet, Arrow,
+    ArrayRecord, folders of Hugging Face `datasets`; directories, globs."""
     tokenizer: str
     """A tokenizer.json, bpe:N (train a byte-level BPE of N ids on these files) or bytes."""
     out: str
@@ -37,8 +38,12 @@ class Prepare:
     """Files to validate on instead of --val-fraction."""
     workers: int | None = None
     """Processes; without it one a core, or one alone for small input."""
+    part: str = ""
+    """I/N: tokenize every N-th file into OUT.parts, for the same command without --part to pack; array jobs."""
     overwrite: bool = False
     """Replace what is in --out."""
+    column: str = "text"
+    """Field or column of a record that holds its text."""
     source: str = "default"
     """Source name of documents that do not carry one."""
     eos: str | None = None
@@ -93,32 +98,40 @@ def run(args: Prepare | Verify | Show | Sample) -> Result:
             return run_sample(args)
 
 
-def run_prepare(args: Prepare) -> Result:
-    from halfbyte.data import prepare
+PART_DONE = "done; when every part is, the same command without --part packs the data set"
+PART_AGAIN = "its files are read, those of other parts are not yet; when every part has run once, run it again"
 
+
+def run_prepare(args: Prepare) -> Result:
+    from halfbyte.data import prepare, prepare_part
+    from halfbyte.data.parts import parse_part
+
+    shared: dict[str, Any] = {
+        "tokenizer": args.tokenizer,
+        "out": args.out,
+        "val_fraction": args.val_fraction,
+        "validation": args.validation,
+        "workers": args.workers,
+        "default_source": args.source,
+        "eos": args.eos,
+        "bos": args.bos,
+        "unchecked": args.unchecked,
+        "column": args.column,
+        "progress": True,
+    }
     with terminated_as_interrupted():
-        done = prepare(
-            args.files,
-            tokenizer=args.tokenizer,
-            out=args.out,
-            seq_len=args.seq_len,
-            val_fraction=args.val_fraction,
-            validation=args.validation,
-            workers=args.workers,
-            overwrite=args.overwrite,
-            default_source=args.source,
-            eos=args.eos,
-            bos=args.bos,
-            unchecked=args.unchecked,
-            progress=True,
-        )
-    if done.fresh:
-        print(f"prepared {done.directory} in {done.seconds:.1f} s")
+        if args.part:
+            done = prepare_part(args.files, part=parse_part(args.part), **shared)
+            print(f"part {args.part}: " + (PART_DONE if done else PART_AGAIN))
+            return Result({"part": args.part, "done": done})
+        made = prepare(args.files, seq_len=args.seq_len, overwrite=args.overwrite, **shared)
+    if made.fresh:
+        print(f"prepared {made.directory} in {made.seconds:.1f} s")
     else:
-        print(f"{done.directory} is up to date: it holds exactly this request, and every file is intact")
-    print_totals(done.manifest)
-    print(f"train on it: {program()} {shlex.join(train_on(done.directory, done.manifest))}")
-    return Result({"fresh": done.fresh, "seconds": done.seconds, **facts(done.directory, done.manifest)})
+        print(f"{made.directory} is up to date: it holds exactly this request, and every file is intact")
+    print_totals(made.manifest)
+    print(f"train on it: {program()} {shlex.join(train_on(made.directory, made.manifest))}")
+    return Result({"fresh": made.fresh, "seconds": made.seconds, **facts(made.directory, made.manifest)})
 
 
 def train_on(directory: Path, manifest: Any) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from halfbyte.data.files import Chunk, json_records, pieces_of
-from halfbyte.data.splitting import TRAIN, SplitRule, Summary, key_of
+from halfbyte.data.splitting import TRAIN, VALIDATION, SplitRule, Summary, key_of
 from halfbyte.data.tokenizer import Tokenizer
 
 
@@ -47,6 +47,10 @@ class Encoder:
     default_source: str
     rule: SplitRule
     split: str = TRAIN  # where the rule's training side goes: "validation" for explicit validation files
+
+    def held_out(self) -> "Encoder":
+        """The same for explicit validation files."""
+        return dataclasses.replace(self, rule=SplitRule(), split=VALIDATION)
 
     def encode(self, chunk: Chunk) -> dict[tuple[str, str], Run]:
         """The tokens of a chunk by (split, source)."""

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from halfbyte.data import compression
+from halfbyte.data import compression, tables
 from halfbyte.data.compression import decompressed
 from halfbyte.inputs import home_expanded
 
@@ -34,6 +34,7 @@ class InputFile:
     name: str
     size: int
     unchecked: bool = False  # compressed without a checksum is accepted
+    column: str = "text"  # the field of a record that holds its text
 
     @property
     def kind(self) -> str:
@@ -44,7 +45,8 @@ class InputFile:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Whole lines of a jsonl file, or a piece of a plain text file; `start` is its first line or its first byte."""
+    """Whole lines of a jsonl file (or of a table, as such), or a piece of a plain text file; `start` is its first line
+    or its first byte."""
 
     name: str
     kind: str
@@ -54,10 +56,13 @@ class Chunk:
     last: bool
     position: int  # bytes of the file read so far, as stored (for progress)
     key: int = 0  # of the whole text file, once known
+    column: str = "text"
 
 
 def kind_of(path: Path) -> str | None:
-    """'jsonl', 'text', or None if the name says neither."""
+    """'jsonl' (a table is read as one), 'text', or None if the name says neither."""
+    if path.suffix.lower() in tables.KINDS:
+        return "jsonl"
     suffixes = [s.lower() for s in path.suffixes]
     if suffixes and suffixes[-1] in compression.SUFFIXES:
         suffixes.pop()
@@ -65,26 +70,28 @@ def kind_of(path: Path) -> str | None:
     return "jsonl" if suffix in JSONL else "text" if suffix in TEXT else None
 
 
-def find_files(arguments: Sequence[str | Path], *, unchecked: bool = False) -> list[InputFile]:
+def find_files(arguments: Sequence[str | Path], *, unchecked: bool = False, column: str = "text") -> list[InputFile]:
     """The files that paths, directories and globs name: arguments in the given order, names sorted within each."""
     found: dict[Path, InputFile] = {}
     for argument in arguments:
         for path, name in _expand(str(argument)):
-            found.setdefault(path.resolve(), InputFile(path, name, path.stat().st_size, unchecked))
+            found.setdefault(path.resolve(), InputFile(path, name, path.stat().st_size, unchecked, column))
     return list(found.values())
 
 
 def _expand(argument: str) -> list[tuple[Path, str]]:
     path = home_expanded(argument)
-    accepted = ", ".join(JSONL + TEXT)
+    accepted = f"{', '.join(JSONL + TEXT)} (also with .xz, .gz or .zst), {', '.join(tables.KINDS)}"
     if path.is_dir():
-        inside = sorted(p for p in path.rglob("*") if p.is_file() and kind_of(p))
+        found = [p for p in path.rglob("*") if p.is_file()]
+        saved = tables.saved_in(found)
+        inside = sorted({p for p in found if kind_of(p) and p.parent not in saved}.union(*saved.values()))
         if not inside:
-            raise ValueError(f"{argument}: no file in this directory ends in {accepted} (also with .xz, .gz or .zst)")
+            raise ValueError(f"{argument}: no file in this directory ends in {accepted}")
         return [(p, p.relative_to(path).as_posix()) for p in inside]
     if path.is_file():
         if not kind_of(path):
-            raise ValueError(f"{argument}: cannot tell what it holds; name it {accepted} (also with .xz, .gz or .zst)")
+            raise ValueError(f"{argument}: cannot tell what it holds; name it {accepted}")
         return [(path, path.name)]
     matches = [Path(p) for p in sorted(glob.glob(str(path), recursive=True))]
     matches = [p for p in matches if p.is_file() and kind_of(p)]
@@ -117,9 +124,9 @@ def _line_chunks(file: InputFile) -> Iterator[Chunk]:
                 )
             continue
         data, pending = pending[:cut], pending[cut:]
-        yield Chunk(file.name, "jsonl", data, line, first, False, position)
+        yield Chunk(file.name, "jsonl", data, line, first, False, position, column=file.column)
         line, first = line + data.count(b"\n"), False
-    yield Chunk(file.name, "jsonl", pending, line, first, True, position)
+    yield Chunk(file.name, "jsonl", pending, line, first, True, position, column=file.column)
 
 
 def _text_chunks(file: InputFile) -> Iterator[Chunk]:
@@ -161,6 +168,9 @@ def pieces_of(data: bytes) -> list[str]:
 
 def _blocks(file: InputFile) -> Iterator[tuple[bytes, int]]:
     """(decompressed bytes, position in the stored file) pairs."""
+    if file.path.suffix.lower() in tables.KINDS:
+        yield from tables.lines(file.path, name=file.name, column=file.column)
+        return
     head = True
     for block, position in decompressed(file.path, name=file.name, unchecked=file.unchecked):
         yield (block.removeprefix(BYTE_ORDER_MARK) if head else block), position
@@ -178,8 +188,8 @@ def json_records(chunk: Chunk) -> Iterator[tuple[bytes, str | None]]:
             raise ValueError(
                 f"{chunk.name}, line {number}: not JSON ({error}); every line must be one JSON object"
             ) from error
-        if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-            raise ValueError(f"{chunk.name}, line {number}: no 'text' field with a string in it")
+        if not isinstance(record, dict) or not isinstance(record.get(chunk.column), str):
+            raise ValueError(f"{chunk.name}, line {number}: no {chunk.column!r} field with a string in it")
         source = record.get("source")
         if source is not None and (not isinstance(source, str) or len(source) > MOST_SOURCE):
             raise ValueError(
@@ -188,8 +198,9 @@ def json_records(chunk: Chunk) -> Iterator[tuple[bytes, str | None]]:
             )
         try:
             (source or "").encode()
-            yield record["text"].encode(), source
+            yield record[chunk.column].encode(), source
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"{chunk.name}, line {number}: 'text' or 'source' is not valid Unicode ({error.reason}); repair it"
+                f"{chunk.name}, line {number}: {chunk.column!r} or 'source' is not valid Unicode ({error.reason}); "
+                "repair it"
             ) from error

@@ -8,28 +8,30 @@ happens in a hidden directory beside `out`, renamed at the end: `out` is complet
 import concurrent.futures
 import dataclasses
 import functools
-import os
+import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
+from halfbyte.data import asking
 from halfbyte.data.dataset import open_dataset
 from halfbyte.data.encoding import Encoder, parts_of, summarize, text_key
-from halfbyte.data.files import MOST_SOURCE, Chunk, InputFile, chunks, find_files, sha256_of
-from halfbyte.data.manifest import FILE, SHARD_SUFFIX, TOKENIZER_FILE, VERSION, Manifest, canonical, read_manifest
+from halfbyte.data.files import Chunk, InputFile, chunks, sha256_of
+from halfbyte.data.manifest import FILE, SHARD_SUFFIX, TOKENIZER_FILE, Manifest, canonical, read_manifest
 from halfbyte.data.parallel import ChunkRunner, Runner
+from halfbyte.data.parts import SUMMARY, TOKENS, Parts
 from halfbyte.data.progress import Meter
 from halfbyte.data.shards import SHARD_BYTES
 from halfbyte.data.sinks import Sinks
-from halfbyte.data.splitting import TRAIN, VALIDATION, SplitRule, Summary, merge_summaries
+from halfbyte.data.splitting import TRAIN, SplitRule, Summary, merge_summaries
 from halfbyte.data.staging import Staging, clear_left, publish
-from halfbyte.data.tokenizer import END_OF_TEXT, Tokenizer, bpe_size, byte_tokenizer, load_tokenizer, train_bpe
-from halfbyte.inputs import check_output
+from halfbyte.data.tokenizer import Tokenizer, bpe_size, train_bpe
 
 BPE_BYTES = 100_000_000
 MOST_SEQ = 1 << 24
 MOST_WORKERS = 1024
+NO_RULE = SplitRule()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,44 +50,28 @@ def prepare(
     tokenizer: str | Path,
     out: str | Path,
     seq_len: int = 2048,
-    val_fraction: float = 0.01,
-    validation: Sequence[str | Path] = (),
     workers: int | None = None,
     overwrite: bool = False,
-    default_source: str = "default",
-    eos: str | None = None,
-    bos: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     bpe_bytes: int = BPE_BYTES,
-    unchecked: bool = False,
     progress: bool = False,
+    **reading: Unpack[asking.Reading],
 ) -> Prepared:
-    """A data set in `out`, made from jsonl and text files, directories and globs; the same bytes for any `workers`.
+    """A data set in `out`, made from files of text or tables, directories and globs; the same bytes for any `workers`.
 
     `tokenizer` is a path of a `tokenizer.json`, 'bpe:N' (trained on the training documents, on a sample of about
     `bpe_bytes` when there are more) or 'bytes'. Validation is `val_fraction` of the documents, or exactly the files
     named in `validation`. An `out` that holds the same request is left as it is; any other needs `overwrite`.
-    Compressed files must carry a checksum, unless `unchecked`.
+    Compressed files must carry a checksum, unless `unchecked`. `column` is the field of a record that holds its text.
+    What `prepare_part` has made of the same request is taken, and not made again.
     """
     begun = time.monotonic()
-    files = [files] if isinstance(files, str | Path) else list(files)
-    _check_numbers(seq_len=seq_len, val_fraction=val_fraction, workers=workers, shard_bytes=shard_bytes)
-    _check_source(default_source)
-    out = _output(out)
+    _check_numbers(seq_len=seq_len, workers=workers, shard_bytes=shard_bytes)
+    asked = asking.asked(files, tokenizer, out, reading)
+    out, inputs, held_out, given = asked.out, asked.inputs, asked.held_out, asked.tokenizer
     clear_left(out)
-    held_out = find_files(validation, unchecked=unchecked)
-    apart = {file.path.resolve() for file in held_out}
-    inputs = [file for file in find_files(files, unchecked=unchecked) if file.path.resolve() not in apart]
-    if not inputs:
-        raise ValueError("no training files: name at least one file that is not a validation file")
-    given = _named_tokenizer(str(tokenizer), eos=eos, bos=bos)
-    request: dict[str, Any] = {
-        "version": VERSION,
-        "tokenizer": given.sha256 if given else str(tokenizer),
-        "markers": [given.bos, given.eos] if given else None,
+    request: dict[str, Any] = asked.settings | {
         "seq_len": seq_len,
-        "val_fraction": 0.0 if held_out else val_fraction,
-        "default_source": default_source,
         "shard_bytes": shard_bytes,
         "bpe_bytes": None if given else bpe_bytes,
         "inputs": _fingerprints(inputs, progress=progress),
@@ -94,26 +80,36 @@ def prepare(
     _check_apart(request)
     if (existing := _existing(out, request, overwrite=overwrite, progress=progress)) is not None:
         return Prepared(out, existing, False, time.monotonic() - begun)
-    total = sum(file.size for file in inputs + held_out)
-    with Staging(out) as staging, ChunkRunner(workers, total) as run:
-        job = _Job(staging, run, default_source, progress)
-        rule = job.split_rule(inputs, request["val_fraction"], always=given is None)
+    with Staging(out) as staging, ChunkRunner(workers, asked.size) as run:
+        job = _Job(run, asked.parts, asked.settings, progress)
+        rule = job.split_rule(inputs, always=given is None)
         made = given or job.train_tokenizer(inputs, rule, bpe_size(str(tokenizer)) or 0, bpe_bytes)
-        manifest = job.write(inputs, held_out, made, rule, request)
+        manifest = job.write(staging, inputs, held_out, made, rule, request)
         if not publish(staging, out, replace=overwrite):  # another process was first: with the same request, or raise
             return Prepared(out, _made_meanwhile(out, request, progress), False, time.monotonic() - begun)
     return Prepared(out, manifest, True, time.monotonic() - begun)
 
 
-def _output(out: str | Path) -> Path:
-    """The directory to make; ValueError where nothing can be made, and for a link, which a rename would not follow."""
-    path = check_output(out, flag="--out")
-    if path.is_symlink():
-        raise ValueError(
-            f"--out {path}: a symbolic link to {os.readlink(path)}; the data set takes the place of its --out in one "
-            "rename, which does not follow links: name the directory itself"
-        )
-    return path
+def prepare_part(
+    files: Sequence[str | Path] | str | Path,
+    *,
+    part: tuple[int, int],
+    tokenizer: str | Path,
+    out: str | Path,
+    workers: int | None = None,
+    progress: bool = False,
+    **reading: Unpack[asking.Reading],
+) -> bool:
+    """Part (I, N) of a preparation: every N-th file, tokenized into `out`.parts for `prepare` to pack. False: its files
+    are summarized, and those of other parts are not, by which it is decided what is held out; call it again then.
+    """
+    _check_numbers(workers=workers)
+    asked = asking.asked(files, tokenizer, out, reading)
+    if asked.tokenizer is None:
+        raise ValueError(f"--part with --tokenizer {tokenizer}: it is trained on all files; name a tokenizer.json")
+    with ChunkRunner(workers, asked.size // part[1]) as run:
+        job = _Job(run, asked.parts, asked.settings, progress)
+        return job.make_part(part, asked.inputs, asked.held_out, asked.tokenizer)
 
 
 def _made_meanwhile(out: Path, request: dict[str, Any], progress: bool) -> Manifest:
@@ -123,32 +119,13 @@ def _made_meanwhile(out: Path, request: dict[str, Any], progress: bool) -> Manif
     return found
 
 
-def _check_source(name: str) -> None:
-    if not 0 < len(name) <= MOST_SOURCE:
-        raise ValueError(f"--source must have 1 to {MOST_SOURCE} characters, got {len(name)}")
-
-
-def _check_numbers(*, seq_len: int, val_fraction: float, workers: int | None, shard_bytes: int) -> None:
+def _check_numbers(*, seq_len: int = 2, workers: int | None, shard_bytes: int = 1) -> None:
     if not 2 <= seq_len <= MOST_SEQ:
         raise ValueError(f"seq_len {seq_len}: a row needs at least 2 tokens to read, and takes at most {MOST_SEQ:,}")
-    if not 0.0 <= val_fraction < 1.0:
-        raise ValueError(
-            f"val_fraction {val_fraction}: it is the share of documents held out, from 0 up to (not with) 1"
-        )
     if workers is not None and not 1 <= workers <= MOST_WORKERS:
         raise ValueError(f"workers {workers}: at least 1 process must do the work, and at most {MOST_WORKERS} can")
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes {shard_bytes}: it must be positive")
-
-
-def _named_tokenizer(spec: str, *, eos: str | None, bos: str | None) -> Tokenizer | None:
-    """The tokenizer that exists already, or None for 'bpe:N'."""
-    ours = spec == "bytes" or bpe_size(spec) is not None
-    if ours and (eos or bos):
-        raise ValueError(f"--eos and --bos name markers of a tokenizer.json; {spec} has {END_OF_TEXT}: leave them out")
-    if ours:
-        return byte_tokenizer() if spec == "bytes" else None
-    return load_tokenizer(spec, eos=eos, bos=bos)
 
 
 def _fingerprints(files: Sequence[InputFile], *, progress: bool) -> list[dict[str, Any]]:
@@ -200,30 +177,75 @@ def _strangers(out: Path) -> list[str]:
 
 
 class _Job:
-    """The steps of one preparation; `run` maps over chunks in order."""
+    """The steps of one preparation; `run` maps over chunks in order, `parts` has what others have made."""
 
-    def __init__(self, staging: Path, run: Runner, default_source: str, progress: bool):
-        self.staging, self.run, self.default_source, self.progress = staging, run, default_source, progress
+    def __init__(self, run: Runner, parts: Parts, settings: Mapping[str, Any], progress: bool):
+        self.run, self.parts, self.progress = run, parts, progress
+        self.default_source, self.fraction = settings["default_source"], settings["val_fraction"]
         self.text_keys: dict[Path, int] = {}
         self.total_text = 0
 
-    def split_rule(self, inputs: Sequence[InputFile], fraction: float, *, always: bool) -> SplitRule:
-        """The rule for `fraction`, after a first reading of every file; without one if nothing asks for it."""
-        if fraction == 0.0 and not always:
+    def split_rule(self, inputs: Sequence[InputFile], *, always: bool) -> SplitRule:
+        """The rule of the request, after a first reading of every file; without one if nothing asks for it."""
+        if self.fraction == 0.0 and not always:
             return SplitRule()
         with Meter("reading", sum(f.size for f in inputs), shown=self.progress) as meter:
-            texts = merge_summaries(self._summarize_text(f, meter) for f in inputs if f.kind == "text")
-            lines = self._chunks([f for f in inputs if f.kind == "jsonl"], meter)
-            found = self.run(functools.partial(summarize, default_source=self.default_source), lines)
-            summaries = merge_summaries([texts, *(summary for _, summary in found)])
+            summaries = merge_summaries(self._summaries(inputs, meter))
         self.total_text = sum(summary.size for summary in summaries.values())
-        return SplitRule(fraction, summaries)
+        return SplitRule(self.fraction, summaries)
+
+    def _summaries(self, files: Sequence[InputFile], meter: Meter) -> Iterator[Mapping[str, Summary]]:
+        """Of every chunk of lines, and of every text file as a whole, whose key is remembered."""
+        for file in (file for file in files if file.kind == "text"):
+            found = next(self._kept(SUMMARY, file, meter), None) if self.parts.has(SUMMARY, file) else None
+            summary = self._summarize_text(file, meter) if found is None else found
+            self.text_keys[file.path] = summary[self.default_source].smallest if summary else 0
+            yield summary
+        summarized = functools.partial(summarize, default_source=self.default_source)
+        yield from self._results(SUMMARY, summarized, [f for f in files if f.kind == "jsonl"], meter)
 
     def _summarize_text(self, file: InputFile, meter: Meter) -> dict[str, Summary]:
         key, size = text_key(chunks(file))
-        self.text_keys[file.path] = key
         meter.advance(file.size)
         return {self.default_source: Summary.of(key, size)} if size else {}
+
+    def _results(
+        self, stage: str, function: Callable[[Chunk], Any], files: Sequence[InputFile], meter: Meter,
+        rule: SplitRule = NO_RULE,
+    ) -> Iterator[Any]:  # fmt: skip
+        """The function of every chunk, in order: as a part has kept it, or made here."""
+        for kept, group in itertools.groupby(files, key=lambda file: self.parts.has(stage, file)):
+            if kept:
+                for file in group:
+                    yield from self._kept(stage, file, meter, rule)
+            else:
+                yield from (found for _, found in self.run(function, self._chunks(list(group), meter)))
+
+    def _kept(self, stage: str, file: InputFile, meter: Meter, rule: SplitRule = NO_RULE) -> Iterator[Any]:
+        yield from self.parts.read(stage, file, rule=rule)
+        meter.advance(file.size)
+
+    def make_part(
+        self, part: tuple[int, int], inputs: Sequence[InputFile], held_out: Sequence[InputFile], tokenizer: Tokenizer
+    ) -> bool:
+        """Keep what is asked of every N-th file: summaries, and, once those of all files are there, tokens."""
+        self.parts.begin()
+        mine = [file for number, file in enumerate([*inputs, *held_out]) if number % part[1] == part[0] - 1]
+        if self.fraction:
+            with Meter("reading", sum(f.size for f in mine), shown=self.progress) as meter:
+                for file in (file for file in mine if not self.parts.has(SUMMARY, file)):
+                    self.parts.write(SUMMARY, file, self._summaries([file], meter), rule=NO_RULE)
+        if self.fraction and not all(self.parts.has(SUMMARY, file) for file in inputs):
+            return False
+        rule = self.split_rule(inputs, always=False)
+        tokenizer.save(self.parts.folder / TOKENIZER_FILE)
+        encoder = self._encoder(self.parts.folder, tokenizer, rule)
+        with Meter("tokenizing", sum(f.size for f in mine), shown=self.progress) as meter:
+            for file in (file for file in mine if not self.parts.has(TOKENS, file)):
+                way = encoder if file in inputs else encoder.held_out()
+                found = self.run(way.encode, self._chunks([file], meter))
+                self.parts.write(TOKENS, file, (runs for _, runs in found), rule=way.rule)
+        return True
 
     def train_tokenizer(self, inputs: Sequence[InputFile], rule: SplitRule, size: int, limit: int) -> Tokenizer:
         """A BPE of `size` from the training side of the documents, or of a fixed sample of them."""
@@ -251,8 +273,13 @@ class _Job:
                     dataclasses.replace(chunk, key=self.text_keys.get(file.path, 0)) if chunk.kind == "text" else chunk
                 )
 
+    def _encoder(self, folder: Path, tokenizer: Tokenizer, rule: SplitRule) -> Encoder:
+        file = str(folder / TOKENIZER_FILE)
+        return Encoder(file, tokenizer.eos, tokenizer.bos, self.default_source, rule, TRAIN)
+
     def write(
         self,
+        staging: Path,
         inputs: Sequence[InputFile],
         held_out: Sequence[InputFile],
         tokenizer: Tokenizer,
@@ -260,17 +287,12 @@ class _Job:
         request: dict,
     ) -> Manifest:
         """Shards, tokenizer and manifest in the staging directory."""
-        tokenizer.save(self.staging / TOKENIZER_FILE)
-        encoder = Encoder(
-            str(self.staging / TOKENIZER_FILE), tokenizer.eos, tokenizer.bos, self.default_source, rule, TRAIN
-        )
-        sinks = Sinks(self.staging, request["seq_len"], tokenizer.vocab_size, request["shard_bytes"])
+        tokenizer.save(staging / TOKENIZER_FILE)
+        encoder = self._encoder(staging, tokenizer, rule)
+        sinks = Sinks(staging, request["seq_len"], tokenizer.vocab_size, request["shard_bytes"])
         with Meter("tokenizing", sum(f.size for f in [*inputs, *held_out]), shown=self.progress) as meter:
-            for files, way in (
-                (inputs, encoder),
-                (held_out, dataclasses.replace(encoder, rule=SplitRule(), split=VALIDATION)),
-            ):
-                for _, runs in self.run(way.encode, self._chunks(files, meter)):
+            for files, way in ((inputs, encoder), (held_out, encoder.held_out())):
+                for runs in self._results(TOKENS, way.encode, files, meter, way.rule):
                     sinks.take(runs)
         shards, splits = sinks.finish()
         if not any(totals.rows for totals in splits[TRAIN].values()):
@@ -284,5 +306,5 @@ class _Job:
             shards=tuple(shards),
             request=request,
         )
-        (self.staging / FILE).write_text(manifest.to_json(), encoding="utf-8")
+        (staging / FILE).write_text(manifest.to_json(), encoding="utf-8")
         return manifest

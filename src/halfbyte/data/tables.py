@@ -1,0 +1,255 @@
+"""Rows of tables as lines of JSON: Parquet, Arrow (what Hugging Face `datasets` saves), ArrayRecord (what Grain reads).
+
+A row becomes the line that the same document has in a jsonl file, so everything behind it is the same too: where chunks
+are cut, which documents are held out, which tokens come out. Memory is bounded by a page of Parquet, a record batch of
+Arrow, or a record.
+"""
+
+import contextlib
+import importlib
+import json
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from array_record.python import array_record_module
+
+from halfbyte.inputs import read_json
+
+MOST_TEXT = 64 << 20
+"""Bytes of one row's text, as of a line of jsonl."""
+BATCH = 1 << 20
+MOST_ROWS = 1024
+EXPANSION = 1000
+FREE_EXPANSION = 64 << 20
+SOURCE = "source"
+
+Block = tuple[bytes, int]
+
+
+def lines(path: Path, *, name: str, column: str) -> Iterator[Block]:
+    """(lines of JSON with the fields `column` and `source`, position in the stored file) pairs. What is no such table,
+    damaged or without the column is a ValueError that names the file."""
+    return KINDS[path.suffix.lower()](path, name, column)
+
+
+def _parquet(path: Path, name: str, column: str) -> Iterator[Block]:
+    parquet = _pyarrow("pyarrow.parquet")
+    with _reading(name), parquet.ParquetFile(path, page_checksum_verification=True) as file:
+        wanted, groups = _columns(file.schema_arrow, name, column), file.metadata.num_row_groups
+        number = 1
+        for group in range(groups):
+            rows = _batch_rows(file.metadata.row_group(group), name, wanted)
+            for batch in file.iter_batches(rows, row_groups=[group], columns=wanted):
+                yield _written(batch, name, column, number), path.stat().st_size * (group + 1) // groups
+                number += batch.num_rows
+
+
+def _batch_rows(group: Any, name: str, wanted: list[str]) -> int:
+    """Rows to read at once, about a MiB of text by what the file says of itself; ValueError where that is no text."""
+    found = [group.column(i) for i in range(group.num_columns) if group.column(i).path_in_schema in wanted]
+    size, stored = (sum(getattr(c, f"total_{kind}_size") for c in found) for kind in ("uncompressed", "compressed"))
+    if size > FREE_EXPANSION + EXPANSION * stored:
+        raise ValueError(
+            f"{name}: column {wanted[0]!r} expands more than {EXPANSION} fold ({size >> 20} MiB from {stored:,}); "
+            "no text does: leave the file out"
+        )
+    if size > MOST_TEXT * group.num_rows:
+        raise ValueError(_too_long(name, f"its rows have {size // max(1, group.num_rows) >> 20} MiB each"))
+    return max(1, min(MOST_ROWS, BATCH * group.num_rows // max(1, size)))
+
+
+def _arrow(path: Path, name: str, column: str) -> Iterator[Block]:
+    pyarrow = _pyarrow("pyarrow")
+    with _reading(name), pyarrow.memory_map(str(path)) as stored:
+        is_file = stored.read(6) == b"ARROW1"
+        stored.seek(0)
+        reader = pyarrow.ipc.open_file(stored) if is_file else pyarrow.ipc.open_stream(stored)
+        wanted = _columns(reader.schema, name, column)
+        batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
+        number = 1
+        for batch in batches:
+            kept = batch.select(wanted)
+            kept.validate(full=True)  # offsets that point outside, text that is no UTF-8
+            for start in range(0, kept.num_rows, MOST_ROWS):
+                part = kept.slice(start, MOST_ROWS)
+                yield _written(part, name, column, number), min(stored.tell(), path.stat().st_size)
+                number += part.num_rows
+
+
+def _pyarrow(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError:
+        raise ValueError("Parquet and Arrow files need pyarrow: pip install 'halfbyte[parquet]'") from None
+
+
+def _columns(schema: Any, name: str, column: str) -> list[str]:
+    """The columns to read, in a table that has them as text; else a ValueError that says what it has."""
+    types = _pyarrow("pyarrow.types")
+    if schema.get_field_index(column) < 0:  # absent, or there twice
+        raise ValueError(
+            f"{name}: no column {column!r}, or not one; it has {', '.join(schema.names[:20]) or 'none'}: "
+            "name the one that holds the text with --column"
+        )
+    wanted = [column, *([SOURCE] if SOURCE in schema.names and column != SOURCE else [])]
+    for each in wanted:
+        kind = schema.field(each).type
+        kind = kind.value_type if types.is_dictionary(kind) else kind
+        if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
+            raise ValueError(
+                f"{name}: column {each!r} holds {str(kind)[:80]}, and a document's {each} is a string; "
+                + ("name another with --column" if each == column else "rename it, or make it a string")
+            )
+    return wanted
+
+
+def _written(batch: Any, name: str, column: str, number: int) -> bytes:
+    texts = batch.column(column).to_pylist()
+    names = batch.schema.names
+    sources = batch.column(SOURCE).to_pylist() if SOURCE in names and column != SOURCE else [None] * len(texts)
+    written = []
+    for row, (text, source) in enumerate(zip(texts, sources, strict=True), start=number):
+        if text is None:
+            raise ValueError(f"{name}, row {row}: column {column!r} is null; a document without text is ''")
+        written.append(_line(name, row, column, text, source))
+    return b"".join(written)
+
+
+def _line(name: str, row: int, column: str, text: str, source: str | None) -> bytes:
+    if len(text) > MOST_TEXT:
+        raise ValueError(_too_long(name, f"row {row} has {len(text) >> 20} Mi characters"))
+    return json.dumps({column: text} if source is None else {column: text, SOURCE: source}).encode() + b"\n"
+
+
+def _too_long(name: str, what: str) -> str:
+    return (
+        f"{name}: {what}, and a document at most {MOST_TEXT >> 20} MiB of text; cut it, or make it a text file of its "
+        "own"
+    )
+
+
+@contextlib.contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """What pyarrow says of a damaged file, as a ValueError that names it. An error of the disk stays one."""
+    pyarrow = _pyarrow("pyarrow")
+    try:
+        yield
+    except (pyarrow.ArrowException, MemoryError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise ValueError(f"{name}: damaged or cut short ({str(error)[:200]}); fetch it again") from error
+
+
+def _array_record(path: Path, name: str, column: str) -> Iterator[Block]:
+    try:
+        reader = array_record_module.ArrayRecordReader(str(path))
+        count, size, as_line = reader.num_records(), path.stat().st_size, None
+        for row in range(1, count + 1):
+            record = reader.read()
+            if len(record) > MOST_TEXT:
+                raise ValueError(_too_long(name, f"record {row} has {len(record) >> 20} MiB"))
+            as_line = as_line or _form(record)
+            try:
+                line = as_line(record, column)
+            except (ValueError, KeyError, RecursionError) as error:
+                raise ValueError(
+                    f"{name}, record {row}: no {FORMS[as_line]} with one {column!r}, as its first record says they are "
+                    f"({str(error)[:100]}); repair the file, or name the field of the text with --column"
+                ) from error
+            yield line, size * row // count
+        reader.close()
+    except (RuntimeError, IndexError) as error:
+        if isinstance(error, RecursionError):
+            raise
+        raise ValueError(f"{name}: damaged or cut short ({str(error)[:200]}); fetch it again") from error
+
+
+def _form(first: bytes) -> Callable[[bytes, str], bytes]:
+    """What the records of a file are, by its first."""
+    for form in (_json_line, _example_line):
+        with contextlib.suppress(ValueError, KeyError, RecursionError):
+            form(first, "")
+            return form
+    return _text_line
+
+
+def _json_line(record: bytes, column: str) -> bytes:
+    found = json.loads(record)
+    if not isinstance(found, dict) or (column and column not in found):
+        raise KeyError(column)
+    return json.dumps(found).encode() + b"\n"
+
+
+def _example_line(record: bytes, column: str) -> bytes:
+    """Of a `tf.train.Example`: features (1) of entries (1), each a name (1) and a feature (2), whose bytes (1) are a
+    list (1)."""
+    entries = [dict(_fields(entry)) for number, body in _fields(record) if number == 1 for _, entry in _fields(body)]
+    features = {entry[1].decode(): entry.get(2, b"") for entry in entries}
+    if not features:
+        raise ValueError("no feature")
+    wanted = {}
+    for name in {column, SOURCE} & features.keys():
+        (wanted[name],) = (value.decode() for _, value in _fields(dict(_fields(features[name]))[1]))
+    if column and column not in wanted:
+        raise KeyError(column)
+    return json.dumps(wanted).encode() + b"\n"
+
+
+def _text_line(record: bytes, column: str) -> bytes:
+    return json.dumps({column: record.decode()}).encode() + b"\n"
+
+
+FORMS: dict[Callable[[bytes, str], bytes], str] = {
+    _json_line: "JSON object",
+    _example_line: "tf.train.Example",
+    _text_line: "UTF-8 text",
+}
+KINDS = {".parquet": _parquet, ".arrow": _arrow, ".array_record": _array_record, ".arrayrecord": _array_record}
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """(number, bytes) of the fields of a protocol-buffer message, all of them strings or messages."""
+    at = 0
+    while at < len(data):
+        tag, at = _varint(data, at)
+        size, at = _varint(data, at)
+        if tag & 7 != 2 or at + size > len(data):
+            raise ValueError("not a message of strings and messages")
+        yield tag >> 3, data[at : at + size]
+        at += size
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while at < len(data) and shift < 64:
+        value |= (data[at] & 127) << shift
+        at, shift = at + 1, shift + 7
+        if data[at - 1] < 128:
+            return value, at
+    raise ValueError("a number without an end")
+
+
+def saved_in(found: Collection[Path]) -> dict[Path, list[Path]]:
+    """Folder -> its files, of each Hugging Face data set (`save_to_disk`) among the files of a directory: those that it
+    lists, and not what `map` has left beside them. ValueError for a set of splits: one of them must be named, so that
+    no test split is trained on."""
+    for path in (path for path in found if path.name == "dataset_dict.json"):
+        splits = sorted(p.parent.name for p in path.parent.glob("*/state.json"))
+        raise ValueError(
+            f"{path.parent}: holds the splits {', '.join(splits)}; name those to train on, such as "
+            f"{path.parent / (splits or ['train'])[-1]}, and others with --validation"
+        )
+    states = (p for p in found if p.name == "state.json" and p.with_name("dataset_info.json").is_file())
+    return {state.parent: _listed(state) for state in states}
+
+
+def _listed(state: Path) -> list[Path]:
+    try:
+        found = [state.parent / Path(entry["filename"]).name for entry in read_json(state)["_data_files"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{state}: no list of data files ({error}); save the data set again") from None
+    for path in found:
+        if not path.is_file():
+            raise ValueError(f"{path}: missing, though {state.name} lists it; copy the folder again")
+    return found
