@@ -53,6 +53,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from halfbyte.cli.attending import attended
 from halfbyte.cli.errors import say_error
 from halfbyte.cli.interrupting import keep_interrupts, resumable
 from halfbyte.cli.result import BAD_INPUT, DONE, FAILED, Result
@@ -193,6 +194,7 @@ def run_command(name: str, file: Path, flags: list[str], *, as_json: bool) -> in
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(only_named(flags))
+        stack.enter_context(attended(name))
         if name == "train":
             stack.enter_context(resumable())
         if is_compiler_alone():
