@@ -9,8 +9,9 @@ import pytest
 import halfbyte.plan.reading  # noqa: F401 (the module is changed below)
 from halfbyte.cli.main import main
 from halfbyte.devices import device
-from halfbyte.plan import cluster, tokens_of
+from halfbyte.plan import cluster, placed, tokens_of
 from halfbyte.plan.cluster import crossing
+from halfbyte.runs import run_config
 
 KEYS = """fits memory native_fp4_gemms gemm_flops gemm_flops_needed collectives operand_bytes step_time_s
     tflops_per_device tokens_per_s_per_device exposed_communication_s speedup_vs band calibration_residual""".split()
@@ -94,6 +95,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_helps(capfd):
     (("--recipe", "nvfp5"), "nvfp5"),
     (("--tokens", "many"), "15T"),
     (("--batch", "-1"), "0 or more"),
+    (("--batch", "33"), "no multiple of 32"),
 ])  # fmt: skip
 def test_impossible_questions_are_one_paragraph(capfd, flags, said):
     code, _, err = plan(capfd, "llama3.1-405b", *flags)
@@ -107,6 +109,15 @@ def test_impossible_questions_are_one_paragraph(capfd, flags, said):
 def test_racks(name, count, rack):
     found = cluster(device(name), count)
     assert (found.rack, found.hosts * found.per_host) == (rack, count)
+
+
+def test_what_was_assumed_is_said_for_what_was_not_given():
+    preset, on = run_config("llama3.1-405b"), cluster(device("gb300"), 8192)
+    config, said = placed(preset, on)
+    assert (config.mesh, config.batch) == ("dcn.data=128,fsdp=16,tensor=4", 64 * preset.batch) and len(said) == 2
+    config, said = placed(preset, on, batch=4096)
+    assert config.batch == 4096 and len(said) == 1 and "64 times" in said[0]
+    assert placed(preset, on, mesh=config.mesh, batch=4096) == (config, ())
 
 
 def test_an_axis_that_leaves_a_rack_crosses_it():

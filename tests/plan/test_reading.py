@@ -2,6 +2,8 @@
 
 import dataclasses
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 import halfbyte.plan.reading  # noqa: F401 (the module is changed below)
 from halfbyte.devices import device
 from halfbyte.plan import by_hand, cluster, placed, reading
-from halfbyte.plan.reading import _memory
+from halfbyte.plan.reading import _memory, heard
 from halfbyte.program import read
 from halfbyte.runs import run_config
 
@@ -37,6 +39,10 @@ ENTRY %main (w: f32[4,8,8], k: bf16[4,64,8]) -> f32[4,8,8] {
 """
 
 
+def silent(_):
+    pass
+
+
 @pytest.fixture
 def eight():
     on = cluster(device("gb200"), 8)
@@ -56,16 +62,75 @@ def test_memory_by_category_adds_up(eight):
     assert (parts["residuals"], parts["workspace"]) == (2 * 4 * 64 * 8, 100)  # the stack that is no parameter
 
 
-def test_a_step_is_compiled_once(eight, monkeypatch, tmp_path):
-    config, on = eight
+@pytest.fixture
+def compilations(monkeypatch, tmp_path):
+    """What was compiled, in a cache of its own."""
     made = []
-    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path))
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(MODULE, "can_compile", lambda: True)
     monkeypatch.setattr(MODULE, "compiled", lambda *step: made.append(step) or by_hand(*step))
-    first = reading(config, on, say=lambda _: None)
-    assert reading(config, on, say=lambda _: None) == first and len(made) == 1
-    reading(dataclasses.replace(config, batch=64), on, say=lambda _: None)
-    assert len(made) == 2
-    for file in tmp_path.rglob("*.json"):
-        file.write_text("{ half")
-    assert reading(config, on, say=lambda _: None) == first and len(made) == 3
+    return made
+
+
+def test_a_step_is_compiled_once(eight, compilations, monkeypatch):
+    config, on = eight
+    first = reading(config, on, say=silent)
+    assert reading(config, on, say=silent) == first and len(compilations) == 1
+    reading(dataclasses.replace(config, batch=64), on, say=silent)
+    assert len(compilations) == 2
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")  # the compiler would make another program
+    reading(config, on, say=silent)
+    assert len(compilations) == 3
+
+
+@pytest.mark.parametrize("damage", [
+    lambda content: b"", lambda content: b"{ half", lambda content: b"{}", lambda content: content[:-1],
+    lambda content: content.replace(b'"flops": 1', b'"flops": 9', 1), lambda content: content + b" ",
+    lambda content: b"\xff" + content[1:],
+])  # fmt: skip
+def test_what_is_damaged_is_compiled_again(eight, compilations, tmp_path, damage):
+    first = reading(*eight, say=silent)
+    (file,) = tmp_path.rglob("*.json")
+    file.write_bytes(damage(file.read_bytes()))
+    assert reading(*eight, say=silent) == first and len(compilations) == 2
+    assert reading(*eight, say=silent) == first and len(compilations) == 2
+
+
+def test_a_cache_that_cannot_be_written_costs_no_answer(eight, compilations, tmp_path):
+    (tmp_path / "cache").write_text("a file, and no folder")
+    said = []
+    assert reading(*eight, say=said.append) == by_hand(*eight)
+    assert "HALFBYTE_CACHE" in said[-1]
+
+
+def test_two_that_ask_at_once_compile_once(eight, compilations, monkeypatch):
+    begun, go = threading.Event(), threading.Event()
+
+    def compiled(*step):
+        compilations.append(step)
+        begun.set()
+        assert go.wait(60)
+        return by_hand(*step)
+
+    monkeypatch.setattr(MODULE, "compiled", compiled)
+    said = []
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(reading, *eight, say=silent)
+        assert begun.wait(60)
+        second = pool.submit(reading, *eight, say=lambda text: (said.append(text), go.set()))
+        assert first.result() == second.result()
+    assert len(compilations) == 1 and "waiting" in said[0]
+
+
+def test_a_long_compilation_is_heard_of(monkeypatch):
+    monkeypatch.setattr(MODULE, "BEAT", 0.001)
+    said, twice = [], threading.Event()
+
+    def say(text):
+        said.append(text)
+        if len(said) > 2:
+            twice.set()
+
+    with heard("it", say):
+        assert twice.wait(60)
+    assert "compiling it" in said[0] and "compiled" in said[-1]

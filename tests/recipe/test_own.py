@@ -1,13 +1,14 @@
 """Recipes and policies of the user's own: a file outside the package, a value, a package's entry point."""
 
 import dataclasses
+import functools
 import importlib.metadata
 
 import pytest
 
 import halfbyte as hb
 from halfbyte.models import preset
-from halfbyte.recipe import policy, recipe, spell_policy, spell_recipe
+from halfbyte.recipe import own, policy, recipe, spell_policy, spell_recipe
 from halfbyte.train.config import TrainConfig
 
 MINE = """
@@ -93,7 +94,10 @@ def test_packages_offer_recipes_and_policies_by_entry_points(monkeypatch, mine):
     made = dataclasses.replace(hb.recipe("bf16"), name="theirs")
     values = {"theirs": made, "their_layers": hb.Policy("their layers", (hb.Rule("*", made),))}
     monkeypatch.setattr(importlib.metadata.EntryPoint, "load", lambda self: values[self.name])
-    find = lambda group, name: [p for p in points if (p.group, p.name) == (group, name)]  # noqa: E731
-    monkeypatch.setattr("halfbyte.recipe.own.entry_points", find)
+    asked = []
+    find = lambda: asked.append(1) or importlib.metadata.EntryPoints(points)  # noqa: E731
+    monkeypatch.setattr(own, "entry_points", find)
+    monkeypatch.setattr(own, "_offered", functools.cache(own._offered.__wrapped__))
     assert recipe("theirs") == made
     assert policy("their_layers", "nvfp4") == values["their_layers"]
+    assert policy("mlp", "nvfp4").name == "mlp" and len(asked) == 1  # not once for each config that is made

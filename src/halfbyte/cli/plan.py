@@ -18,6 +18,8 @@ from halfbyte.cli.result import DONE, NOT_PASSED, BadInput, Result
 from halfbyte.cli.screen import console, table
 from halfbyte.inputs import check_output, replace_file
 
+SHOWN = 12  # layouts in the table of --search
+
 
 @dataclass(frozen=True)
 class Args:
@@ -52,8 +54,8 @@ class Args:
     """The report.json of `halfbyte parity`, whose token overheads decide whether a faster step is a gain."""
     search: bool = False
     """Compare layouts: mesh, remat and the type that gradients are summed in."""
-    most: int = 3
-    """With --search: how many layouts near the best are compiled."""
+    minutes: float = 15.0
+    """With --search: no layout is begun that would end later; another call goes on where this one ended."""
     csv: Path | None = None
     html: Path | None = None
     """One self-contained page."""
@@ -97,7 +99,7 @@ def _cluster(args: Args) -> Any:
 def config_of(args: Args, recipe: str, on: Any) -> tuple[Any, tuple[str, ...]]:
     """The preset's run with the flags of this command on `on`, and what was assumed."""
     from halfbyte.cli.bench import base_run
-    from halfbyte.plan import checked_mesh, placed, with_batch
+    from halfbyte.plan import placed
 
     preset = base_run(args.model)
     if args.batch < 0 or args.layers < 0 or args.price < 0:
@@ -114,11 +116,7 @@ def config_of(args: Args, recipe: str, on: Any) -> tuple[Any, tuple[str, ...]]:
     if args.reduce_dtype:
         precision = dataclasses.replace(config.precision, reduce_dtype=args.reduce_dtype)
         config = dataclasses.replace(config, precision=precision)
-    if args.mesh:
-        config, said = with_batch(dataclasses.replace(config, mesh=checked_mesh(args.mesh, on)), [])
-    else:
-        config, said = placed(config, on)
-    return (dataclasses.replace(config, batch=args.batch), ()) if args.batch else (config, said)
+    return placed(config, on, mesh=args.mesh, batch=args.batch)
 
 
 def _data(args: Args, on: Any, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,29 +190,36 @@ def _write(args: Args, data: Mapping[str, Any], found: Mapping[str, Any]) -> Non
 
 def _search(args: Args, on: Any, say: Callable[[str], None]) -> Result:
     from halfbyte import plan
-    from halfbyte.plan.search import command, front, pipelines, rank
+    from halfbyte.plan.search import command, coverage, front, pipelines, rank
 
     config, _ = config_of(args, args.recipe, on)
-    found = plan.search(config, on, most=args.most, say=say)
+    found = plan.search(config, on, minutes=args.minutes, say=say)
     if not found:
         raise BadInput(f"search: no layout of {args.model} fits {on.count} {on.device.name}; take a larger --count")
-    best, place = found[0], rank(config, found)
-    rows = [
-        (c.config.mesh, c.config.remat, str(c.config.precision.reduce_dtype), f"{c.seconds:.3f}",
-         f"{c.bytes_needed / 2**30:.0f}",
-         "compiled" if c.compiled else "bound")
-        for c in found[:12]
-    ]  # fmt: skip
-    console().print(table(("mesh", "remat", "reduced in", "step s", "GiB", "known from"), rows, title="layouts"))
+    listed, place, known = [_layout(c) for c in found], rank(config, found), coverage(found)
+    rows = [(*list(row.values())[:4], f"{row['step_time_s']:.3f}", f"{row['gib']:.0f}", row["known_from"])
+            for row in listed[:SHOWN]]  # fmt: skip
+    heads = ("mesh", "remat", "reduced in", "microbatches", "step s", "GiB", "known from")
+    console().print(table(heads, rows, title=f"layouts, batch {config.batch}"))
     say(f"the preset's layout is {'not among those that fit' if place is None else f'number {place} of {len(found)}'}")
-    say(f"best: {command(best.config)}")
+    say(
+        f"{known['near']} layouts are near the best by the bound; {known['compiled']} are compiled, {known['refused']} "
+        f"refused, {known['near_not_compiled'] - known['refused']} left to a next call; of all others the bound leaves "
+        f"{known['not_ruled_out']} that might be faster"
+    )
+    say(f"best: {command(found[0].config)}")
     say(pipelines(config, on))
-    listed = [
-        dict(zip(("mesh", "remat", "reduce_dtype", "step_time_s", "gib", "known_from"), row, strict=True))
-        for row in rows
-    ]
-    pareto = [{"mesh": c.config.mesh, "remat": c.config.remat, "step_time_s": c.seconds} for c in front(found)]
     return Result({
-        "layouts": listed, "count": len(found), "preset_rank": place, "best": command(best.config), "front": pareto,
-        "pipelines": pipelines(config, on),
+        "layouts": listed, "count": len(found), "preset_rank": place, **known, "best": command(found[0].config),
+        "front": [_layout(c) for c in front(found)], "pipelines": pipelines(config, on),
     })  # fmt: skip
+
+
+def _layout(found: Any) -> dict[str, Any]:
+    """A layout as `--json` has it."""
+    config = found.config
+    return {
+        "mesh": config.mesh, "remat": config.remat, "reduce_dtype": str(config.precision.reduce_dtype),
+        "accumulate": config.accumulate, "step_time_s": found.seconds, "gib": found.bytes_needed / 2**30,
+        "bound_s": found.bound.shared.seconds, "near": found.near, "known_from": found.known_from,
+    }  # fmt: skip

@@ -2,7 +2,7 @@
 
 from .budget import break_even, budget, overhead_of, overheads, tokens_of
 from .calibration import ASSUMED, BAND, FITTED, FORMS_TRIED, ROWS, fit, left_out, predicted, residual
-from .cluster import Cluster, checked_mesh, cluster, placed, with_batch
+from .cluster import Cluster, cluster, placed
 from .outcome import Outcome, as_json, outcome, problems
 from .pictures import COLUMNS, as_csv, cells, page, trace
 from .reading import Reading, by_hand, can_compile, reading
@@ -30,7 +30,6 @@ __all__ = [
     "by_hand",
     "can_compile",
     "cells",
-    "checked_mesh",
     "cluster",
     "fit",
     "left_out",
@@ -49,5 +48,4 @@ __all__ = [
     "tokens_of",
     "trace",
     "walk",
-    "with_batch",
 ]

@@ -68,32 +68,33 @@ def _no_rack(device: Device, count: int, near: list[int]) -> str:
     )
 
 
-def placed(config: TrainConfig, on: Cluster) -> tuple[TrainConfig, tuple[str, ...]]:
-    """The run as it would be placed on `on`, and what was assumed: its own mesh where that has as many devices, more
-    copies of it where a multiple does, else FSDP over all, racks said.
+def placed(config: TrainConfig, on: Cluster, *, mesh: str = "", batch: int = 0) -> tuple[TrainConfig, tuple[str, ...]]:
+    """The run as it would be placed on `on`, and what was assumed. Without `mesh`: its own where that has as many
+    devices, more copies of it where a multiple does, else FSDP over all, racks said. Without `batch`: its own, once for
+    each copy, or one sequence for each shard where that does not divide.
     """
-    shape, said = parse_mesh(config.mesh), []
+    shape, said, copies = parse_mesh(config.mesh), list[str](), 1
     size = prod(shape.values())
-    if size > 1 and on.count != size and on.count % size == 0:
-        shape[f"{DCN}data"] = shape.get(f"{DCN}data", 1) * (on.count // size)
-        batch = config.batch * on.count // size
-        said.append(f"mesh of the preset, {on.count // size} times over `{DCN}data`; batch {batch}")
-        config = dataclasses.replace(config, batch=batch)
+    if mesh:
+        shape = parse_mesh(checked_mesh(mesh, on))
+    elif size > 1 and on.count != size and on.count % size == 0:
+        copies = on.count // size
+        shape[f"{DCN}data"] = shape.get(f"{DCN}data", 1) * copies
+        said.append(f"mesh of the preset, {copies} times over `{DCN}data`")
     elif size != on.count:
         shape = {f"{DCN}fsdp": on.count // on.rack, "fsdp": on.rack}
         said.append("mesh: FSDP over all devices")
-    config = dataclasses.replace(config, mesh=format_mesh(shape))
-    return with_batch(config, said)
-
-
-def with_batch(config: TrainConfig, said: list[str]) -> tuple[TrainConfig, tuple[str, ...]]:
-    """One sequence for each part of the batch if the run's own does not divide."""
-    sizes = whole_sizes(parse_mesh(config.mesh))
+    sizes = whole_sizes(shape)
     parts = sizes.get("data", 1) * sizes.get("fsdp", 1) * config.accumulate
-    if config.batch % parts:
+    if batch and batch % parts:
+        raise ValueError(f"batch: {batch} sequences are no multiple of {parts}, the shards of {format_mesh(shape)}")
+    chosen = batch or config.batch * copies
+    if chosen % parts:
+        chosen = parts
         said.append(f"batch {parts}: one sequence of {config.seq} for each of {parts} shards")
-        config = dataclasses.replace(config, batch=parts)
-    return config, tuple(said)
+    elif not batch and copies > 1:
+        said.append(f"batch {chosen}: the preset's, {copies} times")
+    return dataclasses.replace(config, mesh=format_mesh(shape), batch=chosen), tuple(said)
 
 
 def checked_mesh(text: str, on: Cluster) -> str:

@@ -1,27 +1,20 @@
-"""What a plan knows of a step before it asks how long it takes: from the compiled program, or from the config alone.
-
-A reading is kept in the user's cache as plain JSON, under a name made of the config, the cluster, the versions and the
-source of this package: another call has it in a second, and nothing that was changed is answered from the past.
-"""
+"""What a plan knows of a step before it asks how long it takes: from the compiled program, or from the config alone."""
 
 import contextlib
 import dataclasses
-import hashlib
-import json
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from halfbyte import bench, ops
 from halfbyte.bench.operand_traffic import compulsory_bytes
 from halfbyte.bench.placement import AGAIN
 from halfbyte.devices import Device, target_cudnn, topology
 from halfbyte.devices.platform import CUDA_PLUGINS, any_installed
-from halfbyte.inputs import replace_file, user_cache
 from halfbyte.launch.xla_flags import FLAG_SETS, as_known
 from halfbyte.program import Program, gemms, read
 from halfbyte.sharding import parse_mesh
@@ -32,10 +25,11 @@ from halfbyte.train.step import compiler_options
 
 from . import analytic
 from .cluster import Cluster, crossing
+from .kept import is_kept, kept
 from .schedule import Event, from_json, schedule, walk
 
 NATIVE = ("block-scaled", "fp4")
-PACKAGE = Path(__file__).parents[1]
+BEAT = 15.0  # seconds between two signs of life
 AS_OPTIONS = {"true": True, "false": False, "on": "COLLECTIVE_PIPELINING_MODE_ON"}
 
 
@@ -84,11 +78,43 @@ def reading(config: TrainConfig, on: Cluster, *, say: Callable[[str], None]) -> 
     """The step of `config` on `on`: compiled, or from the config where the plugin is missing."""
     if not can_compile():
         return by_hand(config, on)
-    with kept(config, on) as slot:
-        if slot.found is None:
-            say(f"compiling {config.name} in {config.recipe} for {on.count} {on.device.name} ...")
-            slot.found = compiled(config, on)
-        return slot.found
+
+    def make() -> dict[str, Any]:
+        with heard(f"{config.name} in {config.recipe} on {on.count} {on.device.name} ({config.mesh})", say):
+            return dataclasses.asdict(compiled(config, on))
+
+    found = kept(facts(config, on), make, say=say)
+    return Reading(**{**found, "events": tuple(from_json(each) for each in found["events"])})
+
+
+def has_read(config: TrainConfig, on: Cluster) -> bool:
+    """Whether `reading` would answer without compiling."""
+    return is_kept(facts(config, on))
+
+
+def facts(config: TrainConfig, on: Cluster) -> dict[str, Any]:
+    """All that a reading depends on, beside source and versions."""
+    return {"config": dataclasses.asdict(config), "on": str(on)}
+
+
+@contextlib.contextmanager
+def heard(what: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Says that `what` is compiled, at its beginning, every few seconds, and at its end."""
+    begun, ended = time.monotonic(), threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(BEAT):
+            say(f"  ... {time.monotonic() - begun:.0f} s")
+
+    say(f"compiling {what} ...")
+    beating = threading.Thread(target=beat, daemon=True)
+    beating.start()
+    try:
+        yield
+        say(f"  compiled and read in {time.monotonic() - begun:.0f} s")
+    finally:
+        ended.set()
+        beating.join()
 
 
 def by_hand(config: TrainConfig, on: Cluster) -> Reading:
@@ -123,7 +149,11 @@ def compiled(config: TrainConfig, on: Cluster) -> Reading:
     flags = {each.name: _option(each.value) for each in as_known(FLAG_SETS["recommended"])}
     options = {name: value for name, value in flags.items() if name not in own}
     with ops.compile_for(on.device), target_cudnn():
-        made = bench.compile_step(config, mesh, seq=config.seq, options=options)
+        return read_step(bench.compile_step(config, mesh, seq=config.seq, options=options), config, mesh, on)
+
+
+def read_step(made: Any, config: TrainConfig, mesh: Mesh, on: Cluster) -> Reading:
+    """A compiled step, read. Unreadable where an instruction cannot be placed."""
     program, state = read(made.as_text()), abstract_state(config, mesh)
     weights = shard_bytes(state.params)
     return Reading(
@@ -177,44 +207,3 @@ def _stacks(program: Program, layers: int) -> int:
     given = {array for found in entry if found.opcode == "parameter" for array in found.results}
     loops = [[a for a in found.results if a not in given] for found in entry if found.opcode == "while"]
     return max((sum(a.bytes for a in made if len(a.dims) > 2 and a.dims[0] == layers) for made in loops), default=0)
-
-
-@dataclasses.dataclass
-class Slot:
-    """A place in the cache."""
-
-    found: Reading | None
-
-
-@contextlib.contextmanager
-def kept(config: TrainConfig, on: Cluster) -> Iterator[Slot]:
-    """The reading that was kept of this very step, if any; one that is made inside is kept."""
-    path = user_cache() / "plan" / f"{_key(config, on)}.json"
-    slot = Slot(_load(path))
-    before = slot.found
-    yield slot
-    if before is None and slot.found is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, json.dumps(dataclasses.asdict(slot.found)))
-
-
-def _load(path: Path) -> Reading | None:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return Reading(**{**found, "events": tuple(from_json(each) for each in found["events"])})
-
-
-def _key(config: TrainConfig, on: Cluster) -> str:
-    where = [on.device.name, on.count, on.per_host, on.rack, jax.__version__, _source_digest()]
-    facts = [dataclasses.asdict(config), *where]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
-
-
-@cache
-def _source_digest() -> str:
-    digest = hashlib.sha256()
-    for file in sorted(PACKAGE.rglob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()

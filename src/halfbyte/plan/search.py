@@ -1,24 +1,32 @@
-"""Which layout of a run is best on a cluster: all that fit by the analytic model, the best of them compiled.
+"""Which layout of a run is best on a cluster: all that fit by the analytic model, those near the best compiled.
 
-A layout is a mesh, what remat keeps, and the type that gradients are summed in; the global batch stays. The analytic
-step is the bound: no program of ours is faster than one that is placed well.
+A layout is a mesh, what remat keeps, the type that gradients are summed in and, where the whole batch does not fit, a
+number of microbatches; the global batch stays. The analytic step is the bound: no program of ours is faster than one
+that is placed well. Every reading is kept, so that a search that ran out of time goes on at its next call.
 """
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import Literal
 
-from halfbyte.sharding import format_mesh
+import jax
+
+from halfbyte.sharding import format_mesh, parse_mesh
 from halfbyte.sharding.hybrid import DCN
+from halfbyte.sharding.mesh import whole_sizes
 from halfbyte.train import TrainConfig
 
 from .cluster import Cluster
 from .outcome import FRACTION, Outcome, outcome
-from .reading import Reading, by_hand, can_compile, reading
+from .reading import Reading, by_hand, can_compile, has_read, reading
 
-REMAT = ("quantized", "full", "none")
-REDUCED = ("float32", "bfloat16")
-NEAR = 1.10  # of the best by the bound: these are worth compiling
+REMAT: tuple[Literal["quantized", "full", "none"], ...] = ("quantized", "full", "none")
+REDUCED: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
+MICROBATCHES = (1, 2, 4, 8)
+NEAR = 1.10  # of the best by the bound: these are compiled
 PIPELINES_WIN = 2_000  # tokens a GPU under which they might; we have none
 SPARE = 1.15  # programs need more than shapes say
 
@@ -29,82 +37,155 @@ class Candidate:
 
     config: TrainConfig
     bound: Outcome
+    near: bool = False
+    """Whether it is worth compiling."""
     compiled: Outcome | None = None
+    refused: str = ""
+    """Why it could not be compiled or read."""
+
+    @property
+    def known(self) -> Outcome:
+        """The better knowledge."""
+        return self.compiled or self.bound
 
     @property
     def seconds(self) -> float:
         """Of a step, by the better knowledge."""
-        return (self.compiled or self.bound).shared.seconds
+        return self.known.shared.seconds
 
     @property
     def bytes_needed(self) -> float:
         """Of a device, by the better knowledge."""
-        return (self.compiled or self.bound).reading.bytes_needed
+        return self.known.reading.bytes_needed
+
+    @property
+    def known_from(self) -> str:
+        """What a reader must know of these figures."""
+        if self.compiled is None:
+            return self.refused or ("bound, to be compiled" if self.near else "bound")
+        return "compiled" if self.compiled.fits else "compiled, does not fit"
+
+    @property
+    def order(self) -> tuple[bool, bool, float]:
+        """Programs that fit, then bounds, then what does not work."""
+        return self.known_from.startswith("compiled,") or bool(self.refused), self.compiled is None, self.seconds
 
 
 def search(
-    config: TrainConfig, on: Cluster, *, most: int, say: Callable[[str], None], read: Callable[..., Reading] = reading
-) -> list[Candidate]:
-    """Layouts that fit, the fastest first. Of those near the best by the bound, `most` are compiled, and the run's own
-    layout always.
+    config: TrainConfig, on: Cluster, *, minutes: float, say: Callable[[str], None],
+    read: Callable[..., Reading] = reading, kept: Callable[[TrainConfig, Cluster], bool] = has_read,
+) -> list[Candidate]:  # fmt: skip
+    """Layouts that fit, the best first. The run's own and all near the best by the bound are compiled, as far as
+    `minutes` go: none is begun that would last longer than what is left, by the longest so far.
     """
-    found = [Candidate(each, outcome(each, on, by_hand(each, on))) for each in layouts(config, on)]
-    limit = FRACTION[on.count == 1] * (on.device.memory_bytes or 0)
-    fitting = sorted((c for c in found if SPARE * c.bytes_needed <= limit), key=lambda c: c.seconds)
+    found = [by_bound(each, on) for each in layouts(config, on)]
+    fitting = sorted((c for c in found if c is not None), key=lambda c: c.seconds)
     say(f"{len(found)} layouts, {len(fitting)} of which fit by shapes")
-    if not fitting:
-        return []
-    near = [c for c in fitting if c.seconds <= NEAR * fitting[0].seconds][:most]
-    own = [c for c in fitting if _layout(c.config) == _layout(config) and all(c is not each for each in near)]
-    chosen = [*near, *own] if can_compile() else []
-    done = {id(c): dataclasses.replace(c, compiled=outcome(c.config, on, read(c.config, on, say=say))) for c in chosen}
-    ready = [done.get(id(c), c) for c in fitting]
-    return sorted(ready, key=lambda c: (c.compiled is None and bool(done), c.seconds))
+    fitting = [
+        dataclasses.replace(c, near=c.seconds <= NEAR * fitting[0].seconds or is_own(c.config, config)) for c in fitting
+    ]
+    if not can_compile():
+        return fitting
+    begun, longest = time.monotonic(), 0.0
+    chosen = sorted(
+        (at for at, c in enumerate(fitting) if c.near), key=lambda at: not is_own(fitting[at].config, config)
+    )
+    for count, at in enumerate(chosen, 1):
+        before = time.monotonic()
+        if not kept(fitting[at].config, on) and before + longest - begun > 60 * minutes:
+            continue
+        say(f"layout {count} of {len(chosen)}, {(before - begun) / 60:.1f} of {minutes:g} minutes")
+        fitting[at] = by_program(fitting[at], on, lambda config: read(config, on, say=say))
+        longest = max(longest, time.monotonic() - before)
+    return sorted(fitting, key=lambda c: c.order)
+
+
+def by_bound(config: TrainConfig, on: Cluster) -> Candidate | None:
+    """With as few microbatches as fit: more have more to send and nothing less to compute. None if none do."""
+    limit = FRACTION[on.count == 1] * (on.device.memory_bytes or 0)
+    shards = prod(whole_sizes(parse_mesh(config.mesh)).get(axis, 1) for axis in ("data", "fsdp"))
+    for count in (config.accumulate, *(n for n in MICROBATCHES if n > config.accumulate)):
+        if config.batch % (shards * count) == 0:
+            tried = dataclasses.replace(config, accumulate=count)
+            read = by_hand(tried, on)
+            if SPARE * read.bytes_needed <= limit:
+                return Candidate(tried, outcome(tried, on, read))
+    return None
+
+
+def by_program(found: Candidate, on: Cluster, read: Callable[[TrainConfig], Reading]) -> Candidate:
+    """What its program says, or why there is none: one layout that fails does not end a search."""
+    try:
+        return dataclasses.replace(found, compiled=outcome(found.config, on, read(found.config)))
+    except (ValueError, jax.errors.JaxRuntimeError) as error:
+        return dataclasses.replace(found, refused=f"refused: {str(error).splitlines()[0][:160]}")
 
 
 def layouts(config: TrainConfig, on: Cluster) -> Iterator[TrainConfig]:
-    """Every mesh of powers of two whose parts divide the model and the batch, with every remat and reduction."""
-    racks = on.count // on.rack
+    """Every mesh of powers of two whose parts divide the model and the batch, with every remat and reduction; and the
+    run's own.
+    """
+    racks, seen = on.count // on.rack, False
     for tensor in (1, 2, 4, 8):
-        if on.rack % tensor or config.model.kv_heads % tensor:
-            continue
         inner = on.rack // tensor
+        if on.rack % tensor or config.model.kv_heads % tensor or config.batch % (racks * inner * config.accumulate):
+            continue
         for across in ("data", "fsdp") if racks > 1 else ("data",):
             for data in (size for size in (1, 2, 4, 8) if inner % size == 0):
                 shape = {f"{DCN}{across}": racks, "data": data, "fsdp": inner // data, "tensor": tensor}
-                if config.batch % (racks * inner * config.accumulate):
-                    continue
-                yield from _with_choices(dataclasses.replace(config, mesh=format_mesh(shape)))
+                for each in _with_choices(dataclasses.replace(config, mesh=format_mesh(shape))):
+                    seen |= is_own(each, config)
+                    yield each
+    if not seen:
+        yield config
 
 
 def _with_choices(config: TrainConfig) -> Iterator[TrainConfig]:
     for remat, reduced in itertools.product(REMAT, REDUCED):
-        precision = dataclasses.replace(config.precision, reduce_dtype=reduced)  # type: ignore[arg-type]
-        yield dataclasses.replace(config, remat=remat, precision=precision)  # type: ignore[arg-type]
+        precision = dataclasses.replace(config.precision, reduce_dtype=reduced)
+        yield dataclasses.replace(config, remat=remat, precision=precision)
 
 
-def _layout(config: TrainConfig) -> tuple[str, str, str]:
-    return config.mesh, config.remat, str(config.precision.reduce_dtype)
+def is_own(config: TrainConfig, own: TrainConfig) -> bool:
+    """Whether `config` is laid out as `own`, microbatches aside."""
+    mine, other = (dataclasses.replace(each, accumulate=1) for each in (config, own))
+    return mine == other
 
 
 def front(found: Sequence[Candidate]) -> list[Candidate]:
-    """Those that no other beats in both speed and memory."""
+    """Those that no other beats in both speed and memory: programs if any was compiled, else bounds."""
+    programs = [c for c in found if c.known_from == "compiled"] or found
     return [
-        c for c in found
-        if not any(o.seconds <= c.seconds and o.bytes_needed < c.bytes_needed for o in found if o is not c)
+        c for c in programs
+        if not any(o.seconds <= c.seconds and o.bytes_needed < c.bytes_needed for o in programs if o is not c)
     ]  # fmt: skip
 
 
 def rank(config: TrainConfig, found: Sequence[Candidate]) -> int | None:
     """The place of the run's own layout, from 1; None if it does not fit."""
-    return next((at for at, c in enumerate(found, 1) if _layout(c.config) == _layout(config)), None)
+    return next((at for at, c in enumerate(found, 1) if is_own(c.config, config)), None)
+
+
+def coverage(found: Sequence[Candidate]) -> dict[str, int]:
+    """How much of `found` is known from programs, and how many others their bound does not rule out."""
+    programs = [c.seconds for c in found if c.known_from == "compiled"]
+    others = [c.seconds for c in found if c.compiled is None and not c.refused]
+    return {
+        "fitting": len(found),
+        "near": sum(c.near for c in found),
+        "compiled": sum(c.compiled is not None for c in found),
+        "refused": sum(bool(c.refused) for c in found),
+        "near_not_compiled": sum(c.near and c.compiled is None for c in found),
+        "not_ruled_out": sum(bound < min(programs, default=float("inf")) for bound in others),
+    }
 
 
 def command(config: TrainConfig) -> str:
     """The layout as one would train it."""
     return (
         f"halfbyte train {config.name} --recipe {config.recipe} --policy {config.policy} --mesh {config.mesh} --batch "
-        f"{config.batch} --remat {config.remat} --precision.reduce-dtype {config.precision.reduce_dtype}"
+        f"{config.batch} --seq {config.seq} --accumulate {config.accumulate} --remat {config.remat} "
+        f"--precision.reduce-dtype {config.precision.reduce_dtype}"
     )
 
 

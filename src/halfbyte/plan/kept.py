@@ -1,0 +1,93 @@
+"""What was compiled once is kept in the user's cache, as plain JSON behind its digest.
+
+Its name is made of what was asked, the source of this package, the versions of the compiler and the variables that it
+listens to: nothing that was changed is answered from the past. A file that is damaged counts as none. Of two processes
+that ask for the same at once, one compiles and the other waits for it.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+from halfbyte.inputs import no_follow, read_bytes, replace_file, user_cache
+
+PACKAGE = Path(__file__).parents[1]
+HEARD = ("XLA_FLAGS", "JAX_")  # beginnings of variables that JAX and XLA listen to
+PLACES = ("JAX_COMPILATION_CACHE_DIR", "JAX_PLATFORMS")  # of them, those that change no program for another device
+COMPILER = ("jax", "nvidia-", "numpy")
+DIGEST = 64
+
+
+def kept(facts: Mapping[str, Any], make: Callable[[], Any], *, say: Callable[[str], None]) -> Any:
+    """The JSON value that `make` returned for these facts, now or in an earlier call."""
+    path = user_cache() / "plan" / f"{_key(facts)}.json"
+    with _alone(path, say):
+        found = _load(path)
+        if found is None:
+            found = json.dumps(make())
+            _keep(path, found, say)
+    return json.loads(found)
+
+
+def is_kept(facts: Mapping[str, Any]) -> bool:
+    """Whether an earlier call has it."""
+    return _load(user_cache() / "plan" / f"{_key(facts)}.json") is not None
+
+
+@contextlib.contextmanager
+def _alone(path: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Held by one process at a time; by nobody where no lock can be made, which costs a second compilation at most."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            held = stack.enter_context(open(path.with_suffix(".lock"), "ab", opener=no_follow))
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say("another process compiles the same step; waiting for it ...")
+                fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
+def _load(path: Path) -> str | None:
+    try:
+        content = read_bytes(path)
+    except (OSError, ValueError):
+        return None
+    digest, found = content[:DIGEST], content[DIGEST + 1 :]
+    return found.decode() if digest == hashlib.sha256(found).hexdigest().encode() else None
+
+
+def _keep(path: Path, found: str, say: Callable[[str], None]) -> None:
+    try:
+        replace_file(path, f"{hashlib.sha256(found.encode()).hexdigest()}\n{found}")
+    except OSError as error:
+        say(f"not kept for the next call: {path} cannot be written ({error.strerror}); set HALFBYTE_CACHE")
+
+
+def _key(facts: Mapping[str, Any]) -> str:
+    heard = {name: value for name, value in os.environ.items() if name.startswith(HEARD) and name not in PLACES}
+    asked = json.dumps([facts, heard, _source_digest(), _versions()], sort_keys=True, default=str)
+    return hashlib.sha256(asked.encode()).hexdigest()[:32]
+
+
+@cache
+def _versions() -> list[str]:
+    found = {f"{each.name} {each.version}" for each in distributions() if each.name.startswith(COMPILER)}
+    return [platform.python_version(), *sorted(found)]
+
+
+@cache
+def _source_digest() -> str:
+    digest = hashlib.sha256()
+    for file in sorted(PACKAGE.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
