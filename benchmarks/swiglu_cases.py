@@ -103,7 +103,7 @@ def cases(shapes: list[tuple[int, int]]) -> list[Case]:
 def _makers(t: Tiling) -> dict[str, Any]:
     def backward(g, u, d, s, k):
         sides = Rowwise(s, k), Columnwise(s, k)
-        return K.quantize_backward(g, u, d, dg=sides, du=sides, h=Columnwise(s), tiling=t)
+        return K.quantize_backward(g, u, d, dg=sides, du=sides, h=Columnwise(s))
 
     return {
         "forward_maxima": lambda: lambda g, u, d, s, k: K.forward_maxima(g, u, tiling=t),

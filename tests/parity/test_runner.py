@@ -145,7 +145,6 @@ def test_a_decided_study_ends_and_seeds_that_are_added_to_it_are_run(tmp_path, m
 
 def test_a_parity_that_compiles_says_so():
     said = []
-    log = runner.Log(io.StringIO(), "[1/4 bf16 seed 0]", said.append, every=100)
+    log = runner.Log(io.StringIO(), said.append, every=100)
     log.write("compiling ...\nother\nstill compiling, 0:30\ncompiled in 61.0 s; the program needs 1 GiB\n")
-    assert said == [f"[1/4 bf16 seed 0] {text}" for text in
-                    ("compiling ...", "still compiling, 0:30", "compiled in 61.0 s")]  # fmt: skip
+    assert said == ["compiling ...", "still compiling, 0:30", "compiled in 61.0 s"]

@@ -104,11 +104,19 @@ def forward(cfg: LlamaConfig, ctx: Context, params: Any, batch: Batch) -> tuple[
     return inputs, jax.grad(head)(x)
 
 
+class Alone(NamedTuple):
+    """A layer taken out of its stack: which it is, and what it has of its own."""
+
+    number: jax.Array
+    recipes: Any
+    weights: Any
+
+
 def through_layer(
-    cfg: LlamaConfig, ctx: Context, recipes: Any, weights: Any, number: jax.Array, x: jax.Array, dy: jax.Array,
-    batch: Batch,
-) -> tuple[jax.Array, list[Linear]]:  # fmt: skip
+    cfg: LlamaConfig, ctx: Context, alone: Alone, x: jax.Array, dy: jax.Array, batch: Batch
+) -> tuple[jax.Array, list[Linear]]:
     """(the gradient of the layer's input, its linears)."""
+    number, recipes, weights = alone
     run = layer_of(cfg, batch, ctx)
     here = LayerContext(ctx, models.param_specs(cfg), recipes, key_of_layer(ctx, number))
 
@@ -186,8 +194,8 @@ class Replay:
             stacked = of_segment(params["layers"], self.cfg, segment)
             weights = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, at, keepdims=False), stacked)
             x = lax.dynamic_index_in_dim(inputs, at, keepdims=False)
-            number = at + jnp.int32(segment.start)
-            return through_layer(self.cfg, self._with(key), segment.recipes, weights, number, x, dy, batch)
+            alone = Alone(at + jnp.int32(segment.start), segment.recipes, weights)
+            return through_layer(self.cfg, self._with(key), alone, x, dy, batch)
 
         return jax.jit(run)
 

@@ -28,19 +28,19 @@ and no scale of the tensor, which is exact by construction.
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from .bits import float32_bits, float_of_bits
 from .choices import MEASURES, deviation, expected_deviation, normal, take_least, to_nearest
 from .elements import E4M3, E8M0_BIAS, E8M0_DTYPE, E8M0_MAX, E8M0_NAN, Element, decode, decode_e8m0, round_nearest
 from .exact import INFINITY_BITS, MAX_BITS, divide, divide_bits, multiply_short_bits, reduce_factor, times
 from .outer import NEIGHBOURS, OUTERS, outer_maxima
+from .tensor_scale import encode_scale_bits, once, outer_scales, tensor_scales
 from .views import BlockView
 
 
@@ -134,7 +134,7 @@ class ScaleRule(abc.ABC):
         top = self.top(element)
         if top is None:
             return TensorScales(jnp.ones_like(amax), jnp.ones_like(amax))
-        return TensorScales(*_tensor_scales(float32_bits(amax), top))
+        return TensorScales(*tensor_scales(float32_bits(amax), top))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +247,7 @@ class TwoLevel(ScaleRule):
 
     def _computed(self, blocks: Blocks, element: Element, candidate: float) -> BlockScales:
         """Scales of blocks, each with an outer scale of its own, exactly."""
-        encode, decode_scale = _outer_scales(blocks.amax, self.top(element))
+        encode, decode_scale = outer_scales(blocks.amax, self.top(element))
         codes, values = self._rounded(self.unrounded(blocks.largest, encode, candidate, element))
         reach = multiply_short_bits(float32_bits(values), jnp.broadcast_to(float32_bits(decode_scale), values.shape))
         inverse = jnp.minimum(divide_bits(1.0, reach), jnp.uint32(MAX_BITS))
@@ -336,30 +336,6 @@ class PowerUp(PowerOfTwo):
 TENSOR_ONLY, TWO_LEVEL, POWER_FLOOR, POWER_UP = TensorOnly(), TwoLevel(), PowerFloor(), PowerUp()
 
 
-def _encode_scale_bits(amax_bits: jax.Array, top: float) -> jax.Array:
-    return jnp.minimum(divide_bits(top, amax_bits), jnp.uint32(MAX_BITS))
-
-
-def _once(compute: Callable[[jax.Array], jax.Array], unscaled: np.ndarray, amax_bits: jax.Array) -> jax.Array:
-    """compute(amax_bits), or `unscaled` for an amax that gives no scale: zero, infinity, NaN.
-
-    On a CPU it is computed in a loop of one turn: XLA copies plain scalar arithmetic into every consumer, and would do
-    it again for each block. A loop it leaves whole.
-    """
-    usable = (amax_bits != 0) & (amax_bits < jnp.uint32(INFINITY_BITS))
-    start = jnp.asarray(unscaled)
-
-    def in_a_loop(bits: jax.Array, usable: jax.Array) -> jax.Array:
-        turns = usable.astype(jnp.int32)
-        # A start that depends on the tensor varies over a mesh as the result does, which shard_map asks for.
-        return lax.fori_loop(0, turns, lambda _, made: compute(bits), jnp.where(usable, jnp.zeros_like(start), start))
-
-    def plain(bits: jax.Array, usable: jax.Array) -> jax.Array:
-        return lax.optimization_barrier(jnp.where(usable, compute(bits), start))
-
-    return lax.platform_dependent(amax_bits, usable, cpu=in_a_loop, default=plain)
-
-
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _two_level(
     amax_bits: jax.Array, rule: TwoLevel, element: Element
@@ -374,7 +350,7 @@ def _two_level(
 
     def compute(amax_bits: jax.Array) -> jax.Array:
         """float32: the encode scale of every code, then 1/S, then the mults."""
-        encode_scale = _encode_scale_bits(amax_bits, rule.top(element))
+        encode_scale = encode_scale_bits(amax_bits, rule.top(element))
         decode_scale = divide_bits(1.0, encode_scale)
         reach = multiply_short_bits(jnp.asarray(scales.view(np.uint32)), jnp.broadcast_to(decode_scale, scales.shape))
         lanes = jnp.pad(jnp.minimum(divide_bits(1.0, reach), jnp.uint32(MAX_BITS)), (0, 1 + inverse.size))
@@ -386,26 +362,5 @@ def _two_level(
 
     with np.errstate(divide="ignore"):
         reciprocals = np.minimum(np.float32(1) / scales, np.finfo(np.float32).max)
-    lanes = _once(compute, np.concatenate([reciprocals, np.ones(1, np.float32), inverse]), amax_bits)
+    lanes = once(compute, np.concatenate([reciprocals, np.ones(1, np.float32), inverse]), amax_bits)
     return lanes[scales.size], tuple(lanes[scales.size + 1 + i] for i in range(inverse.size)), lanes[: scales.size]
-
-
-def _outer_scales(amax_bits: jax.Array, top: float) -> tuple[jax.Array, jax.Array]:
-    """(S, 1/S) for maxima in any shape; 1 where a maximum gives no scale."""
-    if amax_bits.ndim == 0:
-        return _tensor_scales(amax_bits, top)
-    usable = (amax_bits != 0) & (amax_bits < jnp.uint32(INFINITY_BITS))
-    encode = jnp.where(usable, _encode_scale_bits(amax_bits, top), float32_bits(jnp.float32(1)))
-    return float_of_bits(encode), float_of_bits(divide_bits(1.0, encode))
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _tensor_scales(amax_bits: jax.Array, top: float) -> tuple[jax.Array, jax.Array]:
-    """(S, 1/S) for a tensor's amax that is to become `top`."""
-
-    def compute(amax_bits: jax.Array) -> jax.Array:
-        encode_scale = _encode_scale_bits(amax_bits, top)
-        return float_of_bits(jnp.where(jnp.arange(2) == 0, encode_scale, divide_bits(1.0, encode_scale)))
-
-    lanes = _once(compute, np.ones(2, np.float32), amax_bits)
-    return lanes[0], lanes[1]

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from halfbyte.kernels import codes, layout
 from halfbyte.kernels.launch import Lanes
-from halfbyte.kernels.layout import BLOCK, Tiling
+from halfbyte.kernels.layout import BLOCK, Results, Tiling
 from halfbyte.kernels.machine import Machine, TokenRows, Word, Words
 from halfbyte.kernels.nvfp4 import Columnwise, Made, Rowwise, find_maxima, quantize_made
 from halfbyte.kernels.stacks import Layer, array_of
@@ -105,8 +105,8 @@ def activation(g: jax.Array, u: jax.Array, dh: jax.Array | None = None) -> tuple
             for r, tile in enumerate(tiles):
                 out[r] = tile
 
-    run = functools.partial(layout.call, kernel, arrays, [], outputs=[(BLOCK, jnp.bfloat16)] * made.count)
-    return tuple(run(tiling=FORWARD_TILING, name="swiglu_activation"))
+    makes = Results([(BLOCK, jnp.bfloat16)] * made.count)
+    return tuple(layout.call(kernel, arrays, [], makes=makes, tiling=FORWARD_TILING, name="swiglu_activation"))
 
 
 def forward_maxima(
@@ -176,7 +176,6 @@ def quantize_backward(
     dg: tuple[Rowwise, Columnwise],
     du: tuple[Rowwise, Columnwise],
     h: Columnwise,
-    tiling: Tiling = BACKWARD_TILING,
 ) -> tuple[jax.Array, ...]:
     """Five operands in one read of g, u and dh: dg by rows and by columns, du by rows and by columns, h by columns; as
     `quantize` gives them.
@@ -188,6 +187,6 @@ def quantize_backward(
         arrays = [array_of(g), array_of(u), dh]
         return by_hand(arrays, backward_made, jobs, lanes=Lanes(2, 4), owed=owed, order=H_FIRST)
     _check_paid(owed)
-    make = _tile_maker(BACKWARD, tiling)
+    make = _tile_maker(BACKWARD, BACKWARD_TILING)
     run = functools.partial(quantize_made, [g, u, dh], make, jobs, order=H_FIRST)
-    return run(tiling=tiling, name="swiglu_backward")
+    return run(tiling=BACKWARD_TILING, name="swiglu_backward")

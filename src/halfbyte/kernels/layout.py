@@ -71,24 +71,31 @@ def check(x: jax.Array | Layer) -> None:
         raise ValueError(reason)
 
 
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """What a kernel makes, in the order of its results: `outputs`, (rows out of a tile's tokens, dtype) each; `maxima`
+    int32 arrays, one number a program; and stacks, of which it writes `into` layers in place.
+    """
+
+    outputs: Sequence[tuple[int, Any]] = ()
+    maxima: int = 0
+    into: Sequence[Layer] = ()
+
+
 def call(
     kernel: Callable[..., None],
     arrays: Sequence[jax.Array | Layer],
     scalars: Sequence[jax.Array],
     *,
-    outputs: Sequence[tuple[int, Any]],
-    maxima: int = 0,
+    makes: Results,
     rows: int = BLOCK,
-    into: Sequence[Layer] = (),
     tiling: Tiling,
     name: str,
 ) -> list[jax.Array]:
-    """Runs `kernel(program, array_refs, scalar_refs, output_refs, maxima_refs)` over tiles of `rows` tokens.
-
-    `outputs` gives (rows out of each `rows` tokens, dtype). `maxima` are extra int32 outputs, one value a program. What
-    the kernel writes `into` layers, whose references follow those of the outputs, is written in place: their stacks
-    are the last results.
+    """Runs `kernel(program, array_refs, scalar_refs, output_refs, maxima_refs)` over tiles of `rows` tokens. References
+    of layers follow those of the outputs.
     """
+    outputs, maxima, into = makes.outputs, makes.maxima, makes.into
     tokens, width = arrays[0].shape
     tiling = fit(tiling, width)
     groups, blocks = tokens // rows, tiling.width // BLOCK

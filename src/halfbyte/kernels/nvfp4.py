@@ -24,7 +24,7 @@ from halfbyte.kernels import arithmetic as q
 from halfbyte.kernels import codes, layout
 from halfbyte.kernels.codes import unpack as _unpack_any_width
 from halfbyte.kernels.launch import Lanes
-from halfbyte.kernels.layout import BLOCK, Tiling
+from halfbyte.kernels.layout import BLOCK, Results, Tiling
 from halfbyte.kernels.machine import Machine, TokenRows, Word
 from halfbyte.kernels.scale import DECODE, MULT
 from halfbyte.kernels.scale_order import ScaleOrder
@@ -162,8 +162,8 @@ def find_maxima(
             ref[0, 0] = jnp.max(tile)
 
     scalars = [] if owed is None else [owed]
-    run = functools.partial(layout.call, kernel, arrays, scalars, outputs=[], maxima=total, into=into)
-    return tuple(run(tiling=tiling, name=name))
+    makes = Results(maxima=total, into=into)
+    return tuple(layout.call(kernel, arrays, scalars, makes=makes, tiling=tiling, name=name))
 
 
 def _tops(m: Machine, rows: TokenRows, hadamard: bool) -> list[list[Word]]:
@@ -246,9 +246,8 @@ def quantize_made(
             for (ref, r), tile in zip(places, made, strict=True):
                 ref[r] = tile
 
-    outputs = [output for shape in shapes for output in shape]
-    run = functools.partial(layout.call, kernel, arrays, scalars, outputs=outputs, rows=tokens)
-    made = run(tiling=tiling, name=name)
+    makes = Results([output for shape in shapes for output in shape])
+    made = layout.call(kernel, arrays, scalars, makes=makes, rows=tokens, tiling=tiling, name=name)
     return tuple(lax.bitcast_convert_type(a, jnp.uint8) if a.dtype == jnp.int8 else a for a in made)
 
 
@@ -365,5 +364,5 @@ def unpack(codes: jax.Array, scales: jax.Array, *, tiling: Tiling = UNPACK_TILIN
             out_refs[0][r] = tile
 
     packed = [lax.bitcast_convert_type(a, jnp.int8) for a in (codes, scales)]
-    out = [(BLOCK, jnp.bfloat16)]
-    return layout.call(kernel, packed, [], outputs=out, rows=8, tiling=tiling, name="unpack")[0]
+    out = Results([(BLOCK, jnp.bfloat16)])
+    return layout.call(kernel, packed, [], makes=out, rows=8, tiling=tiling, name="unpack")[0]

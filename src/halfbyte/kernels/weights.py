@@ -14,7 +14,7 @@ from jax import lax
 
 from halfbyte.kernels import arithmetic as q
 from halfbyte.kernels import codes, layout
-from halfbyte.kernels.layout import BLOCK, Tiling
+from halfbyte.kernels.layout import BLOCK, Results, Tiling
 from halfbyte.kernels.machine import Machine, TokenRows, Word
 from halfbyte.kernels.scale import DECODE, MULT
 from halfbyte.kernels.scale_order import ScaleOrder
@@ -38,7 +38,7 @@ def weight_maxima(w: jax.Array, *, tiling: Tiling = WEIGHT_TILING) -> jax.Array:
         (tile,) = evaluate(body, tiles, [], outputs=[jnp.int32], columns=tiling.columns)
         tops[0][0, 0] = jnp.max(tile)
 
-    return layout.call(kernel, [w], [], outputs=[], maxima=1, tiling=tiling, name="weight_maxima")[0]
+    return layout.call(kernel, [w], [], makes=Results(maxima=1), tiling=tiling, name="weight_maxima")[0]
 
 
 def _real(m: Machine, rows: TokenRows) -> list[list[Word]]:
@@ -94,4 +94,4 @@ def _quantize(
         for (ref, r), tile in zip(places, made, strict=True):
             ref[r] = tile
 
-    return layout.call(kernel, [w], [scale], outputs=outputs, tiling=tiling, name=name)
+    return layout.call(kernel, [w], [scale], makes=Results(outputs), tiling=tiling, name=name)

@@ -25,7 +25,7 @@ from halfbyte.models.quantized import share_scales
 from halfbyte.models.remat import flattened, streamed
 from halfbyte.models.walk import through_layers
 from halfbyte.nn.attention import attention
-from halfbyte.nn.loss import cross_entropy
+from halfbyte.nn.loss import Spread, cross_entropy
 from halfbyte.nn.loss import token_nll as chunked_nll
 from halfbyte.nn.norm import rms_norm
 from halfbyte.nn.rope import apply_rope, rope_frequencies, rope_tables
@@ -70,13 +70,12 @@ def scored(
     cfg: LlamaConfig, params: Params, hidden: jax.Array, targets: jax.Array, ctx: Context, *, z_loss: float = 0.0
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """`loss_sum` of what the head reads."""
-    more: dict[str, Any] = {"z_loss": z_loss, "reduce_dtype": ctx.reduce_dtype}
-    return cross_entropy(hidden, head_weight(params), targets, **_of_logits(cfg, ctx), **more)
+    return cross_entropy(hidden, head_weight(params), targets, z_loss=z_loss, **_of_logits(cfg, ctx))
 
 
 def _of_logits(cfg: LlamaConfig, ctx: Context) -> dict[str, Any]:
     """How logits are made, for every loss."""
-    return {"chunk": ctx.loss_chunk, "mesh": ctx.mesh, "rules": ctx.rules}
+    return {"chunk": ctx.loss_chunk, "spread": Spread(ctx.mesh, ctx.rules, ctx.reduce_dtype)}
 
 
 def token_nll(cfg: LlamaConfig, params: Params, batch: Batch, ctx: Context = PLAIN) -> jax.Array:

@@ -31,15 +31,24 @@ from halfbyte.sharding import DEFAULT_RULES, Rules, axis_size, check_sharded, co
 CHUNK_BYTES = 2**30  # float32 logits of one chunk, at most, when the chunk size is not given
 
 
+class Spread(NamedTuple):
+    """Over which devices the loss is computed; the head's gradient travels between them in `reduce_dtype`."""
+
+    mesh: Mesh | None = None
+    rules: Rules = DEFAULT_RULES
+    reduce_dtype: str = "float32"
+
+
+ALONE = Spread()
+
+
 class _Setup(NamedTuple):
     """What is static: hashable, so that it can ride through `custom_vjp`."""
 
     z_loss: float
     chunk: int | None
-    mesh: Mesh | None
-    rules: Rules
     cap: float | None
-    reduce_dtype: str = "float32"
+    spread: Spread
 
 
 class _PerToken(NamedTuple):
@@ -55,19 +64,17 @@ def cross_entropy(
     z_loss: float = 0.0,
     chunk: int | None = None,
     cap: float | None = None,
-    mesh: Mesh | None = None,
-    rules: Rules = DEFAULT_RULES,
-    reduce_dtype: str = "float32",
+    spread: Spread = ALONE,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """(sum over scored tokens of nll + z_loss * lse^2, aux), float32. `hidden` [B, S, D], `head` [D, V], `targets`
     [B, S], -1 not scored.
 
     aux: `nll_sum`, `z_sum` (the z term's part of the sum) and `tokens` (how many were scored, float32); no gradient
     flows through it. `chunk` is the number of a device's tokens whose logits exist at one time; `cap` bounds logits
-    (`capped`). The head's gradient travels in `reduce_dtype`.
+    (`capped`).
     """
-    _check(hidden, head, targets, mesh, rules)
-    setup = _Setup(float(z_loss), chunk, mesh, rules, cap, reduce_dtype)
+    _check(hidden, head, targets, spread)
+    setup = _Setup(float(z_loss), chunk, cap, spread)
     total, nll_sum, z_sum = _summed(hidden, head, targets, setup)
     tokens = jnp.sum(targets >= 0, dtype=jnp.int32).astype(jnp.float32)
     return total, {"nll_sum": lax.stop_gradient(nll_sum), "z_sum": lax.stop_gradient(z_sum), "tokens": tokens}
@@ -80,14 +87,13 @@ def token_nll(
     *,
     chunk: int | None = None,
     cap: float | None = None,
-    mesh: Mesh | None = None,
-    rules: Rules = DEFAULT_RULES,
+    spread: Spread = ALONE,
 ) -> jax.Array:
     """The negative log-likelihood of each target, float32 [B, S], 0 where the target is -1. For scoring: it has no
     gradient.
     """
-    _check(hidden, head, targets, mesh, rules)
-    per_token, _ = _sharded(hidden, head, targets, _Setup(0.0, chunk, mesh, rules, cap), with_grads=False)
+    _check(hidden, head, targets, spread)
+    per_token, _ = _sharded(hidden, head, targets, _Setup(0.0, chunk, cap, spread), with_grads=False)
     return lax.stop_gradient(per_token.nll)
 
 
@@ -96,13 +102,13 @@ def capped(logits: jax.Array, cap: float | None) -> jax.Array:
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def _check(hidden: jax.Array, head: jax.Array, targets: jax.Array, mesh: Mesh | None, rules: Rules) -> None:
+def _check(hidden: jax.Array, head: jax.Array, targets: jax.Array, spread: Spread) -> None:
     if hidden.shape[:-1] != targets.shape or hidden.shape[-1] != head.shape[0]:
         raise ValueError(
             f"loss: hidden {hidden.shape}, head {head.shape} and targets {targets.shape} "
             "do not fit [B, S, D], [D, V], [B, S]"
         )
-    check_sharded(head.shape[1], "vocab", mesh, what="vocab_size", rules=rules)
+    check_sharded(head.shape[1], "vocab", spread.mesh, what="vocab_size", rules=spread.rules)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -140,7 +146,7 @@ def _sharded(
     """The chunk loop, on one device or inside `shard_map`: (per token, (dhidden, dhead) or None), for a cotangent of
     1.
     """
-    mesh, rules = setup.mesh, setup.rules
+    mesh, rules, _ = setup.spread
     head = head.astype(hidden.dtype)
     if mesh is None:
         return _local(hidden, head, targets, setup, with_grads=with_grads)
@@ -222,18 +228,20 @@ def _vocab_start(shard: int, setup: _Setup, vocab_axes: tuple[str, ...]) -> jax.
 
 def _reduce_head(dhead: jax.Array, setup: _Setup) -> jax.Array:
     """dW summed over every device that holds other tokens, and left split as W is stored."""
-    if setup.mesh is None:
+    if setup.spread.mesh is None:
         return dhead
     split = _live_axes(setup, "embed")
     summed = tuple(axis for axis in (*_live_axes(setup, "batch"), *_live_axes(setup, "seq")) if axis not in split)
-    return _psum(scatter_gradient(dhead, (split, ()), setup.reduce_dtype), summed)  # what is left to add up is a part
+    scattered = scatter_gradient(dhead, (split, ()), setup.spread.reduce_dtype)
+    return _psum(scattered, summed)  # what is left to add up is a part
 
 
 def _live_axes(setup: _Setup, logical: str) -> tuple[str, ...]:
     """The mesh axes of size over 1 that a logical axis is split over."""
-    if setup.mesh is None:
+    mesh, rules, _ = setup.spread
+    if mesh is None:
         return ()
-    return tuple(axis for axis in setup.rules.mesh_axes(logical) if axis_size(setup.mesh, axis) > 1)
+    return tuple(axis for axis in rules.mesh_axes(logical) if axis_size(mesh, axis) > 1)
 
 
 def _psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

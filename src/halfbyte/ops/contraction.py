@@ -37,24 +37,30 @@ def refusal(x_dtype: DTypeLike, w_dtype: DTypeLike, dimension_numbers: Dimension
     return None
 
 
+@dataclass(frozen=True)
+class Rounded:
+    """How a dot is computed: in this recipe by this backend, its float32 result rounded once, to `dtype`."""
+
+    recipe: Recipe
+    backend: str
+    dtype: DTypeLike
+
+
 def linear(
     x: jax.Array,
     w: jax.Array,
     dims: tuple[Sequence[int], Sequence[int]],
     *,
-    recipe: Recipe,
+    how: Rounded,
     key: jax.Array | None,
-    backend: str,
-    dtype: DTypeLike,
     out_sharding: NamedSharding | None = None,
 ) -> jax.Array:
-    """x contracted with the weight w over `dims` = (dims of x, dims of w): [free dims of x, free dims of w] in `dtype`.
+    """x contracted with the weight w over `dims` = (dims of x, dims of w): [free dims of x, free dims of w].
 
-    The GEMM's float32 result is rounded once, to `dtype`; the gradients come back in the dtypes of x and w. Equal
-    calls are traced and lowered once a program. On a mesh with explicit axes the result has the sharding that
-    `lax.dot_general` would give it.
+    The gradients come back in the dtypes of x and w. Equal calls are traced and lowered once a program. On a mesh with
+    explicit axes the result has the sharding that `lax.dot_general` would give it.
     """
-    plan = _Plan((tuple(dims[0]), tuple(dims[1])), recipe, backend, jnp.dtype(dtype), qdot)
+    plan = _Plan((tuple(dims[0]), tuple(dims[1])), how.recipe, how.backend, jnp.dtype(how.dtype), qdot)
     x, w = vary_alike(x, w)
     key = None if key is None else replica_key(key, x, w)
     if explicit_sharding(x, w) is None:

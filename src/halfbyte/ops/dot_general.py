@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from halfbyte.ops.contraction import DimensionNumbers, linear, refusal, weight_first
+from halfbyte.ops.contraction import DimensionNumbers, Rounded, linear, refusal, weight_first
 from halfbyte.ops.first_order import needs_stream
 from halfbyte.ops.surroundings import einsum_turned, loop_with_one_key
 from halfbyte.recipe import Recipe, as_recipe, site_key
@@ -138,13 +138,12 @@ class DotGeneral:
             self._accept_plain(site, dimension_numbers, why)
             return plain()
         swapped = self._weight_is_left(lhs, rhs)
+        dtype = preferred_element_type or jnp.result_type(lhs.dtype, rhs.dtype)
         y = linear(
             *((rhs, lhs) if swapped else (lhs, rhs)),
             dimension_numbers[0][::-1] if swapped else dimension_numbers[0],
-            recipe=self.recipe,
+            how=Rounded(self.recipe, self.backend, dtype),
             key=self._call_key(site) if self.recipe.stochastic else None,
-            backend=self.backend,
-            dtype=preferred_element_type or jnp.result_type(lhs.dtype, rhs.dtype),
             out_sharding=None if swapped else out_sharding,
         )
         y = weight_first(y, rhs.ndim - len(dimension_numbers[0][1])) if swapped else y

@@ -9,7 +9,7 @@ from typing import Any
 from halfbyte import report as page
 from halfbyte.inputs import printable, replace_file, spelled_out
 from halfbyte.metrics import finite
-from halfbyte.report import Band, Dot, Row, Series
+from halfbyte.report import Axes, Band, Dot, Row, Series
 
 from .analysis import MOST_SPELLED, interval_text
 from .arms import BASELINE, CANDIDATE, CONTROL
@@ -148,8 +148,10 @@ def rank_parts(plan: Plan, data: Data) -> list[str]:
         series.append(Series("", [row["cost"]], [row["mean"]], colour, dots=True, label=name))
         if row["low"] is not None:
             series.append(Series("", [row["cost"]] * 2, [row["low"], row["high"]], colour, faint=True))
-    drawn = page.line_chart(series, x_label="step time over the baseline's", label="gap against cost", zero=True,
-                            lines=[(plan.margin.value, f"margin +{plan.margin}")], clip=100)  # fmt: skip
+    drawn = page.line_chart(
+        series, Axes("step time over the baseline's", zero=True, clip=100), label="gap against cost",
+        lines=[(plan.margin.value, f"margin +{plan.margin}")],
+    )  # fmt: skip
     note = (
         f"All {plan.to_json()['candidates']} intervals hold at once in 90% of studies; the places are those that the "
         "paired differences to all others leave open, at a level that all pairs share. Step times are this machine's: "
@@ -184,9 +186,9 @@ def curve_figures(plan: Plan, data: Data) -> list[str]:
                 bands.append(Band(fit["x"], fit["low"], fit["high"], places[arm["name"]]))
     limits = [(plan.margin.value, f"margin +{plan.margin}")]
     unit = "%" if plan.margin.relative else "nats"
-    loss = page.line_chart(series, x_label="tokens", label="training loss")
-    gap = page.line_chart(apart, x_label="tokens a parameter", label="gap against tokens a parameter", bands=bands,
-                          zero=True, lines=limits, log=True, clip=97)  # fmt: skip
+    loss = page.line_chart(series, Axes("tokens"), label="training loss")
+    axes = Axes("tokens a parameter", zero=True, clip=97, log=True)
+    gap = page.line_chart(apart, axes, label="gap against tokens a parameter", bands=bands, lines=limits)
     found = (
         [page.figure("Training loss, nats a token", loss, "first seed strong, others faint; smoothed")] if loss else []
     )

@@ -10,7 +10,7 @@ from halfbyte import report as page
 from halfbyte.evaluation.curves import Curve, default_last, end_of, read_curve, smooth, speed_of
 from halfbyte.inputs import read_json, replace_file
 from halfbyte.metrics import read_rows
-from halfbyte.report import Series
+from halfbyte.report import Axes, Series
 from halfbyte.train import TrainConfig, jsonconfig
 from halfbyte.train.reading import open_directory
 
@@ -85,12 +85,12 @@ def figures(curve: Curve) -> list[str]:
     drawn = [Series("training, smoothed", x, _points(smooth(curve.loss, width)[::every]), 0)]
     if len(validation):
         drawn.append(Series("validation", tokens.tolist(), _points(validation), 1, dots=True))
-    loss = page.line_chart(drawn, x_label="tokens", label="loss")
+    loss = page.line_chart(drawn, Axes("tokens"), label="loss")
     if loss:
         found.append(page.figure("Loss, nats a token", loss))
     for field, name in (("grad_norm", "Gradient norm"), ("learning_rate", "Learning rate")):
         values = curve.column(field)[::every]
-        chart = page.line_chart([Series(name, x, _points(values), 2)], x_label="tokens", label=name, height=200)
+        chart = page.line_chart([Series(name, x, _points(values), 2)], Axes("tokens", height=200), label=name)
         if chart:
             found.append(page.figure(name, chart))
     return found

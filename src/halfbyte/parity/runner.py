@@ -6,6 +6,7 @@ program is compiled once an arm and not once a seed.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -105,8 +106,8 @@ class Log:
     """The console of one run: everything goes to its log file, a line now and then to the person, and that it
     compiles."""
 
-    def __init__(self, file: TextIO, prefix: str, say: Say, *, every: int):
-        self._file, self._prefix, self._say, self._every = file, prefix, say, every
+    def __init__(self, file: TextIO, say: Say, *, every: int):
+        self._file, self._say, self._every = file, say, every
         self._line, self._steps = "", 0
 
     def write(self, text: str) -> int:
@@ -115,11 +116,11 @@ class Log:
         while "\n" in self._line:
             line, _, self._line = self._line.partition("\n")
             if line.startswith(("compil", "still compiling")):
-                self._say(f"{self._prefix} {line.partition(';')[0]}")
+                self._say(line.partition(";")[0])
             if line.startswith("step "):
                 self._steps += 1
                 if self._steps % self._every == 1 or self._every == 1:
-                    self._say(f"{self._prefix} {line.split('  lr ')[0]}")
+                    self._say(line.split("  lr ")[0])
         return len(text)
 
     def flush(self) -> None:
@@ -160,20 +161,24 @@ def run_jobs(
                 say(f"decided at the look after {plan.looks[looked - 1]} seeds; the others need not be run")
                 break
             past = looked
-            prefix = f"[{number}/{len(waiting)} {arm.name} seed {seed}]"
+            say_here = functools.partial(_say_of, say, f"[{number}/{len(waiting)} {arm.name} seed {seed}]")
             if made_from(plan) != now:  # before the first run, and when data or code have changed under way
                 now = made_from(plan)
                 check_cells(plan, directory, now)
-            run_one(plan, directory, arm, seed, prefix=prefix, say=say, observers=observers, stop=stop)
+            run_one(plan, directory, arm, seed, say=say_here, observers=observers, stop=stop)
             if stop.asked:
                 break
             progress.finished += 1
-            say(f"{prefix} {_outcome(run_directory(directory, arm, seed), plan.base.steps)}{progress.left()}")
+            say_here(f"{_outcome(run_directory(directory, arm, seed), plan.base.steps)}{progress.left()}")
     return stop.asked
 
 
+def _say_of(say: Say, prefix: str, text: str) -> None:
+    say(f"{prefix} {text}")
+
+
 def run_one(
-    plan: Plan, directory: Path, arm: Arm, seed: int, *, prefix: str, say: Say, observers: Observers | None, stop: Stop
+    plan: Plan, directory: Path, arm: Arm, seed: int, *, say: Say, observers: Observers | None, stop: Stop
 ) -> None:
     """Train one arm of one seed; a divergence is written down and is no error. A run that is complete and whose last
     row cannot be read has no outcome: it is set aside and trained again."""
@@ -184,7 +189,7 @@ def run_one(
     logs = directory / "logs"
     logs.mkdir(exist_ok=True)
     with open(logs / f"{arm.name}-seed-{seed}.txt", "a", encoding="utf-8") as file:
-        log = Log(file, prefix, say, every=max(1, lines // LINES_A_RUN))
+        log = Log(file, say, every=max(1, lines // LINES_A_RUN))
         console = Console(file=log, width=160, force_terminal=False, color_system=None)  # type: ignore[arg-type]
         for again in (False, True):
             watching = observers(config, folder) if observers else ()
@@ -199,7 +204,7 @@ def run_one(
             if again:
                 raise ValueError(f"{folder} is trained to its end and has no validation loss there; see {file.name}")
             aside = _set_aside(folder, directory / "damaged", f"{arm.name}-seed-{seed}")
-            say(f"{prefix} complete, but its last row is damaged or lost: kept as {aside}, trained anew")
+            say(f"complete, but its last row is damaged or lost: kept as {aside}, trained anew")
 
 
 def _set_aside(folder: Path, where: Path, name: str) -> Path:

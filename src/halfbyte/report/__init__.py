@@ -1,10 +1,10 @@
 """Pages that can be forwarded: one HTML file with everything in it, drawn without a script, for screen, phone and
 paper."""
 
-from .charts import Band, Dot, Row, Series, forest, heat_map, line_chart
+from .charts import Axes, Band, Dot, Row, Series, forest, heat_map, line_chart
 from .page import details, figure, html_page, notice, paragraph, section, table
 
 __all__ = [
-    "Band", "Dot", "Row", "Series", "details", "figure", "forest", "heat_map", "html_page", "line_chart", "notice",
-    "paragraph", "section", "table",
+    "Axes", "Band", "Dot", "Row", "Series", "details", "figure", "forest", "heat_map", "html_page", "line_chart",
+    "notice", "paragraph", "section", "table",
 ]  # fmt: skip

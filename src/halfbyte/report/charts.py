@@ -123,12 +123,24 @@ def colour(index: int) -> str:
     return f"var(--c{index % COLOURS})"
 
 
+@dataclass(frozen=True)
+class Axes:
+    """Those of a line chart. The y axis shows `zero` if asked to, and ends at the `clip` percentile, so that the first
+    steps do not squeeze all others; `log` is of x."""
+
+    x_label: str
+    zero: bool = False
+    clip: float = 99.0
+    log: bool = False
+    height: int = 270
+
+
 def line_chart(
-    series: Sequence[Series], *, x_label: str, label: str, bands: Sequence[Band] = (), zero: bool = False,
-    lines: Sequence[tuple[float, str]] = (), height: int = 270, log: bool = False, clip: float = 99.0,
+    series: Sequence[Series], axes: Axes, *, label: str, bands: Sequence[Band] = (),
+    lines: Sequence[tuple[float, str]] = (),
 ) -> str:  # fmt: skip
-    """Lines over x with a legend; `lines` are horizontal rules with a name. The y axis ends at the `clip` percentile,
-    so that the first steps do not squeeze all others."""
+    """Lines over x with a legend; `lines` are horizontal rules with a name."""
+    zero, clip = axes.zero, axes.clip
     xs = [x for s in series for x in s.x]
     ys = [y for s in series for y in s.y if y is not None and math.isfinite(y)]
     if not xs or not ys:
@@ -138,8 +150,8 @@ def line_chart(
     low = min([min(ys) if not zero else float(np.percentile(ys, 100 - clip)), *edges, *([0.0] if zero else [])])
     room = 0.05 * (high - low) or abs(high) * 0.01 or 1.0
     beside = 0.15 * (max(xs) - min(xs)) * any(s.label for s in series)  # room for words
-    frame = Frame(min(xs) - beside, max(xs) + beside, low - room, high + room, height, log)
-    frame.axes(x_label)
+    frame = Frame(min(xs) - beside, max(xs) + beside, low - room, high + room, axes.height, axes.log)
+    frame.axes(axes.x_label)
     for band in bands:
         _area(frame, band)
     for value, name in lines:

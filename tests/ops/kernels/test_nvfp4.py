@@ -98,7 +98,6 @@ def test_swiglu_operands_are_those_of_the_activation(x):
         dg=(kernels.Rowwise(scales[0], key), kernels.Columnwise(scales[1], key)),
         du=(kernels.Rowwise(scales[2], key), kernels.Columnwise(scales[3], key)),
         h=kernels.Columnwise(h_scales[1]),
-        **options,
     )
     noise = oracle.random_bytes(T, N, KEY)
     for i, name in enumerate(("dg", "du")):
@@ -114,13 +113,12 @@ def test_a_layer_of_a_stack_is_read_in_place():
     rng = np.random.default_rng(9)
     g, u, d = (jnp.asarray(rng.standard_normal((T, N)).astype(ml_dtypes.bfloat16)) for _ in range(3))
     layers = [Layer(jnp.full((3, T, N), jnp.nan, jnp.bfloat16).at[2].set(a), jnp.int32(2)) for a in (g, u)]
-    options = {"tiling": TILING}
 
     def run(g, u):
-        tops = kernels.backward_maxima(g, u, d, tensors=3, **options)
+        tops = kernels.backward_maxima(g, u, d, tensors=3, tiling=TILING)
         scales = kernels.tensor_scales(*tops)
         dg, du = ((kernels.Rowwise(s), kernels.Columnwise(t)) for s, t in (scales[:2], scales[2:4]))
-        return *tops, *kernels.quantize_backward(g, u, d, dg=dg, du=du, h=kernels.Columnwise(scales[5]), **options)
+        return *tops, *kernels.quantize_backward(g, u, d, dg=dg, du=du, h=kernels.Columnwise(scales[5]))
 
     for got, want in zip(run(*layers), run(g, u), strict=True):
         np.testing.assert_array_equal(np.asarray(got).view(np.uint16), np.asarray(want).view(np.uint16))

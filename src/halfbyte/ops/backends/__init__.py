@@ -15,8 +15,8 @@ from halfbyte.ops.passes import XLA, Passes
 from halfbyte.ops.problem import Problem
 from halfbyte.recipe import WEIGHTS, Recipe
 
-# The order in which `auto` asks; `carrier` serves everything. `reference` is asked by name alone.
-PREFERENCE = ("native", "fp8", "fused", "carrier")
+# The order in which `auto` asks; `reference` serves everything.
+PREFERENCE = ("native", "fp8", "fused", "carrier", "reference")
 BACKENDS = {module.BACKEND.name: module.BACKEND for module in (reference, carrier, fused, fp8, native)}
 
 
@@ -60,7 +60,7 @@ def choose(name: str, problem: Problem) -> Choice:
         raise ValueError(f"recipe {problem.recipe.name}: {reason}")
     if name == "auto":
         able = (BACKENDS[n] for n in PREFERENCE if _reason(BACKENDS[n], problem) is None)
-        return _choice(next(able, reference.BACKEND), problem)
+        return _choice(next(able), problem)
     check_backend(name)
     reason = BACKENDS[name].unable(problem)
     if reason is not None:
@@ -72,8 +72,8 @@ def choose(name: str, problem: Problem) -> Choice:
 
 def _choice(backend: Backend, problem: Problem) -> Choice:
     def multiplies(gemm: Gemm) -> str:
-        able = (b for b in (backend, carrier.BACKEND) if b.unsupported(problem, gemm) is None)
-        return next(able, reference.BACKEND).name
+        able = (b for b in (backend, carrier.BACKEND, reference.BACKEND) if b.unsupported(problem, gemm) is None)
+        return next(able).name
 
     passes = backend.maker(problem)
     reasons = [passes.weight_unsupported(problem, getattr(problem.recipe, role)) for role in WEIGHTS]

@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend.core import Literal, jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from halfbyte.ops.contraction import linear, weight_first
+from halfbyte.ops.contraction import Rounded, linear, weight_first
 from halfbyte.ops.rewrite.origin import open_jaxpr, scan_counts
 from halfbyte.ops.rewrite.plan import JIT, REMAT, Body, Dot, Inner, Split
 from halfbyte.recipe import layer_key, site_key
@@ -77,10 +77,8 @@ class Interpreter:
                 x,
                 w,
                 dims,
-                recipe=dot.recipe,
+                how=Rounded(dot.recipe, self.backend, out.dtype),
                 key=site_key(key, dot.site) if key is not None and dot.recipe.stochastic else None,
-                backend=self.backend,
-                dtype=out.dtype,
                 out_sharding=_weight_last(eqn.params["out_sharding"], out.ndim, dot.weight, w.ndim - len(dims[1])),
             )
         except ValueError as error:
