@@ -111,27 +111,28 @@ def pytest_collection_finish():
 
 
 # Mosaic GPU assembles all kernels of a process for the first target that it meets, so files that compile for Blackwell
-# run where nothing compiles for Hopper: test_other_targets.py starts a process for each.
-BLACKWELL = (
-    "bench/test_405b.py",
-    "bench/test_eight_gb200.py",
-    "bench/test_operand_traffic.py",
-    "ops/kernels/test_blackwell_codes.py",
-    "ops/test_blackwell.py",
-    "program/test_blackwell_program.py",
-)
+# run where nothing compiles for Hopper: test_other_targets.py starts a process for each target, with all its files.
+BLACKWELL = {
+    "gb200": (
+        "bench/test_eight_gb200.py",
+        "bench/test_operand_traffic.py",
+        "program/test_blackwell_program.py",
+        "ops/test_blackwell.py",
+    ),
+    "gb300": ("bench/test_405b.py", "ops/kernels/test_blackwell_codes.py"),
+}
 
 
 def pytest_generate_tests(metafunc):
-    if "blackwell_file" in metafunc.fixturenames:
-        metafunc.parametrize("blackwell_file", BLACKWELL)
+    if "blackwell_files" in metafunc.fixturenames:
+        metafunc.parametrize("blackwell_files", BLACKWELL.values(), ids=BLACKWELL)
 
 
 def pytest_ignore_collect(collection_path, config):
     """Files that compile for Blackwell run in processes of their own, or where they are named."""
     here = Path(__file__).parent
     named = {Path(config.invocation_params.dir, argument.split("::")[0]).resolve() for argument in config.args}
-    is_blackwell = collection_path in {here / file for file in BLACKWELL}
+    is_blackwell = collection_path in {here / file for files in BLACKWELL.values() for file in files}
     return True if is_blackwell and collection_path not in named else None
 
 

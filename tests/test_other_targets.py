@@ -1,4 +1,4 @@
-"""Programs for Blackwell, each file in a process of its own (conftest.py says why)."""
+"""Programs for Blackwell, the files of each target in a process of their own (conftest.py says why)."""
 
 import subprocess
 import sys
@@ -10,9 +10,10 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.slow
-def test_blackwell(blackwell_file):
+def test_blackwell(blackwell_files):
+    files = [str(HERE / file) for file in blackwell_files]
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(HERE / blackwell_file)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *files],
         cwd=HERE.parent, capture_output=True, text=True, timeout=3600, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]

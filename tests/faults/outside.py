@@ -112,6 +112,7 @@ class Warm:
     def close(self) -> None:
         self.process.stdin.close()
         self.process.wait()
+        self.process.stdout.close()
 
 
 @dataclass

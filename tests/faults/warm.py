@@ -46,6 +46,7 @@ def load() -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 100)  # as in tests/conftest.py: a start is mostly tracing
 
 
 def serve(address: str) -> tuple[dict[str, Any], list[int]]:

@@ -1,6 +1,5 @@
 """Oracles: the model itself, run another way (a document alone, one device, no remat, one segment); statistics."""
 
-import dataclasses
 import functools
 
 import jax
@@ -77,11 +76,12 @@ def test_loss_is_the_mean_over_scored_tokens_of_the_logits(tiny, tiny_params, pa
 
 
 @pytest.mark.parametrize("name", ["bf16", "nvfp4"])
-def test_layers_one_after_another_are_the_loop(tiny, tiny_params, packed_batch, name):
+def test_layers_one_after_another_are_the_loop(tiny, tiny_params, packed_batch, name, request):
+    """The loop is the program that other tests run, too."""
+    loop = request.getfixturevalue("rounded" if name == "bf16" else "quantized_once")
     chosen = policy("mlp", recipe(name)).resolve(models.linear_sites(tiny), tiny.layers)
-    ctx = models.Context(policy=chosen, key=step_key(0, 0))
-    loop = with_gradients(tiny, ctx)(tiny_params, packed_batch)
-    flat = with_gradients(tiny, dataclasses.replace(ctx, unroll=tiny.layers))(tiny_params, packed_batch)
+    ctx = models.Context(policy=chosen, key=step_key(0, 0), unroll=tiny.layers)
+    flat = with_gradients(tiny, ctx)(tiny_params, packed_batch)
     assert float(flat[0]) == pytest.approx(float(loop[0]), rel=1e-4)
     assert distance(flat[1], loop[1]) < 0.02
 
@@ -167,8 +167,14 @@ def quantized(tiny):
     return run
 
 
-def test_nvfp4_is_near_and_its_bits_come_from_the_step(tiny_params, packed_batch, exact, quantized):
-    loss, grads = quantized(tiny_params, packed_batch, 0)
+@pytest.fixture(scope="module")
+def quantized_once(tiny_params, packed_batch, quantized):
+    """Loss and gradients of step 0."""
+    return quantized(tiny_params, packed_batch, 0)
+
+
+def test_nvfp4_is_near_and_its_bits_come_from_the_step(tiny_params, packed_batch, exact, quantized, quantized_once):
+    loss, grads = quantized_once
     assert float(loss) == pytest.approx(float(exact[0]), rel=0.05) and float(loss) != float(exact[0])
     again, other = (quantized(tiny_params, packed_batch, step) for step in (0, 1))
     assert worst(again, (loss, grads)) == 0.0

@@ -7,11 +7,23 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1] / "faults"))  # outside: processes, seen from outside
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _quick(quick_compiles):
     """Compiling is most of what these tests cost."""
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory):
+    """A process that has loaded Halfbyte, and forks one for each command; None where forking is not safe."""
+    from outside import Warm
+
+    made = Warm(tmp_path_factory.mktemp("warm")) if sys.platform == "linux" else None
+    yield made
+    if made is not None:
+        made.close()
 
 
 @pytest.fixture(scope="session")

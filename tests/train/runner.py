@@ -1,49 +1,43 @@
 """Runs `halfbyte train` in real processes: one, or several that find each other, killed when a step is reached."""
 
 import json
-import os
 import signal
-import socket
 import subprocess
-import sys
-import time
 from pathlib import Path
+
+from outside import ENTRY, Started, Warm, environment, free_port, wait_until
 
 from halfbyte.checkpoint import Checkpoints
 from halfbyte.metrics import read_rows
 from halfbyte.train import jsonconfig
 
-SOURCE = Path(__file__).resolve().parents[2] / "src"
-# Garbage is looked for less often, as in conftest.py: a start is mostly tracing.
-START = "import gc; gc.set_threshold(50_000, 20, 100); from halfbyte.cli.main import entry; entry()"
-
 
 class Runner:
-    """A config on disk, and processes that train it."""
+    """A config on disk, and processes that train it, forked by `warm` if it is there."""
 
-    def __init__(self, folder: Path, config, cache: Path):
-        self.folder, self.cache = folder, cache
+    def __init__(self, folder: Path, config, cache: Path, warm: Warm | None):
+        self.folder, self.cache, self.warm, self.started = folder, cache, warm, 0
         folder.mkdir(exist_ok=True)
         self.config_file = folder / "config-in.json"
         jsonconfig.save(config, self.config_file)
         self.steps = config.steps
 
-    def start(self, directory: Path, *flags: str, process=0, processes=1, port=0, devices=1) -> subprocess.Popen:
+    def start(self, directory: Path, *flags: str, process=0, processes=1, port=0, devices=1) -> Started:
         """One process of a run in `directory`."""
-        command = [sys.executable, "-c", START, "train", "--config", str(self.config_file), "--run-dir", str(directory)]
-        command += ["--compile-cache", str(self.cache), "--distributed.cpu-devices", str(devices), *flags]
+        words = ["train", "--config", str(self.config_file), "--run-dir", str(directory)]
+        words += ["--compile-cache", str(self.cache), "--distributed.cpu-devices", str(devices), *flags]
         if processes > 1:
-            command += ["--distributed.coordinator", f"127.0.0.1:{port}", "--distributed.processes", str(processes)]
-            command += ["--distributed.process", str(process), "--distributed.initialization-timeout-s", "600"]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": f"{SOURCE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-            "JAX_PLATFORMS": "cpu",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        }
-        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            words += ["--distributed.coordinator", f"127.0.0.1:{port}", "--distributed.processes", str(processes)]
+            words += ["--distributed.process", str(process), "--distributed.initialization-timeout-s", "600"]
+        self.started += 1
+        log = self.folder / f"output-{self.started}.txt"
+        with open(log, "wb") as file:
+            if self.warm is not None:
+                return Started(self.warm.start({"words": words}, file.fileno()), log)
+            cold = subprocess.Popen([*ENTRY, *words], env=environment(), stdout=file, stderr=subprocess.STDOUT)
+            return Started(cold, log)
 
-    def start_all(self, directory: Path, *flags: str, processes=1, devices=1) -> list[subprocess.Popen]:
+    def start_all(self, directory: Path, *flags: str, processes=1, devices=1) -> list[Started]:
         """All processes of a run."""
         port = free_port()
         shape = {"processes": processes, "port": port, "devices": devices}
@@ -57,32 +51,21 @@ class Runner:
         """Start, send every process (SIGTERM: the last one only) a signal once `step` is logged; (code, output)."""
         started = self.start_all(directory, *flags, processes=processes, devices=devices)
         wait_for_step(directory, step, started)
-        for process in started if number == signal.SIGKILL else started[-1:]:
-            process.send_signal(number)
+        for one in started if number == signal.SIGKILL else started[-1:]:
+            one.process.send_signal(number)
         return finish(started)
 
 
-def finish(started: list[subprocess.Popen]) -> tuple[int, str]:
+def finish(started: list[Started]) -> tuple[int, str]:
     """Wait for all; the code and the output of the first."""
-    outputs = [process.communicate(timeout=1800)[0] for process in started]
-    return started[0].returncode, outputs[0]
+    codes = [one.wait(1800) for one in started]
+    return codes[0], started[0].output
 
 
-def wait_for_step(directory: Path, step: int, started: list[subprocess.Popen]) -> None:
+def wait_for_step(directory: Path, step: int, started: list[Started]) -> None:
     log = directory / "metrics.jsonl"
-    for _ in range(180_000):
-        if log.exists() and log.read_text().count("\n") >= step:
-            return
-        if started[0].poll() is not None:
-            raise AssertionError(f"ended before step {step}:\n{started[0].communicate()[0]}")
-        time.sleep(0.01)
-    raise AssertionError(f"step {step} was never reached")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    reached = wait_until(lambda: log.exists() and log.read_text().count("\n") >= step, started[:1], 1800)
+    assert reached, f"ended before step {step}:\n{started[0].output}"
 
 
 def losses(directory: Path) -> list[float]:

@@ -13,12 +13,12 @@ from halfbyte.train import CheckpointConfig
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, compile_cache):
+def whole(tmp_path_factory, compile_cache, warm):
     """(runner, directory of an uninterrupted run on 1 process x 4 devices): nvfp4, accumulation, fsdp and tensor."""
     folder = tmp_path_factory.mktemp("processes")
     saves = CheckpointConfig(every=10, keep_last=2)
     config = tiny(recipe="nvfp4", steps=60, accumulate=2, mesh="fsdp=2,tensor=2", checkpoint=saves)
-    runner = Runner(folder, config, compile_cache)
+    runner = Runner(folder, config, compile_cache, warm)
     code, output = runner.run(folder / "whole", devices=4)
     assert code == 0, output
     return runner, folder / "whole"

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 from runner import Runner, final_checksums, losses
+from states import checkpoint_steps
 from tiny import tiny
 
 from halfbyte.train import CheckpointConfig, LossScaleConfig
@@ -15,13 +16,13 @@ STEPS, EVERY = 120, 20
 
 
 @pytest.fixture(scope="module", params=["bf16", "nvfp4"])
-def whole(request, tmp_path_factory, compile_cache):
+def whole(request, tmp_path_factory, compile_cache, warm):
     """(runner, directory of an uninterrupted run), with gradient accumulation."""
     folder = tmp_path_factory.mktemp(request.param)
     save_often = CheckpointConfig(every=EVERY, keep_last=2)
     scale = LossScaleConfig(mode="dynamic", initial=8.0, growth_interval=35)  # doubles before and after the kill
     config = tiny(recipe=request.param, steps=STEPS, accumulate=2, checkpoint=save_often, loss_scale=scale)
-    runner = Runner(folder, config, compile_cache)
+    runner = Runner(folder, config, compile_cache, warm)
     code, output = runner.run(folder / "whole")
     assert code == 0, output
     return runner, folder / "whole"
@@ -36,33 +37,33 @@ def damage(directory, step):
     victim.write_bytes(content)
 
 
-def test_killed_and_restarted(whole, tmp_path):
+def test_killed_told_to_stop_and_damaged(whole, tmp_path):
     runner, reference = whole
-    code, _ = runner.killed_at(tmp_path / "run", 45)
+    run = tmp_path / "run"
+    code, _ = runner.killed_at(run, 45)
     assert code == -signal.SIGKILL
-    code, output = runner.run(tmp_path / "run")
-    assert code == 0, output
-    assert "resuming" in output
-    assert losses(tmp_path / "run") == losses(reference)
-    assert final_checksums(tmp_path / "run") == final_checksums(reference)
+
+    # Started again it goes on; told to stop it saves, and nothing is lost.
+    code, output = runner.killed_at(run, 75, number=signal.SIGTERM)
+    assert code == 75, output
+    assert "resuming" in output and "stopped by SIGTERM after step" in output
+    assert losses(run) == losses(reference)[: len(losses(run))]
+    assert checkpoint_steps(run)[-1] == len(losses(run))
+    as_if_never_stopped(runner, run, reference)
 
     # The newest checkpoint loses a bit: it is named, the one before it is used, and the run ends in the same state.
-    damage(tmp_path / "run", STEPS)
-    code, output = runner.run(tmp_path / "run")
-    assert code == 0, output
+    damage(run, STEPS)
+    output = as_if_never_stopped(runner, run, reference)
     assert f"checkpoints/{STEPS}: checksum differs in" in output.replace("\n", " ")
     assert f"GOING BACK to the checkpoint of step {STEPS - EVERY}" in output
-    assert (tmp_path / "run" / "damaged" / str(STEPS)).is_dir()
-    assert losses(tmp_path / "run") == losses(reference)
-    assert final_checksums(tmp_path / "run") == final_checksums(reference)
+    assert (run / "damaged" / str(STEPS)).is_dir()
 
 
-def test_sigterm_saves_and_exits_75(whole, tmp_path):
-    runner, reference = whole
-    code, output = runner.killed_at(tmp_path / "run", 30, number=signal.SIGTERM)
-    assert code == 75, output
-    assert "stopped by SIGTERM after step" in output
-    code, output = runner.run(tmp_path / "run")
+def as_if_never_stopped(runner, run, reference):
+    """Started once more, it ends in the state of the run that nobody interrupted; what it said."""
+    code, output = runner.run(run)
     assert code == 0, output
-    assert losses(tmp_path / "run") == losses(reference)
-    assert final_checksums(tmp_path / "run") == final_checksums(reference)
+    assert "resuming" in output
+    assert losses(run) == losses(reference)
+    assert final_checksums(run) == final_checksums(reference)
+    return output
