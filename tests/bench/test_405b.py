@@ -52,11 +52,7 @@ def test_one_device_cannot_hold_it(where):
         check(config, alone, seq=config.seq, device=gb300, memory=gb300.memory_bytes)
 
 
-MESHES = [
-    pytest.param("fsdp=128", 128),
-    pytest.param("fsdp=32,tensor=4", 32),
-    pytest.param("dcn.data=128,fsdp=16,tensor=4", 2048),
-]
+MESHES = [pytest.param("fsdp=128", 128), pytest.param("dcn.data=128,fsdp=16,tensor=4", 2048)]
 
 
 @pytest.mark.slow

@@ -16,7 +16,11 @@ SHORT = ("--steps", "4")
 
 
 def parity(bench: Bench, out: Path, data: Path, **watched) -> Started:
-    words = ("parity", str(bench.trainer.config), *ARMS, *SHORT, "--data", str(data), "--out", str(out))
+    base = json.loads(bench.trainer.config.read_text())
+    base["validation"]["at_end"] = True
+    config = out.with_name("judged.json")
+    config.write_text(json.dumps(base))
+    words = ("parity", str(config), *ARMS, *SHORT, "--data", str(data), "--out", str(out))
     return bench.trainer.command(out.name, *words, **watched)
 
 

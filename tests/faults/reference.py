@@ -54,7 +54,7 @@ def write_config(path: Path, data: Path, run: str) -> None:
         accumulate=chosen["accumulate"],
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup=1),
         loss_scale=LossScaleConfig(mode="dynamic" if chosen["scaled"] else "off", initial=8.0, growth_interval=8),
-        validation=ValidationConfig(every=0, batches=1),
+        validation=ValidationConfig(at_end=False, batches=1),
         checkpoint=CheckpointConfig(every=chosen["every"], keep_last=3),
         log=LogConfig(tensorboard=False, every=chosen["steps"]),
     )

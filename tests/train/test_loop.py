@@ -26,6 +26,7 @@ from halfbyte.train import (
     TrainConfig,
     ValidationConfig,
     jsonconfig,
+    loop,
     train,
 )
 from halfbyte.train.goodput import Goodput
@@ -98,6 +99,13 @@ def test_a_finished_run_is_left_alone(finished):
     assert len(read_rows(directory / "metrics.jsonl")) == 6
     for a, b in zip(jax.tree.leaves(again.params), jax.tree.leaves(result.params), strict=True):
         assert (a == b).all()
+
+
+def test_without_validation_nothing_is_compiled_for_it(tmp_path, monkeypatch):
+    monkeypatch.delattr(loop, "make_eval_step")
+    result, text = run(tiny(recipe="bf16", mesh="data=8"), tmp_path / "run")
+    assert result.validation == {} and "validation after" not in text
+    assert "validation_loss" not in read_rows(tmp_path / "run" / "metrics.jsonl")[-1]
 
 
 def test_a_diverged_run_stops_loudly(tmp_path):

@@ -12,7 +12,7 @@ MODEL = LlamaConfig(
 
 
 def tiny(**changes) -> TrainConfig:
-    """A run of six steps on synthetic data."""
+    """A run of six steps on synthetic data, without validation."""
     base = TrainConfig(
         name="tiny",
         model=MODEL,
@@ -21,7 +21,7 @@ def tiny(**changes) -> TrainConfig:
         batch=8,
         seq=32,
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup=1),
-        validation=ValidationConfig(every=0, batches=1),
+        validation=ValidationConfig(at_end=False, batches=1),
         checkpoint=CheckpointConfig(every=2, keep_last=2),
         log=LogConfig(tensorboard=False),
     )

@@ -74,7 +74,7 @@ KEYS: dict[str, Translation] = {
     ),
     "grain_train_files": lambda value: f"--data DIR  # halfbyte data prepare '{value}' --tokenizer T --out DIR",
     "packing": remark("data is always packed; packed documents do not see each other"),
-    "eval_interval": lambda value: f"--validation.every {'0' if value.startswith('-') else value}",
+    "eval_interval": lambda value: "--validation.no-at-end" if value.startswith("-") else f"--validation.every {value}",
     "eval_steps": flag("validation.batches"),
     "checkpoint_period": flag("checkpoint.every"),
     "max_num_checkpoints_to_keep": flag("checkpoint.keep-last"),

@@ -105,6 +105,11 @@ def check_validation(base: "TrainConfig") -> None:
     from halfbyte import data
     from halfbyte.train import open_source
 
+    if not base.validation.at_end:
+        raise ValueError(
+            "validation.at_end is off, and arms are compared by their last validation loss; "
+            "leave --validation.no-at-end out"
+        )
     dataset = open_source(base).dataset
     if dataset is not None and not data.validation_sources(dataset):
         raise ValueError(

@@ -69,10 +69,12 @@ class LossScaleConfig:
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """Validation loss, per source, at intervals."""
+    """Validation loss, per source, at intervals and at the end."""
 
     every: int = 0
     """Steps between validations; 0: only at the end."""
+    at_end: bool = True
+    """Whether the last step has one, too. Without any, nothing is compiled for it."""
     batches: int = 16
     """Batches a source; 0: the whole split."""
 

@@ -163,8 +163,8 @@ class Loop:
         self.late.restart_clock()
 
     def _compile(self, phase: Phase) -> tuple[Any, Any]:
-        """(train step, validation step), compiled side by side: a compiler mostly keeps to one core. Beside them runs
-        the self-test of kernels that this and all later phases rely on.
+        """(train step, validation step or None), compiled side by side: a compiler mostly keeps to one core. Beside
+        them runs the self-test of kernels that this and all later phases rely on.
         """
         ahead = [each for each in self.phases if each.recipe not in self.tested]
         self.tested.update(each.recipe for each in ahead)
@@ -173,13 +173,15 @@ class Loop:
         batch = abstract_batch(self.config, self.mesh, seq=self.session.source.seq)
         options = self.capture.compiler_options
         step = jit_train_step(self.config, resolved, self.mesh, options=options).lower(state, batch)
-        check = make_eval_step(self.config, resolved, self.mesh).lower(state.params, state.seed, batch)
+        check = None
+        if self.config.validation.every or self.config.validation.at_end:
+            check = make_eval_step(self.config, resolved, self.mesh).lower(state.params, state.seed, batch)
         if jax.process_count() > 1:  # processes must compile in the same order
             check_stacks_of_loops(self.session, ahead)
-            return compile_train_step(step, resolved), check.compile()
+            return compile_train_step(step, resolved), check and check.compile()
         with ThreadPoolExecutor(2) as beside:
             stacks = beside.submit(check_stacks_of_loops, self.session, ahead)
-            evaluate = beside.submit(check.compile)
+            evaluate = beside.submit(lambda: check and check.compile())
             try:
                 return compile_train_step(step, resolved), evaluate.result()
             finally:
@@ -356,7 +358,7 @@ class Loop:
         self.late.restart_clock()
 
     def _finish(self) -> None:
-        if self.result.stopped is None and self.program is not None:
+        if self.result.stopped is None and self.program is not None and self.config.validation.at_end:
             self._validate()
         else:
             self._drain()
