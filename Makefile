@@ -54,11 +54,12 @@ docs: $(VENV)/.test
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Ratios measured in one run. The GPU's benchmarks join in where there is one.
-BENCHMARKS := benchmarks/startup.py benchmarks/quantize.py benchmarks/train_cpu.py \
+BENCHMARKS := benchmarks/startup.py benchmarks/quantize.py \
   $(if $(wildcard /dev/nvidiactl),benchmarks/gpu_kernels.py)
 
 bench: $(BASE)
 	@for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file $(ARGS) || exit 1; done
+	$(BIN)/halfbyte bench
 
 # Outside the trainer: processes are killed, disks filled, files and memory changed. ARGS="--kinds sigterm --times 1" for a few.
 faults: $(VENV)/.test

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks")]
+sys.path.insert(0, str(HERE))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,6 +1,6 @@
 """The radar on healthy weights and on planted defects. Oracle: what was planted; the recipe's definition.
 
-All fourteen defects with twenty seeds each, and sixty healthy runs, are in benchmarks/radar_defects.py; here each is
+All fourteen defects with twenty seeds each, and sixty healthy runs: docs/evidence/radar_defects.json. Here each is
 planted in one linear, and the one that changes no number in a run."""
 
 import contextlib

@@ -96,11 +96,11 @@ def spending(looks: Sequence[int], alpha: float = ALPHA) -> tuple[float, ...]:
     return tuple(after - before for before, after in itertools.pairwise((0.0, *spent)))
 
 
-def reach(sd: float, count: int, *, alpha: float = ALPHA, power: float = POWER) -> float:
+def reach(sd: float, count: int, *, alpha: float = ALPHA) -> float:
     """How far beyond the margin a gap must be for a test at `alpha` over `count` seeds of that spread to see it with
-    probability `power` (noncentral t)."""
+    probability POWER (noncentral t)."""
     bound = t_quantile(1 - alpha, count - 1)
-    return float(special.nctdtrinc(count - 1, 1 - power, bound)) * sd / math.sqrt(count)
+    return float(special.nctdtrinc(count - 1, 1 - POWER, bound)) * sd / math.sqrt(count)
 
 
 def seeds_needed(found: Interval, margin: float, *, most: int = 64, alpha: float = ALPHA) -> int | None:
@@ -148,35 +148,18 @@ def block_draws(
 
 @dataclass(frozen=True)
 class Line:
-    """A straight line fitted through points, with the standard errors that its residuals give."""
+    """A straight line fitted through points."""
 
     intercept: float
     slope: float
-    covariance: tuple[tuple[float, float], tuple[float, float]] | None
-    freedom: int
 
     def at(self, x: np.ndarray) -> np.ndarray:
         """Fitted values."""
         return self.intercept + self.slope * np.asarray(x, np.float64)
 
-    def half_width(self, x: np.ndarray, level: float = LEVEL) -> np.ndarray | None:
-        """Half the interval of the fitted mean; None with fewer than three points."""
-        if self.covariance is None or self.freedom < 1:
-            return None
-        x = np.asarray(x, np.float64)
-        (a, b), (_, c) = self.covariance
-        return t_quantile(0.5 + level / 2, self.freedom) * np.sqrt(np.maximum(a + 2 * b * x + c * x * x, 0.0))
-
 
 def fit_line(x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray) -> Line:
     """Least squares."""
     a, b = np.asarray(x, np.float64), np.asarray(y, np.float64)
-    design = np.stack([np.ones_like(a), a], axis=1)
-    found, *_ = np.linalg.lstsq(design, b, rcond=None)
-    freedom = len(a) - 2
-    covariance = None
-    if freedom > 0 and np.ptp(a) > 0:
-        residual = b - design @ found
-        raw = np.linalg.inv(design.T @ design) * float(residual @ residual) / freedom
-        covariance = ((float(raw[0, 0]), float(raw[0, 1])), (float(raw[1, 0]), float(raw[1, 1])))
-    return Line(float(found[0]), float(found[1]), covariance, freedom)
+    found, *_ = np.linalg.lstsq(np.stack([np.ones_like(a), a], axis=1), b, rcond=None)
+    return Line(float(found[0]), float(found[1]))

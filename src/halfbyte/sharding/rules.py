@@ -52,14 +52,12 @@ class Rules:
             self.mesh_axes(name)
         return Rules(tuple((name, axes.get(name, old)) for name, old in self.mapping))
 
-    def spec(
-        self, axes: Sequence[str | None], mesh: Mesh | None = None, *, without: Sequence[str] = ()
-    ) -> PartitionSpec:
+    def spec(self, axes: Sequence[str | None], mesh: Mesh | None = None) -> PartitionSpec:
         """The `PartitionSpec` of an array whose dims are `axes` (None: not split).
 
-        Mesh axes of size 1, those in `without`, and those that an earlier dim already uses are left out.
+        Mesh axes of size 1 and those that an earlier dim already uses are left out.
         """
-        used = set(without)
+        used: set[str] = set()
         entries: list[tuple[str, ...] | str | None] = []
         for name in axes:
             wanted = () if name is None else self.mesh_axes(name)

@@ -6,16 +6,17 @@ import kernel_oracle as oracle
 import ml_dtypes
 import numpy as np
 import pytest
+import test_mxfp8 as mx
 
 from halfbyte import devices
 from halfbyte import kernels as K
-from halfbyte.kernels import f8
+from halfbyte.kernels import f8, mxfp8
 from halfbyte.kernels.matmul import LAYOUTS, matmul, unsupported
 from halfbyte.kernels.stacks import Layer
 
 T, N = 256, 1024
 KEY, KEY2 = np.array([0x12345678, 0x9ABCDEF0], np.uint32), np.array([7, 11], np.uint32)
-KINDS = ["normal", "wide", "zero_scales", "subnormal", "huge"]
+KINDS = ["normal", "wide", "zero_scales", "subnormal", "huge", "ties", "zeros"]
 
 
 def capability():
@@ -41,6 +42,11 @@ def data(kind):
     if kind == "zero_scales":
         x *= np.float32(1e-6)
         x[5, 7] = 50.0
+    if kind == "ties":
+        x = rng.integers(-24, 25, (T, N)).astype(np.float32) * np.float32(0.25)
+        x[:, ::16], x[::2, 1] = 6, -0.0
+    if kind == "zeros":
+        x[:] = 0
     x *= np.float32({"subnormal": 1e-39, "huge": 3e37}.get(kind, 1))
     return x.astype(ml_dtypes.bfloat16)
 
@@ -112,8 +118,8 @@ def test_carriers_of_an_odd_width(width):
         np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.ascontiguousarray(b).view(np.uint8))
 
 
-@pytest.mark.parametrize("width", [43, 125, 683])
-def test_swiglu_carriers_of_an_odd_width(width):
+@pytest.mark.parametrize("width", [43, 125, 683, N])
+def test_swiglu_carriers_of_any_width(width):
     """Oracle: the carriers of the tensors themselves."""
     g, u, d = (jnp.asarray(data(kind)[:, :width]) for kind in ("normal", "wide", "normal"))
 
@@ -128,6 +134,18 @@ def test_swiglu_carriers_of_an_odd_width(width):
 
     for a, b in zip(*both(g, u, d), strict=True):
         np.testing.assert_array_equal(np.asarray(a).view(np.uint16), np.asarray(b).view(np.uint16))
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32])
+def test_mxfp8(dtype):
+    """Oracle: that of the interpreted kernels."""
+    x = mx.data((T, 688), dtype)
+    operands = mxfp8.MxOperand(False, K.ScaleOrder.TILED), mxfp8.MxOperand(True, K.ScaleOrder.PLAIN)
+    mx.same(jax.jit(lambda x: mxfp8.quantize(x, operands=operands))(jnp.asarray(x)), [x, x], operands)
+
+
+def test_mxfp8_of_swiglu():
+    mx.test_swiglu()
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])

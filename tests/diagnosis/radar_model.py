@@ -1,14 +1,11 @@
-"""The small Llama, its batches and its training, on which the radar is tried: by radar_defects.py, and by tests."""
-
-import dataclasses
+"""The small Llama and its batches on which the radar is tried."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from halfbyte.models import LlamaConfig
-from halfbyte.recipe import recipe
-from halfbyte.train import LogConfig, TrainConfig, create_state, jit_train_step, resolve, run_mesh
+from halfbyte.train import LogConfig, TrainConfig
 
 MODEL = LlamaConfig(
     name="probe", vocab_size=256, embed=64, mlp=128, layers=2, heads=4, kv_heads=2, head_dim=16, max_seq=64
@@ -31,14 +28,3 @@ def batch_of(seed: int, place: int = 0, rows: int = CONFIG.batch) -> dict[str, j
         "positions": np.tile(np.arange(CONFIG.seq, dtype=np.int32), (rows, 1)),
     }
     return {name: jnp.asarray(value) for name, value in named.items()}
-
-
-def trained(seed: int, *, steps: int, recipe_name: str, policy: str, rows: int = 4) -> dict:
-    """Weights after `steps` steps of `rows` sequences."""
-    config = dataclasses.replace(CONFIG, seed=seed, steps=steps, batch=rows, recipe=recipe_name, policy=policy, mesh="")
-    mesh = run_mesh(config, jax.devices()[:1])
-    step = jit_train_step(config, resolve(MODEL, policy, recipe(recipe_name)), mesh)
-    state = create_state(config, mesh)
-    for place in range(steps):
-        state, _ = step(state, batch_of(seed, place, rows))
-    return state.params
