@@ -1,17 +1,19 @@
 """Recipes after NVIDIA's: every GEMM of each against the oracle of float64 NumPy, on a mesh, and what they refuse.
 
 Oracle: `league_oracle`, written from the equations before the implementation; operands bit for bit. Tolerances as in
-`test_qdot`.
+`test_qdot`. Whole linears: tests/league, made with the authors' own code.
 """
 
 import dataclasses
 import functools
+import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import KEY, check_linear, linear, relative_error, tensors
+from checks import KEY, check_linear, linear, relative_error, rounded, tensors
 from instruments import quick
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -19,9 +21,20 @@ from shapes import BLOCKS_OF_16, BLOCKS_OF_32, Linear
 
 import halfbyte as hb
 from halfbyte import devices, ops
-from halfbyte.formats import E1M2, NVFP4, NVFP4_ROW, NVFP4_TETRA, BlockFormat, TwoLevel, to_grid
+from halfbyte.formats import (
+    E1M2,
+    NVFP4,
+    NVFP4_46_MAE,
+    NVFP4_46_MSE,
+    NVFP4_ROW,
+    NVFP4_TETRA,
+    BlockFormat,
+    TwoLevel,
+    to_grid,
+)
 from halfbyte.recipe import WEIGHTS, OperandPolicy, recipe_names
 
+LEAGUE = Path(os.environ.get("HALFBYTE_LEAGUE", Path(__file__).parents[1] / "league"))
 WHOLE_GROUPS = Linear((2, 64), 128, 256)  # runs of 128 in every contraction
 CASES = [
     *((name, BLOCKS_OF_16[1], dtype) for name, dtype in (
@@ -39,6 +52,40 @@ CASES = [
 @pytest.mark.parametrize("name, shape, dtype", CASES, ids=lambda p: str(p))
 def test_every_gemm_is_the_oracles(name, shape, dtype):
     check_linear(hb.recipe(name), *tensors(shape, dtype), backend="reference", compiler_options=quick)
+
+
+def four_over_six(fmt, *, hadamard=False):
+    """x and dy in blocks of 16, W in tiles, all to nearest; wgrad may be transformed."""
+    rows, tiles, turned = OperandPolicy(fmt), OperandPolicy(fmt, block="2d"), OperandPolicy(fmt, hadamard=hadamard)
+    return hb.Recipe("46", fprop_x=rows, fprop_w=tiles, dgrad_dy=rows, dgrad_w=tiles, wgrad_x=turned, wgrad_dy=turned)
+
+
+QUARTET2 = hb.recipe("quartet2")
+LINEARS = {  # file, and what its fields begin with
+    ("te46", "mae_256__"): four_over_six(NVFP4_46_MAE),
+    ("fos_mse", "rn__"): four_over_six(NVFP4_46_MSE, hadamard=True),
+    ("quartet2", ""): hb.Recipe("forward", fprop_x=QUARTET2.fprop_x, fprop_w=QUARTET2.fprop_w),
+}
+
+
+@pytest.mark.parametrize(("file", "mode"), LINEARS)
+def test_whole_linears_are_the_authors(file, mode):
+    """*Golden*: y, dx and dw of the authors' own linears, as far as they drew nothing; the first rows of each are
+    stored. 1e-6 is the order of float32 sums; where that decides, what they round to bfloat16 differs in a last place.
+    """
+    inputs, stored = (np.load(LEAGUE / "linear" / f"{name}.npz") for name in ("inputs", file))
+    x, w, dy = (jnp.asarray(inputs[name], str(stored["in_dtype"])) for name in ("x", "w", "dy"))
+    run = jax.jit(linear(LINEARS[file, mode], backend="reference"), compiler_options=quick)
+    y, dx, dw = run(x, w.T.astype(jnp.float32), dy)
+    drew_nothing = ("y",) if file == "quartet2" else ("y", "dx", "dw")
+    for name, got in (("y", y), ("dx", dx), ("dw", dw.T)):
+        if name in drew_nothing:
+            want = stored[mode + name]
+            short = bool((want == rounded(want, jnp.bfloat16)).all())
+            got = rounded(got[: len(want)], jnp.bfloat16 if short else jnp.float32)
+            error, order = np.abs(got - want), 1e-6 * np.abs(want).max()
+            assert (error <= short * 2.0**-7 * np.abs(want) + order).all(), (name, error.max())
+            assert (error > order).mean() < 0.01  # the last place is the exception
 
 
 @pytest.mark.parametrize("name", ["nvfp4_row", "quartet2", "tetrajet2"])
