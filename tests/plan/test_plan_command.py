@@ -46,6 +46,7 @@ def test_every_figure_of_every_recipe(capfd, tmp_path):
         assert low < row["tflops_per_device"] < high <= 1.25 * row["tflops_per_device"] + 1
     four, eight = data["recipes"]["nvfp4"], data["recipes"]["fp8"]
     assert four["native_fp4_gemms"] == (3 * 3 + 2) * 126 and eight["native_fp4_gemms"] == 0
+    assert four["operand_bytes_compulsory"] < four["operand_bytes"] and eight["operand_bytes_compulsory"] is None
     assert four["speedup_vs"]["fp8"] == pytest.approx(eight["step_time_s"] / four["step_time_s"])
     days = data["budget"]["nvfp4"]["days"]
     assert days == pytest.approx(15e12 / (128 * four["tokens_per_s_per_device"]) / 86_400)

@@ -172,8 +172,10 @@ def _option(value: str) -> Any:
 
 
 def _compulsory(config: TrainConfig) -> float | None:
-    quantized = any(r.quantized for s in phases(config)[0].resolved(config).segments for r in s.recipes.values())
-    if not quantized or config.accumulate > 1:
+    """Of formats in blocks: with one scale a tensor, the compiler fuses away bytes that this count holds compulsory."""
+    segments = phases(config)[0].resolved(config).segments
+    blocks = [r.fprop_x.format.block for segment in segments for r in segment.recipes.values() if r.quantized]
+    if not blocks or None in blocks or config.accumulate > 1:
         return None
     return compulsory_bytes(config, whole_sizes(parse_mesh(config.mesh)))
 
