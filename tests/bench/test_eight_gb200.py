@@ -5,6 +5,8 @@ from eight_gpus import RECIPES, check, compile_for, config_of
 
 from halfbyte import bench
 from halfbyte.devices import device
+from halfbyte.plan import cluster
+from halfbyte.plan.reading import read_step
 
 GB200 = device("gb200")
 
@@ -18,6 +20,7 @@ def test_a_device_multiplies_gathers_and_hides_what_it_should(recipe):
     _, program = check(compiled, config, mesh, GB200)
     if recipe == "nvfp4":
         makes_its_operands_once(program, config)
+        is_read_as_a_plan_needs_it(compiled, config, mesh)
 
 
 def makes_its_operands_once(program, config):
@@ -28,3 +31,12 @@ def makes_its_operands_once(program, config):
     results = [gemm.result.dtype for gemm in gemms for _ in range(gemm.times)]
     assert results.count("f32") == 3 * 32 and results.count("bf16") == calls - 3 * 32  # wgrad, and the others once
     print(f"8B on 8 GB200: {operands.moved / 1e9:.0f} GB for operands, {operands.excess:.2f}x")
+
+
+def is_read_as_a_plan_needs_it(compiled, config, mesh):
+    """What `halfbyte plan` makes of the same program: nothing lost, nothing counted twice."""
+    found = read_step(compiled, config, mesh, cluster(GB200, 8))
+    assert found.native == found.native_expected == (3 * 3 + 2) * 32
+    assert found.gemm_flops == pytest.approx(found.needed_flops, rel=0.02)
+    assert found.bytes_needed == bench.bytes_needed(compiled) and min(found.memory.values()) > 0
+    assert found.compulsory < found.operand_bytes < 1.5 * found.compulsory
