@@ -120,6 +120,7 @@ BLACKWELL = {
         "ops/test_blackwell.py",
     ),
     "gb300": ("bench/test_405b.py", "ops/kernels/test_blackwell_codes.py"),
+    "rtx-pro-6000": ("ops/test_workstation.py",),
 }
 
 

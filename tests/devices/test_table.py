@@ -20,17 +20,8 @@ from halfbyte.devices import (
 )
 
 GPUS = [name for name in DEVICES if name != "cpu"]
-FACTS = (
-    "capability",
-    "sms",
-    "clock_ghz",
-    "l2_bytes",
-    "memory_bytes",
-    "bandwidth",
-    "nvlinks",
-    "nvlink_bandwidth",
-    "nvlink_domain",
-)
+FACTS = ("capability", "sms", "clock_ghz", "l2_bytes", "memory_bytes", "bandwidth")
+LINKS = ("nvlinks", "nvlink_bandwidth", "nvlink_domain")
 
 
 def jax_device(kind, platform="gpu", **more):
@@ -38,13 +29,24 @@ def jax_device(kind, platform="gpu", **more):
 
 
 def test_the_table_has_the_devices_people_have():
-    assert set(DEVICES) == {"h100", "h200", "b200", "gb200", "b300", "gb300", "cpu"}
+    assert set(DEVICES) == {
+        "h100",
+        "h200",
+        "b200",
+        "gb200",
+        "b300",
+        "gb300",
+        "rtx-5090",
+        "rtx-pro-6000",
+        "spark",
+        "cpu",
+    }
 
 
 @pytest.mark.parametrize("name", GPUS)
 def test_every_fact_is_there_and_has_a_source(name):
     entry = DEVICES[name]
-    for fact in FACTS:
+    for fact in FACTS + (LINKS if entry.capability < (12, 0) else ()):  # workstations have no NVLink
         assert getattr(entry, fact) is not None, fact
         assert entry.sources[fact], fact
     for unit in entry.peak:
@@ -87,7 +89,7 @@ def test_lookup_knows_the_boards_of_the_table(kind, name):
     "kind",
     ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA GH200 480GB",
      "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA B200 MIG 1g.23gb", "NVIDIA A100-SXM4-80GB",
-     "NVIDIA GeForce RTX 5090"],
+     "NVIDIA GeForce RTX 5080"],
 )  # fmt: skip
 def test_a_board_that_is_not_in_the_table_gets_no_peaks(kind):
     entry = lookup(jax_device(kind, compute_capability="12.0", core_count=170))
@@ -103,7 +105,7 @@ def test_lookup_of_other_vendors_and_of_the_cpu():
     assert lookup(jax.devices("cpu")[0]) is DEVICES["cpu"]
 
 
-def test_nvfp4_trains_on_sm_10_0_and_10_3_alone_and_infers_from_10_0():
+def test_nvfp4_trains_on_what_has_its_units():
     for name, trains in {
         "h100": False,
         "h200": False,
@@ -111,14 +113,18 @@ def test_nvfp4_trains_on_sm_10_0_and_10_3_alone_and_infers_from_10_0():
         "gb200": True,
         "b300": True,
         "gb300": True,
+        "rtx-5090": True,
+        "rtx-pro-6000": True,
+        "spark": True,
         "cpu": False,
     }.items():
         for unit in ("nvfp4", "mxfp4", "mxfp8"):
             assert native_training(DEVICES[name], unit) is trains
             assert native_inference(DEVICES[name], unit) is trains
-    consumer = lookup(jax_device("NVIDIA GeForce RTX 5090", compute_capability="12.0"))
-    assert not native_training(consumer, "nvfp4")
-    assert native_inference(consumer, "nvfp4")
+    thor = lookup(jax_device("NVIDIA Thor", compute_capability="11.0"))
+    assert not native_training(thor, "nvfp4")
+    assert native_inference(thor, "nvfp4")
+    assert native_training(lookup(jax_device("NVIDIA GeForce RTX 5080", compute_capability="12.0")), "nvfp4")
 
 
 def test_fp8_and_bf16_gates():

@@ -23,6 +23,13 @@ def test_cudnn_is_stated_where_either_compiler_reads_it():
     assert "dnn_version_info {\n  major: 9\n  minor: 15\n}" in rest
 
 
+def test_shared_memory_and_threads_go_by_capability():
+    """CUDA C++ Programming Guide: 227 KiB a block and 2,048 threads on 9.0 and 10.x, 99 KiB and 1,536 on 12.x."""
+    for name, shared, threads in (("h200", 232448, 2048), ("b300", 232448, 2048), ("spark", 101376, 1536)):
+        text = target_config(DEVICES[name])
+        assert f"optin: {shared}\n" in text and f"threads_per_core_limit: {threads}\n" in text
+
+
 def test_what_cannot_be_compiled_for_is_refused():
     with pytest.raises(ValueError, match="cannot compile for cpu"):
         target_config(DEVICES["cpu"])

@@ -36,6 +36,8 @@ class Args:
 
 
 def run(args: Args) -> Result:
+    from halfbyte.conformance import ask_card
+
     if args.accept:
         out = check_output(args.out, flag="--out")
     lines = accept() if args.accept else []
@@ -43,6 +45,7 @@ def run(args: Args) -> Result:
     warning = idle_card(os.environ, devices[0]["platform"])
     if warning:
         console().print(f"WARNING: {warning}", style="bold yellow")
+    ask_card(print)
     formats = [row for device in devices for row in format_rows(device)]
     show(devices, formats, versions())
     checks = run_self_test(args.vectors)

@@ -7,11 +7,16 @@ from halfbyte.devices.table import Device
 from halfbyte.devices.target import CUDNN_VERSION
 
 
-def cudnn_version(device: Device) -> tuple[int, int, int]:
-    """Of the cuDNN that JAX loads for this machine's GPU; for a device that is not here, the target's."""
+def is_here(device: Device) -> bool:
+    """Whether `device` is this machine's GPU, and not one that programs are compiled for."""
     import jax
 
-    if jax.default_backend() != "gpu" or jax.devices()[0].device_kind != device.kind:
+    return jax.default_backend() == "gpu" and jax.devices()[0].device_kind == device.kind
+
+
+def cudnn_version(device: Device) -> tuple[int, int, int]:
+    """Of the cuDNN that JAX loads for this machine's GPU; for a device that is not here, the target's."""
+    if not is_here(device):
         return CUDNN_VERSION
     from jax._src.lib import cuda_versions  # JAX asks here itself; no public hook exists
 

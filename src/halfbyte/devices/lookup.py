@@ -14,6 +14,9 @@ _KINDS = {
     "gb200": r"NVIDIA GB200",
     "b300": r"NVIDIA B300( SXM\d?.*)?",
     "gb300": r"NVIDIA GB300",
+    "rtx-5090": r"NVIDIA GeForce RTX 5090",
+    "rtx-pro-6000": r"NVIDIA RTX PRO 6000 Blackwell( Workstation Edition| Server Edition)?",
+    "spark": r"NVIDIA GB10",
 }
 
 
@@ -32,6 +35,7 @@ def lookup(jax_device: Any) -> Device:
         name=kind.lower() or jax_device.platform,
         description=f"{kind or jax_device.platform} (not in the device table)",
         platform=_platform(jax_device),
+        kind=kind,
         capability=_capability(jax_device),
         sms=_core_count(jax_device),
         sources={"capability": "reported by JAX", "sms": "reported by JAX"},

@@ -212,6 +212,56 @@ _TABLE = (
             " dense NVFP4 a GPU. The blog states it for NVFP4; mxfp4 is taken to run on the same units",
         ),
     ),
+    Device(
+        name="rtx-5090",
+        description="NVIDIA GeForce RTX 5090 32 GB",
+        platform="cuda",
+        kind="NVIDIA GeForce RTX 5090",
+        capability=(12, 0),
+        sms=170,
+        clock_ghz=2.407,
+        l2_bytes=96 << 20,
+        memory_bytes=32 << 30,
+        bandwidth=1.792e12,
+        sources=dict.fromkeys(
+            ("capability", "sms", "clock_ghz", "l2_bytes", "memory_bytes", "bandwidth"),
+            "NVIDIA RTX Blackwell GPU architecture whitepaper, table of the GeForce RTX 5090; its peaks are left out,"
+            " because they depend on the accumulator",
+        ),
+    ),
+    Device(
+        name="rtx-pro-6000",
+        description="NVIDIA RTX PRO 6000 Blackwell 96 GB",
+        platform="cuda",
+        kind="NVIDIA RTX PRO 6000 Blackwell",
+        capability=(12, 0),
+        sms=188,
+        clock_ghz=2.6,
+        l2_bytes=134_217_728,
+        memory_bytes=103_079_215_104,
+        bandwidth=1.792e12,
+        sources=dict.fromkeys(
+            ("capability", "sms", "clock_ghz", "l2_bytes", "memory_bytes", "bandwidth"),
+            "openxla/xla xla/backends/gpu/target_config/specs/rtx6000pro.txtpb",
+        ),
+    ),
+    Device(
+        name="spark",
+        description="NVIDIA DGX Spark (GB10) 128 GB, shared with the CPU",
+        platform="cuda",
+        kind="NVIDIA GB10",
+        capability=(12, 1),
+        sms=48,
+        clock_ghz=2.418,
+        l2_bytes=24 << 20,
+        memory_bytes=128 << 30,
+        bandwidth=273e9,
+        sources=dict.fromkeys(
+            ("capability", "sms", "clock_ghz", "l2_bytes", "memory_bytes", "bandwidth"),
+            "NVIDIA DGX Spark page: 6,144 CUDA cores (48 SMs), 128 GB, 273 GB/s; clock and L2 as owners post them from"
+            " deviceQuery, not confirmed by a page of NVIDIA",
+        ),
+    ),
     Device(name="cpu", description="CPU through XLA", platform="cpu"),
 )
 

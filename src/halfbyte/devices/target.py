@@ -1,7 +1,8 @@
 """A device described to the compiler: programs for a Blackwell cluster are compiled on a machine without a GPU.
 
 XLA takes the facts of a GPU as a `GpuTargetConfigProto` in text form, and a topology as partitions x hosts x devices.
-What is not in the table is the same on every part of it: limits of the CUDA programming model on SM 9.0 and later.
+What is not in the table goes by capability: limits of the CUDA programming model (CUDA C++ Programming Guide, technical
+specifications by compute capability; openxla/xla h200.txtpb and rtx6000pro.txtpb).
 """
 
 import contextlib
@@ -16,13 +17,22 @@ from halfbyte.devices.table import Device
 CUDNN_VERSION = (9, 15, 0)
 CUDA_VERSION = (12, 9, 0)
 
+DATACENTER = {"shared": 232_448, "shared_core": 233_472, "threads": 2048}
+WORKSTATION = {"shared": 101_376, "shared_core": 131_072, "threads": 1536}
+
+
+def limits(device: Device) -> dict[str, int]:
+    """Bytes of shared memory that a block may have (`shared`) and a core has, and threads of a core."""
+    return WORKSTATION if device.capability is not None and device.capability[0] >= 12 else DATACENTER
+
+
 _TEMPLATE = """\
 gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
   shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048
+  shared_memory_per_core: {shared_core}
+  threads_per_core_limit: {threads}
   core_count: {sms}
   fpus_per_core: 128
   block_dim_limit_x: 2147483647
@@ -32,7 +42,7 @@ gpu_device_info {{
   l2_cache_size: {l2_bytes}
   clock_rate_ghz: {clock_ghz}
   device_memory_size: {memory_bytes}
-  shared_memory_per_block_optin: 232448
+  shared_memory_per_block_optin: {shared}
   cuda_compute_capability {{
     major: {major}
     minor: {minor}
@@ -63,6 +73,7 @@ def target_config(device: Device) -> str:
     if device.platform != "cuda" or device.capability is None or device.bandwidth is None or missing:
         raise ValueError(f"cannot compile for {device.name}: not an NVIDIA GPU of the device table (missing {missing})")
     return _TEMPLATE.format(
+        **limits(device),
         sms=device.sms,
         bandwidth=round(device.bandwidth),
         l2_bytes=device.l2_bytes,

@@ -4,8 +4,9 @@ A unit is what an instruction takes: bfloat16, 8-bit floats with one scale a ten
 names the unit that multiplies it; nothing here knows a format.
 
 Training on a block-scaled unit needs more than its multiplier: the gradients of a 4-bit recipe are rounded
-stochastically, and the convert instruction that does so exists on SM 10.0 and 10.3 alone. Later consumer parts (SM 11,
-12) multiply FP4 but cannot make the operands of the recipe, so for them it is a unit of inference.
+stochastically. The convert instruction that does so exists on SM 10.0 and 10.3 alone; our kernels round with integers
+and need none, so SM 12.0 and 12.1 (RTX 50, RTX PRO Blackwell, DGX Spark) train too. Nobody has seen our program run
+there: `auto` takes their units after the card itself has agreed (`verdicts.py`).
 """
 
 from collections.abc import Mapping
@@ -26,7 +27,9 @@ class Unit:
 
 
 _BLACKWELL = (10, 0)
-_TRAINING = ((10, 0), (10, 3))
+ASKED = ((12, 0), (12, 1))
+"""Capabilities whose cards are asked first."""
+_TRAINING = ((10, 0), (10, 3), *ASKED)
 
 # bf16 counts as native everywhere: nothing is emulated.
 _TABLE = (

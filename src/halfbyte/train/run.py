@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from halfbyte.conformance import ask_card
 from halfbyte.inputs.compile_cache import use_compile_cache
 from halfbyte.profiling import Capture, ProfileConfig
 from halfbyte.ranks import Group, Limits, Signals
@@ -53,10 +54,13 @@ def train(
     with ExitStack() as stack:
         if group is None:
             group = stack.enter_context(_alone(config))
+        say = functools.partial(console.print, soft_wrap=True, markup=False)
         if config.compile_cache:
-            use_compile_cache(config.compile_cache, say=lambda text: console.print(text, soft_wrap=True, markup=False))
+            use_compile_cache(config.compile_cache, say=say)
         group.agree("config", common_facts(config, directory, allow_change=allow_change))
         claim = stack.enter_context(Claim(directory)) if group.rank == 0 else None
+        if config.precision.backend == "auto":
+            group.agree("card", {"native GEMMs that are believed": ask_card(say) is None})
         session = open_session(config, directory, console=console, allow_change=allow_change)
         group.agree("data", {"content of the data set": session.content})
         show_start(session)

@@ -8,6 +8,7 @@ backend that serves nothing is an error.
 import dataclasses
 from collections.abc import Iterable
 
+from halfbyte.devices import doubt
 from halfbyte.ops.backends import carrier, fp8, fused, native, reference
 from halfbyte.ops.backends.backend import Backend
 from halfbyte.ops.gemms import Gemm
@@ -86,7 +87,7 @@ def _reason(backend: Backend, problem: Problem) -> str | None:
     reason = backend.unable(problem)
     if reason is not None or all(backend.pays(problem, gemm) for gemm in problem.quantized_gemms):
         return reason
-    return "the device has no units that train in these formats"
+    return doubt(problem.device) or "the device has no units that train in these formats"
 
 
 def passed_over(problem: Problem, chosen: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from halfbyte.devices import cudnn_version, native_training
+from halfbyte.devices import cudnn_version, doubt, native_training
 from halfbyte.ops.gemms import Gemm
 from halfbyte.ops.operand import BlockScaled
 from halfbyte.ops.problem import Problem
@@ -22,7 +22,11 @@ TILE = 128  # rows of operands come in whole tiles
 
 
 def pays(problem: Problem, gemm: Gemm) -> bool:
-    """Whether the device trains in both formats on units of its own."""
+    """Whether the device trains in both formats on units of its own, and is believed to do it right."""
+    return has_units(problem, gemm) and doubt(problem.device) is None
+
+
+def has_units(problem: Problem, gemm: Gemm) -> bool:
     return all(native_training(problem.device, getattr(problem.recipe, role).format.unit) for role in gemm.roles)
 
 
@@ -30,7 +34,7 @@ def uncalled(problem: Problem) -> str | None:
     """Why our own call cannot multiply: it needs units, arrays of one device, and a cuDNN that applies factors."""
     if problem.sharded:
         return "its call multiplies arrays of one device, and this program is sharded by the compiler"
-    if not all(pays(problem, gemm) for gemm in problem.quantized_gemms):
+    if not all(has_units(problem, gemm) for gemm in problem.quantized_gemms):
         return f"its call needs block-scaled units, and {problem.device.name} has none for training"
     version = cudnn_version(problem.device)
     if version < GLOBAL_SCALE:
