@@ -145,19 +145,23 @@ def _array_record(path: Path, name: str, column: str) -> Iterator[Block]:
     try:
         reader = array_record_module.ArrayRecordReader(str(path))
         count, size, as_line = reader.num_records(), path.stat().st_size, None
+        gathered, held = list[bytes](), 0
         for row in range(1, count + 1):
             record = reader.read()
             if len(record) > MOST_TEXT:
                 raise ValueError(_too_long(name, f"record {row} has {len(record) >> 20} MiB"))
             as_line = as_line or _form(record)
             try:
-                line = as_line(record, column)
+                gathered.append(as_line(record, column))
             except (ValueError, KeyError, RecursionError) as error:
                 raise ValueError(
                     f"{name}, record {row}: no {FORMS[as_line]} with one {column!r}, as its first record says they are "
                     f"({str(error)[:100]}); repair the file, or name the field of the text with --column"
                 ) from error
-            yield line, size * row // count
+            held += len(gathered[-1])
+            if held >= BATCH or row == count:
+                yield b"".join(gathered), size * row // count
+                gathered, held = [], 0
         reader.close()
     except (RuntimeError, IndexError) as error:
         if isinstance(error, RecursionError):
