@@ -6,7 +6,8 @@ import subprocess
 import pytest
 from fakes import fake_parity
 
-from halfbyte.parity.run_page import write_run_page
+from halfbyte.evaluation.curves import Curve
+from halfbyte.parity.run_page import load_figure, write_run_page
 from halfbyte.parity.runner import run_directory
 from halfbyte.train import jsonconfig
 
@@ -29,6 +30,14 @@ def test_a_run_leaves_a_page(page):
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
     assert "VERDICT" not in text and "<script" not in text and "http" not in text.replace("http-equiv", "")
+
+
+def test_the_load_of_experts_is_drawn():
+    rows = tuple({"step": n, "loss": 3.0, "tokens": 64.0 * n} for n in range(1, 9))
+    loaded = tuple(row | {"fullest_expert": 1.0 + row["step"] / 8, "emptiest_expert": 0.5} for row in rows)
+    assert not load_figure(Curve("dense", rows), [1.0] * 8, 1)
+    (drawn,) = load_figure(Curve("experts", loaded), [float(n) for n in range(8)], 1)
+    assert drawn.count("<path") + drawn.count("<polyline") >= 2 and "emptiest" in drawn
 
 
 def test_a_browser_opens_it_without_a_word(page):

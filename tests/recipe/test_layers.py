@@ -80,7 +80,7 @@ def test_bad_rules_and_names():
     assert Rule("*", "nvfp4") == Rule("*", NVFP4)
     with pytest.raises(ValueError, match=r"no policy named 'everything'; the policies are mlp, all_linear, paper"):
         policy("everything", NVFP4)
-    assert policy_names() == ["mlp", "all_linear", "paper", "nemotron3"]
+    assert policy_names() == ["mlp", "all_linear", "paper", "nemotron3", "experts"]
 
 
 BOUNDS = st.one_of(st.none(), st.integers(-6, 6))

@@ -35,7 +35,7 @@ def run(args: Args) -> Result:
     with terminated_as_interrupted(), progress("files") as watch:
         config = import_folder(folder, out, watch=watch)
     count = models.count_params(config.model)
-    kind = "Qwen3" if config.model.qk_norm else "Llama"
+    kind = models.family_of(config.model).architecture.removesuffix("ForCausalLM")
     say(f"{out}: {config.model.name}, {kind}, {count:,} parameters, from {folder}")
     say(f'next: halfbyte generate {out} --prompt "..."  or  halfbyte train --init-from {out} --data DIR')
     return Result({"run_dir": str(out), "model": config.model.name, "parameters": count, "family": kind})

@@ -99,9 +99,11 @@ def _cluster(args: Args) -> Any:
 def config_of(args: Args, recipe: str, on: Any) -> tuple[Any, tuple[str, ...]]:
     """The preset's run with the flags of this command on `on`, and what was assumed."""
     from halfbyte.cli.bench import base_run
+    from halfbyte.models import refuse_experts
     from halfbyte.plan import placed
 
     preset = base_run(args.model)
+    refuse_experts(preset.model, "plan")
     if args.batch < 0 or args.layers < 0 or args.price < 0:
         raise BadInput("batch, layers and price must be 0 or more")
     model = dataclasses.replace(preset.model, layers=args.layers or preset.model.layers)

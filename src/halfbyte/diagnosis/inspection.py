@@ -71,6 +71,7 @@ def inspect(
 ) -> Inspection:  # fmt: skip
     """Replay one step on each batch and look at what its linears were given. `say` is told how far it is, `watch` gets
     (linears done, of)."""
+    models.refuse_experts(config.model, "inspect")
     context = dataclasses.replace(make_context(config, resolved, None, None), mesh=None, remat="none", unroll=1)  # type: ignore[arg-type]
     replay = Replay(config.model, context)
     sums: dict[tuple[int, str, str], list[dict[str, Any]]] = {}

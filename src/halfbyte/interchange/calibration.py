@@ -18,7 +18,7 @@ from halfbyte.formats import amax_of
 from halfbyte.interchange.hf_names import sites
 from halfbyte.interchange.layouts import weight_policy
 from halfbyte.interchange.source import Source
-from halfbyte.models import Context, LlamaConfig, Params
+from halfbyte.models import Context, LlamaConfig, Params, refuse_experts
 from halfbyte.models.context import LayerContext
 from halfbyte.models.linear import linears
 from halfbyte.models.llama import begin, layer_of
@@ -32,6 +32,7 @@ ROWS = 8
 def calibrate(source: Source, text: Path, resolved: Resolved, *, batches: int) -> dict[str, float]:
     """Module -> largest magnitude of its input over `batches` batches of the text, for every quantized linear."""
     config = source.model.config
+    refuse_experts(config, "--calibrate")
     rows = token_rows(source, text, batches * ROWS)
     run = jax.jit(input_amaxes, static_argnums=(0, 3))
     found: dict[str, np.ndarray] = {}

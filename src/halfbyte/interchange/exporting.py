@@ -106,13 +106,14 @@ def fused_mismatches(cfg: LlamaConfig, params: Params, resolved: Resolved) -> li
     amaxes = {path: np.asarray(value) for path, value in weight_amaxes(cfg, params, resolved).items()}
     found = []
     for where, names in FUSED.items():
-        group = [f"layers/{where}/{name}" for name in names]
+        group = [path for path in (f"layers/{where}/{name}" for name in names) if path in amaxes]
         name = "/".join(by_layer[path, 0].module.rpartition(".")[2] for path in group)
         for layer in range(cfg.layers):
             joined = [path for path in group if weight_policy(resolved, by_layer[path, layer]) is not None]
-            values = [float(amaxes[path][layer]) for path in joined]
-            if len(set(values)) > 1:
-                found.append(Mismatch(name, layer, max(values) / max(min(values), 1e-38)))
+            values = np.stack([amaxes[path][layer] for path in joined]) if joined else np.zeros(1)  # [linears, experts]
+            ratio = float(np.max(values.max(0) / np.maximum(values.min(0), 1e-38)))
+            if len(joined) > 1 and np.any(values.max(0) != values.min(0)):
+                found.append(Mismatch(name, layer, ratio))
     return found
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from halfbyte.inputs import printable
-from halfbyte.models import FAMILIES, Family, LlamaConfig
+from halfbyte.models import FAMILIES, Family, LlamaConfig, family_of
 from halfbyte.nn.rope import RopeScaling
 
 WORDS = {
@@ -48,6 +48,7 @@ LLAMA3_FIELDS = {"factor", "low_freq_factor", "high_freq_factor", "original_max_
 def config_from_hf(fields: Mapping[str, Any], name: str = "imported") -> LlamaConfig:
     """Our config from the fields of their `config.json`; ValueError names a field that no family here has."""
     family = _family(fields)
+    fields = {ours: fields[theirs] for ours, theirs in family.also.items() if theirs in fields} | dict(fields)
     for field, allowed in NEUTRAL.items():
         if fields.get(field, allowed[0]) not in allowed:
             raise _unserved(field, fields[field], allowed[0])
@@ -79,7 +80,7 @@ def _unserved(field: str, found: Any, served: Any) -> ValueError:
 
 def config_to_hf(cfg: LlamaConfig) -> dict[str, Any]:
     """The fields of a `config.json` that `transformers` and the serving engines read as this model."""
-    family = next(each for each in FAMILIES if all(getattr(cfg, ours) == mark for ours, mark in each.marks.items()))
+    family = family_of(cfg)
     if cfg.activation not in HIDDEN_ACTS:
         raise ValueError(
             f"export: activation is {cfg.activation}, which has no name as hidden_act; only models with "
@@ -193,6 +194,16 @@ def _whole(fields: Mapping[str, Any], field: str, default: int | None = None) ->
     return value
 
 
+def _flag(fields: Mapping[str, Any], field: str) -> bool:
+    value = fields[field]
+    if not isinstance(value, bool):
+        raise ValueError(
+            f"import: {field} must be true or false, got {printable(repr(value))[:100]}; what a model computes depends "
+            "on it: say it in config.json"
+        )
+    return value
+
+
 def _positive(fields: Mapping[str, Any], field: str, default: float | None = None) -> float:
     value: Any = fields.get(field)
     value = default if value is None else value
@@ -205,7 +216,7 @@ def _positive(fields: Mapping[str, Any], field: str, default: float | None = Non
 READ: dict[str, Callable[[Mapping[str, Any], str], Any]] = {
     "int": _whole,
     "float": _positive,
-    "bool": lambda fields, field: bool(fields[field]),
+    "bool": _flag,
     "str": _activation,
 }
 """Type of a field of ours -> how its value is read; the only word among them is an activation's."""

@@ -20,10 +20,10 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from halfbyte.formats import NVFP4, amax_of, quantize
+from halfbyte.formats import NVFP4, quantize
 from halfbyte.interchange.hf_names import Site, sites
 from halfbyte.interchange.tensor_file import Planned
-from halfbyte.models import LlamaConfig, Params, declared, flatten, group_amaxes
+from halfbyte.models import GEMMS, LlamaConfig, Params, amaxes_of, declared, flatten, group_amaxes
 from halfbyte.recipe import OperandPolicy, Resolved
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -114,7 +114,7 @@ def nvfp4_parts(
 
 def weight_policy(resolved: Resolved, site: Site) -> OperandPolicy | None:
     """How fprop quantizes this weight, None if it does not. ValueError for what no serving format can hold."""
-    if site.kind != "linear" or site.layer is None:
+    if site.kind not in ("linear", "experts") or site.layer is None:
         return None
     recipe = resolved.at(site.path, site.layer)
     policy: OperandPolicy = recipe.fprop_w
@@ -153,18 +153,19 @@ def _quantize(weight: jax.Array, policy: OperandPolicy, amax: jax.Array | None) 
 
 def _plain(site: Site, value: jax.Array, dtype: np.dtype) -> Part:
     def make() -> tuple[np.ndarray, ...]:
-        array = np.asarray(value if site.layer is None else value[site.layer])
+        array = np.asarray(value[site.at])
         return (np.ascontiguousarray(array.T if site.transposed else array).astype(dtype),)
 
     return Part((Planned(site.name, dtype, site.shape),), make)
 
 
 def weight_amaxes(cfg: LlamaConfig, params: Params, resolved: Resolved) -> dict[str, jax.Array]:
-    """float32 [layers] by path: what each linear's tensor scale is made of, its own amax or its group's."""
+    """float32 [layers], or [layers, experts], by path: what each linear's tensor scale is made of, its own amax or its
+    group's."""
     found, flat = {}, flatten(params)
-    for path in (path for path, spec in declared(cfg).items() if spec.kind == "linear"):
+    for path in (path for path, spec in declared(cfg).items() if spec.kind in GEMMS):
         shared = group_amaxes(params["layers"], resolved, *path.split("/")[1:])
-        found[path] = jax.jit(jax.vmap(amax_of))(flat[path]) if shared is None else shared
+        found[path] = jax.jit(amaxes_of)(flat[path]) if shared is None else shared
     return found
 
 
@@ -172,7 +173,7 @@ def _quantized(
     layout: NvfpLayout, stack: jax.Array, amaxes: jax.Array, site: Site, policy: OperandPolicy, input_amax: float | None
 ) -> tuple[np.ndarray, ...]:
     assert site.layer is not None
-    weight, amax = stack[site.layer], amaxes[site.layer]
+    weight, amax = stack[site.at], amaxes[site.at]
     if not bool(np.isfinite(amax)):
         raise ValueError(f"{site.module} holds numbers that are not finite; a run that diverged cannot be exported")
     return layout.tensors(stored_codes(weight, policy, amax), input_amax)

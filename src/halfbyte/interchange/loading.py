@@ -134,9 +134,8 @@ def load_params(
         part = _read(folder, site, layout, _part_sharding(where, site))
         if not _usable(part):
             raise _not_finite(folder, site.name)
-        params[site.path] = _put(
-            params[site.path], part, jnp.int32(site.layer or 0), site.layer is None, site.transposed
-        )
+        at = tuple(jnp.int32(number) for number in site.at)
+        params[site.path] = _put(params[site.path], part, at, site.transposed)
         jax.block_until_ready(params[site.path])  # or the queue would hold several tensors at once
         if watch is not None:
             watch(done + 1, len(todo))
@@ -148,11 +147,10 @@ def _sharding(spec: ParamSpec, mesh: Mesh | None, rules: Rules) -> Any:
 
 
 def _part_sharding(where: Any, site: Site) -> Any:
-    """Of one layer's tensor as the file has it: the parameter's, without the layer, turned if the tensor is."""
+    """Of one tensor as the file has it: the parameter's, without layer and expert, turned if the tensor is."""
     if not isinstance(where, NamedSharding):
         return where
-    names = [*where.spec, *[None] * (len(site.shape) + (site.layer is not None) - len(where.spec))]
-    axes = names[site.layer is not None :]
+    axes = [*where.spec, *[None] * (len(site.shape) + len(site.at) - len(where.spec))][len(site.at) :]
     return NamedSharding(where.mesh, PartitionSpec(*(reversed(axes) if site.transposed else axes)))
 
 
@@ -200,8 +198,9 @@ def _empty(shape: tuple[int, ...], where: Any) -> jax.Array:
     return made
 
 
-@functools.partial(jax.jit, donate_argnums=0, static_argnums=(3, 4))
-def _put(stack: jax.Array, part: jax.Array, layer: jax.Array, whole: bool, transposed: bool) -> jax.Array:
-    """`stack` with `part` at `layer` (or as all of it), in float32 and turned to [in, out]."""
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=3)
+def _put(stack: jax.Array, part: jax.Array, at: tuple[jax.Array, ...], transposed: bool) -> jax.Array:
+    """`stack` with `part` at these numbers of its first dims (none: as all of it), in float32, turned to [in, out]."""
     value = (part.T if transposed else part).astype(stack.dtype)
-    return value if whole else lax.dynamic_update_index_in_dim(stack, value, layer, 0)
+    start = (*at, *(jnp.int32(0) for _ in value.shape))
+    return lax.dynamic_update_slice(stack, value.reshape((1,) * len(at) + value.shape), start) if at else value

@@ -1,7 +1,7 @@
 """Llama 3 and Qwen3: shapes, parameters and forward passes, as plain pytrees and pure functions."""
 
 from halfbyte.models.cache import Cache, decode_step, prefill
-from halfbyte.models.config import FAMILIES, Family, LlamaConfig, param_specs
+from halfbyte.models.config import FAMILIES, Family, LlamaConfig, family_of, param_specs
 from halfbyte.models.context import REMAT, Context
 from halfbyte.models.flops import GemmSite, flops_per_token, flops_shares, gemm_sites
 from halfbyte.models.llama import apply, hidden_states, loss, loss_sum, token_nll
@@ -9,6 +9,7 @@ from halfbyte.models.params import (
     Params,
     abstract_params,
     check_mesh,
+    count_active,
     count_params,
     decay_mask,
     declared,
@@ -16,14 +17,16 @@ from halfbyte.models.params import (
     linear_sites,
     matrix_mask,
     param_shardings,
+    refuse_experts,
 )
 from halfbyte.models.presets import preset, presets
-from halfbyte.models.quantized import FUSED, group_amaxes, quantize_weights, with_anchors
-from halfbyte.models.spec import ParamSpec, flatten, map_specs, nest
+from halfbyte.models.quantized import FUSED, amaxes_of, group_amaxes, quantize_weights, with_anchors
+from halfbyte.models.spec import GEMMS, ParamSpec, flatten, map_specs, nest
 
 __all__ = [
     "FAMILIES",
     "FUSED",
+    "GEMMS",
     "REMAT",
     "Cache",
     "Context",
@@ -33,12 +36,15 @@ __all__ = [
     "ParamSpec",
     "Params",
     "abstract_params",
+    "amaxes_of",
     "apply",
     "check_mesh",
+    "count_active",
     "count_params",
     "decay_mask",
     "declared",
     "decode_step",
+    "family_of",
     "flatten",
     "flops_per_token",
     "flops_shares",
@@ -58,6 +64,7 @@ __all__ = [
     "preset",
     "presets",
     "quantize_weights",
+    "refuse_experts",
     "token_nll",
     "with_anchors",
 ]

@@ -5,6 +5,7 @@ initialisation to what Hugging Face calls them), and its family's words in confi
     layers/attention/{norm, q, k, v, o}    each stacked [layers, ...]; weights are [in, out], so y = x @ w
     layers/attention/{q_norm, k_norm}      of a Qwen3, [layers, head_dim]
     layers/mlp/{norm, gate, up, down}
+    layers/mlp/{norm, router, expert_gate, expert_up, expert_down}   with experts, each stacked [layers, experts, ...]
     final_norm   [embed]
     head         [embed, vocab]            absent when tied: the head is embed, transposed
 
@@ -27,6 +28,7 @@ from halfbyte.models.spec import ParamSpec, Specs
 from halfbyte.nn.rope import RopeScaling
 from halfbyte.ops.activation import ACTIVATIONS
 
+EXPERT_SITES = ("expert_gate", "expert_up", "expert_down")
 MOST_LAYERS = 10_000
 MOST_PARAMETERS = 10**14
 """A hundred times the largest model that was ever trained; more is a slip, and no machine could hold its shapes."""
@@ -34,7 +36,11 @@ MOST_PARAMETERS = 10**14
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """The shape of a Llama 3 model, or of a Qwen3: a Llama whose queries and keys are normed head by head (`qk_norm`).
+    """The shape of a Llama 3 model, or of a Qwen3: a Llama whose queries and keys are normed head by head (`qk_norm`),
+    or all heads as one (`joint_qk_norm`, OLMoE).
+
+    With `experts` there are so many in the place of each MLP, each `mlp` wide, and a token passes `experts_per_token`
+    of them, weighed by the router's softmax over all; divided by the sum of the chosen if `norm_topk`.
 
     Nothing here says how it is trained or in which precision.
     """
@@ -54,6 +60,10 @@ class LlamaConfig:
     norm_eps: float = 1e-5
     qk_norm: bool = False
     activation: str = "silu"
+    joint_qk_norm: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    norm_topk: bool = False
 
     def __post_init__(self) -> None:
         for field in ("vocab_size", "embed", "mlp", "layers", "heads", "kv_heads", "head_dim", "max_seq"):
@@ -70,6 +80,16 @@ class LlamaConfig:
             raise ValueError(
                 f"model {self.name}: activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}"
             )
+        check_whole(f"model {self.name}: experts", self.experts, most=65536, zero="one MLP a layer")
+        if not (self.experts == self.experts_per_token == 0 or 1 <= self.experts_per_token <= self.experts):
+            raise ValueError(
+                f"model {self.name}: experts_per_token must be between 1 and experts ({self.experts}), and 0 without "
+                f"experts, got {self.experts_per_token}"
+            )
+        if self.experts:
+            family_of(self)
+        if self.joint_qk_norm and not self.qk_norm:
+            raise ValueError(f"model {self.name}: joint_qk_norm says how queries and keys are normed; set qk_norm too")
         if self.head_dim % 2:
             raise ValueError(f"model {self.name}: head_dim must be even for rotary embedding, got {self.head_dim}")
 
@@ -82,7 +102,13 @@ class LlamaConfig:
     def _least_parameters(self) -> int:
         """The matrices alone, from the numbers, before a single shape is built."""
         attention = 2 * self.embed * self.head_dim * (self.heads + self.kv_heads)
-        return self.layers * (attention + 3 * self.embed * self.mlp) + self.vocab_size * self.embed
+        mlp = max(self.experts, 1) * 3 * self.embed * self.mlp
+        return self.layers * (attention + mlp) + self.vocab_size * self.embed
+
+    @property
+    def active_mlp(self) -> int:
+        """The MLP width that a token passes: of all its experts together."""
+        return self.mlp * max(self.experts_per_token, 1)
 
     def replace(self, **changes: object) -> LlamaConfig:
         """The same model with some fields changed."""
@@ -110,14 +136,18 @@ def param_specs(cfg: LlamaConfig) -> Specs:
         "o": linear("self_attn.o_proj", "heads", "embed", residual),
     }
     if cfg.qk_norm:
-        attention["q_norm"] = norm("self_attn.q_norm", "head_dim", cfg.head_dim)
-        attention["k_norm"] = norm("self_attn.k_norm", "head_dim", cfg.head_dim)
+        q_axes, k_axes = ("heads", q_width), ("kv_heads", kv_width)
+        head = ("head_dim", cfg.head_dim)
+        attention["q_norm"] = norm("self_attn.q_norm", *(q_axes if cfg.joint_qk_norm else head))
+        attention["k_norm"] = norm("self_attn.k_norm", *(k_axes if cfg.joint_qk_norm else head))
     mlp = {
         "norm": norm("post_attention_layernorm"),
         "gate": linear("mlp.gate_proj", "embed", "mlp"),
         "up": linear("mlp.up_proj", "embed", "mlp"),
         "down": linear("mlp.down_proj", "mlp", "embed", residual),
     }
+    if cfg.experts:
+        mlp = {"norm": mlp["norm"], **_expert_specs(cfg, mlp)}
     own, unit = (cfg.vocab_size, cfg.embed), 1 / math.sqrt(cfg.embed)
     specs: Specs = {
         "embed": ParamSpec(own, ("vocab", "embed"), unit if cfg.tied else 1.0, "embedding", "model.embed_tokens"),
@@ -129,6 +159,20 @@ def param_specs(cfg: LlamaConfig) -> Specs:
     return specs
 
 
+def _expert_specs(cfg: LlamaConfig, mlp: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
+    """Router and experts, each expert with the linears of `mlp`; `*` in a module stands for the expert's number."""
+    router, *modules = family_of(cfg).experts
+    shape, unit = (cfg.layers, cfg.embed, cfg.experts), 1 / math.sqrt(cfg.embed)
+    specs = {"router": ParamSpec(shape, ("layers", None, None), unit, "router", router)}
+    for name, module in zip(("gate", "up", "down"), modules, strict=True):
+        one = mlp[name]
+        specs[f"expert_{name}"] = dataclasses.replace(
+            one, shape=(cfg.layers, cfg.experts, *one.shape[1:]), axes=("layers", "expert", *one.axes[1:]),
+            kind="experts", module=module, active=cfg.experts_per_token,
+        )  # fmt: skip
+    return specs
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
     """What Hugging Face `transformers` calls a family, and how its config.json differs from a Llama's.
@@ -137,6 +181,8 @@ class Family:
     words: our field -> theirs, where a Llama has none or another.
     absent: what a field of theirs means that config.json leaves out; None: it must be there.
     settled: their fields that have one value here, which is written, and demanded where config.json has the field.
+    experts: modules of the router and of an expert's gate, up and down; empty: a family without experts.
+    also: their field -> what other versions of `transformers` call it.
     """
 
     architecture: str
@@ -145,12 +191,49 @@ class Family:
     words: Mapping[str, str] = dataclasses.field(default_factory=dict)
     absent: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     settled: Callable[[LlamaConfig], Mapping[str, Any]] = lambda cfg: {}
+    experts: tuple[str, ...] = ()
+    also: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def covers(self, cfg: LlamaConfig) -> bool:
+        """Whether a model is of this family."""
+        marked = all(getattr(cfg, ours) == mark for ours, mark in self.marks.items())
+        return marked and bool(self.experts) == bool(cfg.experts)
 
 
 QWEN3 = Family(
-    "Qwen3ForCausalLM", "qwen3", {"qk_norm": True},
+    "Qwen3ForCausalLM", "qwen3", {"qk_norm": True, "joint_qk_norm": False},
     absent={"num_key_value_heads": None, "head_dim": 128},
     settled=lambda cfg: {"use_sliding_window": False},
 )  # fmt: skip
 LLAMA = Family("LlamaForCausalLM", "llama", {"qk_norm": False}, settled=lambda cfg: {"mlp_bias": False})
-FAMILIES = (QWEN3, LLAMA)
+EACH = {"experts": "num_experts", "experts_per_token": "num_experts_per_tok", "norm_topk": "norm_topk_prob"}
+NAMED = ("mlp.gate", *(f"mlp.experts.*.{name}_proj" for name in ("gate", "up", "down")))
+QWEN3_MOE = Family(
+    "Qwen3MoeForCausalLM", "qwen3_moe", QWEN3.marks, {"mlp": "moe_intermediate_size"} | EACH,
+    absent={"num_key_value_heads": None, "head_dim": None, "norm_topk_prob": None},
+    settled=lambda cfg: {"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []}, experts=NAMED,
+    also={"num_experts": "num_local_experts"},
+)  # fmt: skip
+OLMOE = Family(
+    "OlmoeForCausalLM", "olmoe", {"qk_norm": True, "joint_qk_norm": True}, EACH, absent={"norm_topk_prob": None},
+    settled=lambda cfg: {"clip_qkv": None}, experts=NAMED,
+)  # fmt: skip
+MIXTRAL = Family(
+    "MixtralForCausalLM", "mixtral", {"qk_norm": False, "norm_topk": True},
+    {"experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
+    settled=lambda cfg: {"sliding_window": None},
+    experts=("block_sparse_moe.gate", *(f"block_sparse_moe.experts.*.{name}" for name in ("w1", "w3", "w2"))),
+)  # fmt: skip
+FAMILIES = (QWEN3, LLAMA, QWEN3_MOE, OLMOE, MIXTRAL)
+
+
+def family_of(cfg: LlamaConfig) -> Family:
+    """The family of a model; ValueError where none has its marks."""
+    for family in FAMILIES:
+        if family.covers(cfg):
+            return family
+    raise ValueError(
+        f"model {cfg.name}: no family has experts={cfg.experts}, qk_norm={cfg.qk_norm}, "
+        f"joint_qk_norm={cfg.joint_qk_norm} and norm_topk={cfg.norm_topk} together; experts are those of Qwen3-MoE "
+        "(qk_norm), OLMoE (qk_norm and joint_qk_norm) or Mixtral (norm_topk alone)"
+    )

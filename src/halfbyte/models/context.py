@@ -16,6 +16,7 @@ from halfbyte import ops
 from halfbyte.models.config import LlamaConfig
 from halfbyte.models.params import linear_sites
 from halfbyte.models.spec import ParamSpec
+from halfbyte.nn.routing import Load
 from halfbyte.recipe import Policy, Recipe, Resolved, Segment, layer_key, site_key
 from halfbyte.sharding import DEFAULT_RULES, Rules, axis_size, constrain
 
@@ -108,7 +109,7 @@ class LayerContext:
     """A `Context` inside one layer of one segment: recipes by path, and the layer's key.
 
     `watch` sees what linears are given. Of a gated MLP that is one op, only the ends are seen: the inputs of gate and
-    up, and down's result.
+    up, and down's result. A router leaves the load of its experts in `routed`.
     """
 
     ctx: Context
@@ -117,6 +118,7 @@ class LayerContext:
     key: jax.Array | None
     watch: Watch | None = None
     stacks: Stacks | None = None
+    routed: list[Load] | None = None
 
     def recipe(self, group: str, name: str) -> Recipe:
         """The recipe of linear `name` of `group`."""

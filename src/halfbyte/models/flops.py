@@ -27,6 +27,8 @@ class GemmSite:
     n: int
     axes: tuple[str | None, ...] = dataclasses.field(default=(None, None), compare=False)
     """Logical axes of its weight [k, n]."""
+    experts: int = 0
+    """How many matrices share the tokens, each row with one of them; 0: one linear."""
 
     @property
     def flops(self) -> int:
@@ -38,22 +40,27 @@ def gemm_sites(cfg: LlamaConfig, batch: int, seq: int) -> list[GemmSite]:
     """Every linear of the model for a batch of `batch` sequences of `seq`, the head last."""
     tokens = batch * seq
     sites = [
-        GemmSite(path, cfg.layers, tokens * spec.active, spec.shape[-2], spec.shape[-1], spec.axes[-2:])
+        GemmSite(path, cfg.layers, tokens * spec.active, k, n, spec.axes[-2:], spec.experts)
         for path, spec in declared(cfg).items()
         if spec.kind in GEMMS
+        for k, n in (spec.shape[-2:],)
     ]
     return [*sites, GemmSite("head", 1, tokens, cfg.embed, cfg.vocab_size)]
 
 
 def flops_shares(cfg: LlamaConfig, seq: int) -> dict[str, float]:
-    """Training FLOPs a token by part of the model: `mlp`, `qkv`, `o`, `attention`, `head`."""
+    """Training FLOPs a token by part of the model: `mlp` (of the experts that it passes), `qkv`, `o`, `attention`,
+    `router`, `head`.
+    """
     d, wide = cfg.embed, cfg.heads * cfg.head_dim
     per_layer = {
-        "mlp": 6 * d * cfg.mlp,
+        "mlp": 6 * d * cfg.active_mlp,
         "qkv": 2 * d * (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim,
         "o": 2 * d * wide,
         "attention": 4 * seq * wide / 2,
     }
+    if cfg.experts:
+        per_layer["router"] = 2 * d * cfg.experts
     return {part: 3.0 * cfg.layers * flops for part, flops in per_layer.items()} | {
         "head": 3.0 * 2 * d * cfg.vocab_size
     }

@@ -22,11 +22,12 @@ from halfbyte.ops.shards import axes_of, cut_of
 from halfbyte.recipe import Recipe, Segment
 
 MLP_SITES = ("gate", "up", "down")
+EXPERTS = "layers/mlp/expert_"
 
 
 def quantize_ahead(layers: Params, x: jax.Array, here: LayerContext) -> Params:
     """Stacked `layers` of a loop with the codes of those weights that are gathered as codes; x is the stream."""
-    sites = [tuple(path.split("/")[1:]) for path in here.recipes]
+    sites = [tuple(path.split("/")[1:]) for path in here.recipes if not path.startswith(EXPERTS)]
     if not (here.on_mesh and here.ctx.looped and here.divides(x, *(axes for at in sites for axes in here.ends(*at)))):
         return layers
     ahead = {
@@ -107,7 +108,8 @@ def stacks_of(segment: Segment, x: jax.Array, width: int, ctx: Context) -> tuple
     evenly over all its axes.
     """
     axes, layers = inside("mlp"), segment.stop - segment.start
-    quantized = any(segment.recipes[f"layers/mlp/{name}"].quantized for name in MLP_SITES)
+    mlps = [segment.recipes[path] for path in segment.recipes if path.removeprefix("layers/mlp/") in MLP_SITES]
+    quantized = any(recipe.quantized for recipe in mlps)
     kept = ctx.stacked and ctx.looped and ctx.remat == "none" and x.dtype == jnp.bfloat16
     if not kept or not quantized or layers < 2 or not _cut_evenly(x, axes, ctx):
         return None

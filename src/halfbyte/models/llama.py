@@ -1,4 +1,4 @@
-"""Llama 3 and Qwen3 as pure functions: `apply`, `loss`, `token_nll`.
+"""Llama 3, Qwen3 and their kin with experts as pure functions: `apply`, `loss`, `token_nll`.
 
 What a model computes is written here once: how it begins (`begin`), one layer (`block`), and how it ends (`normed`,
 `project_logits`); `walk.through_layers` takes the block through all layers, whoever asks. A block is
@@ -8,6 +8,7 @@ positions over `tensor` too (`residual_seq`); a block gathers it, and its output
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from jax import lax
 from halfbyte.models.config import LlamaConfig
 from halfbyte.models.context import BETWEEN, PLAIN, Context, LayerContext, inside
 from halfbyte.models.embedding import embed_tokens, head_weight
+from halfbyte.models.experts import experts_mlp
 from halfbyte.models.linear import gated_mlp, linears
 from halfbyte.models.params import Params
 from halfbyte.models.quantized import share_scales
@@ -29,6 +31,7 @@ from halfbyte.nn.loss import Spread, cross_entropy
 from halfbyte.nn.loss import token_nll as chunked_nll
 from halfbyte.nn.norm import rms_norm
 from halfbyte.nn.rope import apply_rope, rope_frequencies, rope_tables
+from halfbyte.nn.routing import Load
 from halfbyte.ops.activation import ACTIVATIONS
 from halfbyte.ops.operand import pinned
 from halfbyte.sharding import axis_size
@@ -57,13 +60,22 @@ def loss(
 
 
 def loss_sum(
-    cfg: LlamaConfig, params: Params, batch: Batch, ctx: Context = PLAIN, *, z_loss: float = 0.0
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+    cfg: LlamaConfig, params: Params, batch: Batch, ctx: Context = PLAIN, *, z_loss: float = 0.0,
+    balance_loss: float = 0.0, router_z_loss: float = 0.0,
+) -> tuple[jax.Array, dict[str, jax.Array]]:  # fmt: skip
     """(sum over scored tokens, aux) with aux `tokens`, `nll_sum`, `z_sum`: what microbatches add up before they
-    divide by all tokens.
+    divide by all tokens. With experts also both losses of their routers, means over layers, times the scored tokens
+    (`balance_sum`, `router_z_sum`), and `load`, float32 [layers, experts] (token, expert) pairs.
     """
-    hidden = hidden_states(cfg, params, batch, ctx)
-    return scored(cfg, params, hidden, batch["targets"], ctx, z_loss=z_loss)
+    routed: list[Load] = []
+    hidden = hidden_states(cfg, params, batch, ctx, routed)
+    total, aux = scored(cfg, params, hidden, batch["targets"], ctx, z_loss=z_loss)
+    if not cfg.experts:
+        return total, aux
+    every = jax.tree.map(lambda *parts: jnp.concatenate(parts), *routed)
+    balance, z = (aux["tokens"] * jnp.mean(each) for each in (every.balance, every.z))
+    found = {"balance_sum": balance, "router_z_sum": z, "load": every.counts.astype(jnp.float32)}
+    return total + balance_loss * balance + router_z_loss * z, aux | jax.tree.map(lax.stop_gradient, found)
 
 
 def scored(
@@ -86,11 +98,22 @@ def token_nll(cfg: LlamaConfig, params: Params, batch: Batch, ctx: Context = PLA
     return chunked_nll(hidden, head_weight(params), batch["targets"], **_of_logits(cfg, ctx))
 
 
-def hidden_states(cfg: LlamaConfig, params: Params, batch: Batch, ctx: Context = PLAIN) -> jax.Array:
-    """What the head reads: [batch, seq, embed] in the compute dtype, after the last norm."""
+def hidden_states(
+    cfg: LlamaConfig, params: Params, batch: Batch, ctx: Context = PLAIN, routed: list[Load] | None = None
+) -> jax.Array:
+    """What the head reads: [batch, seq, embed] in the compute dtype, after the last norm. The load of experts goes to
+    `routed`, stacked by segment.
+    """
     layer = layer_of(cfg, batch, ctx)
-    x = begin(cfg, params, batch["tokens"], ctx)
-    x, _ = through_layers(cfg, params, x, ctx, lambda x, weights, here, _: (layer(x, weights, here), None))
+
+    def visit(x: jax.Array, weights: Params, here: LayerContext, _: None) -> tuple[jax.Array, Load | None]:
+        found: list[Load] = []
+        x = layer(x, weights, dataclasses.replace(here, routed=found))
+        return x, found[0] if found else None
+
+    x, made = through_layers(cfg, params, begin(cfg, params, batch["tokens"], ctx), ctx, visit)
+    if routed is not None:
+        routed += made
     return gather_seq(normed(cfg, x, params["final_norm"]), ctx)
 
 
@@ -136,9 +159,12 @@ def attention_block(
         return ctx.constrain(y.reshape(*x.shape[:2], -1, cfg.head_dim), "batch", "seq", axis, "head_dim")
 
     def turn(name: str, y: jax.Array) -> jax.Array:
-        return apply_rope(normed(cfg, y, weights[f"{name}_norm"]) if cfg.qk_norm else y, tables)
+        by_head = cfg.qk_norm and not cfg.joint_qk_norm
+        return apply_rope(normed(cfg, y, weights[f"{name}_norm"]) if by_head else y, tables)
 
     q, k, v = linears(h, weights, here, "attention", ("q", "k", "v"))
+    if cfg.joint_qk_norm:
+        q, k = normed(cfg, q, weights["q_norm"]), normed(cfg, k, weights["k_norm"])
     q, k, v = turn("q", heads(q, "heads")), turn("k", heads(k, "kv_heads")), heads(v, "kv_heads")
     out = attend(*(streamed(t) for t in (q, k, v)))
 
@@ -154,7 +180,9 @@ def attention_block(
 
 
 def mlp_block(cfg: LlamaConfig, weights: Params, x: jax.Array, here: LayerContext) -> jax.Array:
-    """Norm and gated MLP."""
+    """Norm and gated MLP, or experts."""
+    if cfg.experts:
+        return experts_mlp(cfg, weights, normed(cfg, x, weights["norm"]), here)
     weights = share_scales(weights, here, "mlp") if here.shares_scales else weights
     h = here.ctx.constrain(normed(cfg, x, weights["norm"]), *BETWEEN)
     y = gated_mlp(h, weights, here, ACTIVATIONS[cfg.activation])

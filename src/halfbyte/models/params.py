@@ -64,6 +64,20 @@ def count_params(cfg: LlamaConfig) -> int:
     return sum(spec.size for spec in declared(cfg).values())
 
 
+def refuse_experts(cfg: LlamaConfig, what: str) -> None:
+    """ValueError if the model has experts: `what` reads one matrix a linear and layer."""
+    if cfg.experts:
+        raise ValueError(
+            f"{what}: {cfg.name} has {cfg.experts} experts a layer, and this knows one matrix a linear; "
+            "do without it, on one device; docs/experts.md says what is built for experts"
+        )
+
+
+def count_active(cfg: LlamaConfig) -> int:
+    """The number of parameters that a token passes: of experts, those that are chosen."""
+    return sum(spec.size * spec.active // max(spec.experts, 1) for spec in declared(cfg).values())
+
+
 def linear_sites(cfg: LlamaConfig) -> tuple[str, ...]:
     """The paths of the model's linears, as policies match them. The head is one even when its weight is the
     embedding's.
@@ -82,6 +96,8 @@ def check_mesh(
     """Nothing if the model (and a global batch of `batch` sequences of `seq`) splits evenly over `mesh` into whole
     16-element blocks; else a ValueError.
     """
+    if mesh is not None and mesh.size > 1:
+        refuse_experts(cfg, f"mesh of {mesh.size} devices")
     check_sharded(cfg.heads, "heads", mesh, what=f"heads of {cfg.name}", rules=rules)
     check_sharded(cfg.kv_heads, "kv_heads", mesh, what=f"kv_heads of {cfg.name}", rules=rules)
     check_model_dims({path: (s.shape, s.axes) for path, s in declared(cfg).items()}, mesh, rules)

@@ -25,8 +25,8 @@ from halfbyte.models.spec import ParamSpec
 from halfbyte.recipe import WEIGHTS, Recipe, Resolved
 from halfbyte.sharding import DEFAULT_RULES, Rules, named_sharding
 
-FUSED = {"attention": ("q", "k", "v"), "mlp": ("gate", "up")}
-"""Linears of one input, which serving engines join into one."""
+FUSED = {"attention": ("q", "k", "v"), "mlp": ("gate", "up", "expert_gate", "expert_up")}
+"""Linears of one input, which serving engines join into one: those of them that a model has, of each expert its own."""
 
 
 def is_qweight(node: Any) -> bool:
@@ -42,7 +42,7 @@ def quantize_weights(
 
     def visit(path: str, weight: Any, spec: ParamSpec) -> Any:
         recipe = _only_recipe(resolved, path)
-        if recipe is None:
+        if recipe is None or spec.kind == "experts":  # experts are quantized where they are multiplied
             return weight
         sharding = None if mesh is None else named_sharding(spec.axes[1:], mesh, rules)
 
@@ -67,7 +67,8 @@ def quantize_weights(
 
 def share_scales(weights: Params, here: LayerContext, group: str) -> Params:
     """A layer's `weights` of one group, quantized with one tensor scale where its recipes say so (`shared_scales`)."""
-    names = [name for name in FUSED[group] if shares_scale(here.recipe(group, name)) and not is_qweight(weights[name])]
+    fused = [name for name in FUSED[group] if name in weights]
+    names = [name for name in fused if shares_scale(here.recipe(group, name)) and not is_qweight(weights[name])]
     if not names:
         return weights
     amax = functools.reduce(jnp.maximum, (amax_of(lax.stop_gradient(weights[name])) for name in names))
@@ -86,18 +87,28 @@ def shares_scale(recipe: Recipe) -> bool:
 
 
 def group_amaxes(stacks: Params, resolved: Resolved, group: str, name: str) -> jax.Array | None:
-    """float32 [layers]: the amax that stands for weight `name`'s own in each layer; None if all have their own."""
+    """float32 [layers], or [layers, experts]: the amax that stands for weight `name`'s own; None if all have their
+    own."""
     path, layers = f"layers/{group}/{name}", next(iter(stacks[group].values())).shape[0]
-    shared = [name in FUSED[group] and shares_scale(resolved.at(path, layer)) for layer in range(layers)]
+    fused = [other for other in FUSED[group] if other in stacks[group]]
+    shared = [name in fused and shares_scale(resolved.at(path, layer)) for layer in range(layers)]
     if not any(shared):
         return None
-    own = {other: jax.vmap(amax_of)(_master(stacks[group][other])) for other in FUSED[group]}
+    own = {other: amaxes_of(_master(stacks[group][other])) for other in fused}
     rows = []
     for layer in range(layers):
-        joined = [other for other in FUSED[group] if shares_scale(resolved.at(f"layers/{group}/{other}", layer))]
+        joined = [other for other in fused if shares_scale(resolved.at(f"layers/{group}/{other}", layer))]
         read = joined if shared[layer] else [name]
         rows.append(functools.reduce(jnp.maximum, (own[other][layer] for other in read)))
     return jnp.stack(rows)
+
+
+def amaxes_of(stack: jax.Array) -> jax.Array:
+    """float32: the amax of each matrix of a stack [..., in, out]."""
+    each = amax_of
+    for _ in stack.shape[:-2]:
+        each = jax.vmap(each)
+    return each(stack)
 
 
 def _master(weight: Any) -> jax.Array:

@@ -46,6 +46,11 @@ class ParamSpec:
         return self.axes[:1] == ("layers",)
 
     @property
+    def experts(self) -> int:
+        """Of experts: how many there are; 0 for anything else."""
+        return self.shape[self.stacked] if self.kind == "experts" else 0
+
+    @property
     def decay(self) -> bool:
         """Whether weight decay applies: to all but the norms."""
         return self.kind != "norm"

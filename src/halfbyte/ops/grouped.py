@@ -6,7 +6,8 @@ Every expert is a tensor of its own. Its rows begin a tensor of as many rows as 
 zero row changes no maximum, no code and no sum, and random bytes are counted from a tensor's own first row. So no
 block, no transform and no scale crosses two experts, whatever backend `qdot` has.
 
-This is the definition, and it costs as much as all rows times all experts. docs/experts.md says what is served.
+That is the definition, and as `reference` it runs so: all rows times all experts. Otherwise the same codes are made and
+multiplied tile by tile (`tiles.py`), at the cost of the rows that there are.
 """
 
 import math
@@ -17,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from halfbyte.ops.qdot import qdot
+from halfbyte.ops.tiles import Tiles, buffer_rows, grouped_tiles, places, tile_rows, unserved
 from halfbyte.recipe import GEMMS, Recipe, as_recipe
 
 
@@ -34,8 +36,31 @@ def grouped_qdot(
     """
     chosen = as_recipe(recipe, "grouped_qdot")
     counts = _checked(x, w, groups)
+    served = backend == "auto" and unserved(chosen) is None
+    y = _tiled(x, w, counts, chosen, key) if served else _looped(x, w, counts, chosen, key, backend)
+    fits = (jnp.sum(counts) <= x.shape[0]) & (jnp.min(counts) >= 0)
+    return jnp.where(fits, y, jnp.full((), jnp.nan, x.dtype))
+
+
+def _tiled(x: jax.Array, w: jax.Array, counts: jax.Array, recipe: Recipe, key: jax.Array | None) -> jax.Array:
+    """Tile by tile: rows are moved to where tiles begin, and back."""
+    (rows, _), experts = x.shape, w.shape[0]
+    tile = tile_rows(rows, experts, [recipe])
+    expert = jnp.searchsorted(jnp.cumsum(counts), jnp.arange(rows, dtype=jnp.int32), side="right").astype(jnp.int32)
+    known = expert < experts
+    place = jnp.where(known, places(expert, jnp.append(counts, 0), tile), 2**31 - 1)
+    room = buffer_rows(rows, experts, tile)
+    moved = jnp.zeros((room, x.shape[1]), x.dtype).at[place].set(x, mode="drop")
+    y = grouped_tiles(moved, w, Tiles.of(counts, room, tile), recipe=recipe, key=key)
+    return y.at[place].get(mode="fill", fill_value=0)
+
+
+def _looped(
+    x: jax.Array, w: jax.Array, counts: jax.Array, recipe: Recipe, key: jax.Array | None, backend: str
+) -> jax.Array:
+    """The definition: an expert after the other, each a tensor of all rows."""
     rows, starts = x.shape[0], jnp.cumsum(counts) - counts
-    runs = [getattr(chosen, role).run for roles in GEMMS.values() for role in roles]
+    runs = [getattr(recipe, role).run for roles in GEMMS.values() for role in roles]
     room = -(-rows // math.lcm(*runs)) * math.lcm(*runs)  # of one expert, which may have all rows
     padded = jnp.pad(x, ((0, room), (0, 0)))
 
@@ -45,14 +70,13 @@ def grouped_qdot(
         own = jnp.arange(room, dtype=jnp.int32)[:, None] < count
         mine = jnp.where(own, lax.dynamic_slice_in_dim(padded, start, room), jnp.zeros((), x.dtype))
         bits = None if key is None else jax.random.fold_in(key, number)
-        made = qdot(mine, weight, recipe=chosen, key=bits, backend=backend)
+        made = qdot(mine, weight, recipe=recipe, key=bits, backend=backend)
         kept = jnp.where(own, made, lax.dynamic_slice_in_dim(y, start, room))
         return lax.dynamic_update_slice_in_dim(y, kept, start, 0), None
 
     begun = jnp.zeros((rows + room, w.shape[-1]), x.dtype)
     y, _ = lax.scan(one, begun, (w, jnp.arange(w.shape[0], dtype=jnp.int32), starts, counts))
-    fits = (jnp.sum(counts) <= rows) & (jnp.min(counts) >= 0)
-    return jnp.where(fits, y[:rows], jnp.full((), jnp.nan, x.dtype))
+    return y[:rows]
 
 
 def _checked(x: jax.Array, w: jax.Array, groups: jax.Array | np.ndarray) -> jax.Array:

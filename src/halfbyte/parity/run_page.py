@@ -76,7 +76,7 @@ def sections(
 
 
 def figures(curve: Curve) -> list[str]:
-    """Loss, gradient norm and learning rate."""
+    """Loss, gradient norm and learning rate; the load of experts."""
     found = []
     width = max(1, len(curve.rows) // 50)
     every = max(1, len(curve.rows) // DRAWN)
@@ -93,7 +93,17 @@ def figures(curve: Curve) -> list[str]:
         chart = page.line_chart([Series(name, x, _points(values), 2)], Axes("tokens", height=200), label=name)
         if chart:
             found.append(page.figure(name, chart))
-    return found
+    return found + load_figure(curve, x, every)
+
+
+def load_figure(curve: Curve, x: list[float], every: int) -> list[str]:
+    """The load of the fullest and of the emptiest expert, of a model that has experts."""
+    if not any("fullest_expert" in row for row in curve.rows):
+        return []
+    fields = (("fullest_expert", "fullest of any layer"), ("emptiest_expert", "emptiest"))
+    drawn = [Series(name, x, _points(curve.column(field)[::every]), n) for n, (field, name) in enumerate(fields)]
+    chart = page.line_chart(drawn, Axes("tokens", height=200), label="load of experts")
+    return [page.figure("Load of experts, in units of the mean", chart)]
 
 
 def _points(values: Any) -> list[float | None]:

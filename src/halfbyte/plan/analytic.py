@@ -68,7 +68,7 @@ def memory(config: TrainConfig) -> dict[str, float]:
         sizes.tokens
         / config.accumulate
         * BF16
-        * (2 * (model.heads + 2 * model.kv_heads) * model.head_dim + 3 * model.mlp)
+        * (2 * (model.heads + 2 * model.kv_heads) * model.head_dim + 3 * model.active_mlp)
     )
     attended = sizes.tokens / config.accumulate * 2 * BF16 * (model.heads + model.kv_heads) * model.head_dim
     kept = {"full": stream, "quantized": 2 * stream + attended, "dots": stream + inside, "none": stream + 2 * inside}

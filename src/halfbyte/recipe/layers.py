@@ -157,13 +157,14 @@ _POLICIES: dict[str, tuple[tuple[str, tuple[Bound, Bound] | None], ...]] = {
     "all_linear": ((MLP, None), (ATTENTION, None)),
     "paper": ((MLP, PAPER_LAYERS), (ATTENTION, PAPER_LAYERS)),
     "nemotron3": ((MLP, (None, -0.15)),),  # attention projections and the last 15% of blocks in bf16 (arXiv 2604.12374)
+    "experts": (("layers/mlp/expert_*", None),),
 }
 
 
 def named_rules(name: str, recipe: Recipe) -> tuple[Rule, ...]:
-    """The rules of a named policy with its linears in `recipe`: `mlp` (as published), `all_linear`, `paper` (all
-    linears except those of the first 2 and the last round(0.13 L) layers), or `nemotron3` (the MLP except that of the
-    last round(0.15 L) layers)."""
+    """The rules of a named policy with its linears in `recipe`: `mlp` (as published; experts are in its place),
+    `experts`, `all_linear`, `paper` (all linears except those of the first 2 and the last round(0.13 L) layers), or
+    `nemotron3` (the MLP except that of the last round(0.15 L) layers)."""
     if name not in _POLICIES:
         raise ValueError(f"no policy named {name!r}; the policies are {', '.join(_POLICIES)}")
     return tuple(Rule(pattern, recipe, layers) for pattern, layers in _POLICIES[name])

@@ -5,7 +5,7 @@
 Rules are separated by `;` or by lines, and read like a list of exceptions: the **last** one that matches a linear
 decides. A linear that none matches stays in bf16. A rule is WHERE or WHERE=RECIPE; without a recipe it takes the run's.
 
-    WHERE    a named policy (mlp, all_linear, paper, nemotron3), or [layers[START:STOP]/]GLOB
+    WHERE    a named policy (mlp, experts, all_linear, paper, nemotron3), or [layers[START:STOP]/]GLOB
     GLOB     attention/q, mlp/*, */down, *        under layers/, which may be left out; `*` crosses slashes
     START    a layer (negative: from the end) or a fraction with a point (0.25, -0.15); empty: the first
     STOP     the same, not included; empty: the last. layers[7] is one layer

@@ -4,6 +4,7 @@ Learning rates fall with size as the Llama 3 report and the small-model literatu
 published NVFP4 runs where there is one.
 """
 
+import dataclasses
 import difflib
 from collections.abc import Callable
 
@@ -26,6 +27,11 @@ def demo() -> TrainConfig:
         checkpoint=CheckpointConfig(every=170),
         log=LogConfig(every=10),
     )
+
+
+def moe_demo() -> TrainConfig:
+    """A small mixture of 8 experts, 2 a token, on the embedded corpus: minutes on a laptop."""
+    return dataclasses.replace(demo(), name="moe-demo", model=models.preset("moe-demo"), policy="experts")
 
 
 def _small(name: str, *, learning_rate: float, batch: int, seq: int) -> TrainConfig:
@@ -110,6 +116,7 @@ def llama3_1_405b() -> TrainConfig:
 
 RUNS: dict[str, Callable[[], TrainConfig]] = {
     "demo": demo,
+    "moe-demo": moe_demo,
     "llama-60m": llama_60m,
     "llama-125m": llama_125m,
     "llama-350m": llama_350m,

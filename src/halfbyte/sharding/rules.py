@@ -24,6 +24,7 @@ DEFAULT_MAPPING: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("residual_seq", ("context", "tensor")),
     ("embed", ("fsdp",)),
     ("mlp", ("tensor",)),
+    ("expert", ("expert",)),
     ("heads", ("tensor",)),
     ("kv_heads", ("tensor",)),
     ("vocab", ("tensor",)),

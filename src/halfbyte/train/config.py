@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from halfbyte.inputs import check_real, check_run_name, check_whole
 from halfbyte.inputs.programs import Pinned
-from halfbyte.models import REMAT, LlamaConfig
+from halfbyte.models import REMAT, LlamaConfig, refuse_experts
 from halfbyte.optim import OptimizerConfig, check_warmup
 from halfbyte.recipe import Policy, Recipe, pin, policy, read_policy, recipe, spell_policy, spell_recipe
 from halfbyte.sharding import parse_mesh
@@ -141,7 +141,7 @@ class TrainConfig:
     recipe: str = "nvfp4"
     """bf16, fp8, mxfp8, mxfp4, nvfp4, nvfp4_no_rht, ... (`halfbyte recipes`), or FILE.py:NAME for one of your own."""
     policy: str = "mlp"
-    """Which linears: mlp, all_linear or paper, rules such as "all_linear; layers[-4:]=bf16", @FILE, or FILE.py:NAME."""
+    """Which linears: mlp, experts, all_linear, paper, rules ("all_linear; layers[-4:]=bf16"), @FILE, FILE.py:NAME."""
     mesh: str = ""
     """AXIS=SIZE,... over data, fsdp, tensor, context; empty: fsdp over all devices."""
     data: str = "demo"
@@ -157,6 +157,10 @@ class TrainConfig:
     """Microbatches a step."""
     seed: int = 0
     z_loss: float = 0.0
+    balance_loss: float = 0.01
+    """Of models with experts: weight of the loss that keeps their load even, the mean over layers (1 where it is)."""
+    router_z_loss: float = 0.0
+    """Of models with experts: weight of the mean squared logsumexp of their routers' logits."""
     remat: Literal["none", "dots", "full", "quantized"] = "none"
     unroll: int = 1
     """Layers a loop iteration; 0: all, no loop. Faster on a GPU (nothing is copied in and out), slower to compile."""
@@ -204,7 +208,10 @@ class TrainConfig:
         check_whole("seed", self.seed)
         check_whole("radar", self.radar, zero="none")
         check_whole("telemetry", self.telemetry, zero="none")
-        check_real("z_loss", self.z_loss, holds=self.z_loss >= 0, wanted="0 or more")
+        if self.radar or self.telemetry:
+            refuse_experts(self.model, "radar and telemetry")
+        for name in ("z_loss", "balance_loss", "router_z_loss"):
+            check_real(name, getattr(self, name), holds=getattr(self, name) >= 0, wanted="0 or more")
         check_real("watchdog_s", self.watchdog_s, holds=self.watchdog_s >= 0, wanted="0 (off) or more seconds")
         check_warmup(self.optimizer, self.steps)
 
@@ -225,6 +232,6 @@ def _policy_text(value: Any) -> str:
 
 GUARDED = (
     "model", "recipe", "policy", "precision", "optimizer", "loss_scale",
-    "data", "batch", "seq", "accumulate", "seed", "z_loss", "init_from",
+    "data", "batch", "seq", "accumulate", "seed", "z_loss", "balance_loss", "router_z_loss", "init_from",
 )  # fmt: skip
 """Fields that may not change when a run resumes, unless the person says so: they change what is computed."""

@@ -20,6 +20,7 @@ from halfbyte.devices import Device, native_training
 from halfbyte.formats import BF16
 from halfbyte.metrics import Throughput, mixed_peak
 from halfbyte.models.flops import FLOPS_FORMULA
+from halfbyte.ops.tiles import check_tiles
 from halfbyte.recipe import GEMMS, OperandPolicy, Recipe, Resolved
 from halfbyte.sharding import DEFAULT_RULES, default_shape, parse_mesh, whole_sizes
 
@@ -29,6 +30,7 @@ FOUR_BITS = 4
 PLAIN = str(BF16.unit)
 XLA = "xla"
 BY_XLA = ("carrier", "reference")  # backends whose GEMMs are XLA's
+TILES = "tiles"  # of experts: a loop over tiles of rows, each multiplied by XLA with its expert's matrix
 
 
 @dataclass(frozen=True)
@@ -154,26 +156,33 @@ def _describe(
     site: models.GemmSite, layers: tuple[int, int], chosen: Recipe, config: TrainConfig, device: Device
 ) -> Site:
     problem = _problem(site, chosen, config, device)
+    flops = 6.0 * (layers[1] - layers[0]) * site.tokens * site.k * site.n * config.accumulate
+    if site.experts:
+        check_tiles([chosen], config.precision.backend)
+        gemms, own = gemms_of(problem, None, grouped=True), (site.tokens, site.k, site.n)
+        return Site(site.path, layers, site.tokens, site.k, site.n, chosen.name, TILES, gemms, flops, {}, own)
     try:
         choice = ops.choose(config.precision.backend, problem) if chosen.quantized else None
     except ValueError as error:
         raise ValueError(f"{site.path}, layers {layers[0]} to {layers[1] - 1}: {error}") from None
     gemms = gemms_of(problem, choice, ahead=config.accumulate > 1)
     passed_over = {} if choice is None else ops.passed_over(problem, choice.name)
-    flops = 6.0 * (layers[1] - layers[0]) * site.tokens * site.k * site.n * config.accumulate
     backend = XLA if choice is None else choice.name
     own = problem.tokens, problem.inputs, problem.outputs
     return Site(site.path, layers, site.tokens, site.k, site.n, chosen.name, backend, gemms, flops, passed_over, own)
 
 
-def gemms_of(problem: ops.Problem, choice: ops.Choice | None, *, ahead: bool = False) -> dict[str, Gemm]:
-    """The GEMMs of a linear that `choice` serves (None: XLA, in bf16); weights may be made `ahead` of their use."""
-    return {gemm.name: _gemm(gemm, problem, choice, ahead=ahead) for gemm in problem.gemms}
+def gemms_of(
+    problem: ops.Problem, choice: ops.Choice | None, *, ahead: bool = False, grouped: bool = False
+) -> dict[str, Gemm]:
+    """The GEMMs of a linear that `choice` serves (None: XLA, in bf16, or `grouped` over the tiles of experts); weights
+    may be made `ahead` of their use."""
+    return {gemm.name: _gemm(gemm, problem, choice, ahead=ahead, grouped=grouped) for gemm in problem.gemms}
 
 
-def _gemm(gemm: ops.Gemm, problem: ops.Problem, choice: ops.Choice | None, *, ahead: bool) -> Gemm:
+def _gemm(gemm: ops.Gemm, problem: ops.Problem, choice: ops.Choice | None, *, ahead: bool, grouped: bool) -> Gemm:
     policies = [getattr(problem.recipe, role) for role in gemm.roles]
-    backend = XLA if choice is None else choice.multiplier(gemm).name
+    backend = ("reference" if grouped else XLA) if choice is None else choice.multiplier(gemm).name
     runs_in = _multiplier((policies[0], policies[1]), backend, problem.device)
     return Gemm(
         left=str(policies[0]),
@@ -232,7 +241,7 @@ def _cell(gemm: Gemm) -> str:
 def served(backend: str, gemms: Mapping[str, Gemm]) -> str:
     """The backend of a linear, and which of its GEMMs XLA multiplies although that backend serves it."""
     left = [name for name, gemm in gemms.items() if gemm.multiplied_by == XLA]
-    return backend if backend in (*BY_XLA, XLA) or not left else f"{backend}; {' '.join(left)} by xla"
+    return backend if backend in (*BY_XLA, XLA, TILES) or not left else f"{backend}; {' '.join(left)} by xla"
 
 
 def makers(gemms: Mapping[str, Gemm]) -> str:
@@ -281,7 +290,8 @@ def table(manifest: Manifest) -> Table:
 def caption(manifest: Manifest) -> str:
     """The operands of each quantized recipe with the passes that make them, and the totals."""
     lines = []
-    for site in {site.recipe: site for site in manifest.sites if site.backend != "xla"}.values():
+    quantized = (site for site in manifest.sites if any(gemm.execution != "plain" for gemm in site.gemms.values()))
+    for site in {site.recipe: site for site in quantized}.values():
         for gemm, found in site.gemms.items():
             left, right = found.made_by
             lines.append(f"{site.recipe} {gemm}: {found.left} ({left})  ×  {found.right} ({right})")
@@ -294,10 +304,11 @@ def caption(manifest: Manifest) -> str:
         }
     )
     multipliers = ", ".join(f"{name} {100 * share:.1f}%" for name, share in manifest.share_by_multiplier.items())
-    tokens = manifest.sites[0].tokens
+    tokens, tiled = manifest.sites[0].tokens, any(site.backend == TILES for site in manifest.sites)
     return "\n".join(
         [
             *lines,
+            *(["routers of experts are float32 and never quantized"] if tiled else []),
             f"{tokens:,} tokens a GEMM; the rest up to 100% of FLOPs is attention, in bf16",
             f"{100 * manifest.share_4bit:.1f}% of FLOPs in 4 bits; multiplied in {multipliers}",
         ]

@@ -112,7 +112,7 @@ def estimate_memory(config: TrainConfig, mesh: Mesh, *, seq: int) -> MemoryEstim
     tokens = config.batch // config.accumulate * seq // shards
     model, tensor = config.model, axis_size(mesh, "tensor")
     stream = 2 * model.embed // tensor  # bf16, sequence-sharded over tensor between blocks
-    inside = 2 * ((model.heads + 2 * model.kv_heads) * model.head_dim * 2 + model.mlp * 3) // tensor + 4 * stream
+    inside = 2 * ((model.heads + 2 * model.kv_heads) * model.head_dim * 2 + model.active_mlp * 3) // tensor + 4 * stream
     attended = 2 * 2 * (model.heads + model.kv_heads) * model.head_dim // tensor  # q, k, v and the output
     kept = {
         "full": stream,

@@ -44,7 +44,7 @@ from .goodput import Goodput
 from .guard import Return
 from .identity import fingerprint
 from .precision import Phase, phases, with_fallback
-from .precision_manifest import Manifest, build_manifest, native_sites, table
+from .precision_manifest import TILES, Manifest, build_manifest, native_sites, table
 from .preflight import GIB, Preflight, check, memory_of, run_mesh
 from .source import Source, open_source
 
@@ -112,7 +112,8 @@ def show_start(session: Session) -> None:
     where = f"{len(jax.devices())} x {device.name}{processes}"
     shape = format_mesh(dict(session.mesh.shape)) or "one device"
     size = models.count_params(config.model)
-    session.say(f"{config.name}: {config.model.name}, {size:,} parameters, on {where}, mesh {shape}")
+    active = f" ({models.count_active(config.model):,} a token)" if config.model.experts else ""
+    session.say(f"{config.name}: {config.model.name}, {size:,} parameters{active}, on {where}, mesh {shape}")
     tokens = config.batch * session.source.seq
     session.say(
         f"data: {session.source.describe()}; {config.steps} steps of "
@@ -169,7 +170,7 @@ def check_stacks_of_loops(session: Session, every: Sequence[Phase]) -> None:
 
 def _looped_mlps(resolved: Resolved, manifest: Manifest) -> Iterator[tuple[tuple[Recipe, ...], str]]:
     """(the recipes of gate, up and down, the backend that serves them all) of each segment with several layers."""
-    mlps = [site for site in manifest.sites if site.path.startswith("layers/mlp/")]
+    mlps = [site for site in manifest.sites if site.path.startswith("layers/mlp/") and site.backend != TILES]
     for segment in resolved.segments:
         here = [site for site in mlps if site.layers[0] <= segment.start < site.layers[1]]
         recipes = tuple(segment.recipes[site.path] for site in here)

@@ -34,6 +34,7 @@ Metrics = dict[str, jax.Array]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 BATCH_KEYS = ("tokens", "targets", "segments", "positions")
 SUMS = ("nll_sum", "z_sum", "tokens")  # over the scored tokens of a microbatch, float32
+ROUTED = ("balance_sum", "router_z_sum", "load")  # of models with experts
 
 
 def make_context(config: TrainConfig, resolved: Resolved | None, mesh: Mesh, key: jax.Array | None) -> models.Context:
@@ -70,8 +71,9 @@ def gradients(
     def loss(params: Any, micro: Batch, key: jax.Array) -> tuple[jax.Array, Metrics]:
         context = dataclasses.replace(make_context(config, resolved, mesh, key), stacked=True)
         weights = models.with_anchors(ready, params)
-        total, aux = models.loss_sum(config.model, weights, micro, context, z_loss=config.z_loss)
-        return total * weight, {name: aux[name] for name in SUMS}
+        extra = {name: getattr(config, name) for name in ("z_loss", "balance_loss", "router_z_loss")}
+        total, aux = models.loss_sum(config.model, weights, micro, context, **extra)
+        return total * weight, {name: aux[name] for name in (*SUMS, *ROUTED) if name in aux}
 
     def one(micro: Batch, key: jax.Array) -> tuple[Any, Metrics]:
         grads, sums = jax.grad(loss, has_aux=True)(params, micro, key)
@@ -84,7 +86,11 @@ def gradients(
         index, rows = micro
         return jax.tree.map(jnp.add, total, one(rows, jax.random.fold_in(key, index))), None
 
-    start = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params), dict.fromkeys(SUMS, jnp.zeros((), jnp.float32))
+    sums = dict.fromkeys(SUMS, jnp.zeros((), jnp.float32))
+    if config.model.experts:
+        sums |= dict.fromkeys(ROUTED, jnp.zeros((), jnp.float32))
+        sums["load"] = jnp.zeros((config.model.layers, config.model.experts), jnp.float32)
+    start = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params), sums
     return lax.scan(add, start, (jnp.arange(config.accumulate), microbatches(batch, config.accumulate)))[0]
 
 
@@ -131,9 +137,25 @@ def make_train_step(config: TrainConfig, resolved: Resolved, mesh: Mesh) -> Trai
             "weights_not_finite": watched.not_finite.astype(jnp.float32),
             "weights_intact": watched.intact.astype(jnp.float32),
         }
-        return next_state, metrics
+        return next_state, metrics | _routed(sums)
 
     return train_step
+
+
+def _routed(sums: Metrics) -> Metrics:
+    """What the routers of a model with experts did: their losses, and the load of the fullest and of the emptiest
+    expert of any layer, 1 where all have the same; nothing without experts.
+    """
+    if "load" not in sums:
+        return {}
+    scored, load = jnp.maximum(sums["tokens"], 1.0), sums["load"]
+    relative = load * load.shape[1] / jnp.maximum(jnp.sum(load, axis=1, keepdims=True), 1.0)
+    return {
+        "balance_loss": sums["balance_sum"] / scored,
+        "router_z_loss": sums["router_z_sum"] / scored,
+        "fullest_expert": jnp.max(relative),
+        "emptiest_expert": jnp.min(relative),
+    }
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

@@ -1,0 +1,76 @@
+"""Rows to their experts and back: every gradient is a gather and a sum in a stated order, no scatter-add."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from halfbyte.formats.bits import round_bfloat16
+from halfbyte.ops.activation import Activation
+
+
+def _rounded(sums: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return (round_bfloat16(sums) if dtype == jnp.bfloat16 else sums).astype(dtype)
+
+
+@jax.custom_vjp
+def fork(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(x, x in float32): for experts and for their router. Both gradients meet in float32, and are rounded once."""
+    return x, x.astype(jnp.float32)
+
+
+fork.defvjp(lambda x: (fork(x), None), lambda _, g: (_rounded(g[0].astype(jnp.float32) + g[1], g[0].dtype),))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def spread(x: jax.Array, rows: jax.Array, room: int) -> jax.Array:
+    """x [tokens, width] -> [room, width]: token t at rows[t, i] for each of its experts i; zero elsewhere. Its gradient
+    adds up a token's experts in their order.
+    """
+    tokens, k = rows.shape
+    pair = jnp.full(room, tokens * k, jnp.int32).at[rows.reshape(-1)].set(jnp.arange(tokens * k, dtype=jnp.int32))
+    return x.at[jnp.where(pair < tokens * k, pair // k, tokens)].get(mode="fill", fill_value=0)
+
+
+def _spread_fwd(x, rows, room):
+    return spread(x, rows, room), rows
+
+
+def _spread_bwd(room, rows, g):
+    return _rounded(jnp.sum(g[rows].astype(jnp.float32), axis=1), g.dtype), None
+
+
+spread.defvjp(_spread_fwd, _spread_bwd)
+
+
+@jax.custom_vjp
+def combine(y: jax.Array, rows: jax.Array, weights: jax.Array) -> jax.Array:
+    """y [room, width] -> [tokens, width]: the sum over a token's experts, in their order, of weight times row."""
+    return _rounded(jnp.sum(y[rows].astype(jnp.float32) * weights[..., None], axis=1), y.dtype)
+
+
+def _combine_fwd(y, rows, weights):
+    return combine(y, rows, weights), (y, rows, weights)
+
+
+def _combine_bwd(residuals, g):
+    y, rows, weights = residuals
+    wide, flat = g.astype(jnp.float32), rows.reshape(-1)
+    pairs = _rounded(wide[:, None] * weights[..., None], y.dtype)  # [tokens, k, width]
+    dy = jnp.zeros_like(y).at[flat].set(pairs.reshape(flat.shape[0], -1), unique_indices=True)
+    return dy, None, jnp.sum(wide[:, None] * y[rows].astype(jnp.float32), axis=-1)
+
+
+combine.defvjp(_combine_fwd, _combine_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gated(activation: Activation, g: jax.Array, u: jax.Array) -> jax.Array:
+    """a(g) * u with the activation's own roundings, both ways."""
+    return activation.forward(g, u)
+
+
+gated.defvjp(
+    lambda activation, g, u: (activation.forward(g, u), (g, u)),
+    lambda activation, kept, dh: activation.backward(*kept, dh),
+)

@@ -1,0 +1,119 @@
+"""Models with experts. Oracles: published sizes, a router in NumPy's float64, refusals by name."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from halfbyte import models, runs
+from halfbyte.devices import lookup
+from halfbyte.nn.routing import route
+from halfbyte.recipe import policy, recipe
+from halfbyte.sharding import make_mesh
+from halfbyte.train.precision_manifest import build_manifest, table
+from halfbyte.train.state import create_state
+from halfbyte.train.step import make_train_step
+
+TINY = models.preset("moe-demo").replace(name="tiny", layers=2, embed=64, mlp=32, vocab_size=128, heads=2, kv_heads=1)
+PUBLISHED = {  # all, and those that a token passes: as Hugging Face counts the releases, as their authors say
+    "olmoe-1b-7b": (6_919_161_856, 1.3e9),
+    "qwen3-30b-a3b": (30_532_122_624, 3.3e9),
+    "mixtral-8x7b": (46_702_792_704, 12.9e9),
+    "qwen3-235b-a22b": (235_093_634_560, 22.2e9),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_all_and_active_parameters_are_the_published_ones(name):
+    cfg, (every, active) = models.preset(name), PUBLISHED[name]
+    assert models.count_params(cfg) == every
+    assert models.count_active(cfg) == pytest.approx(active, rel=0.02)
+    shares = models.flops_shares(cfg, 4096)  # 6 FLOPs a weight that a token passes
+    assert shares["mlp"] == 6.0 * cfg.layers * 3 * cfg.embed * cfg.mlp * cfg.experts_per_token
+    assert shares["router"] == 6.0 * cfg.layers * cfg.embed * cfg.experts
+
+
+@pytest.mark.parametrize("name", ["experts", "mlp", "all_linear"])
+def test_policies_quantize_experts_and_never_the_router(name):
+    resolved = policy(name, "nvfp4").resolve(models.linear_sites(TINY), TINY.layers)
+    quantized = {path for path, made in resolved.segments[0].recipes.items() if made.quantized}
+    assert {path for path in quantized if "mlp" in path} == {f"layers/mlp/expert_{n}" for n in ("gate", "up", "down")}
+    assert any("attention" in path for path in quantized) == (name == "all_linear")
+    with pytest.raises(ValueError, match="experts"):
+        policy("experts", "nvfp4").resolve(models.linear_sites(models.preset("demo")), 4)
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_a_router_is_float32_and_weighs_as_the_model_says(normalise):
+    """Two experts whose logits differ by 2^-12 of their size: in bfloat16 they are the same, and the first is taken."""
+    random = np.random.default_rng(0)
+    x, router = random.normal(size=(96, 16)), random.normal(size=(16, 8))
+    router[:, 5] = router[:, 2] * (1 + 2.0**-12)
+    x, router = x.astype(np.float32), router.astype(np.float32)
+    found = route(jnp.asarray(x), jnp.asarray(router), 3, normalise=normalise)
+    logits = x.astype(np.float64) @ router.astype(np.float64)
+    p = np.exp(logits - logits.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    chosen = np.argsort(-p, axis=1, kind="stable")[:, :3]
+    weights = np.take_along_axis(p, chosen, 1)
+    weights = weights / weights.sum(1, keepdims=True) if normalise else weights
+    assert np.array_equal(found.experts, chosen)
+    np.testing.assert_allclose(found.weights, weights, rtol=1e-5)
+    assert np.array_equal(found.load.counts, np.bincount(chosen.reshape(-1), minlength=8))
+    np.testing.assert_allclose(
+        found.load.balance, 8 * (np.asarray(found.load.counts) / 288 * p.mean(0)).sum(), rtol=1e-5
+    )
+    np.testing.assert_allclose(found.load.z, (np.log(np.exp(logits).sum(1)) ** 2).mean(), rtol=1e-5)
+
+
+def config(**changes):
+    return dataclasses.replace(
+        runs.run_config("moe-demo"), model=TINY, batch=2, seq=32, accumulate=2, steps=20, **changes
+    )
+
+
+def resolved(name):
+    return policy("experts", recipe(name)).resolve(models.linear_sites(TINY), TINY.layers)
+
+
+def test_a_step_learns_and_tells_the_load_of_experts(quick_compiles):
+    """Microbatches add up: both losses of the routers are means over all scored tokens."""
+    chosen, mesh = config(), make_mesh({}, jax.devices("cpu")[:1])
+    step = jax.jit(make_train_step(chosen, resolved("bf16"), mesh))
+    tokens = jax.random.randint(jax.random.key(1), (2, 33), 0, 128)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segments": jnp.zeros((2, 32), jnp.int32)}
+    batch["positions"] = jnp.broadcast_to(jnp.arange(32, dtype=jnp.int32), (2, 32))
+    state, losses = create_state(chosen, mesh), []
+    for _ in range(8):
+        state, found = step(state, batch)
+        losses.append(float(found["loss"]))
+    assert losses[-1] < losses[0] - 0.5
+    jax.eval_shape(make_train_step(chosen, resolved("nvfp4"), mesh), state, batch)  # to compile it costs a minute
+    assert 0.9 < float(found["balance_loss"]) < 8 and float(found["router_z_loss"]) > 0
+    assert 0 <= float(found["emptiest_expert"]) < 1 < float(found["fullest_expert"]) <= 4
+
+
+def test_the_manifest_says_who_multiplies_experts():
+    device = lookup(jax.devices("cpu")[0])
+    made = build_manifest(config(), resolved("nvfp4"), recipe("nvfp4"), seq=32, device=device)
+    found = next(site for site in made.sites if site.path == "layers/mlp/expert_up")
+    assert (found.tokens, found.k, found.n, found.backend) == (2 * 32, 64, 32, "tiles")
+    assert {gemm.multiplied_by for gemm in found.gemms.values()} == {"xla"}
+    assert "router" in str(table(made).caption)
+    other = dataclasses.replace(config(), precision=dataclasses.replace(config().precision, backend="native"))
+    with pytest.raises(ValueError, match="experts"):
+        build_manifest(other, resolved("nvfp4"), recipe("nvfp4"), seq=32, device=device)
+
+
+def test_what_is_not_built_for_experts_is_refused_by_name():
+    for field in ("radar", "telemetry"):
+        with pytest.raises(ValueError, match="experts"):
+            config(**{field: 10})
+    with pytest.raises(ValueError, match="experts"):
+        models.check_mesh(TINY, make_mesh({"fsdp": 2}, jax.devices("cpu")[:2]))
+    with pytest.raises(ValueError, match="experts_per_token"):
+        TINY.replace(experts_per_token=9)
+    with pytest.raises(ValueError, match="norm_topk"):
+        TINY.replace(qk_norm=False, norm_topk=False)
