@@ -16,8 +16,8 @@ from halfbyte.train import CheckpointConfig
 def whole(tmp_path_factory, compile_cache, warm):
     """(runner, directory of an uninterrupted run on 1 process x 4 devices): nvfp4, accumulation, fsdp and tensor."""
     folder = tmp_path_factory.mktemp("processes")
-    saves = CheckpointConfig(every=10, keep_last=2)
-    config = tiny(recipe="nvfp4", steps=60, accumulate=2, mesh="fsdp=2,tensor=2", checkpoint=saves)
+    saves = CheckpointConfig(every=4, keep_last=2)
+    config = tiny(recipe="nvfp4", steps=34, accumulate=2, mesh="fsdp=2,tensor=2", checkpoint=saves)
     runner = Runner(folder, config, compile_cache, warm)
     code, output = runner.run(folder / "whole", devices=4)
     assert code == 0, output
@@ -27,9 +27,9 @@ def whole(tmp_path_factory, compile_cache, warm):
 def test_killed_restarted_preempted_and_moved(whole, tmp_path):
     """Two processes, both killed; restarted, one of them told to stop; then one process takes over the four devices."""
     runner, reference = whole
-    code, output = runner.killed_at(tmp_path / "run", 15, processes=2, devices=2)
+    code, output = runner.killed_at(tmp_path / "run", 10, processes=2, devices=2)
     assert code == -signal.SIGKILL, output
-    code, output = runner.killed_at(tmp_path / "run", 35, number=signal.SIGTERM, processes=2, devices=2)
+    code, output = runner.killed_at(tmp_path / "run", 20, number=signal.SIGTERM, processes=2, devices=2)
     assert code == 75, output
     assert "resuming" in output
     assert losses(tmp_path / "run") == losses(reference)[: len(losses(tmp_path / "run"))]
