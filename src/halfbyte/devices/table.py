@@ -225,8 +225,8 @@ _TABLE = (
         bandwidth=1.792e12,
         sources=dict.fromkeys(
             ("capability", "sms", "clock_ghz", "l2_bytes", "memory_bytes", "bandwidth"),
-            "NVIDIA RTX Blackwell GPU architecture whitepaper, table of the GeForce RTX 5090; its peaks are left out,"
-            " because they depend on the accumulator",
+            "public listings of the GeForce RTX 5090, not NVIDIA's own whitepaper; its peaks are left out, because they"
+            " depend on the accumulator",
         ),
     ),
     Device(
@@ -258,8 +258,8 @@ _TABLE = (
         bandwidth=273e9,
         sources=dict.fromkeys(
             ("capability", "sms", "clock_ghz", "l2_bytes", "memory_bytes", "bandwidth"),
-            "NVIDIA DGX Spark page: 6,144 CUDA cores (48 SMs), 128 GB, 273 GB/s; clock and L2 as owners post them from"
-            " deviceQuery, not confirmed by a page of NVIDIA",
+            "NVIDIA DGX Spark page: 6,144 CUDA cores (48 SMs), 128 GB, 273 GB/s; clock and L2 are assumed, confirmed"
+            " by no source, and used to compile without the card alone",
         ),
     ),
     Device(name="cpu", description="CPU through XLA", platform="cpu"),
