@@ -10,14 +10,17 @@ import pytest
 
 from halfbyte.devices import (
     DEVICES,
+    NOT_ASKED,
     UNITS,
     Device,
     device,
+    doubt,
     lookup,
     native_inference,
     native_training,
     settle_platform,
 )
+from halfbyte.devices.cudnn import is_here
 
 GPUS = [name for name in DEVICES if name != "cpu"]
 FACTS = ("capability", "sms", "clock_ghz", "l2_bytes", "memory_bytes", "bandwidth")
@@ -79,10 +82,24 @@ def test_hopper_has_no_peak_for_what_it_emulates():
     [
         ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA H200 141GB HBM3e", "h200"),
         ("NVIDIA B200", "b200"), ("NVIDIA GB200", "gb200"), ("NVIDIA B300 SXM6 AC", "b300"), ("NVIDIA GB300", "gb300"),
+        ("NVIDIA GeForce RTX 5090", "rtx-5090"), ("NVIDIA GB10", "spark"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"),
     ],
 )  # fmt: skip
 def test_lookup_knows_the_boards_of_the_table(kind, name):
     assert lookup(jax_device(kind)) is DEVICES[name]
+
+
+@pytest.mark.parametrize("kind, doubted", [
+    ("NVIDIA H200 141GB HBM3e", None), ("NVIDIA GeForce RTX 5080", NOT_ASKED),
+    ("NVIDIA RTX PRO 6000 Blackwell Server Edition", NOT_ASKED),
+])  # fmt: skip
+def test_a_board_of_any_edition_is_here_and_asked(monkeypatch, kind, doubted):
+    board = jax_device(kind, compute_capability="12.0")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [board])
+    assert is_here(lookup(board)) and not is_here(DEVICES["b200"])
+    assert doubt(lookup(board)) == doubted
 
 
 @pytest.mark.parametrize(

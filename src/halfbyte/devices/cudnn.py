@@ -3,15 +3,21 @@
 import contextlib
 from collections.abc import Iterator
 
+from halfbyte.devices.lookup import lookup
 from halfbyte.devices.table import Device
 from halfbyte.devices.target import CUDNN_VERSION
 
 
 def is_here(device: Device) -> bool:
-    """Whether `device` is this machine's GPU, and not one that programs are compiled for."""
+    """Whether `device` is this machine's GPU, and not one that programs are compiled for. An entry of the table may
+    stand for boards of several names.
+    """
     import jax
 
-    return jax.default_backend() == "gpu" and jax.devices()[0].device_kind == device.kind
+    if jax.default_backend() != "gpu":
+        return False
+    here = lookup(jax.devices()[0])
+    return (here.name, here.kind) == (device.name, device.kind)
 
 
 def cudnn_version(device: Device) -> tuple[int, int, int]:
