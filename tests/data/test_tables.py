@@ -145,9 +145,31 @@ def splits(folder):
     return as_saved(folder / "test").parent
 
 
-def no_list(folder):
-    (as_saved(folder) / "state.json").write_text("[1]")
+def no_list(folder, text="[1]"):
+    (as_saved(folder) / "state.json").write_text(text)
     return folder
+
+
+def as_text(values):
+    """Bytes that claim to be text."""
+    return pa.Array.from_buffers(pa.string(), len(values), pa.array(values, pa.binary()).buffers())
+
+
+def shared(text, rows):
+    """One text of many rows."""
+    return pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array([text]))
+
+
+def named(path, *names):
+    pq.write_table(pa.table([TEXTS] * len(names), names), path)
+    return path
+
+
+def numbered(path):
+    """A short example whose source is no text; all of it is UTF-8."""
+    text = message(1, b"text") + message(2, message(1, message(1, b"ab")))
+    source = message(1, b"source") + message(2, message(3, b"\x01"))
+    return records(path, message(1, message(1, text) + message(1, source)))
 
 
 HOSTILE = {
@@ -155,24 +177,29 @@ HOSTILE = {
     "flipped parquet": lambda p: flipped(parquet(p / "a.parquet", text=TEXTS)),
     "empty parquet": lambda p: (p / "a.parquet").write_bytes(b"") or p / "a.parquet",
     "wrong column": lambda p: parquet(p / "a.parquet", content=TEXTS),
-    "twice": lambda p: pq.write_table(pa.table([TEXTS, TEXTS], ["text", "text"]), p / "a.parquet") or p / "a.parquet",
+    "twice": lambda p: named(p / "a.parquet", "text", "text"),
     "nested": lambda p: parquet(p / "a.parquet", text=[{"a": "b"}]),
     "lists": lambda p: parquet(p / "a.parquet", text=[["a"], ["b"]]),
     "numbers": lambda p: parquet(p / "a.parquet", text=[1, 2]),
     "null": lambda p: parquet(p / "a.parquet", text=["a", None]),
     "source of numbers": lambda p: parquet(p / "a.parquet", text=["a"], source=[1]),
     "giant": lambda p: parquet(p / "a.parquet", text=["x" * 3000, "y"]),
+    "text of bytes": lambda p: parquet(p / "a.parquet", text=as_text([b"ok", b"\xff\xfe"])),
+    "shared giant": lambda p: parquet(p / "a.parquet", text=shared("x" * 3000, 2000)),
+    "source twice": lambda p: named(p / "a.parquet", "text", "source", "source"),
     "bomb": lambda p: parquet(p / "a.parquet", text=["x" * (4 << 20)]),
     "cut arrow": lambda p: cut(as_saved(p) / "data-00001-of-00002.arrow"),
     "no arrow": lambda p: cut(stream(p / "a.arrow", "text")),
     "offsets": lambda p: stream(p / "a.arrow", "text"),
     "splits": splits,
     "no list": no_list,
+    "list of no tables": lambda p: no_list(p, '{"_data_files": [{"filename": "state.json"}]}'),
     "missing shard": lambda p: (as_saved(p) / "data-00001-of-00002.arrow").unlink() or p,
     "cut records": lambda p: cut(as_json_records(p) / "a.array_record"),
     "record without text": lambda p: records(p / "a.array_record", b'{"text": "a"}', b'{"a": "text"}'),
     "record of another kind": lambda p: records(p / "a.array_record", example(text="a"), b"plain"),
     "record of bytes": lambda p: records(p / "a.array_record", b"\xff\xfe\x00"),
+    "source of an example": lambda p: numbered(p / "a.arrayrecord"),
     "number in an example": lambda p: records(p / "a.arrayrecord", message(1, message(1, message(1, b"text")))),
     "giant record": lambda p: records(p / "a.array_record", b"x" * 3000),
 }
@@ -189,6 +216,19 @@ def test_a_hostile_table_is_one_paragraph(tmp_path, capfd, monkeypatch, kind):
     error = capfd.readouterr().err
     assert "Traceback" not in error and error.count("halfbyte:") == 1 and str(given.name)[:6] in error
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_text_of_many_rows_is_copied_a_few_at_a_time(tmp_path, kind):
+    path, table = tmp_path / f"a.{kind}", pa.table({"text": shared("x" * (tables.BATCH // 4), 50)})
+    if kind == "parquet":
+        pq.write_table(table, path, compression="zstd", store_schema=False)
+    else:
+        with pa.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table)
+    blocks = [block for block, _ in tables.lines(path, name="a", column="text")]
+    assert sum(block.count(b"\n") for block in blocks) == 50
+    assert max(map(len, blocks)) < 1.5 * tables.BATCH  # a MiB, and what JSON adds
 
 
 def test_without_pyarrow_it_says_what_to_install(tmp_path, monkeypatch):

@@ -35,14 +35,17 @@ def lines(path: Path, *, name: str, column: str) -> Iterator[Block]:
 
 def _parquet(path: Path, name: str, column: str) -> Iterator[Block]:
     parquet = _pyarrow("pyarrow.parquet")
-    with _reading(name), parquet.ParquetFile(path, page_checksum_verification=True) as file:
-        wanted, groups = _columns(file.schema_arrow, name, column), file.metadata.num_row_groups
-        number = 1
-        for group in range(groups):
-            rows = _batch_rows(file.metadata.row_group(group), name, wanted)
-            for batch in file.iter_batches(rows, row_groups=[group], columns=wanted):
-                yield _written(batch, name, column, number), path.stat().st_size * (group + 1) // groups
-                number += batch.num_rows
+    with _reading(name):
+        wanted = _columns(parquet.read_schema(path), name, column)
+        # What a file stores once for many rows stays one text in memory too.
+        with parquet.ParquetFile(path, page_checksum_verification=True, read_dictionary=wanted) as file:
+            number, groups = 1, file.metadata.num_row_groups
+            for group in range(groups):
+                rows = _batch_rows(file.metadata.row_group(group), name, wanted)
+                for batch in file.iter_batches(rows, row_groups=[group], columns=wanted):
+                    for written in _written(batch, name, column, number):
+                        yield written, path.stat().st_size * (group + 1) // groups
+                    number += batch.num_rows
 
 
 def _batch_rows(group: Any, name: str, wanted: list[str]) -> int:
@@ -69,12 +72,9 @@ def _arrow(path: Path, name: str, column: str) -> Iterator[Block]:
         batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
         number = 1
         for batch in batches:
-            kept = batch.select(wanted)
-            kept.validate(full=True)  # offsets that point outside, text that is no UTF-8
-            for start in range(0, kept.num_rows, MOST_ROWS):
-                part = kept.slice(start, MOST_ROWS)
-                yield _written(part, name, column, number), min(stored.tell(), path.stat().st_size)
-                number += part.num_rows
+            for written in _written(batch.select(wanted), name, column, number):
+                yield written, min(stored.tell(), path.stat().st_size)
+            number += batch.num_rows
 
 
 def _pyarrow(module: str) -> Any:
@@ -94,6 +94,8 @@ def _columns(schema: Any, name: str, column: str) -> list[str]:
         )
     wanted = [column, *([SOURCE] if SOURCE in schema.names and column != SOURCE else [])]
     for each in wanted:
+        if schema.get_field_index(each) < 0:
+            raise ValueError(f"{name}: several columns {each!r}; leave one of them")
         kind = schema.field(each).type
         kind = kind.value_type if types.is_dictionary(kind) else kind
         if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
@@ -104,7 +106,30 @@ def _columns(schema: Any, name: str, column: str) -> list[str]:
     return wanted
 
 
-def _written(batch: Any, name: str, column: str, number: int) -> bytes:
+def _written(batch: Any, name: str, column: str, number: int) -> Iterator[bytes]:
+    """The lines of a batch, about a MiB at a time: rows may share one stored text, and every line has its own."""
+    batch.validate(full=True)  # offsets that point outside, text that is no UTF-8
+    held = start = 0
+    for row, sizes in enumerate(zip(*(_sizes(each) for each in batch.columns), strict=True)):
+        if max(sizes) > MOST_TEXT:
+            raise ValueError(_too_long(name, f"row {number + row} has {max(sizes) >> 20} MiB"))
+        held += sum(sizes)
+        if held >= BATCH or row - start + 1 == MOST_ROWS or row + 1 == batch.num_rows:
+            yield _lines(batch.slice(start, row - start + 1), name, column, number + start)
+            held, start = 0, row + 1
+
+
+def _sizes(texts: Any) -> list[int]:
+    """Bytes of each text, before one of them is copied."""
+    compute, types = _pyarrow("pyarrow.compute"), _pyarrow("pyarrow.types")
+    stored = texts.dictionary if types.is_dictionary(texts.type) else texts
+    if types.is_string_view(stored.type):  # which has no such function: a row at a time
+        return [BATCH] * len(texts)
+    sizes = compute.binary_length(stored)
+    return [size or 0 for size in (sizes if stored is texts else sizes.take(texts.indices)).to_pylist()]
+
+
+def _lines(batch: Any, name: str, column: str, number: int) -> bytes:
     texts = batch.column(column).to_pylist()
     names = batch.schema.names
     sources = batch.column(SOURCE).to_pylist() if SOURCE in names and column != SOURCE else [None] * len(texts)
@@ -193,7 +218,7 @@ def _example_line(record: bytes, column: str) -> bytes:
     if not features:
         raise ValueError("no feature")
     wanted = {}
-    for name in {column, SOURCE} & features.keys():
+    for name in {column, SOURCE} & features.keys() if column else ():
         (wanted[name],) = (value.decode() for _, value in _fields(dict(_fields(features[name]))[1]))
     if column and column not in wanted:
         raise KeyError(column)
@@ -254,6 +279,8 @@ def _listed(state: Path) -> list[Path]:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{state}: no list of data files ({error}); save the data set again") from None
     for path in found:
+        if path.suffix.lower() not in KINDS:
+            raise ValueError(f"{state}: lists {path.name!r}, which is no table; save the data set again")
         if not path.is_file():
             raise ValueError(f"{path}: missing, though {state.name} lists it; copy the folder again")
     return found
