@@ -61,6 +61,17 @@ def test_what_no_part_has_made_is_made_by_the_packer(tmp_path, folder):
     assert contents(prepare(folder, out=out, **options, **PACKED).directory) == one
 
 
+def test_a_part_may_begin_while_another_does(tmp_path, folder):
+    """Array jobs start at once: the folder is there, and not yet what says whose it is."""
+    out = tmp_path / "set"
+    (tmp_path / "set.parts").mkdir()
+    (tmp_path / "set.parts" / ".request.json.1.tmp").touch()
+    assert prepare_part(folder, part=(1, PARTS), out=out, tokenizer="bytes", val_fraction=0.0)
+    (tmp_path / "set.parts" / "request.json").unlink()  # now it holds tokens of nobody knows what
+    with pytest.raises(ValueError, match=r"set\.parts: no folder of parts"):
+        prepare_part(folder, part=(1, PARTS), out=out, tokenizer="bytes", val_fraction=0.0)
+
+
 def test_parts_of_something_else_are_refused(tmp_path, folder, capfd):
     out = tmp_path / "set"
     all_parts(folder, out, val_fraction=0.0)

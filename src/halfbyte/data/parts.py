@@ -43,7 +43,7 @@ class Parts:
         self.request = {**settings, "files": [[file.name, file.size] for file in files]}
         self._numbers = {file.path: number for number, file in enumerate(files)}
         self._digest = functools.cache(sha256_of)
-        if self.folder.exists() and canonical(_request_in(self.folder)) != canonical(self.request):
+        if _begun(self.folder) and canonical(_request_in(self.folder)) != canonical(self.request):
             raise ValueError(
                 f"{self.folder}: holds parts of another request (other settings, or files of other names and sizes); "
                 "remove it, or give the arguments that its parts had"
@@ -80,7 +80,7 @@ class Parts:
                 raise ValueError(f"{place}: made of other content than {file.name} has now; remove {self.folder}")
             for number in range(1, reader.num_records()):
                 yield LOAD[stage](reader.read([number])[0])
-        except (RuntimeError, IndexError, TypeError, AttributeError) as error:
+        except (RuntimeError, IndexError, TypeError, AttributeError, ArithmeticError) as error:
             raise ValueError(f"{place}: damaged ({error}); remove it, and it is made again") from error
 
     def _origin(self, file: InputFile, rule: SplitRule) -> bytes:
@@ -92,10 +92,15 @@ class Parts:
         return self.folder / f"{stage}-{self._numbers[file.path]:06d}.array_record"
 
 
+def _begun(folder: Path) -> bool:
+    """Whether a part has said in it whose it is; another that begins just now has made the folder alone."""
+    return folder.exists() and any(not path.name.startswith(".") for path in folder.iterdir())
+
+
 def _request_in(folder: Path) -> Any:
     try:
         return read_json(folder / REQUEST)
-    except ValueError as error:
+    except (ValueError, FileNotFoundError) as error:
         raise ValueError(f"{folder}: no folder of parts ({error}); remove it") from error
 
 

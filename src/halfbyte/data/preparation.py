@@ -163,7 +163,8 @@ def _existing(out: Path, request: dict[str, Any], *, overwrite: bool, progress: 
         return None
     manifest = read_manifest(out)
     if canonical(manifest.request) != canonical(request):
-        fields = sorted(k for k in request if canonical(request[k]) != canonical(manifest.request.get(k)))
+        keys = {*request, *manifest.request}
+        fields = sorted(k for k in keys if canonical(request.get(k)) != canonical(manifest.request.get(k)))
         raise ValueError(
             f"{out}: holds a data set made from another request (different: {', '.join(fields)}); "
             "choose another --out, or --overwrite to replace it"
