@@ -76,6 +76,11 @@ def test_what_fails_or_does_not_fit_is_said_and_wins_nothing(eight, monkeypatch)
     assert [c.order for c in listed] == sorted(c.order for c in listed)
 
 
+def test_the_front_has_what_nothing_else_beats():
+    made = [SimpleNamespace(seconds=s, bytes_needed=b, known_from="bound") for s, b in ((1, 9), (1, 9), (2, 9), (3, 8))]
+    assert front(made) == [made[0], made[1], made[3]]  # the third is slower in the same memory
+
+
 def test_a_batch_that_does_not_fit_is_cut_into_microbatches(eight):
     config = dataclasses.replace(eight[0], batch=256)
     found = search(config, eight[1], minutes=0, say=lambda _: None)

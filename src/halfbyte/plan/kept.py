@@ -81,7 +81,7 @@ def _key(facts: Mapping[str, Any]) -> str:
 
 @cache
 def _versions() -> list[str]:
-    found = {f"{each.name} {each.version}" for each in distributions() if each.name.startswith(COMPILER)}
+    found = {f"{each.name} {each.version}" for each in distributions() if (each.name or "").startswith(COMPILER)}
     return [platform.python_version(), *sorted(found)]
 
 

@@ -155,10 +155,9 @@ def is_own(config: TrainConfig, own: TrainConfig) -> bool:
 def front(found: Sequence[Candidate]) -> list[Candidate]:
     """Those that no other beats in both speed and memory: programs if any was compiled, else bounds."""
     programs = [c for c in found if c.known_from == "compiled"] or found
-    return [
-        c for c in programs
-        if not any(o.seconds <= c.seconds and o.bytes_needed < c.bytes_needed for o in programs if o is not c)
-    ]  # fmt: skip
+    places = {(c.seconds, c.bytes_needed) for c in programs}
+    beaten = {(s, b) for s, b in places if any(o <= s and m <= b and (o, m) != (s, b) for o, m in places)}
+    return [c for c in programs if (c.seconds, c.bytes_needed) not in beaten]
 
 
 def rank(config: TrainConfig, found: Sequence[Candidate]) -> int | None:
