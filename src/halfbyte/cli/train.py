@@ -42,7 +42,7 @@ SWITCHES = (
     "--deterministic", "--no-deterministic", "--allow-change", "--no-allow-change", "--json", "--sample", "--no-sample",
     "--log.tensorboard", "--log.no-tensorboard", "--model.tied", "--model.no-tied", "--model.qk-norm",
     "--model.no-qk-norm", "--model.joint-qk-norm", "--model.no-joint-qk-norm", "--model.norm-topk",
-    "--model.no-norm-topk",
+    "--model.no-norm-topk", "--validation.at-end", "--validation.no-at-end",
 )  # fmt: skip
 """Flags without a value: the word behind one may be the run's name."""
 
