@@ -87,6 +87,7 @@ def run(args: Args) -> Result:
     from halfbyte.recipe import recipe
 
     say, mocked = printer(mock), mock is not None and mock.mocked
+    conformance.ask_card(say)  # or `auto` would emulate on a card that trains natively
     chosen = [recipe(name) for name in args.recipes.split(",")]
     checks = {r.name: conformance.operands_agree(r) for r in chosen if r.quantized}
     passed = all(all(found.values()) for found in checks.values())

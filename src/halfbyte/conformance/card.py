@@ -26,24 +26,30 @@ def ask_card(say: Callable[[str], None]) -> str | None:
     answers, key = _remembered(), _key(device)
     if isinstance(answers.get(key), str):
         settle(device, answers[key])
-        say(f"{device.name} has answered before: 4-bit GEMMs are {'emulated' if answers[key] else 'native'}")
+        refused = f"emulated, because {answers[key]}; remove {user_cache() / FILE} and it is asked again"
+        say(f"{device.name} has answered before: 4-bit GEMMs are {refused if answers[key] else 'native'}")
         return doubt(device)
-    settle(device, refusal := _compared())
-    with contextlib.suppress(OSError):  # it is asked again by the next process
-        user_cache().mkdir(parents=True, exist_ok=True)
-        replace_file(user_cache() / FILE, json.dumps({**answers, key: refusal}, indent=1) + "\n")
+    refusal, final = _compared()
+    settle(device, refusal)
+    if final:
+        with contextlib.suppress(OSError):  # it is asked again by the next process
+            user_cache().mkdir(parents=True, exist_ok=True)
+            replace_file(user_cache() / FILE, json.dumps({**answers, key: refusal}, indent=1) + "\n")
     verdict = f"emulated, because {refusal}" if refusal else "native: they equal emulated ones"
     say(f"{device.name} was asked: 4-bit GEMMs are {verdict}")
     return doubt(device)
 
 
-def _compared() -> str:
-    """Why native GEMMs are refused, or nothing."""
+def _compared() -> tuple[str, bool]:
+    """Why native GEMMs are refused, or nothing; and whether that is the card's answer. A program that did not run (no
+    memory left, no engine) is none: the next process asks again.
+    """
     try:
         native_gemms_agree(recipe("nvfp4"))
     except (SelfTestFailed, jax.errors.JaxRuntimeError, ValueError) as error:
-        return f"the card's own are not right ({' '.join(str(error).split())[:300]})"
-    return ""
+        said = f"the card's own are not right ({' '.join(str(error).split())[:300]})"
+        return said, isinstance(error, SelfTestFailed)
+    return "", True
 
 
 def _remembered() -> dict[str, str]:

@@ -8,7 +8,7 @@ from halfbyte.devices.cudnn import is_here
 from halfbyte.devices.table import Device
 from halfbyte.devices.units import ASKED
 
-NOT_ASKED = "this card was not asked yet whether its 4-bit GEMMs are right; `halfbyte train` and `halfbyte doctor` do"
+NOT_ASKED = "this card was not asked yet whether its 4-bit GEMMs are right; `halfbyte train`, `bench` and `doctor` do"
 _answers: dict[str, str] = {}  # board -> why it is refused, or nothing
 
 
