@@ -102,7 +102,8 @@ class Warm:
         socket.send_fds(connection, [json.dumps(request).encode()], [output])
         said = b""
         while not said.endswith(b"\n"):
-            said += connection.recv(1)
+            said += (heard := connection.recv(1))
+            assert heard, "the warm process has ended; see warm.log"
         return Child(connection, json.loads(said)["pid"], self._spend)
 
     def _spend(self, seconds: float) -> None:
