@@ -61,6 +61,16 @@ def test_what_no_part_has_made_is_made_by_the_packer(tmp_path, folder):
     assert contents(prepare(folder, out=out, **options, **PACKED).directory) == one
 
 
+def test_what_a_preparation_writes_is_none_of_its_input(tmp_path, folder):
+    """--out may lie in the folder that is read: shards and parts there are no texts."""
+    out = folder / "set"
+    for part in (1, 2):
+        assert prepare_part(folder, part=(part, 2), out=out, tokenizer="bytes", val_fraction=0.0)
+    assert [prepare(folder, out=out, tokenizer="bytes", val_fraction=0.0).fresh for _ in range(2)] == [True, False]
+    with pytest.raises(ValueError, match="no file in this directory"):
+        prepare(out, out=tmp_path / "again", tokenizer="bytes")
+
+
 def test_a_part_may_begin_while_another_does(tmp_path, folder):
     """Array jobs start at once: the folder is there, and not yet what says whose it is."""
     out = tmp_path / "set"

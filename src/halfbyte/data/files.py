@@ -8,6 +8,7 @@ import dataclasses
 import glob
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -24,6 +25,7 @@ MOST_LINE = 64 << 20
 MOST_SOURCE = 200
 """Characters of a source's name."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+OURS = re.compile(r"((train|validation)-\d{3,}-\d{5,}|(?P<part>(summary|tokens)-\d{6,}))\.array_record")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +85,7 @@ def _expand(argument: str) -> list[tuple[Path, str]]:
     path = home_expanded(argument)
     accepted = f"{', '.join(JSONL + TEXT)} (also with .xz, .gz or .zst), {', '.join(tables.KINDS)}"
     if path.is_dir():
-        found = [p for p in path.rglob("*") if p.is_file()]
+        found = [p for p in path.rglob("*") if p.is_file() and not _written_by_us(p)]
         saved = tables.saved_in(found)
         inside = sorted({p for p in found if kind_of(p) and p.parent not in saved}.union(*saved.values()))
         if not inside:
@@ -98,6 +100,12 @@ def _expand(argument: str) -> list[tuple[Path, str]]:
     if not matches:
         raise ValueError(f"{argument}: no such file or directory, and as a pattern it matches nothing readable")
     return [(p, p.name) for p in matches]
+
+
+def _written_by_us(path: Path) -> bool:
+    """Whether a preparation has left it in a folder of texts: shards of a data set, or what its parts keep."""
+    found = OURS.fullmatch(path.name)
+    return found is not None and path.with_name("request.json" if found["part"] else "manifest.json").is_file()
 
 
 def sha256_of(path: Path) -> str:
