@@ -115,5 +115,7 @@ def test_what_is_not_built_for_experts_is_refused_by_name():
         models.check_mesh(TINY, make_mesh({"fsdp": 2}, jax.devices("cpu")[:2]))
     with pytest.raises(ValueError, match="experts_per_token"):
         TINY.replace(experts_per_token=9)
+    with pytest.raises(ValueError, match="262,144 experts"):  # a config.json may say anything
+        TINY.replace(layers=10_000, experts=65_536)
     with pytest.raises(ValueError, match="norm_topk"):
         TINY.replace(qk_norm=False, norm_topk=False)

@@ -30,6 +30,8 @@ from halfbyte.ops.activation import ACTIVATIONS
 
 EXPERT_SITES = ("expert_gate", "expert_up", "expert_down")
 MOST_LAYERS = 10_000
+MOST_EXPERTS = 1 << 18
+"""Of all layers together: each is three tensors of a folder."""
 MOST_PARAMETERS = 10**14
 """A hundred times the largest model that was ever trained; more is a slip, and no machine could hold its shapes."""
 
@@ -81,6 +83,11 @@ class LlamaConfig:
                 f"model {self.name}: activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}"
             )
         check_whole(f"model {self.name}: experts", self.experts, most=65536, zero="one MLP a layer")
+        if self.layers * self.experts > MOST_EXPERTS:
+            raise ValueError(
+                f"model {self.name}: {self.layers:,} layers of {self.experts:,} experts; {MOST_EXPERTS:,} experts are "
+                "the most that a model may have: take fewer layers or experts"
+            )
         if not (self.experts == self.experts_per_token == 0 or 1 <= self.experts_per_token <= self.experts):
             raise ValueError(
                 f"model {self.name}: experts_per_token must be between 1 and experts ({self.experts}), and 0 without "
