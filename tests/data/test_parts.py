@@ -1,10 +1,11 @@
 """`--part I/N`: what N machines make of their files, packed by one. Oracle: the bytes that one machine makes."""
 
+import numpy as np
 import pytest
 
 from halfbyte.cli.main import main
 from halfbyte.data import open_dataset, prepare, prepare_part
-from halfbyte.data.encoding import Encoder
+from halfbyte.data.encoding import Encoder, Run
 
 from .conftest import make_documents, write_jsonl
 from .test_prepare import contents
@@ -59,6 +60,23 @@ def test_what_no_part_has_made_is_made_by_the_packer(tmp_path, folder):
     out = tmp_path / "set"
     assert prepare_part(folder, part=(2, PARTS), out=out, **options)  # nothing is held out by hash: no summaries
     assert contents(prepare(folder, out=out, **options, **PACKED).directory) == one
+
+
+HOSTILE = {
+    "a file elsewhere": ({("../escaped", "default"): Run(np.ones(4000, np.uint32), np.ones(4000, bool), 1)}, "damaged"),
+    "no such token": ({("train", "default"): Run(np.full(9, 999, np.uint32), np.ones(9, bool), 1)}, "vocabulary of"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_part_is_refused(tmp_path, folder, monkeypatch, kind):
+    runs, words = HOSTILE[kind]
+    with monkeypatch.context() as patch:
+        patch.setattr(Encoder, "encode", lambda self, chunk: runs)
+        assert prepare_part(folder, part=(1, 1), out=tmp_path / "set", tokenizer="bytes", val_fraction=0.0)
+    with pytest.raises(ValueError, match=words):
+        prepare(folder, out=tmp_path / "set", tokenizer="bytes", val_fraction=0.0, **PACKED)
+    assert not list(tmp_path.rglob("escaped*")) and not (tmp_path / "set").exists()
 
 
 def test_what_a_preparation_writes_is_none_of_its_input(tmp_path, folder):

@@ -6,6 +6,7 @@ it is whole: a part that was killed leaves nothing that counts, and is done agai
 what it does not find it makes itself, so the bytes that come out are those of one machine.
 """
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -20,7 +21,7 @@ from halfbyte.data.encoding import Run
 from halfbyte.data.files import InputFile, sha256_of
 from halfbyte.data.manifest import canonical
 from halfbyte.data.shards import open_shard
-from halfbyte.data.splitting import SplitRule, Summary
+from halfbyte.data.splitting import SPLITS, SplitRule, Summary
 from halfbyte.inputs import parse_json, read_json, replace_file
 
 SUMMARY, TOKENS = "summary", "tokens"
@@ -75,13 +76,14 @@ class Parts:
         """The results of a file, one a chunk; ValueError if the file or the rule was another then."""
         place = self._place(stage, file)
         reader = open_shard(place)
-        try:
-            if reader.num_records() == 0 or reader.read([0])[0] != self._origin(file, rule):
-                raise ValueError(f"{place}: made of other content than {file.name} has now; remove {self.folder}")
-            for number in range(1, reader.num_records()):
-                yield LOAD[stage](reader.read([number])[0])
-        except (RuntimeError, IndexError, TypeError, AttributeError, ArithmeticError) as error:
-            raise ValueError(f"{place}: damaged ({error}); remove it, and it is made again") from error
+        with _naming(place):
+            first = reader.read([0])[0] if reader.num_records() else b""
+        if first != self._origin(file, rule):
+            raise ValueError(f"{place}: made of other content than {file.name} has now; remove {self.folder}")
+        for number in range(1, reader.num_records()):
+            with _naming(place):
+                found = LOAD[stage](reader.read([number])[0])
+            yield found
 
     def _origin(self, file: InputFile, rule: SplitRule) -> bytes:
         stated = {name: dataclasses.astuple(summary) for name, summary in rule.sources.items()}
@@ -90,6 +92,15 @@ class Parts:
 
     def _place(self, stage: str, file: InputFile) -> Path:
         return self.folder / f"{stage}-{self._numbers[file.path]:06d}.array_record"
+
+
+@contextlib.contextmanager
+def _naming(place: Path) -> Iterator[None]:
+    """Whatever is wrong with a stored result, as a ValueError that names its file."""
+    try:
+        yield
+    except (RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
+        raise ValueError(f"{place}: damaged ({error}); remove it, and it is made again") from error
 
 
 def _begun(folder: Path) -> bool:
@@ -124,6 +135,8 @@ def load_runs(stored: bytes) -> dict[tuple[str, str], Run]:
     head, _, rest = stored.partition(b"\n")
     runs = {}
     for split, source, count, size in parse_json(head.decode(), what="a part's head"):
+        if split not in SPLITS or not isinstance(source, str) or type(count) is not int or count < 0:
+            raise ValueError("not what a part keeps")  # a split is the beginning of a file's name
         tokens = np.frombuffer(rest, "<u4", count).astype(np.uint32)
         starts = np.unpackbits(np.frombuffer(rest, np.uint8, (count + 7) // 8, 4 * count), count=count).astype(bool)
         rest = rest[4 * count + (count + 7) // 8 :]

@@ -200,7 +200,8 @@ class _Job:
         for file in (file for file in files if file.kind == "text"):
             found = next(self._kept(SUMMARY, file, meter), None) if self.parts.has(SUMMARY, file) else None
             summary = self._summarize_text(file, meter) if found is None else found
-            self.text_keys[file.path] = summary[self.default_source].smallest if summary else 0
+            own = summary.get(self.default_source)
+            self.text_keys[file.path] = 0 if own is None else own.smallest
             yield summary
         summarized = functools.partial(summarize, default_source=self.default_source)
         yield from self._results(SUMMARY, summarized, [f for f in files if f.kind == "jsonl"], meter)

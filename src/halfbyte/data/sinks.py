@@ -19,7 +19,7 @@ class Sinks:
     """Takes runs in order; sources are numbered as they first appear."""
 
     def __init__(self, directory: Path, seq_len: int, vocab_size: int, shard_bytes: int):
-        self.directory, self.shard_bytes = directory, shard_bytes
+        self.directory, self.vocab_size, self.shard_bytes = directory, vocab_size, shard_bytes
         self.dtype = row_dtype(seq_len, vocab_size)
         self.sources: dict[str, int] = {}
         self._sinks: dict[tuple[str, str], tuple[Packer, ShardWriter]] = {}
@@ -28,6 +28,11 @@ class Sinks:
 
     def take(self, runs: Mapping[tuple[str, str], Run]) -> None:
         for place, run in runs.items():
+            if run.tokens.max(initial=0) >= self.vocab_size:
+                raise ValueError(
+                    f"a part has token {run.tokens.max()}, outside the tokenizer's vocabulary of {self.vocab_size}; "
+                    "remove the folder of parts"
+                )
             packer, writer = self._sink(place)
             writer.write(packer.add(run.tokens, run.starts))
             self._documents[place] += int(np.count_nonzero(run.starts))
