@@ -97,6 +97,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_helps(capfd):
     (("--tokens", "many"), "15T"),
     (("--batch", "-1"), "0 or more"),
     (("--batch", "33"), "no multiple of 32"),
+    (("--search", "--minutes", "nan"), "minutes must be 0 or more"),
 ])  # fmt: skip
 def test_impossible_questions_are_one_paragraph(capfd, flags, said):
     code, _, err = plan(capfd, "llama3.1-405b", *flags)

@@ -16,7 +16,7 @@ import tyro
 
 from halfbyte.cli.result import DONE, NOT_PASSED, BadInput, Result
 from halfbyte.cli.screen import console, table
-from halfbyte.inputs import check_output, replace_file
+from halfbyte.inputs import check_output, check_real, replace_file
 
 SHOWN = 12  # layouts in the table of --search
 
@@ -104,8 +104,10 @@ def config_of(args: Args, recipe: str, on: Any) -> tuple[Any, tuple[str, ...]]:
 
     preset = base_run(args.model)
     refuse_experts(preset.model, "plan")
-    if args.batch < 0 or args.layers < 0 or args.price < 0:
-        raise BadInput("batch, layers and price must be 0 or more")
+    if args.batch < 0 or args.layers < 0:
+        raise BadInput("batch and layers must be 0 or more")
+    check_real("price", args.price, holds=args.price >= 0, wanted="0 or more")
+    check_real("minutes", args.minutes, holds=args.minutes >= 0, wanted="0 or more")
     model = dataclasses.replace(preset.model, layers=args.layers or preset.model.layers)
     changes: dict[str, Any] = {"policy": args.policy, "remat": args.remat, "seq": args.seq or preset.seq or 8192}
     config = dataclasses.replace(
