@@ -1,6 +1,7 @@
 """Models with experts. Oracles: published sizes, a router in NumPy's float64, refusals by name."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,8 @@ import pytest
 
 from halfbyte import models, runs
 from halfbyte.devices import lookup
+from halfbyte.models import context, experts
+from halfbyte.nn import routing
 from halfbyte.nn.routing import route
 from halfbyte.recipe import policy, recipe
 from halfbyte.sharding import make_mesh
@@ -17,6 +20,7 @@ from halfbyte.train.state import create_state
 from halfbyte.train.step import make_train_step
 
 TINY = models.preset("moe-demo").replace(name="tiny", layers=2, embed=64, mlp=32, vocab_size=128, heads=2, kv_heads=1)
+NOT_NORMALISED = {"norm_topk": False, "joint_qk_norm": True}  # as OLMoE
 PUBLISHED = {  # all, and those that a token passes: as Hugging Face counts the releases, as their authors say
     "olmoe-1b-7b": (6_919_161_856, 1.3e9),
     "qwen3-30b-a3b": (30_532_122_624, 3.3e9),
@@ -43,6 +47,50 @@ def test_policies_quantize_experts_and_never_the_router(name):
     assert any("attention" in path for path in quantized) == (name == "all_linear")
     with pytest.raises(ValueError, match="experts"):
         policy("experts", "nvfp4").resolve(models.linear_sites(models.preset("demo")), 4)
+
+
+def check_layer(normalise):
+    """AssertionError where the layer is not what float64 says: route, pass each token's experts, weigh, add up. Two
+    experts' logits differ by 2^-12 of their size: in bfloat16 they are the same, and the first is taken.
+    """
+    random, cfg = np.random.default_rng(3), TINY.replace(**({} if normalise else NOT_NORMALISED))
+    shapes = {"router": (64, 8), "expert_gate": (8, 64, 32), "expert_up": (8, 64, 32), "expert_down": (8, 32, 64)}
+    weights = {name: random.normal(size=shape) / 8 for name, shape in shapes.items()}
+    weights["router"][:, 5] = weights["router"][:, 2] * (1 + 2.0**-12)
+    weights, h = jax.tree.map(np.float32, weights), random.normal(size=(2, 16, 64)).astype(np.float32)
+    here = context.LayerContext(context.PLAIN, {}, resolved("bf16").segments[0].recipes, None)
+    made = experts.experts_mlp(cfg, jax.tree.map(jnp.asarray, weights), jnp.asarray(h), here)
+    router, gate, up, down = (weights[name].astype(np.float64) for name in shapes)
+    x = h.reshape(-1, 64).astype(np.float64)
+    p = np.exp(x @ router)
+    p /= p.sum(1, keepdims=True)
+    kept = p * (p >= np.sort(p, 1)[:, -2:-1])  # two a token
+    g = np.einsum("td,edf->tef", x, gate)
+    each = np.einsum("tef,efd->ted", g / (1 + np.exp(-g)) * np.einsum("td,edf->tef", x, up), down)
+    expected = np.einsum("te,ted->td", kept / kept.sum(1, keepdims=True) if normalise else kept, each)
+    np.testing.assert_allclose(np.asarray(made).reshape(-1, 64), expected, atol=1e-5)
+
+
+def other_weights(monkeypatch):
+    real = experts.route
+    monkeypatch.setattr(experts, "route", lambda *given, normalise: real(*given, normalise=not normalise))
+
+
+def a_router_in_bf16(monkeypatch):
+    real = routing.jnp.dot
+    narrow = lambda *given, **how: real(*(a.astype(jnp.bfloat16) for a in given)).astype(jnp.float32)  # noqa: E731
+    monkeypatch.setattr(routing, "jnp", SimpleNamespace(**vars(jnp) | {"dot": narrow}))
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_a_planted_fault_of_the_router_is_found(monkeypatch, normalise):
+    """Weights normalised where the model does not, and the reverse; a router in bf16."""
+    check_layer(normalise)
+    for fault in (other_weights, a_router_in_bf16):
+        with monkeypatch.context() as planted:
+            fault(planted)
+            with pytest.raises(AssertionError):
+                check_layer(normalise)
 
 
 @pytest.mark.parametrize("normalise", [True, False])

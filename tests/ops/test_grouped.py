@@ -122,7 +122,25 @@ def bytes_counted_from_the_buffer(monkeypatch):
     monkeypatch.setattr(tiles, "_noise", lambda words, shape, found: real(words, shape, spoil(found)))
 
 
+def tail_rows_counted(monkeypatch):
+    real = grouped_qdots._checked
+    monkeypatch.setattr(grouped_qdots, "_checked", lambda *given: real(*given).at[-1].add(ROWS - int(COUNTS.sum())))
+
+
+def runs_of_two_experts(monkeypatch):
+    """Hadamard runs over tokens begin half a run late, in both operands of wgrad alike."""
+    real = tiles.transform_runs
+
+    def late(x, *, axis, points):
+        moved = jnp.roll(x, points // 2, axis) if axis == -2 else x
+        made = real(moved, axis=axis, points=points)
+        return jnp.roll(made, -points // 2, axis) if axis == -2 else made
+
+    monkeypatch.setattr(tiles, "transform_runs", late)
+
+
 FAULTS = (one_amax, blocks_of_two_experts, an_offset_one_block_off, bytes_counted_from_the_buffer)
+FAULTS_OF_DW = (runs_of_two_experts, tail_rows_counted)
 RANDOM_Y = dataclasses.replace(recipe("nvfp4_no_rht"), fprop_x=recipe("nvfp4_no_rht").dgrad_dy)
 
 
@@ -140,6 +158,20 @@ def test_a_planted_fault_is_found(monkeypatch, fault):
     assert np.array_equal(bits(right), bits(forward("auto")))
     fault(monkeypatch)
     assert not np.array_equal(bits(right), bits(forward.__wrapped__("auto")))
+
+
+@pytest.mark.parametrize("fault", FAULTS_OF_DW)
+def test_a_planted_fault_of_the_weight_gradient_is_found(monkeypatch, fault):
+    """What meets in wgrad alone: Hadamard runs over tokens, and rows that belong to nobody."""
+    given_to = *given(), jnp.asarray(COUNTS)
+    right = np.asarray(grouped("nvfp4")(*given_to)[2])
+
+    def agrees(dw):
+        return np.all(np.abs(np.asarray(dw) - right) <= 1e-6 * np.abs(right).max((1, 2), keepdims=True))
+
+    assert agrees(grouped("nvfp4", "auto")(*given_to)[2])
+    fault(monkeypatch)
+    assert not agrees(jax.jit(lambda *given: grouped.__wrapped__("nvfp4", "auto")(*given)[2])(*given_to))  # dw alone
 
 
 def test_groups_that_do_not_fit_are_refused_or_nan():
