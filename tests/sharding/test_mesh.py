@@ -25,7 +25,7 @@ def test_parse_and_format_are_inverse():
         ("fsdp=-2", "not AXIS=SIZE"),
         ("fsdp=2,fsdp=4", "given twice"),
         ("tensr=2", "did you mean 'tensor'"),
-        ("pipeline=2", "the axes are data, fsdp, context, tensor"),
+        ("pipeline=2", "the axes are data, fsdp, expert, context, tensor"),
         ("dcn.tensr=2", "did you mean 'tensor'"),
         ("dcn.data=2,dcn.data=4", "given twice"),
     ],

@@ -22,12 +22,12 @@ def mesh(**shape):
 @pytest.mark.parametrize(
     "axes, spec",
     [
-        (("batch", "seq", "width"), P(("data", "fsdp"), "context")),
-        (("batch", "residual_seq", "width"), P(("data", "fsdp"), ("context", "tensor"))),
+        (("batch", "seq", "width"), P(("data", "fsdp", "expert"), "context")),
+        (("batch", "residual_seq", "width"), P(("data", "fsdp", "expert"), ("context", "tensor"))),
         (("layers", "embed", "mlp"), P(None, "fsdp", "tensor")),
         (("layers", "mlp", "embed"), P(None, "tensor", "fsdp")),
         (("vocab", "embed"), P("tensor", "fsdp")),
-        (("batch", "embed"), P(("data", "fsdp"))),  # an axis is used once: the first dim that wants it has it
+        (("batch", "embed"), P(("data", "fsdp", "expert"))),  # an axis is used once: the first dim that wants it has it
         ((None, "head_dim"), P()),
     ],
 )

@@ -48,7 +48,7 @@ def fit_batch(
     config: TrainConfig, mesh: Mesh, *, seq: int, limit: int, say: Callable[[str], None] = lambda _: None
 ) -> Fit:
     """The largest batch of `config`'s step that needs at most `limit` bytes a device."""
-    unit = axis_size(mesh, ("data", "fsdp")) * config.accumulate
+    unit = axis_size(mesh, ("data", "fsdp", "expert")) * config.accumulate
     best: dict[int, Any] = {}
 
     def needed(batch: int) -> int:

@@ -2,53 +2,115 @@
 
 Nothing is dropped: an expert takes all tokens that chose it. Those that are sorted together are those of one
 microbatch, on every mesh. The router is float32 and never quantized; the load is left in `here.routed`.
+
+On a mesh every device routes all tokens and multiplies its share of the experts, with all rows that these have in the
+microbatch: codes, scales and random bits are those of one device.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 
 from halfbyte.models.config import EXPERT_SITES, LlamaConfig
 from halfbyte.models.context import LayerContext
 from halfbyte.models.linear import is_exact
 from halfbyte.models.params import Params
 from halfbyte.models.quantized import amaxes_of, shares_scale
-from halfbyte.nn.routing import route
+from halfbyte.nn.routing import Routing, route
 from halfbyte.ops.activation import ACTIVATIONS
 from halfbyte.ops.dispatch import combine, fork, gated, spread
+from halfbyte.ops.shards import Cut, axes_of, cut_of, on_mesh
 from halfbyte.ops.tiles import Tiles, buffer_rows, check_tiles, grouped_tiles, places, tile_rows
 from halfbyte.recipe import Recipe
+from halfbyte.sharding.mesh import EXPERT
+
+Matrices = tuple[jax.Array, ...]
+Keys = Sequence[jax.Array | None]
 
 
 def experts_mlp(cfg: LlamaConfig, weights: Params, h: jax.Array, here: LayerContext) -> jax.Array:
     """h [batch, seq, embed] through the experts that each token chooses, in h's dtype."""
-    tokens, wide = fork(h.reshape(-1, cfg.embed))
-    found = route(wide, weights["router"], cfg.experts_per_token, normalise=cfg.norm_topk)
+    tokens, wide = fork(_everywhere(h.reshape(-1, cfg.embed), here))
+    found = route(wide, _everywhere(weights["router"], here), cfg.experts_per_token, normalise=cfg.norm_topk)
     if here.routed is not None:
         here.routed.append(found.load)
     recipes = [None if is_exact(h, r) else r for r in (here.recipe("mlp", name) for name in EXPERT_SITES)]
     check_tiles(recipes)
     pairs = found.experts.size
     tile = tile_rows(pairs, cfg.experts, recipes)
-    rows = places(found.experts.reshape(-1), found.load.counts, tile).reshape(found.experts.shape)
-    room = buffer_rows(pairs, cfg.experts, tile)
-    tiles = Tiles.of(found.load.counts, room, tile)
-    amaxes = _shared_amaxes([weights[name] for name in EXPERT_SITES[:2]], recipes)
+    keys = [here.site_key(f"mlp/{name}") for name in EXPERT_SITES]
+    matrices = tuple(weights[name] for name in EXPERT_SITES)
 
-    def dot(x: jax.Array, number: int) -> jax.Array:
-        name = EXPERT_SITES[number]
-        how: dict[str, Any] = {"recipe": recipes[number], "key": here.site_key(f"mlp/{name}"), "amax": amaxes[number]}
-        return grouped_tiles(x, weights[name], tiles, **how)
+    def run(x: jax.Array, weights: Matrices, keys: Keys, tiles: Tiles, first: jax.Array | int = 0) -> jax.Array:
+        amaxes = _shared_amaxes(weights[:2], recipes)
 
-    x = spread(tokens, rows, room)  # [tokens, embed] -> [room, embed], sorted by expert, each from a new tile on
-    y = dot(gated(ACTIVATIONS[cfg.activation], dot(x, 0), dot(x, 1)), 2)
-    return combine(y, rows, found.weights).reshape(h.shape)
+        def dot(x: jax.Array, n: int) -> jax.Array:
+            how: dict[str, Any] = {"recipe": recipes[n], "key": keys[n], "amax": amaxes[n], "first": first}
+            return grouped_tiles(x, weights[n], tiles, **how)
+
+        return dot(gated(ACTIVATIONS[cfg.activation], dot(x, 0), dot(x, 1)), 2)
+
+    if here.on_mesh:
+        assert here.ctx.mesh is not None
+        rows = jnp.arange(pairs, dtype=jnp.int32).reshape(found.experts.shape)
+        rest = tuple(here.placement("mlp", name).w for name in EXPERT_SITES)
+        y = over_mesh(run, spread(tokens, rows, pairs), found, (matrices, keys), rest, mesh=here.ctx.mesh, tile=tile)
+    else:
+        rows = places(found.experts.reshape(-1), found.load.counts, tile).reshape(found.experts.shape)
+        room = buffer_rows(pairs, cfg.experts, tile)
+        # [tokens, embed] -> [room, embed], sorted by expert, each from a new tile on
+        y = run(spread(tokens, rows, room), matrices, keys, Tiles.of(found.load.counts, room, tile))
+    return combine(y, rows, _everywhere(found.weights, here)).reshape(h.shape)
+
+
+def over_mesh(
+    run: Callable[..., jax.Array], x: jax.Array, found: Routing, given: tuple[Matrices, Keys],
+    rest: Sequence[PartitionSpec], *, mesh: Mesh, tile: int,
+) -> jax.Array:  # fmt: skip
+    """x [pairs, embed], in the order of tokens, through their experts, which all devices of `mesh` share evenly: each
+    has its experts' rows of the whole microbatch, as one device would have them. What comes back is a sum of one number
+    and zeros, and so is the gradient of x. Weights come from where they `rest`: parts of many experts, cut over fsdp or
+    tensor, are exchanged for whole ones.
+    """
+    axes = tuple(sorted((axis for axis, size in mesh.shape.items() if size > 1), key=lambda axis: axis != EXPERT))
+    own = found.load.counts.shape[0] // mesh.size
+    room = buffer_rows(x.shape[0], own, tile)
+
+    def local(_: Any, arrays: tuple[Any, ...], keys: Keys) -> jax.Array:
+        (x, chosen, counts), weights = arrays[0], tuple(map(whole, arrays[1], cuts))
+        first = lax.axis_index(axes) * own
+        known = (chosen >= first) & (chosen < first + own)
+        counts = lax.dynamic_slice_in_dim(counts, first, own)
+        row = places(jnp.where(known, chosen - first, own), jnp.append(counts, 0), tile)
+        row = jnp.where(known, row, 2**31 - 1)
+        mine = jnp.zeros((room, x.shape[1]), x.dtype).at[row].set(x, mode="drop")
+        y = run(mine, weights, keys, Tiles.of(counts, room, tile), first)
+        return y.at[row].get(mode="fill", fill_value=0)[None]
+
+    def whole(w: jax.Array, cut: Cut) -> jax.Array:
+        for axis, dim in ((axis, dim) for axis in axes for dim in (1, 2) if axis in cut[dim]):
+            w = lax.all_to_all(w, axis, split_axis=0, concat_axis=dim, tiled=True)
+        return w
+
+    matrices, keys = given
+    cuts = [cut_of(spec, 3) for spec in rest]
+    outer = [tuple(axis for axis in axes if axis not in axes_of(cut[1:])) for cut in cuts]
+    arrays = (x, found.experts.reshape(-1), found.load.counts), matrices
+    cut = (PartitionSpec(),) * 3, tuple(PartitionSpec(o, *c[1:]) for o, c in zip(outer, cuts, strict=True))
+    made = on_mesh(local, ((), arrays, keys), ((), cut), PartitionSpec(axes), mesh=mesh)  # [devices, pairs, embed]
+    return jnp.sum(made, axis=0)
+
+
+def _everywhere(x: jax.Array, here: LayerContext) -> jax.Array:
+    """x whole on every device, and its gradient: routers see all tokens, and choose as on one device."""
+    return here.ctx.constrain(x, *(None,) * x.ndim)
 
 
 def _shared_amaxes(gate_up: Sequence[jax.Array], recipes: Sequence[Recipe | None]) -> list[jax.Array | None]:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from halfbyte.models.config import LlamaConfig, param_specs
 from halfbyte.models.spec import GEMMS, ParamSpec, flatten, map_specs, nest
-from halfbyte.sharding import DEFAULT_RULES, Rules, check_model_dims, check_sharded, named_sharding
+from halfbyte.sharding import DEFAULT_RULES, Rules, axis_size, check_model_dims, check_sharded, named_sharding
 
 Params = dict[str, Any]
 
@@ -97,7 +97,7 @@ def check_mesh(
     16-element blocks; else a ValueError.
     """
     if mesh is not None and mesh.size > 1:
-        refuse_experts(cfg, f"mesh of {mesh.size} devices")
+        _check_experts(cfg, mesh, rules)
     check_sharded(cfg.heads, "heads", mesh, what=f"heads of {cfg.name}", rules=rules)
     check_sharded(cfg.kv_heads, "kv_heads", mesh, what=f"kv_heads of {cfg.name}", rules=rules)
     check_model_dims({path: (s.shape, s.axes) for path, s in declared(cfg).items()}, mesh, rules)
@@ -105,6 +105,23 @@ def check_mesh(
         check_sharded(batch, "batch", mesh, what="the global batch", rules=rules)
     if seq is not None:
         check_sharded(seq, "residual_seq", mesh, what="the sequence length", rules=rules, multiple=16)
+
+
+def _check_experts(cfg: LlamaConfig, mesh: Mesh, rules: Rules) -> None:
+    """ValueError where the experts of a model, or its having none, do not fit the mesh."""
+    if rules != DEFAULT_RULES:
+        refuse_experts(cfg, f"mesh of {mesh.size} devices outside training")
+    if cfg.experts and axis_size(mesh, "context") > 1:
+        raise ValueError(f"mesh: context does not serve {cfg.name}, which has experts; use another axis: expert")
+    if not cfg.experts and axis_size(mesh, "expert") > 1:
+        raise ValueError(
+            f"mesh: expert={axis_size(mesh, 'expert')}, and {cfg.name} has no experts; use data or fsdp instead"
+        )
+    if cfg.experts % mesh.size:
+        raise ValueError(
+            f"mesh: {cfg.name} has {cfg.experts} experts, which its {mesh.size} devices do not share evenly; use a "
+            f"number of devices that divides {cfg.experts}"
+        )
 
 
 def _path_key(key: jax.Array, path: str) -> jax.Array:

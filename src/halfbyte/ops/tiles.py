@@ -122,15 +122,16 @@ class _Operand:
 
 def grouped_tiles(
     x: jax.Array, w: jax.Array, tiles: Tiles, *, recipe: Recipe | None, key: jax.Array | None,
-    amax: jax.Array | None = None,
+    amax: jax.Array | None = None, first: jax.Array | int = 0,
 ) -> jax.Array:  # fmt: skip
     """x [rows, inputs] in `tiles` times w [experts, inputs, outputs], in x's dtype; None as recipe: plain products.
 
     Rows without an expert give 0. `amax` float32 [experts] stands for the weights' own where several share a scale.
+    `first` is the number of w's first expert: keys are those of experts, wherever they lie.
     """
     keys = None
     if key is not None:
-        numbers = jnp.arange(w.shape[0], dtype=jnp.int32)
+        numbers = jnp.arange(w.shape[0], dtype=jnp.int32) + first
         keys = jax.random.key_data(jax.vmap(functools.partial(jax.random.fold_in, key))(numbers))
     impl = None if key is None else str(jax.random.key_impl(key))
     return _grouped((recipe, impl), x, w, tiles, keys, amax)

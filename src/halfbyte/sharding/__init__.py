@@ -1,8 +1,8 @@
 """Where arrays live: a mesh of devices, logical axes, and the rules from one to the other.
 
 Model code names the *dims* of an array by what they mean (`batch`, `embed`, `mlp`, ...). A mesh has four *axes*:
-`data`, `fsdp`, `context` and `tensor`. `Rules` say which mesh axes each logical axis is split over. Nothing else in the
-product knows about a mesh's shape.
+`data`, `fsdp`, `context` and `tensor`, and `expert` where it is named. `Rules` say which mesh axes each logical axis is
+split over. Nothing else in the product knows about a mesh's shape.
 """
 
 from halfbyte.sharding.checks import check_model_dims, check_sharded

@@ -44,7 +44,7 @@ def check_model_dims(
     for path, (shape, axes) in shapes.items():
         for size, axis in zip(shape, axes, strict=True):
             if axis is not None:
-                multiple = 1 if axis == "vocab" else BLOCK  # embedding and head are not quantized
+                multiple = 1 if axis in ("vocab", "expert") else BLOCK  # neither cuts a block
                 check_sharded(size, axis, mesh, what=f"dim {axis!r} of {path}", rules=rules, multiple=multiple)
 
 

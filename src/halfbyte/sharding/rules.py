@@ -2,10 +2,11 @@
 
 | logical axis | split over | what it is |
 |---|---|---|
-| `batch` | data, fsdp | sequences of a batch |
+| `batch` | data, fsdp, expert | sequences of a batch |
 | `seq` | context | positions, inside a block |
 | `residual_seq` | context, tensor | positions, between blocks (sequence-sharded activations of tensor parallelism) |
 | `embed` | fsdp | the model width, of a weight only: K of q, k, v, gate, up and the head; N of o and down |
+| `expert` | expert | the experts of a weight, where it rests |
 | `heads`, `kv_heads`, `mlp`, `vocab` | tensor | the wide dim of a weight or of an activation inside a block |
 | `head_dim`, `layers`, `width` | nothing | `width` is the model width of an activation or of a norm |
 """
@@ -19,7 +20,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 DEFAULT_MAPPING: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("batch", ("data", "fsdp")),
+    ("batch", ("data", "fsdp", "expert")),
     ("seq", ("context",)),
     ("residual_seq", ("context", "tensor")),
     ("embed", ("fsdp",)),

@@ -143,7 +143,7 @@ class TrainConfig:
     policy: str = "mlp"
     """Which linears: mlp, experts, all_linear, paper, rules ("all_linear; layers[-4:]=bf16"), @FILE, FILE.py:NAME."""
     mesh: str = ""
-    """AXIS=SIZE,... over data, fsdp, tensor, context; empty: fsdp over all devices."""
+    """AXIS=SIZE,... over data, fsdp, expert, tensor, context; empty: fsdp over all devices."""
     data: str = "demo"
     """A prepared directory, several as DIR:WEIGHT,DIR:WEIGHT, `demo`, or `synthetic`."""
     init_from: str = ""

@@ -159,7 +159,8 @@ def _describe(
     flops = 6.0 * (layers[1] - layers[0]) * site.tokens * site.k * site.n * config.accumulate
     if site.experts:
         check_tiles([chosen], config.precision.backend)
-        gemms, own = gemms_of(problem, None, grouped=True), (site.tokens, site.k, site.n)
+        rows = problem.tokens * problem.inputs * problem.outputs // (site.k * site.n)  # of all its experts, on average
+        gemms, own = gemms_of(problem, None, grouped=True), (rows, site.k, site.n)
         return Site(site.path, layers, site.tokens, site.k, site.n, chosen.name, TILES, gemms, flops, {}, own)
     try:
         choice = ops.choose(config.precision.backend, problem) if chosen.quantized else None

@@ -108,7 +108,7 @@ def check_room(tree: object) -> None:
 def estimate_memory(config: TrainConfig, mesh: Mesh, *, seq: int) -> MemoryEstimate:
     """Bytes a device, from shapes and shardings alone."""
     state: TrainState = abstract_state(config, mesh)
-    shards = axis_size(mesh, ("data", "fsdp", "context"))
+    shards = axis_size(mesh, ("data", "fsdp", "expert", "context"))
     tokens = config.batch // config.accumulate * seq // shards
     model, tensor = config.model, axis_size(mesh, "tensor")
     stream = 2 * model.embed // tensor  # bf16, sequence-sharded over tensor between blocks
