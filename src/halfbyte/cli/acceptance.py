@@ -252,6 +252,8 @@ LINES = (
         "kernel-codes", "kernels that write codes, at any width",
         by_hand="python benchmarks/gpu_kernels.py --only codes --out codes.json",
     ),
+    Line("experts", "a GPU's experts are those of the CPU", by_hand="pytest tests/ops/test_grouped.py"),
+    Line("experts-mesh", "experts train on a mesh of GPUs", by_hand="halfbyte train moe-demo --mesh expert=8"),
     Line("gemm-pair", "what GemmTiling.pair is worth", by_hand="python benchmarks/gpu_kernels.py --only gemm"),
     Line("deterministic", "a GPU run repeats itself after kill -9", by_hand="python benchmarks/deterministic.py"),
     Line("overheads", "guards and saving cost little at 1B", by_hand="python benchmarks/overheads.py"),

@@ -166,7 +166,8 @@ def product(
 def shared_amax(weights: Any, recipes: Any, site: str) -> jax.Array | None:
     """The amax of all weights that share a tensor scale with this one; None if it has its own."""
     group, _, name = site.partition("/")
-    sharing = [other for other in FUSED[group] if shares_scale(recipes[f"layers/{group}/{other}"])]
+    fused = [other for other in FUSED[group] if other in weights[group]]
+    sharing = [other for other in fused if shares_scale(recipes[f"layers/{group}/{other}"])]
     if name not in sharing:
         return None
     return functools.reduce(jnp.maximum, (amax_of(weights[group][other]) for other in sharing))
