@@ -195,5 +195,5 @@ def test_evaluations_that_are_none_are_passed_over(runs, capfd):
         with open(run / "evaluations.jsonl", "a") as file:
             for row in ({"step": 1}, {"task": "arc", "metrics": []}, {"task": "arc", "metrics": {"acc": {}, "f1": 1}}):
                 file.write(json.dumps(row) + "\n")
-    assert main(["compare", *map(str, runs), "--json"]) == 0
+    assert main(["compare", *map(str, runs), "--png", "", "--json"]) == 0
     assert list(json.loads(capfd.readouterr().out)["evaluations"]) == ["arc acc"]
