@@ -113,7 +113,7 @@ def blocks_of_two_experts(monkeypatch):
 def an_offset_one_block_off(monkeypatch):
     real = tiles.places
     moved = lambda experts, *where: real(experts, *where) + jnp.where(experts == 4, 16, 0)  # noqa: E731
-    monkeypatch.setattr(grouped_qdots, "places", moved)
+    monkeypatch.setattr(tiles, "places", moved)
 
 
 def bytes_counted_from_the_buffer(monkeypatch):

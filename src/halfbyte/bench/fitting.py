@@ -12,7 +12,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from halfbyte.sharding import axis_size
+from halfbyte.sharding import DEFAULT_RULES, axis_size
 from halfbyte.train import TrainConfig, abstract_batch, abstract_state, jit_train_step, phases
 from halfbyte.train.step import compile_train_step
 
@@ -48,7 +48,7 @@ def fit_batch(
     config: TrainConfig, mesh: Mesh, *, seq: int, limit: int, say: Callable[[str], None] = lambda _: None
 ) -> Fit:
     """The largest batch of `config`'s step that needs at most `limit` bytes a device."""
-    unit = axis_size(mesh, ("data", "fsdp", "expert")) * config.accumulate
+    unit = axis_size(mesh, DEFAULT_RULES.mesh_axes("batch")) * config.accumulate
     best: dict[int, Any] = {}
 
     def needed(batch: int) -> int:

@@ -21,7 +21,7 @@ from halfbyte.formats import amax_of
 from halfbyte.models import LlamaConfig
 from halfbyte.models.context import Context, LayerContext, key_of_layer, segments
 from halfbyte.models.llama import begin, layer_of, normed, scored
-from halfbyte.models.quantized import FUSED, share_scales, shares_scale
+from halfbyte.models.quantized import FUSED, fused, share_scales, shares_scale
 from halfbyte.models.walk import of_segment, through_layers
 from halfbyte.ops.activation import ACTIVATIONS
 from halfbyte.recipe import Recipe, Segment, layer_key, site_key
@@ -166,8 +166,7 @@ def product(
 def shared_amax(weights: Any, recipes: Any, site: str) -> jax.Array | None:
     """The amax of all weights that share a tensor scale with this one; None if it has its own."""
     group, _, name = site.partition("/")
-    fused = [other for other in FUSED[group] if other in weights[group]]
-    sharing = [other for other in fused if shares_scale(recipes[f"layers/{group}/{other}"])]
+    sharing = [other for other in fused(weights[group], group) if shares_scale(recipes[f"layers/{group}/{other}"])]
     if name not in sharing:
         return None
     return functools.reduce(jnp.maximum, (amax_of(weights[group][other]) for other in sharing))

@@ -110,10 +110,12 @@ def fused_mismatches(cfg: LlamaConfig, params: Params, resolved: Resolved) -> li
         name = "/".join(by_layer[path, 0].module.rpartition(".")[2] for path in group)
         for layer in range(cfg.layers):
             joined = [path for path in group if weight_policy(resolved, by_layer[path, layer]) is not None]
-            values = np.stack([amaxes[path][layer] for path in joined]) if joined else np.zeros(1)  # [linears, experts]
-            ratio = float(np.max(values.max(0) / np.maximum(values.min(0), 1e-38)))
-            if len(joined) > 1 and np.any(values.max(0) != values.min(0)):
-                found.append(Mismatch(name, layer, ratio))
+            if len(joined) < 2:
+                continue
+            values = np.stack([amaxes[path][layer] for path in joined])  # [linears], or [linears, experts]
+            most, least = values.max(0), values.min(0)
+            if np.any(most != least):
+                found.append(Mismatch(name, layer, float(np.max(most / np.maximum(least, 1e-38)))))
     return found
 
 

@@ -27,7 +27,7 @@ from halfbyte.nn.routing import Routing, route
 from halfbyte.ops.activation import ACTIVATIONS
 from halfbyte.ops.dispatch import combine, fork, gated, spread
 from halfbyte.ops.shards import Cut, axes_of, cut_of, on_mesh
-from halfbyte.ops.tiles import Tiles, buffer_rows, check_tiles, grouped_tiles, places, tile_rows
+from halfbyte.ops.tiles import Tiles, buffer_rows, check_tiles, grouped_tiles, places, through_tiles, tile_rows
 from halfbyte.recipe import Recipe
 from halfbyte.sharding.mesh import EXPERT
 
@@ -81,18 +81,14 @@ def over_mesh(
     """
     axes = tuple(sorted((axis for axis, size in mesh.shape.items() if size > 1), key=lambda axis: axis != EXPERT))
     own = found.load.counts.shape[0] // mesh.size
-    room = buffer_rows(x.shape[0], own, tile)
 
     def local(_: Any, arrays: tuple[Any, ...], keys: Keys) -> jax.Array:
         (x, chosen, counts), weights = arrays[0], tuple(map(whole, arrays[1], cuts))
         first = lax.axis_index(axes) * own
         known = (chosen >= first) & (chosen < first + own)
         counts = lax.dynamic_slice_in_dim(counts, first, own)
-        row = places(jnp.where(known, chosen - first, own), jnp.append(counts, 0), tile)
-        row = jnp.where(known, row, 2**31 - 1)
-        mine = jnp.zeros((room, x.shape[1]), x.dtype).at[row].set(x, mode="drop")
-        y = run(mine, weights, keys, Tiles.of(counts, room, tile), first)
-        return y.at[row].get(mode="fill", fill_value=0)[None]
+        mine = jnp.where(known, chosen - first, own)
+        return through_tiles(x, mine, counts, tile, lambda rows, tiles: run(rows, weights, keys, tiles, first))[None]
 
     def whole(w: jax.Array, cut: Cut) -> jax.Array:
         for axis, dim in ((axis, dim) for axis in axes for dim in (1, 2) if axis in cut[dim]):

@@ -29,6 +29,11 @@ FUSED = {"attention": ("q", "k", "v"), "mlp": ("gate", "up", "expert_gate", "exp
 """Linears of one input, which serving engines join into one: those of them that a model has, of each expert its own."""
 
 
+def fused(weights: Params, group: str) -> list[str]:
+    """Of `group`, the names in FUSED that its `weights` have."""
+    return [name for name in FUSED[group] if name in weights]
+
+
 def is_qweight(node: Any) -> bool:
     """True for a weight that is quantized already."""
     return isinstance(node, ops.QWeight)
@@ -67,8 +72,8 @@ def quantize_weights(
 
 def share_scales(weights: Params, here: LayerContext, group: str) -> Params:
     """A layer's `weights` of one group, quantized with one tensor scale where its recipes say so (`shared_scales`)."""
-    fused = [name for name in FUSED[group] if name in weights]
-    names = [name for name in fused if shares_scale(here.recipe(group, name)) and not is_qweight(weights[name])]
+    shared = (name for name in fused(weights, group) if shares_scale(here.recipe(group, name)))
+    names = [name for name in shared if not is_qweight(weights[name])]
     if not names:
         return weights
     amax = functools.reduce(jnp.maximum, (amax_of(lax.stop_gradient(weights[name])) for name in names))
@@ -90,14 +95,14 @@ def group_amaxes(stacks: Params, resolved: Resolved, group: str, name: str) -> j
     """float32 [layers], or [layers, experts]: the amax that stands for weight `name`'s own; None if all have their
     own."""
     path, layers = f"layers/{group}/{name}", next(iter(stacks[group].values())).shape[0]
-    fused = [other for other in FUSED[group] if other in stacks[group]]
-    shared = [name in fused and shares_scale(resolved.at(path, layer)) for layer in range(layers)]
+    together = fused(stacks[group], group)
+    shared = [name in together and shares_scale(resolved.at(path, layer)) for layer in range(layers)]
     if not any(shared):
         return None
-    own = {other: amaxes_of(_master(stacks[group][other])) for other in fused}
+    own = {other: amaxes_of(_master(stacks[group][other])) for other in together}
     rows = []
     for layer in range(layers):
-        joined = [other for other in fused if shares_scale(resolved.at(f"layers/{group}/{other}", layer))]
+        joined = [other for other in together if shares_scale(resolved.at(f"layers/{group}/{other}", layer))]
         read = joined if shared[layer] else [name]
         rows.append(functools.reduce(jnp.maximum, (own[other][layer] for other in read)))
     return jnp.stack(rows)

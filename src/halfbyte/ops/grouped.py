@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from halfbyte.ops.qdot import qdot
-from halfbyte.ops.tiles import Tiles, buffer_rows, grouped_tiles, places, tile_rows, unserved
+from halfbyte.ops.tiles import grouped_tiles, through_tiles, tile_rows, unserved
 from halfbyte.recipe import GEMMS, Recipe, as_recipe
 
 
@@ -44,15 +44,12 @@ def grouped_qdot(
 
 def _tiled(x: jax.Array, w: jax.Array, counts: jax.Array, recipe: Recipe, key: jax.Array | None) -> jax.Array:
     """Tile by tile: rows are moved to where tiles begin, and back."""
-    (rows, _), experts = x.shape, w.shape[0]
-    tile = tile_rows(rows, experts, [recipe])
+    rows = x.shape[0]
+    tile = tile_rows(rows, w.shape[0], [recipe])
     expert = jnp.searchsorted(jnp.cumsum(counts), jnp.arange(rows, dtype=jnp.int32), side="right").astype(jnp.int32)
-    known = expert < experts
-    place = jnp.where(known, places(expert, jnp.append(counts, 0), tile), 2**31 - 1)
-    room = buffer_rows(rows, experts, tile)
-    moved = jnp.zeros((room, x.shape[1]), x.dtype).at[place].set(x, mode="drop")
-    y = grouped_tiles(moved, w, Tiles.of(counts, room, tile), recipe=recipe, key=key)
-    return y.at[place].get(mode="fill", fill_value=0)
+    return through_tiles(
+        x, expert, counts, tile, lambda rows, tiles: grouped_tiles(rows, w, tiles, recipe=recipe, key=key)
+    )
 
 
 def _looped(

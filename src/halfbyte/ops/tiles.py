@@ -12,7 +12,7 @@ random bits; only the order of wgrad's float32 sums differs (tile by tile).
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -89,6 +89,20 @@ def places(experts_of: jax.Array, counts: jax.Array, tile: int) -> jax.Array:
     chosen = experts_of[order]
     row = jnp.arange(experts_of.shape[0], dtype=jnp.int32) - before[chosen] + start[chosen]
     return jnp.zeros_like(experts_of).at[order].set(row.astype(experts_of.dtype), unique_indices=True)
+
+
+def through_tiles(
+    x: jax.Array, experts_of: jax.Array, counts: jax.Array, tile: int, run: Callable[[jax.Array, Tiles], jax.Array]
+) -> jax.Array:
+    """run(rows, tiles) of x [pairs, width], whose rows are moved to where the tiles of their experts begin, and back; 0
+    for pairs that have none (their expert is the number of experts).
+    """
+    experts = counts.shape[0]
+    row = places(experts_of, jnp.append(counts, 0), tile)
+    row = jnp.where(experts_of < experts, row, 2**31 - 1)
+    room = buffer_rows(x.shape[0], experts, tile)
+    moved = jnp.zeros((room, x.shape[1]), x.dtype).at[row].set(x, mode="drop")
+    return run(moved, Tiles.of(counts, room, tile)).at[row].get(mode="fill", fill_value=0)
 
 
 def unserved(recipe: Recipe) -> str | None:

@@ -13,7 +13,6 @@ from halfbyte import models
 from halfbyte.bench.operand_traffic import compulsory_bytes
 from halfbyte.bench.placement import AGAIN
 from halfbyte.devices import Device, native_training
-from halfbyte.models.spec import GEMMS
 from halfbyte.recipe import Recipe
 from halfbyte.sharding import parse_mesh
 from halfbyte.sharding.mesh import whole_sizes
@@ -74,7 +73,7 @@ def memory(config: TrainConfig) -> dict[str, float]:
     kept = {"full": stream, "quantized": 2 * stream + attended, "dots": stream + inside, "none": stream + 2 * inside}
     wide = {"bfloat16": 2, "float32": 4}
     specs = models.declared(model).values()
-    by_muon = sum(spec.size for spec in specs if spec.kind in GEMMS) if config.optimizer.name == "muon" else 0
+    by_muon = sum(spec.size for spec in specs if spec.kind in models.GEMMS) if config.optimizer.name == "muon" else 0
     second = parameters - by_muon / sizes.shards  # Muon has one moment
     return {
         "weights": 4 * parameters,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from math import prod
 
 from halfbyte.devices import Device
-from halfbyte.sharding import format_mesh, parse_mesh
+from halfbyte.sharding import DEFAULT_RULES, format_mesh, parse_mesh
 from halfbyte.sharding.hybrid import DCN
 from halfbyte.sharding.mesh import AXES, whole_sizes
 from halfbyte.train import TrainConfig
@@ -84,8 +84,7 @@ def placed(config: TrainConfig, on: Cluster, *, mesh: str = "", batch: int = 0) 
     elif size != on.count:
         shape = {f"{DCN}fsdp": on.count // on.rack, "fsdp": on.rack}
         said.append("mesh: FSDP over all devices")
-    sizes = whole_sizes(shape)
-    parts = sizes.get("data", 1) * sizes.get("fsdp", 1) * config.accumulate
+    parts = batch_shards(shape) * config.accumulate
     if batch and batch % parts:
         raise ValueError(f"batch: {batch} sequences are no multiple of {parts}, the shards of {format_mesh(shape)}")
     chosen = batch or config.batch * copies
@@ -95,6 +94,12 @@ def placed(config: TrainConfig, on: Cluster, *, mesh: str = "", batch: int = 0) 
     elif not batch and copies > 1:
         said.append(f"batch {chosen}: the preset's, {copies} times")
     return dataclasses.replace(config, mesh=format_mesh(shape), batch=chosen), tuple(said)
+
+
+def batch_shards(shape: Mapping[str, int]) -> int:
+    """How many parts a mesh of this shape cuts a batch into."""
+    sizes = whole_sizes(shape)
+    return prod(sizes.get(axis, 1) for axis in DEFAULT_RULES.mesh_axes("batch"))
 
 
 def checked_mesh(text: str, on: Cluster) -> str:

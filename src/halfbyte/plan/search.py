@@ -9,17 +9,15 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from math import prod
 from typing import Literal
 
 import jax
 
 from halfbyte.sharding import format_mesh, parse_mesh
 from halfbyte.sharding.hybrid import DCN
-from halfbyte.sharding.mesh import whole_sizes
 from halfbyte.train import TrainConfig
 
-from .cluster import Cluster
+from .cluster import Cluster, batch_shards
 from .outcome import FRACTION, Outcome, outcome
 from .reading import Reading, by_hand, can_compile, has_read, reading
 
@@ -103,7 +101,7 @@ def search(
 def by_bound(config: TrainConfig, on: Cluster) -> Candidate | None:
     """With as few microbatches as fit: more have more to send and nothing less to compute. None if none do."""
     limit = FRACTION[on.count == 1] * (on.device.memory_bytes or 0)
-    shards = prod(whole_sizes(parse_mesh(config.mesh)).get(axis, 1) for axis in ("data", "fsdp"))
+    shards = batch_shards(parse_mesh(config.mesh))
     for count in (config.accumulate, *(n for n in MICROBATCHES if n > config.accumulate)):
         if config.batch % (shards * count) == 0:
             tried = dataclasses.replace(config, accumulate=count)
