@@ -38,6 +38,10 @@ RATE_CELLS, RATE_SEED = ("1M@16", "3M@16", "10M@5"), 100
 NEAR, JUMP = 1e-3, 0.1  # a loss this near the best (relative) is as good; a fortieth of a run this far above the one
 # before it (nats, means over its steps) is a jump
 LATE = {"precision.switch_at": 0.8333, "precision.switch_to": "bf16", "precision.switch_part": "forward"}
+JOINED = (  # by a commit before their first step
+    "nvfp4_4over6_mse", "nvfp4_4over6_mae", "nvfp4_4over6_sr", "quartet2", "tetrajet2", "ue5m3", "nvfp4_row",
+    "nvfp4_unbiased", "amd_mxfp4",
+)  # fmt: skip
 
 
 def linear(recipe: str, **changes: Any) -> dict[str, Any]:
@@ -63,6 +67,7 @@ ARMS = {
         Arm("nvfp4_last_bf16", CANDIDATE, {"recipe": "nvfp4", "policy": "all_linear; layers[-1:]=bf16"}),
         Arm("nemotron3", CANDIDATE, {"recipe": "nvfp4", "policy": "mlp; layers[-1:]=bf16"}),
         Arm("nvfp4_late", CANDIDATE, linear("nvfp4", **LATE)),
+        *(Arm(name, CANDIDATE, linear(name)) for name in JOINED),
     )
 }
 
@@ -96,7 +101,7 @@ def base_run(cell: str, *, rate: float, data: str) -> TrainConfig:
     return TrainConfig(
         name=f"league-{cell.replace('@', '-')}", model=model_of(size), data=data, steps=steps, batch=BATCH, seq=SEQ,
         optimizer=OptimizerConfig(learning_rate=rate, schedule="cosine", warmup=0.05, final=0.1),
-        validation=ValidationConfig(every=-(-steps // 4), batches=0), checkpoint=CheckpointConfig(every=0, keep_last=1),
+        validation=ValidationConfig(every=steps, batches=0), checkpoint=CheckpointConfig(every=0, keep_last=1),
         log=LogConfig(every=max(1, steps // 40), tensorboard=False),
     )  # fmt: skip
 
