@@ -199,8 +199,8 @@ def command_plan(args: argparse.Namespace) -> None:
     (FOLDER / "plan.json").write_text(json.dumps(plan(), indent=1) + "\n", encoding="utf-8")
 
 
-def refuse_other_plan() -> None:
-    if json.loads((FOLDER / "plan.json").read_text(encoding="utf-8")) != json.loads(json.dumps(plan())):
+def refuse_other_plan(folder: Path = FOLDER, made: dict[str, Any] | None = None) -> None:
+    if json.loads((folder / "plan.json").read_text(encoding="utf-8")) != json.loads(json.dumps(made or plan())):
         raise SystemExit("plan.json is not the plan of this file; the plan is committed before the first step")
 
 
@@ -242,17 +242,22 @@ def command_run(args: argparse.Namespace) -> None:
     run_all(jobs, slots=args.slots, minutes=args.minutes)
 
 
+def outcome(folder: Path) -> dict[str, Any]:
+    """What a run ended with."""
+    rows = [row for row in read_rows(folder / "metrics.jsonl") if "validation_loss" in row]
+    kept = {key: value for key, value in rows[-1].items() if key.startswith("validation")}
+    curve = [[row["step"], row["validation_loss"]] for row in rows]
+    return {**kept, "curve": curve, "jumps": jumps(losses(folder))}
+
+
 def command_collect(args: argparse.Namespace) -> None:
     """What every run ended with, added to what is there."""
     file = FOLDER / "runs.json"
     found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     for metrics in sorted(Path(args.out).glob("runs/*/*/metrics.jsonl")):
         cell, name = metrics.parts[-3:-1]
-        ended = last_validation(metrics.parent)
-        if ended["step"] == steps_of(cell):
-            curve = [[row["step"], row["validation_loss"]] for row in read_rows(metrics) if "validation_loss" in row]
-            kept = {key: value for key, value in ended.items() if key.startswith("validation")}
-            found.setdefault(cell, {})[name] = {**kept, "curve": curve, "jumps": jumps(losses(metrics.parent))}
+        if last_validation(metrics.parent)["step"] == steps_of(cell):
+            found.setdefault(cell, {})[name] = outcome(metrics.parent)
     file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     rates = Path(args.out) / "rates.json"
     if rates.is_file():
