@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from halfbyte import ops
-from halfbyte.devices import lookup
+from halfbyte.devices import energy, lookup
 from halfbyte.program import Unreadable, read
 from halfbyte.train import TrainConfig, abstract_state, build_manifest, create_state, phases, run_mesh
 from halfbyte.train.precision_manifest import Manifest, Site, makers, served
@@ -41,6 +41,8 @@ class Measured:
     milliseconds: float | None = None
     spread: float = 0.0
     tokens_per_s: float | None = None
+    joules: float | None = None  # of a device and step, as the driver counts them
+    tokens_per_joule: float | None = None
     tflops: float | None = None
     mfu: float | None = None  # of peak_tflops
     peak_tflops: float | None = None  # dense, of the mix of formats that the multipliers run in
@@ -87,8 +89,8 @@ def measure(
             row = dataclasses.replace(row, compile_s=time.perf_counter() - started)
         row = _of_program(row, compiled, gradients=shard_bytes(abstract_state(config, mesh).params))
         state, batch = create_state(config, mesh), _batch(config, mesh, seq)
-        times, metrics = _time(compiled, state, batch, steps=steps, repeats=repeats, warmup=warmup)
-        return _timed(row, config, seq, times, float(metrics["loss"]))
+        times, joules, metrics = _time(compiled, state, batch, steps=steps, repeats=repeats, warmup=warmup)
+        return _timed(row, config, seq, times, float(metrics["loss"]), joules=joules)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -151,34 +153,41 @@ def _of_program(row: Measured, compiled: Any, *, gradients: int) -> Measured:
 
 def _time(
     compiled: Any, state: Any, batch: Any, *, steps: int, repeats: int, warmup: int
-) -> tuple[list[float], dict[str, jax.Array]]:
-    """Seconds a step of every repeat, and the last step's metrics."""
+) -> tuple[list[float], float | None, dict[str, jax.Array]]:
+    """Seconds a step of every repeat, joules of a device and step, and the last step's metrics."""
+    counted = energy(jax.local_devices())
     for _ in range(warmup):
         state, metrics = compiled(state, batch)
     jax.block_until_ready(metrics)
-    times = []
+    times, before = [], counted.joules()
     for _ in range(repeats):
         started = time.perf_counter()
         for _ in range(steps):
             state, metrics = compiled(state, batch)
         jax.block_until_ready(metrics)
         times.append((time.perf_counter() - started) / steps)
-    return times, metrics
+    after = counted.joules()
+    joules = None if before is None or after is None else (after - before) / (repeats * steps)
+    return times, joules, metrics
 
 
-def _timed(row: Measured, config: TrainConfig, seq: int, times: list[float], loss: float) -> Measured:
-    """`row` with what `times` say."""
+def _timed(
+    row: Measured, config: TrainConfig, seq: int, times: list[float], loss: float, *, joules: float | None = None
+) -> Measured:
+    """`row` with what `times` and `joules` say."""
     median = statistics.median(times)
     meter = _manifest(config, seq).meter(
         lookup(jax.devices()[0]), tokens=config.batch * seq, devices=len(jax.devices())
     )
-    rates = meter.rates(median)
+    rates = meter.rates(median, joules)
     stats = jax.local_devices()[0].memory_stats() or {}
     return dataclasses.replace(
         row,
         milliseconds=1e3 * median,
         spread=(max(times) - min(times)) / median,
         tokens_per_s=rates["tokens_per_s_per_device"],
+        joules=joules,
+        tokens_per_joule=rates["tokens_per_joule"],
         tflops=rates["tflops_per_device"],
         mfu=rates["mfu"],
         peak_tflops=meter.peak / 1e12 if meter.peak else None,

@@ -28,6 +28,8 @@ COLUMNS = (
     "batch",
     "ms",
     "tokens/s",
+    "J a step",
+    "tokens/J",
     "TFLOP/s",
     "MFU",
     "vs bf16",
@@ -295,6 +297,7 @@ def cells(row: Any, mock: Any = None) -> tuple[str, ...]:
     name = f"{row.recipe}, {mock.label}" if mock else row.recipe
     return (
         name, row.remat, str(row.batch), number(row.milliseconds, ".1f"), number(row.tokens_per_s, ",.0f"),
+        number(row.joules, ".1f"), number(row.tokens_per_joule, ".1f"),
         number(row.tflops, ".1f"), number(row.mfu, ".1%"), number(row.ratio, ".3f"),
         number(row.temporaries_gib, ".2f"), number(row.activations_gib, ".2f"), number(row.peak_gib, ".2f"),
         gemm_shares(row.gemms), row.note or row.backends,

@@ -209,7 +209,7 @@ def evaluations(folders: Sequence[Path]) -> dict[str, list[Any]]:
 
 ENDS = ("run", "recipe", "seed", "steps", "loss", "gap", "gap %", "paired with", "validation")
 ARMS = ("arm", "seeds", "gap", "90% interval over seeds", "gap %", "90% interval over seeds")
-SPEEDS = ("run", "device", "step", "tok/s/device", "TFLOP/s/device", "MFU", "input wait", "speed-up")
+SPEEDS = ("run", "device", "step", "tok/s/device", "TFLOP/s/device", "MFU", "tokens/J", "input wait", "speed-up")
 
 
 def print_summary(screen: Any, runs: Sequence[Mapping[str, Any]]) -> None:
@@ -279,6 +279,7 @@ def _speeds(r: Mapping[str, Any]) -> tuple[str, ...]:
         _number(speed["tokens_per_s_per_device"], "{:,.0f}"),
         _number(speed["tflops_per_device"], "{:.3g}"),
         _number(speed["mfu"], "{:.1%}"),
+        _number(speed["tokens_per_joule"], "{:.1f}"),
         _number(speed["input_wait"], "{:.1%}"),
         _faster(r),
     )

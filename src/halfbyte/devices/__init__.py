@@ -2,11 +2,13 @@
 
 `DEVICES` is the table, `lookup` finds the entry of a JAX device, `UNITS` are what tensor cores multiply with,
 `native_training` and `native_inference` say which of them a device has, `target_config`, `topology` and `lowering_for`
-describe it to XLA and to Pallas on a machine that does not have one, `known_to_xla` says whether XLA has a flag.
+describe it to XLA and to Pallas on a machine that does not have one, `known_to_xla` says whether XLA has a flag,
+`energy` reads what a GPU draws.
 """
 
 from halfbyte.devices.capability import native_inference, native_training
 from halfbyte.devices.cudnn import cudnn_version, target_cudnn
+from halfbyte.devices.energy import Energy, energy
 from halfbyte.devices.lookup import lookup
 from halfbyte.devices.platform import settle_platform
 from halfbyte.devices.table import DEVICES, Device, device
@@ -22,10 +24,12 @@ __all__ = [
     "NOT_ASKED",
     "UNITS",
     "Device",
+    "Energy",
     "Unit",
     "cudnn_version",
     "device",
     "doubt",
+    "energy",
     "known_to_xla",
     "lookup",
     "lowering_for",

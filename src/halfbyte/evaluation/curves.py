@@ -67,6 +67,7 @@ class Speed:
     tokens_per_s_per_device: float
     tflops_per_device: float
     mfu: float
+    tokens_per_joule: float
     input_wait: float
 
 

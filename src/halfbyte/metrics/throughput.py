@@ -1,4 +1,4 @@
-"""Speed of a step from its wall time: tokens/s, TFLOP/s and MFU a device.
+"""Speed of a step from its wall time: tokens/s, TFLOP/s and MFU a device; and tokens a joule from its energy.
 
 FLOPs are counted from the model's shapes (`models.flops`); they say what the model needs, not what the machine did, so
 recomputation does not flatter. MFU divides by the dense peak of the formats that the GEMMs really run in. Where a
@@ -29,12 +29,16 @@ class Throughput:
     devices: int
     peak: float | None = None
 
-    def rates(self, step_time_s: float) -> dict[str, float | None]:
-        """`tokens_per_s_per_device`, `tflops_per_device` and `mfu` (None where the peak is unknown)."""
+    def rates(self, step_time_s: float, joules: float | None = None) -> dict[str, float | None]:
+        """`tokens_per_s_per_device`, `tflops_per_device`, `mfu` (None without a peak); `joules_per_device` and
+        `tokens_per_joule` (None where nobody counts, the latter also where the counter has not moved).
+        """
         tokens_per_s = self.tokens / step_time_s / self.devices
         flops = tokens_per_s * self.flops_per_token
         return {
             "tokens_per_s_per_device": tokens_per_s,
             "tflops_per_device": flops / 1e12,
             "mfu": flops / self.peak if self.peak else None,
+            "joules_per_device": joules,
+            "tokens_per_joule": self.tokens / self.devices / joules if joules else None,
         }

@@ -125,10 +125,12 @@ def cost_table(curve: Curve, manifest: dict[str, Any]) -> str:
         ", ".join(sorted(words)) or "plain bf16",
         f"{1000 * speed.step_time_s:.0f} ms",
         f"{speed.tokens_per_s_per_device:,.0f}",
+        f"{speed.tokens_per_joule:,.1f}" if math.isfinite(speed.tokens_per_joule) else "not counted",
         f"{100 * speed.input_wait:.1f}%",
         spikes(curve),
     )
-    return page.table(("runs", "step", "tokens/s a device", "input wait", "spikes of the loss"), [row])
+    head = ("runs", "step", "tokens/s a device", "tokens a joule", "input wait", "spikes of the loss")
+    return page.table(head, [row])
 
 
 def precision(manifest: dict[str, Any], name: str) -> str:

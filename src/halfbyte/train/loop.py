@@ -79,7 +79,7 @@ class Loop:
         self.step = start.step
         self.last = min(self.config.steps, until or self.config.steps)
         self.data_state = start.data_state
-        self.late = OneStepLate()
+        self.late = OneStepLate(energy=session.energy.joules)
         self.result = RunResult(session.directory, start.step)
         self.returns: list[Return] = list(start.returns)
         self.phases = phases(self.config)
@@ -227,7 +227,7 @@ class Loop:
             "loss": values["loss"],
             "tokens": finished.step * self.meter.tokens,
             "step_time_s": finished.step_time_s,
-            **self.meter.rates(finished.step_time_s),
+            **self.meter.rates(finished.step_time_s, finished.joules),
             "input_wait_s": finished.host["input_wait_s"],
             **{name: value for name, value in values.items() if name != "loss"},
             "flops_formula": self.session.preflight.manifests[0].flops_formula,
@@ -275,7 +275,7 @@ class Loop:
         self.data_state = {"next_index": index + skipped}
         self.phases = with_fallback(self.phases, start.step, self.returns[-1].recipe)
         self.program = None
-        self.late = OneStepLate()
+        self.late = OneStepLate(energy=self.session.energy.joules)
         self.recent.clear()
         self.guard.restart(float(jax.device_get(start.state.scaler["skipped"])))
         self.goodput.throw_away(start.goodput["productive"] if start.goodput else 0.0)

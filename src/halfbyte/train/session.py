@@ -16,7 +16,7 @@ from rich.console import Console
 from halfbyte import models
 from halfbyte.checkpoint import Checkpoints
 from halfbyte.conformance import check_stacks, native_sites_agree
-from halfbyte.devices import lookup
+from halfbyte.devices import Energy, energy, lookup
 from halfbyte.inputs import replace_file
 from halfbyte.metrics import (
     Aside,
@@ -65,6 +65,7 @@ class Session:
     preflight: Preflight
     console: Console
     is_main: bool
+    energy: Energy
 
     @property
     def directory(self) -> Path:
@@ -97,7 +98,8 @@ def open_session(config: TrainConfig, directory: Path, *, console: Console, allo
     check_data(found, content, allow=allow_change, say=say)
     device = lookup(jax.local_devices()[0])
     preflight = check(config, mesh, seq=source.seq, device=device, memory=memory_of(jax.local_devices()[0]))
-    return Session(config, found, content, allow_change, mesh, source, preflight, console, is_main)
+    counted = energy(jax.local_devices())
+    return Session(config, found, content, allow_change, mesh, source, preflight, console, is_main, counted)
 
 
 def _nothing(text: str) -> None:
@@ -129,7 +131,10 @@ def show_start(session: Session) -> None:
             if len(preflight.manifests) > 1:
                 session.say(f"steps {phase.start + 1} to {phase.stop}:")
             session.console.print(table(manifest))
-    if session.mesh.devices.flat[0].platform in ("gpu", "cuda") and not config.deterministic:
+    on_gpu = session.mesh.devices.flat[0].platform in ("gpu", "cuda")
+    if on_gpu and session.energy.missing:
+        session.say(f"NOTE: energy is not measured: {session.energy.missing}")
+    if on_gpu and not config.deterministic:
         session.say("NOTE: this run does not repeat itself bit for bit on a GPU; --deterministic makes it, slower")
     session.say(f"TFLOP/s counted by {preflight.manifests[0].flops_formula}; {_peak_text(session)}")
 

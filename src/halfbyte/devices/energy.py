@@ -1,0 +1,60 @@
+"""What the GPUs of this process draw, as the driver counts it (NVML through `nvidia-ml-py`, extra `energy`).
+
+NVML counts whole GPUs, whoever uses them, and knows nothing of CUDA_VISIBLE_DEVICES: that list says here which of the
+machine's GPUs are ours.
+"""
+
+import importlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import jax
+
+PACKAGE = "pynvml"
+
+
+@dataclass(frozen=True)
+class Energy:
+    """Counters of GPUs; `missing` says why there are none."""
+
+    nvml: Any = None
+    handles: tuple[Any, ...] = ()
+    missing: str = ""
+
+    def joules(self) -> float | None:
+        """Of one GPU, the mean, since its driver was loaded."""
+        return self._mean(self.nvml.nvmlDeviceGetTotalEnergyConsumption) if self.handles else None
+
+    def watts(self) -> float | None:
+        """Of one GPU, the mean, now."""
+        return self._mean(self.nvml.nvmlDeviceGetPowerUsage) if self.handles else None
+
+    def _mean(self, thousandths: Any) -> float:
+        return float(sum(thousandths(handle) for handle in self.handles)) / 1e3 / len(self.handles)
+
+
+def energy(devices: "Sequence[jax.Device]", environ: Mapping[str, str] = os.environ) -> Energy:
+    """The counters of these devices of this process."""
+    if not devices or devices[0].platform != "gpu":
+        return Energy(missing="no GPU")
+    try:
+        nvml = importlib.import_module(PACKAGE)
+    except ImportError:
+        return Energy(missing="nvidia-ml-py is not installed: pip install 'halfbyte[energy]'")
+    try:
+        nvml.nvmlInit()
+        found = Energy(nvml, tuple(_handle(nvml, device.local_hardware_id or 0, environ) for device in devices))
+        found.joules()
+    except (nvml.NVMLError, LookupError) as error:
+        return Energy(missing=f"the driver does not count it ({error})")
+    return found
+
+
+def _handle(nvml: Any, at: int, environ: Mapping[str, str]) -> Any:
+    """The GPU that CUDA calls `at` in this process: by its place in the machine, or by its UUID."""
+    visible = [name.strip() for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    name = visible[at] if visible else str(at)
+    return nvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else nvml.nvmlDeviceGetHandleByUUID(name)

@@ -1,0 +1,90 @@
+"""Energy as a driver counts it. The driver is made up: nothing here has a GPU."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from halfbyte.bench import timing
+from halfbyte.devices import energy
+from halfbyte.metrics import OneStepLate, Throughput
+
+
+class Driver(SimpleNamespace):
+    """NVML of a machine whose GPU `i` draws (i + 1) x 100 W, on a clock that the test moves."""
+
+    NVMLError = type("NVMLError", (Exception,), {})
+    now = 0.0
+
+    def nvmlInit(self):
+        pass
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        if index >= 4:
+            raise self.NVMLError("Invalid Argument")
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        return {"GPU-abc": 3}[uuid]
+
+    def nvmlDeviceGetPowerUsage(self, handle):
+        return 100_000 * (handle + 1)
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
+        return int(100_000 * (handle + 1) * self.now)
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    made = Driver()
+    monkeypatch.setitem(sys.modules, "pynvml", made)
+    return made
+
+
+def gpus(*places):
+    return [SimpleNamespace(platform="gpu", local_hardware_id=place) for place in places]
+
+
+@pytest.mark.parametrize(
+    ("visible", "watts"), [("", 150), ("2,3", 350), ("GPU-abc,0", 250)], ids=["all", "some", "by UUID"]
+)
+def test_the_gpus_of_this_process_are_those_that_are_counted(driver, visible, watts):
+    found = energy(gpus(0, 1), {"CUDA_VISIBLE_DEVICES": visible})
+    driver.now = 60.0
+    assert found.watts() == watts
+    assert found.joules() == 60 * watts
+
+
+def test_what_is_missing_is_said(driver, monkeypatch):
+    cpu = [SimpleNamespace(platform="cpu", local_hardware_id=0)]
+    assert "Invalid Argument" in energy(gpus(7), {}).missing
+    assert energy(cpu, {}).joules() is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    absent = energy(gpus(0), {})
+    assert "halfbyte[energy]" in absent.missing
+    assert absent.joules() is absent.watts() is None
+
+
+def test_a_step_has_its_own_joules_and_no_others(driver):
+    late = OneStepLate(clock=lambda: driver.now, energy=energy(gpus(0), {}).joules)
+    late.push(1, {})
+    driver.now = 2.0
+    first = late.push(2, {})
+    driver.now = 10.0  # a validation
+    late.restart_clock()
+    driver.now = 11.0
+    second = late.flush()
+    assert (first.joules, second.joules) == (200.0, 100.0)
+    rates = Throughput(tokens=1000, flops_per_token=1.0, devices=2).rates(first.step_time_s, first.joules)
+    assert (rates["joules_per_device"], rates["tokens_per_joule"]) == (200.0, 2.5)
+
+
+def test_bench_counts_the_steps_that_it_times(driver, monkeypatch):
+    monkeypatch.setattr(timing.jax, "local_devices", lambda: gpus(0))
+
+    def step(state, batch):
+        driver.now += 0.5
+        return state, {"loss": 0.0}
+
+    _, joules, _ = timing._time(step, None, None, steps=4, repeats=2, warmup=3)
+    assert joules == 50.0
