@@ -16,7 +16,7 @@ _PUBLIC = {
         "BlockFormat", "QTensor", "all_finite", "hadamard16", "quantize",
     ),
     "recipe": ("OperandPolicy", "Policy", "Recipe", "Rule", "policy", "recipe", "recipe_names"),
-    "ops": ("QWeight", "apply_recipe", "dot_general", "grouped_qdot", "mlp", "qdot", "quantize_weight"),
+    "ops": ("QWeight", "apply_recipe", "dot_general", "grouped_qdot", "jit", "mlp", "qdot", "quantize_weight"),
     "devices": ("DEVICES", "Device"),
     "train": ("TrainConfig", "train"),
     "runs": ("evaluate", "generate", "load", "run_config"),

@@ -71,8 +71,10 @@ def test_swiglu_operands_equal_those_of_the_numbers_it_makes() -> None:
         assert all(same(a, b) for a, b in zip((*dg, *du, h), itertools.chain(*expected), strict=True))
 
 
-def test_a_weight_comes_in_both_orders() -> None:
-    w = normal(1, 128, 256)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_weight_comes_in_both_orders(dtype) -> None:
+    w = normal(1, 128, 256).astype(dtype)
+    assert ops.choose("fp8", Problem(FP8, 128, 128, 256, H200, weight_dtype=w.dtype.name)).for_weight == PASSES
     found = PASSES.weight(w, FP8.fprop_w, axis=-2, key=None)
     expected = XLA.load(XLA.weight(w, FP8.fprop_w, axis=-2, key=None), FP8.fprop_w)
     assert same(found, expected) and same(EightBit(None, found.transposed, found.factor, found.policy), expected)

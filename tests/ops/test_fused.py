@@ -46,8 +46,10 @@ def test_a_kept_operand_is_packed_as_the_definition_packs_it_and_loads_back() ->
     assert same(PASSES.load(a, NVFP4.wgrad_x), XLA.load(b, NVFP4.wgrad_x))
 
 
-def test_a_weight_equals_the_definition() -> None:
-    w = jax.random.normal(jax.random.key(1), (128, 256), jnp.float32)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])  # of a master, and of one that its owner casts
+def test_a_weight_equals_the_definition(dtype) -> None:
+    w = jax.random.normal(jax.random.key(1), (128, 256), dtype)
+    assert ops.choose("fused", Problem(NVFP4, 256, 128, 256, H200, weight_dtype=w.dtype.name)).for_weight == PASSES
     found = PASSES.weight(w, NVFP4.fprop_w, axis=-2, key=None, packed=False)
     expected = XLA.load(XLA.weight(w, NVFP4.fprop_w, axis=-2, key=None), NVFP4.fprop_w)
     assert same(found, expected)

@@ -227,7 +227,11 @@ def test_each_use_layer_and_step_has_its_own_key(monkeypatch):
         words = jax.random.key_data(key)
         return jnp.zeros((*x.shape[:-1], w.shape[-1]), x.dtype) + (words[0] ^ words[1]).astype(x.dtype)
 
+    def show_keys(x, weights, *, keys, **_):
+        return [show_key(x, w, key=key) for w, key in zip(weights, keys, strict=True)]
+
     monkeypatch.setattr("halfbyte.ops.contraction.qdot", show_key)
+    monkeypatch.setattr("halfbyte.ops.contraction.qdots", show_keys)  # of one x
 
     def fn(params, x):
         once, twice = x @ params["w"], x @ params["w"]

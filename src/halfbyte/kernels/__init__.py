@@ -29,9 +29,10 @@ from halfbyte.kernels.matmul import GemmTiling, matmul
 from halfbyte.kernels.nvfp4 import Columnwise, Rowwise, Window, maxima, quantize, unpack
 from halfbyte.kernels.scale import amax_bits, scales_and_factors, tensor_scale, tensor_scales
 from halfbyte.kernels.scale_order import ScaleOrder
-from halfbyte.kernels.weights import pack_weight, quantize_weight, weight_codes, weight_maxima
+from halfbyte.kernels.weights import WEIGHTS, pack_weight, quantize_weight, weight_codes, weight_maxima
 
 __all__ = [
+    "WEIGHTS",
     "Columnwise",
     "GemmTiling",
     "Rowwise",

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from halfbyte.kernels import layout as layouts
 from halfbyte.kernels.interpret import is_interpreted
 from halfbyte.kernels.launch import multiprocessors
 from halfbyte.kernels.scale import GEMM, SIZE
@@ -124,6 +125,7 @@ def unsupported(
     return None
 
 
+@layouts.once("layout", "out_dtype", "tiling")
 def matmul(
     a: jax.Array,
     b: jax.Array,

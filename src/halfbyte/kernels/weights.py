@@ -1,4 +1,4 @@
-"""The 2D quantization of a float32 weight [k, n], once a step: one scale for each 16x16 tile, nearest.
+"""The 2D quantization of a weight [k, n], float32 or bf16, once a step: one scale for each 16x16 tile, nearest.
 
 One bf16 carrier serves FPROP and DGRAD, because W and its transpose share codes and scales. A weight that travels is
 packed instead.
@@ -21,20 +21,23 @@ from halfbyte.kernels.scale_order import ScaleOrder
 from halfbyte.kernels.tile import evaluate
 
 WEIGHT_TILING = Tiling(4, 4)
+WEIGHTS = ("float32", "bfloat16")  # the dtypes of a weight that kernels read
 
 
+@layout.once("tiling")
 def weight_maxima(w: jax.Array, *, tiling: Tiling = WEIGHT_TILING) -> jax.Array:
     """Partial maxima of |w| as int32 bits, one a program; `tensor_scale` finishes them."""
     layout.check(w)
     if not layout.divides(w.shape[1]):
-        run = functools.partial(codes.find_maxima, [w], lambda m, rows: [q.amax_float(m, _real(m, rows))], 1)
+        wide = [w.astype(jnp.float32)]
+        run = functools.partial(codes.find_maxima, wide, lambda m, rows: [q.amax_float(m, _real(m, rows))], 1)
         return run(name="weight_maxima")[0]
 
     def body(m, rows, _):
         return [[m.bits(q.amax_float(m, rows))] * m.columns]
 
     def kernel(_, arrays, __, ___, tops):
-        tiles = [arrays[0][r] for r in range(BLOCK)]
+        tiles = [arrays[0][r].astype(jnp.float32) for r in range(BLOCK)]
         (tile,) = evaluate(body, tiles, [], outputs=[jnp.int32], columns=tiling.columns)
         tops[0][0, 0] = jnp.max(tile)
 
@@ -45,13 +48,15 @@ def _real(m: Machine, rows: TokenRows) -> list[list[Word]]:
     return [[m.real(x) for x in row] for row in rows]
 
 
+@layout.once("tiling")
 def quantize_weight(w: jax.Array, scale: jax.Array, *, tiling: Tiling = WEIGHT_TILING) -> jax.Array:
-    """bf16 carrier [k, n] of float32 w under the scales of `tensor_scale`."""
+    """bf16 carrier [k, n] of w under the scales of `tensor_scale`."""
     return _quantize(w, scale, [(BLOCK, jnp.bfloat16)], tiling, name="quantize_weight")[0]
 
 
+@layout.once("tiling")
 def pack_weight(w: jax.Array, scale: jax.Array, *, tiling: Tiling = WEIGHT_TILING) -> tuple[jax.Array, jax.Array]:
-    """(uint8 codes [k / 2, n], two rows a byte; E4M3 scales [k / 16, n / 16]) of float32 w."""
+    """(uint8 codes [k / 2, n], two rows a byte; E4M3 scales [k / 16, n / 16]) of w."""
     outputs = [(BLOCK // 2, jnp.int8), (1, jnp.int8)]
     packed, scales = _quantize(w, scale, outputs, tiling, name="pack_weight")
     # [k / 16, n] -> [k / 16, n / 16]: the kernel repeats a tile's scale in each of its columns
@@ -80,13 +85,13 @@ def _quantize(
 ) -> list[jax.Array]:
     layout.check(w)
     if not layout.divides(w.shape[1]):
-        return codes.weight_rows(w, scale, outputs, name=name)
+        return codes.weight_rows(w.astype(jnp.float32), scale, outputs, name=name)
 
     def body(m, rows, given):
         return q.quantize_square(m, rows, *given, packed=len(outputs) > 1)
 
     def kernel(_, arrays, refs, out_refs, __):
-        tiles = [arrays[0][r] for r in range(BLOCK)]
+        tiles = [arrays[0][r].astype(jnp.float32) for r in range(BLOCK)]
         given = [refs[0][MULT], refs[0][DECODE]]
         dtypes = [dtype for count, dtype in outputs for _ in range(count)]
         made = evaluate(body, tiles, given, outputs=dtypes, columns=tiling.columns)

@@ -3,6 +3,7 @@
 from halfbyte.ops.activation import ACTIVATIONS, Activation
 from halfbyte.ops.ahead import Site, quantize_stacks
 from halfbyte.ops.backends import BACKENDS, Backend, Choice, check_backend, choose, passed_over, serving
+from halfbyte.ops.compiled import GPU_OPTIONS, jit, refuse_strays, tracing
 from halfbyte.ops.dot_general import dot_general
 from halfbyte.ops.gemms import GEMMS, Gemm
 from halfbyte.ops.grouped import grouped_qdot
@@ -18,6 +19,7 @@ __all__ = [
     "ACTIVATIONS",
     "BACKENDS",
     "GEMMS",
+    "GPU_OPTIONS",
     "Activation",
     "Backend",
     "Choice",
@@ -34,6 +36,7 @@ __all__ = [
     "compile_for",
     "dot_general",
     "grouped_qdot",
+    "jit",
     "mlp",
     "mlp_in_stacks",
     "passed_over",
@@ -41,6 +44,8 @@ __all__ = [
     "qdots",
     "quantize_stacks",
     "quantize_weight",
+    "refuse_strays",
     "serving",
     "target",
+    "tracing",
 ]

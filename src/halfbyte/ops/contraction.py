@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,11 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from halfbyte.ops.qdot import qdot
-from halfbyte.ops.surroundings import explicit_sharding, in_auto_axes, replica_key, vary_alike
+from halfbyte.ops.first_order import first_order
+from halfbyte.ops.linear import Execution
+from halfbyte.ops.mlp import gated_linears
+from halfbyte.ops.qdot import qdot, qdots
+from halfbyte.ops.surroundings import explicit_sharding, in_auto_axes, own_key, replica_key, vary_alike
 from halfbyte.recipe import Recipe
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
@@ -70,6 +74,38 @@ def linear(
     return in_auto_axes(functools.partial(_linear, plan), x, w, key, out=like.sharding)
 
 
+def linears(
+    sides: Sequence[tuple[jax.Array, jax.Array, tuple[Sequence[int], Sequence[int]]]], *, how: Rounded,
+    keys: Sequence[jax.Array | None],
+) -> list[jax.Array]:  # fmt: skip
+    """`linear` of each (x, w, dims), bit for bit, where every x is the same: its operands are made once. No axis is
+    explicit or manual. JAX adds the gradients of x from the last one to the first, as those of dots in this order.
+    """
+    plans = [
+        _Plan((tuple(dims[0]), tuple(dims[1])), how.recipe, how.backend, jnp.dtype(how.dtype), qdots)
+        for _, _, dims in sides
+    ]
+    xs, weights, _ = zip(*sides[::-1], strict=True)
+    return list(_linears(tuple(plans[::-1]), xs, weights, tuple(keys[::-1])))[::-1]
+
+
+def swiglu(
+    x: jax.Array, weights: Sequence[jax.Array], *, keys: Sequence[jax.Array | None], recipe: Recipe, backend: str
+) -> jax.Array:
+    """(silu(x Wg) * (x Wu)) Wd of `weights` gate, up and down as one op, as `mlp` computes it, with a key each."""
+    return _swiglu(recipe, backend, x, tuple(weights), tuple(keys))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _swiglu(
+    recipe: Recipe, backend: str, x: jax.Array, weights: tuple[jax.Array, ...], keys: tuple[jax.Array | None, ...]
+) -> jax.Array:
+    for key, w in zip(keys, weights, strict=True):
+        own_key(key, (recipe,), (x, w))
+    y, _ = gated_linears(x, weights, None, recipes=(recipe,) * 3, keys=keys, execution=Execution(backend))
+    return first_order(y, x, *weights)
+
+
 @dataclass(frozen=True)
 class _Plan:
     """What is settled before tracing: one compiled function for each value of it, and for each shape."""
@@ -78,19 +114,40 @@ class _Plan:
     recipe: Recipe
     backend: str
     dtype: jnp.dtype
-    dot: Callable[..., jax.Array]  # qdot, or what stands in for it in a test
+    dot: Callable[..., Any]  # qdot, qdots, or what stands in for it in a test
+
+    def matrices(self, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x [free dims, K] and w [K, N]."""
+        (x_dims, w_dims), x_free, w_free = self.dims, _others(x.ndim, self.dims[0]), _others(w.ndim, self.dims[1])
+        k = math.prod(x.shape[d] for d in x_dims)
+        x2 = lax.transpose(x, (*x_free, *x_dims)).reshape(*(x.shape[d] for d in x_free), k)
+        w2 = lax.transpose(w, (*w_dims, *w_free)).reshape(k, math.prod(w.shape[d] for d in w_free))
+        return x2 if x.dtype in (jnp.bfloat16, jnp.float32) else x2.astype(jnp.float32), w2
+
+    def result(self, y: jax.Array, w: jax.Array) -> jax.Array:
+        """y [free dims of x, N] with the free dims of w."""
+        return y.reshape(*y.shape[:-1], *(w.shape[d] for d in _others(w.ndim, self.dims[1])))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _linear(plan: _Plan, x: jax.Array, w: jax.Array, key: jax.Array | None) -> jax.Array:
-    x_dims, w_dims = plan.dims
-    x_free, w_free = _others(x.ndim, x_dims), _others(w.ndim, w_dims)
-    k = math.prod(x.shape[d] for d in x_dims)
-    x2 = lax.transpose(x, (*x_free, *x_dims)).reshape(*(x.shape[d] for d in x_free), k)
-    w2 = lax.transpose(w, (*w_dims, *w_free)).reshape(k, math.prod(w.shape[d] for d in w_free))
-    operand = x2 if x.dtype in (jnp.bfloat16, jnp.float32) else x2.astype(jnp.float32)
-    y = plan.dot(operand, w2, recipe=plan.recipe, key=key, backend=plan.backend, out_dtype=plan.dtype)
-    return y.reshape(*x2.shape[:-1], *(w.shape[d] for d in w_free))
+    x2, w2 = plan.matrices(x, w)
+    return plan.result(plan.dot(x2, w2, recipe=plan.recipe, key=key, backend=plan.backend, out_dtype=plan.dtype), w)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _linears(
+    plans: tuple[_Plan, ...], xs: tuple[jax.Array, ...], weights: tuple[jax.Array, ...], keys: tuple[Any, ...]
+) -> list[jax.Array]:
+    pairs = [plan.matrices(x, w) for plan, x, w in zip(plans, xs, weights, strict=True)]
+    recipes, (first, *copies) = [plan.recipe for plan in plans], [x for x, _ in pairs]
+    for key, recipe, (x, w) in zip(keys, recipes, pairs, strict=True):
+        own_key(key, (recipe,), (x, w))
+    execution, dtype = Execution(plans[0].backend), plans[0].dtype
+    made = plans[0].dot(first, [w for _, w in pairs], recipes=recipes, keys=keys, execution=execution, out_dtype=dtype,
+                 copies=copies)  # fmt: skip
+    each = zip(plans, made, xs, weights, strict=True)
+    return [plan.result(first_order(y, x, w), w) for plan, y, x, w in each]
 
 
 def weight_first(y: jax.Array, free: int) -> jax.Array:

@@ -103,6 +103,14 @@ def mlp_in_stacks(
     _check(x, weights, recipes)
     key = own_key(key, recipes, (x, *weights))
     keys = [None if key is None else site_key(key, site) for site in SITES]
+    return gated_linears(x, weights, place, recipes=recipes, keys=keys, middle=middle, execution=execution)
+
+
+def gated_linears(
+    x: jax.Array, weights: Sequence[Weight], place: Place | None, *, recipes: Sequence[Recipe],
+    keys: Sequence[jax.Array | None], middle: Middle = SWIGLU, execution: Execution = ALONE,
+) -> tuple[jax.Array, Place | None]:  # fmt: skip
+    """`mlp_in_stacks` with a recipe and a key each for gate, up and down."""
     specs: tuple[Any, Any] = (), ()
     if execution.placements is not None:
         first, _, last = placed = execution.placements

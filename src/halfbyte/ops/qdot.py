@@ -48,9 +48,11 @@ def qdot(
 
 def qdots(
     x: jax.Array, weights: Sequence[Weight], *, recipes: Sequence[Recipe], keys: Sequence[jax.Array | None],
-    execution: Execution = ALONE, out_dtype: jnp.dtype | None = None,
+    execution: Execution = ALONE, out_dtype: jnp.dtype | None = None, copies: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """`qdot` of one x with each of `weights`."""
+    """`qdot` of one x with each of `weights`. The gradient of x is rounded after each of its sums. With `copies`, x
+    once more for each further linear, each has its own gradient, for JAX to add up as it does those of separate dots.
+    """
     for w, recipe in zip(weights, recipes, strict=True):
         _check(x, w, recipe)
     dtype, placements = jnp.dtype(out_dtype or x.dtype), execution.placements or ()
@@ -58,12 +60,13 @@ def qdots(
         raise ValueError("placements: linears of one x have one mesh and one x, got " + "; ".join(map(str, placements)))
     specs = tuple(p.x for p in placements[:1]), tuple(p.y for p in placements)
 
-    def products(tokens: jax.Array, linears: tuple[Linear, ...]) -> tuple[jax.Array, ...]:
-        results = _qdots(dtype, tokens, linears)
+    def products(tokens: jax.Array, linears: tuple[Linear, ...], *others: jax.Array) -> tuple[jax.Array, ...]:
+        each = (tokens, *(t.reshape(tokens.shape) for t in others)) if others else _forked(tokens, len(linears))
+        results = _qdots(dtype, each, linears)
         # [tokens..., outputs] -> [..., outputs]
         return tuple(y if y.ndim == x.ndim else y.reshape(*x.shape[:-1], y.shape[-1]) for y in results)
 
-    made = with_linears(products, (x,), weights, keys, recipes=recipes, execution=execution, specs=specs)
+    made = with_linears(products, (x, *copies), weights, keys, recipes=recipes, execution=execution, specs=specs)
     return tuple(y.astype(dtype) for y in made) if placements else made
 
 
@@ -79,16 +82,27 @@ def _check(x: jax.Array, weight: jax.Array | QWeight, recipe: Recipe) -> None:
         )
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _forked(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
+    """x, `count` times; the sums of its gradients are rounded one by one."""
+    return (x,) * count
+
+
+_forked.defvjp(
+    lambda x, count: ((x,) * count, None), lambda _, __, gradients: (functools.reduce(add_rounded, gradients),)
+)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _qdots(dtype: jnp.dtype, x: jax.Array, linears: tuple[Linear, ...]) -> tuple[jax.Array, ...]:
-    """y = Q(x) Q(W) of each."""
-    operands = operands_of_x(gathered_in(x, linears[0].plan.shards), linears, ("fprop_x",))
+def _qdots(dtype: jnp.dtype, xs: tuple[jax.Array, ...], linears: tuple[Linear, ...]) -> tuple[jax.Array, ...]:
+    """y = Q(x) Q(W) of each; `xs` are all the same x."""
+    operands = operands_of_x(gathered_in(xs[0], linears[0].plan.shards), linears, ("fprop_x",))
     return tuple(linear.fprop(row, dtype) for linear, (row,) in zip(linears, operands, strict=True))
 
 
-def _qdots_fwd(dtype, x, linears):
+def _qdots_fwd(dtype, xs, linears):
     kept = tuple(linear.kept() for linear in linears)
-    inside = gathered_in(x, linears[0].plan.shards)
+    inside = gathered_in(xs[0], linears[0].plan.shards)
     operands = operands_of_x(inside, linears, ("fprop_x", "wgrad_x"), kept=("wgrad_x",))
     results = tuple(linear.fprop(row, dtype) for linear, (row, _) in zip(linears, operands, strict=True))
     columns = once_each(linears, "wgrad_x", [column for _, column in operands])
@@ -96,7 +110,7 @@ def _qdots_fwd(dtype, x, linears):
 
 
 def _qdots_bwd(dtype, residuals, gradients):
-    """dx = sum of Q(dy) Q(W)^T, and dw = Q(x)^T Q(dy) of each."""
+    """dx = Q(dy) Q(W)^T and dw = Q(x)^T Q(dy) of each."""
     columns, kept = residuals
     linears = [linear.restored(after=dy) for linear, dy in zip(kept, gradients, strict=True)]
     inside = [gather(dy, linear.plan.shards.y_lead) for linear, dy in zip(linears, gradients, strict=True)]
@@ -108,7 +122,7 @@ def _qdots_bwd(dtype, residuals, gradients):
         linear.wgrad(linear.load(x_column, "wgrad_x"), column)
         for linear, x_column, (_, column) in zip(linears, x_columns, operands, strict=True)
     ]
-    return functools.reduce(add_rounded, dx), tuple(dw)
+    return tuple(dx), tuple(dw)
 
 
 _qdots.defvjp(_qdots_fwd, _qdots_bwd)

@@ -8,7 +8,6 @@ scale. Random bits
 come from (seed, step, microbatch, layer, site, role).
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -103,9 +102,7 @@ def make_train_step(config: TrainConfig, resolved: Resolved, mesh: Mesh) -> Trai
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         scale, rate = state.scaler["scale"], rate_at(state.step)
         key = step_key(state.seed, state.step)
-        with contextlib.ExitStack() as stack:
-            for backend in serving(resolved):
-                stack.enter_context(backend.tracing())
+        with ops.tracing(serving(resolved)):
             grads, sums = gradients(config, resolved, mesh, state.params, batch, key=key, scale=scale)
         grads = jax.tree.map(lambda g: g * (1.0 / scale), grads)
         norm = optim.global_norm(grads)
@@ -188,10 +185,9 @@ def jit_train_step(
 def compiler_options(
     config: TrainConfig, mesh: Mesh, resolved: Resolved, more: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any] | None:
-    """What XLA is told for this program. On a GPU its dynamic-slice fusion is off: it computes a GEMM whose result is
-    both read at once and stacked for the backward pass twice, 8% of a step. On a single GPU its own rematerialization,
-    which begins at 80% of the memory, is put out of reach: in a step that fills the card it computed slices and casts
-    again and saved nothing. A backend may have options of its own.
+    """What XLA is told for this program, beside what every program for a GPU is. On a single GPU its own
+    rematerialization, which begins at 80% of the memory, is put out of reach: in a step that fills the card it computed
+    slices and casts again and saved nothing. A backend may have options of its own.
 
     Where a layer is made again from its input alone and activations are gathered too, XLA would not only gather weights
     a turn of the loop ahead but activations as well, and compute all that they are made of twice: attention's linears.
@@ -202,7 +198,7 @@ def compiler_options(
     gathers_activations = any(mesh.shape.get(axis, 1) > 1 for axis in ("tensor", "context"))
     twice = config.remat == "full" and gathers_activations
     ahead = {flag: off for flag, off in NOT_AHEAD.items() if twice and known_to_xla(flag)}
-    options: dict[str, Any] = {"xla_gpu_enable_dynamic_slice_fusion": False, **memory, **ahead}
+    options: dict[str, Any] = {**ops.GPU_OPTIONS, **memory, **ahead}
     for backend in serving(resolved):
         options |= backend.compiler_options
     return options | dict(more)
@@ -216,13 +212,7 @@ def serving(resolved: Resolved) -> list[ops.Backend]:
 def compile_train_step(lowered: Any, resolved: Resolved) -> Any:
     """The step compiled, and read by each backend that takes part: a GEMM that became something else stops the run."""
     compiled = lowered.compile()
-    for backend in serving(resolved):
-        strays = backend.strays(lowered, compiled)
-        if strays:
-            raise RuntimeError(
-                f"XLA compiled {len(strays)} GEMMs of the {backend.name} backend as something else; train with "
-                f"--precision.backend carrier and report this line: {strays[0][:300]}"
-            )
+    ops.refuse_strays(serving(resolved), lowered, compiled)
     return compiled
 
 

@@ -154,7 +154,8 @@ class F8Passes(GatedPasses):
         return None
 
     def weight_unsupported(self, problem: Problem, policy: OperandPolicy) -> str | None:
-        return None if problem.weight_dtype == "float32" else f"its kernels read float32, got {problem.weight_dtype}"
+        known, given = kernels.WEIGHTS, problem.weight_dtype
+        return None if given in known else f"its kernels read {' or '.join(known)}, got {given}"
 
     def unfused(self, activation: Activation, recipes: Sequence[Recipe]) -> str | None:
         if activation != SILU:

@@ -100,8 +100,8 @@ class FusedPasses(GatedPasses):
     def weight_unsupported(self, problem: Problem, policy: OperandPolicy) -> str | None:
         if policy != WEIGHT:
             return f"its kernel makes nvfp4 2d rne, this is {policy}"
-        if problem.weight_dtype != "float32":
-            return f"its kernel reads float32 weights, got {problem.weight_dtype}"
+        if problem.weight_dtype not in kernels.WEIGHTS:
+            return f"its kernel reads {' or '.join(kernels.WEIGHTS)} weights, got {problem.weight_dtype}"
         return kernels.unsupported(*problem.weight_part)
 
     def unfused(self, activation: Activation, recipes: Sequence[Recipe]) -> str | None:

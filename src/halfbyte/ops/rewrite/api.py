@@ -71,7 +71,7 @@ class Rewritten:
         jaxpr, shapes = jax.make_jaxpr(leaves.call(self.fn), return_shape=True)(*leaves.arrays)
         origins = leaves.origins(self.layers)
         policy = for_this_model(self.policy, jaxpr.jaxpr, origins)
-        planner = Planner(policy)
+        planner = Planner(policy, self.backend)
         body = planner.body(jaxpr.jaxpr, origins)
         report = Report(tuple(planner.sites))
         _refuse_idle_rules(policy, self.policy.rules, planner.used, report)

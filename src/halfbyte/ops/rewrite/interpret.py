@@ -8,7 +8,8 @@ and with the device's place under `shard_map`. Outside of that a dot's bits are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from jax import lax
 from jax.extend.core import Literal, jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
-from halfbyte.ops.contraction import Rounded, linear, weight_first
+from halfbyte.ops.contraction import Rounded, linear, linears, swiglu, weight_first
 from halfbyte.ops.rewrite.origin import open_jaxpr, scan_counts
 from halfbyte.ops.rewrite.plan import JIT, REMAT, Body, Dot, Inner, Split
 from halfbyte.recipe import layer_key, site_key
@@ -37,11 +38,20 @@ class Interpreter:
         """The outputs of the jaxpr under its plan."""
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
-        for eqn, step in zip(jaxpr.eqns, body.steps, strict=True):
-            values = [_read(env, var) for var in eqn.invars]
-            with eqn.ctx.manager:
-                outs = _bind(eqn, values) if step is None else self._step(eqn, step, key, values)
-            env.update(zip(eqn.outvars, outs, strict=True))
+        for unit in body.order:
+            eqns, steps = [jaxpr.eqns[i] for i in unit.eqns], [body.steps[i] for i in unit.eqns]
+            with eqns[0].ctx.manager:
+                if unit.swiglu:
+                    env[eqns[2].outvars[0]] = self._swiglu(eqns[:3], steps[:3], key, env)
+                    continue
+                values = [[_read(env, var) for var in eqn.invars] for eqn in eqns]
+                if len(eqns) > 1:
+                    outs = self._dots(eqns, steps, key, values)
+                elif steps[0] is None:
+                    outs = _bind(eqns[0], values[0])
+                else:
+                    outs = self._step(eqns[0], steps[0], key, values[0])
+            env.update(zip((var for eqn in eqns for var in eqn.outvars), outs, strict=True))
         return [_read(env, var) for var in jaxpr.outvars]
 
     def _step(self, eqn: Any, step: Any, key: Key, values: list[Any]) -> list[Any]:
@@ -68,25 +78,37 @@ class Interpreter:
         return lambda key, values: self.run(opened, consts, body, key, values)
 
     def _dot(self, eqn: Any, dot: Dot, key: Key, values: list[Any]) -> jax.Array:
-        x, w = values[1 - dot.weight], values[dot.weight]
-        (lhs, rhs), _ = eqn.params["dimension_numbers"]
-        dims = (lhs, rhs) if dot.weight == 1 else (rhs, lhs)
+        x, w, dims = _sides(eqn, dot, values)
         out = eqn.outvars[0].aval
-        try:
+        with _named(dot):
             y = linear(
                 x,
                 w,
                 dims,
                 how=Rounded(dot.recipe, self.backend, out.dtype),
-                key=site_key(key, dot.site) if key is not None and dot.recipe.stochastic else None,
+                key=_site_key(key, dot),
                 out_sharding=_weight_last(eqn.params["out_sharding"], out.ndim, dot.weight, w.ndim - len(dims[1])),
             )
-        except ValueError as error:
-            error.add_note(
-                f"at {dot.site}, as recipe {dot.recipe.name!r}; exclude it in the policy if it cannot be quantized"
-            )
-            raise
         return y if dot.weight == 1 else weight_first(y, x.ndim - len(dims[0]))
+
+    def _dots(self, eqns: list[Any], dots: list[Dot], key: Key, values: list[list[Any]]) -> list[jax.Array]:
+        """Dots of one x."""
+        sides = [_sides(*each) for each in zip(eqns, dots, values, strict=True)]
+        how = Rounded(dots[0].recipe, self.backend, eqns[0].outvars[0].aval.dtype)
+        keys = [_site_key(key, dot) for dot in dots]
+        with _named(*dots):
+            made = linears(sides, how=how, keys=keys)
+        pairs = zip(made, dots, sides, strict=True)
+        return [y if dot.weight == 1 else weight_first(y, x.ndim - len(d[0])) for y, dot, (x, _, d) in pairs]
+
+    def _swiglu(self, eqns: list[Any], dots: list[Dot], key: Key, env: dict[Any, Any]) -> jax.Array:
+        """down(silu(gate) * up), of three matrices."""
+        weights = [_read(env, eqn.invars[1]) for eqn in eqns]
+        keys = [_site_key(key, dot) for dot in dots]
+        with _named(*dots):
+            return swiglu(
+                _read(env, eqns[0].invars[0]), weights, keys=keys, recipe=dots[0].recipe, backend=self.backend
+            )
 
     def _scan(self, eqn: Any, split: Split, key: Key, values: list[Any]) -> list[Any]:
         params = eqn.params
@@ -129,6 +151,29 @@ class Interpreter:
             return count + 1, inner(_fold(key, count), [*values[first:second], *carry])
 
         return lax.while_loop(keep_going, iterate, (jnp.int32(0), values[second:]))[1]
+
+
+def _sides(eqn: Any, dot: Dot, values: list[Any]) -> tuple[Any, Any, tuple[Any, Any]]:
+    """(x, the weight, the dims of each that are contracted)."""
+    (lhs, rhs), _ = eqn.params["dimension_numbers"]
+    return values[1 - dot.weight], values[dot.weight], (lhs, rhs) if dot.weight == 1 else (rhs, lhs)
+
+
+def _site_key(key: Key, dot: Dot) -> Key:
+    return site_key(key, dot.site) if key is not None and dot.recipe.stochastic else None
+
+
+@contextlib.contextmanager
+def _named(*dots: Dot) -> Iterator[None]:
+    """An error inside says at which dots."""
+    try:
+        yield
+    except ValueError as error:
+        error.add_note(
+            f"at {', '.join(dot.site for dot in dots)}, as recipe {dots[0].recipe.name!r}; exclude it in the policy if "
+            "it cannot be quantized"
+        )
+        raise
 
 
 def _weight_last(sharding: Any, ndim: int, side: int, free: int) -> Any:

@@ -15,7 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jax.sharding import AxisType
+
+from halfbyte.ops.activation import SILU
 from halfbyte.ops.contraction import refusal
+from halfbyte.ops.linear import Execution, plan_linear
+from halfbyte.ops.mlp import fused_passes
 from halfbyte.ops.problem import Problem, target
 from halfbyte.ops.rewrite.origin import (
     CALLS,
@@ -32,6 +37,7 @@ from halfbyte.ops.rewrite.origin import (
     sub_jaxprs,
 )
 from halfbyte.ops.rewrite.report import Site
+from halfbyte.ops.rewrite.together import Order, Together
 from halfbyte.recipe import Policy, Recipe, Rule
 
 REMAT = ("checkpoint", "remat", "remat2")
@@ -55,9 +61,10 @@ class Dot:
 
 @dataclass(frozen=True)
 class Body:
-    """A plan for one jaxpr: one step an equation."""
+    """A plan for one jaxpr: one step an equation, and the order in which they run: dots of one x at once."""
 
     steps: tuple[Any, ...]
+    order: Order
 
     @property
     def idle(self) -> bool:
@@ -86,6 +93,7 @@ class Planner:
     """
 
     policy: Policy
+    backend: str = "auto"
     sites: list[Site] = field(default_factory=list)
     used: set[Rule] = field(default_factory=set)
     uses: dict[str, int] = field(default_factory=dict)
@@ -99,16 +107,27 @@ class Planner:
         `frozen` is the reason why nothing inside may be replaced, if there is one.
         """
         env = dict(zip(jaxpr.invars, values, strict=True))
-        steps = []
+        steps, reported = list[Any](), list[int]()
         outer = self.backward
         for eqn in jaxpr.eqns:
             # JAX marks what reverse mode made in the name stack, which inside a body starts anew.
             self.backward = outer or "transpose(" in str(eqn.source_info.name_stack)
             operands = [read(env, var) for var in eqn.invars]
             steps.append(self._equation(eqn, operands, frozen))
+            reported.append(len(self.sites) - 1)
             env.update(zip(eqn.outvars, flow(eqn, operands), strict=True))
         self.backward = outer
-        return Body(tuple(steps))
+        body = Body(tuple(steps), self._order(jaxpr, steps))
+        for unit in body.order:
+            names = {i: body.steps[i].site for i in unit.dots_of_x} if len(unit.eqns) > 1 else {}
+            for i in names:
+                self._note(reported[i], shares_x=tuple(name for j, name in names.items() if j != i))
+            if unit.swiglu:
+                self._note(reported[unit.eqns[2]], swiglu_of=tuple(names.values()))
+        return body
+
+    def _note(self, site: int, **found: tuple[str, ...]) -> None:
+        self.sites[site] = dataclasses.replace(self.sites[site], **found)  # type: ignore[arg-type]
 
     def _equation(self, eqn: Any, values: list[Value], frozen: str) -> Any:
         name = eqn.primitive.name
@@ -172,6 +191,21 @@ class Planner:
                     inside = [i for i, layer in enumerate(origin.layers) if layer in covered]
                     cuts |= {inside[0], inside[-1] + 1} if inside else set()
         return sorted(cuts)
+
+    def _order(self, jaxpr: Any, steps: Sequence[Any]) -> Order:
+        """Dots of one x run at once where they have one recipe and one dtype, and no axis is explicit or manual."""
+        dots, eqns = {i: step for i, step in enumerate(steps) if isinstance(step, Dot)}, jaxpr.eqns
+        alike = {
+            i: (dot.recipe, eqns[i].params["dimension_numbers"][0][1 - dot.weight], eqns[i].outvars[0].aval.dtype)
+            for i, dot in dots.items()
+            if eqns[i].params["out_sharding"] is None
+            and all(set(var.aval.sharding.mesh.axis_types) <= {AxisType.Auto} for var in eqns[i].invars)
+        }
+
+        def fuses(*three: int) -> bool:
+            return all(i in alike for i in three) and _fuses([(eqns[i], dots[i]) for i in three], self.backend)
+
+        return Together(eqns, jaxpr.outvars, {i: 1 - dot.weight for i, dot in dots.items()}, alike, fuses).order()
 
     def _leave(self, eqn: Any, values: Sequence[Value], why: str) -> None:
         """Reports a dot that stays as it is: its weight is the right operand if that is one, else the left."""
@@ -278,6 +312,29 @@ def _is_as_written(eqn: Any, side: int) -> bool:
     contracted, (x, weight) = eqn.params["dimension_numbers"][0], written[-1]
     x = x.rjust(eqn.invars[1 - side].aval.ndim)
     return [x[dim] for dim in contracted[1 - side]] == [weight[dim] for dim in contracted[side]]
+
+
+def _fuses(dots: Sequence[tuple[Any, Dot]], backend: str) -> bool:
+    """Whether the passes that serve gate, up and down on this device hold silu(g) * u: all of one dtype and one recipe,
+    x [..., inputs] times a matrix [inputs, outputs].
+    """
+    passes, recipes = [], [dot.recipe for _, dot in dots]
+    x_dtype = dots[0][0].invars[0].aval.dtype
+    for eqn, dot in dots:
+        x, w = (var.aval for var in eqn.invars)
+        plain = eqn.params["dimension_numbers"] == (((x.ndim - 1,), (0,)), ((), ())) and w.ndim == 2 and x.ndim > 1
+        if (
+            dot.weight != 1
+            or not plain
+            or {x.dtype, eqn.outvars[0].aval.dtype} != {x_dtype}
+            or dot.recipe != recipes[0]
+        ):
+            return False
+        try:
+            passes.append(plan_linear(x, w, dot.recipe, Execution(backend)).choice.passes)
+        except ValueError:  # nobody serves it: where it runs, that is said
+            return False
+    return fused_passes(passes, SILU, recipes) is not None
 
 
 def _has_number(origin: Origin) -> bool:

@@ -13,7 +13,9 @@ class Site:
     """One dot product: the weight that reaches it, its recipe, or the reason why it was left alone.
 
     `layers` are the layers it runs for, where they are known; `runs` is how often it runs (the lengths of the scans
-    around it). `forward_only` says why it has no gradient at this number of tokens, if it has none.
+    around it). `forward_only` says why it has no gradient at this number of tokens, if it has none. `shares_x` are the
+    dots that read the same x, which is quantized once for all of them; `swiglu_of` gate and up, where the passes that
+    make this dot's operands compute silu(gate) * up, with the roundings of `halfbyte.mlp`.
     """
 
     path: str | None
@@ -24,6 +26,8 @@ class Site:
     layers: range | None = None
     runs: int = 1
     forward_only: str = ""
+    shares_x: tuple[str, ...] = ()
+    swiglu_of: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         where = self.path or "(no weight)"
@@ -32,6 +36,8 @@ class Site:
         times = f" x{self.runs}" if self.runs > 1 else ""
         what = f"-> {self.recipe}" if self.recipe else f"left: {self.why_left}"
         what += f", forward only: {self.forward_only}" if self.forward_only else ""
+        what += f", x made once with {', '.join(self.shares_x)}" if self.shares_x else ""
+        what += f", silu({self.swiglu_of[0]}) * {self.swiglu_of[1]} inside its passes" if self.swiglu_of else ""
         return f"{where}  {list(self.lhs)} x {list(self.rhs)}{times}  {what}"
 
 

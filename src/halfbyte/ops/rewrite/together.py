@@ -1,0 +1,139 @@
+"""Which planned dots of a body run as one, and in which order its equations then run.
+
+Linears of one x want the same operands of it, so they run where the first of them stands. What makes the others'
+weights (a cast, a slice) is then run before, if none of it waits for one of them. Two values are the same if they are
+the same variable, or the same cast or view of the same value: a framework casts x once for each layer that reads it.
+
+A gated MLP is two of them, silu of the one times the other, and a third that reads the product: where passes hold that
+product, the five equations run as one op.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend.core import Literal
+
+from halfbyte.ops.rewrite.origin import open_jaxpr
+
+_VIEWS = ("convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim", "copy")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Equations that run as one: any alone, or dots of one x; or gate, up and down, then what lies between them."""
+
+    eqns: tuple[int, ...]
+    swiglu: bool = False
+
+    @property
+    def dots_of_x(self) -> tuple[int, ...]:
+        """Those that read one x."""
+        return self.eqns[:2] if self.swiglu else self.eqns
+
+
+Order = tuple[Unit, ...]
+
+
+@dataclass
+class Together:
+    """The equations of one jaxpr and its results. Dots that are `alike`, by number, may run together if their x is the
+    same; where `fuses` says so of gate, up and down, silu(g) * u may be inside the third.
+    """
+
+    eqns: Sequence[Any]
+    outvars: Sequence[Any]
+    xs: Mapping[int, int]  # number of a dot -> which of its operands x is
+    alike: Mapping[int, Hashable]
+    fuses: Callable[[int, int, int], bool]
+
+    def __post_init__(self) -> None:
+        self.makers = {var: i for i, eqn in enumerate(self.eqns) for var in eqn.outvars}
+        read = [v for eqn in self.eqns for v in eqn.invars if not isinstance(v, Literal)] + list(self.outvars)
+        self.uses = Counter(map(id, read))
+        self.gated = dict(found for i in self.alike if (found := self._gated(i)))
+
+    def order(self) -> Order:
+        """The numbers of the equations in the order in which they run; those that run as one in one tuple."""
+        groups: dict[Hashable, list[int]] = {}
+        for i, common in self.alike.items():
+            groups.setdefault((self._value(self.eqns[i].invars[self.xs[i]]), common), []).append(i)
+        of = {i: group for group in groups.values() for i in group}
+        done: set[int] = set()
+        order: list[Unit] = []
+        for i in range(len(self.eqns)):
+            if i in done:
+                continue
+            unit, ahead = self._ready(i, [j for j in of.get(i, []) if j > i], done)
+            order += [*(Unit((k,)) for k in sorted(ahead)), unit]
+            done |= {*ahead, *unit.eqns}
+        return tuple(order)
+
+    def _ready(self, first: int, others: Sequence[int], done: set[int]) -> tuple[Unit, set[int]]:
+        """(`first` with those of the others that can run with it, what must run ahead of them)."""
+        group, ahead = [first], set[int]()
+        for j in others:
+            needed = self._needed(j, done)
+            if first not in needed and self._may_move(needed):
+                group.append(j)
+                ahead |= needed
+        gated = self.gated.get(tuple(group))
+        if gated is not None:
+            needed = self._needed(gated.eqns[2], done) - {*gated.eqns}
+            if self._may_move(needed):
+                return gated, ahead | needed
+        return Unit(tuple(group)), ahead
+
+    def _may_move(self, eqns: set[int]) -> bool:
+        return not any(i in self.xs or self.eqns[i].effects for i in eqns)
+
+    def _gated(self, down: int) -> tuple[tuple[int, ...], Unit] | None:
+        """(gate and up in program order, the whole) of a third dot that reads silu(g) * u, where
+        nobody else reads what lies between; None if it is none.
+        """
+        product = self._only_maker(self.eqns[down].invars[self.xs[down]], "mul")
+        if product is None:
+            return None
+        for g, u in (self.eqns[product].invars, self.eqns[product].invars[::-1]):
+            silu, up = self._only_maker(g, "jit", "pjit"), self._only_maker(u, "dot_general")
+            if silu is None or up is None or not is_silu(self.eqns[silu]):
+                continue
+            gate = self._only_maker(self.eqns[silu].invars[0], "dot_general")
+            if gate is not None and self.fuses(gate, up, down):
+                return tuple(sorted((gate, up))), Unit((gate, up, down, silu, product), swiglu=True)
+        return None
+
+    def _only_maker(self, var: Any, *names: str) -> int | None:
+        """The equation of one of these names that makes `var`, if it is read once."""
+        i = None if isinstance(var, Literal) or self.uses[id(var)] != 1 else self.makers.get(var)
+        return i if i is not None and self.eqns[i].primitive.name in names else None
+
+    def _needed(self, i: int, done: set[int]) -> set[int]:
+        """The equations that have not run and that equation i waits for."""
+        found, todo = set[int](), [i]
+        while todo:
+            inputs = (v for v in self.eqns[todo.pop()].invars if not isinstance(v, Literal))
+            makers = {self.makers[v] for v in inputs if v in self.makers} - done
+            todo += makers - found
+            found |= makers
+        return found
+
+    def _value(self, var: Any) -> Hashable:
+        """Equal for variables that hold the same value."""
+        i = None if isinstance(var, Literal) else self.makers.get(var)
+        if i is None or self.eqns[i].primitive.name not in _VIEWS or len(self.eqns[i].invars) != 1:
+            return id(var)
+        eqn = self.eqns[i]
+        return eqn.primitive.name, str(sorted(eqn.params.items(), key=lambda p: p[0])), self._value(eqn.invars[0])
+
+
+def is_silu(eqn: Any) -> bool:
+    """Whether this calls `jax.nn.silu`: x times its logistic function, and nothing else."""
+    inner = open_jaxpr(eqn.params["jaxpr"])
+    if len(inner.invars) != 1 or [e.primitive.name for e in inner.eqns] != ["logistic", "mul"]:
+        return False
+    (x,), (first, second) = inner.invars, inner.eqns
+    return first.invars[0] is x and {*second.invars} == {x, *first.outvars} and inner.outvars == second.outvars
