@@ -21,10 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from league_own import OWN
+
 from halfbyte.metrics import read_rows
 from halfbyte.models import LlamaConfig, count_params
 from halfbyte.optim import OptimizerConfig
 from halfbyte.parity.arms import BASELINE, CANDIDATE, TWIN, Arm
+from halfbyte.recipe import spell_recipe
 from halfbyte.train import CheckpointConfig, LogConfig, TrainConfig, ValidationConfig, jsonconfig
 
 FOLDER = Path(__file__).parents[1] / "docs" / "evidence" / "league"
@@ -68,6 +71,7 @@ ARMS = {
         Arm("nemotron3", CANDIDATE, {"recipe": "nvfp4", "policy": "mlp; layers[-1:]=bf16"}),
         Arm("nvfp4_late", CANDIDATE, linear("nvfp4", **LATE)),
         *(Arm(name, CANDIDATE, linear(name)) for name in JOINED),
+        *(Arm(own.name, CANDIDATE, linear(spell_recipe(own))) for own in OWN),
     )
 }
 
