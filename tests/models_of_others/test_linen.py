@@ -43,15 +43,17 @@ def loss_in(made, dots=None):
     return loss
 
 
-PARAMS = Model(jax.lax.dot_general).init(jax.random.key(0), jnp.zeros((1, 16), jnp.int32))
+@pytest.fixture(scope="module")
+def params():
+    return Model(jax.lax.dot_general).init(jax.random.key(0), jnp.zeros((1, 16), jnp.int32))
 
 
 @pytest.mark.slow
-def test_trained_100_steps(verdict, text):
-    verdict(loss_in, PARAMS, text)
+def test_trained_100_steps(verdict, text, params):
+    verdict(loss_in, params, text, control=False)
 
 
-def test_quantized_sites(text, nvfp4):
+def test_quantized_sites(text, nvfp4, params):
     dots = dot_general(nvfp4, key="quantize")
-    jax.eval_shape(loss_in(nvfp4, dots), PARAMS, *text(jax.random.key(0)), jax.random.key(0))
+    jax.eval_shape(loss_in(nvfp4, dots), params, *text(jax.random.key(0)), jax.random.key(0))
     assert [(call.site, call.recipe) for call in dots.calls] == [("layer/up", "nvfp4"), ("layer/down", "nvfp4")]

@@ -68,7 +68,7 @@ def test_quantized_sites(text, nvfp4):
 
 @pytest.mark.slow
 def test_trained_100_steps(verdict, text):
-    verdict(loss_in, PARAMS, text, static=True)
+    verdict(loss_in, PARAMS, text, control=True)
 
 
 def test_haiku_paths_are_those_of_its_modules(nvfp4):

@@ -16,7 +16,7 @@ from halfbyte.train import create_state, jit_train_step, open_source, phases, ru
 from halfbyte.train.source import host_part, to_mesh
 
 WIDE = dataclasses.replace(MODEL, embed=64, mlp=128)
-MESHES = {"": 1, "fsdp=4": 4, "fsdp=2,tensor=2": 4, "context=2": 2, "data=2,fsdp=2": 4}
+MESHES = {"": 1, "data=2,fsdp=2": 4, "fsdp=2,tensor=2": 4, "fsdp=2,tensor=2,context=2": 8}
 
 
 def three_losses(recipe, mesh_text):
@@ -34,7 +34,7 @@ def three_losses(recipe, mesh_text):
 
 def test_bf16_on_every_mesh():
     alone = three_losses("bf16", "")
-    for mesh in list(MESHES)[1:]:
+    for mesh in ("data=2,fsdp=2", "fsdp=2,tensor=2,context=2"):  # each axis; two of them are compiled, not four
         np.testing.assert_allclose(three_losses("bf16", mesh), alone, rtol=2e-3, err_msg=mesh)
 
 

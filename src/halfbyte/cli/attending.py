@@ -17,8 +17,8 @@ from types import FrameType
 from typing import Any
 
 SILENCE_S = 4.0
-HEARD = b"\r\x1b[Khalfbyte: Ctrl-C: stopping as soon as what runs now returns\n"
 ERASE = b"\r\x1b[K"
+HEARD = ERASE + b"halfbyte: Ctrl-C: stopping as soon as what runs now returns\n"
 
 
 @contextlib.contextmanager
@@ -69,19 +69,20 @@ class Watch:
 
         def heard(text: str) -> int:
             self._last, self._inside = time.monotonic(), not text.endswith("\n")
-            if self._shown:
-                self._shown = False
-                os.write(2, ERASE)
+            self._erase()
             return write(text)
 
         stream.write = heard
         try:
             yield
         finally:
-            if self._shown:
-                self._shown = False
-                os.write(2, ERASE)
+            self._erase()
             del stream.write  # the stream's own is found again
+
+    def _erase(self) -> None:
+        if self._shown:
+            self._shown = False
+            os.write(2, ERASE)
 
     def speak(self) -> None:
         while not self.ended.wait(0.5):
