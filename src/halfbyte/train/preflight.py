@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from halfbyte import models
 from halfbyte.devices import Device
-from halfbyte.sharding import axis_size, default_shape, format_mesh, make_mesh, parse_mesh
+from halfbyte.sharding import DEFAULT_RULES, axis_size, default_shape, format_mesh, make_mesh, parse_mesh
 
 from .config import TrainConfig
 from .precision import phases
@@ -108,7 +108,7 @@ def check_room(tree: object) -> None:
 def estimate_memory(config: TrainConfig, mesh: Mesh, *, seq: int) -> MemoryEstimate:
     """Bytes a device, from shapes and shardings alone."""
     state: TrainState = abstract_state(config, mesh)
-    shards = axis_size(mesh, ("data", "fsdp", "expert", "context"))
+    shards = axis_size(mesh, (*DEFAULT_RULES.mesh_axes("batch"), "context"))
     tokens = config.batch // config.accumulate * seq // shards
     model, tensor = config.model, axis_size(mesh, "tensor")
     stream = 2 * model.embed // tensor  # bf16, sequence-sharded over tensor between blocks
