@@ -4,6 +4,7 @@
     python benchmarks/league_grid.py rates --data DATA --out OUT         # the learning rate of each size, by its rule
     python benchmarks/league_grid.py run --data DATA --out OUT --arms bf16,nvfp4 --cells 1M@16 --seeds 0,1
     python benchmarks/league_grid.py collect OUT                         # runs.json: what every run ended with
+    python benchmarks/league_grid.py table 3M@16                         # the gaps of a cell
 
 docs/evidence/league/README.md is the plan in words, committed before the first step; `rates` and `run` refuse a
 plan.json that is not this file's. DATA is what the README's `halfbyte data prepare` makes. `--slots` runs share the
@@ -17,6 +18,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,8 @@ RATE_CELLS, RATE_SEED = ("1M@16", "3M@16", "10M@5"), 100
 NEAR, JUMP = 1e-3, 0.1  # a loss this near the best (relative) is as good; a fortieth of a run this far above the one
 # before it (nats, means over its steps) is a jump
 LATE = {"precision.switch_at": 0.8333, "precision.switch_to": "bf16", "precision.switch_part": "forward"}
+CODE = [f"validation_loss/{source}" for source in ("pypi-python", "rust-src", "go-std", "cpython-stdlib")]
+PROSE = [f"validation_loss/{source}" for source in ("eltec-eng", "standardebooks", "openstax-ccby", "sotu")]
 JOINED = (  # by a commit before their first step
     "nvfp4_4over6_mse", "nvfp4_4over6_mae", "nvfp4_4over6_sr", "quartet2", "tetrajet2", "ue5m3", "nvfp4_row",
     "nvfp4_unbiased", "amd_mxfp4",
@@ -268,6 +272,26 @@ def command_collect(args: argparse.Namespace) -> None:
         (FOLDER / "rates.json").write_text(rates.read_text(encoding="utf-8"), encoding="utf-8")
 
 
+def gap(cell: dict[str, Any], name: str, keys: Sequence[str] = ("validation_loss",)) -> float:
+    """A run's loss over that of bf16 in its seed, minus 1; over several keys their mean."""
+    base = cell[f"bf16-{name.rpartition('-')[2]}"]
+    return sum(cell[name][key] / base[key] - 1 for key in keys) / len(keys)
+
+
+def command_table(args: argparse.Namespace) -> None:
+    """A cell's runs by the mean of their gaps, as Markdown: every seed, then code and prose apart."""
+    cell = json.loads((FOLDER / "runs.json").read_text(encoding="utf-8"))[args.cell]
+    arms: dict[str, list[str]] = {}
+    for name in sorted(name for name in cell if "again" not in name):
+        arms.setdefault(name.rpartition("-")[0], []).append(name)
+    means = {arm: sum(gap(cell, name) for name in runs) / len(runs) for arm, runs in arms.items() if arm != "bf16"}
+    print("| arm | gap of each seed | code | prose |\n|---|---|---|---|")
+    for arm in sorted(means, key=means.__getitem__):
+        seeds = ", ".join(f"{gap(cell, name):+.2%}" for name in arms[arm])
+        kinds = (sum(gap(cell, name, keys) for name in arms[arm]) / len(arms[arm]) for keys in (CODE, PROSE))
+        print(f"| `{arm}` | {seeds} | " + " | ".join(f"{kind:+.1%}" for kind in kinds) + " |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
@@ -283,6 +307,9 @@ def main() -> None:
             one.add_argument("--arms", required=True)
             one.add_argument("--cells", required=True)
             one.add_argument("--seeds", default="0")
+    table = commands.add_parser("table")
+    table.add_argument("cell")
+    table.set_defaults(run=command_table)
     collect = commands.add_parser("collect")
     collect.add_argument("out")
     collect.set_defaults(run=command_collect)
