@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from halfbyte import ops
+from halfbyte import devices, ops
 from halfbyte.ops import grouped as grouped_qdots
-from halfbyte.ops import tiles
+from halfbyte.ops import problem, tiles
 from halfbyte.recipe import recipe
 
 COUNTS = np.array([0, 1, 15, 16, 17, 200], np.int32)
@@ -183,3 +183,21 @@ def test_groups_that_do_not_fit_are_refused_or_nan():
         ops.grouped_qdot(x, w[0], COUNTS, recipe="bf16")
     with pytest.raises(TypeError, match="whole numbers"):
         ops.grouped_qdot(x, w, COUNTS.astype(np.float32), recipe="bf16")
+
+
+def test_kernels_make_and_multiply_the_codes_of_each_expert(interpreted):
+    """As a Hopper GPU runs it, with kernels interpreted: a table of scales, keys and places for tiles and experts."""
+    random, counts, wide = np.random.default_rng(1), jnp.array([130, 0, 17]), 128
+    sizes = np.repeat([1e-2, 1e3, 1e5], [130, 17, 4])[:, None]
+    x = jnp.asarray(random.normal(size=(151, wide)) * sizes, jnp.bfloat16)
+    w = jnp.asarray(random.normal(size=(3, wide, wide)) * 10.0 ** np.arange(3)[:, None, None], jnp.float32)
+    dy = jnp.asarray(random.normal(size=(151, wide)) / sizes, jnp.bfloat16)
+    with problem._target(devices.device("h200")):
+        found = grouped("nvfp4", "auto")(x, w, dy, counts)
+        program = str(jax.make_jaxpr(grouped("nvfp4", "auto"))(x, w, dy, counts))
+    assert "quantize_weight" in program and "quantize_rows_stochastic" in program
+    expected = grouped("nvfp4")(x, w, dy, counts)
+    for ours, theirs in zip(found[:2], expected[:2], strict=True):
+        assert np.mean(bits(ours) != bits(theirs)) < 1e-3
+    largest = np.abs(expected[2]).max(axis=(1, 2), keepdims=True)
+    assert np.all(np.abs(found[2] - expected[2]) <= 1e-6 * largest)

@@ -1,7 +1,6 @@
 """How kernels cut an array into programs, and which arrays they cannot take."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -93,7 +92,8 @@ def call(
     name: str,
 ) -> list[jax.Array]:
     """Runs `kernel(program, array_refs, scalar_refs, output_refs, maxima_refs)` over tiles of `rows` tokens. References
-    of layers follow those of the outputs.
+    of layers follow those of the outputs. Scalars are vectors; of a table of them, one for each of so many equal parts
+    of the tokens, a program sees its part's.
     """
     outputs, maxima, into = makes.outputs, makes.maxima, makes.into
     tokens, width = arrays[0].shape
@@ -125,12 +125,16 @@ def call(
         places = in_layers([*arrays, *into], [*refs[:a], *made[o + maxima :]], numbers)
         kernel((i, j), places[:a], refs[a : a + given], [*made[:o], *places[a:]], made[o : o + maxima])
 
-    whole = [pl.BlockSpec(s.shape, functools.partial(lambda n, *_: (0,) * n, s.ndim)) for s in scalars]
+    def vector(s: jax.Array) -> pl.BlockSpec:
+        if s.ndim == 1:
+            return pl.BlockSpec(s.shape, lambda *_: (0,))
+        return pl.BlockSpec((None, s.shape[1]), lambda *p: (order(*p)[0] // (groups // s.shape[0]), 0))
+
     one = pl.BlockSpec((1, 1), lambda *p: order(*p))
     results = pl.pallas_call(
         body,
         grid=grid[::-1] if tiling.columns_first else grid,
-        in_specs=[*map(in_spec, arrays), *whole, *map(in_spec, into)],
+        in_specs=[*map(in_spec, arrays), *map(vector, scalars), *map(in_spec, into)],
         out_specs=[*(spec(count) for count, _ in outputs), *[one] * maxima, *map(in_spec, into)],
         out_shape=[
             *(jax.ShapeDtypeStruct((groups, count, width // BLOCK, BLOCK), d) for count, d in outputs),

@@ -18,7 +18,8 @@ that divides them.
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -184,12 +185,45 @@ def _through_xla(a: jax.Array, b: jax.Array, alpha: jax.Array, layout: str, out_
 
 def _kernel(a, b, left, right, out, *, tiling: GemmTiling, layout: str):
     block_m, block_n = tiling.block
-    turned_a, turned_b = layout == "tn", layout == "nt"
     *tiles, turns = tiling.steps(dims(a.shape, b.shape, layout))
-    in_order = _transforms(tiling.k, jnp.bfloat16, a.shape[1], b.shape[1])
-    out_order = _transforms(tiling.epilogue_n, out.dtype, out.shape[1])
+    alpha = _factor(left) * _factor(right)
 
-    def pipeline(multiply, context):
+    def work(index):
+        i, j = plgpu.planar_snake(index, tuple(tiles), 0 if tiling.minor == "m" else 1, tiling.width)
+        i = 2 * i + lax.axis_index("member") if tiling.pair == "m" else i
+        j = 2 * j + lax.axis_index("member") if tiling.pair == "n" else j
+        rows, columns = pl.ds(i * block_m, block_m), pl.ds(j * block_n, block_n)
+        left_part = a.at[:, rows] if layout == "tn" else a.at[rows, :]
+        right_part = b.at[columns, :] if layout == "nt" else b.at[:, columns]
+        return Work(left_part, right_part, out.at[rows, columns], turns, alpha)
+
+    walk(work, tiles[0] * tiles[1], (a, b, out), depth=min(tiling.stages, turns), tiling=tiling, layout=layout)
+
+
+class Work(NamedTuple):
+    """One output tile: its parts of the operands, where it goes, how many steps of k its sums take, the factor of the
+    sums, and the first step. Without a turn it is zero."""
+
+    left: Any
+    right: Any
+    target: Any
+    turns: Any
+    alpha: Any
+    first: Any = 0
+
+
+def walk(
+    work_of: Callable[[Any], Work], count: int, arrays: Any, *, depth: int, tiling: GemmTiling, layout: str
+) -> None:
+    """All `count` output tiles, block after block, the `Work` of each by its number. `depth` steps are under way at a
+    time. Of `arrays` (a, b and out, whole) only types and widths are read here."""
+    a, b, out = arrays
+    block_m, block_n = tiling.block
+    turned_a, turned_b = layout == "tn", layout == "nt"
+    in_order = _transforms(tiling.k, jnp.bfloat16, a.shape[-1], b.shape[-1])
+    out_order = _transforms(tiling.epilogue_n, out.dtype, out.shape[-1])
+
+    def pipeline(multiply, context, turns, first=0):
         shape_a = (tiling.k, block_m) if turned_a else (block_m, tiling.k)
         shape_b = (block_n, tiling.k) if turned_b else (tiling.k, block_n)
         return plgpu.emit_pipeline_warp_specialized(
@@ -197,8 +231,8 @@ def _kernel(a, b, left, right, out, *, tiling: GemmTiling, layout: str):
             grid=(turns,),
             memory_registers=40,
             in_specs=[
-                _operand(shape_a, turned_a, 1, in_order, tiling.in_flight, shared=tiling.pair == "n"),
-                _operand(shape_b, turned_b, 0, in_order, tiling.in_flight, shared=tiling.pair == "m"),
+                _operand(shape_a, turned_a, 1, in_order, tiling, first, shared=tiling.pair == "n"),
+                _operand(shape_b, turned_b, 0, in_order, tiling, first, shared=tiling.pair == "m"),
             ],
             wg_axis="warpgroup",
             num_compute_wgs=2,
@@ -211,23 +245,18 @@ def _kernel(a, b, left, right, out, *, tiling: GemmTiling, layout: str):
 
     @functools.partial(
         pl.run_scoped,
-        buffers=pipeline(_nothing, _nothing).get_allocations(a, b),
+        buffers=pipeline(_nothing, _nothing, depth).get_allocations(a, b),
         staged=plgpu.SMEM(stage_shape, out.dtype, transforms=out_order),
         collective_axes="warpgroup",
     )
     def _(buffers, staged):
         warpgroup = lax.axis_index("warpgroup")
-        alpha = _factor(left) * _factor(right)
 
-        @plgpu.nd_loop((tiles[0] * tiles[1],), collective_axes="block")
+        @plgpu.nd_loop((count,), collective_axes="block")
         def _(loop):
-            i, j = plgpu.planar_snake(loop.index[0], tuple(tiles), 0 if tiling.minor == "m" else 1, tiling.width)
-            i = 2 * i + lax.axis_index("member") if tiling.pair == "m" else i
-            j = 2 * j + lax.axis_index("member") if tiling.pair == "n" else j
-            rows, columns = pl.ds(i * block_m, block_m), pl.ds(j * block_n, block_n)
+            work = work_of(loop.index[0])
             own_m = pl.ds(warpgroup * tiling.m, tiling.m) if tiling.split == "m" else slice(None)
             own_n = pl.ds(warpgroup * tiling.n, tiling.n) if tiling.split == "n" else slice(None)
-            target = out.at[rows, columns].at[own_m, own_n]
 
             def multiply(_, a_tile, b_tile, sums):
                 left_tile = _transposed(a_tile.at[:, own_m], (1, 0)) if turned_a else a_tile.at[own_m]
@@ -240,13 +269,10 @@ def _kernel(a, b, left, right, out, *, tiling: GemmTiling, layout: str):
                 @functools.partial(pl.run_scoped, sums=plgpu.ACC((tiling.m, tiling.n), jnp.float32))
                 def _(sums):
                     run(sums)
-                    _write(sums[...], alpha, staged, target, warpgroup, tiling, out.dtype)
+                    target = work.target.at[own_m, own_n]
+                    _write(sums[...], work.alpha, staged, target, warpgroup, tiling, out.dtype)
 
-            pipeline(multiply, context)(
-                a.at[:, rows] if turned_a else a.at[rows, :],
-                b.at[columns, :] if turned_b else b.at[:, columns],
-                allocations=buffers,
-            )
+            pipeline(multiply, context, work.turns, work.first)(work.left, work.right, allocations=buffers)
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -269,16 +295,18 @@ def _write(sums, alpha, staged, target, warpgroup, tiling: GemmTiling, dtype):
 
 
 def _operand(
-    shape: tuple[int, int], turned: bool, summed: int, transforms: Any, in_flight: int, *, shared: bool
+    shape: tuple[int, int], turned: bool, summed: int, transforms: Any, tiling: GemmTiling, first: Any, *, shared: bool
 ) -> Any:
-    """Tiles that walk along the dim that is summed over: `summed`, or the other one if the operand is turned."""
+    """Tiles that walk, from step `first` on, along the dim that is summed over: `summed`, or the other one if the
+    operand is turned.
+    """
     along = 1 - summed if turned else summed
     return plgpu.BlockSpec(
         shape,
-        (lambda i: (i, 0)) if along == 0 else (lambda i: (0, i)),
+        (lambda i: (first + i, 0)) if along == 0 else (lambda i: (0, first + i)),
         transforms=transforms,
         memory_space=plgpu.SMEM,
-        delay_release=in_flight,
+        delay_release=tiling.in_flight,
         collective_axes=("member",) if shared else (),
     )
 

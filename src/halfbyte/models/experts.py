@@ -44,7 +44,7 @@ def experts_mlp(cfg: LlamaConfig, weights: Params, h: jax.Array, here: LayerCont
     recipes = [None if is_exact(h, r) else r for r in (here.recipe("mlp", name) for name in EXPERT_SITES)]
     check_tiles(recipes)
     pairs = found.experts.size
-    tile = tile_rows(pairs, cfg.experts, recipes)
+    tile, room = layout(cfg, tokens.shape[0], recipes)
     keys = [here.site_key(f"mlp/{name}") for name in EXPERT_SITES]
     matrices = tuple(weights[name] for name in EXPERT_SITES)
 
@@ -53,7 +53,8 @@ def experts_mlp(cfg: LlamaConfig, weights: Params, h: jax.Array, here: LayerCont
 
         def dot(x: jax.Array, n: int) -> jax.Array:
             how: dict[str, Any] = {"recipe": recipes[n], "key": keys[n], "amax": amaxes[n], "first": first}
-            return grouped_tiles(x, weights[n], tiles, **how)
+            y = grouped_tiles(here.into(x, "mlp", EXPERT_SITES[n : n + 1]), weights[n], tiles, **how)
+            return here.out_of(y, "mlp", EXPERT_SITES[n])
 
         return dot(gated(ACTIVATIONS[cfg.activation], dot(x, 0), dot(x, 1)), 2)
 
@@ -64,10 +65,16 @@ def experts_mlp(cfg: LlamaConfig, weights: Params, h: jax.Array, here: LayerCont
         y = over_mesh(run, spread(tokens, rows, pairs), found, (matrices, keys), rest, mesh=here.ctx.mesh, tile=tile)
     else:
         rows = places(found.experts.reshape(-1), found.load.counts, tile).reshape(found.experts.shape)
-        room = buffer_rows(pairs, cfg.experts, tile)
         # [tokens, embed] -> [room, embed], sorted by expert, each from a new tile on
         y = run(spread(tokens, rows, room), matrices, keys, Tiles.of(found.load.counts, room, tile))
     return combine(y, rows, _everywhere(found.weights, here)).reshape(h.shape)
+
+
+def layout(cfg: LlamaConfig, tokens: int, recipes: Sequence[Recipe | None]) -> tuple[int, int]:
+    """(rows of a tile, rows of all tiles) of so many tokens on one device."""
+    pairs = tokens * cfg.experts_per_token
+    tile = tile_rows(pairs, cfg.experts, recipes)
+    return tile, buffer_rows(pairs, cfg.experts, tile)
 
 
 def over_mesh(

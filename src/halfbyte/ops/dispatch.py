@@ -28,8 +28,14 @@ def spread(x: jax.Array, rows: jax.Array, room: int) -> jax.Array:
     adds up a token's experts in their order.
     """
     tokens, k = rows.shape
-    pair = jnp.full(room, tokens * k, jnp.int32).at[rows.reshape(-1)].set(jnp.arange(tokens * k, dtype=jnp.int32))
+    pair = _pairs(rows, room)
     return x.at[jnp.where(pair < tokens * k, pair // k, tokens)].get(mode="fill", fill_value=0)
+
+
+def _pairs(rows: jax.Array, room: int) -> jax.Array:
+    """int32 [room]: the number of the (token, expert) pair in each row; as many as there are where it has none."""
+    numbers = jnp.arange(rows.size, dtype=jnp.int32)
+    return jnp.full(room, rows.size, jnp.int32).at[rows.reshape(-1)].set(numbers, unique_indices=True)
 
 
 def _spread_fwd(x, rows, room):
@@ -55,9 +61,10 @@ def _combine_fwd(y, rows, weights):
 
 def _combine_bwd(residuals, g):
     y, rows, weights = residuals
-    wide, flat = g.astype(jnp.float32), rows.reshape(-1)
-    pairs = _rounded(wide[:, None] * weights[..., None], y.dtype)  # [tokens, k, width]
-    dy = jnp.zeros_like(y).at[flat].set(pairs.reshape(flat.shape[0], -1), unique_indices=True)
+    wide, pair = g.astype(jnp.float32), _pairs(rows, y.shape[0])
+    known, own = (pair < rows.size)[:, None], jnp.minimum(pair, rows.size - 1)
+    dy = wide[own // rows.shape[1]] * weights.reshape(-1)[own][:, None]  # [room, width]
+    dy = _rounded(jnp.where(known, dy, 0), y.dtype)
     return dy, None, jnp.sum(wide[:, None] * y[rows].astype(jnp.float32), axis=-1)
 
 

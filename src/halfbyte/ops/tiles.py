@@ -20,6 +20,8 @@ from jax import lax
 
 from halfbyte.formats import amax_of, random_bytes, to_grid, transform_runs
 from halfbyte.formats.bits import float32_bits, float_of_bits
+from halfbyte.kernels import grouped
+from halfbyte.ops import tile_kernels
 from halfbyte.ops.gemms import Contraction, dot, finish
 from halfbyte.ops.linear import quantize_part, weight_operand
 from halfbyte.ops.operand import pinned, to_bfloat16
@@ -48,7 +50,7 @@ class Tiles:
         """Of a buffer of `rows`, whole tiles."""
         ends = jnp.cumsum(whole_tiles(counts, tile))
         start = jnp.arange(rows // tile, dtype=jnp.int32) * tile
-        experts = jnp.searchsorted(ends, start, side="right").astype(jnp.int32)
+        experts = jnp.searchsorted(ends, start, side="right", method="compare_all").astype(jnp.int32)
         before = jnp.concatenate([jnp.zeros(1, ends.dtype), ends])[experts]
         return cls(counts, experts, (start - before).astype(jnp.int32), tile)
 
@@ -56,6 +58,14 @@ class Tiles:
     def used(self) -> jax.Array:
         """How many tiles have an expert."""
         return jnp.sum((self.experts < self.counts.shape[0]).astype(jnp.int32))
+
+    def per_tile(self, per_expert: jax.Array) -> jax.Array:
+        """[experts, ...] -> [tiles, ...]; the last expert's where a tile has none, which nothing reads."""
+        return per_expert[jnp.minimum(self.experts, per_expert.shape[0] - 1)]
+
+    def largest(self, bits: jax.Array) -> jax.Array:
+        """float32 [experts]: of uint32 [tiles] bits of magnitudes, which keep infinity and NaN."""
+        return float_of_bits(jnp.zeros(self.counts.shape[0] + 1, jnp.uint32).at[self.experts].max(bits)[:-1])
 
     def slice(self, array: jax.Array, number: jax.Array) -> jax.Array:
         """The rows of one tile."""
@@ -68,9 +78,13 @@ def whole_tiles(counts: jax.Array, tile: int) -> jax.Array:
 
 
 def tile_rows(rows: int, experts: int, recipes: Sequence[Recipe | None]) -> int:
-    """Rows of a tile: whole runs of every operand, and more of them while experts stay several tiles long."""
+    """Rows of a tile: whole runs of every operand, and more of them while experts stay several tiles long; on a GPU, as
+    many as its kernels take.
+    """
     policies = [getattr(recipe, role) for recipe in recipes if recipe is not None for role in ROLES]
     tile = math.lcm(4, *(policy.run for policy in policies))  # random bytes are drawn four rows at a time
+    if target().capability is not None:
+        return math.lcm(tile, LARGEST)
     while 2 * tile <= LARGEST and 8 * tile * experts <= rows:
         tile *= 2
     return tile
@@ -127,7 +141,7 @@ def check_tiles(recipes: Sequence[Recipe | None], backend: str = "auto") -> None
 
 
 @dataclasses.dataclass(frozen=True)
-class _Operand:
+class TileOperand:
     """`array` [rows, features] or [experts, inputs, outputs]; `factor` float32 [experts], None for 1."""
 
     array: jax.Array
@@ -143,12 +157,31 @@ def grouped_tiles(
     Rows without an expert give 0. `amax` float32 [experts] stands for the weights' own where several share a scale.
     `first` is the number of w's first expert: keys are those of experts, wherever they lie.
     """
-    keys = None
-    if key is not None:
-        numbers = jnp.arange(w.shape[0], dtype=jnp.int32) + first
-        keys = jax.random.key_data(jax.vmap(functools.partial(jax.random.fold_in, key))(numbers))
-    impl = None if key is None else str(jax.random.key_impl(key))
-    return _grouped((recipe, impl), x, w, tiles, keys, amax)
+    static, keys = _keys(recipe, key, w.shape[0], first)
+    return _grouped(static, x, w, tiles, keys, amax)
+
+
+def grouped_operands(
+    x: jax.Array, w: jax.Array, dy: jax.Array, tiles: Tiles, *, recipe: Recipe, key: jax.Array | None,
+    amax: jax.Array | None = None,
+) -> dict[str, TileOperand]:  # fmt: skip
+    """The six operands of `grouped_tiles` by role, as its GEMMs read them, for whoever looks at them."""
+    static, keys = _keys(recipe, key, w.shape[0])
+    forward, backward = ("fprop_x", "wgrad_x"), ("dgrad_dy", "wgrad_dy")
+    rows = [*_rows(static, x, tiles, keys, *forward), *_rows(static, dy, tiles, keys, *backward)]
+    weights = {role: _weights(static, w, keys, role, amax) for role in ("fprop_w", "dgrad_w")}
+    return dict(zip(forward + backward, rows, strict=True)) | weights
+
+
+def _keys(
+    recipe: Recipe | None, key: jax.Array | None, experts: int, first: jax.Array | int = 0
+) -> tuple["Static", jax.Array | None]:
+    """What is static, and the words of each expert's key."""
+    if key is None:
+        return (recipe, None), None
+    numbers = jnp.arange(experts, dtype=jnp.int32) + first
+    words = jax.random.key_data(jax.vmap(functools.partial(jax.random.fold_in, key))(numbers))
+    return (recipe, str(jax.random.key_impl(key))), words
 
 
 Static = tuple[Recipe | None, str | None]
@@ -158,50 +191,64 @@ Static = tuple[Recipe | None, str | None]
 def _grouped(
     static: Static, x: jax.Array, w: jax.Array, tiles: Tiles, keys: jax.Array | None, amax: jax.Array | None
 ) -> jax.Array:
-    left, right = _rows(static, x, tiles, keys, "fprop_x"), _weights(static, w, keys, "fprop_w", amax)
+    (left,), right = _rows(static, x, tiles, keys, "fprop_x"), _weights(static, w, keys, "fprop_w", amax)
     return _by_expert(left, right, tiles, ((1,), (0,)), x.dtype)
 
 
 def _grouped_fwd(static, x, w, tiles, keys, amax):
-    kept = _rows(static, x, tiles, keys, "wgrad_x")
-    return _grouped(static, x, w, tiles, keys, amax), (kept, w, tiles, keys, amax)
+    left, kept = _rows(static, x, tiles, keys, "fprop_x", "wgrad_x")
+    y = _by_expert(left, _weights(static, w, keys, "fprop_w", amax), tiles, ((1,), (0,)), x.dtype)
+    return y, (kept, w, tiles, keys, amax)
 
 
 def _grouped_bwd(static, residuals, dy):
     kept, w, tiles, keys, amax = residuals
-    row, column = (_rows(static, dy, tiles, keys, role) for role in ("dgrad_dy", "wgrad_dy"))
+    row, column = _rows(static, dy, tiles, keys, "dgrad_dy", "wgrad_dy")
     dx = _by_expert(row, _weights(static, w, keys, "dgrad_w", amax), tiles, ((1,), (1,)), dy.dtype)
     return dx, _summed(kept, column, tiles, w), None, None, None
 
 
 _grouped.defvjp(_grouped_fwd, _grouped_bwd)
-jax.tree_util.register_dataclass(_Operand, data_fields=["array", "factor"], meta_fields=[])
+jax.tree_util.register_dataclass(TileOperand, data_fields=["array", "factor"], meta_fields=[])
 
 
 def _key(static: Static, words: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(words, impl=static[1])
 
 
-def _rows(static: Static, x: jax.Array, tiles: Tiles, keys: jax.Array | None, role: str) -> _Operand:
-    """x [rows, features] as operand `role`: each expert under its own tensor scale and with its own random bytes."""
-    recipe, axis = static[0], -2 if role.startswith("wgrad") else -1
-    if recipe is None:
-        return _Operand(x, None)
-    policy: OperandPolicy = getattr(recipe, role)
+def _rows(static: Static, x: jax.Array, tiles: Tiles, keys: jax.Array | None, *roles: str) -> list[TileOperand]:
+    """x [rows, features] as operands `roles`: each expert under its own tensor scale and with its own random bytes."""
+    if static[0] is None:
+        return [TileOperand(x, None)] * len(roles)
+    policies = {role: getattr(static[0], role) for role in roles}
+    bits = {role: _bits(static, keys, role) for role, policy in policies.items() if policy.draws_bytes}
+    if x.dtype == jnp.bfloat16 and all(
+        tile_kernels.makes(role, policy, (x.shape[1], x.shape[1]), target()) for role, policy in policies.items()
+    ):
+        return [TileOperand(*made) for made in tile_kernels.rows(x, policies, bits, tiles)]
+    return [_defined(x, policy, role, bits.get(role), tiles) for role, policy in policies.items()]
+
+
+def _bits(static: Static, keys: jax.Array | None, role: str) -> jax.Array:
+    """uint32 [experts, words]: the keys of the role's random bytes."""
+    if keys is None:
+        assert static[0] is not None
+        raise ValueError(f"{role} of {static[0].name} rounds stochastically and needs a key; pass key=...")
+    return jax.vmap(lambda words: jax.random.key_data(role_key(_key(static, words), role)))(keys)
+
+
+def _defined(x: jax.Array, policy: OperandPolicy, role: str, bits: jax.Array | None, tiles: Tiles) -> TileOperand:
+    """One operand in plain JAX."""
+    axis = -2 if role.startswith("wgrad") else -1
     if not policy.format.quantized and not policy.hadamard:
-        return _Operand(to_bfloat16(x), None)
+        return TileOperand(to_bfloat16(x), None)
     x = pinned(to_bfloat16(x) if policy.source == "bfloat16" else x)
     if policy.hadamard:
         x = transform_runs(x, axis=axis, points=policy.hadamard_size)
     if not policy.format.quantized:
-        return _Operand(to_bfloat16(x), None)
+        return TileOperand(to_bfloat16(x), None)
     parts = x.reshape(-1, tiles.tile, x.shape[-1])  # [rows, features] -> [tiles, tile, features]
-    amax, noise = _amaxes(parts, tiles), None
-    if policy.draws_bytes:
-        if keys is None:
-            raise ValueError(f"{role} of {recipe.name} rounds stochastically and needs a key; pass key=...")
-        bits = jax.vmap(lambda words: jax.random.key_data(role_key(_key(static, words), role)))(keys)
-        noise = _noise(bits, parts.shape, tiles)
+    amax, noise = _amaxes(parts, tiles), None if bits is None else _noise(bits, parts.shape, tiles)
     usual = "stochastic" if policy.draws_bytes else "rne"
     how = {} if policy.rounding == usual else {"rounding": policy.rounding}
 
@@ -209,21 +256,19 @@ def _rows(static: Static, x: jax.Array, tiles: Tiles, keys: jax.Array | None, ro
         made = to_grid(part, policy.format, block=policy.block, axis=axis, noise=noise, amax=amax, **how)
         return made.carrier()
 
-    made = jax.vmap(grid, in_axes=(0, 0, None if noise is None else 0))(parts, tiled(amax, tiles), noise)
+    made = jax.vmap(grid, in_axes=(0, 0, None if noise is None else 0))(parts, tiles.per_tile(amax), noise)
     decode = jax.vmap(lambda each: policy.format.tensor_scales(each).decode)(amax)
-    return _Operand(made.reshape(x.shape), jnp.where(jnp.isfinite(amax), decode, jnp.float32(jnp.nan)))
+    return TileOperand(_carried(made.reshape(x.shape)), jnp.where(jnp.isfinite(amax), decode, jnp.float32(jnp.nan)))
+
+
+def _carried(values: jax.Array) -> jax.Array:
+    """Numbers that are exact in bfloat16, as what is multiplied: a CPU has no bfloat16 GEMM."""
+    return values if target().platform == "cpu" else values.astype(jnp.bfloat16)
 
 
 def _amaxes(parts: jax.Array, tiles: Tiles) -> jax.Array:
-    """float32 [experts], by integers, which keep infinity and NaN."""
-    largest = jax.vmap(lambda part: float32_bits(amax_of(part)))(parts)
-    found = jnp.zeros(tiles.counts.shape[0] + 1, jnp.uint32).at[tiles.experts].max(largest)
-    return float_of_bits(found[:-1])
-
-
-def tiled(per_expert: jax.Array, tiles: Tiles) -> jax.Array:
-    """[experts, ...] -> [tiles, ...]; the last expert's where a tile has none, which nothing reads."""
-    return per_expert[jnp.minimum(tiles.experts, per_expert.shape[0] - 1)]
+    """float32 [experts]."""
+    return tiles.largest(jax.vmap(lambda part: float32_bits(amax_of(part)))(parts))
 
 
 def _noise(words: jax.Array, shape: tuple[int, ...], tiles: Tiles) -> jax.Array:
@@ -233,41 +278,56 @@ def _noise(words: jax.Array, shape: tuple[int, ...], tiles: Tiles) -> jax.Array:
     def one(words: jax.Array, first: jax.Array) -> jax.Array:
         return random_bytes(words, shape[1:], offset=(first, 0), global_shape=whole, aligned=True)
 
-    return jax.vmap(one)(tiled(words, tiles), tiles.first)
+    return jax.vmap(one)(tiles.per_tile(words), tiles.first)
 
 
-def _weights(static: Static, w: jax.Array, keys: jax.Array | None, role: str, amax: jax.Array | None) -> _Operand:
+def _weights(static: Static, w: jax.Array, keys: jax.Array | None, role: str, amax: jax.Array | None) -> TileOperand:
     """w [experts, inputs, outputs] as operand `role`, each expert quantized as a weight of its own."""
     recipe = static[0]
     if recipe is None:
-        return _Operand(w, None)
+        return TileOperand(w, None)
     if not getattr(recipe, role).format.quantized:
-        return _Operand(to_bfloat16(w), None)
+        return TileOperand(to_bfloat16(w), None)
+    if w.dtype == jnp.float32 and tile_kernels.makes(role, getattr(recipe, role), w.shape[1:], target()):
+        return TileOperand(*tile_kernels.weights(w, amax))
 
     def one(w: jax.Array, words: jax.Array | None, amax: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         key = None if words is None else _key(static, words)
         made = weight_operand(quantize_part(w, recipe, key, amax=amax), role)
-        return made.values(), jnp.ones((), jnp.float32) if made.factor is None else made.factor
+        return _carried(made.values()), jnp.ones((), jnp.float32) if made.factor is None else made.factor
 
     mapped = tuple(None if each is None else 0 for each in (keys, amax))
-    return _Operand(*jax.vmap(one, in_axes=(0, *mapped))(w, keys, amax))
+    return TileOperand(*jax.vmap(one, in_axes=(0, *mapped))(w, keys, amax))
 
 
-def _alpha(left: _Operand, right: _Operand) -> jax.Array | None:
+def _alpha(left: TileOperand, right: TileOperand) -> jax.Array | None:
     factors = [operand.factor for operand in (left, right) if operand.factor is not None]
     return functools.reduce(jnp.multiply, factors) if factors else None
 
 
+def _ones(alpha: jax.Array | None, tiles: Tiles) -> jax.Array:
+    return jnp.ones(tiles.counts.shape, jnp.float32) if alpha is None else alpha
+
+
+def _multiplied_by_kernels(left: TileOperand, right: TileOperand, sides: tuple[int, ...], tiles: Tiles) -> bool:
+    dtypes = {left.array.dtype, right.array.dtype}
+    fit = tiles.tile == grouped.ROWS and dtypes == {jnp.dtype("bfloat16")}
+    return fit and tile_kernels.multiplies(*sides, device=target())
+
+
 def _product(a: jax.Array, b: jax.Array, axes: Contraction) -> jax.Array:
-    """float32 sums. Carriers are exact in bfloat16 and in float32; a CPU has no bfloat16 GEMM."""
+    """float32 sums."""
     if target().platform == "cpu" or a.dtype == jnp.float32:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     return dot(a, b, axes, precision=lax.Precision.HIGHEST)
 
 
-def _by_expert(left: _Operand, right: _Operand, tiles: Tiles, axes: Contraction, dtype: jnp.dtype) -> jax.Array:
+def _by_expert(left: TileOperand, right: TileOperand, tiles: Tiles, axes: Contraction, dtype: jnp.dtype) -> jax.Array:
     """Each tile times its expert's matrix, one rounding to `dtype`."""
     alpha, outputs = _alpha(left, right), right.array.shape[1:][1 - axes[1][0]]
+    if _multiplied_by_kernels(left, right, right.array.shape[1:], tiles) and dtype == jnp.bfloat16:
+        factor, layout = _ones(alpha, tiles), "nt" if axes[1] == (1,) else "nn"
+        return grouped.rows(left.array, right.array, factor, tiles.experts, layout=layout)
 
     def one(number: jax.Array, y: jax.Array) -> jax.Array:
         expert = tiles.experts[number]
@@ -278,9 +338,11 @@ def _by_expert(left: _Operand, right: _Operand, tiles: Tiles, axes: Contraction,
     return lax.fori_loop(0, tiles.used, one, jnp.zeros((left.array.shape[0], outputs), dtype))
 
 
-def _summed(left: _Operand, right: _Operand, tiles: Tiles, w: jax.Array) -> jax.Array:
+def _summed(left: TileOperand, right: TileOperand, tiles: Tiles, w: jax.Array) -> jax.Array:
     """x^T dy of each expert, in w's dtype; zero where it has no rows."""
     alpha = _alpha(left, right)
+    if _multiplied_by_kernels(left, right, w.shape[1:], tiles) and w.dtype == jnp.float32:
+        return grouped.contraction(left.array, right.array, _ones(alpha, tiles), tiles.counts)
 
     def one(number: jax.Array, sums: jax.Array) -> jax.Array:
         expert = tiles.experts[number]

@@ -167,7 +167,14 @@ def _cublas_k(found: Instruction, left: Array) -> int:
 
 
 def _inner(found: Instruction, left: Array, right: Array, result: Array) -> int:
-    """The contracted size of two matrices, in whatever orders the kernel takes them: (mk)(kn)(mn) is a square."""
+    """The contracted size of two matrices, in whatever orders the kernel takes them: (mk)(kn)(mn) is a square. Of rows
+    times a matrix of each expert's, their width; of an expert's rows, how many there are on average, filled up.
+    """
+    ranks = len(left.dims), len(right.dims), len(result.dims)
+    if ranks == (2, 3, 2):  # [rows, k] x [experts, k, n] -> [rows, n]
+        return left.dims[1]
+    if ranks == (2, 2, 3):  # [rows, m] x [rows, n] -> [experts, m, n]
+        return -(-left.dims[0] // result.dims[0])
     if not result.elements or any(len(array.dims) != 2 for array in (left, right, result)):
         raise Unreadable(f"{found.name}: {left} x {right} -> {result} are not three matrices")
     square = left.elements * right.elements * result.elements

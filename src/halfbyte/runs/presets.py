@@ -114,6 +114,21 @@ def llama3_1_405b() -> TrainConfig:
     return _large("llama3.1-405b", mesh=mesh, batch=32, seq=8192, learning_rate=8e-5, remat="full")
 
 
+def _experts(name: str, *, mesh: str, batch: int) -> TrainConfig:
+    run = _large(name, mesh=mesh, batch=batch, seq=4096, learning_rate=3e-4, remat="full")
+    return dataclasses.replace(run, policy="experts")
+
+
+def qwen3_30b_a3b() -> TrainConfig:
+    """30.5B parameters, 3.4B a token, on 8 devices that share the experts."""
+    return _experts("qwen3-30b-a3b", mesh="expert=8", batch=8)
+
+
+def qwen3_235b_a22b() -> TrainConfig:
+    """235B parameters, 22B a token, on 64 devices that share the experts."""
+    return _experts("qwen3-235b-a22b", mesh="expert=64", batch=64)
+
+
 RUNS: dict[str, Callable[[], TrainConfig]] = {
     "demo": demo,
     "moe-demo": moe_demo,
@@ -125,7 +140,9 @@ RUNS: dict[str, Callable[[], TrainConfig]] = {
     "qwen3-1.7b": qwen3_1_7b,
     "llama3-8b": llama3_8b,
     "qwen3-8b": qwen3_8b,
+    "qwen3-30b-a3b": qwen3_30b_a3b,
     "llama3.1-70b": llama3_1_70b,
+    "qwen3-235b-a22b": qwen3_235b_a22b,
     "llama3.1-405b": llama3_1_405b,
 }
 

@@ -20,6 +20,7 @@ from halfbyte.devices import Device, native_training
 from halfbyte.formats import BF16
 from halfbyte.metrics import Throughput, mixed_peak
 from halfbyte.models.flops import FLOPS_FORMULA
+from halfbyte.ops import tile_kernels
 from halfbyte.ops.tiles import check_tiles
 from halfbyte.recipe import GEMMS, OperandPolicy, Recipe, Resolved
 from halfbyte.sharding import DEFAULT_RULES, default_shape, parse_mesh, whole_sizes
@@ -30,7 +31,7 @@ FOUR_BITS = 4
 PLAIN = str(BF16.unit)
 XLA = "xla"
 BY_XLA = ("carrier", "reference")  # backends whose GEMMs are XLA's
-TILES = "tiles"  # of experts: a loop over tiles of rows, each multiplied by XLA with its expert's matrix
+TILES = "tiles"  # of experts: tiles of rows, each multiplied with its expert's matrix
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ def _describe(
     if site.experts:
         check_tiles([chosen], config.precision.backend)
         rows = problem.tokens * problem.inputs * problem.outputs // (site.k * site.n)  # of all its experts, on average
-        gemms, own = gemms_of(problem, None, grouped=True), (rows, site.k, site.n)
+        gemms, own = gemms_of(problem, None, sides=(site.k, site.n)), (rows, site.k, site.n)
         return Site(site.path, layers, site.tokens, site.k, site.n, chosen.name, TILES, gemms, flops, {}, own)
     try:
         choice = ops.choose(config.precision.backend, problem) if chosen.quantized else None
@@ -174,16 +175,24 @@ def _describe(
 
 
 def gemms_of(
-    problem: ops.Problem, choice: ops.Choice | None, *, ahead: bool = False, grouped: bool = False
+    problem: ops.Problem, choice: ops.Choice | None, *, ahead: bool = False, sides: tuple[int, int] | None = None
 ) -> dict[str, Gemm]:
-    """The GEMMs of a linear that `choice` serves (None: XLA, in bf16, or `grouped` over the tiles of experts); weights
-    may be made `ahead` of their use."""
-    return {gemm.name: _gemm(gemm, problem, choice, ahead=ahead, grouped=grouped) for gemm in problem.gemms}
+    """The GEMMs of a linear that `choice` serves (None: XLA, in bf16, or the tiles of experts whose matrices have these
+    `sides`); weights may be made `ahead` of their use."""
+    return {gemm.name: _gemm(gemm, problem, choice, ahead=ahead, sides=sides) for gemm in problem.gemms}
 
 
-def _gemm(gemm: ops.Gemm, problem: ops.Problem, choice: ops.Choice | None, *, ahead: bool, grouped: bool) -> Gemm:
+def _gemm(
+    gemm: ops.Gemm, problem: ops.Problem, choice: ops.Choice | None, *, ahead: bool, sides: tuple[int, int] | None
+) -> Gemm:
     policies = [getattr(problem.recipe, role) for role in gemm.roles]
-    backend = ("reference" if grouped else XLA) if choice is None else choice.multiplier(gemm).name
+    backend, makers = XLA, tuple(XLA for _ in gemm.roles)
+    if choice is not None:
+        backend, makers = choice.multiplier(gemm).name, tuple(choice.maker(role, ahead=ahead) for role in gemm.roles)
+    elif sides is not None:
+        backend = "fused" if tile_kernels.multiplies(*sides, device=problem.device) else "reference"
+        made = [tile_kernels.makes(role, getattr(problem.recipe, role), sides, problem.device) for role in gemm.roles]
+        makers = tuple("fused" if own else XLA for own in made)
     runs_in = _multiplier((policies[0], policies[1]), backend, problem.device)
     return Gemm(
         left=str(policies[0]),
@@ -192,7 +201,7 @@ def _gemm(gemm: ops.Gemm, problem: ops.Problem, choice: ops.Choice | None, *, ah
         runs_in=runs_in,
         execution=_execution((policies[0], policies[1]), runs_in),
         multiplied_by=XLA if backend in BY_XLA else backend,
-        made_by=tuple(XLA if choice is None else choice.maker(role, ahead=ahead) for role in gemm.roles),
+        made_by=makers,
     )
 
 

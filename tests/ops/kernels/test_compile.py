@@ -83,6 +83,25 @@ def test_a_width_that_no_tile_divides_is_served_by_kernels():
     assert "quantize_rows_stochastic_columns_stochastic_hadamard" in names
 
 
+def test_experts_are_served_by_kernels():
+    """Three grouped GEMMs, each tensor quantized in one pass with a table of scales; no loop over tiles multiplies."""
+    like = shapes(topology_of("h200"))
+
+    def experts(x, w, dy, counts, seed):
+        key = jax.random.key(seed)
+        y, pull = jax.vjp(lambda x, w: ops.grouped_qdot(x, w, counts, recipe="nvfp4", key=key), x, w)
+        return y, pull(dy)
+
+    args = like(1024, 256), like(4, 256, 384, dtype=jnp.float32), like(1024, 384)
+    with ops.compile_for(devices.device("h200")):
+        text = compiled(experts, "h200", *args, like(4, dtype=jnp.int32), like(dtype=jnp.uint32))
+    kernels = Counter(re.findall(r'gpu.triton".*?, name = "(\w+)"', text))
+    assert kernels["quantize_rows_columns_hadamard"] == 1 and kernels["quantize_weight"] == 2
+    assert kernels["quantize_rows_stochastic_columns_stochastic_hadamard"] == 1
+    assert re.findall(r'op_name="[^"]*?/(\w+)/mpmd_map', text).count("gemm") == 3
+    assert not re.search(r"__cublas|gemm_fusion| dot\(", text)
+
+
 def test_carriers_of_an_odd_width_compile():
     like = shapes(topology_of("h200"))
     text = compiled(hidden, "h200", *[like(256, 331)] * 3, like(2, dtype=jnp.uint32))
