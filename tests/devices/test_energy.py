@@ -31,6 +31,8 @@ class Driver(SimpleNamespace):
         return 100_000 * (handle + 1)
 
     def nvmlDeviceGetTotalEnergyConsumption(self, handle):
+        if self.now < 0:
+            raise self.NVMLError("GPU is lost")
         return int(100_000 * (handle + 1) * self.now)
 
 
@@ -63,6 +65,14 @@ def test_what_is_missing_is_said(driver, monkeypatch):
     absent = energy(gpus(0), {})
     assert "halfbyte[energy]" in absent.missing
     assert absent.joules() is absent.watts() is None
+
+
+def test_a_driver_that_stops_to_answer_costs_a_number_and_no_run(driver):
+    late = OneStepLate(energy=energy(gpus(0), {}).joules)
+    late.push(1, {})
+    driver.now = -1.0
+    assert late.push(2, {}).joules is None
+    assert late.flush().joules is None
 
 
 def test_a_step_has_its_own_joules_and_no_others(driver):

@@ -25,20 +25,25 @@ class Energy:
     missing: str = ""
 
     def joules(self) -> float | None:
-        """Of one GPU, the mean, since its driver was loaded."""
-        return self._mean(self.nvml.nvmlDeviceGetTotalEnergyConsumption) if self.handles else None
+        """Of one GPU, the mean, since its driver was loaded; None where the driver does not say."""
+        return self._mean("nvmlDeviceGetTotalEnergyConsumption")
 
     def watts(self) -> float | None:
-        """Of one GPU, the mean, now."""
-        return self._mean(self.nvml.nvmlDeviceGetPowerUsage) if self.handles else None
+        """Of one GPU, the mean, now; None where the driver does not say."""
+        return self._mean("nvmlDeviceGetPowerUsage")
 
-    def _mean(self, thousandths: Any) -> float:
-        return float(sum(thousandths(handle) for handle in self.handles)) / 1e3 / len(self.handles)
+    def _mean(self, thousandths: str) -> float | None:
+        if not self.handles:
+            return None
+        try:  # a driver that stops to answer costs a number, not the run
+            return sum(getattr(self.nvml, thousandths)(handle) / 1e3 for handle in self.handles) / len(self.handles)
+        except self.nvml.NVMLError:
+            return None
 
 
 def energy(devices: "Sequence[jax.Device]", environ: Mapping[str, str] = os.environ) -> Energy:
     """The counters of these devices of this process."""
-    if not devices or devices[0].platform != "gpu":
+    if not devices or devices[0].platform not in ("gpu", "cuda"):
         return Energy(missing="no GPU")
     try:
         nvml = importlib.import_module(PACKAGE)
@@ -46,11 +51,11 @@ def energy(devices: "Sequence[jax.Device]", environ: Mapping[str, str] = os.envi
         return Energy(missing="nvidia-ml-py is not installed: pip install 'halfbyte[energy]'")
     try:
         nvml.nvmlInit()
-        found = Energy(nvml, tuple(_handle(nvml, device.local_hardware_id or 0, environ) for device in devices))
-        found.joules()
+        handles = tuple(_handle(nvml, device.local_hardware_id or 0, environ) for device in devices)
+        nvml.nvmlDeviceGetTotalEnergyConsumption(handles[0])
     except (nvml.NVMLError, LookupError) as error:
         return Energy(missing=f"the driver does not count it ({error})")
-    return found
+    return Energy(nvml, handles)
 
 
 def _handle(nvml: Any, at: int, environ: Mapping[str, str]) -> Any:
