@@ -138,7 +138,10 @@ def pytest_ignore_collect(collection_path, config):
 
 
 # One test of these files takes a minute or more: begun first, so that no worker is left alone with one at the end.
-LONGEST = ("test_other_targets.py", "test_processes.py", "test_exercises.py", "test_subset.py", "test_resume.py")
+LONGEST = {
+    "test_other_targets.py", "test_processes.py", "test_exercises.py", "test_family.py", "test_subset.py",
+    "test_resume.py", "test_meshes.py", "test_guard.py", "test_own_recipe.py", "test_published.py",
+}  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):

@@ -12,7 +12,16 @@ from rich.console import Console
 from tiny import tiny
 
 from halfbyte.metrics import read_rows
-from halfbyte.train import CheckpointConfig, Diverged, GuardConfig, create_state, phases, run_mesh, train
+from halfbyte.train import (
+    CheckpointConfig,
+    Diverged,
+    GuardConfig,
+    create_state,
+    jit_train_step,
+    phases,
+    run_mesh,
+    train,
+)
 from halfbyte.train.goodput import Goodput
 from halfbyte.train.guard import Guard, Trouble
 from halfbyte.train.locate import locate
@@ -20,7 +29,6 @@ from halfbyte.train.loop import Loop
 from halfbyte.train.precision import with_fallback
 from halfbyte.train.source import open_source, to_mesh
 from halfbyte.train.state import watch_weights
-from halfbyte.train.step import make_train_step
 
 WELL = {"loss": 2.0, "grad_norm": 1.0, "skipped": 0.0, "weights_not_finite": 0.0, "weights_intact": 1.0}
 
@@ -68,7 +76,7 @@ def test_a_spike_stands_out_of_its_own_median():
 
 @pytest.fixture(scope="module")
 def one_step():
-    """(config, resolved, mesh, fresh state, a batch, the compiled step)."""
+    """(config, resolved, mesh, fresh state, a batch, the step)."""
     config = tiny(recipe="nvfp4")
     mesh = run_mesh(config, jax.devices()[:1])
     resolved = phases(config)[0].resolved(config)
@@ -76,8 +84,8 @@ def one_step():
     batch = to_mesh(next(loader), mesh, batch=config.batch)
     loader.close()
     state = create_state(config, mesh)
-    step = jax.jit(make_train_step(config, resolved, mesh)).lower(state, batch).compile()
-    return config, resolved, mesh, state, batch, step
+    step = jit_train_step(config, resolved, mesh)  # donates its state; the program of test_step.py, compiled for both
+    return config, resolved, mesh, state, batch, lambda state, batch: step(jax.tree.map(jnp.copy, state), batch)
 
 
 def with_weight(state, path, index, value):
