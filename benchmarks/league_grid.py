@@ -264,7 +264,7 @@ def command_collect(args: argparse.Namespace) -> None:
     found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     for metrics in sorted(Path(args.out).glob("runs/*/*/metrics.jsonl")):
         cell, name = metrics.parts[-3:-1]
-        if last_validation(metrics.parent)["step"] == steps_of(cell):
+        if any(row["step"] == steps_of(cell) and "validation_loss" in row for row in read_rows(metrics)):
             found.setdefault(cell, {})[name] = outcome(metrics.parent)
     file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     rates = Path(args.out) / "rates.json"

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from halfbyte.ops.first_order import first_order
 from halfbyte.ops.linear import Execution
-from halfbyte.ops.mlp import gated_linears
+from halfbyte.ops.mlp import mlp_in_stacks
 from halfbyte.ops.qdot import qdot, qdots
 from halfbyte.ops.surroundings import explicit_sharding, in_auto_axes, own_key, replica_key, vary_alike
 from halfbyte.recipe import Recipe
@@ -90,19 +90,28 @@ def linears(
 
 
 def swiglu(
-    x: jax.Array, weights: Sequence[jax.Array], *, keys: Sequence[jax.Array | None], recipe: Recipe, backend: str
+    x: jax.Array,
+    weights: tuple[jax.Array, jax.Array, jax.Array],
+    *,
+    keys: Sequence[jax.Array | None],
+    recipe: Recipe,
+    backend: str,
 ) -> jax.Array:
     """(silu(x Wg) * (x Wu)) Wd of `weights` gate, up and down as one op, as `mlp` computes it, with a key each."""
-    return _swiglu(recipe, backend, x, tuple(weights), tuple(keys))
+    return _swiglu(recipe, backend, x, weights, tuple(keys))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _swiglu(
-    recipe: Recipe, backend: str, x: jax.Array, weights: tuple[jax.Array, ...], keys: tuple[jax.Array | None, ...]
+    recipe: Recipe,
+    backend: str,
+    x: jax.Array,
+    weights: tuple[jax.Array, jax.Array, jax.Array],
+    keys: tuple[jax.Array | None, ...],
 ) -> jax.Array:
     for key, w in zip(keys, weights, strict=True):
         own_key(key, (recipe,), (x, w))
-    y, _ = gated_linears(x, weights, None, recipes=(recipe,) * 3, keys=keys, execution=Execution(backend))
+    y, _ = mlp_in_stacks(x, weights, None, recipe=recipe, key=keys, execution=Execution(backend))
     return first_order(y, x, *weights)
 
 

@@ -92,25 +92,17 @@ def mlp(
 
 def mlp_in_stacks(
     x: jax.Array, weights: tuple[Weight, Weight, Weight], place: Place | None, *, recipe: Recipes,
-    key: jax.Array | None = None, middle: Middle = SWIGLU, execution: Execution = ALONE,
+    key: jax.Array | tuple[jax.Array | None, ...] | None = None, middle: Middle = SWIGLU, execution: Execution = ALONE,
 ) -> tuple[jax.Array, Place | None]:  # fmt: skip
-    """(`mlp` with the weights of gate, up and down, `place` with g and u written there). The backward pass reads them
-    at the cotangent of `place`: those of its stacks [layers, *x.shape[:-1], hidden] must be the stacks, as
-    `stacks.hand_back` gives them. On a mesh both lie as gate's result, which must be cut over all axes. Where no kernel
-    would read them there, or without a place, it stays as it came, and they are kept as usual.
+    """(`mlp` with the weights of gate, up and down, `place` with g and u written there); `key`: one for all, or a tuple
+    of one each. The backward pass reads g and u at the cotangent of `place`: those of its stacks
+    [layers, *x.shape[:-1], hidden] must be the stacks, as `stacks.hand_back` gives them. On a mesh both lie as gate's
+    result, which must be cut over all axes. Where no kernel would read them there, or without a place, it stays as it
+    came, and they are kept as usual.
     """
     recipes = _recipes(recipe)
     _check(x, weights, recipes)
-    key = own_key(key, recipes, (x, *weights))
-    keys = [None if key is None else site_key(key, site) for site in SITES]
-    return gated_linears(x, weights, place, recipes=recipes, keys=keys, middle=middle, execution=execution)
-
-
-def gated_linears(
-    x: jax.Array, weights: Sequence[Weight], place: Place | None, *, recipes: Sequence[Recipe],
-    keys: Sequence[jax.Array | None], middle: Middle = SWIGLU, execution: Execution = ALONE,
-) -> tuple[jax.Array, Place | None]:  # fmt: skip
-    """`mlp_in_stacks` with a recipe and a key each for gate, up and down."""
+    keys = key if isinstance(key, tuple) else _site_keys(own_key(key, recipes, (x, *weights)))
     specs: tuple[Any, Any] = (), ()
     if execution.placements is not None:
         first, _, last = placed = execution.placements
@@ -137,6 +129,10 @@ def _check_placements(placements: Sequence[Placement], ndim: int) -> None:
             f"placements: gate's and up's y must be cut as down's x, their tokens as x's, "
             f"got {placements[0].y}, {placements[1].y} and {placements[2].x}"
         )
+
+
+def _site_keys(key: jax.Array | None) -> list[jax.Array | None]:
+    return [None if key is None else site_key(key, site) for site in SITES]
 
 
 def _recipes(recipe: Recipe | str | Mapping[str, Recipe | str]) -> tuple[Recipe, ...]:

@@ -18,7 +18,7 @@ CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
 MOSAIC = "mosaic_gpu"
 ATTENTION = re.compile(r"fmha|flash", re.IGNORECASE)
 NO_GEMM = re.compile(
-    r"^__gpu\$xla\.gpu\.triton$|^triton_kernel_call$|cub\$|TopK|^SPMD|^Sharding$|^annotate_device_placement$|"
+    r"^__gpu\$xla\.gpu\.triton$|^triton_kernel_call$|cub\$|gpu\.ext\.cub_|TopK|^SPMD|^Sharding$|^annotate_device_placement$|"
     r"^Move|^ducc_fft|^lapack_|^cu_|^cusolver|^AllocateBuffer$|^xla_ffi_|callback|^PadToStatic$|^SliceToDynamic$|"
     r"^AssumeGatherIndicesInBound$|^CreateBuffer$|^Pin$|^Unpin$|^__cudnn\$norm"
 )
