@@ -1,10 +1,10 @@
 """The whole path of llama3.1-405b, without owning one GPU: specs and shardings on 128 devices, and the real train
 step compiled for GB300.
 
-Oracle for the program: the model's own FLOPs. A device multiplies its 128th of 9 FP4 GEMMs a layer (three linears,
-three directions), of the two forward GEMMs that full rematerialization repeats (gate and up; the output of down is not
-needed again), and of the attention's and the head's linears in bfloat16. Calls are not counted: a misplaced program
-makes the same calls over larger arrays.
+Oracle for the program: the model's own FLOPs. A device multiplies its part of 9 FP4 GEMMs a layer (three linears,
+three directions), of the two forward GEMMs that rematerialization repeats (gate and up; the output of down is not
+needed again), and of the attention's and the head's linears. Calls are not counted: a misplaced program makes the same
+calls over larger arrays.
 """
 
 import dataclasses
@@ -13,14 +13,15 @@ import math
 import jax
 import numpy as np
 import pytest
+from eight_gpus import recommended
 
 from halfbyte import models, ops
-from halfbyte.bench import native_calls, needed_flops, operand_traffic, placement
+from halfbyte.bench import compile_step, hidden, hidden_time, native_calls, needed_flops, operand_traffic, placement
 from halfbyte.devices import device, target_cudnn, topology
-from halfbyte.program import flops_by_kind, gemms, read
+from halfbyte.program import read
 from halfbyte.runs import run_config
 from halfbyte.sharding import parse_mesh
-from halfbyte.train import abstract_state, check, lower_train_step, phases, run_mesh
+from halfbyte.train import PrecisionConfig, abstract_state, check, run_mesh
 from halfbyte.train.preflight import estimate_memory
 
 
@@ -37,8 +38,8 @@ def test_state_and_memory_of_a_device(where):
     found = check(config, mesh, seq=config.seq, device=gb300, memory=gb300.memory_bytes)
     parameters = models.count_params(config.model)
     assert parameters == 405_853_388_800
-    # float32 weights and two moments over the 64 devices of a rack; norms are replicated, and small.
-    assert found.memory.state == pytest.approx(12 * parameters / 64, rel=2e-3)
+    # float32 weights and two moments over all devices; norms are replicated, and small.
+    assert found.memory.state == pytest.approx(12 * parameters / 128, rel=2e-3)
     assert found.manifests[0].share_4bit == pytest.approx(0.784, abs=5e-4)
     shapes = jax.tree.leaves(abstract_state(config, mesh))
     assert all(leaf.sharding is not None for leaf in shapes)
@@ -52,41 +53,50 @@ def test_one_device_cannot_hold_it(where):
         check(config, alone, seq=config.seq, device=gb300, memory=gb300.memory_bytes)
 
 
-MESHES = [pytest.param("fsdp=128", 128), pytest.param("dcn.data=128,fsdp=16,tensor=4", 2048)]
+OLD = {"mesh": "dcn.data=128,fsdp=16,tensor=4", "batch": 2048, "remat": "full", "policy": "mlp", "schedule_by": "xla"}
+WIDE = PrecisionConfig(reduce_dtype="float32")
 
 
 @pytest.mark.slow
 @pytest.mark.cuda_compiler
-@pytest.mark.parametrize("mesh_text, batch", MESHES)
-def test_a_device_multiplies_its_part_and_no_more(where, mesh_text, batch):
+@pytest.mark.parametrize("changes", [{}, OLD | {"precision": WIDE}], ids=["preset", "8192"])
+def test_a_device_multiplies_its_part_and_no_more(where, changes, tmp_path, monkeypatch):
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path))
     config, gb300, _ = where
-    config = dataclasses.replace(config, mesh=mesh_text, batch=batch)
-    hosts = math.prod(parse_mesh(mesh_text).values()) // 4
+    config = dataclasses.replace(config, **changes)
+    hosts = math.prod(parse_mesh(config.mesh).values()) // 4
     mesh = run_mesh(config, np.array(topology(gb300, hosts=hosts, per_host=4).devices))
-    assert config.remat == "full"
     with ops.compile_for(gb300), target_cudnn():
-        compiled = lower_train_step(config, phases(config)[0].resolved(config), mesh, seq=config.seq).compile()
+        compiled = compile_step(config, mesh, seq=config.seq, options=None if changes else recommended())
     program, found = read(compiled.as_text()), placement(compiled, config, mesh)
 
-    needed = needed_flops(config)
+    needed, layers = needed_flops(config), config.model.layers
     in_four_bits = sum(flops for path, flops in needed.items() if "/mlp/" in path) / mesh.size
-    assert flops_by_kind(gemms(program))["block-scaled"] == pytest.approx(in_four_bits, rel=0.02)
+    native, calls = native_calls(program, config)
+    assert flops_by_format(native)["fp4"] == pytest.approx(in_four_bits, rel=0.02)
     assert found.excess <= 1.02
-
-    operands, (native, calls) = operand_traffic(program, config, mesh.shape), native_calls(program, config)
-    assert operands.excess <= 1.5  # 7x by XLA's passes, 2.3x while weights were unpacked on their way
-    assert sum(gemm.times for gemm in native) == calls == (3 * 3 + 2) * config.model.layers
-    # wgrad's results are float32, and sums that are partial over `tensor`: those of down, and of the gradients of x.
-    partial = 3 * (mesh.shape["tensor"] > 1)
+    assert sum(gemm.times for gemm in native) == calls == (3 * 3 + 2 + (0 if changes else 3 * 4)) * layers
+    # wgrad's results are in what they travel in; sums that are partial over `tensor` are float32.
     wide = sum(gemm.times for gemm in native if gemm.result.dtype == "f32")
-    assert wide == (3 + partial) * config.model.layers
-    assert {gemm.result.dtype for gemm in native} == {"f32", "bf16"}
+    assert wide == ((3 + 3) * layers if changes else 0)
 
-    mlp = 3 * config.model.embed * config.model.mlp * config.model.layers // mesh.shape["tensor"]
+    mlp = 3 * config.model.embed * config.model.mlp * layers // mesh.shape["tensor"]
     assert not found.wide_gathers and not found.whole_reduces
     # Half a byte an element for the forward pass, the same for the backward pass, and a scale for every 256 elements.
-    assert mlp < found.gathered["u8"] <= 1.02 * mlp
+    assert mlp < found.gathered["u8"] and (not changes or found.gathered["u8"] <= 1.02 * mlp)
 
     assert estimate_memory(config, mesh, seq=config.seq).floor < found.bytes_needed < gb300.memory_bytes
+    operands = operand_traffic(program, config, mesh.shape)
+    assert operands.excess <= (1.5 if changes else 1.3)  # 7x by XLA's passes, 2.04x while gradients were cast
     sizes = f"{found.bytes_needed / 2**30:.1f} GiB, {operands.moved / 1e9:.0f} GB for operands ({operands.excess:.2f}x)"
-    print(f"405B on {mesh_text}: {found.excess:.3f}x the FLOPs, {sizes}")
+    shares = [measure(program, dict(mesh.shape), gb300) for measure in (hidden, hidden_time)]
+    print(f"405B on {config.mesh}: {found.excess:.3f}x the FLOPs, {sizes}, hidden {shares}")
+    if not changes:  # 0.41 and 0.25 by XLA's own guess of times, in float32
+        assert shares[0] >= 0.95 and shares[1] >= 0.90
+
+
+def flops_by_format(native):
+    found = {}
+    for gemm in native:
+        found[gemm.format] = found.get(gemm.format, 0) + gemm.flops
+    return found

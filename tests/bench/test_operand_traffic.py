@@ -74,6 +74,7 @@ def test_what_is_not_counted_is_refused():
 def program(config):
     mesh = run_mesh(config, np.array(topology(GB200, hosts=2, per_host=4).devices))
     with ops.compile_for(GB200), target_cudnn():
+        config = dataclasses.replace(config, schedule_by="xla")  # the order changes no bytes of operands
         return read(bench.compile_step(config, mesh, seq=config.seq).as_text())
 
 

@@ -78,7 +78,9 @@ def test_four_bits_on_hopper_are_emulated(capfd):
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_helps(capfd):
-    code, data, _ = plan(capfd, "llama3.1-405b", "--device", "h100", "--count", "8", "--mesh", "fsdp=8")
+    code, data, _ = plan(
+        capfd, "llama3.1-405b", "--device", "h100", "--count", "8", "--mesh", "fsdp=8", "--remat", "full"
+    )
     row = data["recipes"]["nvfp4"]
     (said,) = row["problems"]
     over = (row["memory"]["total"] - row["memory"]["limit"]) / 2**30
@@ -96,7 +98,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_helps(capfd):
     (("--recipe", "nvfp5"), "nvfp5"),
     (("--tokens", "many"), "15T"),
     (("--batch", "-1"), "0 or more"),
-    (("--batch", "33"), "no multiple of 32"),
+    (("--batch", "33"), "no multiple of 128"),
     (("--search", "--minutes", "nan"), "minutes must be 0 or more"),
 ])  # fmt: skip
 def test_impossible_questions_are_one_paragraph(capfd, flags, said):
@@ -116,10 +118,10 @@ def test_racks(name, count, rack):
 def test_what_was_assumed_is_said_for_what_was_not_given():
     preset, on = run_config("llama3.1-405b"), cluster(device("gb300"), 8192)
     config, said = placed(preset, on)
-    assert (config.mesh, config.batch) == ("dcn.data=128,fsdp=16,tensor=4", 64 * preset.batch) and len(said) == 2
-    config, said = placed(preset, on, batch=4096)
-    assert config.batch == 4096 and len(said) == 1 and "64 times" in said[0]
-    assert placed(preset, on, mesh=config.mesh, batch=4096) == (config, ())
+    assert (config.mesh, config.batch) == ("dcn.data=64,dcn.fsdp=2,fsdp=64", 64 * preset.batch) and len(said) == 2
+    config, said = placed(preset, on, batch=16384)
+    assert config.batch == 16384 and len(said) == 1 and "64 times" in said[0]
+    assert placed(preset, on, mesh=config.mesh, batch=16384) == (config, ())
 
 
 def test_an_axis_that_leaves_a_rack_crosses_it():

@@ -80,7 +80,19 @@ def test_bad_rules_and_names():
     assert Rule("*", "nvfp4") == Rule("*", NVFP4)
     with pytest.raises(ValueError, match=r"no policy named 'everything'; the policies are mlp, all_linear, paper"):
         policy("everything", NVFP4)
-    assert policy_names() == ["mlp", "all_linear", "paper", "nemotron3", "experts"]
+    assert policy_names() == ["mlp", "all_linear", "paper", "nemotron3", "experts", "mlp_mxfp8", "mlp_fp8"]
+
+
+@pytest.mark.parametrize("text, run, attention", [
+    ("mlp_mxfp8", "nvfp4", "mxfp8"), ("mlp_fp8", "nvfp4", "fp8"), ("mlp_mxfp8", "mxfp4", "mxfp8"),
+    ("mlp_mxfp8", "fp8", "fp8"), ("mlp_mxfp8", "bf16", "bf16"),  # nothing to be higher than
+    ("mlp_mxfp8; layers[-1]=bf16", "nvfp4", "mxfp8"),
+])  # fmt: skip
+def test_attention_is_higher_than_a_4_bit_mlp(text, run, attention):
+    resolved = policy(text, run).resolve(["layers/mlp/down", "layers/attention/q"], 4)
+    assert resolved.at("layers/mlp/down", 0).name == run
+    assert resolved.at("layers/attention/q", 0).name == attention
+    assert ("bf16" in text) == (resolved.at("layers/attention/q", 3).name != attention)
 
 
 BOUNDS = st.one_of(st.none(), st.integers(-6, 6))

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from halfbyte.sharding import DEFAULT_RULES, axis_size
 from halfbyte.train import TrainConfig, abstract_batch, abstract_state, jit_train_step, phases
+from halfbyte.train.scheduling import Scheduling
 from halfbyte.train.step import compile_train_step
 
 MOST = 1 << 16  # sequences: a search that gets here was given a wrong limit
@@ -34,7 +35,8 @@ def compile_step(config: TrainConfig, mesh: Mesh, *, seq: int, options: Mapping[
     resolved = phases(config)[0].resolved(config)
     step = jit_train_step(config, resolved, mesh, options=options)
     batch = {name: abstract_batch(config, mesh, seq=seq)[name] for name in ("tokens", "targets")}
-    return compile_train_step(step.lower(abstract_state(config, mesh), batch), resolved)
+    lowered = step.lower(abstract_state(config, mesh), batch)
+    return compile_train_step(lowered, resolved, Scheduling(mesh, config.schedule_by, options=options))
 
 
 def bytes_needed(compiled: Any) -> int:

@@ -73,6 +73,8 @@ class Args:
     0: the devices that are here."""
     flags: str = "recommended"
     """Sets of XLA flags, comma-separated, or `all`: more than one are compared in one table, a process each."""
+    schedule_by: Literal["roofline", "xla"] = "roofline"
+    """As in `halfbyte train`: how long things take when XLA orders a step on several GPUs."""
     state: Literal["float32", "bfloat16"] = "float32"
     """Type of Adam's moments."""
     out: Path | None = None
@@ -286,6 +288,7 @@ def config_of(args: Args, recipe_name: str, remat: Any) -> Any:
     return dataclasses.replace(
         preset, model=model, recipe=recipe_name, policy=args.policy, remat=remat, unroll=args.unroll, mesh=args.mesh,
         data="synthetic", batch=args.batch or preset.batch, seq=seq_of(args), optimizer=optimizer, accumulate=1,
+        schedule_by=args.schedule_by,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -44,6 +44,8 @@ class Args:
     """none, dots, quantized or full; empty: the preset's."""
     reduce_dtype: str = ""
     """Type that gradients are summed in; empty: the preset's."""
+    schedule_by: Literal["roofline", "xla"] = "roofline"
+    """As in `halfbyte train`: how long things take when XLA orders a step on several GPUs."""
     layers: int = 0
     """Layers of the model; 0: all."""
     tokens: str = ""
@@ -115,6 +117,7 @@ def config_of(args: Args, recipe: str, on: Any) -> tuple[Any, tuple[str, ...]]:
         model=model,
         recipe=recipe,
         data="synthetic",
+        schedule_by=args.schedule_by,
         **{name: value for name, value in changes.items() if value},
     )
     if args.reduce_dtype:

@@ -71,6 +71,9 @@ _HOPPER_LINKS = "NVIDIA H100 and H200 datasheets: NVLink 4, 900 GB/s; 8 GPUs in 
 _HGX_LINKS = "NVIDIA HGX page: NVLink 5, 1.8 TB/s a GPU; 8 GPUs in an HGX board"
 _RACK_LINKS = "NVIDIA GB200 and GB300 NVL72 pages: NVLink 5, 1.8 TB/s a GPU, 130 TB/s a rack; 72 GPUs in a domain"
 
+NETWORK = {"h100": 50e9, "h200": 50e9, "b200": 50e9, "gb200": 50e9, "b300": 100e9, "gb300": 100e9}
+"""Bytes/s of a GPU's network card one way, as sold: 400 Gbit/s (ConnectX-7), 800 Gbit/s (ConnectX-8)."""
+
 _TABLE = (
     Device(
         name="h100",

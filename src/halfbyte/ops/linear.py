@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from halfbyte.formats import Packed, quantize
 from halfbyte.ops.backends import Choice, check_training, choose
 from halfbyte.ops.gemms import DGRAD, FPROP, WGRAD, Gemm, added_up
-from halfbyte.ops.operand import EightBit, Operand, WeightScales, name_saved, quantize_operand
+from halfbyte.ops.operand import EightBit, Operand, Owed, WeightScales, name_saved, quantize_operand
 from halfbyte.ops.passes import (
     XLA,
     KeptWeight,
@@ -50,6 +50,7 @@ from halfbyte.ops.shards import (
     on_mesh,
     scatter_gradient,
     size_of,
+    travelling_dtype,
 )
 from halfbyte.ops.surroundings import several_devices
 from halfbyte.ops.weight import CONTRACTED, QWeight, Weight, gather_packed, gathered, shares_codes, weight_specs
@@ -290,22 +291,32 @@ class Linear:
         y = multiply(FPROP, x, w, FLOAT32 if shards.inputs else dtype)
         return added_up(y, shards.inputs, shards.y_lead, dtype) if shards.inputs else y
 
-    def dgrad(self, dy: Operand, dtype: jnp.dtype, *, owing: bool = False) -> Read:
+    def dgrad(self, dy: Operand, dtype: jnp.dtype, *, owing: bool = False) -> Any:
         """dx = dy W^T, where x came from; `owing` as for fprop."""
+        shards = self.plan.shards
+        dx = self.dgrad_here(dy, dtype, owing=owing)
+        return added_up(dx, shards.outputs, shards.x_lead, dtype) if shards.outputs else dx
+
+    def dgrad_here(self, dy: Operand, dtype: jnp.dtype, *, owing: bool = False) -> Any:
+        """This device's dy W^T: of outputs that are cut, float32 sums that are still to be added up."""
         shards = self.plan.shards
         w = weight_operand(self.weight, "dgrad_w", shards, self.passes, made=self._made)
         multiply = self._multiplier(DGRAD, owing=owing and not shards.outputs)
-        dx = multiply(DGRAD, dy, w, FLOAT32 if shards.outputs else dtype)
-        return added_up(dx, shards.outputs, shards.x_lead, dtype) if shards.outputs else dx
+        return multiply(DGRAD, dy, w, FLOAT32 if shards.outputs else dtype)
 
     def wgrad(self, x: Operand, dy: Operand) -> "Linear":
         """dw = x^T dy in the dtype of the weight, where it rests: sums over the axes that it is gathered over; as the
         cotangent of this linear.
         """
-        shards, multiply = self.plan.shards, self._multiplier(WGRAD)
+        shards, dtype = self.plan.shards, self.plan.weight_dtype
         turned = self.plan.problem.turned_wgrad  # [outputs, inputs]
-        dw = multiply(WGRAD, *((dy, x) if turned else (x, dy)), self.plan.weight_dtype)
-        dw = scatter_gradient(alone(dw, shards.idle), shards.stored[:: -1 if turned else 1], shards.reduce_dtype)
+        cut = shards.stored[:: -1 if turned else 1]
+        travels = travelling_dtype(dtype, cut, shards.reduce_dtype)
+        multiply = self._multiplier(WGRAD, owing=travels != dtype)
+        dw = multiply(WGRAD, *((dy, x) if turned else (x, dy)), travels)
+        owed = dw.factor if isinstance(dw, Owed) else None  # the same on all devices: of whole tensors
+        dw = scatter_gradient(alone(dw.array if isinstance(dw, Owed) else dw, shards.idle), cut, shards.reduce_dtype)
+        dw = dw.astype(dtype) if owed is None else dw.astype(dtype) * owed
         return Linear(self.plan, QWeight(dw.T if turned else dw, None, None, self.plan.recipe), None)
 
     def _multiplier(self, gemm: Gemm, *, owing: bool = False) -> Callable[..., Any]:
@@ -344,3 +355,15 @@ class Linear:
 
         made = dataclasses.replace(kept, fprop=restore(kept.fprop), dgrad=restore(kept.dgrad))
         return dataclasses.replace(self, weight=made)
+
+
+def dgrads(linears: Sequence[Linear], rows: Sequence[Operand], dtype: jnp.dtype) -> list[jax.Array]:
+    """dx by each linear of one x, to be added up. Sums that are partial over the same axes of the mesh are added before
+    they travel, as one, and rounded once: the first has them all, the others zeros.
+    """
+    pairs, shards = list(zip(linears, rows, strict=True)), linears[0].plan.shards
+    if not shards.outputs or any(linear.plan.shards.outputs != shards.outputs for linear in linears):
+        return [linear.dgrad(row, dtype) for linear, row in pairs]
+    total = functools.reduce(jnp.add, [linear.dgrad_here(row, dtype) for linear, row in pairs])
+    first = added_up(total, shards.outputs, shards.x_lead, dtype)
+    return [first, *[jnp.zeros_like(first)] * (len(pairs) - 1)]

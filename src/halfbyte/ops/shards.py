@@ -86,10 +86,17 @@ def scatter_sum(x: jax.Array, cut: Cut) -> jax.Array:
 
 def scatter_gradient(dw: jax.Array, cut: Cut, dtype: str) -> jax.Array:
     """`scatter_sum` of a weight's gradient that travels in `dtype` (float32: as it is), in its own dtype."""
-    if not axes_of(cut) or jnp.finfo(dtype).bits >= jnp.finfo(dw.dtype).bits:
+    travels = travelling_dtype(dw.dtype, cut, dtype)
+    if not axes_of(cut) or jnp.finfo(travels).bits >= 32:
         return scatter_sum(dw, cut)
     # A compiler that may keep excess precision would send what was not rounded: all the bytes.
-    return scatter_sum(lax.optimization_barrier(dw.astype(dtype)), cut).astype(dw.dtype)
+    return scatter_sum(lax.optimization_barrier(dw.astype(travels)), cut).astype(dw.dtype)
+
+
+def travelling_dtype(of: jnp.dtype, cut: Cut, dtype: str) -> jnp.dtype:
+    """What a weight's gradient, in dtype `of` where it rests, is scattered over `cut` in: the narrower of the two."""
+    narrower = bool(axes_of(cut)) and jnp.finfo(dtype).bits < jnp.finfo(of).bits
+    return jnp.dtype(dtype) if narrower else jnp.dtype(of)
 
 
 def alone(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from halfbyte.devices import Device
+from halfbyte.devices.table import NETWORK
 
 LAUNCH = 2e-6  # seconds that a kernel takes at least
 LATENCY = {"nvlink": 15e-6, "network": 40e-6}
-NETWORK = {"h100": 50e9, "h200": 50e9, "b200": 50e9, "gb200": 50e9, "b300": 100e9, "gb300": 100e9}
-"""Bytes/s of a GPU's network card one way, as sold: 400 Gbit/s (ConnectX-7), 800 Gbit/s (ConnectX-8)."""
 REACHED = 0.78  # of a network card
 # XLA's own measurements (openxla/xla, default_collective_perf_table), GB/s of the whole array on 8 and on 72 GPUs.
 HOPPER = {"all-gather": (402, 402), "reduce-scatter": (376, 376), "all-to-all": (388, 388), "all-reduce": (230, 230)}

@@ -15,6 +15,7 @@ from halfbyte.bench.operand_traffic import compulsory_bytes
 from halfbyte.bench.placement import AGAIN
 from halfbyte.devices import Device, target_cudnn, topology
 from halfbyte.devices.platform import CUDA_PLUGINS, any_installed
+from halfbyte.inputs.kept import is_kept, kept
 from halfbyte.launch.xla_flags import FLAG_SETS, as_known
 from halfbyte.program import Program, gemms, read
 from halfbyte.sharding import parse_mesh
@@ -25,7 +26,6 @@ from halfbyte.train.step import compiler_options
 
 from . import analytic
 from .cluster import Cluster, crossing
-from .kept import is_kept, kept
 from .schedule import Event, from_json, schedule, walk
 
 NATIVE = ("block-scaled", "fp4")
@@ -83,13 +83,13 @@ def reading(config: TrainConfig, on: Cluster, *, say: Callable[[str], None]) -> 
         with heard(f"{config.name} in {config.recipe} on {on.count} {on.device.name} ({config.mesh})", say):
             return dataclasses.asdict(compiled(config, on))
 
-    found = kept(facts(config, on), make, say=say)
+    found = kept("plan", facts(config, on), make, say=say)
     return Reading(**{**found, "events": tuple(from_json(each) for each in found["events"])})
 
 
 def has_read(config: TrainConfig, on: Cluster) -> bool:
     """Whether `reading` would answer without compiling."""
-    return is_kept(facts(config, on))
+    return is_kept("plan", facts(config, on))
 
 
 def facts(config: TrainConfig, on: Cluster) -> dict[str, Any]:

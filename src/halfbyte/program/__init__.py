@@ -7,6 +7,7 @@ from .frames import Source
 from .gemms import Gemm, flops_by_kind, gemms
 from .groups import axes_of, read_groups
 from .link import hidden_on_one_link
+from .roofline import Roofline, as_profile, costs
 from .schedule import Launch, launches
 from .text import Array, Instruction, Program, Unreadable, read
 from .traffic import Traffic, bytes_of, move_of, moves, traffic, traffic_of_launches
@@ -21,15 +22,18 @@ __all__ = [
     "Launch",
     "Overlap",
     "Program",
+    "Roofline",
     "Source",
     "Traffic",
     "Unreadable",
+    "as_profile",
     "attention",
     "axes_of",
     "bytes_of",
     "category",
     "category_of_name",
     "collectives",
+    "costs",
     "flops_by_kind",
     "gemms",
     "hidden_on_one_link",

@@ -160,6 +160,9 @@ _POLICIES: dict[str, tuple[tuple[str, tuple[Bound, Bound] | None], ...]] = {
     "experts": (("layers/mlp/expert_*", None),),
 }
 
+MIXED = {"mlp_mxfp8": "mxfp8", "mlp_fp8": "fp8"}
+"""Policies whose attention linears, under a 4-bit recipe, are in another; under any other they are as the MLP."""
+
 
 def named_rules(name: str, recipe: Recipe) -> tuple[Rule, ...]:
     """The rules of a named policy with its linears in `recipe`: `mlp` (as published; experts are in its place),
@@ -172,7 +175,7 @@ def named_rules(name: str, recipe: Recipe) -> tuple[Rule, ...]:
 
 def policy_names() -> list[str]:
     """Every policy's name, the default first."""
-    return list(_POLICIES)
+    return [*_POLICIES, *MIXED]
 
 
 def _layer(bound: Bound, num_layers: int) -> int | None:

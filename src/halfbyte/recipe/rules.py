@@ -5,7 +5,7 @@
 Rules are separated by `;` or by lines, and read like a list of exceptions: the **last** one that matches a linear
 decides. A linear that none matches stays in bf16. A rule is WHERE or WHERE=RECIPE; without a recipe it takes the run's.
 
-    WHERE    a named policy (mlp, experts, all_linear, paper, nemotron3), or [layers[START:STOP]/]GLOB
+    WHERE    a named policy (mlp, all_linear, mlp_mxfp8, paper, ...), or [layers[START:STOP]/]GLOB
     GLOB     attention/q, mlp/*, */down, *        under layers/, which may be left out; `*` crosses slashes
     START    a layer (negative: from the end) or a fraction with a point (0.25, -0.15); empty: the first
     STOP     the same, not included; empty: the last. layers[7] is one layer
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.inputs import read_text
-from halfbyte.recipe.layers import LAYERS, Bound, Policy, Rule, named_rules, policy_names
+from halfbyte.recipe.layers import ATTENTION, LAYERS, MIXED, MLP, Bound, Policy, Rule, named_rules, policy_names
 from halfbyte.recipe.operands import Recipe
 from halfbyte.recipe.own import from_file, from_package, is_own, read_recipe, spell_recipe
 from halfbyte.recipe.presets import as_recipe
@@ -87,6 +87,9 @@ def _rules(part: str, default: Recipe, *, alone: bool) -> list[Rule]:
     if equals and not name:
         raise ValueError(f"policy: rule {part!r} names no recipe after '='")
     chosen = recipe_of(name) if name else default
+    if where in MIXED:
+        higher = recipe_of(MIXED[where]) if _is_4_bit(chosen) else chosen
+        return [Rule(MLP, chosen, implied=not alone), Rule(ATTENTION, higher, implied=not alone)]
     if where in policy_names():
         return [dataclasses.replace(rule, implied=not alone) for rule in named_rules(where, chosen)]
     span = SPAN.match(where)
@@ -103,6 +106,11 @@ def _rules(part: str, default: Recipe, *, alone: bool) -> list[Rule]:
         f"policy: cannot read rule {part!r}; a rule is WHERE=RECIPE with WHERE such as mlp/*, attention/q, "
         f"layers[-4:], layers[0:2]/mlp/down or {', '.join(policy_names())}"
     )
+
+
+def _is_4_bit(recipe: Recipe) -> bool:
+    element = recipe.fprop_x.format.element
+    return element is not None and element.bits == 4
 
 
 def _under_layers(glob: str) -> str:

@@ -7,10 +7,11 @@ published NVFP4 runs where there is one.
 import dataclasses
 import difflib
 from collections.abc import Callable
+from typing import Literal
 
 from halfbyte import models
 from halfbyte.optim import OptimizerConfig
-from halfbyte.train import CheckpointConfig, LogConfig, TrainConfig, ValidationConfig
+from halfbyte.train import CheckpointConfig, LogConfig, PrecisionConfig, TrainConfig, ValidationConfig
 
 
 def demo() -> TrainConfig:
@@ -62,7 +63,10 @@ def llama_350m() -> TrainConfig:
     return _small("llama-350m", learning_rate=1e-3, batch=128, seq=2048)
 
 
-def _large(name: str, *, mesh: str, batch: int, seq: int, learning_rate: float, remat: str) -> TrainConfig:
+def _large(
+    name: str, *, mesh: str, batch: int, seq: int, learning_rate: float, remat: str, policy: str = "mlp",
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32",
+) -> TrainConfig:  # fmt: skip
     return TrainConfig(
         name=name,
         model=models.preset(name),
@@ -71,6 +75,8 @@ def _large(name: str, *, mesh: str, batch: int, seq: int, learning_rate: float, 
         steps=10_000,
         batch=batch,
         seq=seq,
+        policy=policy,
+        precision=PrecisionConfig(reduce_dtype=reduce_dtype),
         remat=remat,  # type: ignore[arg-type]
         optimizer=OptimizerConfig(learning_rate=learning_rate, warmup=0.01),
         checkpoint=CheckpointConfig(every=500, keep_last=2, keep_every=5000),
@@ -103,15 +109,24 @@ def llama3_8b() -> TrainConfig:
     return _large("llama3-8b", mesh="", batch=32, seq=8192, learning_rate=3e-4, remat="quantized")
 
 
+def _rack(name: str, *, mesh: str, devices: int, learning_rate: float) -> TrainConfig:
+    """The fastest layout that was found for racks of GB300 (docs/distributed.md): weights over all of them and nothing
+    else, gradients that travel in bfloat16, the MLP in the run's recipe and attention's linears in MXFP8.
+    """
+    return _large(
+        name, mesh=mesh, batch=devices, seq=8192, learning_rate=learning_rate, remat="quantized",
+        policy="mlp_mxfp8", reduce_dtype="bfloat16",
+    )  # fmt: skip
+
+
 def llama3_1_70b() -> TrainConfig:
-    """70.6B parameters on 64 devices."""
-    return _large("llama3.1-70b", mesh="fsdp=16,tensor=4", batch=32, seq=8192, learning_rate=1.5e-4, remat="full")
+    """70.6B parameters on 64 devices, a sequence each."""
+    return _rack("llama3.1-70b", mesh="fsdp=64", devices=64, learning_rate=1.5e-4)
 
 
 def llama3_1_405b() -> TrainConfig:
-    """405.9B parameters on 64 devices in each of two racks: weights stay in a rack, gradients meet once a step."""
-    mesh = "dcn.data=2,fsdp=16,tensor=4"
-    return _large("llama3.1-405b", mesh=mesh, batch=32, seq=8192, learning_rate=8e-5, remat="full")
+    """405.9B parameters on 64 devices in each of two racks, a sequence each."""
+    return _rack("llama3.1-405b", mesh="dcn.fsdp=2,fsdp=64", devices=128, learning_rate=8e-5)
 
 
 def _experts(name: str, *, mesh: str, batch: int) -> TrainConfig:

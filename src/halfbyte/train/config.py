@@ -164,6 +164,9 @@ class TrainConfig:
     remat: Literal["none", "dots", "full", "quantized"] = "none"
     unroll: int = 1
     """Layers a loop iteration; 0: all, no loop. Faster on a GPU (nothing is copied in and out), slower to compile."""
+    schedule_by: Literal["roofline", "xla"] = "roofline"
+    """On several GPUs: how long things take when XLA orders a step. A roofline of the program itself (compiled twice,
+    once where it is kept), or XLA's own guess."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)

@@ -30,6 +30,7 @@ from .observing import Moment, Observer, due
 from .precision import Phase, phase_at, phases, with_fallback
 from .preflight import GIB
 from .resume import Start
+from .scheduling import Scheduling
 from .session import Outputs, Session, check_stacks_of_loops, make_meter, open_display, open_sinks, write_manifest
 from .source import to_mesh
 from .state import TrainState, bit_sum
@@ -173,17 +174,19 @@ class Loop:
         batch = abstract_batch(self.config, self.mesh, seq=self.session.source.seq)
         options = self.capture.compiler_options
         step = jit_train_step(self.config, resolved, self.mesh, options=options).lower(state, batch)
+        share = lambda topic, value: self.group.share(f"order/{len(self.programs)}/{topic}", value)  # noqa: E731
+        order = Scheduling(self.mesh, self.config.schedule_by, share, self._note, options)
         check = None
         if self.config.validation.every or self.config.validation.at_end:
             check = make_eval_step(self.config, resolved, self.mesh).lower(state.params, state.seed, batch)
         if jax.process_count() > 1:  # processes must compile in the same order
             check_stacks_of_loops(self.session, ahead)
-            return compile_train_step(step, resolved), check and check.compile()
+            return compile_train_step(step, resolved, order), check and check.compile()
         with ThreadPoolExecutor(2) as beside:
             stacks = beside.submit(check_stacks_of_loops, self.session, ahead)
             evaluate = beside.submit(lambda: check and check.compile())
             try:
-                return compile_train_step(step, resolved), evaluate.result()
+                return compile_train_step(step, resolved, order), evaluate.result()
             finally:
                 stacks.result()
 

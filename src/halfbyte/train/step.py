@@ -25,6 +25,7 @@ from halfbyte.sharding import named_sharding
 
 from .config import TrainConfig
 from .scaling import next_scaler
+from .scheduling import Scheduling
 from .state import TrainState, abstract_state, bit_sum, make_optimizer, watch_weights
 
 Batch = dict[str, jax.Array]
@@ -209,9 +210,11 @@ def serving(resolved: Resolved) -> list[ops.Backend]:
     return ops.serving(recipe for segment in resolved.segments for recipe in segment.recipes.values())
 
 
-def compile_train_step(lowered: Any, resolved: Resolved) -> Any:
-    """The step compiled, and read by each backend that takes part: a GEMM that became something else stops the run."""
-    compiled = lowered.compile()
+def compile_train_step(lowered: Any, resolved: Resolved, scheduling: Scheduling | None = None) -> Any:
+    """The step compiled, ordered as `scheduling` says, and read by each backend that takes part: a GEMM that became
+    something else stops the run.
+    """
+    compiled = lowered.compile() if scheduling is None else scheduling.compile(lowered)
     ops.refuse_strays(serving(resolved), lowered, compiled)
     return compiled
 

@@ -103,12 +103,10 @@ class Interpreter:
 
     def _swiglu(self, eqns: list[Any], dots: list[Dot], key: Key, env: dict[Any, Any]) -> jax.Array:
         """down(silu(gate) * up), of three matrices."""
-        weights = [_read(env, eqn.invars[1]) for eqn in eqns]
-        keys = [_site_key(key, dot) for dot in dots]
+        gate, up, down = (_read(env, eqn.invars[1]) for eqn in eqns)
+        keys, x = [_site_key(key, dot) for dot in dots], _read(env, eqns[0].invars[0])
         with _named(*dots):
-            return swiglu(
-                _read(env, eqns[0].invars[0]), weights, keys=keys, recipe=dots[0].recipe, backend=self.backend
-            )
+            return swiglu(x, (gate, up, down), keys=keys, recipe=dots[0].recipe, backend=self.backend)
 
     def _scan(self, eqn: Any, split: Split, key: Key, values: list[Any]) -> list[Any]:
         params = eqn.params

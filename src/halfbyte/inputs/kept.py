@@ -1,4 +1,4 @@
-"""What was compiled once is kept in the user's cache, as plain JSON behind its digest.
+"""What was found by compiling once is kept in the user's cache, as plain JSON behind its digest.
 
 Its name is made of what was asked, the source of this package, the versions of the compiler and the variables that it
 listens to: nothing that was changed is answered from the past. A file that is damaged counts as none. Of two processes
@@ -17,7 +17,9 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from halfbyte.inputs import no_follow, read_bytes, replace_file, user_cache
+from .names import user_cache
+from .reading import read_bytes
+from .writing import no_follow, replace_file
 
 PACKAGE = Path(__file__).parents[1]
 HEARD = ("XLA_FLAGS", "JAX_")  # beginnings of variables that JAX and XLA listen to
@@ -26,9 +28,9 @@ COMPILER = ("jax", "nvidia-", "numpy")
 DIGEST = 64
 
 
-def kept(facts: Mapping[str, Any], make: Callable[[], Any], *, say: Callable[[str], None]) -> Any:
+def kept(room: str, facts: Mapping[str, Any], make: Callable[[], Any], *, say: Callable[[str], None]) -> Any:
     """The JSON value that `make` returned for these facts, now or in an earlier call."""
-    path = user_cache() / "plan" / f"{_key(facts)}.json"
+    path = _path(room, facts)
     with _alone(path, say):
         found = _load(path)
         if found is None:
@@ -37,9 +39,13 @@ def kept(facts: Mapping[str, Any], make: Callable[[], Any], *, say: Callable[[st
     return json.loads(found)
 
 
-def is_kept(facts: Mapping[str, Any]) -> bool:
+def is_kept(room: str, facts: Mapping[str, Any]) -> bool:
     """Whether an earlier call has it."""
-    return _load(user_cache() / "plan" / f"{_key(facts)}.json") is not None
+    return _load(_path(room, facts)) is not None
+
+
+def _path(room: str, facts: Mapping[str, Any]) -> Path:
+    return user_cache() / room / f"{_key(facts)}.json"
 
 
 @contextlib.contextmanager
