@@ -9,6 +9,7 @@ import numpy as np
 from halfbyte import bench, ops
 from halfbyte.devices import target_cudnn, topology
 from halfbyte.launch.xla_flags import EVERY_GPU, as_known
+from halfbyte.plan.schedule import schedule, walk
 from halfbyte.program import read
 from halfbyte.runs import run_config
 from halfbyte.train import run_mesh
@@ -49,7 +50,12 @@ def check(compiled, config, mesh, device):
     assert not found.whole_reduces  # no float32 all-reduce of a whole dW
     if config.recipe != "bf16":
         assert not found.wide_gathers and found.gathered["u8"]  # weights of the MLP travel as codes
-    hidden, together = (measure(program, dict(mesh.shape), device) for measure in (bench.hidden, bench.hidden_time))
+    sizes = dict(mesh.shape)
+    scheduled = schedule(program, sizes, {axis: (size, 1) for axis, size in sizes.items()})  # as `plan` reads it
+    assert (
+        sum(event.flops * times for event, times in walk(scheduled) if event.what == "gemm") == found.multiplied_flops
+    )
+    hidden, together = (measure(program, sizes, device) for measure in (bench.hidden, bench.hidden_time))
     print(f"8 {device.name}, {config.recipe}: {hidden:.3f} of the bytes, {together:.3f} of the time on one link")
     # H200 in bf16: 0.58 and 0.65 with one collective at a time, 0 with one gather a layer
     assert hidden >= LEAST[0] and together >= LEAST[1]

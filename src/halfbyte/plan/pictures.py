@@ -15,7 +15,7 @@ from .simulate import Span, Turns
 WIDTH, ROW, LEFT = 1000, 26, 150
 MEMORY = ("weights", "optimizer", "gradients", "residuals", "activations", "workspace")
 LANES = ("gemm", "attention", "pass", "send")
-COLOURS = {"mlp": 0, "attention linears": 5, "head": 7, "attention": 2, "operands": 1, "communication": 3}
+COLOURS = {"mlp": 0, "linears": 0, "attention linears": 5, "head": 7, "attention": 2, "operands": 1, "communication": 3}
 COLUMNS = ("recipe", "fits", "GiB", "step s", "queued s", "TFLOP/s", "tokens/s", "MFU", "exposed s", "vs")
 SENT = ("collective", "over", "dtype", "link", "times", "GB", "ms alone", "beside")
 GIB = 2**30

@@ -125,6 +125,7 @@ def site(source: str) -> str:
     for pattern, name in (
         ("ops/mlp", "mlp"),
         ("ops/qdot", "attention linears"),
+        ("kernels/", "linears"),  # a kernel that is lowered once for all linears of a shape
         ("loss", "head"),
         ("attention", "attention"),
     ):
