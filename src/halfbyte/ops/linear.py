@@ -291,18 +291,13 @@ class Linear:
         y = multiply(FPROP, x, w, FLOAT32 if shards.inputs else dtype)
         return added_up(y, shards.inputs, shards.y_lead, dtype) if shards.inputs else y
 
-    def dgrad(self, dy: Operand, dtype: jnp.dtype, *, owing: bool = False) -> Any:
+    def dgrad(self, dy: Operand, dtype: jnp.dtype, *, owing: bool = False) -> Read:
         """dx = dy W^T, where x came from; `owing` as for fprop."""
-        shards = self.plan.shards
-        dx = self.dgrad_here(dy, dtype, owing=owing)
-        return added_up(dx, shards.outputs, shards.x_lead, dtype) if shards.outputs else dx
-
-    def dgrad_here(self, dy: Operand, dtype: jnp.dtype, *, owing: bool = False) -> Any:
-        """This device's dy W^T: of outputs that are cut, float32 sums that are still to be added up."""
         shards = self.plan.shards
         w = weight_operand(self.weight, "dgrad_w", shards, self.passes, made=self._made)
         multiply = self._multiplier(DGRAD, owing=owing and not shards.outputs)
-        return multiply(DGRAD, dy, w, FLOAT32 if shards.outputs else dtype)
+        dx = multiply(DGRAD, dy, w, FLOAT32 if shards.outputs else dtype)
+        return added_up(dx, shards.outputs, shards.x_lead, dtype) if shards.outputs else dx
 
     def wgrad(self, x: Operand, dy: Operand) -> "Linear":
         """dw = x^T dy in the dtype of the weight, where it rests: sums over the axes that it is gathered over; as the
@@ -355,15 +350,3 @@ class Linear:
 
         made = dataclasses.replace(kept, fprop=restore(kept.fprop), dgrad=restore(kept.dgrad))
         return dataclasses.replace(self, weight=made)
-
-
-def dgrads(linears: Sequence[Linear], rows: Sequence[Operand], dtype: jnp.dtype) -> list[jax.Array]:
-    """dx by each linear of one x, to be added up. Sums that are partial over the same axes of the mesh are added before
-    they travel, as one, and rounded once: the first has them all, the others zeros.
-    """
-    pairs, shards = list(zip(linears, rows, strict=True)), linears[0].plan.shards
-    if not shards.outputs or any(linear.plan.shards.outputs != shards.outputs for linear in linears):
-        return [linear.dgrad(row, dtype) for linear, row in pairs]
-    total = functools.reduce(jnp.add, [linear.dgrad_here(row, dtype) for linear, row in pairs])
-    first = added_up(total, shards.outputs, shards.x_lead, dtype)
-    return [first, *[jnp.zeros_like(first)] * (len(pairs) - 1)]

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from halfbyte.kernels.stacks import Layer, array_of
 from halfbyte.ops.activation import SILU, Activation
-from halfbyte.ops.linear import ALONE, Execution, Linear, dgrads, with_linears
+from halfbyte.ops.linear import ALONE, Execution, Linear, with_linears
 from halfbyte.ops.operand import Owed, add_rounded, name_saved
 from halfbyte.ops.passes import GatedPasses, Made, Passes, Read
 from halfbyte.ops.shards import Placement, axes_of, gather, gathered_in
@@ -267,7 +267,7 @@ def _mlp_bwd(middle, residuals, gradients):
     made = _operands_of_gradients(middle, g, u, dh, linears)
     (dg_row, dg_column), (du_row, du_column), (h_column,) = made
     dw = gate.wgrad(x_gate, dg_column), up.wgrad(x_up, du_column), down.wgrad(h_column, dy_column)
-    dx = add_rounded(*dgrads((gate, up), (dg_row, du_row), dy.dtype))
+    dx = add_rounded(gate.dgrad(dg_row, dy.dtype), up.dgrad(du_row, dy.dtype))
     return dx, dw, place
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
-from halfbyte.ops.linear import ALONE, Execution, Linear, dgrads, with_linears
+from halfbyte.ops.linear import ALONE, Execution, Linear, with_linears
 from halfbyte.ops.operand import add_rounded
 from halfbyte.ops.shards import Placement, gather, gathered_in
 from halfbyte.ops.sharing import first_wanting, once_each, operands_of_x
@@ -116,7 +116,7 @@ def _qdots_bwd(dtype, residuals, gradients):
     inside = [gather(dy, linear.plan.shards.y_lead) for linear, dy in zip(linears, gradients, strict=True)]
     operands = [linear.quantize(dy, "dgrad_dy", "wgrad_dy") for linear, dy in zip(linears, inside, strict=True)]
     dtype_of_x = jnp.dtype(linears[0].plan.problem.dtype)
-    dx = dgrads(linears, [row for row, _ in operands], dtype_of_x)
+    dx = [linear.dgrad(row, dtype_of_x) for linear, (row, _) in zip(linears, operands, strict=True)]
     x_columns = [columns[first] for first in first_wanting(linears, "wgrad_x")]
     dw = [
         linear.wgrad(linear.load(x_column, "wgrad_x"), column)
