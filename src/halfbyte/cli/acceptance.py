@@ -252,6 +252,10 @@ LINES = (
         "kernel-codes", "kernels that write codes, at any width",
         by_hand="python benchmarks/gpu_kernels.py --only codes --out codes.json",
     ),
+    Line(
+        "mesh-order", "a mesh's step is no slower in the order of the roofline",
+        by_hand="halfbyte bench llama3-8b --batch 16 --unroll 1 --remat quantized, and the same with --schedule-by xla",
+    ),
     Line("experts", "a GPU's experts are those of the CPU", by_hand="pytest tests/ops/test_grouped.py"),
     Line("experts-mesh", "experts train on a mesh of GPUs", by_hand="halfbyte train moe-demo --mesh expert=8"),
     Line("gemm-pair", "what GemmTiling.pair is worth", by_hand="python benchmarks/gpu_kernels.py --only gemm"),

@@ -44,7 +44,9 @@ def tracing(backends: Iterable[Backend]) -> Iterator[None]:
 
 def jit(fn: Callable[..., Any], recipe: Policy | Recipe | str, **options: Any) -> Callable[..., Any]:
     """`jax.jit(fn, **options)` for a function that uses `recipe`, or the recipes of a policy, compiled for a GPU as
-    `halfbyte train` compiles its step: FP8 GEMMs take their scales themselves and write what is read, and XLA tries no
+    `halfbyte train` compiles its step.
+
+    FP8 GEMMs take their scales themselves and write what is read, and XLA tries no
     Triton GEMM in their place, which is most of the time it takes to compile. Each program is read once; a GEMM that
     became something else is an error. On other devices it is `jax.jit`.
     """
