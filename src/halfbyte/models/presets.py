@@ -60,37 +60,23 @@ def _qwen3_moe(name: str, *, embed: int, mlp: int, layers: int, heads: int, kv_h
     return dense.replace(kv_heads=kv_heads, experts=128, experts_per_token=8, norm_topk=True, max_seq=40960)
 
 
+_DEMO = LlamaConfig(
+    name="demo", vocab_size=1024, embed=128, mlp=640, layers=4, heads=4, kv_heads=2, head_dim=32, max_seq=512,
+    rope_theta=10_000.0,
+)  # fmt: skip
+_OLMOE = LlamaConfig(
+    name="olmoe-1b-7b", vocab_size=50304, embed=2048, mlp=1024, layers=16, heads=16, kv_heads=16, head_dim=128,
+    max_seq=4096, rope_theta=10_000.0, qk_norm=True, joint_qk_norm=True, experts=64, experts_per_token=8,
+)  # fmt: skip
+_MIXTRAL = LlamaConfig(
+    name="mixtral-8x7b", vocab_size=32000, embed=4096, mlp=14336, layers=32, heads=32, kv_heads=8, head_dim=128,
+    max_seq=32768, rope_theta=1e6, experts=8, experts_per_token=2, norm_topk=True,
+)  # fmt: skip
 _PRESETS = {
     config.name: config
     for config in (
-        LlamaConfig(
-            name="demo",
-            vocab_size=1024,
-            embed=128,
-            mlp=640,
-            layers=4,
-            heads=4,
-            kv_heads=2,
-            head_dim=32,
-            max_seq=512,
-            rope_theta=10_000.0,
-        ),
-        LlamaConfig(
-            name="moe-demo",
-            vocab_size=1024,
-            embed=128,
-            mlp=128,
-            layers=4,
-            heads=4,
-            kv_heads=2,
-            head_dim=32,
-            max_seq=512,
-            rope_theta=10_000.0,
-            qk_norm=True,
-            experts=8,
-            experts_per_token=2,
-            norm_topk=True,
-        ),
+        _DEMO,
+        _DEMO.replace(name="moe-demo", mlp=128, qk_norm=True, experts=8, experts_per_token=2, norm_topk=True),
         _small("llama-60m", embed=512, mlp=1376, layers=8, heads=8),
         _small("llama-125m", embed=768, mlp=2048, layers=12, heads=12),
         _small(
@@ -99,40 +85,11 @@ _PRESETS = {
         _qwen3("qwen3-0.6b", embed=1024, mlp=3072, layers=28, heads=16, tied=True),
         _llama3("llama3.2-1b", embed=2048, mlp=8192, layers=16, heads=32, factor=32.0, tied=True),
         _qwen3("qwen3-1.7b", embed=2048, mlp=6144, layers=28, heads=16, tied=True),
-        LlamaConfig(
-            name="olmoe-1b-7b",
-            vocab_size=50304,
-            embed=2048,
-            mlp=1024,
-            layers=16,
-            heads=16,
-            kv_heads=16,
-            head_dim=128,
-            max_seq=4096,
-            rope_theta=10_000.0,
-            qk_norm=True,
-            joint_qk_norm=True,
-            experts=64,
-            experts_per_token=8,
-        ),
+        _OLMOE,
         _llama3("llama3-8b", embed=4096, mlp=14336, layers=32, heads=32, factor=None),
         _qwen3("qwen3-8b", embed=4096, mlp=12288, layers=36, heads=32, tied=False),
         _qwen3_moe("qwen3-30b-a3b", embed=2048, mlp=768, layers=48, heads=32, kv_heads=4),
-        LlamaConfig(
-            name="mixtral-8x7b",
-            vocab_size=32000,
-            embed=4096,
-            mlp=14336,
-            layers=32,
-            heads=32,
-            kv_heads=8,
-            head_dim=128,
-            max_seq=32768,
-            rope_theta=1e6,
-            experts=8,
-            experts_per_token=2,
-            norm_topk=True,
-        ),
+        _MIXTRAL,
         _llama3("llama3.1-70b", embed=8192, mlp=28672, layers=80, heads=64, factor=8.0),
         _qwen3_moe("qwen3-235b-a22b", embed=4096, mlp=1536, layers=94, heads=64, kv_heads=4),
         _llama3("llama3.1-405b", embed=16384, mlp=53248, layers=126, heads=128, factor=8.0),

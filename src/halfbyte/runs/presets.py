@@ -130,8 +130,7 @@ def llama3_1_405b() -> TrainConfig:
 
 
 def _experts(name: str, *, mesh: str, batch: int) -> TrainConfig:
-    run = _large(name, mesh=mesh, batch=batch, seq=4096, learning_rate=3e-4, remat="full")
-    return dataclasses.replace(run, policy="experts")
+    return _large(name, mesh=mesh, batch=batch, seq=4096, learning_rate=3e-4, remat="full", policy="experts")
 
 
 def qwen3_30b_a3b() -> TrainConfig:
