@@ -47,7 +47,7 @@ CODE = [f"validation_loss/{source}" for source in ("pypi-python", "rust-src", "g
 PROSE = [f"validation_loss/{source}" for source in ("eltec-eng", "standardebooks", "openstax-ccby", "sotu")]
 JOINED = (  # by a commit before their first step
     "nvfp4_4over6_mse", "nvfp4_4over6_mae", "nvfp4_4over6_sr", "quartet2", "tetrajet2", "ue5m3", "nvfp4_row",
-    "nvfp4_unbiased", "amd_mxfp4",
+    "nvfp4_unbiased", "amd_mxfp4", "nvfp4_remainder",
 )  # fmt: skip
 
 
@@ -76,6 +76,7 @@ ARMS = {
         Arm("nvfp4_late", CANDIDATE, linear("nvfp4", **LATE)),
         *(Arm(name, CANDIDATE, linear(name)) for name in JOINED),
         *(Arm(own.name, CANDIDATE, linear(spell_recipe(own))) for own in OWN),
+        Arm("remainder_late", CANDIDATE, linear("nvfp4_remainder", **LATE)),
     )
 }
 

@@ -14,12 +14,16 @@ def changed(name: str, neighbour: Recipe, **operands: OperandPolicy) -> Recipe:
 
 four_six = recipe("nvfp4_4over6_mse")
 mixed = recipe("nvfp4+mxfp8_backward")
+SAME_46 = changed(
+    "same_4over6", four_six, **four_six.with_operands(tuple(AGAIN), source="forward"),
+    **four_six.with_operands(GRADIENTS, format=NVFP4_1716, rounding="midpoint"),
+)  # fmt: skip
 OWN = (
     changed("same_mxfp8_bwd", mixed, **mixed.with_operands(tuple(AGAIN), source="forward")),
-    changed("same_4over6", four_six, **four_six.with_operands(tuple(AGAIN), source="forward"),
-            **four_six.with_operands(GRADIENTS, format=NVFP4_1716, rounding="midpoint")),
+    SAME_46,
     changed("same_x", nvfp4, **nvfp4.with_operands(("wgrad_x",), source="forward")),
     changed("x_4over6", nvfp4, **nvfp4.with_operands(("fprop_x",), format=NVFP4_46_MSE)),
     changed("x_alone", nvfp4, fprop_w=plain, dgrad_w=plain),
     changed("w_alone", nvfp4, fprop_x=plain),
+    dataclasses.replace(SAME_46, name="remainder_4over6", remainder=True),
 )  # fmt: skip

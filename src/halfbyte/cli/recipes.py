@@ -64,6 +64,8 @@ def show_one(chosen: "Recipe") -> Result:
     )
     if chosen.shared_scales:
         console().print("weights of q, k and v share one tensor scale, and those of gate and up another")
+    if chosen.remainder:
+        console().print("fprop multiplies what rounding x has left over as well, in the same format")
     return Result(describe(chosen))
 
 
@@ -85,7 +87,7 @@ def describe(chosen: "Recipe") -> dict[str, Any]:
         for role, policy in chosen.operands().items()
     }
     return {"name": chosen.name, "description": chosen.description, "operands": operands,
-            "shared_scales": chosen.shared_scales}  # fmt: skip
+            "shared_scales": chosen.shared_scales, "remainder": chosen.remainder}  # fmt: skip
 
 
 def change(item: tuple[str, str, object, object]) -> dict[str, Any]:

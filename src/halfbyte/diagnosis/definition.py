@@ -11,6 +11,7 @@ of it: two roundings to bfloat16, and sums in float32 or in what the units of an
 noise of 4 bits is 0.1 |a_i| |b_j| / sqrt(k) for each element, and as much in its largest for four standard deviations.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ from halfbyte.recipe import AGAIN, GEMMS, ROLES, OperandPolicy, role_key, signs_
 
 from .replay import Linear
 
+REST = "fprop_rest"  # what rounding fprop's x has left over, where the recipe multiplies that as well
 ROUNDED, SUMMED = 2.0**-7, 2.0**-11
 CONTRACTED = {"fprop": (1, 0), "dgrad": (1, 1), "wgrad": (0, 0)}  # the axis of each matrix that a GEMM sums over
 TENSORS = {"fprop_x": ("x", -1), "fprop_w": ("w", -2), "dgrad_dy": ("dy", -1), "dgrad_w": ("w", -1),
@@ -104,7 +106,18 @@ def operands(given: Linear) -> dict[str, Operand]:
         amax = given.amax if name == "w" else None
         return operand(source(role), policy, axis=axis, key=key_of(role), amax=amax, signs=signs)
 
-    return {role: made(role) for role in ROLES}
+    found = {role: made(role) for role in ROLES}
+    if given.recipe.remainder:
+        found[REST] = _rest(matrix(given.x), found["fprop_x"], given.recipe.fprop_x, key_of("fprop_x"))
+    return found
+
+
+def _rest(x: jax.Array, first: Operand, policy: OperandPolicy, key: jax.Array | None) -> Operand:
+    factor = first.factor[:, None] if first.factor.ndim else first.factor
+    left = x.astype(jnp.float32) - round_bfloat16(first.values * factor)
+    return operand(
+        (round_bfloat16(left) if x.dtype == jnp.bfloat16 else left).astype(x.dtype), policy, axis=-1, key=key
+    )
 
 
 class Result(NamedTuple):
@@ -115,8 +128,19 @@ class Result(NamedTuple):
 
 
 def result(gemm: str, made: dict[str, Operand]) -> Result:
-    """The product of a GEMM's two operands."""
-    (a, factor_a), (b, factor_b) = (made[role] for role in GEMMS[gemm])
+    """The product of a GEMM's two operands, and for fprop that of what rounding x has left over."""
+    left, right = GEMMS[gemm]
+    products = [_product(gemm, made[role], made[right]) for role in parts(left, made)]
+    return Result(*(functools.reduce(jnp.add, kind) for kind in zip(*products, strict=True)))
+
+
+def parts(role: str, made: dict[str, Operand]) -> list[str]:
+    """The operands that stand for `role`: itself, and what is left over of it."""
+    return [role, REST] if role == "fprop_x" and REST in made else [role]
+
+
+def _product(gemm: str, left: Operand, right: Operand) -> Result:
+    (a, factor_a), (b, factor_b) = left, right
     axes = CONTRACTED[gemm]
     factor = (factor_a[:, None] if factor_a.ndim else factor_a) * (factor_b[None] if factor_b.ndim else factor_b)
     dims = (((axes[0],), (axes[1],)), ((), ()))

@@ -16,13 +16,14 @@ What is told beside it, of results q (quantized, and what the recipe gives) and 
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 
 from halfbyte.ops.linear import Execution, token_view, weight_operand, with_linears
 from halfbyte.ops.linear import Linear as Traced
-from halfbyte.ops.operand import Operand
+from halfbyte.ops.operand import InTwo, Operand
 from halfbyte.ops.passes import XLA, request
 from halfbyte.ops.weight import QWeight
 from halfbyte.recipe import GEMMS, WEIGHTS, recipe
@@ -68,6 +69,8 @@ def run_linear(
             "dgrad_dy": dy_row, "dgrad_w": weight_operand(back.weight, "dgrad_w", passes=back.passes),
             "wgrad_x": back.load(kept, "wgrad_x"), "wgrad_dy": dy_column,
         }  # fmt: skip
+        if isinstance(row, InTwo):
+            made |= {"fprop_x": row.first, definition.REST: row.rest}
         dw = back.wgrad(made["wgrad_x"], dy_column).weight.anchor
         return made, {"fprop": matrix(ahead.fprop(row, dtype)), "dgrad": matrix(back.dgrad(dy_row, dtype)), "wgrad": dw}
 
@@ -110,7 +113,8 @@ def judge(given: Linear, *, backend: str, sharded: bool = False) -> dict[str, di
         by_recipe = agreement(expected.values, b)
         same = {"recipe_gain": by_recipe["gain"], "recipe_snr_db": by_recipe["snr_db"]}
         error = jnp.max(_away(q, expected) / jnp.maximum(expected.allowed, 1e-37))
-        worse = jnp.maximum(*(wrong[role] for role in GEMMS[gemm]))
+        roles = [part for role in GEMMS[gemm] for part in definition.parts(role, right)]
+        worse = functools.reduce(jnp.maximum, [wrong[role] for role in roles])
         told[gemm] = agreement(q, b) | same | {"error": error, "wrong": worse}
         if gemm == "wgrad":
             error, none = _path_error(_away(given.dw, expected), right), jnp.float32(0)

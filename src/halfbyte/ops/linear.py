@@ -22,8 +22,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from halfbyte.formats import Packed, quantize
 from halfbyte.ops.backends import Choice, check_training, choose
-from halfbyte.ops.gemms import DGRAD, FPROP, WGRAD, Gemm, added_up
-from halfbyte.ops.operand import EightBit, Operand, Owed, WeightScales, name_saved, quantize_operand
+from halfbyte.ops.gemms import DGRAD, FPROP, WGRAD, Gemm, added_up, finish
+from halfbyte.ops.operand import EightBit, InTwo, Operand, Owed, WeightScales, name_saved, quantize_operand
 from halfbyte.ops.passes import (
     XLA,
     KeptWeight,
@@ -277,18 +277,22 @@ class Linear:
 
     def quantize(self, x: jax.Array, *roles: str, kept: tuple[str, ...] = ()) -> list[Made]:
         """Its operands of x (or dy), in one pass; those in `kept` as residuals."""
-        return self.passes.quantize(x, [self.request(role, kept=role in kept) for role in roles])
+        return self.passes.operands(x, [self.request(role, kept=role in kept) for role in roles])
 
     def load(self, kept: Any, role: str) -> Operand:
         """A residual as an operand."""
         return self.passes.load(kept, getattr(self.plan.recipe, role))
 
-    def fprop(self, x: Operand, dtype: jnp.dtype, *, owing: bool = False) -> Read:
+    def fprop(self, x: Operand | InTwo, dtype: jnp.dtype, *, owing: bool = False) -> Read:
         """y = x W, where y goes; `owing` for passes that take what is owed to it."""
         shards = self.plan.shards
         w = weight_operand(self.weight, "fprop_w", shards, self.passes, made=self._made)
-        multiply = self._multiplier(FPROP, owing=owing and not shards.inputs)
-        y = multiply(FPROP, x, w, FLOAT32 if shards.inputs else dtype)
+        given = FLOAT32 if shards.inputs else dtype
+        if isinstance(x, InTwo):
+            first, rest = (self._multiplier(FPROP)(FPROP, part, w, FLOAT32) for part in (x.first, x.rest))
+            y = finish(first + rest, None, given)
+        else:
+            y = self._multiplier(FPROP, owing=owing and not shards.inputs)(FPROP, x, w, given)
         return added_up(y, shards.inputs, shards.y_lead, dtype) if shards.inputs else y
 
     def dgrad(self, dy: Operand, dtype: jnp.dtype, *, owing: bool = False) -> Read:

@@ -66,7 +66,8 @@ SWIGLU = Middle()
 def fused_passes(passes: Sequence[Passes], activation: Activation, recipes: Sequence[Recipe]) -> GatedPasses | None:
     """The passes of the linears, if they are the same and hold the activation under these recipes; else None."""
     first = passes[0]
-    if not isinstance(first, GatedPasses) or any(each != first for each in passes):
+    several = any(each != first for each in passes) or any(recipe.remainder for recipe in recipes)
+    if not isinstance(first, GatedPasses) or several:
         return None
     return first if first.unfused(activation, recipes) is None else None
 

@@ -166,6 +166,15 @@ class Owed:
         return self.array.shape
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["first", "rest"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class InTwo:
+    """x as two operands, the second of what the first's rounding has left over; their products are added."""
+
+    first: "Operand"
+    rest: "Operand"
+
+
 Operand = Carrier | Quantized | EightBit | BlockScaled
 # Until the backward pass: packed codes, 8-bit codes, what a block-scaled unit reads, the bfloat16 tensor itself.
 Kept = Packed | EightBit | BlockScaled | jax.Array
@@ -277,6 +286,15 @@ def _amax(x: jax.Array, fmt: BlockFormat, axis: int, cut: Cut) -> jax.Array:
 def dequantized(operand: Carrier | Quantized) -> jax.Array:
     """The numbers that an operand stands for, float32."""
     return operand.codes.dequantize() if isinstance(operand, Quantized) else operand.array.astype(jnp.float32)
+
+
+def left_over(x: jax.Array, operand: Operand) -> jax.Array:
+    """x minus the numbers that its operand stands for, these rounded to bfloat16: in x's dtype, the same wherever it is
+    computed.
+    """
+    factor = jnp.float32(1) if operand.factor is None else operand.factor
+    factor = factor[..., None] if factor.ndim else factor  # of each token
+    return add_rounded(x, -round_bfloat16(operand.values().astype(jnp.float32) * factor).astype(x.dtype))
 
 
 def keep(operand: Operand) -> Kept:

@@ -20,12 +20,14 @@ from halfbyte.ops.activation import Activation
 from halfbyte.ops.operand import (
     Carrier,
     EightBit,
+    InTwo,
     Kept,
     Operand,
     Quantized,
     WeightScales,
     dequantized,
     keep,
+    left_over,
     load,
     quantize_operand,
 )
@@ -51,10 +53,12 @@ class Request:
     cut: Cut = ()  # of the tensor, over a mesh
     signs: jax.Array | None = None  # the key of the GEMM's Hadamard signs
     forward: "Request | None" = None  # the operand that is quantized again, where the policy's source is that
+    in_two: bool = False  # with what rounding leaves over
 
     def same(self, other: "Request") -> bool:
         """Whether one operand answers both: equal but for random bits, of which there are none."""
-        alike = (self.policy, self.axis, self.kept) == (other.policy, other.axis, other.kept)
+        fields = [(r.policy, r.axis, r.kept, r.in_two) for r in (self, other)]
+        alike = fields[0] == fields[1]
         if self.forward is not None and other.forward is not None:
             alike = alike and self.forward.same(other.forward)
         return alike and self.key is other.key and self.signs is other.signs
@@ -66,7 +70,7 @@ def request(recipe: Recipe, role: str, key: jax.Array | None, *, kept: bool = Fa
     axis = COLUMNS if role.startswith("wgrad") else ROWS
     forward = request(recipe, AGAIN[role], key, cut=cut) if policy.source == "forward" else None
     bits, signs = drawn_keys(policy, role, key)
-    return Request(policy, axis, bits, kept, cut, signs, forward)
+    return Request(policy, axis, bits, kept, cut, signs, forward, in_two=recipe.remainder and role == "fprop_x")
 
 
 def drawn_keys(policy: OperandPolicy, role: str, key: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
@@ -117,6 +121,14 @@ class Passes:
         """What is requested of x [tokens..., features]."""
         made = [quantize_as(x, r) for r in requests]
         return [keep(operand) if r.kept else operand for operand, r in zip(made, requests, strict=True)]
+
+    def operands(self, x: jax.Array, requests: Sequence[Request]) -> list[Made]:
+        """What is requested of x, what rounding leaves over included."""
+        made = self.quantize(x, requests)
+        return [
+            InTwo(first, *self.quantize(left_over(x, first), [r])) if r.in_two else first
+            for first, r in zip(made, requests, strict=True)
+        ]
 
     def weight(
         self, w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),

@@ -38,5 +38,5 @@ def operands_of_x(
             if linear.passes is passes and firsts[role][i] == i
         ]
         requests = [linears[i].request(role, kept=role in kept) for i, role in mine]
-        made |= dict(zip(mine, passes.quantize(x, requests), strict=True))
+        made |= dict(zip(mine, passes.operands(x, requests), strict=True))
     return [[made[firsts[role][i], role] for role in roles] for i in range(len(linears))]

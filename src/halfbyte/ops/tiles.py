@@ -121,6 +121,8 @@ def through_tiles(
 
 def unserved(recipe: Recipe) -> str | None:
     """Why tiles cannot be quantized one by one under this recipe; None if they can."""
+    if recipe.remainder:
+        return "fprop multiplies what rounding x has left over as well"
     for role in ROLES:
         policy: OperandPolicy = getattr(recipe, role)
         if policy.format.scale.outer != "tensor" or policy.source == "forward" or policy.draws_signs:

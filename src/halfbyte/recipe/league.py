@@ -99,8 +99,15 @@ tetrajet2 = preset(
     | {role: replace(_tetra, source="forward") for role in AGAIN},
 )
 
+nvfp4_remainder = preset(
+    "nvfp4_remainder",
+    nvfp4,
+    "nvfp4 whose fprop multiplies x in two pieces, each in 4 bits: Q(x), and Q of what that leaves over",
+    {"remainder": True},
+)
+
 LEAGUE = (
     nvfp4_1d_weights, nvfp4_unbiased, nvfp4_row, nvfp4_4over6_mse, nvfp4_4over6_mae, nvfp4_4over6_sr, ue5m3,
-    nvfp4_fwd_mxfp8_bwd, amd_mxfp4, quartet2, tetrajet2,
+    nvfp4_fwd_mxfp8_bwd, amd_mxfp4, quartet2, tetrajet2, nvfp4_remainder,
 )  # fmt: skip
 """All of them."""

@@ -125,6 +125,8 @@ class Recipe:
 
     `shared_scales`: the weights of q, k and v share one tensor scale, and those of gate and up another, as engines that
     fuse them when they serve expect it.
+    `remainder`: fprop also multiplies what rounding x has left over, in the same format: y = Q(x) Q(W) + Q(r) Q(W) with
+    r = x - Q(x), the sums added in float32.
     """
 
     name: str
@@ -136,8 +138,15 @@ class Recipe:
     wgrad_dy: OperandPolicy = OperandPolicy()
     description: str = ""
     shared_scales: bool = False
+    remainder: bool = False
 
     def __post_init__(self) -> None:
+        x = self.fprop_x
+        if self.remainder and (not x.format.quantized or x.hadamard or x.stochastic):
+            raise ValueError(
+                f"recipe {self.name!r}: remainder=True multiplies what the rounding of x has left over, but fprop_x is "
+                f"{x}; give fprop_x a format that rounds, to nearest and without a Hadamard transform"
+            )
         if self.shared_scales and any(_more_than_rounded(getattr(self, r)) for r in WEIGHTS):
             raise ValueError(
                 f"recipe {self.name!r}: shared_scales are those of weights as they are; it goes with neither hadamard "
@@ -216,5 +225,6 @@ def difference(a: Recipe, b: Recipe) -> list[tuple[str, str, object, object]]:
         for field in dataclasses.fields(OperandPolicy)
         if getattr(left, field.name) != getattr(right, field.name)
     ]
-    shared = a.shared_scales, b.shared_scales
-    return operands + ([("weights", "shared_scales", *shared)] if shared[0] != shared[1] else [])
+    of_all = ("weights", "shared_scales"), ("fprop_x", "remainder")
+    values = [(what, field, getattr(a, field), getattr(b, field)) for what, field in of_all]
+    return operands + [change for change in values if change[2] != change[3]]

@@ -29,6 +29,7 @@ from halfbyte.recipe.operands import ROLES, OperandPolicy, Recipe
 
 FILE = re.compile(r"^(?P<path>.+\.py):(?P<name>\w+)(?:@(?P<hash>[0-9a-f]{16}))?$")
 GROUPS = {"recipe": "halfbyte.recipes", "policy": "halfbyte.policies"}
+SWITCHES = ("shared_scales", "remainder")  # of a recipe as a whole
 _LOADED: dict[tuple[str, str], dict[str, Any]] = {}  # (path, hash) -> what the file defines
 
 
@@ -118,7 +119,8 @@ def spell_recipe(made: Recipe) -> str:
 
 def _recipe_fields(made: Recipe) -> dict[str, Any]:
     operands = {role: _operand_fields(policy) for role, policy in made.operands().items()}
-    return {"name": made.name, "description": made.description, "shared_scales": made.shared_scales, **operands}
+    switches = {name: True for name in SWITCHES if getattr(made, name)}
+    return {"name": made.name, "description": made.description, "shared_scales": False, **switches, **operands}
 
 
 def _operand_fields(policy: OperandPolicy) -> dict[str, Any]:
@@ -138,7 +140,7 @@ def _formats() -> dict[str, BlockFormat]:
 def read_recipe(values: dict[str, Any]) -> Recipe:
     """The recipe of `spell_recipe`'s fields."""
     known = _formats()
-    fields: dict[str, Any] = {name: values[name] for name in ("description", "shared_scales") if name in values}
+    fields: dict[str, Any] = {name: values[name] for name in ("description", *SWITCHES) if name in values}
     for role in ROLES:
         fields[role] = OperandPolicy(**{**values[role], "format": known[values[role]["format"]]})
     return Recipe(values["name"], **fields)
