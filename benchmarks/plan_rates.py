@@ -5,8 +5,8 @@
 GEMMs are the three of every linear of a layer of llama3.2-1b and llama3-8b with 16,384 tokens, in bf16 and, of the MLP,
 in fp8; passes are what XLA makes of a norm, a residual sum and an AdamW update; attention is cuDNN's, causal, of both
 models. Each runs for a third of a second after the clocks have settled: a card at its power limit slows down. A rate
-is the sum of the work over the sum of the times. `zeros` are the same bf16 GEMMs with a second operand of zeros: what
-mocked GPUs multiply, whose weights never arrive.
+is the sum of the work over the sum of the times. `zeros` are the same GEMMs with a second operand of zeros, and
+attention to zeros: what mocked GPUs compute, whose weights never arrive.
 """
 
 import argparse
@@ -77,12 +77,13 @@ def fp8_cases() -> list[Case]:
     for k, n in (*MLP["1b"], *MLP["8b"]):
         for m, width, inner, way in ((TOKENS, n, k, f8_cases._dequantized), (TOKENS, k, n, f8_cases._split),
                                      (k, n, TOKENS, f8_cases._split)):  # fmt: skip
-            other = random_array((width, inner), 9, jnp.float8_e4m3fn)
-            sets = [(random_array((m, inner), i, jnp.float8_e4m3fn), other, scale, scale) for i in range(SETS)]
             options = {"xla_gpu_enable_triton_gemm": False}
             make = f8_cases._constant(way)
-            out.append(Case("fp8", (m, width, inner), way.__name__, make, sets, 2.0 * TOKENS * k * n, "TFLOP/s",
-                            options))  # fmt: skip
+            given = random_array((width, inner), 9, jnp.float8_e4m3fn)
+            for name, other in (("fp8", given), ("fp8 zeros", jnp.zeros_like(given))):
+                sets = [(random_array((m, inner), i, jnp.float8_e4m3fn), other, scale, scale) for i in range(SETS)]
+                out.append(Case(name, (m, width, inner), way.__name__, make, sets, 2.0 * TOKENS * k * n, "TFLOP/s",
+                                options))  # fmt: skip
     return out
 
 
@@ -113,8 +114,9 @@ def attention_cases() -> list[Case]:
         q, dy = (random_array((batch, seq, heads, dim), i) for i in range(2))
         k, v = (random_array((batch, seq, kv, dim), i) for i in (2, 3))
         product = batch * heads * seq * seq * float(dim)
-        out.append(Case("attention", q.shape, "forward", lambda: _attend, [(q, k, v, dy)], 2 * product, "TFLOP/s"))
-        out.append(Case("attention", q.shape, "both", lambda: _attend_back, [(q, k, v, dy)], 7 * product, "TFLOP/s"))
+        for name, sets in (("attention", (q, k, v, dy)), ("attention zeros", (0 * q, 0 * k, 0 * v, 0 * dy))):
+            out.append(Case(name, q.shape, "forward", lambda: _attend, [sets], 2 * product, "TFLOP/s"))
+            out.append(Case(name, q.shape, "both", lambda: _attend_back, [sets], 7 * product, "TFLOP/s"))
     return out
 
 
@@ -146,7 +148,7 @@ def rates(rows: list[dict[str, Any]], peaks: dict[str, float], bandwidth: float)
     """The numbers of `plan`: parts of a peak, and FLOP/s of attention."""
     work, spent = defaultdict[str, float](float), defaultdict[str, float](float)
     for row in rows:
-        name = f"attention {row['variant']}" if row["kernel"] == "attention" else row["kernel"]
+        name = f"{row['kernel']} {row['variant']}" if row["kernel"].startswith("attention") else row["kernel"]
         work[name] += row["work"]
         spent[name] += row["seconds"]
     back = work["attention both"] - work["attention forward"], spent["attention both"] - spent["attention forward"]
@@ -154,9 +156,11 @@ def rates(rows: list[dict[str, Any]], peaks: dict[str, float], bandwidth: float)
         "bf16": work["bf16"] / spent["bf16"] / peaks["bf16"],
         "fp8": work["fp8"] / spent["fp8"] / peaks["fp8"],
         "bf16 with zeros": work["zeros"] / spent["zeros"] / peaks["bf16"],
+        "fp8 with zeros": work["fp8 zeros"] / spent["fp8 zeros"] / peaks["fp8"],
         "memory": work["pass"] / spent["pass"] / bandwidth,
         "attention forward": work["attention forward"] / spent["attention forward"],
         "attention backward": back[0] / back[1],
+        "attention both, over zeros": work["attention zeros both"] / spent["attention zeros both"],
     }
 
 

@@ -1,5 +1,7 @@
 """A schedule and how long it takes. Oracle: a program written by hand, seconds counted by hand."""
 
+import dataclasses
+
 import pytest
 
 from halfbyte.devices import device
@@ -8,7 +10,7 @@ from halfbyte.plan.schedule import Event, from_json, schedule, walk
 from halfbyte.plan.simulate import simulate
 from halfbyte.program import Unreadable, read
 
-RATES = Rates(device("gb300"), {"bf16": 1e12, "fp8": 2e12, "fp4": 4e12}, memory=1e12)
+RATES = Rates(device("gb300"), {"bf16": 1e12, "fp8": 2e12, "fp4": 4e12}, memory=1e12, kernels=1.5e12)
 STEP = """HloModule jit_step, is_scheduled=true
 
 FileNames
@@ -80,7 +82,6 @@ def test_a_program_becomes_events_with_flops_bytes_and_axes():
 
 
 def test_events_survive_json():
-    import dataclasses
     import json
 
     assert tuple(from_json(json.loads(json.dumps(dataclasses.asdict(each)))) for each in of()) == of()
@@ -105,6 +106,26 @@ def test_seconds_by_hand():
     assert simulate([gemm, pass_], RATES, queued=False).seconds == pytest.approx(1 + 2)
     assert simulate([Event("loop", times=5, body=(gemm,))], RATES, queued=True).seconds == pytest.approx(5)
     assert simulate([Event("gemm", "g", "mlp", format="fp4", flops=1.0, moved=1e12)], RATES, queued=False).seconds == 1
+
+
+def test_passes_of_our_kernels_have_a_rate_of_their_own():
+    ours, theirs = (Event("pass", "p", "operands", format=format, moved=3e12) for format in ("kernel", ""))
+    assert simulate([ours], RATES, queued=False).seconds == pytest.approx(2)
+    assert simulate([theirs], RATES, queued=False).seconds == pytest.approx(3)
+
+
+def test_arithmetic_follows_the_clock_and_memory_does_not():
+    gemm, attend = Event("gemm", "g", format="bf16", flops=3e12), Event("attention", "a", format="forward", flops=1e15)
+    faster = dataclasses.replace(RATES, clock=2.0)
+    for event, ratio in ((gemm, 2), (attend, 2), (Event("pass", "p", moved=3e12), 1)):
+        slow, fast = (simulate([event], rates, queued=False).seconds for rates in (RATES, faster))
+        assert slow == pytest.approx(ratio * fast)
+
+
+def test_heads_of_half_the_width_attend_slower_on_hopper():
+    wide, narrow = (Event("attention", "a", format="forward", flops=1e15, head_dim=dim) for dim in (128, 64))
+    rates = dataclasses.replace(RATES, device=device("h200"))
+    assert simulate([narrow], rates, queued=False).seconds > 1.2 * simulate([wide], rates, queued=False).seconds
 
 
 @pytest.mark.parametrize("queued, exposed", [(False, 1.0), (True, 0.0)])

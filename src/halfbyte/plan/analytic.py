@@ -25,6 +25,7 @@ BF16, FLOAT32 = 2, 4
 # Counted in the compiled programs of llama3-8b on 8 GB200: bytes that are no operand's, in units of a layer's residual
 # stream [tokens, embed] in bfloat16; of the logits in float32; of a parameter.
 STREAMS, LOGITS, PARAMETER = 57.0, 3.75, 28.0
+SWIGLU = 9.0  # of a token's width in the MLP, both ways, where nothing is quantized: reads gate, up (dy), writes h (dx)
 EXCESS = 1.3  # operand bytes for each that is compulsory, as these programs have them
 
 
@@ -111,22 +112,24 @@ def _layer(config: TrainConfig, on: Cluster, sizes: Sizes) -> tuple[tuple[Event,
             forward.append(gemm)
             backward += [gemm] * (3 if site.path in again else 2)
     quantized = any(r.quantized for s in segments for r in s.recipes.values())
-    bytes_moved = EXCESS * _compulsory(config) / layers if quantized else 0.0
+    bytes_moved = EXCESS * _compulsory(config) / layers if quantized else _plain(config, sizes)
+    maker = "kernel" if quantized else ""
     streams = STREAMS * sizes.tokens * config.model.embed * BF16
     core = 4 * sizes.tokens * config.seq * config.model.heads * config.model.head_dim / 2
+    forward_core = _attention("forward", core, config.model.head_dim)
     forward += [
-        _attention("forward", core),
-        _pass("operands", bytes_moved / 3),
+        forward_core,
+        _pass("operands", bytes_moved / 3, maker),
         _pass("norm and residual", streams / 3),
     ]
-    backward += [_attention("forward", core)] * (config.remat == "full")
+    backward += [forward_core] * (config.remat == "full")
     backward += [
-        _attention("backward", 2.5 * core),
-        _pass("operands", 2 * bytes_moved / 3),
+        _attention("backward", 2.5 * core, config.model.head_dim),
+        _pass("operands", 2 * bytes_moved / 3, maker),
         _pass("norm and residual", 2 * streams / 3),
     ]
-    weights = sum(s.k * s.n for s in models.gemm_sites(config.model, 1, 1)[:-1]) / sizes.tensor
     wide = 2 if config.precision.reduce_dtype == "bfloat16" else 4
+    weights = _weights(config) / sizes.tensor
     gather, scatter = _sends(config, on, travels, weights * wide)
     sums = list(_sums(config, on, sizes))
     return (*gather, *forward, *sums, *_waits(gather)), (
@@ -137,6 +140,17 @@ def _layer(config: TrainConfig, on: Cluster, sizes: Sizes) -> tuple[tuple[Event,
         *sums,
         *_waits((*gather, *scatter)),
     )
+
+
+def _weights(config: TrainConfig) -> float:
+    """Of one layer."""
+    return sum(site.k * site.n for site in models.gemm_sites(config.model, 1, 1)[:-1])
+
+
+def _plain(config: TrainConfig, sizes: Sizes) -> float:
+    """Bytes of a layer's SwiGLU, and of its weights' casts, where nothing is quantized."""
+    gated = SWIGLU * sizes.tokens * config.model.active_mlp * BF16
+    return gated + (FLOAT32 + BF16) * _weights(config) / sizes.shards
 
 
 def _compulsory(config: TrainConfig) -> float:
@@ -188,9 +202,9 @@ def _head(config: TrainConfig, sizes: Sizes) -> list[Event]:
     return [*gemms, _pass("loss", LOGITS * sizes.tokens * config.model.vocab_size * FLOAT32)]
 
 
-def _pass(purpose: str, moved: float) -> Event:
-    return Event("pass", purpose, purpose, moved=moved)
+def _pass(purpose: str, moved: float, maker: str = "") -> Event:
+    return Event("pass", purpose, purpose, format=maker, moved=moved)
 
 
-def _attention(direction: str, flops: float) -> Event:
-    return Event("attention", "attention", "attention", format=direction, flops=flops)
+def _attention(direction: str, flops: float, head_dim: int) -> Event:
+    return Event("attention", "attention", "attention", format=direction, flops=flops, head_dim=head_dim)

@@ -2,14 +2,14 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from halfbyte import models
 from halfbyte.devices import Device
 from halfbyte.train import TrainConfig
 
-from .calibration import BAND, FITTED, residual
+from .calibration import BAND, FITTED, ZEROS, is_blackwell, residual
 from .cluster import Cluster
 from .rates import Rates
 from .reading import Reading
@@ -42,6 +42,21 @@ class Outcome:
     @property
     def fits(self) -> bool:
         return self.reading.bytes_needed <= self.limit
+
+    @property
+    def compute(self) -> float:
+        """Seconds of a step that waits for nothing."""
+        return self.shared.seconds - self.shared.exposed
+
+    @property
+    def mocked(self) -> float | None:
+        """What `bench --mock-gpus` would measure: nothing is waited for, and GEMMs multiply zeros. None where nobody
+        has measured how much faster those are.
+        """
+        if is_blackwell(self.on.device):
+            return None
+        alone = simulate(self.reading.events, replace(self.rates, clock=ZEROS), queued=False)
+        return alone.seconds - alone.exposed
 
     def tflops(self, seconds: float) -> float:
         """TFLOP/s of a device, as MaxText counts FLOPs."""
@@ -135,6 +150,8 @@ def as_json(found: Outcome, others: Sequence[Outcome]) -> dict[str, Any]:
         "bytes_by_purpose": bytes_by_purpose(read),
         "step_time_s": seconds,
         "step_time_queued_s": found.queued.seconds,
+        "compute_time_s": found.compute,
+        "mocked_time_s": found.mocked,
         "tflops_per_device": tflops,
         "tflops_per_device_queued": found.tflops(found.queued.seconds),
         "tokens_per_s_per_device": found.tokens / seconds,

@@ -26,8 +26,14 @@ BLACKWELL = {
 }
 ULTRA = {"all-gather": (784, 669), "reduce-scatter": (797, 686), "all-to-all": (769, 630), "all-reduce": (482, 452)}
 NVLINK = {"h100": HOPPER, "h200": HOPPER, "b200": BLACKWELL, "gb200": BLACKWELL, "b300": ULTRA, "gb300": ULTRA}
-# TFLOP/s of causal cuDNN attention, forward and backward. Vendor figures for Blackwell that nobody here has measured.
-ATTENTION = {"h": (560e12, 430e12), "b2": (1500e12, 1100e12), "b3": (1750e12, 1250e12)}
+# FLOP/s of causal cuDNN attention by the width of a head, forward and backward: narrow heads have twice as many
+# exponentials for each FLOP. Measured on an H200 (docs/evidence/plan_rates_h200.json); for Blackwell vendor
+# figures that nobody here has measured, one for both.
+ATTENTION = {
+    "h": {64: (405e12, 344e12), 128: (539e12, 463e12)},
+    "b2": dict.fromkeys((64, 128), (1500e12, 1100e12)),
+    "b3": dict.fromkeys((64, 128), (1750e12, 1250e12)),
+}
 SMALL = 4e6  # bytes: collectives of less wait for latency, and take nothing of a link
 
 
@@ -39,25 +45,25 @@ class Rates:
     gemm: Mapping[str, float]
     """FLOP/s by format: bf16, fp8, fp4."""
     memory: float
-    """Bytes/s."""
-
-    @property
-    def attention(self) -> tuple[float, float]:
-        """FLOP/s of fused attention, forward and backward."""
-        name = self.device.name.removeprefix("g")
-        return next(rate for start, rate in ATTENTION.items() if name.startswith(start))
+    """Bytes/s of a pass that the compiler makes."""
+    kernels: float
+    """Bytes/s of a pass of our own kernels."""
+    clock: float = 1.0
+    """How much faster than these figures arithmetic runs, where nothing holds back the card's clock."""
 
     def multiply(self, flops: float, moved: float, format: str) -> float:
         """Seconds of one GEMM."""
-        return max(flops / self.gemm.get(format, self.gemm["bf16"]), moved / self.memory, LAUNCH)
+        return max(flops / self.clock / self.gemm.get(format, self.gemm["bf16"]), moved / self.memory, LAUNCH)
 
-    def move(self, moved: float) -> float:
+    def move(self, moved: float, *, ours: bool = False) -> float:
         """Seconds of one pass over memory."""
-        return max(moved / self.memory, LAUNCH)
+        return max(moved / (self.kernels if ours else self.memory), LAUNCH)
 
-    def attend(self, flops: float, *, backward: bool) -> float:
+    def attend(self, flops: float, *, backward: bool, head_dim: int) -> float:
         """Seconds of one call of fused attention."""
-        return max(flops / self.attention[backward], LAUNCH)
+        name = self.device.name.removeprefix("g")
+        known = next(rates for start, rates in ATTENTION.items() if name.startswith(start))
+        return max(flops / self.clock / known[64 if head_dim <= 64 else 128][backward], LAUNCH)
 
     def send(self, kind: str, whole: float, inner: int, outer: int) -> tuple[float, str]:
         """(seconds, link) of one collective of `whole` bytes between `inner` devices in each of `outer` racks."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from halfbyte.program import Collective, Instruction, Launch, Program, Unreadable, category, collectives, move_of
 from halfbyte.program.attention import BACKWARD, attention_of
+from halfbyte.program.categories import OWN_KERNEL
 from halfbyte.program.collectives import kind_of
 from halfbyte.program.gemms import gemms_of
 from halfbyte.program.schedule import CALLS, NOTHING, trips
@@ -38,10 +39,12 @@ class Event:
     purpose: str = ""
     source: str = ""
     format: str = ""
-    """Of a GEMM; forward or backward of attention; the kind of a collective."""
+    """Of a GEMM; forward or backward of attention; the kind of a collective; `kernel` where a pass is ours."""
     flops: float = 0.0
     moved: float = 0.0
     """Bytes of memory; of a collective, the whole array."""
+    head_dim: int = 0
+    """Of attention."""
     axes: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
     inner: int = 1
@@ -112,12 +115,13 @@ def _work(program: Program, found: Instruction) -> Event:
     launch, moved, source = Launch(found, 1), float(sum(bytes_of(program, found))), _source(program, found)
     for each in attention_of(program, launch):
         pass_ = "backward" if each.products == BACKWARD else "forward"
-        return Event("attention", found.name, "attention", source, pass_, each.each, moved)
+        return Event("attention", found.name, "attention", source, pass_, each.each, moved, each.head_dim)
     multiplied = list(gemms_of(program, launch))
     if multiplied:
         flops = float(sum(gemm.each for gemm in multiplied))
         return Event("gemm", found.name, site(source), source, multiplied[0].format, flops, moved)
-    return Event("pass", found.name, purpose(program, found, source), source, moved=moved)
+    own = "kernel" if OWN_KERNEL.search(found.target) else ""
+    return Event("pass", found.name, purpose(program, found, source), source, own, moved=moved)
 
 
 def site(source: str) -> str:

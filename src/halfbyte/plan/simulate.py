@@ -67,8 +67,8 @@ def seconds_of(event: Event, rates: Rates) -> float:
     if event.what == "gemm":
         return rates.multiply(event.flops, event.moved, event.format)
     if event.what == "attention":
-        return rates.attend(event.flops, backward=event.format == "backward")
-    return rates.move(event.moved)
+        return rates.attend(event.flops, backward=event.format == "backward", head_dim=event.head_dim)
+    return rates.move(event.moved, ours=event.format == "kernel")
 
 
 def _run(
