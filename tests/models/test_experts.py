@@ -15,6 +15,7 @@ from halfbyte.nn import routing
 from halfbyte.nn.routing import route
 from halfbyte.recipe import policy, recipe
 from halfbyte.sharding import make_mesh
+from halfbyte.train import preflight
 from halfbyte.train.precision_manifest import build_manifest, table
 from halfbyte.train.state import create_state
 from halfbyte.train.step import make_train_step
@@ -156,9 +157,11 @@ def test_the_manifest_says_who_multiplies_experts():
 
 
 def test_what_is_not_built_for_experts_is_refused_by_name():
+    devices = jax.devices()[:2]
+    mesh, how = make_mesh({"expert": 2}, devices), {"seq": 32, "device": lookup(devices[0]), "memory": None}
     for field in ("radar", "telemetry"):
-        with pytest.raises(ValueError, match="experts"):
-            config(**{field: 10})
+        with pytest.raises(ValueError, match="on a mesh"):
+            preflight.check(dataclasses.replace(config(), accumulate=1, **{field: 10}), mesh, **how)
     with pytest.raises(ValueError, match="experts_per_token"):
         TINY.replace(experts_per_token=9)
     with pytest.raises(ValueError, match="262,144 experts"):  # a config.json may say anything

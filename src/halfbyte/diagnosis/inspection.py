@@ -1,4 +1,4 @@
-"""`halfbyte inspect`: every GEMM operand of a run, layer by layer, on real batches."""
+"""`halfbyte inspect`: every GEMM operand of a run, layer by layer, on real batches; of experts, the fullest's."""
 
 import contextlib
 import dataclasses
@@ -71,7 +71,6 @@ def inspect(
 ) -> Inspection:  # fmt: skip
     """Replay one step on each batch and look at what its linears were given. `say` is told how far it is, `watch` gets
     (linears done, of)."""
-    models.refuse_experts(config.model, "inspect")
     context = dataclasses.replace(make_context(config, resolved, None, None), mesh=None, remat="none", unroll=1)  # type: ignore[arg-type]
     replay = Replay(config.model, context)
     sums: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
@@ -81,7 +80,7 @@ def inspect(
     for place, batch in enumerate(shown, 1):
         for layer, linears in replay.layers(params, part_of(batch), step_of(config.rounding_seed, step)):
             for given in linears:
-                own, site, plain = given.recipe, given.site, dataclasses.replace(given, site="")
+                own, site, plain = given.recipe, given.site, dataclasses.replace(given.fullest(), site="")
                 tried = plain if own.quantized else dataclasses.replace(plain, recipe=recipe("nvfp4"))
                 for gemm, numbers in gemm_numbers(tried, backend=config.precision.backend).items():
                     noises.setdefault((layer, site, gemm), []).append(float(numbers["snr_db"]))

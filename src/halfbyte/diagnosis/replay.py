@@ -17,22 +17,26 @@ import jax.numpy as jnp
 from jax import lax
 
 from halfbyte import models, ops
-from halfbyte.formats import amax_of
-from halfbyte.models import LlamaConfig
+from halfbyte.models import LlamaConfig, experts
+from halfbyte.models.config import EXPERT_SITES
 from halfbyte.models.context import Context, LayerContext, key_of_layer, segments
+from halfbyte.models.linear import MLP_SITES
 from halfbyte.models.llama import begin, layer_of, normed, scored
-from halfbyte.models.quantized import FUSED, fused, share_scales, shares_scale
+from halfbyte.models.quantized import FUSED, amaxes_of, fused, share_scales, shares_scale
 from halfbyte.models.walk import of_segment, through_layers
+from halfbyte.nn.routing import Load
 from halfbyte.ops.activation import ACTIVATIONS
+from halfbyte.ops.tiles import Tiles
 from halfbyte.recipe import Recipe, Segment, layer_key, site_key
 
 Batch = dict[str, jax.Array]
+IN_MLP = tuple(f"mlp/{name}" for name in MLP_SITES)
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["x", "w", "dy", "weight", "key", "bits", "amax", "dw"],
-    meta_fields=["site", "recipe"],
+    data_fields=["x", "w", "dy", "weight", "key", "bits", "amax", "dw", "tiles"],
+    meta_fields=["site", "recipe", "most"],
 )
 @dataclass(frozen=True)
 class Linear:
@@ -41,6 +45,9 @@ class Linear:
     As the run has it: its `weight` (w, or a QWeight where it shares a scale), its `key`, and `dw`, the gradient of w in
     the run's own program of the layer. As the definition has it: the key of its `bits`, and the `amax` that stands for
     w's own, None if that is its own.
+
+    Of experts: x and dy are rows in `tiles`, w and dw [experts, inputs, outputs], amax [experts]; `most` rows, whole
+    tiles, hold any expert's.
     """
 
     site: str
@@ -53,20 +60,51 @@ class Linear:
     bits: jax.Array | None
     amax: jax.Array | None
     dw: jax.Array
+    tiles: Tiles | None = None
+    most: int = 0
+
+    def of_expert(self, expert: Any) -> "Linear":
+        """One expert's rows alone, from the first row on, and zeros after them; numbers of its own."""
+        assert self.tiles is not None
+
+        def at(per_expert: jax.Array | None) -> Any:
+            return None if per_expert is None else per_expert[expert]
+
+        key, bits = (None if k is None else jax.random.fold_in(k, expert) for k in (self.key, self.bits))
+        rows = {name: self.own_rows(getattr(self, name), expert, self.tiles.counts[expert]) for name in ("x", "dy")}
+        return Linear(self.site, self.recipe, rows["x"], at(self.w), rows["dy"], at(self.w), key, bits, at(self.amax),
+                      at(self.dw))  # fmt: skip
+
+    def fullest(self) -> "Linear":
+        """Of experts, the one with the most rows as a linear of its own: as many of them as the largest power of two
+        has, at least 32. Anything else is itself."""
+        if self.tiles is None:
+            return self
+        counts = jax.device_get(self.tiles.counts)
+        alone, many = self.of_expert(int(counts.argmax())), max(32, 1 << int(counts.max()).bit_length() - 1)
+        return dataclasses.replace(alone, x=alone.x[:many], dy=alone.dy[:many])
+
+    def own_rows(self, array: jax.Array, expert: Any, count: Any) -> jax.Array:
+        """[most, features]: the first `count` rows of an expert in an array that lies in tiles, each expert from a new
+        tile on, and zeros."""
+        assert self.tiles is not None
+        sizes = -(-self.tiles.counts // self.tiles.tile) * self.tiles.tile
+        number = jnp.arange(self.most, dtype=jnp.int32)
+        own = array.at[(jnp.cumsum(sizes) - sizes)[expert] + number].get(mode="fill", fill_value=0)
+        return jnp.where((number < count)[:, None], own, jnp.zeros((), array.dtype))
 
 
 def linear_key(here: LayerContext, site: str) -> jax.Array | None:
-    """The key that the model gives the linear `group/name`: those of the MLP lie under its own."""
-    group, _, name = site.partition("/")
-    if group != "mlp":
+    """The key that the model gives the linear `group/name`: those of an MLP that is one op lie under its own."""
+    if site not in IN_MLP:
         return here.site_key(site)
     key = here.site_key("mlp")
-    return None if key is None else site_key(key, name)
+    return None if key is None else site_key(key, site.partition("/")[2])
 
 
 def defined_bits(key: jax.Array, number: jax.Array, site: str) -> jax.Array:
     """The key of a linear's random bits, by the definition, from that of its step."""
-    *inner, last = [f"layers/{site}"] if not site.startswith("mlp/") else ["layers/mlp", site.partition("/")[2]]
+    *inner, last = [f"layers/{site}"] if site not in IN_MLP else ["layers/mlp", site.partition("/")[2]]
     return site_key(functools.reduce(site_key, inner, layer_key(key, number)), last)
 
 
@@ -120,23 +158,31 @@ def through_layer(
     run = layer_of(cfg, batch, ctx)
     here = LayerContext(ctx, models.param_specs(cfg), recipes, key_of_layer(ctx, number))
 
-    def layer(x: jax.Array, weights: Any, slots: Any) -> jax.Array:
-        return run(x, weights, dataclasses.replace(here, watch=Slots(slots)))
+    def layer(x: jax.Array, weights: Any, slots: Any) -> tuple[jax.Array, list[jax.Array]]:
+        routed: list[Load] = []
+        y = run(x, weights, dataclasses.replace(here, watch=Slots(slots), routed=routed))
+        return y, [load.counts for load in routed]
 
     sites = [path.removeprefix("layers/") for path in recipes]
+    tokens, of_experts = x.size // x.shape[-1], [f"layers/mlp/{name}" for name in EXPERT_SITES if cfg.experts]
+    tile, room = experts.layout(cfg, tokens, [recipes[path] for path in of_experts]) if of_experts else (1, 0)
     sizes = {site: _at(weights, site).shape for site in sites}
-    slots = {site: tuple(jnp.zeros((*x.shape[:-1], n), x.dtype) for n in size) for site, size in sizes.items()}
-    _, back = jax.vjp(layer, x, weights, slots)
+    shapes = {site: (room,) if len(size) == 3 else x.shape[:-1] for site, size in sizes.items()}
+    slots = {site: tuple(jnp.zeros((*shapes[site], n), x.dtype) for n in sizes[site][-2:]) for site in sites}
+    _, back, counts = jax.vjp(layer, x, weights, slots, has_aux=True)
     dx, dw, seen = back(dy)
-    ready = {group: share_scales(weights[group], here, group) for group in FUSED}
-    seen |= _inside_mlp(cfg, here, ready["mlp"], seen)
+    groups = [group for group in FUSED if not (cfg.experts and group == "mlp")]
+    ready = {**weights, **{group: share_scales(weights[group], here, group) for group in groups}}
+    if not cfg.experts:
+        seen |= _inside_mlp(cfg, here, ready["mlp"], seen)
+    tiles = Tiles.of(counts[0], room, tile) if cfg.experts else None
 
     def linear(site: str) -> Linear:
         recipe, w = here.recipe(*site.split("/")), _at(weights, site)
         bits = None if ctx.key is None else defined_bits(ctx.key, number, site)
         amax = shared_amax(weights, recipes, site)
         return Linear(site, recipe, seen[site][0], w, seen[site][1], _at(ready, site), linear_key(here, site), bits,
-                      amax, _at(dw, site))  # fmt: skip
+                      amax, _at(dw, site), tiles if w.ndim == 3 else None, -(-tokens // tile) * tile)  # fmt: skip
 
     return dx, [linear(site) for site in sites]
 
@@ -169,7 +215,7 @@ def shared_amax(weights: Any, recipes: Any, site: str) -> jax.Array | None:
     sharing = [other for other in fused(weights[group], group) if shares_scale(recipes[f"layers/{group}/{other}"])]
     if name not in sharing:
         return None
-    return functools.reduce(jnp.maximum, (amax_of(weights[group][other]) for other in sharing))
+    return functools.reduce(jnp.maximum, (amaxes_of(weights[group][other]) for other in sharing))
 
 
 def _at(weights: Any, site: str) -> Any:

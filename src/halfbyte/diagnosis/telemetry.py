@@ -1,7 +1,7 @@
 """Telemetry of a run: every N steps, what its operands are like and how noisy its GEMMs are, one line in
 telemetry.jsonl.
 
-The same numbers as `halfbyte inspect`, on a part of the step's own batch.
+The same numbers as `halfbyte inspect`, on a part of the step's own batch; of experts, those of the fullest.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ class Telemetry:
             for layer, linears in replay.layers(moment.params, batch, key)
             for given in linears
             if given.recipe.quantized
-            for role, numbers in jax.device_get(own_numbers(dataclasses.replace(given, site=""))).items()
+            for role, numbers in jax.device_get(own_numbers(dataclasses.replace(given.fullest(), site=""))).items()
         ]
         self._write({"step": moment.step, "operands": operands})
         return []

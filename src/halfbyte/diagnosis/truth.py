@@ -17,14 +17,17 @@ What is told beside it, of results q (quantized, and what the recipe gives) and 
 
 import dataclasses
 import functools
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from halfbyte.ops.linear import Execution, token_view, weight_operand, with_linears
 from halfbyte.ops.linear import Linear as Traced
-from halfbyte.ops.operand import InTwo, Operand
+from halfbyte.ops.operand import Carrier, InTwo, Operand
 from halfbyte.ops.passes import XLA, request
+from halfbyte.ops.tiles import TileOperand, dgrad, fprop, grouped_operands, wgrad
 from halfbyte.ops.weight import QWeight
 from halfbyte.recipe import GEMMS, WEIGHTS, recipe
 
@@ -102,10 +105,60 @@ def judge(given: Linear, *, backend: str, sharded: bool = False) -> dict[str, di
     """GEMM -> the numbers of `agreement` with bf16, those that the recipe gives (`recipe_gain`, `recipe_snr_db`), and
     `error` and `wrong`.
     """
-    found, results = run_linear(given, backend=backend, sharded=sharded)
+    if given.tiles is None:
+        return _judged(given, *run_linear(given, backend=backend, sharded=sharded), unpacked_weights(given))
+    found, results = run_experts(given)
+    numbers = jax.lax.map(lambda expert: _judged_expert(given, found, results, expert), jnp.arange(given.w.shape[0]))
+    some = given.tiles.counts > 0
+
+    def over_experts(name: str, each: jax.Array) -> jax.Array:
+        """The worst of all, or the mean of those that have rows."""
+        worst = name in ("error", "wrong")
+        return jnp.max(each) if worst else jnp.mean(each, where=some)
+
+    return {gemm: {name: over_experts(name, each) for name, each in told.items()} for gemm, told in numbers.items()}
+
+
+def run_experts(given: Linear) -> tuple[dict[str, TileOperand], dict[str, jax.Array]]:
+    """`run_linear` of all experts."""
+    tiles, dtype = given.tiles, given.x.dtype
+    assert tiles is not None
+    how: dict[str, Any] = {"recipe": given.recipe, "key": given.key, "amax": given.amax}
+    made = grouped_operands(given.x, given.w, given.dy.astype(dtype), tiles, **how)
+    return made, {
+        "fprop": fprop(made["fprop_x"], made["fprop_w"], tiles, dtype),
+        "dgrad": dgrad(made["dgrad_dy"], made["dgrad_w"], tiles, dtype),
+        "wgrad": wgrad(made["wgrad_x"], made["wgrad_dy"], tiles, given.w.dtype),
+    }
+
+
+def _judged_expert(
+    given: Linear, found: dict[str, TileOperand], results: dict[str, jax.Array], expert: jax.Array
+) -> dict[str, dict[str, jax.Array]]:
+    """One expert of them beside its own definition; its rows are filled up to whole tiles."""
+    assert given.tiles is not None
+    tile, count = given.tiles.tile, given.tiles.counts[expert]
+
+    def own(array: jax.Array) -> jax.Array:
+        return array[expert] if array.ndim == 3 else given.own_rows(array, expert, -(-count // tile) * tile)
+
+    def operand(role: str) -> Carrier:
+        made = found[role]
+        factor = None if made.factor is None else made.factor[expert]
+        return Carrier(own(made.array), factor, getattr(given.recipe, role))
+
+    mine = {name: own(result) for name, result in results.items()}
+    return _judged(given.of_expert(expert), {role: operand(role) for role in found}, mine, {}, rows=count)
+
+
+def _judged(
+    given: Linear, found: Mapping[str, Operand], results: Mapping[str, jax.Array], also: Mapping[str, Operand], *,
+    rows: jax.Array | None = None,
+) -> dict[str, dict[str, jax.Array]]:  # fmt: skip
+    """`judge` of operands and results that are there; `also` are further operands, `rows` those that are not zeros."""
     right, plain = definition.operands(given), definition.operands(dataclasses.replace(given, recipe=BF16))
     wrong = {role: differing(found[role], right[role]) for role in right}
-    for role, made in unpacked_weights(given).items():
+    for role, made in also.items():
         wrong[role] = jnp.maximum(wrong[role], differing(made, right[role]))
     told = {}
     for gemm, q in results.items():
@@ -117,7 +170,7 @@ def judge(given: Linear, *, backend: str, sharded: bool = False) -> dict[str, di
         worse = functools.reduce(jnp.maximum, [wrong[role] for role in roles])
         told[gemm] = agreement(q, b) | same | {"error": error, "wrong": worse}
         if gemm == "wgrad":
-            error, none = _path_error(_away(given.dw, expected), right), jnp.float32(0)
+            error, none = _path_error(_away(given.dw, expected), right, rows), jnp.float32(0)
             told[PATH] = agreement(given.dw, b) | same | {"error": error, "wrong": none}
     return told
 
@@ -126,8 +179,9 @@ def _away(q: jax.Array, expected: definition.Result) -> jax.Array:
     return jnp.abs(q.astype(jnp.float32) - expected.values)
 
 
-def _path_error(away: jax.Array, right: dict[str, definition.Operand]) -> jax.Array:
+def _path_error(away: jax.Array, right: dict[str, definition.Operand], rows: jax.Array | None) -> jax.Array:
     x, dy = (right[role] for role in GEMMS["wgrad"])
+    many = jnp.float32(x.values.shape[0]) if rows is None else jnp.maximum(rows, 1).astype(jnp.float32)
     whole = [jnp.sqrt(jnp.sum((definition.length(t.values, 0) * t.factor) ** 2)) for t in (x, dy)]
-    size = jnp.maximum(whole[0] * whole[1] / jnp.sqrt(jnp.float32(x.values.shape[0])), 1e-37)
+    size = jnp.maximum(whole[0] * whole[1] / jnp.sqrt(many), 1e-37)
     return jnp.sqrt(jnp.sum((away / size) ** 2)) / PATH_ERROR

@@ -194,20 +194,20 @@ def _grouped(
     static: Static, x: jax.Array, w: jax.Array, tiles: Tiles, keys: jax.Array | None, amax: jax.Array | None
 ) -> jax.Array:
     (left,), right = _rows(static, x, tiles, keys, "fprop_x"), _weights(static, w, keys, "fprop_w", amax)
-    return _by_expert(left, right, tiles, ((1,), (0,)), x.dtype)
+    return fprop(left, right, tiles, x.dtype)
 
 
 def _grouped_fwd(static, x, w, tiles, keys, amax):
     left, kept = _rows(static, x, tiles, keys, "fprop_x", "wgrad_x")
-    y = _by_expert(left, _weights(static, w, keys, "fprop_w", amax), tiles, ((1,), (0,)), x.dtype)
+    y = fprop(left, _weights(static, w, keys, "fprop_w", amax), tiles, x.dtype)
     return y, (kept, w, tiles, keys, amax)
 
 
 def _grouped_bwd(static, residuals, dy):
     kept, w, tiles, keys, amax = residuals
     row, column = _rows(static, dy, tiles, keys, "dgrad_dy", "wgrad_dy")
-    dx = _by_expert(row, _weights(static, w, keys, "dgrad_w", amax), tiles, ((1,), (1,)), dy.dtype)
-    return dx, _summed(kept, column, tiles, w), None, None, None
+    dx = dgrad(row, _weights(static, w, keys, "dgrad_w", amax), tiles, dy.dtype)
+    return dx, wgrad(kept, column, tiles, w.dtype), None, None, None
 
 
 _grouped.defvjp(_grouped_fwd, _grouped_bwd)
@@ -324,6 +324,16 @@ def _product(a: jax.Array, b: jax.Array, axes: Contraction) -> jax.Array:
     return dot(a, b, axes, precision=lax.Precision.HIGHEST)
 
 
+def fprop(x: TileOperand, w: TileOperand, tiles: Tiles, dtype: jnp.dtype) -> jax.Array:
+    """y [rows, outputs] = x W of each row's expert."""
+    return _by_expert(x, w, tiles, ((1,), (0,)), dtype)
+
+
+def dgrad(dy: TileOperand, w: TileOperand, tiles: Tiles, dtype: jnp.dtype) -> jax.Array:
+    """dx [rows, inputs] = dy W^T of each row's expert."""
+    return _by_expert(dy, w, tiles, ((1,), (1,)), dtype)
+
+
 def _by_expert(left: TileOperand, right: TileOperand, tiles: Tiles, axes: Contraction, dtype: jnp.dtype) -> jax.Array:
     """Each tile times its expert's matrix, one rounding to `dtype`."""
     alpha, outputs = _alpha(left, right), right.array.shape[1:][1 - axes[1][0]]
@@ -340,17 +350,17 @@ def _by_expert(left: TileOperand, right: TileOperand, tiles: Tiles, axes: Contra
     return lax.fori_loop(0, tiles.used, one, jnp.zeros((left.array.shape[0], outputs), dtype))
 
 
-def _summed(left: TileOperand, right: TileOperand, tiles: Tiles, w: jax.Array) -> jax.Array:
-    """x^T dy of each expert, in w's dtype; zero where it has no rows."""
-    alpha = _alpha(left, right)
-    if _multiplied_by_kernels(left, right, w.shape[1:], tiles) and w.dtype == jnp.float32:
-        return grouped.contraction(left.array, right.array, _ones(alpha, tiles), tiles.counts)
+def wgrad(x: TileOperand, dy: TileOperand, tiles: Tiles, dtype: jnp.dtype) -> jax.Array:
+    """dW [experts, inputs, outputs] = x^T dy of each expert's rows; zero where it has none."""
+    alpha, sides = _alpha(x, dy), (x.array.shape[1], dy.array.shape[1])
+    if _multiplied_by_kernels(x, dy, sides, tiles) and dtype == jnp.float32:
+        return grouped.contraction(x.array, dy.array, _ones(alpha, tiles), tiles.counts)
 
     def one(number: jax.Array, sums: jax.Array) -> jax.Array:
         expert = tiles.experts[number]
-        more = _product(tiles.slice(left.array, number), tiles.slice(right.array, number), ((0,), (0,)))
+        more = _product(tiles.slice(x.array, number), tiles.slice(dy.array, number), ((0,), (0,)))
         return sums.at[expert].add(more)
 
-    sums = lax.fori_loop(0, tiles.used, one, jnp.zeros(w.shape, jnp.float32))
+    sums = lax.fori_loop(0, tiles.used, one, jnp.zeros((tiles.counts.shape[0], *sides), jnp.float32))
     rows = (tiles.counts > 0)[:, None, None]
-    return jnp.where(rows, finish(sums, None if alpha is None else alpha[:, None, None], w.dtype), 0)
+    return jnp.where(rows, finish(sums, None if alpha is None else alpha[:, None, None], dtype), 0)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from halfbyte.inputs import check_real, check_run_name, check_whole
 from halfbyte.inputs.programs import Pinned
-from halfbyte.models import REMAT, LlamaConfig, refuse_experts
+from halfbyte.models import REMAT, LlamaConfig
 from halfbyte.optim import OptimizerConfig, check_warmup
 from halfbyte.recipe import Policy, Recipe, pin, policy, read_policy, recipe, spell_policy, spell_recipe
 from halfbyte.sharding import parse_mesh
@@ -211,8 +211,6 @@ class TrainConfig:
         check_whole("seed", self.seed)
         check_whole("radar", self.radar, zero="none")
         check_whole("telemetry", self.telemetry, zero="none")
-        if self.radar or self.telemetry:
-            refuse_experts(self.model, "radar and telemetry")
         for name in ("z_loss", "balance_loss", "router_z_loss"):
             check_real(name, getattr(self, name), holds=getattr(self, name) >= 0, wanted="0 or more")
         check_real("watchdog_s", self.watchdog_s, holds=self.watchdog_s >= 0, wanted="0 (off) or more seconds")

@@ -66,6 +66,8 @@ def run_mesh(config: TrainConfig, devices: list[jax.Device] | np.ndarray | None 
 def check(config: TrainConfig, mesh: Mesh, *, seq: int, device: Device, memory: int | None) -> Preflight:
     """Raise ValueError at the first thing that cannot work; else what is known about the run before it compiles."""
     models.check_mesh(config.model, mesh, batch=config.batch // config.accumulate, seq=seq)
+    if mesh.size > 1 and (config.radar or config.telemetry):
+        models.refuse_experts(config.model, "radar and telemetry on a mesh")
     estimate = estimate_memory(config, mesh, seq=seq)
     remarks = []
     if memory is not None and estimate.floor > memory:

@@ -1,0 +1,95 @@
+"""The radar on a running model with experts: healthy, and with faults in the operands of their GEMMs. Oracle: what was
+planted.
+
+The faults are in one program, which asks at every call which of them it has: compiling it is what a probe costs.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from radar_model import CONFIG, batch_of
+
+from halfbyte import models
+from halfbyte.diagnosis.radar import Radar
+from halfbyte.diagnosis.telemetry import Telemetry
+from halfbyte.metrics import read_rows
+from halfbyte.models import experts
+from halfbyte.ops import tiles
+from halfbyte.recipe import recipe
+from halfbyte.train import resolve, run_mesh
+from halfbyte.train.observing import Moment
+
+MODEL = CONFIG.model.replace(
+    embed=64, mlp=64, layers=1, kv_heads=4, qk_norm=True, experts=4, experts_per_token=1, norm_topk=True
+)
+MOE = dataclasses.replace(CONFIG, model=MODEL, recipe="nvfp4", policy="experts")
+FAULTS = ("healthy", "one_amax", "a_run_of_two_experts", "a_block_of_two_experts", "an_offset_16_off", "tail_rows")
+SITES = {f"mlp/expert_{name}" for name in ("gate", "up", "down")}
+
+
+class Planted:
+    """The operands of experts with the fault `now`."""
+
+    def __init__(self, monkeypatch):
+        self.now = "healthy"
+        real = {name: getattr(tiles, name) for name in ("_amaxes", "transform_runs", "whole_tiles")}
+        places, spread = experts.places, experts.spread
+
+        def late(x, *, axis, points):
+            made = real["transform_runs"](jnp.roll(x, points // 2, axis), axis=axis, points=points)
+            return jnp.roll(made, -points // 2, axis)
+
+        def amaxes(*given):
+            return self.either("one_amax", lambda made: jnp.full_like(made, jnp.max(made)), real["_amaxes"](*given))
+
+        def transformed(x, *, axis, points):
+            made = real["transform_runs"](x, axis=axis, points=points)
+            return self.either("a_run_of_two_experts", lambda _: late(x, axis=axis, points=points), made)
+
+        def whole(counts, tile):
+            return self.either("a_block_of_two_experts", lambda _: counts, real["whole_tiles"](counts, tile))
+
+        def placed(chosen, *given):
+            made = places(chosen, *given)
+            return self.either("an_offset_16_off", lambda row: row + jnp.where(chosen == 2, 16, 0), made)
+
+        def spread_out(x, rows, room):
+            filled = lambda made: jnp.where(jnp.any(made != 0, 1, keepdims=True), made, x[:1])  # noqa: E731
+            return self.either("tail_rows", filled, spread(x, rows, room))
+
+        for name, fault in (("_amaxes", amaxes), ("transform_runs", transformed), ("whole_tiles", whole)):
+            monkeypatch.setattr(tiles, name, fault)
+        monkeypatch.setattr(experts, "places", placed)
+        monkeypatch.setattr(experts, "spread", spread_out)
+
+    def either(self, fault, spoil, made):
+        found = jax.pure_callback(lambda: np.bool_(self.now == fault), jax.ShapeDtypeStruct((), jnp.bool_))
+        return jnp.where(found, spoil(made), made)
+
+
+@pytest.fixture(scope="module")
+def moment():
+    """Experts 0 and 1 have one router, so that 1 has no rows."""
+    params = models.init(MODEL, jax.random.key(0))
+    router = params["layers"]["mlp"]["router"]
+    params["layers"]["mlp"]["router"] = router.at[..., 1].set(router[..., 0])
+    mesh = run_mesh(dataclasses.replace(MOE, mesh="data=1"), jax.devices()[:1])
+    return Moment(1, MOE, resolve(MODEL, "experts", recipe("nvfp4")), mesh, params, batch_of(0, rows=2))
+
+
+@pytest.mark.slow
+def test_faults_in_operands_of_experts_are_seen_in_a_running_model(moment, monkeypatch, tmp_path):
+    planted, radar = Planted(monkeypatch), Radar(1, tmp_path)
+    for planted.now in FAULTS:
+        lines = radar.observe(moment)
+        assert any("RADAR ALARM" in line for line in lines) == (planted.now != "healthy"), (planted.now, lines)
+    gemms = read_rows(tmp_path / "radar.jsonl")[0]["gemms"]
+    assert len(gemms) == 3 * 4 and {g["site"] for g in gemms} == SITES
+    assert all(g["gain"] == pytest.approx(g["recipe_gain"], abs=2e-3) for g in gemms)
+    planted.now, telemetry = "healthy", Telemetry(1, tmp_path)
+    telemetry._replays[moment.resolved] = radar._probes[moment.resolved]._replay
+    telemetry.observe(moment)
+    assert {o["site"] for o in read_rows(tmp_path / "telemetry.jsonl")[0]["operands"]} == SITES
