@@ -77,6 +77,8 @@ ARMS = {
         *(Arm(name, CANDIDATE, linear(name)) for name in JOINED),
         *(Arm(own.name, CANDIDATE, linear(spell_recipe(own))) for own in OWN),
         Arm("remainder_late", CANDIDATE, linear("nvfp4_remainder", **LATE)),
+        *(Arm(f"remainder_{part}", CANDIDATE, {"recipe": "nvfp4", "policy": f"all_linear; {rule}=nvfp4_remainder"})
+          for part, rule in (("down", "mlp/down"), ("mlp", "mlp/*"), ("attention", "attention/*"))),
     )
 }
 

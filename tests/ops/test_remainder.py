@@ -84,6 +84,8 @@ def test_the_radar_knows_the_second_piece_and_sees_a_wrong_one(monkeypatch):
 def test_it_is_spelled_out_told_apart_and_refused_where_nothing_is_left_over():
     assert hb.recipe(spell_recipe(TWO)) == TWO
     assert difference(ONE, TWO) == [("fprop_x", "remainder", False, True)]
+    parts = {name: hb.recipe(name).remainder for name in ("nvfp4_remainder+bf16_forward", "bf16+nvfp4_remainder_forward")}
+    assert parts == {"nvfp4_remainder+bf16_forward": False, "bf16+nvfp4_remainder_forward": True}
     for changed in ({"format": OperandPolicy().format}, {"rounding": "stochastic"}):
         with pytest.raises(ValueError, match="remainder"):
             dataclasses.replace(TWO, **TWO.with_operands(("fprop_x",), **changed))

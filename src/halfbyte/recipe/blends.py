@@ -18,7 +18,8 @@ def blend(base: Recipe, other: Recipe, part: str) -> Recipe:
     if part == "both":
         return other
     taken = {role: getattr(other, role) for role in PARTS[part]}
-    return dataclasses.replace(base, name=f"{base.name}+{other.name}_{part}", **taken)
+    remainder = (other if part == "forward" else base).remainder  # it is x's in the forward pass
+    return dataclasses.replace(base, name=f"{base.name}+{other.name}_{part}", remainder=remainder, **taken)
 
 
 def split_blend(name: str) -> tuple[str, str, str] | None:
