@@ -17,6 +17,7 @@ class Runner:
 
     def __init__(self, folder: Path, config, cache: Path, warm: Warm | None):
         self.folder, self.cache, self.warm, self.started = folder, cache, warm, 0
+        self.environ: dict[str, str] = {}  # beside that of every process
         folder.mkdir(exist_ok=True)
         self.config_file = folder / "config-in.json"
         jsonconfig.save(config, self.config_file)
@@ -33,8 +34,9 @@ class Runner:
         log = self.folder / f"output-{self.started}.txt"
         with open(log, "wb") as file:
             if self.warm is not None:
-                return Started(self.warm.start({"words": words}, file.fileno()), log)
-            cold = subprocess.Popen([*ENTRY, *words], env=environment(), stdout=file, stderr=subprocess.STDOUT)
+                return Started(self.warm.start({"words": words, "environ": self.environ}, file.fileno()), log)
+            environ = environment() | self.environ
+            cold = subprocess.Popen([*ENTRY, *words], env=environ, stdout=file, stderr=subprocess.STDOUT)
             return Started(cold, log)
 
     def start_all(self, directory: Path, *flags: str, processes=1, devices=1) -> list[Started]:

@@ -4,6 +4,7 @@
 llama-60m, ..., llama3.1-405b); every field can be changed by a flag, groups by dotted ones. A run directory with a
 checkpoint is resumed; `--run-dir DIR` alone goes on with the config that DIR holds."""
 
+import contextlib
 import datetime
 import os
 import re
@@ -55,7 +56,7 @@ class Args:
     config: str = ""
     """Start from this config: JSON, TOML or YAML; fields that it leaves out are those of RUN."""
     run_dir: str = ""
-    """Where the run lives; default runs/NAME-DATE."""
+    """Where the run lives; default runs/NAME-DATE. s3://BUCKET/PREFIX or gs://BUCKET/PREFIX: here, and copied there."""
     allow_change: bool = False
     """Resume although model, recipe or other fields have changed."""
     sample: bool = True
@@ -69,10 +70,26 @@ class Args:
 def parse(argv: list[str]) -> Args:
     """Flags over the config of the named run, of --config, or of the run directory."""
     refuse_maxtext(argv)
+    argv = from_store(argv)
     name, rest = split_name(argv)
     default = Args(run=base_config(name, rest))
     description = f"{__doc__}\n\n--json: one JSON object on stdout, everything else on stderr."
     return read_flags(Args, rest, prog=f"halfbyte train {name or 'RUN'}", description=description, default=default)
+
+
+def from_store(argv: list[str]) -> list[str]:
+    """The arguments with the address of a store, as --run-dir, replaced by the directory of this machine to which what
+    is there was fetched."""
+    url = flag_value(argv, "--run-dir")
+    if "://" not in url:
+        return argv
+    from halfbyte.checkpoint import remote
+
+    try:
+        directory = str(remote.fetch(url, say=lambda text: print(text, file=sys.stderr)))
+    except remote.StoreFailed as error:
+        raise ValueError(f"--run-dir: {error}; check the address, the credentials and the network") from None
+    return [word.replace(url, directory) if word.partition("=")[2] == url or word == url else word for word in argv]
 
 
 def split_name(argv: list[str]) -> tuple[str, list[str]]:
@@ -143,9 +160,22 @@ def run(args: Args) -> Result:
         if warning := idle_card(os.environ, jax_platform()):
             say(f"WARNING: {warning}")
         signals.on_signal = started.group.request_stop
-        result = ending(started.group, lambda: _train(args, console, started.group))
+        with mirrored(args, started.group, say):
+            result = ending(started.group, lambda: _train(args, console, started.group))
         started.group.close(result.code)
         return result
+
+
+def mirrored(args: Args, group: "Group", say: Callable[[str], None]) -> contextlib.AbstractContextManager[Any]:
+    """Copies the run directory to its store, where it has one."""
+    from halfbyte.checkpoint import remote
+
+    url = remote.shown(Path(args.run_dir)) if args.run_dir else ""
+    if not remote.is_url(url):
+        return contextlib.nullcontext()
+    if group.count > 1:
+        raise ValueError(f"--run-dir {url}: a run of several processes needs a directory that all of them see")
+    return remote.Mirror(url, Path(args.run_dir), say=say)
 
 
 def jax_platform() -> str:
@@ -223,6 +253,7 @@ def _printer(console: "Console") -> Any:
 
 
 def _train(args: Args, console: "Console", group: "Group") -> Result:
+    from halfbyte.checkpoint import remote
     from halfbyte.conformance import SelfTestFailed
     from halfbyte.train import Diverged, train
 
@@ -249,7 +280,7 @@ def _train(args: Args, console: "Console", group: "Group") -> Result:
         if main:
             _printer(console)(
                 f"stopped by {result.stopped} after step {result.step}, checkpoint written; "
-                f"go on with: {program()} train --run-dir {shlex.quote(str(directory))}"
+                f"go on with: {program()} train --run-dir {shlex.quote(remote.shown(directory))}"
             )
         return Result(_data(result), PREEMPTED)
     data = _data(result)
