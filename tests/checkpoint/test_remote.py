@@ -4,13 +4,16 @@ directory that was copied, byte for byte. Runs that are killed and go on elsewhe
 
 import itertools
 import json
+import shutil
 import signal
 import threading
+import time
 
 import pytest
 from s3_server import S3
 
 from halfbyte.checkpoint import RunDirectoryHeld, remote
+from halfbyte.checkpoint.files import write_file_list
 
 URL = "s3://runs/team/first"
 
@@ -52,6 +55,7 @@ def checkpoint(directory, step, text="weights"):
     folder = directory / "checkpoints" / f"{step}.orbax-checkpoint-tmp-1"
     (folder / "d").mkdir(parents=True)
     (folder / "d" / "array").write_text(f"{text} {step}")
+    write_file_list(folder)
     folder.rename(folder.with_name(str(step)))
     (directory / "metrics.jsonl").write_text(f"{step}\n")
 
@@ -76,12 +80,11 @@ def test_another_machine_goes_on_with_the_same_bytes(s3, machine, until):
     machine()
     with opened() as mirror:
         assert mirror.directory != first and contents(mirror.directory) == whole
-        (mirror.directory / "checkpoints/2/d/array").unlink()
-        (mirror.directory / "checkpoints/2/d").rmdir()
-        (mirror.directory / "checkpoints/2").rmdir()
+        shutil.rmtree(mirror.directory / "checkpoints/2")
         checkpoint(mirror.directory, 4)
     kept = {name.removeprefix("team/first/").partition("@")[0] for name in s3.objects}
-    assert kept == {"head.json", "checkpoints/4/d/array", "metrics.jsonl"}  # what nothing names is gone
+    files = {"checkpoints/4/d/array", "checkpoints/4/halfbyte-files.json", "metrics.jsonl"}
+    assert kept == {"head.json"} | files  # what nothing names is gone
     assert remote.shown(mirror.directory) == URL and remote.shown(mirror.directory.parent) == str(
         mirror.directory.parent
     )
@@ -143,6 +146,19 @@ def test_faults_lose_nothing(s3, machine, until, faults):
     assert contents(remote.fetch(URL, say=print)) == contents(mirror.directory)
 
 
+def test_a_store_slower_than_checkpoints_are_made_and_removed_gets_whole_ones(s3, machine):
+    mirror, step = opened(), 1
+    copied = lambda: {path for path in head(s3)["files"] if path.startswith("checkpoints")}  # noqa: E731
+    while not copied() and step < 80:
+        s3.faults[:], step = [0.1] * 20, step + 1
+        checkpoint(mirror.directory, step)
+        shutil.rmtree(mirror.directory / "checkpoints" / str(step - 1), ignore_errors=True)
+        time.sleep(0.05)
+    s3.faults.clear()
+    assert {path.split("/", 2)[2] for path in copied()} == {"d/array", "halfbyte-files.json"}
+    mirror.close()
+
+
 def test_with_the_server_gone_the_run_goes_on_and_the_copy_is_tried_again(s3, machine, until):
     said = []
     with opened(said.append) as mirror:
@@ -154,6 +170,38 @@ def test_with_the_server_gone_the_run_goes_on_and_the_copy_is_tried_again(s3, ma
         until(lambda: any("answers again" in text for text in said))
     assert sum("training goes on" in text for text in said) == 1
     assert set(head(s3)["files"]) == set(contents(mirror.directory))
+
+
+def test_a_head_that_is_no_head_stops_nothing(s3, machine, until):
+    said = []
+    mirror = opened(said.append)
+    good, s3.objects["team/first/head.json"] = s3.objects["team/first/head.json"], (b"{", '"other"')
+    checkpoint(mirror.directory, 2)
+    until(lambda: any("is not what a run writes" in text for text in said))
+    s3.objects["team/first/head.json"] = good
+    mirror.close()
+    assert set(head(s3)["files"]) == set(contents(mirror.directory))
+
+
+def ends_with(error, s3, say):
+    with opened(say) as mirror:
+        s3.stop()
+        checkpoint(mirror.directory, 2)
+        raise error
+
+
+def test_an_interrupted_run_waits_for_no_store_and_a_failed_one_ends_with_its_error(s3, machine, monkeypatch):
+    monkeypatch.setattr(remote, "PATIENCE", 600.0)
+    with pytest.raises(KeyboardInterrupt):
+        ends_with(KeyboardInterrupt(), s3, print)
+    s3.start()
+    machine()
+    monkeypatch.setattr(remote, "PATIENCE", 0.0)
+    said = []
+    with pytest.raises(ValueError, match="of its own"):
+        ends_with(ValueError("of its own"), s3, said.append)
+    assert any("lacks the end of this run" in text for text in said)
+    s3.start()
 
 
 def test_what_was_never_copied_is_still_here_and_goes_on(s3, machine):

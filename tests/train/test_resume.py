@@ -3,23 +3,29 @@
 Oracle: the run that nobody interrupted. Processes are really killed (-9) and restarted.
 """
 
+import itertools
+import json
+import shutil
 import signal
 import sys
 from pathlib import Path
 
 import pytest
 from outside import wait_until
-from runner import Runner, final_checksums, losses
+from runner import Runner, final_checksums, finish, losses, wait_for_step
 from states import checkpoint_steps
 from tiny import tiny
 
+from halfbyte.checkpoint import remote
+from halfbyte.inputs import compile_cache as sealed
+from halfbyte.inputs.names import user_cache
 from halfbyte.optim import OptimizerConfig
 from halfbyte.train import CheckpointConfig, LossScaleConfig
 
 sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))  # an S3 server on loopback
 from s3_server import S3
 
-STEPS, EVERY = 120, 20
+STEPS, EVERY, URL = 60, 10, "s3://runs/killed"
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +34,7 @@ def whole(tmp_path_factory, compile_cache, warm):
     accumulation; tests/faults kills bf16."""
     folder = tmp_path_factory.mktemp("resume")
     save_often = CheckpointConfig(every=EVERY, keep_last=2)
-    scale = LossScaleConfig(mode="dynamic", initial=8.0, growth_interval=35)  # doubles before and after the kill
+    scale = LossScaleConfig(mode="dynamic", initial=8.0, growth_interval=17)  # doubles before and after the kill
     muon = OptimizerConfig(name="muon", learning_rate=1e-2, warmup=1)
     config = tiny(recipe="nvfp4", optimizer=muon, steps=STEPS, accumulate=2, checkpoint=save_often, loss_scale=scale)
     runner = Runner(folder, config, compile_cache, warm)
@@ -46,18 +52,50 @@ def damage(directory, step):
     victim.write_bytes(content)
 
 
-def test_killed_told_to_stop_and_damaged(whole, tmp_path):
-    runner, reference = whole
-    run = tmp_path / "run"
-    code, _ = runner.killed_at(run, 45)
-    assert code == -signal.SIGKILL
+@pytest.fixture
+def machines(whole, tmp_path, monkeypatch):
+    """(an S3 server, `elsewhere`): the next start is on another machine, where nothing is but the address of the run
+    (and what seals compiled programs); the directory in which the run will live there."""
+    server, numbers, key = S3(), itertools.count(), user_cache() / sealed.KEY
 
-    # Started again it goes on; told to stop it saves, and nothing is lost.
-    code, output = runner.killed_at(run, 75, number=signal.SIGTERM)
+    def elsewhere():
+        cache = tmp_path / str(next(numbers))
+        cache.mkdir(mode=0o700)
+        shutil.copy(key, cache)
+        monkeypatch.setattr(whole[0], "environ", server.environment | {"HALFBYTE_CACHE": str(cache)})
+        monkeypatch.setenv("HALFBYTE_CACHE", str(cache))
+        return remote.local_directory(URL)
+
+    yield server, elsewhere
+    server.stop()
+
+
+def test_killed_told_to_stop_and_damaged_in_a_store(whole, machines):
+    (runner, reference), (server, elsewhere) = whole, machines
+
+    # Killed with the second copy under way: the head is the first one's.
+    elsewhere()
+    started = runner.start(URL)
+    assert wait_until(lambda: copied(server, 1), [started], 600), started.output
+    server.faults += [0.05] * 50
+    assert wait_until(lambda: copied(server, 2), [started], 600), started.output
+    started.process.send_signal(signal.SIGKILL)
+    assert started.wait(60) == -signal.SIGKILL
+    server.faults.clear()
+    named = json.loads(server.objects["killed/head.json"][0])["files"].values()
+    assert {f"killed/{name}" for name in named} < set(server.objects)
+
+    # Started elsewhere it goes on; told to stop it saves, and nothing is lost.
+    run = elsewhere()
+    started = runner.start(URL)
+    wait_for_step(run, 38, [started])
+    started.process.send_signal(signal.SIGTERM)
+    code, output = finish([started])
     assert code == 75, output
-    assert "resuming" in output and "stopped by SIGTERM after step" in output
+    assert "resuming" in output and "stopped by SIGTERM after step" in output and f"--run-dir {URL}" in output
     assert losses(run) == losses(reference)[: len(losses(run))]
     assert checkpoint_steps(run)[-1] == len(losses(run))
+    run = elsewhere()
     as_if_never_stopped(runner, run, reference)
 
     # The newest checkpoint loses a bit: it is named, the one before it is used, and the run ends in the same state.
@@ -68,33 +106,16 @@ def test_killed_told_to_stop_and_damaged(whole, tmp_path):
     assert (run / "damaged" / str(STEPS)).is_dir()
 
 
+def copied(server, number):
+    """Whether anything of the checkpoint of that number is in the store."""
+    return any(f"/checkpoints/{EVERY * number}/" in name for name in list(server.objects))
+
+
 def as_if_never_stopped(runner, run, reference):
     """Started once more, it ends in the state of the run that nobody interrupted; what it said."""
-    code, output = runner.run(run)
+    code, output = runner.run(URL)
     assert code == 0, output
     assert "resuming" in output
     assert losses(run) == losses(reference)
     assert final_checksums(run) == final_checksums(reference)
     return output
-
-
-def test_a_run_in_a_store_is_killed_while_it_saves_and_goes_on_elsewhere(whole, tmp_path, monkeypatch):
-    """Each start is another machine, with nothing but the store; each kill comes with a copy under way."""
-    runner, reference = whole
-    server, url = S3(), "s3://runs/killed"
-    begun = lambda: [name for name in list(server.objects) if "/checkpoints/" in name]  # noqa: E731
-    try:
-        for number in range(3):
-            monkeypatch.setattr(runner, "environ", server.environment | {"HALFBYTE_CACHE": str(tmp_path / str(number))})
-            seen, started = set(begun()), runner.start(url)
-            assert wait_until(lambda seen=seen: set(begun()) - seen, [started], 600), started.output
-            started.process.send_signal(signal.SIGKILL)
-            assert started.wait(60) == -signal.SIGKILL
-        monkeypatch.setattr(runner, "environ", server.environment | {"HALFBYTE_CACHE": str(tmp_path / "last")})
-        code, output = runner.run(url)
-        assert code == 0, output
-    finally:
-        server.stop()
-    (run,) = (tmp_path / "last" / "stores").glob("*/killed")
-    assert losses(run) == losses(reference)
-    assert final_checksums(run) == final_checksums(reference)

@@ -157,6 +157,19 @@ def _object(path: str, data: bytes) -> str:
     return f"{path}@{hashlib.sha256(data).hexdigest()[:24]}"
 
 
+def _link_tree(checkpoint: Path, target: Path) -> None:
+    """The files of a finished checkpoint in another place; FileNotFoundError while it is being removed."""
+    for place in (p for p in checkpoint.rglob("*") if p.is_file() and not p.is_symlink()):
+        made = target / place.relative_to(checkpoint)
+        made.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(place, made)
+        except OSError:  # a file system without links
+            shutil.copy2(place, made)
+    for name in json.loads((target / FILE_LIST).read_text()):
+        (target / name).stat()
+
+
 def _machine() -> str:
     """Where process numbers mean the same: this host, and its namespace of processes where it has several."""
     with contextlib.suppress(OSError):
@@ -240,9 +253,9 @@ class Mirror:
             self.lost = True
             self._end.set()
             return False
-        except FileNotFoundError:  # an old checkpoint was being removed; the next copy finds the rest
+        except FileNotFoundError:  # an old checkpoint was being removed; the next copy finds it gone
             return False
-        except OSError as error:
+        except (OSError, ValueError) as error:
             return self._answers(one_line(error))
         return self._answers("")
 
@@ -291,18 +304,17 @@ class Mirror:
         raise StoreFailed(f"{self.bucket.url} did not take the last copy")
 
     def _upload(self) -> dict[str, str]:
-        """path -> object of every file of the run. A file that is removed meanwhile, with an old checkpoint, ends this
-        copy: the next one finds the rest.
-        """
-        folders, around = self._snapshot()
+        """path -> object of every file of the run."""
+        leaving, around = self._snapshot()
         files, there = dict[str, str](), set(self._head.files.values())
-        for place in (p for folder in folders for p in sorted(folder.rglob("*")) if p.is_file()):
-            path, status = place.relative_to(self.directory).as_posix(), place.stat()
+        for place in sorted(p for p in leaving.rglob("*") if p.is_file()):
+            path, status = place.relative_to(leaving).as_posix(), place.stat()
             kind, (known, name) = (status.st_mtime_ns, status.st_size), self._known.get(path, ((0, -1), ""))
             if known != kind or name not in there:
                 name = self._write(path, place.read_bytes(), there)
                 self._known[path] = kind, name
             files[path] = name
+        shutil.rmtree(leaving, ignore_errors=True)
         return files | {path: self._write(path, data, there) for path, data in around.items()}
 
     def _write(self, path: str, data: bytes, there: set[str]) -> str:
@@ -311,25 +323,29 @@ class Mirror:
             self.bucket.write(name, data)
         return name
 
-    def _snapshot(self) -> tuple[list[Path], dict[str, bytes]]:
-        """(the finished checkpoints, what the other files hold at the same moment): run.json says whether there are
-        any, and metrics.jsonl has the rows of their steps.
+    def _snapshot(self) -> tuple[Path, dict[str, bytes]]:
+        """(a folder with links to the finished checkpoints, what the other files hold at the same moment): run.json
+        says whether there are any, and metrics.jsonl has the rows of their steps. Links, because a run removes its old
+        checkpoints, if need be faster than a store takes them.
         """
+        leaving = self.home / "leaving.tmp"
         while True:
+            shutil.rmtree(leaving, ignore_errors=True)
+            leaving.mkdir()
             folders = self._finished()
-            for listed in (folder / FILE_LIST for folder in folders):
-                for name in json.loads(listed.read_text()) if listed.exists() else ():
-                    (listed.parent / name).stat()
+            for folder in folders:
+                _link_tree(folder, leaving / folder.relative_to(self.directory))
             others = [p for p in self.directory.rglob("*") if not p.is_relative_to(self.directory / "checkpoints")]
             paths = {p.relative_to(self.directory).as_posix(): p for p in others if p.is_file() and not p.is_symlink()}
             around = {
                 name: p.read_bytes() for name, p in paths.items() if not _LEFT_OUT.search(name) and p.name != LOCK
             }
             if folders == self._finished():
-                return folders, around
+                return leaving, around
 
     def _finished(self) -> list[Path]:
-        return sorted(path for path in self.directory.glob("checkpoints/*") if path.name.isdigit())
+        folders = sorted(path for path in self.directory.glob("checkpoints/*") if path.name.isdigit())
+        return [path for path in folders if (path / FILE_LIST).exists()]
 
     def close(self) -> None:
         """Copy what is left, and let go. Waits for a store that does not answer; OSError if it stays so, or if another
@@ -338,9 +354,12 @@ class Mirror:
         self._end.set()
         for thread in self._threads:
             thread.join()
-        until = time.monotonic() + PATIENCE
-        while not self.lost and not self._try(self._copy) and time.monotonic() < until:
+        until, is_there = time.monotonic() + PATIENCE, self._try(self._copy)
+        if not is_there and not self.lost:
+            self._say(f"STORE: waiting at most {PATIENCE:.0f} s for {self.bucket.url} to take the end of this run")
+        while not is_there and not self.lost and time.monotonic() < until:
             time.sleep(BEAT)
+            is_there = self._try(self._copy)
         if self.lost or self._failing:
             why = "another process has the run" if self.lost else self._failing
             raise OSError(
@@ -353,5 +372,13 @@ class Mirror:
     def __enter__(self) -> "Mirror":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """A run that was interrupted for good waits for nothing; one that failed ends with its own error."""
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            return self._end.set()
+        try:
+            self.close()
+        except OSError as error:
+            if kind is None:
+                raise
+            self._say(f"STORE: {one_line(error)}")
