@@ -22,7 +22,7 @@ LAYERS = (
     ("models", "data", "optim", "checkpoint", "metrics", "profiling", "conformance"),
     ("train", "evaluation", "report"),
     ("bench", "parity", "diagnosis", "launch", "interchange"),
-    ("plan",),
+    ("plan", "playbook"),
     ("cli", "runs"),
 )
 LAYER_OF = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

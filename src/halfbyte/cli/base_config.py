@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from halfbyte import models
-from halfbyte.runs import run_config
+from halfbyte.runs import RUNS, run_config
 from halfbyte.train import TrainConfig, jsonconfig
 from halfbyte.train.reading import config_values
 
@@ -22,3 +22,14 @@ def config_over(name: str, path: Path) -> TrainConfig:
     if isinstance(values.get("model"), str):
         values["model"] = jsonconfig.to_dict(models.preset(values["model"]))
     return jsonconfig.from_dict(TrainConfig, jsonconfig.overlaid(jsonconfig.to_dict(run_config(base)), values))
+
+
+def run_of(name: str) -> TrainConfig:
+    """The run that a name stands for: one of ours, a whole config (.json), a run directory or a Hugging Face folder."""
+    if name.endswith(".json"):
+        return jsonconfig.from_dict(TrainConfig, config_values(Path(name)))
+    if name in RUNS or not Path(name).is_dir():
+        return run_config(name)
+    from halfbyte.interchange.starting import initial_config
+
+    return initial_config(Path(name))

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from halfbyte.cli.flags import words_of
 from halfbyte.cli.interrupting import terminated_as_interrupted
 from halfbyte.cli.result import DONE, FAILED, NOT_PASSED, BadInput, Result
 from halfbyte.cli.screen import console, table
@@ -44,7 +45,7 @@ COLUMNS = (
 @dataclass(frozen=True)
 class Args:
     model: Annotated[str, tyro.conf.Positional] = "demo"
-    """A model preset (demo, llama-60m, ..., llama3-8b), a run directory, or a Hugging Face folder."""
+    """A model preset (demo, ..., llama3-8b), a config (.json), a run directory, or a Hugging Face folder."""
     recipes: str = "bf16,fp8,nvfp4"
     """Recipes to measure, in this order; name bf16 to get ratios."""
     policy: str = "mlp"
@@ -176,7 +177,7 @@ def run_flag_sets(args: Args) -> Result:
     if not visible_gpus():
         raise BadInput("--flags compares flags that XLA has for NVIDIA GPUs, and this machine has none")
     what = "compute only: " if args.mock_gpus else ""
-    command = [*supervise.ENTRY, "bench", *arguments_of(args)]
+    command = [*supervise.ENTRY, "bench", *words_of(args, without=("flags", "out"))]
     found: list[SetResult] = []
     data: dict[str, Any] = {"args": plain_args(args)}
     with until_stopped(data, found):
@@ -215,18 +216,6 @@ def flags_in_force(settings: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(words) or "XLA's own"
 
 
-def arguments_of(args: Args) -> list[str]:
-    """The flags that make these arguments, but for those of the table: --flags and --out."""
-    found = [args.model]
-    for field in dataclasses.fields(args):
-        value = getattr(args, field.name)
-        if field.name in ("model", "flags", "out") or value == field.default:
-            continue
-        name = field.name.replace("_", "-")
-        found += [f"--{'' if value else 'no-'}{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
-    return found
-
-
 def plain_args(args: Args) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(args).items() if name != "out"}
 
@@ -262,25 +251,18 @@ def memory_limit(args: Args) -> int:
     return limit
 
 
-def base_run(name: str) -> Any:
-    """The run of a preset, or around the model of a run directory or Hugging Face folder."""
-    from halfbyte import runs
-
-    if not Path(name).is_dir():
-        return runs.run_config(name)
-    from halfbyte.interchange.starting import initial_config
-
-    return initial_config(Path(name))
-
-
 def seq_of(args: Args) -> int:
-    preset = base_run(args.model)
+    from halfbyte.cli.base_config import run_of
+
+    preset = run_of(args.model)
     return args.seq or preset.seq or min(preset.model.max_seq, 8192 if preset.model.layers > 4 else 128)
 
 
 def config_of(args: Args, recipe_name: str, remat: Any) -> Any:
     """The preset's run with the flags of this command."""
-    preset = base_run(args.model)
+    from halfbyte.cli.base_config import run_of
+
+    preset = run_of(args.model)
     if args.layers < 0:
         raise BadInput(f"layers must be 0 (all) or more, got {args.layers}")
     model = dataclasses.replace(preset.model, layers=args.layers or preset.model.layers)

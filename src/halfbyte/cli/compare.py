@@ -92,13 +92,16 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 
 def summary(run: "Run", pair: "Pair | None", args: Args) -> dict[str, Any]:
     """What the tables show of one run; `gap` is against the baseline run of its seed."""
+    import numpy as np
+
     from halfbyte.evaluation import curves
 
     curve, folder = run.curve, run.folder
     loss, error = curves.end_of(curve, args.last or None)
     baseline = pair.baseline.curve if pair and pair.baseline else None
     _, validation = curve.validation()
-    speed = curves.speed_of(curve)
+    speed, norms = curves.speed_of(curve), curves.timed(curve).column("grad_norm")
+    norms = norms[np.isfinite(norms)]
     faster = speed_up(curve, baseline) if baseline is not None and same_work(curve, baseline) else None
     return {
         "name": curve.name,
@@ -115,6 +118,7 @@ def summary(run: "Run", pair: "Pair | None", args: Args) -> dict[str, Any]:
         "refusal": pair.refusal if pair else "",
         "gap": asdict(pair.gap) if pair and pair.gap else None,
         "not_finite": int(sum(not math.isfinite(value) for value in curve.loss)),
+        "gradient_norm": {"median": curves.median(norms), "largest": float(norms.max())} if len(norms) else None,
         "speed": asdict(speed),
         "speedup": faster[0] if faster else None,
         "speedup_90": faster[1] if faster else None,

@@ -1,11 +1,13 @@
 """Flags read by tyro, its complaints said in Halfbyte's way: one paragraph, with the flag that was probably meant."""
 
 import contextlib
+import dataclasses
 import difflib
 import io
 import re
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any, get_origin, get_type_hints
 
 from halfbyte.cli.errors import say_error
 from halfbyte.cli.result import BAD_INPUT
@@ -46,6 +48,25 @@ def read_flags(kind: Any, argv: list[str], *, prog: str, description: str, **set
             raise
         say_error(message)
         raise SystemExit(BAD_INPUT) from None
+
+
+def words_of(args: Any, *, without: Sequence[str] = ()) -> list[str]:
+    """What a person types for these arguments, but for those left out: the values of positional fields, then the flags
+    that are not as they are by themselves."""
+    import tyro
+
+    found: list[str] = []
+    flags: list[str] = []
+    kinds = get_type_hints(type(args), include_extras=True)
+    for field in dataclasses.fields(args):
+        value, name = getattr(args, field.name), field.name.replace("_", "-")
+        if field.name in without:
+            continue
+        if get_origin(kinds[field.name]) is Annotated and tyro.conf.Positional in kinds[field.name].__metadata__:
+            found += map(str, value if isinstance(value, tuple) else [value])
+        elif value != field.default:
+            flags += [f"--{'' if value else 'no-'}{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
+    return found + flags
 
 
 def unboxed(text: str) -> str:

@@ -79,7 +79,7 @@ def run(args: Args) -> Result:
     verdict = "every GEMM reaches" if policy == text else "to reach"
     screen.print(f"{verdict} {args.snr:g} dB: --policy {policy!r}", markup=False, soft_wrap=True)
     lines = [f"{directory}, step {restored.step}, recipe {chosen.name}, policy {text}, {found.batches} batches"]
-    data = describe(found, policy)
+    data = {"wanted": args.snr, **describe(found, policy)}
     replace_file(
         out / "inspect.html", html(found, title=f"Inspect: {config.name}", lines=lines, policy=policy, wanted=args.snr)
     )

@@ -72,7 +72,7 @@ GARBAGE = (50_000, 20, 100)
 BROKEN_PIPE = 128 + signal.SIGPIPE
 # Shown first and in this order by `halfbyte --help`; commands not named here follow by name.
 ORDER = tuple(
-    "train launch verify generate eval compare parity league inspect plan data recipes bench import export "
+    "train launch verify generate eval compare parity league playbook inspect plan data recipes bench import export "
     "doctor".split()
 )
 

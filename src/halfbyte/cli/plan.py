@@ -24,7 +24,7 @@ SHOWN = 12  # layouts in the table of --search
 @dataclass(frozen=True)
 class Args:
     model: Annotated[str, tyro.conf.Positional]
-    """A model preset (llama3-8b, llama3.1-405b, ...), a run directory, or a Hugging Face folder."""
+    """A model preset (llama3-8b, ...), a config (.json), a run directory, or a Hugging Face folder."""
     device: str = "gb300"
     """h100, h200, b200, gb200, b300 or gb300."""
     count: int = 128
@@ -100,11 +100,11 @@ def _cluster(args: Args) -> Any:
 
 def config_of(args: Args, recipe: str, on: Any) -> tuple[Any, tuple[str, ...]]:
     """The preset's run with the flags of this command on `on`, and what was assumed."""
-    from halfbyte.cli.bench import base_run
+    from halfbyte.cli.base_config import run_of
     from halfbyte.models import refuse_experts
     from halfbyte.plan import placed
 
-    preset = base_run(args.model)
+    preset: Any = run_of(args.model)
     refuse_experts(preset.model, "plan")
     if args.batch < 0 or args.layers < 0:
         raise BadInput("batch and layers must be 0 or more")

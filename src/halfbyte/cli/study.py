@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from halfbyte.cli.result import PREEMPTED, Result
 from halfbyte.cli.screen import say
@@ -54,6 +54,8 @@ class Study:
     radar: int = 0
     """Steps between probes of every quantized GEMM against what its recipe gives; 0: one in the middle of each run; -1:
     none."""
+    radar_on: Literal["all", "candidates"] = "all"
+    """Which runs are probed: all, or the candidates' in the first seed."""
     report: bool = False
     """Run nothing: write the report of what is there."""
 
@@ -75,13 +77,10 @@ def plan_of(args: Study, model: str, candidates: Sequence[str], **also: Any) -> 
 
 def base_run(args: Study, model: str) -> "TrainConfig":
     """The run that all arms share."""
+    from halfbyte.cli.base_config import run_of
     from halfbyte.parity.plan import of_steps
-    from halfbyte.runs import run_config
-    from halfbyte.train import TrainConfig, jsonconfig
-    from halfbyte.train.reading import config_values
 
-    file = model.endswith(".json")
-    base = jsonconfig.from_dict(TrainConfig, config_values(Path(model))) if file else run_config(model)
+    base = run_of(model)
     given = {n: v for n in ("data", "batch", "seq", "policy", "mesh") if (v := getattr(args, n))}
     base = dataclasses.replace(base, seed=0, **given)
     return of_steps(base, steps_of(args, model, base))
@@ -141,7 +140,7 @@ def run_all(args: Study, plan: "Plan", directory: Path) -> str | None:
     def run(part: "Plan", folder: Path) -> str | None:
         jobs = share(part.jobs(), args.host) if args.host else part.jobs()
         return run_jobs(
-            part, folder, jobs, say=say, observers=watchers(args.radar), decided=lambda: decided(part, folder),
+            part, folder, jobs, say=say, observers=watchers(args, part), decided=lambda: decided(part, folder),
             leave=lambda signal: finish(screened(plan, directory), directory, stopped=signal),
         )  # fmt: skip
 
@@ -158,13 +157,19 @@ def run_all(args: Study, plan: "Plan", directory: Path) -> str | None:
         return "SIGINT"
 
 
-def watchers(every: int) -> Any:
+def watchers(args: Study, plan: "Plan") -> Any:
     """What looks at each run: the radar."""
-    if every < 0:
+    if args.radar < 0:
         return None
     from halfbyte.diagnosis.radar import Radar
 
-    return lambda config, folder: [Radar(every or max(1, config.steps // 2), folder)]
+    few = {(arm.name, f"seed-{plan.seeds[0]}") for arm in plan.of_kind("candidate")}
+
+    def observers(config: "TrainConfig", folder: Path) -> list[Radar]:
+        probed = args.radar_on == "all" or (folder.parent.name, folder.name) in few
+        return [Radar(args.radar or max(1, config.steps // 2), folder)] if probed else []
+
+    return observers
 
 
 def load(directory: Path) -> "Plan":

@@ -1,5 +1,6 @@
 """An inspection for people: heat maps in a page and in a terminal."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from rich.table import Table
@@ -18,28 +19,36 @@ def tint(decibels: float | None) -> float:
     return 0.0 if decibels is None else min(1.0, max(0.0, (HIGH - decibels) / (HIGH - LOW)))
 
 
-def gemm_rows(found: Inspection) -> tuple[list[str], list[int], list[list[float | None]]]:
+Noise = Mapping[tuple[int, str, str], float]
+
+
+def gemm_rows(gemms: Noise) -> tuple[list[str], list[int], list[list[float | None]]]:
     """(site and GEMM, layers, decibels)."""
-    layers = sorted({layer for layer, _, _ in found.gemms})
-    rows = list(dict.fromkeys(f"{site} {gemm}" for _, site, gemm in sorted(found.gemms, key=lambda p: p[1:])))
-    names = {(f"{site} {gemm}", layer): value for (layer, site, gemm), value in found.gemms.items()}
+    layers = sorted({layer for layer, _, _ in gemms})
+    rows = list(dict.fromkeys(f"{site} {gemm}" for _, site, gemm in sorted(gemms, key=lambda p: p[1:])))
+    names = {(f"{site} {gemm}", layer): value for (layer, site, gemm), value in gemms.items()}
     return rows, layers, [[names.get((row, layer)) for layer in layers] for row in rows]
 
 
-def html(found: Inspection, *, title: str, lines: list[str], policy: str, wanted: float) -> str:
-    """The page."""
-    rows, layers, values = gemm_rows(found)
+def noise_figure(gemms: Noise, wanted: float) -> str:
+    """The heat map."""
+    rows, layers, values = gemm_rows(gemms)
     shade = [[tint(value) for value in row] for row in values]
     alarms = [[value is not None and value < wanted for value in row] for row in values]
     drawn = page.heat_map(rows, [str(at) for at in layers], values, label="signal to noise by layer", shade=shade,
                           alarms=alarms, form="{:.1f}")  # fmt: skip
-    worst = [(layer, site, gemm, f"{value:.1f}") for layer, site, gemm, value in found.worst()[:WORST_ROWS]]
     note = f"decibels, quantized result against bf16; red: below the wanted {wanted:g} dB; columns are layers"
+    return page.figure("Signal to noise", drawn, note)
+
+
+def html(found: Inspection, *, title: str, lines: list[str], policy: str, wanted: float) -> str:
+    """The page."""
+    worst = [(layer, site, gemm, f"{value:.1f}") for layer, site, gemm, value in found.worst()[:WORST_ROWS]]
     body = [
         f"<h1>{page.page.text(title)}</h1>",
         *(page.paragraph(line, soft=True) for line in lines),
         page.section("Recommendation", f"<pre>--policy {page.page.text(repr(policy))}</pre>"),
-        page.section("Noise of every GEMM", page.figure("Signal to noise", drawn, note)),
+        page.section("Noise of every GEMM", noise_figure(found.gemms, wanted)),
         page.section("Noisiest first", page.table(("layer", "linear", "GEMM", "dB"), worst)),
         page.section("Operands", page.table(OPERANDS, [operand_row(o) for o in found.operands])),
     ]
@@ -76,7 +85,7 @@ def scale_range(o: dict[str, Any]) -> str:
 
 def terminal(found: Inspection, wanted: float) -> Table:
     """The heat map as a table of coloured numbers."""
-    rows, layers, values = gemm_rows(found)
+    rows, layers, values = gemm_rows(found.gemms)
     made = Table(title=f"signal to noise, dB, of every GEMM against bf16; red: below {wanted:g}", title_justify="left")
     made.add_column("linear, GEMM")
     for layer in layers:

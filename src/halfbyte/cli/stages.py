@@ -1,0 +1,344 @@
+"""The stages of `halfbyte playbook`. Each calls a command of ours as a person would type it, and its record is what
+that command gives with --json; where a stage has nothing to say, the record says why."""
+
+import dataclasses
+import shlex
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfbyte.cli.flags import words_of
+from halfbyte.cli.result import PREEMPTED
+from halfbyte.cli.screen import say
+from halfbyte.cli.study import Study
+
+if TYPE_CHECKING:
+    from halfbyte.parity.arms import Arm
+    from halfbyte.playbook import Records
+    from halfbyte.train import TrainConfig
+
+TRACE_STEPS, TRACED = 20, (14, 16)
+WATCHED = 1200.0  # seconds of budget from which the short run has telemetry, too; `inspect` has the same numbers
+
+
+class Missing(ValueError):
+    """A stage that has nothing to say, and why."""
+
+
+class Stopped(Exception):
+    """A stage that was stopped, or waits for others; the same command goes on."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every stage is given: the flags of the command, the run that all arms share, where it is, the records."""
+
+    args: Any
+    base: "TrainConfig"
+    out: Path
+    records: "Records"
+
+    @property
+    def policy_arm(self) -> str:
+        """The candidate that `inspect` suggests, as typed; empty if there is none."""
+        found, short = self.records.data("inspect"), self.records.data("trace")
+        if found is None or short is None or found["policy"] in (short["policy"], "*=bf16"):
+            return ""
+        return f"{short['recipe']}@{found['policy']}"
+
+    def candidates(self) -> list[str]:
+        typed = [text.strip() for text in self.args.candidates.split(",") if text.strip()]
+        return typed + [text for text in [self.policy_arm] if text and text not in typed]
+
+    def arms(self) -> list["Arm"]:
+        """The baseline and the candidates."""
+        from halfbyte.parity.arms import CANDIDATE, standard_arms
+
+        found = standard_arms(self.args.baseline, self.candidates())
+        return [found[0], *(arm for arm in found if arm.kind == CANDIDATE)]
+
+    def config(self, arm: "Arm") -> "TrainConfig":
+        return arm.configure(self.base, self.args.first_seed)
+
+    def shared(self) -> dict[str, Any]:
+        """The flags of a comparison that are this command's too."""
+        return {field.name: getattr(self.args, field.name) for field in dataclasses.fields(Study)}
+
+    def folder(self, arm: "Arm") -> Path:
+        from halfbyte.parity.cells import run_directory
+
+        return run_directory(self.out / "study", arm, self.args.first_seed)
+
+
+def typed(name: str, args: Any, **settings: Any) -> str:
+    return shlex.join(["halfbyte", name, *words_of(args, **settings)])
+
+
+Found = tuple[str, dict[str, Any]]
+"""(the command, what it gave)."""
+
+
+def doctor(work: Work) -> Found:
+    from halfbyte.cli import doctor as command
+
+    return "halfbyte doctor", dict(command.run(command.Args()).data)
+
+
+def preflight(work: Work) -> Found:
+    """What `halfbyte train` checks before it compiles, for every arm."""
+    import jax
+
+    from halfbyte import models
+    from halfbyte.devices import lookup
+    from halfbyte.train import check, open_source, run_mesh
+    from halfbyte.train.preflight import GIB, memory_of
+
+    here, source, mesh = jax.local_devices()[0], open_source(work.base), run_mesh(work.base)
+    device, memory, rows = lookup(here), memory_of(here), {}
+    for arm in work.arms():
+        found = check(work.config(arm), mesh, seq=source.seq, device=device, memory=memory)
+        manifest = found.manifests[0]
+        ways = {gemm.execution for site in manifest.sites for gemm in site.gemms.values()} - {"plain"}
+        rows[arm.name] = {
+            "execution": sorted(ways) or ["plain"], "share_4bit": manifest.share_4bit,
+            "memory_gib": found.memory.total / GIB, "remarks": list(found.remarks),
+        }  # fmt: skip
+    return f"halfbyte train {run_words(work.args.model)}", {
+        "device": device.name, "devices": len(jax.devices()), "parameters": models.count_params(work.base.model),
+        "data": source.describe(), "seq": source.seq, "batch": work.base.batch, "arms": rows,
+        "device_memory_gib": memory / GIB if memory else None,
+    }  # fmt: skip
+
+
+def run_words(model: str) -> str:
+    """How `halfbyte train` is told which run."""
+    if model.endswith(".json"):
+        return f"--config {shlex.quote(model)}"
+    return f"--config {shlex.quote(model)}/config.json" if Path(model).is_dir() else model
+
+
+def trace(work: Work) -> Found:
+    """A short run of the first candidate: a trace of some steps, telemetry, and a checkpoint to inspect."""
+    from rich.console import Console
+
+    from halfbyte.diagnosis.telemetry import FILE, Telemetry
+    from halfbyte.evaluation.curves import read_curve, speed_of
+    from halfbyte.metrics import read_rows
+    from halfbyte.parity.plan import of_steps
+    from halfbyte.playbook import seconds_of
+    from halfbyte.profiling import ProfileConfig
+    from halfbyte.train import train
+
+    arm, folder = work.arms()[1], work.out / "trace"
+    config = of_steps(work.config(arm), TRACE_STEPS)
+    every = TRACED[1] if seconds_of(work.args.budget) >= WATCHED and not config.model.experts else 0
+    command = (
+        f"halfbyte train {run_words(work.args.model)} --recipe {config.recipe} --policy {shlex.quote(config.policy)} "
+        f"--steps {TRACE_STEPS} --telemetry {every} --profile xprof --profile-start {TRACED[0]} "
+        f"--profile-stop {TRACED[1]} --run-dir {shlex.quote(str(folder))}"
+    )
+    shutil.rmtree(folder, ignore_errors=True)  # of a start that was stopped: half a trace is none
+    began = time.perf_counter()
+    with open(work.out / "trace.txt", "w", encoding="utf-8") as log:
+        result = train(
+            config, folder, console=Console(file=log, width=160), profile=ProfileConfig("xprof", *TRACED),
+            observers=[Telemetry(every, folder)] if every else (),
+        )  # fmt: skip
+    if result.stopped:
+        raise Stopped(result.stopped)
+    curve = read_curve(folder, "")
+    rows = read_rows(folder / FILE) if (folder / FILE).is_file() else []
+    return command, {
+        "arm": arm.name, "recipe": config.recipe, "policy": config.policy, "steps": TRACE_STEPS,
+        "seconds": time.perf_counter() - began, "stepping_s": float(curve.column("step_time_s").sum()),
+        "step_time_s": speed_of(curve).step_time_s, "breakdown": result.breakdown, "telemetry": rows[-1:],
+    }  # fmt: skip
+
+
+def inspect(work: Work) -> Found:
+    from halfbyte.cli import inspect as command
+
+    if work.records.data("trace") is None:
+        raise Missing("it looks at the short run, which is not there")
+    args = command.Args(str(work.out / "trace"), batches=1, snr=work.args.snr)
+    return typed("inspect", args), dict(command.run(args).data)
+
+
+def bench(work: Work) -> Found:
+    """Every arm, those of one policy in one call."""
+    from halfbyte.cli import bench as command
+    from halfbyte.train import open_source
+
+    base, arms = work.base, {arm.name: work.config(arm) for arm in work.arms()}
+    rows, commands, data = [], [], {}
+    for policy in dict.fromkeys(config.policy for config in arms.values()):
+        named = {config.recipe: name for name, config in arms.items() if config.policy == policy}
+        args = command.Args(
+            work.args.model, recipes=",".join(named), policy=policy, batch=base.batch, seq=open_source(base).seq,
+            remat=base.remat, unroll=base.unroll, mesh=base.mesh, steps=3, repeats=3,
+        )  # fmt: skip
+        found = command.run(args)
+        if "stopped" in found.data:
+            raise Stopped(str(found.data["stopped"]))
+        commands.append(typed("bench", args))
+        rows += [{"arm": named[row["recipe"]], **row} for row in found.data["rows"]]
+        data = {name: found.data[name] for name in ("device", "jax", "jaxlib", "python", "commit")}
+    return "; ".join(commands), {"baseline": next(iter(arms)), "rows": rows, **data}
+
+
+def plan(work: Work) -> Found:
+    """The size of the study, said before it begins."""
+    from halfbyte.cli.study import steps_of
+    from halfbyte.parity.arms import standard_arms
+    from halfbyte.parity.margin import parse_margin
+    from halfbyte.playbook import FEWEST_STEPS, could_tell, seconds_of, size_of
+    from halfbyte.playbook.budget import RESERVE, costs_of
+
+    records = {name: work.records.data(name) for name in ("bench", "trace")}
+    if None in records.values() or any(row["milliseconds"] is None for row in records["bench"]["rows"]):  # type: ignore[index]
+        raise Missing("its size follows from the steps that were measured, and bench or the short run has none")
+    measured = {arm.name: arm.name for arm in work.arms()}
+    like = {arm.name: measured.get(arm.name, work.arms()[0].name)
+            for arm in standard_arms(work.args.baseline, work.candidates())}  # fmt: skip
+    costs, before = costs_of(records, like), work.records.seconds()
+    hosts = int(work.args.host.partition("/")[2] or 1)
+    left = hosts * ((1 - RESERVE) * seconds_of(work.args.budget) - before)
+    steps = steps_of(work.args, work.args.model, work.base)
+    size = size_of(left, costs, steps=steps, seeds=work.args.seeds, fixed=bool(work.args.steps or work.args.tokens))
+    tells = could_tell(size, parse_margin(work.args.margin), len(work.arms()) - 1)
+    say(f"the study: {len(like)} arms, about {size.seconds / hosts / 60:.0f} minutes; {tells}")
+    return study_command(work, size.seeds, size.steps)[0], {
+        "seeds": size.seeds, "steps": size.steps, "arms": list(like), "seconds": size.seconds, "needs_s": size.needs,
+        "costs": costs, "before_s": before, "left_s": left, "reserve": RESERVE,
+        "policy_arm": work.policy_arm, "tells": tells,
+        "fewest_steps": min(steps, FEWEST_STEPS),
+    }  # fmt: skip
+
+
+def study_command(work: Work, seeds: int, steps: int, **changes: Any) -> tuple[str, Any]:
+    """`halfbyte parity` of this size."""
+    from halfbyte.cli.parity import Args
+
+    same = {**work.shared(), "seeds": seeds, "steps": steps, "tokens": 0, "out": str(work.out / "study")}
+    same |= {"radar_on": "candidates", "report": False, **changes}
+    args = Args(model=work.args.model, candidates=changes.pop("candidates", ",".join(work.candidates())),
+                **{name: value for name, value in same.items() if name != "candidates"})  # fmt: skip
+    return typed("parity", args, without=("host",)), args
+
+
+def parity(work: Work) -> Found:
+    size = sized(work)
+    if not size["seeds"]:
+        short = f"three seeds of {size['fewest_steps']} steps need about {size['needs_s'] / 60:.0f} minutes"
+        raise Missing(f"the budget {work.args.budget} leaves no room for a study: {short}")
+    return conducted(*study_command(work, size["seeds"], size["steps"]))
+
+
+def conducted(command: str, args: Any) -> Found:
+    """A parity, run to its end."""
+    from halfbyte.cli import parity as runs
+
+    found = runs.run(args)
+    if found.code == PREEMPTED or not found.data["complete"]:
+        raise Stopped(str(found.data.get("stopped", "other hosts, which are not done")))
+    return command, dict(found.data)
+
+
+def sized(work: Work) -> dict[str, Any]:
+    size = work.records.data("plan")
+    if size is None:
+        raise Missing("it has no size: " + (work.records.get("plan") or {}).get("missing", "it is not planned"))
+    return size
+
+
+def eval(work: Work) -> Found:
+    """Scores of the baseline and the candidates in the first seed."""
+    from halfbyte.cli import eval as command
+
+    if not work.args.tasks:
+        raise Missing("no task files were named: --tasks FILE ... (see docs/evaluate.md); losses by source are above")
+    found, commands = {}, []
+    for arm in finished(work):
+        args = command.Args(str(work.folder(arm)), tuple(work.args.tasks), limit=work.args.limit)
+        found[arm.name] = command.run(args).data
+        commands.append(typed("eval", args))
+    return "; ".join(commands), {"arms": found}
+
+
+def finished(work: Work) -> list["Arm"]:
+    """The arms whose run of the first seed is over and has losses; Missing if there are none."""
+    from halfbyte.parity.cells import DONE, status_of
+
+    size = sized(work)
+    done = [arm for arm in work.arms() if status_of(work.folder(arm), size["steps"]).state == DONE]
+    if not size["seeds"] or len(done) < 2:
+        raise Missing("there are no two finished runs to look at")
+    return done
+
+
+def compare(work: Work) -> Found:
+    from halfbyte.cli import compare as command
+
+    arms = finished(work)
+    args = command.Args(tuple(str(work.folder(arm)) for arm in arms), png="")
+    found = dict(command.run(args).data)
+    named = [{"arm": arm.name, **row} for arm, row in zip(arms, found["runs"], strict=True)]
+    return typed("compare", args), {**found, "runs": named}
+
+
+def ablation(work: Work) -> Found:
+    """Each ingredient left out, as many seeds and steps as the study, if the budget has room for it."""
+    from halfbyte.parity.arms import ablation as ingredients
+    from halfbyte.playbook import seconds_of
+
+    size = sized(work)
+    if not size["seeds"]:
+        raise Missing("there was no room for the study itself")
+    many = len(ingredients()) + 3
+    needs = size["seconds"] * many / len(size["arms"])
+    left = seconds_of(work.args.budget) - work.records.seconds()
+    command, args = study_command(
+        work, size["seeds"], size["steps"], candidates="", arms="ablation", out=str(work.out / "ablation"), radar=-1
+    )
+    if needs > left:
+        time_left = f"{max(0.0, left) / 60:.0f} minutes of the budget are left"
+        raise Missing(f"{many} arms need about {needs / 60:.0f} minutes, and {time_left}: {command}")
+    return conducted(command, args)
+
+
+def cluster(work: Work) -> Found:
+    from halfbyte.cli import plan as command
+
+    if not work.args.device:
+        raise Missing("no cluster was named: --device gb300 --count 128")
+    study, first = work.out / "study" / "report.json", work.arms()
+    args = command.Args(
+        work.args.model, device=work.args.device, count=work.args.count, recipe=work.config(first[1]).recipe,
+        versus=work.config(first[0]).recipe, parity=study if study.is_file() else None,
+    )  # fmt: skip
+    return typed("plan", args), dict(command.run(args).data)
+
+
+RUN: dict[str, Callable[[Work], Found]] = {
+    stage.__name__: stage
+    for stage in (doctor, preflight, trace, inspect, bench, plan, parity, eval, compare, ablation, cluster)
+}
+MUST = ("doctor", "preflight", "parity")
+"""Stages in which bad input is an error; in the others it is the reason why they are missing."""
+
+
+def run_stage(name: str, work: Work) -> None:
+    """Run one stage and write its record."""
+    began = time.perf_counter()
+    try:
+        command, data = RUN[name](work)
+        found: dict[str, Any] = {"command": command, "data": data}
+    except ValueError as error:
+        if name in MUST and not isinstance(error, Missing):
+            raise
+        say(f"{name}: missing, {error}")
+        found = {"command": f"halfbyte {name}", "missing": str(error)}
+    work.records.put(name, {**found, "seconds": time.perf_counter() - began})

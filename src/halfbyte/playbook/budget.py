@@ -1,0 +1,101 @@
+"""How large a study the budget allows, and what a study of that size can tell, before it begins.
+
+A verdict needs three seeds, and a run must be long enough to have learned something: seeds come first, then length up
+to that of the run itself, then more seeds. Where not even three short ones fit, one seed is run, which has a gap and no
+verdict; where that does not fit either, none.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from halfbyte.parity.margin import Margin
+from halfbyte.parity.statistics import ALPHA, FEWEST_SEEDS, reach
+
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+FEWEST_STEPS, MOST_SEEDS = 30, 12
+RESERVE = 0.08  # of the budget, for what comes after the study and for what nobody foresaw
+ROUND = 5  # steps
+AGAIN = 1 / 3  # of what a run has beside compiling and steps: validations, saves; the rest is compiled once an arm
+
+
+def seconds_of(text: str) -> float:
+    """`30m`, `2h`, `90s`."""
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([smhd])\s*", text)
+    if not found or not 0 < float(found[1]) < 1e6:
+        raise ValueError(f"budget must be a time such as 30m or 2h, got {text!r}")
+    return float(found[1]) * UNITS[found[2]]
+
+
+@dataclass(frozen=True)
+class Size:
+    """Seeds (0: no study) and steps of each run; `seconds`: what the study is expected to take; `needs`: what three
+    seeds of the fewest steps would."""
+
+    seeds: int
+    steps: int
+    seconds: float
+    needs: float
+
+
+def study_seconds(seeds: int, steps: int, *, step_s: float, first_s: float, again_s: float) -> float:
+    """Of `seeds` passes over all arms, whose steps take `step_s` together; `first_s`: what is compiled in the first
+    seed, `again_s`: what every seed has beside its steps."""
+    return first_s + seeds * (again_s + steps * step_s)
+
+
+def size_of(left: float, costs: Mapping[str, float], *, steps: int, seeds: int = 0, fixed: bool = False) -> Size:
+    """The study for `left` seconds: of `steps` at most, and of `seeds` if given; `fixed`: of so many steps, whatever
+    they take."""
+    shortest = min(steps, FEWEST_STEPS)
+    needs = study_seconds(FEWEST_SEEDS, shortest, **costs)
+
+    def longest(count: int) -> int:
+        room = (left - costs["first_s"]) / count - costs["again_s"]
+        return min(steps, int(room / costs["step_s"]) // ROUND * ROUND)
+
+    if fixed:
+        count = seeds or max(FEWEST_SEEDS, min(MOST_SEEDS, _seeds_in(left, costs, steps)))
+        return Size(count, steps, study_seconds(count, steps, **costs), needs)
+    for count in [seeds] if seeds else [FEWEST_SEEDS, 1]:
+        if longest(count) >= shortest:
+            whole = longest(count) == steps and not seeds and count > 1
+            count = max(count, min(MOST_SEEDS, _seeds_in(left, costs, steps))) if whole else count
+            return Size(count, longest(count), study_seconds(count, longest(count), **costs), needs)
+    return Size(0, 0, 0.0, needs)
+
+
+def _seeds_in(left: float, costs: Mapping[str, float], steps: int) -> int:
+    return int((left - costs["first_s"]) / (costs["again_s"] + steps * costs["step_s"]))
+
+
+def costs_of(records: Mapping[str, Any], arms: Mapping[str, str]) -> dict[str, float]:
+    """What a pass over all arms costs, from `bench` (each arm's step and its compiling; `arms`: arm -> the measured arm
+    that it costs as much as) and the short run (what a run has beside its steps)."""
+    rows = {row["arm"]: row for row in records["bench"]["rows"]}
+    chosen = [rows.get(like) or next(iter(rows.values())) for like in arms.values()]
+    short = records["trace"]
+    own = rows[short["arm"]]
+    slower = max(1.0, short["step_time_s"] / (1e-3 * own["milliseconds"]))  # than the bare step
+    besides = max(0.0, short["seconds"] - short["stepping_s"] - own["compile_s"])
+    compiling = sum(row["compile_s"] + (1 - AGAIN) * besides for row in chosen)
+    steps = sum(1e-3 * row["milliseconds"] for row in chosen) * slower
+    return {"step_s": steps, "first_s": compiling, "again_s": len(arms) * AGAIN * besides}
+
+
+def could_tell(size: Size, margin: Margin, candidates: int) -> str:
+    """What a study of this size can say, whatever comes out."""
+    if not size.seeds:
+        return "no study fits the budget: nothing can be told about the loss"
+    if size.seeds < FEWEST_SEEDS:
+        return (
+            f"{size.seeds} seed of {size.steps} steps: a gap and its curve, and no verdict, because one seed has no "
+            "interval; a recipe that is plainly broken will be seen"
+        )
+    spread = margin.value / reach(1.0, size.seeds, alpha=ALPHA / candidates)
+    return (
+        f"{size.seeds} seeds of {size.steps} steps: a candidate without a gap passes in 80% of such studies if its "
+        f"gaps spread by {margin.show(spread, '')} over seeds, or less; one whose gap is the margin passes in 5% at "
+        "most, however many candidates"
+    )

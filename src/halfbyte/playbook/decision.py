@@ -1,0 +1,170 @@
+"""The one sentence: switch, do not switch, or cannot tell and what it would take.
+
+    SWITCH          a candidate's interval over seeds lies inside the margin, and the radar found nothing
+    DO NOT SWITCH   every candidate's lies wholly beyond it, or the radar found one that is not what its recipe says;
+                    or a candidate is as good, and no faster on units of its own
+    CANNOT TELL     everything else: too few seeds, intervals across the margin, a machine whose self-test failed
+
+The error rate is the parity's: a candidate at the margin passes in 5% of studies at most, however many there are. The
+radar compares numbers with what the recipe gives on the same operands: it has no error rate, and one alarm is enough.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from halfbyte.parity.arms import BASELINE, CANDIDATE
+from halfbyte.parity.margin import parse_margin
+from halfbyte.parity.statistics import ALPHA, FEWEST_SEEDS, Interval, seeds_needed
+
+from .budget import study_seconds
+from .records import Records
+
+SWITCH, DO_NOT, CANNOT_TELL = "SWITCH", "DO NOT SWITCH", "CANNOT TELL"
+STALLED = 0.1  # of a step's time, waiting for data: beyond it a step time is not the recipe's
+Data = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """`sentence` begins with `word`; `because`: what it rests on; `speed`: what the measured speed is worth; `takes`:
+    what it would take to tell, where that is open."""
+
+    word: str
+    sentence: str
+    because: tuple[str, ...]
+    speed: str
+    takes: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def decide(records: Records) -> Decision:
+    """The decision that the records support."""
+    doctor, study = records.data("doctor"), records.data("parity")
+    speed, ratio = speed_of(records)
+    if doctor is not None and not doctor["passed"]:
+        failed = ", ".join(check["name"] for check in doctor["checks"] if not check["passed"])
+        bits = f"a quantizer does not give its stored bits on this machine ({failed}), so nothing computed here counts"
+        return Decision(
+            CANNOT_TELL, f"{CANNOT_TELL}: {bits}.", (), speed, "a machine on which `halfbyte doctor` passes"
+        )
+    if study is None:
+        missing = (records.get("parity") or {}).get("missing", "the parity study is not over")
+        takes = needed(records, None)
+        return Decision(CANNOT_TELL, f"{CANNOT_TELL}: {missing}. It would take {takes}.", (), speed, takes)
+    found = {arm["name"]: arm for arm in study["arms"] if arm["kind"] == CANDIDATE}
+    base = next(arm["name"] for arm in study["arms"] if arm["kind"] == BASELINE)
+    words = {name: "FAIL" if alarms(arm) else arm["verdict"]["word"] for name, arm in found.items()}
+    because = tuple(line for name, arm in found.items() for line in reasons(name, arm))
+    good = [name for name, word in words.items() if word == "PASS"]
+    if good:
+        best = min(good, key=lambda name: found[name]["verdict"]["interval"]["high"])
+        if ratio is not None and ratio.get(best, math.inf) <= 1:
+            what = f"{best} is as good as {base} and no faster here ({ratio[best]:.2f}x its tokens a second)"
+            return Decision(DO_NOT, f"{DO_NOT}: {what}. {error_rate(study)}", because, speed)
+        where = f"its loss is within ±{study['plan']['margin']} of {base}'s: {found[best]['verdict']['reason']}"
+        return Decision(SWITCH, f"{SWITCH} to {best}: {where}. {error_rate(study)}", because, speed)
+    if all(word == "FAIL" for word in words.values()):
+        what = "; ".join(f"{name}: {why(arm)}" for name, arm in found.items())
+        return Decision(DO_NOT, f"{DO_NOT}, stay with {base}. {what}. {fail_rate(study, found)}", because, speed)
+    takes = needed(records, [found[name] for name, word in words.items() if word == "CANNOT TELL"])
+    what = "; ".join(f"{name}: {why(arm)}" for name, arm in found.items())
+    return Decision(CANNOT_TELL, f"{CANNOT_TELL}, stay with {base} until then. {what}. It would take {takes}.", because,
+                    speed, takes)  # fmt: skip
+
+
+def alarms(arm: Data) -> list[str]:
+    """Every alarm of the radar in an arm's runs."""
+    return [text for probe in arm["radar"] for text in probe["alarms"]]
+
+
+def why(arm: Data) -> str:
+    found = alarms(arm)
+    return f"the radar found that it is not what its recipe says ({found[0]})" if found else arm["verdict"]["reason"]
+
+
+def reasons(name: str, arm: Data) -> list[str]:
+    verdict, found = arm["verdict"], alarms(arm)
+    lines = [f"{name}: {verdict['word']}, {verdict['reason']}"]
+    if found:
+        return [*lines, *(f"{name}: RADAR ALARM, {text}" for text in found[:3])]
+    probed = sum(len(probe["gemms"]) for probe in arm["radar"])
+    return [*lines, f"{name}: radar, {probed} GEMMs, no alarm" if probed else f"{name}: no radar was run"]
+
+
+def error_rate(study: Data) -> str:
+    many = study["plan"]["candidates"]
+    return (
+        f"A recipe that really is {study['plan']['margin']} off would get this answer in at most {100 * ALPHA:g}% of "
+        f"such studies ({many} candidate{'s' * (many > 1)}, {len(study['plan']['seeds'])} seeds)."
+    )
+
+
+def fail_rate(study: Data, found: Mapping[str, Data]) -> str:
+    if any(alarms(arm) for arm in found.values()):
+        return "The radar compares with what the recipe gives on the same operands: an alarm is no matter of chance."
+    return f"One that really is within the margin would get this answer in at most {100 * ALPHA:g}% of such studies."
+
+
+# Speed
+
+
+def speed_of(records: Records) -> tuple[str, dict[str, float] | None]:
+    """(what the measured speed is worth, in a sentence; arm -> its tokens a second over the baseline's, None where that
+    is not the recipe's)."""
+    compared, measured = records.data("compare"), records.data("bench")
+    waits = {run["arm"]: run["speed"]["input_wait"] or 0.0 for run in compared["runs"]} if compared else {}
+    if waits and max(waits.values()) > STALLED:
+        worst = max(waits, key=lambda name: waits[name])
+        return (
+            f"The speed of these runs is not the recipe's: of a step of {worst} {waits[worst]:.0%} was spent waiting "
+            "for data. Mend the input pipeline first; the bench's figures, on synthetic tokens, do not have that wait."
+        ), None
+    rows = {row["arm"]: row for row in measured["rows"]} if measured else {}
+    rates = {name: row["tokens_per_s"] for name, row in rows.items() if row["tokens_per_s"]}
+    if not rates or measured is None or measured["baseline"] not in rates:
+        return "The speed was not measured.", None
+    ratio = {name: rate / rates[measured["baseline"]] for name, rate in rates.items() if name != measured["baseline"]}
+    told = ", ".join(f"{name} {value:.2f}x" for name, value in ratio.items())
+    if any("emulated" in how for how in executions(records).values()):
+        return (
+            f"The speed of this machine says nothing about 4-bit units, which it has not: {told} of the baseline's "
+            "tokens a second, emulated."
+        ), None
+    return f"Tokens a second over the baseline's, measured alone on this device: {told}.", ratio
+
+
+def executions(records: Records) -> dict[str, list[str]]:
+    """Arm -> native, emulated or plain, as its linears would run here."""
+    found = records.data("preflight")
+    return {} if found is None else {name: row["execution"] for name, row in found["arms"].items()}
+
+
+# What it would take
+
+
+def needed(records: Records, open_arms: Sequence[Data] | None) -> str:
+    """Seeds, and how long they would take here."""
+    plan, study = records.data("plan"), records.data("parity")
+    if plan is None:
+        return "a study: the same command goes on"
+    steps = plan["steps"] or plan["fewest_steps"]
+    counts = [FEWEST_SEEDS]
+    if study is not None and open_arms:
+        margin = parse_margin(study["plan"]["margin"]).value
+        for arm in open_arms:
+            if arm["interval"] is None or arm["interval"]["low"] is None:
+                continue
+            many = seeds_needed(Interval(**arm["interval"]), margin, alpha=ALPHA / study["plan"]["candidates"])
+            if many is None:
+                return (
+                    f"more than 64 seeds for {arm['name']}, whose gap is about the margin itself: longer runs, or a "
+                    "margin that says what a gap costs"
+                )
+            counts.append(many if ", but " not in arm["verdict"]["reason"] else 2 * len(study["plan"]["seeds"]))
+    count = max(counts)
+    minutes = (plan["before_s"] + study_seconds(count, steps, **plan["costs"])) / 60 / (1 - plan["reserve"])
+    return f"about {count} seeds of {steps} steps in a new directory: --budget {math.ceil(minutes)}m --seeds {count}"

@@ -1,0 +1,69 @@
+"""What the stages of a playbook found: one JSON file each, written whole when the stage is over, never changed after.
+
+    {"stage": "bench", "command": "halfbyte bench ...", "seconds": 41.2, "data": {...}}
+    {"stage": "eval", "command": "halfbyte eval ...", "seconds": 0.0, "missing": "why"}
+
+`data` is what the command gives with `--json`. A start that was killed leaves the records of the stages before it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halfbyte.inputs import read_json, replace_file
+from halfbyte.metrics import finite
+
+STAGES = (
+    "doctor", "preflight", "trace", "inspect", "bench", "plan", "parity", "eval", "compare", "ablation", "cluster",
+)  # fmt: skip
+SETTINGS = "settings"
+
+
+@dataclass(frozen=True)
+class Records:
+    """The records under `directory`."""
+
+    directory: Path
+
+    def _path(self, stage: str) -> Path:
+        place = 0 if stage == SETTINGS else STAGES.index(stage) + 1
+        return self.directory / f"{place:02d}-{stage}.json"
+
+    def get(self, stage: str) -> dict[str, Any] | None:
+        """A stage's record, None while it is not over."""
+        path = self._path(stage)
+        if not path.is_file():
+            return None
+        found = read_json(path)
+        if not isinstance(found, dict) or found.get("stage") != stage or not {"data", "missing"} & found.keys():
+            raise ValueError(f"{path} is no record of the stage {stage!r}; remove it, and the stage is run again")
+        return found
+
+    def data(self, stage: str) -> dict[str, Any] | None:
+        """What a stage found; None if it is not over or found nothing."""
+        return (self.get(stage) or {}).get("data")
+
+    def put(self, stage: str, record: Mapping[str, Any]) -> None:
+        """Write a record, whole or not at all."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        replace_file(self._path(stage), json.dumps(finite({"stage": stage, **record}), indent=1, default=str) + "\n")
+
+    def seconds(self) -> float:
+        """What the stages took that are over."""
+        return sum((self.get(stage) or {}).get("seconds", 0.0) for stage in STAGES)
+
+    def settle(self, settings: Mapping[str, Any]) -> None:
+        """Write down what was asked for; ValueError, naming the field, if this directory was begun with something
+        else."""
+        stored, asked = self.data(SETTINGS), json.loads(json.dumps(settings))
+        if stored is None:
+            self.put(SETTINGS, {"data": settings})
+            return
+        for name in asked:
+            if stored.get(name) != asked[name]:
+                raise ValueError(
+                    f"{self.directory.parent} was begun with {name} {stored.get(name)!r}, got {asked[name]!r}; go on "
+                    "with what it was begun with, or give another --out"
+                )

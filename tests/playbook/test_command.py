@@ -1,0 +1,194 @@
+"""`halfbyte playbook` as typed, on a tiny model that is really trained. Oracle: the commands that its page names."""
+
+import dataclasses
+import html
+import json
+import shlex
+import shutil
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "diagnosis"))
+import defects
+import planted
+
+from halfbyte.cli import stages
+from halfbyte.cli.main import main
+from halfbyte.optim import OptimizerConfig
+from halfbyte.parity import runner
+from halfbyte.playbook import STAGES, Records, decide
+from halfbyte.train import CheckpointConfig, jsonconfig, loop
+
+# What was asked for by number is run, whatever the budget; nothing else fits.
+FLAGS = ("--candidates", "nvfp4", "--no-controls", "--seeds", "1", "--steps", "6", "--budget", "1s")
+NOISE = {"wanted": 12.0, "policy": "mlp", "step": 20, "batches": 1, "operands": [],
+         "gemms": [{"layer": 0, "site": "mlp/down", "gemm": "wgrad", "snr_db": 13.6}]}  # fmt: skip
+"""What `inspect` gives; tests/diagnosis run it, and it compiles for a minute."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick(quick_compiles):
+    """Compiling is most of what these tests cost."""
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory):
+    base = planted.fakes.BASE
+    small = dataclasses.replace(
+        base, model=base.model.replace(layers=1), mesh="data=8", checkpoint=CheckpointConfig(every=2),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup=1, schedule="constant"),  # of any length, one program
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("config") / "tiny.json"
+    jsonconfig.save(small, path)
+    return path
+
+
+def playbook(config_file, out, *flags):
+    return main(["playbook", str(config_file), "--out", str(out), *FLAGS, *flags])
+
+
+def interrupted(*_, **__):
+    raise KeyboardInterrupt
+
+
+def kept(out):
+    return {path.name: path.read_bytes() for path in sorted((out / "records").iterdir())}
+
+
+def late(real):
+    """Data that comes late."""
+
+    def stalled(*args, **options):
+        time.sleep(0.3)
+        return real(*args, **options)
+
+    return stalled
+
+
+@pytest.fixture(scope="module")
+def stopped_everywhere(config_file, tmp_path_factory):
+    """A playbook that was stopped at the beginning of every stage and inside its study, whose input stalls, and went on
+    each time."""
+    out = tmp_path_factory.mktemp("playbook") / "p"
+    real, calls, seen = runner.train, [], {}
+
+    def once(config, folder, **options):
+        calls.append(folder)
+        return interrupted() if len(calls) == 2 else real(config, folder, **options)
+
+    with pytest.MonkeyPatch.context() as always:
+        always.setitem(stages.RUN, "inspect", lambda work: ("halfbyte inspect", NOISE))
+        for stage in STAGES:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setitem(stages.RUN, stage, interrupted)
+                assert playbook(config_file, out) == 75, stage
+            now = kept(out)
+            assert (out / "playbook.html").is_file() and len(now) == STAGES.index(stage) + 1
+            assert {name: now[name] for name in seen} == seen  # what is written stays
+            seen = now
+            if stage == "parity":
+                always.setattr(loop, "to_mesh", late(loop.to_mesh))
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(runner, "train", once)
+                    assert playbook(config_file, out) == 75
+        assert len(calls) == 2 and playbook(config_file, out) == 0
+    return out
+
+
+@pytest.mark.slow
+def test_stopped_at_every_stage_it_goes_on_and_gives_one_page(stopped_everywhere, config_file):
+    out = stopped_everywhere
+    before, pages = kept(out), {name: (out / name).read_bytes() for name in ("playbook.html", "playbook.md")}
+    for flags in ((), ("--report",)):  # nothing is left to do
+        assert playbook(config_file, out, *flags) == 0
+        assert kept(out) == before and {name: (out / name).read_bytes() for name in pages} == pages
+    assert {path.name for path in (out / "study" / "arms").iterdir()} == {"fp8", "nvfp4"}
+    found = json.loads((out / "playbook.json").read_text())
+    assert found["decision"]["word"] == "CANNOT TELL" and "--seeds 3" in found["decision"]["takes"]
+    assert {line["what"] for line in found["not_tried"]} == {"Downstream scores", "The cluster", "Ablation"}
+    verdicts = {point["what"]: point["verdict"] for point in found["points"]}
+    assert verdicts["input wait, of a step"] == "FAIL" and "not the recipe's" in found["decision"]["speed"]
+    assert "of a step: gemm" in verdicts and verdicts["radar: alarms"] == "PASS"
+
+
+@pytest.mark.slow
+def test_its_figures_are_those_of_the_commands_that_it_names(stopped_everywhere, capfd):
+    out, records = stopped_everywhere, Records(stopped_everywhere / "records")
+    again = {}
+    for stage in ("parity", "compare"):
+        capfd.readouterr()
+        main([*shlex.split(records.get(stage)["command"])[1:], "--json", *["--report"] * (stage == "parity")])
+        again[stage] = json.loads(capfd.readouterr().out)
+    study, compared = records.data("parity"), records.data("compare")
+    assert again["parity"]["arms"] == study["arms"] and again["parity"]["verdict"] == study["verdict"]
+    assert again["compare"]["runs"] == [{k: v for k, v in run.items() if k != "arm"} for run in compared["runs"]]
+    points = {p["what"]: p for p in json.loads((out / "playbook.json").read_text())["points"]}
+    page = (out / "playbook.html").read_text()
+    for arm, run in zip(again["parity"]["arms"], again["compare"]["runs"], strict=True):
+        loss = f"{arm['final']['0']:.4f}"
+        assert points["validation loss, nats a token"]["values"][arm["name"]] == loss and loss in page
+        assert points["input wait, of a step"]["values"][arm["name"]] == f"{run['speed']['input_wait']:.1%}"
+    for row in records.data("bench")["rows"]:
+        assert points["step alone, ms"]["values"][row["arm"]] == f"{row['milliseconds']:.1f}"
+    assert all(html.escape(point["command"], quote=True) in page for point in points.values())
+
+
+@pytest.mark.slow
+def test_a_defect_is_found_by_the_study_itself(stopped_everywhere, config_file, tmp_path):
+    """Weight gradients that are too small, in the candidate's run."""
+    out = tmp_path / "p"
+    shutil.copytree(stopped_everywhere, out, ignore=shutil.ignore_patterns("nvfp4", "0[789]*", "1?-*", "compiled"))
+    jax.clear_caches()
+    with defects.gain_088():
+        assert playbook(config_file, out) == 0
+    jax.clear_caches()
+    decision = decide(Records(out / "records"))
+    assert decision.word == "DO NOT SWITCH" and "radar" in decision.sentence and "wgrad" in decision.sentence
+
+
+def test_what_inspect_suggests_joins_as_a_candidate(tmp_path):
+    records, args = Records(tmp_path), SimpleNamespace(candidates="nvfp4, nvfp4_no_rht", baseline="fp8")
+    work = stages.Work(args, planted.fakes.BASE, tmp_path, records)
+    records.put("trace", {"data": {"recipe": "nvfp4", "policy": "mlp"}})
+    for policy, joined in (("mlp", []), ("*=bf16", []), ("mlp; mlp/down=bf16", ["nvfp4@mlp; mlp/down=bf16"])):
+        records.put("inspect", {"data": {**NOISE, "policy": policy}})
+        assert work.candidates() == ["nvfp4", "nvfp4_no_rht", *joined]
+    assert work.arms()[-1].changes == {"recipe": "nvfp4", "policy": "mlp; mlp/down=bf16"}
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--budget", "12"], "budget must be a time"),
+        (["--candidates", "nvfp5"], "no recipe named"),
+        (["--baseline", "bf17"], "no recipe named"),
+        (["--margin", "0.5"], "with its unit"),
+        (["--host", "2/2"], "INDEX/HOSTS"),
+        (["--device", "gb9000"], "gb9000"),
+        (["--seeds", "-1"], "0 or more"),
+        (["--tasks", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--report"], "holds no records"),
+    ],
+)
+def test_bad_input_exits_2_and_leaves_nothing(config_file, tmp_path, capfd, flags, message):
+    assert playbook(config_file, tmp_path / "p", *flags) == 2
+    assert message in " ".join(capfd.readouterr().err.split())
+    assert not (tmp_path / "p").exists()
+
+
+def test_another_question_in_the_same_directory_is_refused(config_file, tmp_path, monkeypatch, capfd):
+    monkeypatch.setitem(stages.RUN, "doctor", interrupted)
+    assert playbook(config_file, tmp_path / "p") == 75
+    assert playbook(config_file, tmp_path / "p", "--margin", "1%") == 2
+    assert "was begun with margin" in " ".join(capfd.readouterr().err.split())
+
+
+def test_other_hosts_wait_for_the_first(config_file, tmp_path, capfd):
+    assert playbook(config_file, tmp_path / "p", "--host", "1/2") == 75
+    assert "host 0" in capfd.readouterr().out

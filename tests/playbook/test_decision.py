@@ -1,0 +1,141 @@
+"""The sentence, from planted records. Oracle: what was planted."""
+
+import copy
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import planted
+
+from halfbyte.parity.margin import Margin
+from halfbyte.playbook import CANNOT_TELL, DO_NOT, SWITCH, could_tell, decide, seconds_of, size_of, write_page
+from halfbyte.playbook.points import points
+
+COSTS = {"step_s": 1.0, "first_s": 60.0, "again_s": 10.0}
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory):
+    return planted.study(tmp_path_factory.mktemp("healthy"))
+
+
+def shown(records, folder):
+    """The decision and the page's text."""
+    files = write_page(records, folder)
+    return decide(records), files["html"].read_text(encoding="utf-8")
+
+
+def test_a_healthy_recipe_is_switched_to_with_its_error_rate(healthy, tmp_path):
+    decision, page = shown(planted.records(tmp_path, found=healthy), tmp_path)
+    assert decision.word == SWITCH and "nvfp4" in decision.sentence and "5%" in decision.sentence
+    assert "1.40x" in decision.speed
+    assert page.index("SWITCH to nvfp4") < page.index("Point by point") < page.index("What was not tried")
+
+
+def test_a_broken_recipe_is_not_and_the_radar_is_named(healthy, tmp_path):
+    """The loss of the study is healthy: the alarm alone decides."""
+    found = copy.deepcopy(healthy)
+    for arm in found["arms"]:
+        if arm["kind"] == "candidate":
+            arm["radar"][0]["alarms"] = ["wgrad: mean gain 0.8800, where nvfp4 gives 0.9990: layer 1 mlp/down"]
+    decision, page = shown(planted.records(tmp_path, found=found), tmp_path)
+    assert decision.word == DO_NOT and "radar" in decision.sentence and "layer 1 mlp/down" in decision.sentence
+    assert "RADAR ALARM" in page
+    verdicts = {point.what: point.verdict for point in points(planted.records(tmp_path / "again", found=found))}
+    assert verdicts["radar: alarms"] == "FAIL"
+
+
+def test_losses_beyond_the_margin_are_not_switched_to(tmp_path):
+    gaps = {**planted.HEALTHY, "nvfp4": 0.1, "nvfp4_no_rht": 0.12}
+    decision = decide(planted.records(tmp_path, found=planted.study(tmp_path / "study", gaps=gaps)))
+    assert decision.word == DO_NOT and "stay with fp8" in decision.sentence and "5%" in decision.sentence
+
+
+def test_one_good_candidate_is_enough(tmp_path):
+    gaps = {**planted.HEALTHY, "nvfp4_no_rht": 0.12}
+    decision = decide(planted.records(tmp_path, found=planted.study(tmp_path / "study", gaps=gaps)))
+    assert decision.sentence.startswith("SWITCH to nvfp4:")
+
+
+@pytest.mark.parametrize("seeds", [0, 1])
+def test_too_little_budget_cannot_tell_and_says_what_it_would_take(tmp_path, seeds):
+    found = planted.study(tmp_path / "study", seeds=seeds) if seeds else None
+    decision, page = shown(planted.records(tmp_path, found=found), tmp_path)
+    assert decision.word == CANNOT_TELL and decision.takes in decision.sentence
+    minutes, count = re.search(r"--budget (\d+)m --seeds (\d+)", decision.takes).groups()
+    steps = 60 if seeds else 30
+    assert int(count) == 3 and int(minutes) * 60 * 0.92 >= 100 + 60 + 3 * (10 + steps)
+    assert "It would take" in page
+
+
+def test_an_interval_across_the_margin_takes_more_seeds(tmp_path):
+    found = planted.study(tmp_path / "study", noise=0.01)
+    decision = decide(planted.records(tmp_path, found=found))
+    assert decision.word == CANNOT_TELL
+    told = re.search(r"--seeds (\d+)|more than 64 seeds", decision.takes)
+    assert told and (told[1] is None or int(told[1]) > 3)
+
+
+def test_a_stalling_input_is_not_the_recipes_speed(healthy, tmp_path):
+    """Neither is a slow recipe then a reason not to switch."""
+    decision, page = shown(planted.records(tmp_path, found=healthy, wait=0.4, rates=(100.0, 90.0, 90.0)), tmp_path)
+    assert decision.word == SWITCH and "not the recipe's" in decision.speed and "40%" in decision.speed
+    assert "not the recipe&#x27;s" in page
+    verdicts = {point.what: point.verdict for point in points(planted.records(tmp_path / "again", wait=0.4))}
+    assert verdicts["input wait, of a step"] == "FAIL"
+
+
+def test_what_is_as_good_and_no_faster_on_its_own_units_is_no_reason_to_switch(healthy, tmp_path):
+    decision = decide(planted.records(tmp_path, found=healthy, rates=(100.0, 99.0, 98.0)))
+    assert decision.word == DO_NOT and "no faster" in decision.sentence
+    emulated = planted.records(tmp_path / "e", found=healthy, rates=(100.0, 99.0, 98.0), execution="emulated")
+    assert decide(emulated).word == SWITCH and "says nothing" in decide(emulated).speed
+
+
+def test_a_machine_that_fails_its_self_test_decides_nothing(healthy, tmp_path):
+    assert decide(planted.records(tmp_path, found=healthy, passed=False)).word == CANNOT_TELL
+
+
+def test_every_section_is_there_or_said_to_be_missing(tmp_path):
+    _, page = shown(planted.records(tmp_path), tmp_path)
+    for stage in ("trace", "inspect", "parity", "eval", "ablation", "cluster"):
+        assert f"no room for {stage}" in page
+    assert "halfbyte bench tiny" in page and not re.search(r"(src|href)=[\"'](?!data:)", page) and "<script" not in page
+
+
+# The budget
+
+
+@pytest.mark.parametrize("text, seconds", [("12m", 720), ("2h", 7200), ("90s", 90), ("0.5h", 1800)])
+def test_budgets(text, seconds):
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["12", "m", "-3m", "0m", "1e9h", "12 parsecs"])
+def test_budgets_that_are_none(text):
+    with pytest.raises(ValueError, match="budget"):
+        seconds_of(text)
+
+
+@pytest.mark.parametrize("left, seeds, steps", [
+    (60 + 3 * (10 + 100), 3, 100), (60 + 3 * (10 + 400), 7, 160), (60 + 3 * 30, 1, 80), (90, 0, 0), (-5, 0, 0),
+])  # fmt: skip
+def test_seeds_come_first_then_length_then_more_seeds(left, seeds, steps):
+    size = size_of(left, COSTS, steps=160)
+    assert (size.seeds, size.steps) == (seeds, steps)
+    assert size.seconds <= max(left, 0)
+
+
+def test_what_was_asked_for_is_planned_whatever_it_takes():
+    size = size_of(1.0, COSTS, steps=500, seeds=2, fixed=True)
+    assert (size.seeds, size.steps, size.seconds) == (2, 500, 60 + 2 * 510)
+
+
+def test_what_it_will_be_able_to_tell():
+    margin = Margin(0.5, True)
+    assert "no verdict" in could_tell(size_of(60 + 3 * 30, COSTS, steps=160), margin, 2)
+    assert "3 seeds of 100 steps" in could_tell(size_of(60 + 3 * 110, COSTS, steps=160), margin, 2)
+    assert "nothing can be told" in could_tell(size_of(0, COSTS, steps=160), margin, 2)
