@@ -61,31 +61,31 @@ def test_an_mlp_is_three_linears_bit_for_bit():
     np.testing.assert_array_equal(*results)
 
 
-def judged():
+def judged(recipe):
     x, w, dy = tensors(BLOCKS_OF_16[1], "bfloat16")
-    dw = linear(TWO)(x, w, dy)[2]
+    dw = linear(recipe)(x, w, dy)[2]
 
     def judge(x, w, dy, dw):
-        given = Linear("mlp/up", TWO, x=x, w=w, dy=dy, weight=w, key=KEY, bits=KEY, amax=None, dw=dw)
+        given = Linear("mlp/up", recipe, x=x, w=w, dy=dy, weight=w, key=KEY, bits=KEY, amax=None, dw=dw)
         return truth.judge(given, backend="auto")
 
     return jax.jit(judge, compiler_options=quick)(x, w, dy, dw)
 
 
 def test_the_radar_knows_the_second_piece_and_sees_a_wrong_one(monkeypatch):
-    healthy = judged()
-    assert all(float(found["wrong"]) == 0 and float(found["error"]) < 1 for found in healthy.values())
+    for healthy in (judged(TWO), judged(hb.recipe("halfbyte"))):
+        assert all(float(found["wrong"]) == 0 and float(found["error"]) < 1 for found in healthy.values())
     right = passes.left_over
     monkeypatch.setattr(passes, "left_over", lambda x, operand: right(x, operand) * 2)
-    faulty = judged()
+    faulty = judged(TWO)
     assert float(faulty["fprop"]["wrong"]) == 1 and float(faulty["wgrad"]["wrong"]) == 0
 
 
 def test_it_is_spelled_out_told_apart_and_refused_where_nothing_is_left_over():
     assert hb.recipe(spell_recipe(TWO)) == TWO
     assert difference(ONE, TWO) == [("fprop_x", "remainder", False, True)]
-    parts = {name: hb.recipe(name).remainder for name in ("nvfp4_remainder+bf16_forward", "bf16+nvfp4_remainder_forward")}
-    assert parts == {"nvfp4_remainder+bf16_forward": False, "bf16+nvfp4_remainder_forward": True}
+    for name, has in (("nvfp4_remainder+bf16_forward", False), ("bf16+nvfp4_remainder_forward", True)):
+        assert hb.recipe(name).remainder is has
     for changed in ({"format": OperandPolicy().format}, {"rounding": "stochastic"}):
         with pytest.raises(ValueError, match="remainder"):
             dataclasses.replace(TWO, **TWO.with_operands(("fprop_x",), **changed))

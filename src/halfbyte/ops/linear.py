@@ -288,11 +288,11 @@ class Linear:
         shards = self.plan.shards
         w = weight_operand(self.weight, "fprop_w", shards, self.passes, made=self._made)
         given = FLOAT32 if shards.inputs else dtype
+        multiply = self._multiplier(FPROP, owing=owing and not shards.inputs and not isinstance(x, InTwo))
         if isinstance(x, InTwo):
-            first, rest = (self._multiplier(FPROP)(FPROP, part, w, FLOAT32) for part in (x.first, x.rest))
-            y = finish(first + rest, None, given)
+            y = finish(multiply(FPROP, x.first, w, FLOAT32) + multiply(FPROP, x.rest, w, FLOAT32), None, given)
         else:
-            y = self._multiplier(FPROP, owing=owing and not shards.inputs)(FPROP, x, w, given)
+            y = multiply(FPROP, x, w, given)
         return added_up(y, shards.inputs, shards.y_lead, dtype) if shards.inputs else y
 
     def dgrad(self, dy: Operand, dtype: jnp.dtype, *, owing: bool = False) -> Read:

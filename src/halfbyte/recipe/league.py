@@ -105,9 +105,17 @@ nvfp4_remainder = preset(
     "nvfp4 whose fprop multiplies x in two pieces, each in 4 bits: Q(x), and Q of what that leaves over",
     {"remainder": True},
 )
+halfbyte = preset(
+    "halfbyte",
+    nvfp4_4over6_mse,
+    "the league's best: four over six, x in two 4-bit pieces, dgrad and wgrad from the forward operands, unbiased dy",
+    nvfp4_4over6_mse.with_operands(tuple(AGAIN), source="forward")
+    | nvfp4_unbiased.with_operands(GRADIENTS)
+    | {"remainder": True},
+)
 
 LEAGUE = (
     nvfp4_1d_weights, nvfp4_unbiased, nvfp4_row, nvfp4_4over6_mse, nvfp4_4over6_mae, nvfp4_4over6_sr, ue5m3,
-    nvfp4_fwd_mxfp8_bwd, amd_mxfp4, quartet2, tetrajet2, nvfp4_remainder,
+    nvfp4_fwd_mxfp8_bwd, amd_mxfp4, quartet2, tetrajet2, nvfp4_remainder, halfbyte,
 )  # fmt: skip
 """All of them."""
