@@ -13,7 +13,7 @@ from halfbyte.ops import grouped as grouped_qdots
 from halfbyte.ops import problem, tiles
 from halfbyte.recipe import recipe
 
-COUNTS = np.array([0, 1, 15, 16, 17, 200], np.int32)
+COUNTS = np.array([0, 1, 15, 16, 17, 2000], np.int32)
 ROWS, INPUTS, OUTPUTS = int(COUNTS.sum()) + 7, 64, 32  # seven rows belong to nobody
 RECIPES = ("nvfp4", "nvfp4_no_rht", "mxfp4", "mxfp8", "fp8", "bf16")
 KEY = jax.random.key(5)
