@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from halfbyte.train import TrainConfig
 
 TRACE_STEPS, TRACED = 20, (14, 16)
+BEFORE = 0.25  # of the budget, that stages before bench may take
 WATCHED = 1200.0  # seconds of budget from which the short run has telemetry, too; `inspect` has the same numbers
 
 
@@ -160,9 +161,17 @@ def trace(work: Work) -> Found:
 
 def inspect(work: Work) -> Found:
     from halfbyte.cli import inspect as command
+    from halfbyte.playbook import seconds_of
 
     if work.records.data("trace") is None:
         raise Missing("it looks at the short run, which is not there")
+    spent, whole = work.records.seconds(), seconds_of(work.args.budget)
+    about = 2 * (work.records.get("trace") or {})["seconds"]  # it compiles about twice as much
+    if spent + about > BEFORE * whole:
+        least = (spent + about) / BEFORE / 60
+        raise Missing(
+            f"about {about:.0f} s of {work.args.budget} are better spent on the study; from --budget {least:.0f}m on"
+        )
     args = command.Args(str(work.out / "trace"), batches=1, snr=work.args.snr)
     return typed("inspect", args), dict(command.run(args).data)
 
