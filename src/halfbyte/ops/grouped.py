@@ -6,8 +6,9 @@ Every expert is a tensor of its own. Its rows begin a tensor of as many rows as 
 zero row changes no maximum, no code and no sum, and random bytes are counted from a tensor's own first row. So no
 block, no transform and no scale crosses two experts, whatever backend `qdot` has.
 
-That is the definition, and as `reference` it runs so: all rows times all experts. Otherwise the same codes are made and
-multiplied tile by tile (`tiles.py`), at the cost of the rows that there are.
+That is the definition, and as `reference` it runs so: all rows times all experts, or the rows of each where `groups`
+are numbers and not traced. Otherwise the same codes are made and multiplied tile by tile (`tiles.py`), at the cost of
+the rows that there are.
 """
 
 import math
@@ -37,7 +38,12 @@ def grouped_qdot(
     chosen = as_recipe(recipe, "grouped_qdot")
     counts = _checked(x, w, groups)
     served = backend == "auto" and unserved(chosen) is None
-    y = _tiled(x, w, counts, chosen, key) if served else _looped(x, w, counts, chosen, key, backend)
+    if served:
+        y = _tiled(x, w, counts, chosen, key)
+    elif isinstance(groups, jax.core.Tracer):
+        y = _looped(x, w, counts, chosen, key, backend)
+    else:
+        y = _unrolled(x, w, np.asarray(groups), chosen, key, backend)
     fits = (jnp.sum(counts) <= x.shape[0]) & (jnp.min(counts) >= 0)
     return jnp.where(fits, y, jnp.full((), jnp.nan, x.dtype))
 
@@ -52,13 +58,36 @@ def _tiled(x: jax.Array, w: jax.Array, counts: jax.Array, recipe: Recipe, key: j
     )
 
 
+def _room(rows: int, recipe: Recipe) -> int:
+    """The rows of a tensor that has whole blocks and transforms along them."""
+    run = math.lcm(*(getattr(recipe, role).run for roles in GEMMS.values() for role in roles))
+    return -(-rows // run) * run
+
+
+def _unrolled(
+    x: jax.Array, w: jax.Array, counts: np.ndarray, recipe: Recipe, key: jax.Array | None, backend: str
+) -> jax.Array:
+    """The definition for groups that are known: a `qdot` of each expert's rows. A compiler may sum by size, and so it
+    has the sizes of that loop.
+    """
+
+    def one(expert: int, start: int, count: int) -> jax.Array:
+        mine = jnp.pad(x[start : start + count], ((0, _room(count, recipe) - count), (0, 0)))
+        bits = None if key is None else jax.random.fold_in(key, expert)
+        return qdot(mine, w[expert], recipe=recipe, key=bits, backend=backend)[:count]
+
+    starts = np.cumsum(counts) - counts
+    made = [one(e, int(starts[e]), int(n)) for e, n in enumerate(counts) if n]
+    nobodys = jnp.zeros((x.shape[0] - int(counts.sum()), w.shape[-1]), x.dtype)
+    return jnp.concatenate([*made, nobodys])
+
+
 def _looped(
     x: jax.Array, w: jax.Array, counts: jax.Array, recipe: Recipe, key: jax.Array | None, backend: str
 ) -> jax.Array:
     """The definition: an expert after the other, each a tensor of all rows."""
     rows, starts = x.shape[0], jnp.cumsum(counts) - counts
-    runs = [getattr(recipe, role).run for roles in GEMMS.values() for role in roles]
-    room = -(-rows // math.lcm(*runs)) * math.lcm(*runs)  # of one expert, which may have all rows
+    room = _room(rows, recipe)  # of one expert, which may have all rows
     padded = jnp.pad(x, ((0, room), (0, 0)))
 
     @jax.checkpoint  # what one expert keeps is as large as what all keep
