@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from halfbyte import models
 from halfbyte.devices import Device
+from halfbyte.models.config import EXPERT_SITES
 from halfbyte.program import (
     Collective,
     Gemm,
@@ -31,11 +32,12 @@ from halfbyte.train import TrainConfig
 from .fitting import bytes_needed
 
 GATE_UP = ("layers/mlp/gate", "layers/mlp/up")
+EXPERTS = tuple(f"layers/mlp/{name}" for name in EXPERT_SITES)  # down's result too: its weight's gradient reads it
 AGAIN = {
     "none": (),
     "dots": (),
     "quantized": GATE_UP,
-    "full": (*(f"layers/attention/{name}" for name in "qkvo"), *GATE_UP),
+    "full": (*(f"layers/attention/{name}" for name in "qkvo"), *GATE_UP, *EXPERTS),
 }
 """Linears whose forward GEMM the backward pass runs again, by remat policy."""
 WEIGHTS = "fsdp"  # the mesh axis that weights are gathered and gradients scattered over

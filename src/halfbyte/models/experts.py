@@ -58,11 +58,13 @@ def experts_mlp(cfg: LlamaConfig, weights: Params, h: jax.Array, here: LayerCont
 
         return dot(gated(ACTIVATIONS[cfg.activation], dot(x, 0), dot(x, 1)), 2)
 
+    rows: jax.Array | None = None
     if here.on_mesh:
         assert here.ctx.mesh is not None
-        rows = jnp.arange(pairs, dtype=jnp.int32).reshape(found.experts.shape)
+        own, given = jnp.arange(pairs, dtype=jnp.int32).reshape(found.experts.shape), (matrices, keys)
         rest = tuple(here.placement("mlp", name).w for name in EXPERT_SITES)
-        y = over_mesh(run, spread(tokens, rows, pairs), found, (matrices, keys), rest, mesh=here.ctx.mesh, tile=tile)
+        y = over_mesh(run, spread(tokens, own, pairs), found, given, rest, mesh=here.ctx.mesh, tile=tile)
+        y = here.ctx.constrain(y, "batch", None)  # each device has its own tokens' pairs again
     else:
         rows = places(found.experts.reshape(-1), found.load.counts, tile).reshape(found.experts.shape)
         # [tokens, embed] -> [room, embed], sorted by expert, each from a new tile on
@@ -108,7 +110,7 @@ def over_mesh(
     arrays = (x, found.experts.reshape(-1), found.load.counts), matrices
     cut = (PartitionSpec(),) * 3, tuple(PartitionSpec(o, *c[1:]) for o, c in zip(outer, cuts, strict=True))
     made = on_mesh(local, ((), arrays, keys), ((), cut), PartitionSpec(axes), mesh=mesh)  # [devices, pairs, embed]
-    return jnp.sum(made, axis=0)
+    return lax.reduce(made, jnp.zeros((), made.dtype), lax.add, (0,))  # travels in its own dtype
 
 
 def _everywhere(x: jax.Array, here: LayerContext) -> jax.Array:

@@ -50,9 +50,15 @@ spread.defvjp(_spread_fwd, _spread_bwd)
 
 
 @jax.custom_vjp
-def combine(y: jax.Array, rows: jax.Array, weights: jax.Array) -> jax.Array:
-    """y [room, width] -> [tokens, width]: the sum over a token's experts, in their order, of weight times row."""
-    return _rounded(jnp.sum(y[rows].astype(jnp.float32) * weights[..., None], axis=1), y.dtype)
+def combine(y: jax.Array, rows: jax.Array | None, weights: jax.Array) -> jax.Array:
+    """y [room, width] -> [tokens, width]: the sum over a token's experts, in their order, of weight times row. Without
+    `rows` y has a token's one after the other."""
+    return _rounded(jnp.sum(_of_tokens(y, rows, weights) * weights[..., None], axis=1), y.dtype)
+
+
+def _of_tokens(y: jax.Array, rows: jax.Array | None, weights: jax.Array) -> jax.Array:
+    """float32 [tokens, k, width]."""
+    return (y.reshape(*weights.shape, -1) if rows is None else y[rows]).astype(jnp.float32)
 
 
 def _combine_fwd(y, rows, weights):
@@ -61,11 +67,15 @@ def _combine_fwd(y, rows, weights):
 
 def _combine_bwd(residuals, g):
     y, rows, weights = residuals
-    wide, pair = g.astype(jnp.float32), _pairs(rows, y.shape[0])
-    known, own = (pair < rows.size)[:, None], jnp.minimum(pair, rows.size - 1)
-    dy = wide[own // rows.shape[1]] * weights.reshape(-1)[own][:, None]  # [room, width]
-    dy = _rounded(jnp.where(known, dy, 0), y.dtype)
-    return dy, None, jnp.sum(wide[:, None] * y[rows].astype(jnp.float32), axis=-1)
+    wide = g.astype(jnp.float32)
+    if rows is None:
+        dy = (wide[:, None] * weights[..., None]).reshape(y.shape)
+    else:
+        pair = _pairs(rows, y.shape[0])
+        known, own = (pair < rows.size)[:, None], jnp.minimum(pair, rows.size - 1)
+        dy = wide[own // rows.shape[1]] * weights.reshape(-1)[own][:, None]  # [room, width]
+        dy = jnp.where(known, dy, 0)
+    return _rounded(dy, y.dtype), None, jnp.sum(wide[:, None] * _of_tokens(y, rows, weights), axis=-1)
 
 
 combine.defvjp(_combine_fwd, _combine_bwd)

@@ -1,0 +1,50 @@
+"""A step of a model with experts as compiled for eight H200. Oracle: the pairs that there are, counted by hand."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from halfbyte import bench, devices, models, ops, runs
+from halfbyte.bench.placement import EXPERTS
+from halfbyte.program import collectives, gemms, read
+from halfbyte.train import run_mesh
+
+pytestmark = [pytest.mark.slow, pytest.mark.cuda_compiler]
+MODEL = models.preset("qwen3-30b-a3b").replace(
+    name="small", layers=2, embed=128, mlp=256, vocab_size=512, heads=2, kv_heads=2, head_dim=64, experts=64
+)
+CONFIG = dataclasses.replace(
+    runs.run_config("qwen3-30b-a3b"), model=MODEL, recipe="bf16", data="synthetic", batch=8, seq=128, schedule_by="xla"
+)
+PAIRS, OWN = 8 * 128 * 8, 64 // 8
+
+
+@pytest.fixture(scope="module")
+def program():
+    h200 = devices.device("h200")
+    mesh = run_mesh(CONFIG, np.array(devices.topology(h200, hosts=1, per_host=8).devices))
+    with ops.compile_for(h200), devices.target_cudnn():
+        return read(bench.compile_step(CONFIG, mesh, seq=CONFIG.seq).as_text())
+
+
+def test_grouped_gemms_are_those_that_are_needed(program):
+    """In room for all pairs, of which a device's experts have an eighth on average: tiles without rows are skipped."""
+    found = [gemm for gemm in gemms(program) if gemm.kind == "mosaic"]
+    room = math.ceil((PAIRS + OWN * 127) / 128) * 128
+    needed = sum(bench.needed_flops(CONFIG)[path] for path in EXPERTS)
+    assert sum(gemm.flops for gemm in found) == needed * room // PAIRS
+    assert {gemm.right.dims[0] for gemm in found if len(gemm.right.dims) == 3} == {OWN}
+
+
+def test_no_array_is_rows_times_experts(program):
+    most = max(array.elements for found in program.instructions.values() for array in found.results)
+    assert most < PAIRS * OWN * min(MODEL.embed, MODEL.mlp)
+
+
+def test_results_of_experts_travel_in_bfloat16_to_their_tokens_device(program):
+    found = collectives(program, {"expert": 8})
+    rows = [each for each in found if any(array.elements == PAIRS * MODEL.embed for array in each.arrays)]
+    assert {each.dtypes for each in rows} == {("bf16",)}
+    assert {each.kind for each in rows if "transpose" not in each.instruction.op_name} == {"all-to-all"}
