@@ -41,7 +41,10 @@ def test_numbers_of_hopper_are_those_of_single_kernels():
     reached = {name: rate / found.device.peak[name] for name, rate in found.gemm.items()}
     assert reached == pytest.approx({"bf16": rates["bf16"], "fp8": rates["fp8"]}, abs=1e-3)
     assert found.memory / found.device.bandwidth == pytest.approx(rates["memory"], abs=1e-3)
-    assert pytest.approx(rates["bf16 with zeros"] / rates["bf16"], abs=2e-3) == ZEROS
+    over_zeros = {name: rates[f"{name} with zeros"] / rates[name] for name in ("bf16", "fp8")}
+    whole = {row["kernel"]: row["rate"] for row in rows if row["variant"] == "both" and row["shape"][-1] == 128}
+    over_zeros["attention"] = whole["attention zeros"] / whole["attention"]
+    assert pytest.approx(over_zeros, abs=4e-3) == ZEROS
     for row in (row for row in rows if (row["kernel"], row["variant"]) == ("attention", "forward")):
         seconds = found.attend(row["work"], backward=False, head_dim=row["shape"][-1])
         assert seconds == pytest.approx(row["seconds"], rel=2e-3)
@@ -56,7 +59,7 @@ def test_numbers_of_hopper_are_those_of_single_kernels():
     assert found.kernels == pytest.approx(statistics.harmonic_mean(passes), rel=2e-3)
 
 
-WHOLE = ["step_8b_whole_h200", "step_1b_h200", "plan_1b_h200", "plan_8b16_h200", "step_8b16_all_linear_loop_h200"]
+WHOLE = ["step_8b_whole_h200", "step_1b_h200", "plan_8b16_h200", "step_8b16_all_linear_loop_h200"]
 
 
 def config_of(name, recipe):
@@ -72,7 +75,7 @@ def test_steps_of_an_h200_that_nothing_was_fitted_to(name):
     for row in evidence(name)["rows"]:
         config = dataclasses.replace(config_of(name, row["recipe"]), mesh="fsdp=1")
         seconds = simulate(step(config, on), FITTED.rates(on.device), queued=False).seconds
-        assert 1e3 * seconds == pytest.approx(row["milliseconds"], rel=0.08)  # docs/plan.md: -7.5% to -0.2%
+        assert 1e3 * seconds == pytest.approx(row["milliseconds"], rel=0.08)  # docs/plan.md: -7.3% to -1.8%
 
 
 @pytest.mark.cuda_compiler

@@ -116,7 +116,7 @@ def test_passes_of_our_kernels_have_a_rate_of_their_own():
 
 def test_arithmetic_follows_the_clock_and_memory_does_not():
     gemm, attend = Event("gemm", "g", format="bf16", flops=3e12), Event("attention", "a", format="forward", flops=1e15)
-    faster = dataclasses.replace(RATES, clock=2.0)
+    faster = dataclasses.replace(RATES, gains={"bf16": 2.0, "attention": 2.0})
     for event, ratio in ((gemm, 2), (attend, 2), (Event("pass", "p", moved=3e12), 1)):
         slow, fast = (simulate([event], rates, queued=False).seconds for rates in (RATES, faster))
         assert slow == pytest.approx(ratio * fast)

@@ -55,7 +55,7 @@ class Outcome:
         """
         if is_blackwell(self.on.device):
             return None
-        alone = simulate(self.reading.events, replace(self.rates, clock=ZEROS), queued=False)
+        alone = simulate(self.reading.events, replace(self.rates, gains=ZEROS), queued=False)
         return alone.seconds - alone.exposed
 
     def tflops(self, seconds: float) -> float:

@@ -8,7 +8,7 @@ not.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from halfbyte.devices import Device
 from halfbyte.devices.table import NETWORK
@@ -30,7 +30,7 @@ NVLINK = {"h100": HOPPER, "h200": HOPPER, "b200": BLACKWELL, "gb200": BLACKWELL,
 # exponentials for each FLOP. Measured on an H200 (docs/evidence/plan_rates_h200.json); for Blackwell vendor
 # figures that nobody here has measured, one for both.
 ATTENTION = {
-    "h": {64: (405e12, 344e12), 128: (539e12, 463e12)},
+    "h": {64: (409e12, 347e12), 128: (547e12, 485e12)},
     "b2": dict.fromkeys((64, 128), (1500e12, 1100e12)),
     "b3": dict.fromkeys((64, 128), (1750e12, 1250e12)),
 }
@@ -48,12 +48,13 @@ class Rates:
     """Bytes/s of a pass that the compiler makes."""
     kernels: float
     """Bytes/s of a pass of our own kernels."""
-    clock: float = 1.0
-    """How much faster than these figures arithmetic runs, where nothing holds back the card's clock."""
+    gains: Mapping[str, float] = field(default_factory=dict)
+    """How much faster than these figures GEMMs of a format, or attention, run where nothing holds the clock back."""
 
     def multiply(self, flops: float, moved: float, format: str) -> float:
         """Seconds of one GEMM."""
-        return max(flops / self.clock / self.gemm.get(format, self.gemm["bf16"]), moved / self.memory, LAUNCH)
+        rate = self.gains.get(format, 1.0) * self.gemm.get(format, self.gemm["bf16"])
+        return max(flops / rate, moved / self.memory, LAUNCH)
 
     def move(self, moved: float, *, ours: bool = False) -> float:
         """Seconds of one pass over memory."""
@@ -63,7 +64,8 @@ class Rates:
         """Seconds of one call of fused attention."""
         name = self.device.name.removeprefix("g")
         known = next(rates for start, rates in ATTENTION.items() if name.startswith(start))
-        return max(flops / self.clock / known[64 if head_dim <= 64 else 128][backward], LAUNCH)
+        rate = self.gains.get("attention", 1.0) * known[64 if head_dim <= 64 else 128][backward]
+        return max(flops / rate, LAUNCH)
 
     def send(self, kind: str, whole: float, inner: int, outer: int) -> tuple[float, str]:
         """(seconds, link) of one collective of `whole` bytes between `inner` devices in each of `outer` racks."""
