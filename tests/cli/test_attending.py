@@ -11,20 +11,24 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from halfbyte.cli.attending import SILENCE_S
 
 STUCK = """if True:
-    import ctypes, os, sys, threading
+    import contextlib, ctypes, os, sys, threading
     from halfbyte.cli import main, recipes
+    from halfbyte.ranks import Signals
 
     def stuck(args):
         c, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
         c.pthread_mutex_lock(mutex)
         free = lambda: (os.read(int(sys.argv[1]), 1), c.pthread_mutex_unlock(mutex))
         threading.Thread(target=free, daemon=True).start()
-        print("begun", flush=True)
-        c.pthread_mutex_lock(mutex)
-        print("ended", flush=True)
+        with Signals(print) if sys.argv[2] == "stops by itself" else contextlib.nullcontext():
+            print("begun", flush=True)
+            c.pthread_mutex_lock(mutex)
+            print("ended", flush=True)
 
     recipes.run = stuck
     sys.exit(main.main(["recipes"]))
@@ -35,10 +39,13 @@ LIMIT_S = 300  # to begin, to speak and to answer, on the slowest machine
 class Terminal:
     """A command that is stuck in a terminal, what it has shown there, and what frees it."""
 
-    def __init__(self):
+    def __init__(self, way):
         self.ours, theirs = pty.openpty()
         waiting, self.free = os.pipe()
-        words, ends = [sys.executable, "-c", STUCK, str(waiting)], dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+        words, ends = (
+            [sys.executable, "-c", STUCK, str(waiting), way],
+            dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
+        )
         self.process = subprocess.Popen(words, **ends, pass_fds=[waiting])
         self.shown, self.limit = b"", time.monotonic() + LIMIT_S
         os.close(theirs)
@@ -57,14 +64,18 @@ class Terminal:
         os.close(self.free)
 
 
-def test_neither_silence_nor_a_ctrl_c_without_an_answer():
+@pytest.mark.parametrize(
+    ("way", "end", "code"), [("is interrupted", b"was interrupted", 1), ("stops by itself", b"ended", 0)]
+)
+def test_neither_silence_nor_a_ctrl_c_without_an_answer(way, end, code):
+    """Of commands that Ctrl-C interrupts, and of those, as `train`, that end the step in progress."""
     assert SILENCE_S < 5
-    with contextlib.closing(Terminal()) as terminal:
+    with contextlib.closing(Terminal(way)) as terminal:
         terminal.until(b"begun")
         terminal.until(b"working (cli/")
         terminal.process.send_signal(signal.SIGINT)
         terminal.until(b"Ctrl-C: stopping")
         os.write(terminal.free, b".")
-        terminal.until(b"was interrupted")
-        assert terminal.process.wait(LIMIT_S) == 1
-        assert b"ended" not in terminal.shown
+        terminal.until(end)
+        assert terminal.process.wait(LIMIT_S) == code
+        assert (b"ended" in terminal.shown) == (code == 0)

@@ -10,7 +10,7 @@ import dataclasses
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -38,6 +38,8 @@ class Prepare:
     """Files to validate on instead of --val-fraction."""
     workers: int | None = None
     """Processes; without it one a core, or one alone for small input."""
+    engine: Literal["processes", "ray"] = "processes"
+    """ray: on the Ray cluster that RAY_ADDRESS names, or that runs here, a worker a CPU; extra `ray`."""
     part: str = ""
     """I/N: tokenize every N-th file into OUT.parts, for the same command without --part to pack; array jobs."""
     overwrite: bool = False
@@ -112,6 +114,7 @@ def run_prepare(args: Prepare) -> Result:
         "val_fraction": args.val_fraction,
         "validation": args.validation,
         "workers": args.workers,
+        "engine": args.engine,
         "default_source": args.source,
         "eos": args.eos,
         "bos": args.bos,

@@ -12,59 +12,79 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from halfbyte.data.files import Chunk
+from halfbyte.data.on_ray import RayPool
 
+ENGINES = ("processes", "ray")
 SMALL_INPUT = 8 << 20  # below this, starting processes costs more than they save
 
 Runner = Callable[[Callable[[Chunk], Any], Iterable[Chunk]], Iterator[tuple[Chunk, Any]]]
 
 
 class ChunkRunner:
-    """Gives a function that maps over chunks in order, in this process or in several."""
+    """Gives a function that maps over chunks in order: in this process, in several, or on a Ray cluster."""
 
-    def __init__(self, workers: int | None, total_bytes: int):
-        auto = 1 if total_bytes < SMALL_INPUT else _cores()
-        self.workers = workers or auto
-        self._executor: concurrent.futures.ProcessPoolExecutor | None = None
+    def __init__(self, workers: int | None, total_bytes: int, *, engine: str = "processes"):
+        if engine not in ENGINES:
+            raise ValueError(f"engine {engine!r}: one of {', '.join(ENGINES)}")
+        if engine == "ray" and workers is not None:
+            raise ValueError(f"workers {workers} with engine ray: the cluster has its own number of them; leave it out")
+        self._engine = engine
+        self._here = workers or (1 if total_bytes < SMALL_INPUT else _cores())
+        self._pool: RayPool | ProcessPool | None = None
 
     def __enter__(self) -> Runner:
-        if self.workers == 1:
+        if self._engine == "processes" and self._here == 1:
             return lambda function, items: ((item, function(item)) for item in items)
-        context = multiprocessing.get_context("spawn")
-        self._executor = concurrent.futures.ProcessPoolExecutor(self.workers, context, initializer=_begin_worker)
+        self._pool = RayPool() if self._engine == "ray" else ProcessPool(self._here)
         return self._run
 
     def __exit__(self, *_: object) -> None:
-        if self._executor is not None:
-            self._executor.shutdown(cancel_futures=True)
+        if self._pool is not None:
+            self._pool.close()
 
     def _run(self, function: Callable[[Chunk], Any], items: Iterable[Chunk]) -> Iterator[tuple[Chunk, Any]]:
-        assert self._executor is not None
-        waiting: collections.deque[tuple[Chunk, concurrent.futures.Future]] = collections.deque()
-        remaining = iter(items)
+        assert self._pool is not None
+        waiting: collections.deque[tuple[Chunk, Any]] = collections.deque()
+        remaining, submit = iter(items), self._pool.submitter(function)
         while True:
-            for item in itertools.islice(remaining, 3 * self.workers - len(waiting)):
-                waiting.append((item, self._executor.submit(function, item)))
+            for item in itertools.islice(remaining, 3 * self._pool.workers - len(waiting)):
+                waiting.append((item, submit(item)))
             if not waiting:
                 return
-            item, future = waiting.popleft()
-            yield item, _result(future)
+            item, task = waiting.popleft()
+            yield item, self._pool.result(task)
+
+
+class ProcessPool:
+    """Processes of this machine."""
+
+    def __init__(self, workers: int):
+        self.workers, context = workers, multiprocessing.get_context("spawn")
+        self._executor = concurrent.futures.ProcessPoolExecutor(workers, context, initializer=_begin_worker)
+
+    def submitter(self, function: Callable[[Chunk], Any]) -> Callable[[Chunk], Any]:
+        """Begins the function of a chunk."""
+        return lambda chunk: self._executor.submit(function, chunk)
+
+    def result(self, task: concurrent.futures.Future) -> Any:
+        """The worker's result; its ValueError as one raised here, so that it counts as bad input and not as a
+        failure."""
+        try:
+            return task.result()
+        except ValueError as error:
+            raise ValueError(str(error)) from error
+        except concurrent.futures.process.BrokenProcessPool:
+            raise OSError(
+                errno.ENOMEM, "a worker process was ended from outside, most likely for memory; try fewer --workers"
+            ) from None
+
+    def close(self) -> None:
+        self._executor.shutdown(cancel_futures=True)
 
 
 def _cores() -> int:
     """Cores this process may use; where the system does not say (macOS), all of them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _result(future: concurrent.futures.Future) -> Any:
-    """The worker's result; its ValueError as one raised here, so that it counts as bad input and not as a failure."""
-    try:
-        return future.result()
-    except ValueError as error:
-        raise ValueError(str(error)) from error
-    except concurrent.futures.process.BrokenProcessPool:
-        raise OSError(
-            errno.ENOMEM, "a worker process was ended from outside, most likely for memory; try fewer --workers"
-        ) from None
 
 
 def _begin_worker() -> None:

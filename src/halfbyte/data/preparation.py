@@ -51,13 +51,15 @@ def prepare(
     out: str | Path,
     seq_len: int = 2048,
     workers: int | None = None,
+    engine: str = "processes",
     overwrite: bool = False,
     shard_bytes: int = SHARD_BYTES,
     bpe_bytes: int = BPE_BYTES,
     progress: bool = False,
     **reading: Unpack[asking.Reading],
 ) -> Prepared:
-    """A data set in `out`, made from files of text or tables, directories and globs; the same bytes for any `workers`.
+    """A data set in `out`, made from files of text or tables, directories and globs; the same bytes for any `workers`
+    and either `engine`.
 
     `tokenizer` is a path of a `tokenizer.json`, 'bpe:N' (trained on the training documents, on a sample of about
     `bpe_bytes` when there are more) or 'bytes'. Validation is `val_fraction` of the documents, or exactly the files
@@ -80,7 +82,7 @@ def prepare(
     _check_apart(request)
     if (existing := _existing(out, request, overwrite=overwrite, progress=progress)) is not None:
         return Prepared(out, existing, False, time.monotonic() - begun)
-    with Staging(out) as staging, ChunkRunner(workers, asked.size) as run:
+    with Staging(out) as staging, ChunkRunner(workers, asked.size, engine=engine) as run:
         job = _Job(run, asked.parts, asked.settings, progress)
         rule = job.split_rule(inputs, always=given is None)
         made = given or job.train_tokenizer(inputs, rule, bpe_size(str(tokenizer)) or 0, bpe_bytes)
@@ -97,6 +99,7 @@ def prepare_part(
     tokenizer: str | Path,
     out: str | Path,
     workers: int | None = None,
+    engine: str = "processes",
     progress: bool = False,
     **reading: Unpack[asking.Reading],
 ) -> bool:
@@ -107,7 +110,7 @@ def prepare_part(
     asked = asking.asked(files, tokenizer, out, reading)
     if asked.tokenizer is None:
         raise ValueError(f"--part with --tokenizer {tokenizer}: it is trained on all files; name a tokenizer.json")
-    with ChunkRunner(workers, asked.size // part[1]) as run:
+    with ChunkRunner(workers, asked.size // part[1], engine=engine) as run:
         job = _Job(run, asked.parts, asked.settings, progress)
         return job.make_part(part, asked.inputs, asked.held_out, asked.tokenizer)
 

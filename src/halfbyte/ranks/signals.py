@@ -2,6 +2,7 @@
 compiler or a collective and Python's own handlers cannot run. A second SIGINT interrupts at once.
 """
 
+import contextlib
 import os
 import signal
 import threading
@@ -39,6 +40,8 @@ class Signals:
 
     def _listen(self, reading: int) -> None:
         while content := os.read(reading, 64):
+            with contextlib.suppress(OSError):  # whoever listened before, if anybody, answers a person at a terminal
+                os.write(self._old_fd, content)
             for number in content:
                 if number in WATCHED:
                     self.on_signal(signal.Signals(number).name)
