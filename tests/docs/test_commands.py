@@ -42,7 +42,7 @@ ALL = sorted({(page.relative_to(ROOT).as_posix(), line) for page in PAGES for li
 
 def meant(words):
     """Placeholders in capitals as something that fits: a run of ours, a number, one of several."""
-    values = {"MODEL": "demo", "K": "1", "N": "1", "RECIPE": "nvfp4"}
+    values = {"MODEL": "demo", "RUN": "demo", "K": "1", "N": "1", "RECIPE": "nvfp4"}
     return [values.get(word, word.partition("|")[0] if re.fullmatch(r"[a-z-]+(\|[a-z-]+)+", word) else word)
             for word in words]  # fmt: skip
 
@@ -71,7 +71,7 @@ def understood(name, words):
     if name == "launch":
         name, words = "train", list(parse_launch(words).command[1:])
     if name == "train":
-        words = ["demo" if word == "RUN" else word for word in words]
+        words = ["runs/mine" if "://" in word else word for word in words]  # a store is fetched from
         if "--init-from" in words:  # reads the folder that is named; its flags are those of train
             at = words.index("--init-from")
             words = [*words[:at], *words[at + 2 :]]
