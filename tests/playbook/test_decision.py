@@ -31,6 +31,7 @@ def shown(records, folder):
 def test_a_healthy_recipe_is_switched_to_with_its_error_rate(healthy, tmp_path):
     decision, page = shown(planted.records(tmp_path, found=healthy), tmp_path)
     assert decision.word == SWITCH and "nvfp4" in decision.sentence and "5%" in decision.sentence
+    assert "tokens a parameter" in decision.sentence and "far too few" in decision.sentence  # 15,360 tokens
     assert "1.40x" in decision.speed
     assert page.index("SWITCH to nvfp4") < page.index("Point by point") < page.index("What was not tried")
 

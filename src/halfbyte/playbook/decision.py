@@ -14,14 +14,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from halfbyte.parity.analysis import body_size
 from halfbyte.parity.arms import BASELINE, CANDIDATE
 from halfbyte.parity.margin import parse_margin
+from halfbyte.parity.plan import plan_from_json
 from halfbyte.parity.statistics import ALPHA, FEWEST_SEEDS, Interval, seeds_needed
 
 from .budget import study_seconds
 from .records import Records
 
 SWITCH, DO_NOT, CANNOT_TELL = "SWITCH", "DO NOT SWITCH", "CANNOT TELL"
+REAL = 5.0  # tokens a parameter, below which gaps of real runs have hardly begun to show (docs/parity.md)
 STALLED = 0.1  # of a step's time, waiting for data: beyond it a step time is not the recipe's
 Data = Mapping[str, Any]
 
@@ -66,7 +69,7 @@ def decide(records: Records) -> Decision:
             what = f"{best} is as good as {base} and no faster here ({ratio[best]:.2f}x its tokens a second)"
             return Decision(DO_NOT, f"{DO_NOT}: {what}. {error_rate(study)}", because, speed)
         where = f"its loss is within ±{study['plan']['margin']} of {base}'s: {found[best]['verdict']['reason']}"
-        return Decision(SWITCH, f"{SWITCH} to {best}: {where}. {error_rate(study)}", because, speed)
+        return Decision(SWITCH, f"{SWITCH} to {best}: {where}. {error_rate(study)} {reaches(study)}", because, speed)
     if all(word == "FAIL" for word in words.values()):
         what = "; ".join(f"{name}: {why(arm)}" for name, arm in found.items())
         return Decision(DO_NOT, f"{DO_NOT}, stay with {base}. {what}. {fail_rate(study, found)}", because, speed)
@@ -101,6 +104,14 @@ def error_rate(study: Data) -> str:
         f"A recipe that really is {study['plan']['margin']} off would get this answer in at most {100 * ALPHA:g}% of "
         f"such studies ({many} candidate{'s' * (many > 1)}, {len(study['plan']['seeds'])} seeds)."
     )
+
+
+def reaches(study: Data) -> str:
+    """What the answer is about."""
+    size = body_size(plan_from_json(study["plan"], "the study's plan").base.model)
+    each = study["arms"][0]["curves"][0]["tokens"][-1] / size
+    far = " That is far too few to speak for a real run: ask again at its length." if each < REAL else ""
+    return f"It holds for {size / 1e6:,.1f}M parameters (without embeddings) and {each:.2g} tokens a parameter.{far}"
 
 
 def fail_rate(study: Data, found: Mapping[str, Data]) -> str:

@@ -46,7 +46,7 @@ def title(records: Records) -> str:
 def commands(records: Records) -> list[tuple[str, str, str]]:
     """(section, the command that made it, what it took)."""
     found = ((stage, records.get(stage)) for stage in STAGES)
-    return [(TITLES[stage], r["command"], f"{r['seconds']:.0f} s") for stage, r in found if r is not None]
+    return [(TITLES[stage], r["command"], f"{r['seconds']:.0f} s") for stage, r in found if r and "data" in r]
 
 
 def as_json(records: Records, decision: Decision, table: list[Point]) -> dict[str, Any]:
