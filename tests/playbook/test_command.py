@@ -18,7 +18,7 @@ import defects
 import planted
 
 from halfbyte.bench import Measured
-from halfbyte.cli import bench, inspect, stages
+from halfbyte.cli import bench, doctor, inspect, stages
 from halfbyte.cli.main import main
 from halfbyte.cli.result import Result
 from halfbyte.optim import OptimizerConfig
@@ -27,10 +27,22 @@ from halfbyte.playbook import STAGES, Records
 from halfbyte.train import CheckpointConfig, jsonconfig, loop
 
 # What was asked for by number is run, whatever the budget; nothing else fits.
-FLAGS = ("--candidates", "nvfp4", "--no-controls", "--seeds", "1", "--steps", "6", "--budget", "1s")
+FLAGS = (
+    "--baseline",
+    "bf16",
+    "--candidates",
+    "nvfp4",
+    "--no-controls",
+    "--seeds",
+    "1",
+    "--steps",
+    "6",
+    "--budget",
+    "1s",
+)
 NOISE = {"wanted": 12.0, "policy": "mlp", "step": 20, "batches": 1, "operands": [],
          "gemms": [{"layer": 0, "site": "mlp/down", "gemm": "wgrad", "snr_db": 13.6}]}  # fmt: skip
-"""What `inspect` gives. It and `bench` compile for a minute each, and have tests of their own."""
+"""What `inspect` gives. It, `bench` and `doctor` compile for long, and have tests of their own."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -95,6 +107,7 @@ def stopped_everywhere(config_file, tmp_path_factory):
         always.setattr(stages, "BEFORE", 1e9)  # of a second
         always.setattr(inspect, "run", lambda args: Result(NOISE))
         always.setattr(bench, "run", measured)
+        always.setattr(doctor, "run", lambda args: Result({"passed": True, "checks": []}))
         for stage in STAGES:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setitem(stages.RUN, stage, interrupted)
@@ -120,7 +133,7 @@ def test_stopped_at_every_stage_it_goes_on_and_gives_one_page(stopped_everywhere
     for flags in ((), ("--report",)):  # nothing is left to do
         assert playbook(config_file, out, *flags) == 0
         assert kept(out) == before and {name: (out / name).read_bytes() for name in pages} == pages
-    assert {path.name for path in (out / "study" / "arms").iterdir()} == {"fp8", "nvfp4"}
+    assert {path.name for path in (out / "study" / "arms").iterdir()} == {"bf16", "nvfp4"}
     found = json.loads((out / "playbook.json").read_text())
     assert found["decision"]["word"] == "DO NOT SWITCH"
     assert "radar" in found["decision"]["sentence"] and "wgrad" in found["decision"]["sentence"]
