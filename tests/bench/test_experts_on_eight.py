@@ -47,4 +47,4 @@ def test_results_of_experts_travel_in_bfloat16_to_their_tokens_device(program):
     found = collectives(program, {"expert": 8})
     rows = [each for each in found if any(array.elements == PAIRS * MODEL.embed for array in each.arrays)]
     assert {each.dtypes for each in rows} == {("bf16",)}
-    assert {each.kind for each in rows if "transpose" not in each.instruction.op_name} == {"all-to-all"}
+    assert {each.kind for each in rows if "transpose" not in each.instruction.op_name} == {"reduce-scatter"}

@@ -29,7 +29,7 @@ from halfbyte.ops.dispatch import combine, fork, gated, spread
 from halfbyte.ops.shards import Cut, axes_of, cut_of, on_mesh
 from halfbyte.ops.tiles import Tiles, buffer_rows, check_tiles, grouped_tiles, places, through_tiles, tile_rows
 from halfbyte.recipe import Recipe
-from halfbyte.sharding.mesh import EXPERT
+from halfbyte.sharding.mesh import EVERY, EXPERT
 
 Matrices = tuple[jax.Array, ...]
 Keys = Sequence[jax.Array | None]
@@ -89,6 +89,7 @@ def over_mesh(
     tensor, are exchanged for whole ones.
     """
     axes = tuple(sorted((axis for axis, size in mesh.shape.items() if size > 1), key=lambda axis: axis != EXPERT))
+    order = tuple(axis for axis in EVERY if axis in axes)  # as tokens are cut
     own = found.load.counts.shape[0] // mesh.size
 
     def local(_: Any, arrays: tuple[Any, ...], keys: Keys) -> jax.Array:
@@ -97,7 +98,9 @@ def over_mesh(
         known = (chosen >= first) & (chosen < first + own)
         counts = lax.dynamic_slice_in_dim(counts, first, own)
         mine = jnp.where(known, chosen - first, own)
-        return through_tiles(x, mine, counts, tile, lambda rows, tiles: run(rows, weights, keys, tiles, first))[None]
+        y = through_tiles(x, mine, counts, tile, lambda rows, tiles: run(rows, weights, keys, tiles, first))
+        filled = jnp.pad(y, ((0, -x.shape[0] % mesh.size), (0, 0)))
+        return lax.psum_scatter(filled, order, scatter_dimension=0, tiled=True)
 
     def whole(w: jax.Array, cut: Cut) -> jax.Array:
         for axis, dim in ((axis, dim) for axis in axes for dim in (1, 2) if axis in cut[dim]):
@@ -109,8 +112,7 @@ def over_mesh(
     outer = [tuple(axis for axis in axes if axis not in axes_of(cut[1:])) for cut in cuts]
     arrays = (x, found.experts.reshape(-1), found.load.counts), matrices
     cut = (PartitionSpec(),) * 3, tuple(PartitionSpec(o, *c[1:]) for o, c in zip(outer, cuts, strict=True))
-    made = on_mesh(local, ((), arrays, keys), ((), cut), PartitionSpec(axes), mesh=mesh)  # [devices, pairs, embed]
-    return lax.reduce(made, jnp.zeros((), made.dtype), lax.add, (0,))  # travels in its own dtype
+    return on_mesh(local, ((), arrays, keys), ((), cut), PartitionSpec(order), mesh=mesh)[: x.shape[0]]
 
 
 def _everywhere(x: jax.Array, here: LayerContext) -> jax.Array:
