@@ -31,8 +31,12 @@ def shown(records, folder):
 def test_a_healthy_recipe_is_switched_to_with_its_error_rate(healthy, tmp_path):
     decision, page = shown(planted.records(tmp_path, found=healthy), tmp_path)
     assert decision.word == SWITCH and "nvfp4" in decision.sentence and "5%" in decision.sentence
-    assert "tokens a parameter" in decision.sentence and "far too few" in decision.sentence  # 15,360 tokens
-    assert "1.40x" in decision.speed
+    before, _, after = decision.sentence.partition(
+        ": "
+    )  # 15,360 tokens: that is said before anything else, not in green
+    assert "tokens a parameter" in before and "far too few" in before and "Of 2 that pass" in after
+    assert decision.small and 'class="verdict "' in page
+    assert "1.40x (1.00x in training)" in decision.speed
     assert page.index("SWITCH to nvfp4") < page.index("Point by point") < page.index("What was not tried")
 
 
@@ -58,7 +62,17 @@ def test_losses_beyond_the_margin_are_not_switched_to(tmp_path):
 def test_one_good_candidate_is_enough(tmp_path):
     gaps = {**planted.HEALTHY, "nvfp4_no_rht": 0.12}
     decision = decide(planted.records(tmp_path, found=planted.study(tmp_path / "study", gaps=gaps)))
-    assert decision.sentence.startswith("SWITCH to nvfp4:")
+    assert decision.sentence.startswith("SWITCH to nvfp4,") and "that pass" not in decision.sentence
+
+
+def test_runs_of_a_real_length_are_switched_to_without_reserve(healthy, tmp_path):
+    found = copy.deepcopy(healthy)
+    for arm in found["arms"]:
+        for curve in arm["curves"]:
+            curve["tokens"] = [1_000_000 * count for count in curve["tokens"]]
+    decision, page = shown(planted.records(tmp_path, found=found), tmp_path)
+    assert decision.sentence.startswith("SWITCH to nvfp4:") and "far too few" not in decision.sentence
+    assert not decision.small and 'class="verdict good"' in page
 
 
 @pytest.mark.parametrize("seeds", [0, 1])

@@ -32,13 +32,14 @@ Data = Mapping[str, Any]
 @dataclass(frozen=True)
 class Decision:
     """`sentence` begins with `word`; `because`: what it rests on; `speed`: what the measured speed is worth; `takes`:
-    what it would take to tell, where that is open."""
+    what it would take to tell, where that is open; `small`: it speaks for no real run."""
 
     word: str
     sentence: str
     because: tuple[str, ...]
     speed: str
     takes: str = ""
+    small: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -68,8 +69,7 @@ def decide(records: Records) -> Decision:
         if ratio is not None and ratio.get(best, math.inf) <= 1:
             what = f"{best} is as good as {base} and no faster here ({ratio[best]:.2f}x its tokens a second)"
             return Decision(DO_NOT, f"{DO_NOT}: {what}. {error_rate(study)}", because, speed)
-        where = f"its loss is within ±{study['plan']['margin']} of {base}'s: {found[best]['verdict']['reason']}"
-        return Decision(SWITCH, f"{SWITCH} to {best}: {where}. {error_rate(study)} {reaches(study)}", because, speed)
+        return Decision(SWITCH, switch(study, found, good, best, base), because, speed, small=tokens_each(study) < REAL)
     if all(word == "FAIL" for word in words.values()):
         what = "; ".join(f"{name}: {why(arm)}" for name, arm in found.items())
         return Decision(DO_NOT, f"{DO_NOT}, stay with {base}. {what}. {fail_rate(study, found)}", because, speed)
@@ -95,7 +95,10 @@ def reasons(name: str, arm: Data) -> list[str]:
     if found:
         return [*lines, *(f"{name}: RADAR ALARM, {text}" for text in found[:3])]
     probed = sum(len(probe["gemms"]) for probe in arm["radar"])
-    return [*lines, f"{name}: radar, {probed} GEMMs, no alarm" if probed else f"{name}: no radar was run"]
+    radar = f"radar, {probed} GEMMs beside what the recipe gives, no alarm" if probed else "no radar was run"
+    more = (arm["token_overhead"] or {"mean": None})["mean"]
+    cost = "" if more is None else f"; the baseline's last loss took it {more:+.1f}% tokens"
+    return [lines[0] + cost, f"{name}: {radar}"]
 
 
 def error_rate(study: Data) -> str:
@@ -106,12 +109,25 @@ def error_rate(study: Data) -> str:
     )
 
 
-def reaches(study: Data) -> str:
-    """What the answer is about."""
-    size = body_size(plan_from_json(study["plan"], "the study's plan").base.model)
-    each = study["arms"][0]["curves"][0]["tokens"][-1] / size
-    far = " That is far too few to speak for a real run: ask again at its length." if each < REAL else ""
-    return f"It holds for {size / 1e6:,.1f}M parameters (without embeddings) and {each:.2g} tokens a parameter.{far}"
+def switch(study: Data, found: Mapping[str, Data], good: Sequence[str], best: str, base: str) -> str:
+    """The sentence; what it is about comes first where that is no real run."""
+    each, size = tokens_each(study), parameters(study)
+    of = f"{size / 1e6:,.1f}M parameters (without embeddings) and {each:.2g} tokens a parameter"
+    first = f", for runs of this size alone ({of}, far too few to speak for a real one)" if each < REAL else ""
+    where = f"its loss is within ±{study['plan']['margin']} of {base}'s: {found[best]['verdict']['reason']}"
+    rest = "" if each < REAL else f" It holds for {of}."
+    chosen = f" Of {len(good)} that pass it is the one whose interval ends lowest." if len(good) > 1 else ""
+    return f"{SWITCH} to {best}{first}: {where}.{chosen} {error_rate(study)}{rest}"
+
+
+def parameters(study: Data) -> int:
+    """Without embeddings."""
+    return body_size(plan_from_json(study["plan"], "the study's plan").base.model)
+
+
+def tokens_each(study: Data) -> float:
+    """Tokens a parameter that the study's runs have seen."""
+    return study["arms"][0]["curves"][0]["tokens"][-1] / parameters(study)
 
 
 def fail_rate(study: Data, found: Mapping[str, Data]) -> str:
@@ -139,7 +155,13 @@ def speed_of(records: Records) -> tuple[str, dict[str, float] | None]:
     if not rates or measured is None or measured["baseline"] not in rates:
         return "The speed was not measured.", None
     ratio = {name: rate / rates[measured["baseline"]] for name, rate in rates.items() if name != measured["baseline"]}
-    told = ", ".join(f"{name} {value:.2f}x" for name, value in ratio.items())
+    steps = {run["arm"]: run["speed"]["step_time_s"] for run in compared["runs"]} if compared else {}
+    first = steps.get(measured["baseline"])
+    trained = {name: first / own for name, own in steps.items() if own and first}
+    told = ", ".join(
+        f"{name} {value:.2f}x" + (f" ({trained[name]:.2f}x in training)" if name in trained else "")
+        for name, value in ratio.items()
+    )
     if any("emulated" in how for how in executions(records).values()):
         return (
             f"The speed of this machine says nothing about 4-bit units, which it has not: {told} of the baseline's "

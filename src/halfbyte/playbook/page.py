@@ -84,7 +84,7 @@ def sections(records: Records, decision: Decision, table: list[Point]) -> list[s
 
 
 def head(decision: Decision) -> str:
-    kind = {SWITCH: "good", DO_NOT: "bad"}.get(decision.word, "")
+    kind = "" if decision.small else {SWITCH: "good", DO_NOT: "bad"}.get(decision.word, "")
     lines = "".join(page.paragraph(line) for line in (*decision.because, decision.speed))
     return f'<div class="verdict {kind}"><strong>{page.page.text(decision.sentence)}</strong>{lines}</div>'
 
