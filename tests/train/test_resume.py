@@ -5,6 +5,7 @@ Oracle: the run that nobody interrupted. Processes are really killed (-9) and re
 
 import itertools
 import json
+import re
 import shutil
 import signal
 import sys
@@ -106,9 +107,10 @@ def test_killed_told_to_stop_and_damaged_in_a_store(whole, machines):
     assert (run / "damaged" / str(STEPS)).is_dir()
 
 
-def copied(server, number):
-    """Whether anything of the checkpoint of that number is in the store."""
-    return any(f"/checkpoints/{EVERY * number}/" in name for name in list(server.objects))
+def copied(server, count):
+    """Whether something of so many checkpoints is in the store; a quick run is ahead of it, and some are left out."""
+    found = (re.search(r"/checkpoints/(\d+)/", name) for name in list(server.objects))
+    return len({match[1] for match in found if match}) >= count
 
 
 def as_if_never_stopped(runner, run, reference):
