@@ -4,16 +4,16 @@ import importlib.util
 import sys
 from pathlib import Path
 
+from halfbyte.parity.analysis import analyse
+from halfbyte.parity.arms import standard_arms
+from halfbyte.parity.margin import Margin
+from halfbyte.parity.plan import Plan
+from halfbyte.playbook import Records
+
 SPEC = importlib.util.spec_from_file_location("parity_fakes", Path(__file__).parents[1] / "parity" / "fakes.py")
 fakes = importlib.util.module_from_spec(SPEC)
 sys.modules[SPEC.name] = fakes
 SPEC.loader.exec_module(fakes)
-
-from halfbyte.parity.analysis import analyse  # noqa: E402
-from halfbyte.parity.arms import standard_arms  # noqa: E402
-from halfbyte.parity.margin import Margin  # noqa: E402
-from halfbyte.parity.plan import Plan  # noqa: E402
-from halfbyte.playbook import Records  # noqa: E402
 
 ARMS = ("fp8", "nvfp4", "nvfp4_no_rht")
 HEALTHY = {"fp8": 0.0, "nvfp4": 0.004, "nvfp4_no_rht": 0.005, "fp8-twin": 0.0, "control-fp4_one_scale": 0.4}

@@ -34,8 +34,9 @@ class Bucket:
             raise ValueError(f"--run-dir {url}: a store is s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, or a local path")
         self.url, (kind, bucket, prefix) = url.rstrip("/"), found.groups()
         path = prefix.strip("/") + "/" if prefix.strip("/") else ""
-        spec: dict[str, Any] = {"driver": {"s3": "s3", "gs": "gcs"}[kind], "bucket": bucket, "path": path}
-        spec["context"] = {f"{'s3' if kind == 's3' else 'gcs'}_request_retries": _RETRIES}
+        driver = {"s3": "s3", "gs": "gcs"}[kind]
+        spec: dict[str, Any] = {"driver": driver, "bucket": bucket, "path": path}
+        spec["context"] = {f"{driver}_request_retries": _RETRIES}
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
         if kind == "s3" and endpoint:
             region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
@@ -45,12 +46,7 @@ class Bucket:
     def _asked(self, ask: Callable[[], Any]) -> Any:
         try:
             return ask().result(timeout=ANSWER)
-        except (
-            ValueError,
-            OSError,
-            RuntimeError,
-            TimeoutError,
-        ) as error:  # TensorStore's words for all that may happen
+        except (ValueError, OSError, RuntimeError) as error:  # TensorStore's words for all that may happen
             raise StoreFailed(f"{self.url} does not answer as a store does: {one_line(error)[:300]}") from error
 
     def read(self, name: str) -> tuple[bytes | None, bytes]:

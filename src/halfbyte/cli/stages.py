@@ -206,13 +206,13 @@ def plan(work: Work) -> Found:
     from halfbyte.playbook import FEWEST_STEPS, could_tell, seconds_of, size_of
     from halfbyte.playbook.budget import RESERVE, costs_of
 
-    records = {name: work.records.data(name) for name in ("bench", "trace")}
-    if None in records.values() or any(row["milliseconds"] is None for row in records["bench"]["rows"]):  # type: ignore[index]
+    measurements, short = work.records.data("bench"), work.records.data("trace")
+    if measurements is None or short is None or any(row["milliseconds"] is None for row in measurements["rows"]):
         raise Missing("its size follows from the steps that were measured, and bench or the short run has none")
     measured = {arm.name: arm.name for arm in work.arms()}
     like = {arm.name: measured.get(arm.name, work.arms()[0].name)
             for arm in standard_arms(work.args.baseline, work.candidates())}  # fmt: skip
-    costs, before = costs_of(records, like), work.records.seconds()
+    costs, before = costs_of({"bench": measurements, "trace": short}, like), work.records.seconds()
     hosts = int(work.args.host.partition("/")[2] or 1)
     left = hosts * ((1 - RESERVE) * seconds_of(work.args.budget) - before)
     steps = steps_of(work.args, work.args.model, work.base)
@@ -231,10 +231,9 @@ def study_command(work: Work, seeds: int, steps: int, **changes: Any) -> tuple[s
     """`halfbyte parity` of this size."""
     from halfbyte.cli.parity import Args
 
-    same = {**work.shared(), "seeds": seeds, "steps": steps, "tokens": 0, "out": str(work.out / "study")}
-    same |= {"radar_on": "candidates", "report": False, **changes}
-    args = Args(model=work.args.model, candidates=changes.pop("candidates", ",".join(work.candidates())),
-                **{name: value for name, value in same.items() if name != "candidates"})  # fmt: skip
+    asked = {"candidates": ",".join(work.candidates()), "seeds": seeds, "steps": steps, "tokens": 0}
+    asked |= {"out": str(work.out / "study"), "radar_on": "candidates", "report": False}
+    args = Args(model=work.args.model, **(work.shared() | asked | changes))
     return typed("parity", args, without=("host",)), args
 
 

@@ -57,8 +57,8 @@ class Request:
 
     def same(self, other: "Request") -> bool:
         """Whether one operand answers both: equal but for random bits, of which there are none."""
-        fields = [(r.policy, r.axis, r.kept, r.in_two) for r in (self, other)]
-        alike = fields[0] == fields[1]
+        mine, theirs = ((r.policy, r.axis, r.kept, r.in_two) for r in (self, other))
+        alike = mine == theirs
         if self.forward is not None and other.forward is not None:
             alike = alike and self.forward.same(other.forward)
         return alike and self.key is other.key and self.signs is other.signs

@@ -166,10 +166,12 @@ def _input(records: Records) -> Iterator[Point]:
 
 def _trace(records: Records) -> Iterator[Point]:
     found = records.data("trace")
-    if found is not None and not found["breakdown"]:
+    if found is None:
+        return
+    if not found["breakdown"]:
         yield Point("parts of a step", {}, "", "missing: the profiler has seen no event of this device", "trace")
-    for part, share in (found or {}).get("breakdown", {}).items():
-        yield Point(f"of a step: {part}", {found["arm"]: f"{share:.1%}"}, "", "", "trace")  # type: ignore[index]
+    for part, share in found["breakdown"].items():
+        yield Point(f"of a step: {part}", {found["arm"]: f"{share:.1%}"}, "", "", "trace")
 
 
 def _noise(records: Records) -> Iterator[Point]:

@@ -29,7 +29,6 @@ from halfbyte.recipe.operands import ROLES, OperandPolicy, Recipe
 
 FILE = re.compile(r"^(?P<path>.+\.py):(?P<name>\w+)(?:@(?P<hash>[0-9a-f]{16}))?$")
 GROUPS = {"recipe": "halfbyte.recipes", "policy": "halfbyte.policies"}
-SWITCHES = ("shared_scales", "remainder")  # of a recipe as a whole
 _LOADED: dict[tuple[str, str], dict[str, Any]] = {}  # (path, hash) -> what the file defines
 
 
@@ -119,8 +118,9 @@ def spell_recipe(made: Recipe) -> str:
 
 def _recipe_fields(made: Recipe) -> dict[str, Any]:
     operands = {role: _operand_fields(policy) for role, policy in made.operands().items()}
-    switches = {name: True for name in SWITCHES if getattr(made, name)}
-    return {"name": made.name, "description": made.description, "shared_scales": False, **switches, **operands}
+    about = {"name": made.name, "description": made.description, "shared_scales": made.shared_scales}
+    # Configs of runs from before it have no such field, and their text stays the same.
+    return about | ({"remainder": True} if made.remainder else {}) | operands
 
 
 def _operand_fields(policy: OperandPolicy) -> dict[str, Any]:
@@ -140,7 +140,8 @@ def _formats() -> dict[str, BlockFormat]:
 def read_recipe(values: dict[str, Any]) -> Recipe:
     """The recipe of `spell_recipe`'s fields."""
     known = _formats()
-    fields: dict[str, Any] = {name: values[name] for name in ("description", *SWITCHES) if name in values}
+    whole = ("description", "shared_scales", "remainder")
+    fields: dict[str, Any] = {name: values[name] for name in whole if name in values}
     for role in ROLES:
         fields[role] = OperandPolicy(**{**values[role], "format": known[values[role]["format"]]})
     return Recipe(values["name"], **fields)
