@@ -1,0 +1,383 @@
+"""The league's runs on one GPU: cells of size and tokens a parameter, recipes on all linears, no text repeated.
+
+    python benchmarks/league_grid.py plan                                # docs/evidence/league/plan.json
+    python benchmarks/league_grid.py rates --data DATA --out OUT         # the learning rate of each size, by its rule
+    python benchmarks/league_grid.py run --data DATA --out OUT --arms bf16,nvfp4 --cells 1M@16 --seeds 0,1
+    python benchmarks/league_grid.py collect OUT                         # runs.json: what every run ended with
+    python benchmarks/league_grid.py table 3M@16                         # the gaps of a cell
+    python benchmarks/league_grid.py picture 3M@16                       # docs/evidence/league.svg
+
+docs/evidence/league/README.md is the plan in words, committed before the first step; `rates` and `run` refuse a
+plan.json that is not this file's. DATA is what the README's `halfbyte data prepare` makes. `--slots` runs share the
+card; a run that is done is not run again, and one that would not end within `--minutes` is not begun.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from league_own import OWN
+
+from halfbyte.devices import device
+from halfbyte.metrics import read_rows
+from halfbyte.models import LlamaConfig, count_params
+from halfbyte.optim import OptimizerConfig
+from halfbyte.parity.arms import BASELINE, CANDIDATE, TWIN, Arm
+from halfbyte.recipe import GEMMS, recipe, spell_recipe
+from halfbyte.train import CheckpointConfig, LogConfig, TrainConfig, ValidationConfig, jsonconfig
+
+FOLDER = Path(__file__).parents[1] / "docs" / "evidence" / "league"
+VOCABULARY, SEQ, BATCH = 8192, 512, 16
+# size -> width, hidden width, layers, heads
+SIZES = {"1M": (128, 352, 5, 2), "3M": (256, 640, 4, 4), "10M": (384, 896, 6, 6)}
+CELLS = {"1M": (5, 16, 50), "3M": (5, 16), "10M": (5,)}  # tokens a parameter
+SEEDED = ("1M@16", "3M@16")  # the cells with three seeds
+RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
+RATE_CELLS, RATE_SEED = ("1M@16", "3M@16", "10M@5"), 100
+NEAR, JUMP = 1e-3, 0.1  # a loss this near the best (relative) is as good; a fortieth of a run this far above the one
+# before it (nats, means over its steps) is a jump
+LATE = {"precision.switch_at": 0.8333, "precision.switch_to": "bf16", "precision.switch_part": "forward"}
+CODE = [f"validation_loss/{source}" for source in ("pypi-python", "rust-src", "go-std", "cpython-stdlib")]
+PROSE = [f"validation_loss/{source}" for source in ("eltec-eng", "standardebooks", "openstax-ccby", "sotu")]
+JOINED = (  # by a commit before their first step
+    "nvfp4_4over6_mse", "nvfp4_4over6_mae", "nvfp4_4over6_sr", "quartet2", "tetrajet2", "ue5m3", "nvfp4_row",
+    "nvfp4_unbiased", "amd_mxfp4", "nvfp4_remainder",
+)  # fmt: skip
+
+
+def linear(recipe: str, **changes: Any) -> dict[str, Any]:
+    return {"recipe": recipe, "policy": "all_linear", **changes}
+
+
+ARMS = {
+    arm.name: arm
+    for arm in (
+        Arm("bf16", BASELINE, linear("bf16")),
+        Arm("bf16-twin", TWIN, linear("bf16", **{"precision.twin": 1})),
+        Arm("nvfp4", CANDIDATE, linear("nvfp4")),
+        Arm("nvfp4-twin", TWIN, linear("nvfp4", **{"precision.twin": 1})),
+        Arm("mxfp4", CANDIDATE, linear("mxfp4")),
+        Arm("fp8", CANDIDATE, linear("fp8")),
+        Arm("mxfp8", CANDIDATE, linear("mxfp8")),
+        Arm("nvfp4_1d_weights", CANDIDATE, linear("nvfp4_no_2d")),
+        Arm("nvfp4_no_rht", CANDIDATE, linear("nvfp4_no_rht")),
+        Arm("nvfp4_rht_everywhere", CANDIDATE, linear("nvfp4_rht_everywhere")),
+        Arm("nvfp4_fwd_mxfp8_bwd", CANDIDATE, linear("nvfp4+mxfp8_backward")),
+        Arm("nvfp4_forward_only", CANDIDATE, linear("nvfp4+bf16_backward")),
+        Arm("nvfp4_backward_only", CANDIDATE, linear("nvfp4+bf16_forward")),
+        Arm("nvfp4_last_bf16", CANDIDATE, {"recipe": "nvfp4", "policy": "all_linear; layers[-1:]=bf16"}),
+        Arm("nemotron3", CANDIDATE, {"recipe": "nvfp4", "policy": "mlp; layers[-1:]=bf16"}),
+        Arm("nvfp4_late", CANDIDATE, linear("nvfp4", **LATE)),
+        *(Arm(name, CANDIDATE, linear(name)) for name in JOINED),
+        *(Arm(own.name, CANDIDATE, linear(spell_recipe(own))) for own in OWN),
+        Arm("remainder_late", CANDIDATE, linear("nvfp4_remainder", **LATE)),
+        *(
+            Arm(f"remainder_{part}", CANDIDATE, {"recipe": "nvfp4", "policy": f"all_linear; {rule}=nvfp4_remainder"})
+            for part, rule in (("down", "mlp/down"), ("mlp", "mlp/*"), ("attention", "attention/*"))
+        ),
+    )
+}
+
+
+def parameters(size: str) -> int:
+    """Without embeddings."""
+    model = model_of(size)
+    return count_params(model) - model.vocab_size * model.embed
+
+
+def model_of(size: str) -> LlamaConfig:
+    width, hidden, layers, heads = SIZES[size]
+    return LlamaConfig(
+        name=f"league-{size}", vocab_size=VOCABULARY, embed=width, mlp=hidden, layers=layers, heads=heads,
+        kv_heads=heads, head_dim=64, max_seq=SEQ, tied=True, rope_theta=10_000.0,
+    )  # fmt: skip
+
+
+def cells() -> list[str]:
+    return [f"{size}@{ratio}" for size, ratios in CELLS.items() for ratio in ratios]
+
+
+def steps_of(cell: str) -> int:
+    size, ratio = cell.split("@")
+    return round(parameters(size) * int(ratio) / (BATCH * SEQ))
+
+
+def base_run(cell: str, *, rate: float, data: str) -> TrainConfig:
+    """What all arms of a cell share."""
+    size, steps = cell.split("@")[0], steps_of(cell)
+    return TrainConfig(
+        name=f"league-{cell.replace('@', '-')}", model=model_of(size), data=data, steps=steps, batch=BATCH, seq=SEQ,
+        optimizer=OptimizerConfig(learning_rate=rate, schedule="cosine", warmup=0.05, final=0.1),
+        validation=ValidationConfig(every=steps, batches=0), checkpoint=CheckpointConfig(every=0, keep_last=1),
+        log=LogConfig(every=max(1, steps // 40), tensorboard=False),
+    )  # fmt: skip
+
+
+def plan() -> dict[str, Any]:
+    """Everything that is fixed before the first step, as data."""
+    sizes = {
+        size: {**dict(zip(("embed", "mlp", "layers", "heads"), shape, strict=True)), "parameters": parameters(size)}
+        for size, shape in SIZES.items()
+    }
+    rule = {"rates": RATES, "cells": RATE_CELLS, "seed": RATE_SEED, "near": NEAR, "jump": JUMP}
+    about = {"margin": "0.5%", "vocabulary": VOCABULARY, "seq": SEQ, "batch": BATCH, "seeded_cells": SEEDED}
+    steps = {cell: steps_of(cell) for cell in cells()}
+    arms = {arm.name: {"kind": arm.kind, **arm.changes} for arm in ARMS.values()}
+    return {**about, "sizes": sizes, "cells": steps, "learning_rate": rule, "arms": arms}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: where it lies and what it is."""
+
+    folder: Path
+    config: TrainConfig
+    cell: str
+
+    def done(self) -> bool:
+        rows = read_rows(self.folder / "metrics.jsonl") if (self.folder / "metrics.jsonl").is_file() else []
+        return any(row.get("step") == self.config.steps and "validation_loss" in row for row in rows)
+
+    def start(self, slots: int) -> subprocess.Popen[bytes]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        config = self.folder.parent / f"{self.folder.name}.json"
+        config.write_text(json.dumps(jsonconfig.to_dict(self.config), indent=1), encoding="utf-8")
+        command = [sys.executable, "-m", "halfbyte", "train", "--config", str(config), "--run-dir", str(self.folder)]
+        shared = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.85 / slots:.3f}"}
+        with open(self.folder.parent / f"{self.folder.name}.log", "ab") as log:
+            return subprocess.Popen([*command, "--no-sample"], stdout=log, stderr=log, env={**os.environ, **shared})
+
+
+def run_all(jobs: list[Job], *, slots: int, minutes: float) -> None:
+    """Every job that is not done, `slots` at a time."""
+    until, running = time.monotonic() + 60 * minutes, {}
+    longest: dict[str, float] = {}
+    waiting = [job for job in jobs if not job.done()]
+    while waiting or running:
+        for process in [process for process in running if process.poll() is not None]:
+            job, began = running.pop(process)
+            took = time.monotonic() - began
+            longest[job.cell] = max(longest.get(job.cell, 0.0), took)
+            outcome = "done" if job.done() else f"FAILED ({process.returncode})"
+            print(f"{job.folder} {outcome} in {took:.0f} s", flush=True)
+        while waiting and len(running) < slots:
+            job = waiting.pop(0)
+            if time.monotonic() + longest.get(job.cell, 0.0) > until:
+                print(f"{job.folder} no time left", flush=True)
+                continue
+            running[job.start(slots)] = (job, time.monotonic())
+        if time.monotonic() > until + 20:
+            for process in running:
+                process.terminate()
+        time.sleep(0.2)
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in read_rows(folder / "metrics.jsonl") if "loss" in row]
+
+
+def jumps(curve: list[float]) -> bool:
+    """Whether the mean loss of a fortieth of the run stands more than JUMP above that of the one before."""
+    size = len(curve) // 40
+    means = [sum(curve[i * size : (i + 1) * size]) / size for i in range(40)]
+    return any(after > before + JUMP for before, after in itertools.pairwise(means))
+
+
+def last_validation(folder: Path) -> dict[str, Any]:
+    return [row for row in read_rows(folder / "metrics.jsonl") if "validation_loss" in row][-1]
+
+
+def rate_folder(out: Path, cell: str, rate: float) -> Path:
+    return out / "rates" / f"{cell}-{rate:g}"
+
+
+def chosen_rates(out: Path) -> dict[str, float]:
+    """size -> the smallest rate without a jump whose loss is within NEAR of the best such."""
+    found = {}
+    for cell in RATE_CELLS:
+        ended = {rate: rate_folder(out, cell, rate) for rate in RATES}
+        calm = {r: last_validation(f)["validation_loss"] for r, f in ended.items() if not jumps(losses(f))}
+        best = min(calm.values())
+        found[cell.split("@")[0]] = min(rate for rate, loss in calm.items() if loss <= best * (1 + NEAR))
+    return found
+
+
+def command_plan(args: argparse.Namespace) -> None:
+    (FOLDER / "plan.json").write_text(json.dumps(plan(), indent=1) + "\n", encoding="utf-8")
+
+
+def refuse_other_plan(folder: Path = FOLDER, made: dict[str, Any] | None = None) -> None:
+    if json.loads((folder / "plan.json").read_text(encoding="utf-8")) != json.loads(json.dumps(made or plan())):
+        raise SystemExit("plan.json is not the plan of this file; the plan is committed before the first step")
+
+
+def command_rates(args: argparse.Namespace) -> None:
+    refuse_other_plan()
+    out = Path(args.out)
+    jobs = [
+        Job(rate_folder(out, c, r), ARMS["bf16"].configure(base_run(c, rate=r, data=args.data), RATE_SEED), c)
+        for c in RATE_CELLS
+        for r in RATES
+    ]
+    run_all(jobs, slots=args.slots, minutes=args.minutes)
+    ended = {
+        f"{job.cell} {job.config.optimizer.learning_rate:g}": {
+            "validation_loss": last_validation(job.folder)["validation_loss"], "jumps": jumps(losses(job.folder))
+        }
+        for job in jobs
+    }  # fmt: skip
+    text = json.dumps({"chosen": chosen_rates(out), "runs": ended}, indent=1)
+    (out / "rates.json").write_text(text + "\n", encoding="utf-8")
+    print(text)
+
+
+def command_run(args: argparse.Namespace) -> None:
+    refuse_other_plan()
+    out = Path(args.out)
+    file = out / "rates.json" if (out / "rates.json").is_file() else FOLDER / "rates.json"
+    rates = json.loads(file.read_text(encoding="utf-8"))["chosen"]
+    jobs = [
+        Job(
+            out / "runs" / cell / f"{name}-{seed}",
+            ARMS[name].configure(base_run(cell, rate=rates[cell.split("@")[0]], data=args.data), int(seed)),
+            cell,
+        )
+        for seed in args.seeds.split(",")
+        for cell in args.cells.split(",")
+        for name in args.arms.split(",")
+    ]
+    run_all(jobs, slots=args.slots, minutes=args.minutes)
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """What a run ended with."""
+    rows = [row for row in read_rows(folder / "metrics.jsonl") if "validation_loss" in row]
+    kept = {key: value for key, value in rows[-1].items() if key.startswith("validation")}
+    curve = [[row["step"], row["validation_loss"]] for row in rows]
+    return {**kept, "curve": curve, "jumps": jumps(losses(folder))}
+
+
+def command_collect(args: argparse.Namespace) -> None:
+    """What every run ended with, added to what is there."""
+    file = FOLDER / "runs.json"
+    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    for metrics in sorted(Path(args.out).glob("runs/*/*/metrics.jsonl")):
+        cell, name = metrics.parts[-3:-1]
+        if any(row["step"] == steps_of(cell) and "validation_loss" in row for row in read_rows(metrics)):
+            found.setdefault(cell, {})[name] = outcome(metrics.parent)
+    file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    rates = Path(args.out) / "rates.json"
+    if rates.is_file():
+        (FOLDER / "rates.json").write_text(rates.read_text(encoding="utf-8"), encoding="utf-8")
+
+
+def gap(cell: dict[str, Any], name: str, keys: Sequence[str] = ("validation_loss",)) -> float:
+    """A run's loss over that of bf16 in its seed, minus 1; over several keys their mean."""
+    base = cell[f"bf16-{name.rpartition('-')[2]}"]
+    return sum(cell[name][key] / base[key] - 1 for key in keys) / len(keys)
+
+
+def gaps_of(cell_name: str) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """(a cell's runs, the names of each arm's by the mean of their gaps)."""
+    cell = json.loads((FOLDER / "runs.json").read_text(encoding="utf-8"))[cell_name]
+    arms: dict[str, list[str]] = {}
+    for name in sorted(name for name in cell if "again" not in name):
+        arms.setdefault(name.rpartition("-")[0], []).append(name)
+    del arms["bf16"]
+    means = {arm: sum(gap(cell, name) for name in runs) / len(runs) for arm, runs in arms.items()}
+    return cell, {arm: arms[arm] for arm in sorted(arms, key=means.__getitem__)}
+
+
+def gemm_time(arm: str) -> float:
+    """Of all GEMMs of a linear over the whole run, at the peaks of a GB300, beside bf16's."""
+    peak, changes = device("gb300").peak, ARMS[arm].changes
+    made, share = recipe(changes["recipe"]), 1 - changes.get("precision.switch_at", 1.0)
+
+    def time_of(gemm: str) -> float:
+        units = [getattr(made, role).format.unit or "bf16" for role in GEMMS[gemm]]
+        slowest = min(peak[unit if unit in peak else "bf16"] for unit in units)
+        one = peak["bf16"] / slowest * (2 if made.remainder and gemm == "fprop" else 1)
+        return share + (1 - share) * one if gemm == "fprop" else one
+
+    return sum(map(time_of, GEMMS)) / len(GEMMS)
+
+
+def command_picture(args: argparse.Namespace) -> None:
+    """Every arm's gap of each seed, and the gap against what its GEMMs would take on a GB300."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams.update({"svg.hashsalt": "league", "font.size": 8})
+    cell, arms = gaps_of(args.cell)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 5.6), width_ratios=(1, 1.1), layout="constrained")
+    labels: dict[float, float] = {}
+    for place, (arm, runs) in enumerate(arms.items()):
+        found = [100 * gap(cell, name) for name in runs]
+        own = any(word in arm for word in ("remainder", "same", "alone", "x_4over6"))
+        left.plot(found, [place] * len(found), "o-", color="C1" if own else "C0", markersize=4, linewidth=0.8)
+        if ARMS[arm].kind != TWIN and ";" not in ARMS[arm].changes["policy"]:
+            at = gemm_time(arm), sum(found) / len(found)
+            right.plot(*at, "o", color="C1" if own else "C0", markersize=4)
+            labels[at[0]] = max(labels.get(at[0], -1) + 0.085, at[1])  # arms come by their gaps
+            right.annotate(arm, (at[0], labels[at[0]]), xytext=(4, -2), textcoords="offset points", fontsize=6)
+    left.set_yticks(range(len(arms)), list(arms))
+    left.invert_yaxis()
+    left.set_xlabel("loss over bf16's, %; a dot is a seed (orange: ours)")
+    right.set_xlabel("GEMM time at a GB300's peaks, bf16 = 1")
+    right.set_xscale("log", base=2)
+    right.set_xlim(0.15, 1.4)
+    right.set_xticks([1 / 6, 1 / 4, 1 / 2, 1], ["1/6", "1/4", "1/2", "1"])
+    for axes, line in ((left, left.axvline), (right, right.axhline)):
+        line(0.5, color="grey", linestyle="--", linewidth=0.8)
+        axes.grid(alpha=0.2)
+    figure.savefig(FOLDER.parent / "league.svg", metadata={"Date": None})
+
+
+def command_table(args: argparse.Namespace) -> None:
+    """A cell's runs by the mean of their gaps, as Markdown: every seed, then code and prose apart."""
+    cell, arms = gaps_of(args.cell)
+    print("| arm | gap of each seed | code | prose |\n|---|---|---|---|")
+    for arm in arms:
+        seeds = ", ".join(f"{gap(cell, name):+.2%}" for name in arms[arm])
+        kinds = (sum(gap(cell, name, keys) for name in arms[arm]) / len(arms[arm]) for keys in (CODE, PROSE))
+        print(f"| `{arm}` | {seeds} | " + " | ".join(f"{kind:+.1%}" for kind in kinds) + " |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    commands.add_parser("plan").set_defaults(run=command_plan)
+    for name, command in (("rates", command_rates), ("run", command_run)):
+        one = commands.add_parser(name)
+        one.add_argument("--data", required=True)
+        one.add_argument("--out", required=True)
+        one.add_argument("--slots", type=int, default=5)
+        one.add_argument("--minutes", type=float, default=9.0)
+        one.set_defaults(run=command)
+        if name == "run":
+            one.add_argument("--arms", required=True)
+            one.add_argument("--cells", required=True)
+            one.add_argument("--seeds", default="0")
+    for name, command in (("table", command_table), ("picture", command_picture)):
+        one = commands.add_parser(name)
+        one.add_argument("cell")
+        one.set_defaults(run=command)
+    collect = commands.add_parser("collect")
+    collect.add_argument("out")
+    collect.set_defaults(run=command_collect)
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Somebody's own Llama in plain JAX, and the same with one line more: what `hb.apply_recipe` costs and what it gains.
+
+Eight layers in a scan, 2048 wide, 8192 hidden, float32 masters cast to bf16, cuDNN attention, 4 x 4096 tokens; SGD, so
+that the step is the model's. Prints one JSON: for bf16 and for each recipe the milliseconds of a step (median of
+`--steps`, and their spread), the ratio bf16 / recipe, the seconds of trace and compile, and the loss.
+
+    python benchmarks/own_model.py                         # on one GPU
+    python benchmarks/own_model.py --compile-only h200     # without one: seconds and the GEMMs of each program
+"""
+
+import argparse
+import functools
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import halfbyte as hb
+from halfbyte import devices, ops
+from halfbyte.recipe import step_key
+
+VOCABULARY, HEADS = 32768, 16
+ARMS = {"bf16": None, "nvfp4 mlp": ("mlp", "nvfp4"), "nvfp4 all_linear": ("all_linear", "nvfp4"),
+        "fp8 all_linear": ("all_linear", "fp8")}  # fmt: skip
+STAGES = {"jaxpr_trace": "trace_s", "jaxpr_to_mlir": "lower_s", "backend_compile": "xla_s"}  # as JAX reports them
+
+
+def init(key, *, layers=8, width=2048, hidden=8192, vocabulary=VOCABULARY):
+    shapes = {"q": (width, width), "k": (width, width), "v": (width, width), "o": (width, width)}
+    shapes |= {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    keys = iter(jax.random.split(key, len(shapes) + 1))
+    stack = {n: jax.random.normal(next(keys), (layers, *s), jnp.float32) * s[0] ** -0.5 for n, s in shapes.items()}
+    stack |= {"norm_1": jnp.ones((layers, width)), "norm_2": jnp.ones((layers, width))}
+    table = jax.random.normal(next(keys), (vocabulary, width), jnp.float32) * 0.02
+    return {"layers": stack, "embed": table, "norm": jnp.ones(width)}
+
+
+def norm(x, scale):
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-5) * scale).astype(x.dtype)
+
+
+def rope(x):
+    positions = jnp.arange(x.shape[1])[:, None] * 10000.0 ** (-jnp.arange(0, x.shape[-1] // 2) * 2 / x.shape[-1])
+    sin, cos = (f(positions)[:, None].astype(x.dtype) for f in (jnp.sin, jnp.cos))
+    a, b = jnp.split(x, 2, -1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def loss(params, tokens, *, heads=HEADS, attention="cudnn"):
+    narrow = lambda w: w.astype(jnp.bfloat16)  # noqa: E731
+    x = narrow(params["embed"])[tokens]
+
+    def layer(x, p):
+        y = norm(x, p["norm_1"])
+        q, k, v = ((y @ narrow(p[name])).reshape(*y.shape[:2], heads, -1) for name in "qkv")
+        attended = jax.nn.dot_product_attention(rope(q), rope(k), v, is_causal=True, implementation=attention)
+        x = x + attended.reshape(x.shape) @ narrow(p["o"])
+        y = norm(x, p["norm_2"])
+        return x + (jax.nn.silu(y @ narrow(p["gate"])) * (y @ narrow(p["up"]))) @ narrow(p["down"]), None
+
+    x, _ = jax.lax.scan(layer, x, params["layers"])
+    logits = (norm(x, params["norm"])[:, :-1] @ narrow(params["embed"]).T).astype(jnp.float32)
+    chosen = jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits, -1) - chosen)
+
+
+def step(arm, params, tokens, number):
+    fn = loss
+    if ARMS[arm] is not None:
+        fn = hb.apply_recipe(loss, hb.policy(*ARMS[arm]), key=step_key(0, number), show=None)
+    value, gradients = jax.value_and_grad(fn)(params, tokens)
+    return jax.tree.map(lambda w, g: w - 1e-3 * g, params, gradients), value
+
+
+def jitted(arm, by="hb"):
+    """bf16 as its owner would, by `jax.jit`; the others by `hb.jit`, or what `by` says."""
+    run = functools.partial(step, arm)
+    if by == "jax" or (ARMS[arm] is None and by != "hb for all"):
+        return jax.jit(run, donate_argnums=0)
+    return hb.jit(run, hb.policy(*ARMS[arm]) if ARMS[arm] else "bf16", donate_argnums=0)
+
+
+def found_in(arm, params, tokens):
+    """How many dots of a layer were replaced, how many share their x, how many have SwiGLU inside their passes."""
+    if ARMS[arm] is None:
+        return {}
+    sites = hb.apply_recipe(loss, hb.policy(*ARMS[arm]), key=step_key(0, 0)).report(params, tokens).replaced
+    return {"dots": len(sites), "sharing": sum(map(bool, (s.shares_x for s in sites))),
+            "swiglu": sum(map(bool, (s.swiglu_of for s in sites)))}  # fmt: skip
+
+
+def measured(arm, shape, steps, by):
+    params, tokens = init(jax.random.key(0)), jax.random.randint(jax.random.key(1), shape, 0, VOCABULARY)
+    run, times, values = jitted(arm, by), [], []
+    jax.block_until_ready(params)
+    spent = dict.fromkeys(STAGES.values(), 0.0)
+
+    def listen(event, seconds, **_):
+        for part, name in STAGES.items():
+            spent[name] += seconds if part in event else 0.0
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    for number in range(steps + 3):
+        begin = time.perf_counter()
+        params, value = run(params, tokens, jnp.int32(number))
+        values.append(float(value))
+        times.append(time.perf_counter() - begin)
+    low, median, high = (1e3 * t for t in statistics.quantiles(times[3:], n=4))
+    losses = {"first_loss": values[0], "last_loss": values[-1]} | found_in(arm, params, tokens)
+    return {"compile_s": times[0] - times[-1], "ms": median, "quartiles": [low, high]} | losses | spent
+
+
+def described(arm, shape, name, by):
+    device = devices.device(name)
+    mesh = topologies.make_mesh(devices.topology(device, hosts=1, per_host=1), (1,), ("x",))
+    given = (
+        jax.eval_shape(init, jax.random.key(0)),
+        jax.ShapeDtypeStruct(shape, "int32"),
+        jax.ShapeDtypeStruct((), "int32"),
+    )
+    placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, P())), given)
+    begin = time.perf_counter()
+    with ops.compile_for(device), devices.target_cudnn():
+        program = jitted(arm, by).lower(*placed).compile()
+    row = {"compile_s": time.perf_counter() - begin}
+    text = program.as_text()
+    calls = re.findall(r'custom_call_target="([^"]+)"|"kind":"(__triton\w*gemm\w*)', text)
+    names = [a or b for a, b in calls]
+    return row | {"instructions": text.count("\n"), "calls": {n: names.count(n) for n in sorted(set(names))}}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--seq", type=int, default=4096)
+    parser.add_argument("--jit", choices=("hb", "jax", "hb for all"), default="hb")
+    parser.add_argument("--compile-only", metavar="DEVICE")
+    args = parser.parse_args()
+    shape, found = (args.batch, args.seq), {}
+    for arm in args.arms:
+        if args.compile_only:
+            found[arm] = described(arm, shape, args.compile_only, args.jit)
+        else:
+            found[arm] = measured(arm, shape, args.steps, args.jit)
+        for field, ratio in (("ms", lambda own, base: base / own), ("compile_s", lambda own, base: own / base)):
+            if field in found[arm] and "bf16" in found:
+                found[arm][f"{field}_ratio"] = ratio(found[arm][field], found["bf16"][field])
+        print(arm, found[arm], file=sys.stderr, flush=True)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    where = args.compile_only or jax.devices()[0].device_kind
+    print(json.dumps({"device": where, "jax": jax.__version__, "commit": commit, "shape": shape, "arms": found}))
+
+
+if __name__ == "__main__":
+    main()
