@@ -13,25 +13,3 @@ from .record import (
 )
 from .restoring import NoGoodCheckpoint, Restored
 from .store import Checkpoints
-
-__all__ = [
-    "LARGEST",
-    "LOCK",
-    "CheckpointMismatch",
-    "Checkpoints",
-    "DamagedCheckpoint",
-    "GoneCheckpoint",
-    "NoGoodCheckpoint",
-    "PoisonedCheckpoint",
-    "Record",
-    "Restored",
-    "RunDirectoryHeld",
-    "RunLock",
-    "UnreadableCheckpoint",
-    "checksum",
-    "checksums",
-    "describe_with_checksums",
-    "inspect",
-    "named_leaves",
-    "reading",
-]

@@ -4,15 +4,3 @@ from .card import ask_card
 from .mesh_bits import operands_on_mesh
 from .native_gemms import SelfTestFailed, native_gemms_agree, native_sites_agree
 from .operand_bits import check_stacks, definition, differing, operands_agree
-
-__all__ = [
-    "SelfTestFailed",
-    "ask_card",
-    "check_stacks",
-    "definition",
-    "differing",
-    "native_gemms_agree",
-    "native_sites_agree",
-    "operands_agree",
-    "operands_on_mesh",
-]

@@ -11,23 +11,3 @@ from halfbyte.data.ngram import ngram_baselines
 from halfbyte.data.preparation import Prepared, prepare, prepare_part
 from halfbyte.data.synthesis import synthetic
 from halfbyte.data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
-
-__all__ = [
-    "END_OF_TEXT",
-    "Dataset",
-    "Loader",
-    "Mixture",
-    "Prepared",
-    "Tokenizer",
-    "demo_dataset",
-    "load_tokenizer",
-    "loader",
-    "ngram_baselines",
-    "open_dataset",
-    "open_mixture",
-    "parse_mixture",
-    "prepare",
-    "prepare_part",
-    "synthetic",
-    "validation_sources",
-]

@@ -19,27 +19,3 @@ from .reading import (
     regular,
 )
 from .writing import no_follow, refuse_links, replace_file
-
-__all__ = [
-    "MOST_DEPTH",
-    "MOST_JSON",
-    "UnreadableFile",
-    "check_output",
-    "check_real",
-    "check_run_name",
-    "check_whole",
-    "home_expanded",
-    "no_follow",
-    "parse_json",
-    "printable",
-    "read_bytes",
-    "read_json",
-    "read_text",
-    "read_toml",
-    "read_yaml",
-    "refuse_links",
-    "regular",
-    "replace_file",
-    "spelled_out",
-    "user_cache",
-]

@@ -12,21 +12,3 @@ from halfbyte.interchange.importing import import_folder
 from halfbyte.interchange.loading import load_params
 from halfbyte.interchange.opening import LoadedRun, open_model
 from halfbyte.interchange.source import Source, open_for_export
-
-__all__ = [
-    "Exported",
-    "Folder",
-    "LoadedRun",
-    "Mismatch",
-    "Model",
-    "Source",
-    "calibrate",
-    "config_from_hf",
-    "config_to_hf",
-    "export_model",
-    "import_folder",
-    "is_folder",
-    "load_params",
-    "open_for_export",
-    "open_model",
-]

@@ -30,34 +30,3 @@ from halfbyte.kernels.nvfp4 import Columnwise, Rowwise, Window, maxima, quantize
 from halfbyte.kernels.scale import amax_bits, scales_and_factors, tensor_scale, tensor_scales
 from halfbyte.kernels.scale_order import ScaleOrder
 from halfbyte.kernels.weights import WEIGHTS, pack_weight, quantize_weight, weight_codes, weight_maxima
-
-__all__ = [
-    "WEIGHTS",
-    "Columnwise",
-    "GemmTiling",
-    "Rowwise",
-    "ScaleOrder",
-    "Tiling",
-    "Window",
-    "activation",
-    "amax_bits",
-    "backward_maxima",
-    "f8",
-    "forward_maxima",
-    "interpreted",
-    "matmul",
-    "maxima",
-    "mxfp8",
-    "pack_weight",
-    "quantize",
-    "quantize_backward",
-    "quantize_forward",
-    "quantize_weight",
-    "scales_and_factors",
-    "tensor_scale",
-    "tensor_scales",
-    "unpack",
-    "unsupported",
-    "weight_codes",
-    "weight_maxima",
-]

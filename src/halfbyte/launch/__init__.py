@@ -4,22 +4,3 @@ from .cluster import DistributedConfig, Peers, find_peers
 from .mock import MOCK_NOTE, Mock, check_mock, mock_gpus
 from .start import Launched, start
 from .xla_flags import FLAG_SETS, Applied, Setting, apply, recommended, repeatable, visible_gpus
-
-__all__ = [
-    "FLAG_SETS",
-    "MOCK_NOTE",
-    "Applied",
-    "DistributedConfig",
-    "Launched",
-    "Mock",
-    "Peers",
-    "Setting",
-    "apply",
-    "check_mock",
-    "find_peers",
-    "mock_gpus",
-    "recommended",
-    "repeatable",
-    "start",
-    "visible_gpus",
-]

@@ -4,15 +4,3 @@ from .adamw import adamw, apply, clip_by_norm, global_norm
 from .config import OptimizerConfig, check_warmup, span
 from .muon import muon
 from .schedule import learning_rate
-
-__all__ = [
-    "OptimizerConfig",
-    "adamw",
-    "apply",
-    "check_warmup",
-    "clip_by_norm",
-    "global_norm",
-    "learning_rate",
-    "muon",
-    "span",
-]

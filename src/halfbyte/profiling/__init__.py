@@ -2,5 +2,3 @@
 
 from .breakdown import CATEGORIES, breakdown
 from .capture import Capture, ProfileConfig
-
-__all__ = ["CATEGORIES", "Capture", "ProfileConfig", "breakdown"]

@@ -5,18 +5,3 @@ from .ending import End, leave
 from .group import Disagreement, Group
 from .runtime import connect, is_connected, leave_and_exit, on_terminate
 from .signals import Signals
-
-__all__ = [
-    "Beat",
-    "Disagreement",
-    "End",
-    "Group",
-    "Limits",
-    "Signals",
-    "connect",
-    "is_connected",
-    "judge",
-    "leave",
-    "leave_and_exit",
-    "on_terminate",
-]

@@ -3,8 +3,3 @@ paper."""
 
 from .charts import Axes, Band, Dot, Row, Series, forest, heat_map, line_chart
 from .page import details, figure, html_page, notice, paragraph, section, table
-
-__all__ = [
-    "Axes", "Band", "Dot", "Row", "Series", "details", "figure", "forest", "heat_map", "html_page", "line_chart",
-    "notice", "paragraph", "section", "table",
-]  # fmt: skip
