@@ -4,9 +4,8 @@
     python benchmarks/league_grid.py rates --data DATA --out OUT         # the learning rate of each size, by its rule
     python benchmarks/league_grid.py run --data DATA --out OUT --arms bf16,nvfp4 --cells 1M@16 --seeds 0,1
     python benchmarks/league_grid.py collect OUT                         # runs.json: what every run ended with
-    python benchmarks/league_grid.py table 3M@16                         # the gaps of a cell
-    python benchmarks/league_grid.py picture 3M@16                       # docs/evidence/league.svg
 
+`league_shown.py` has the table and the picture of a cell, and those of the ablation, which are arms of it.
 docs/evidence/league/README.md is the plan in words, committed before the first step; `rates` and `run` refuse a
 plan.json that is not this file's. DATA is what the README's `halfbyte data prepare` makes. `--slots` runs share the
 card; a run that is done is not run again, and one that would not end within `--minutes` is not begun.
@@ -19,19 +18,17 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from league_own import OWN
 
-from halfbyte.devices import device
 from halfbyte.metrics import read_rows
 from halfbyte.models import LlamaConfig, count_params
 from halfbyte.optim import OptimizerConfig
 from halfbyte.parity.arms import BASELINE, CANDIDATE, TWIN, Arm
-from halfbyte.recipe import GEMMS, recipe, spell_recipe
+from halfbyte.recipe import spell_recipe
 from halfbyte.train import CheckpointConfig, LogConfig, TrainConfig, ValidationConfig, jsonconfig
 
 FOLDER = Path(__file__).parents[1] / "docs" / "evidence" / "league"
@@ -45,8 +42,6 @@ RATE_CELLS, RATE_SEED = ("1M@16", "3M@16", "10M@5"), 100
 NEAR, JUMP = 1e-3, 0.1  # a loss this near the best (relative) is as good; a fortieth of a run this far above the one
 # before it (nats, means over its steps) is a jump
 LATE = {"precision.switch_at": 0.8333, "precision.switch_to": "bf16", "precision.switch_part": "forward"}
-CODE = [f"validation_loss/{source}" for source in ("pypi-python", "rust-src", "go-std", "cpython-stdlib")]
-PROSE = [f"validation_loss/{source}" for source in ("eltec-eng", "standardebooks", "openstax-ccby", "sotu")]
 JOINED = (  # by a commit before their first step
     "nvfp4_4over6_mse", "nvfp4_4over6_mae", "nvfp4_4over6_sr", "quartet2", "tetrajet2", "ue5m3", "nvfp4_row",
     "nvfp4_unbiased", "amd_mxfp4", "nvfp4_remainder",
@@ -69,6 +64,9 @@ ARMS = {
         Arm("mxfp8", CANDIDATE, linear("mxfp8")),
         Arm("nvfp4_1d_weights", CANDIDATE, linear("nvfp4_no_2d")),
         Arm("nvfp4_no_rht", CANDIDATE, linear("nvfp4_no_rht")),
+        Arm("nvfp4_no_sr", CANDIDATE, linear("nvfp4_no_sr")),
+        Arm("nvfp4_sr_everywhere", CANDIDATE, linear("nvfp4_sr_everywhere")),
+        Arm("nvfp4_mlp", CANDIDATE, {"recipe": "nvfp4", "policy": "mlp"}),
         Arm("nvfp4_rht_everywhere", CANDIDATE, linear("nvfp4_rht_everywhere")),
         Arm("nvfp4_fwd_mxfp8_bwd", CANDIDATE, linear("nvfp4+mxfp8_backward")),
         Arm("nvfp4_forward_only", CANDIDATE, linear("nvfp4+bf16_backward")),
@@ -279,80 +277,6 @@ def command_collect(args: argparse.Namespace) -> None:
         (FOLDER / "rates.json").write_text(rates.read_text(encoding="utf-8"), encoding="utf-8")
 
 
-def gap(cell: dict[str, Any], name: str, keys: Sequence[str] = ("validation_loss",)) -> float:
-    """A run's loss over that of bf16 in its seed, minus 1; over several keys their mean."""
-    base = cell[f"bf16-{name.rpartition('-')[2]}"]
-    return sum(cell[name][key] / base[key] - 1 for key in keys) / len(keys)
-
-
-def gaps_of(cell_name: str) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """(a cell's runs, the names of each arm's by the mean of their gaps)."""
-    cell = json.loads((FOLDER / "runs.json").read_text(encoding="utf-8"))[cell_name]
-    arms: dict[str, list[str]] = {}
-    for name in sorted(name for name in cell if "again" not in name):
-        arms.setdefault(name.rpartition("-")[0], []).append(name)
-    del arms["bf16"]
-    means = {arm: sum(gap(cell, name) for name in runs) / len(runs) for arm, runs in arms.items()}
-    return cell, {arm: arms[arm] for arm in sorted(arms, key=means.__getitem__)}
-
-
-def gemm_time(arm: str) -> float:
-    """Of all GEMMs of a linear over the whole run, at the peaks of a GB300, beside bf16's."""
-    peak, changes = device("gb300").peak, ARMS[arm].changes
-    made, share = recipe(changes["recipe"]), 1 - changes.get("precision.switch_at", 1.0)
-
-    def time_of(gemm: str) -> float:
-        units = [getattr(made, role).format.unit or "bf16" for role in GEMMS[gemm]]
-        slowest = min(peak[unit if unit in peak else "bf16"] for unit in units)
-        one = peak["bf16"] / slowest * (2 if made.remainder and gemm == "fprop" else 1)
-        return share + (1 - share) * one if gemm == "fprop" else one
-
-    return sum(map(time_of, GEMMS)) / len(GEMMS)
-
-
-def command_picture(args: argparse.Namespace) -> None:
-    """Every arm's gap of each seed, and the gap against what its GEMMs would take on a GB300."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    pyplot.rcParams.update({"svg.hashsalt": "league", "font.size": 8})
-    cell, arms = gaps_of(args.cell)
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 5.6), width_ratios=(1, 1.1), layout="constrained")
-    labels: dict[float, float] = {}
-    for place, (arm, runs) in enumerate(arms.items()):
-        found = [100 * gap(cell, name) for name in runs]
-        own = any(word in arm for word in ("remainder", "same", "alone", "x_4over6"))
-        left.plot(found, [place] * len(found), "o-", color="C1" if own else "C0", markersize=4, linewidth=0.8)
-        if ARMS[arm].kind != TWIN and ";" not in ARMS[arm].changes["policy"]:
-            at = gemm_time(arm), sum(found) / len(found)
-            right.plot(*at, "o", color="C1" if own else "C0", markersize=4)
-            labels[at[0]] = max(labels.get(at[0], -1) + 0.085, at[1])  # arms come by their gaps
-            right.annotate(arm, (at[0], labels[at[0]]), xytext=(4, -2), textcoords="offset points", fontsize=6)
-    left.set_yticks(range(len(arms)), list(arms))
-    left.invert_yaxis()
-    left.set_xlabel("loss over bf16's, %; a dot is a seed (orange: ours)")
-    right.set_xlabel("GEMM time at a GB300's peaks, bf16 = 1")
-    right.set_xscale("log", base=2)
-    right.set_xlim(0.15, 1.4)
-    right.set_xticks([1 / 6, 1 / 4, 1 / 2, 1], ["1/6", "1/4", "1/2", "1"])
-    for axes, line in ((left, left.axvline), (right, right.axhline)):
-        line(0.5, color="grey", linestyle="--", linewidth=0.8)
-        axes.grid(alpha=0.2)
-    figure.savefig(FOLDER.parent / "league.svg", metadata={"Date": None})
-
-
-def command_table(args: argparse.Namespace) -> None:
-    """A cell's runs by the mean of their gaps, as Markdown: every seed, then code and prose apart."""
-    cell, arms = gaps_of(args.cell)
-    print("| arm | gap of each seed | code | prose |\n|---|---|---|---|")
-    for arm in arms:
-        seeds = ", ".join(f"{gap(cell, name):+.2%}" for name in arms[arm])
-        kinds = (sum(gap(cell, name, keys) for name in arms[arm]) / len(arms[arm]) for keys in (CODE, PROSE))
-        print(f"| `{arm}` | {seeds} | " + " | ".join(f"{kind:+.1%}" for kind in kinds) + " |")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
@@ -368,10 +292,6 @@ def main() -> None:
             one.add_argument("--arms", required=True)
             one.add_argument("--cells", required=True)
             one.add_argument("--seeds", default="0")
-    for name, command in (("table", command_table), ("picture", command_picture)):
-        one = commands.add_parser(name)
-        one.add_argument("cell")
-        one.set_defaults(run=command)
     collect = commands.add_parser("collect")
     collect.add_argument("out")
     collect.set_defaults(run=command_collect)

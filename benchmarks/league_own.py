@@ -3,7 +3,7 @@
 import dataclasses
 
 from halfbyte.formats import NVFP4_46_MSE, NVFP4_1716
-from halfbyte.recipe import AGAIN, GRADIENTS, OperandPolicy, Recipe, recipe
+from halfbyte.recipe import AGAIN, GRADIENTS, ROLES, OperandPolicy, Recipe, recipe
 
 nvfp4, plain = recipe("nvfp4"), OperandPolicy()
 
@@ -12,6 +12,7 @@ def changed(name: str, neighbour: Recipe, **operands: OperandPolicy) -> Recipe:
     return dataclasses.replace(neighbour, name=name, description="", **operands)
 
 
+one_d = recipe("nvfp4_no_2d")
 four_six = recipe("nvfp4_4over6_mse")
 mixed = recipe("nvfp4+mxfp8_backward")
 SAME_46 = changed(
@@ -26,4 +27,5 @@ OWN = (
     changed("x_alone", nvfp4, fprop_w=plain, dgrad_w=plain),
     changed("w_alone", nvfp4, fprop_x=plain),
     dataclasses.replace(SAME_46, name="remainder_4over6", remainder=True),
+    changed("nvfp4_bare", one_d, **one_d.with_operands(ROLES, rounding="rne", hadamard=False)),
 )  # fmt: skip
