@@ -23,11 +23,12 @@ from halfbyte.train import resolve, run_mesh
 from halfbyte.train.observing import Moment
 
 MODEL = CONFIG.model.replace(
-    embed=64, mlp=64, layers=1, kv_heads=4, qk_norm=True, experts=4, experts_per_token=1, norm_topk=True
-)
-MOE = dataclasses.replace(CONFIG, model=MODEL, recipe="nvfp4", policy="experts")
+    embed=64, mlp=64, layers=1, kv_heads=4, qk_norm=True, experts=4, experts_per_token=1, norm_topk=True,
+    shared_experts=1,
+)  # fmt: skip
+MOE = dataclasses.replace(CONFIG, model=MODEL, recipe="nvfp4", policy="mlp")
 FAULTS = ("healthy", "one_amax", "a_run_of_two_experts", "a_block_of_two_experts", "an_offset_16_off", "tail_rows")
-SITES = {f"mlp/expert_{name}" for name in ("gate", "up", "down")}
+SITES = {f"mlp/{of}_{name}" for of in ("expert", "shared") for name in ("gate", "up", "down")}
 
 
 class Planted:
@@ -77,7 +78,7 @@ def moment():
     router = params["layers"]["mlp"]["router"]
     params["layers"]["mlp"]["router"] = router.at[..., 1].set(router[..., 0])
     mesh = run_mesh(dataclasses.replace(MOE, mesh="data=1"), jax.devices()[:1])
-    return Moment(1, MOE, resolve(MODEL, "experts", recipe("nvfp4")), mesh, params, batch_of(0, rows=2))
+    return Moment(1, MOE, resolve(MODEL, "mlp", recipe("nvfp4")), mesh, params, batch_of(0, rows=2))
 
 
 @pytest.mark.slow
@@ -87,7 +88,7 @@ def test_faults_in_operands_of_experts_are_seen_in_a_running_model(moment, monke
         lines = radar.observe(moment)
         assert any("RADAR ALARM" in line for line in lines) == (planted.now != "healthy"), (planted.now, lines)
     gemms = read_rows(tmp_path / "radar.jsonl")[0]["gemms"]
-    assert len(gemms) == 3 * 4 and {g["site"] for g in gemms} == SITES
+    assert len(gemms) == 6 * 4 and {g["site"] for g in gemms} == SITES
     assert all(g["gain"] == pytest.approx(g["recipe_gain"], abs=2e-3) for g in gemms)
     planted.now, telemetry = "healthy", Telemetry(1, tmp_path)
     telemetry._replays[moment.resolved] = radar._probes[moment.resolved]._replay

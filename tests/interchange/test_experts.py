@@ -121,6 +121,14 @@ def test_exported_experts_are_the_codes_that_fprop_multiplies(tmp_path, to):
     assert np.array_equal(params["layers"]["mlp"]["router"], back["layers"]["mlp"]["router"])
 
 
+@pytest.mark.parametrize("field", [{"router": "sigmoid"}, {"shared_experts": 1}])
+def test_a_layer_that_no_family_has_is_not_exported(tmp_path, field):
+    cfg = QWEN.replace(**field)
+    with pytest.raises(ValueError, match=f"export.*no word for {next(iter(field))}"):
+        export_model(Model(cfg, models.init(cfg, jax.random.key(0))), tmp_path / "out", to="hf", dtype="float32")
+    assert not (tmp_path / "out").exists()
+
+
 def _ignored(fields):
     found = fields["quantization_config"]
     return found.get("ignore") or found["exclude_modules"]

@@ -9,19 +9,21 @@ import numpy as np
 import pytest
 
 from halfbyte import models, runs
+from halfbyte.checkpoint import Checkpoints
 from halfbyte.devices import lookup
-from halfbyte.models import context, experts
+from halfbyte.models import context, experts, llama
 from halfbyte.nn import routing
-from halfbyte.nn.routing import route
+from halfbyte.nn.routing import rebalanced, route
 from halfbyte.recipe import policy, recipe
 from halfbyte.sharding import make_mesh
 from halfbyte.train import preflight
 from halfbyte.train.precision_manifest import build_manifest, table
-from halfbyte.train.state import create_state
+from halfbyte.train.state import TrainState, abstract_state, create_state
 from halfbyte.train.step import make_train_step
 
 TINY = models.preset("moe-demo").replace(name="tiny", layers=2, embed=64, mlp=32, vocab_size=128, heads=2, kv_heads=1)
 NOT_NORMALISED = {"norm_topk": False, "joint_qk_norm": True}  # as OLMoE
+DEEPSEEK = {"router": "sigmoid", "shared_experts": 2}  # what of DeepSeek-V3's layer is not Qwen3-MoE's
 PUBLISHED = {  # all, and those that a token passes: as Hugging Face counts the releases, as their authors say
     "olmoe-1b-7b": (6_919_161_856, 1.3e9),
     "qwen3-30b-a3b": (30_532_122_624, 3.3e9),
@@ -50,6 +52,30 @@ def test_policies_quantize_experts_and_never_the_router(name):
         policy("experts", "nvfp4").resolve(models.linear_sites(models.preset("demo")), 4)
 
 
+@pytest.mark.parametrize("name", ["experts", "mlp", "all_linear"])
+def test_shared_experts_are_linears_of_the_mlp_and_none_of_experts(name):
+    """A policy of experts leaves them in bf16; parameters, FLOPs and the manifest know them."""
+    cfg, shared = TINY.replace(**DEEPSEEK), {f"layers/mlp/shared_{n}" for n in ("gate", "up", "down")}
+    found = policy(name, "nvfp4").resolve(models.linear_sites(cfg), cfg.layers)
+    quantized = {path for path, made in found.segments[0].recipes.items() if made.quantized}
+    assert quantized & shared == (shared if name != "experts" else set())
+    width = cfg.layers * 3 * cfg.embed * 2 * cfg.mlp
+    more = models.count_params(cfg) - models.count_params(TINY)
+    assert more == width + cfg.layers * cfg.experts  # and a bias for each expert
+    assert models.flops_shares(cfg, 32)["mlp"] - models.flops_shares(TINY, 32)["mlp"] == 6.0 * width
+    device = lookup(jax.devices("cpu")[0])
+    made = build_manifest(
+        dataclasses.replace(config(), model=cfg, policy=name, mesh="data=1"),
+        found,
+        recipe("nvfp4"),
+        seq=32,
+        device=device,
+    )
+    sites = {site.path: site for site in made.sites if site.path in shared}
+    assert set(sites) == shared and all(site.backend != "tiles" for site in sites.values())
+    assert {site.recipe for site in sites.values()} == {"bf16" if name == "experts" else "nvfp4"}
+
+
 def check_layer(normalise):
     """AssertionError where the layer is not what float64 says: route, pass each token's experts, weigh, add up. Two
     experts' logits differ by 2^-12 of their size: in bfloat16 they are the same, and the first is taken.
@@ -74,7 +100,7 @@ def check_layer(normalise):
 
 def other_weights(monkeypatch):
     real = experts.route
-    monkeypatch.setattr(experts, "route", lambda *given, normalise: real(*given, normalise=not normalise))
+    monkeypatch.setattr(experts, "route", lambda *given, normalise, **how: real(*given, normalise=not normalise, **how))
 
 
 def a_router_in_bf16(monkeypatch):
@@ -117,6 +143,82 @@ def test_a_router_is_float32_and_weighs_as_the_model_says(normalise):
     np.testing.assert_allclose(found.load.z, (np.log(np.exp(logits).sum(1)) ** 2).mean(), rtol=1e-5)
 
 
+def check_deepseek():
+    """AssertionError where a layer with a sigmoid router and shared experts is not what float64 says: experts are
+    chosen by score and bias, weighed by score alone; what all tokens share is added."""
+    random, cfg = np.random.default_rng(5), TINY.replace(**DEEPSEEK)
+    specs = {name: spec for name, spec in models.param_specs(cfg)["layers"]["mlp"].items() if name != "norm"}
+    weights = {n: (random.normal(size=spec.shape[1:]) / 8).astype(np.float32) for n, spec in specs.items()}
+    weights["router_bias"] = np.linspace(0.6, -0.6, 8).astype(np.float32)  # changes most choices
+    ones, h = np.ones(64, np.float32), random.normal(size=(2, 16, 64)).astype(np.float32)
+    recipes = policy("mlp", "bf16").resolve(models.linear_sites(cfg), cfg.layers).segments[0].recipes
+    here = context.LayerContext(context.PLAIN, models.param_specs(cfg), recipes, None)
+    made = llama.mlp_block(cfg, jax.tree.map(jnp.asarray, weights | {"norm": ones}), jnp.asarray(h), here)
+
+    wide = {name: value.astype(np.float64) for name, value in weights.items()}
+    x = h.reshape(-1, 64).astype(np.float64)
+    x /= np.sqrt((x**2).mean(1, keepdims=True) + cfg.norm_eps)
+
+    def mlp(gate, up, down):
+        g = x @ gate
+        return (g / (1 + np.exp(-g)) * (x @ up)) @ down
+
+    p = 1 / (1 + np.exp(-x @ wide["router"]))
+    by = p + wide["router_bias"]
+    chosen = by >= np.sort(by, 1)[:, -2:-1]
+    assert (chosen != (p >= np.sort(p, 1)[:, -2:-1])).any(1).mean() > 0.5
+    kept = p * chosen / (p * chosen).sum(1, keepdims=True)
+    each = np.stack([mlp(*(wide[f"expert_{n}"][e] for n in ("gate", "up", "down"))) for e in range(8)], 1)
+    expected = np.einsum("te,ted->td", kept, each) + mlp(*(wide[f"shared_{n}"] for n in ("gate", "up", "down")))
+    np.testing.assert_allclose(np.asarray(made).reshape(-1, 64), expected, atol=1e-5)
+
+
+def bias_in_the_weights(monkeypatch):
+    real = experts.route
+
+    def planted(x, router, k, *, bias, **how):
+        found = real(x, router, k, bias=bias, **how)
+        weights = found.weights + bias[found.experts]
+        return found._replace(weights=weights / weights.sum(-1, keepdims=True))
+
+    monkeypatch.setattr(experts, "route", planted)
+
+
+def no_bias(monkeypatch):
+    real = experts.route
+    monkeypatch.setattr(experts, "route", lambda *given, bias, **how: real(*given, bias=jnp.zeros_like(bias), **how))
+
+
+def test_a_sigmoid_router_chooses_with_its_bias_and_weighs_without(monkeypatch):
+    check_deepseek()
+    for fault in (bias_in_the_weights, no_bias):
+        with monkeypatch.context() as planted:
+            fault(planted)
+            with pytest.raises(AssertionError):
+                check_deepseek()
+
+
+def test_a_bias_evens_out_the_load_without_a_gradient():
+    """A router that sends half of all pairs to one expert: after a few hundred moves no expert has a tenth too many.
+    Scores that are all zero choose and weigh without a NaN."""
+    random = np.random.default_rng(0)
+    x, router = random.normal(size=(512, 16)), random.normal(size=(16, 8)) / 4
+    x[:, 0], router[0, 3] = 1, 2.5
+    x, router, bias = jnp.float32(x), jnp.float32(router), jnp.zeros(8)
+    choose = jax.jit(lambda bias: route(x, router, 2, normalise=True, bias=bias).load.counts.astype(jnp.float32))
+    first = np.asarray(choose(bias))
+    for _ in range(300):
+        load = choose(bias)
+        moved = rebalanced(bias, load, 0.005)
+        assert np.array_equal(np.sign(moved - bias), np.sign(load.mean() - load))
+        bias = moved
+    assert first.max() > 3 * first.mean() and np.abs(np.asarray(choose(bias)) / first.mean() - 1).max() < 0.1
+    grad = jax.grad(lambda bias: route(x, router, 2, normalise=True, bias=bias).weights.sum())(bias)
+    assert not np.any(grad)
+    none = route(jnp.ones((4, 1)), jnp.full((1, 8), -200.0), 2, normalise=True, bias=bias)
+    assert not np.any(none.weights) and np.isfinite(none.load.balance)
+
+
 def config(**changes):
     return dataclasses.replace(
         runs.run_config("moe-demo"), model=TINY, batch=2, seq=32, accumulate=2, steps=20, **changes
@@ -127,19 +229,37 @@ def resolved(name):
     return policy("experts", recipe(name)).resolve(models.linear_sites(TINY), TINY.layers)
 
 
-def test_a_step_learns_and_tells_the_load_of_experts(quick_compiles):
-    """Microbatches add up: both losses of the routers are means over all scored tokens."""
-    chosen, mesh = config(), make_mesh({}, jax.devices("cpu")[:1])
-    step = jax.jit(make_train_step(chosen, resolved("bf16"), mesh))
+def test_a_step_learns_and_tells_the_load_of_experts(quick_compiles, tmp_path):
+    """Microbatches add up: both losses of the routers are means over all scored tokens. The bias of a sigmoid router
+    moves by its rate alone, has moments of zero, and goes on from a checkpoint bit for bit."""
+    model, mesh = TINY.replace(**DEEPSEEK), make_mesh({}, jax.devices("cpu")[:1])
+    chosen = dataclasses.replace(config(balance_rate=0.125), model=model)
+    plan = policy("experts", "bf16").resolve(models.linear_sites(model), model.layers)
+    step = jax.jit(make_train_step(chosen, plan, mesh))
     tokens = jax.random.randint(jax.random.key(1), (2, 33), 0, 128)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segments": jnp.zeros((2, 32), jnp.int32)}
     batch["positions"] = jnp.broadcast_to(jnp.arange(32, dtype=jnp.int32), (2, 32))
-    state, losses = create_state(chosen, mesh), []
-    for _ in range(8):
+    state, losses, biases, store = create_state(chosen, mesh), [], [], Checkpoints(tmp_path)
+    for number in range(8):
+        if number == 5:
+            assert store.save(5, state.items(), extra={}) and store.wait()
+        biases.append(np.asarray(state.params["layers"]["mlp"]["router_bias"]))
         state, found = step(state, batch)
         losses.append(float(found["loss"]))
     assert losses[-1] < losses[0] - 0.5
-    jax.eval_shape(make_train_step(chosen, resolved("nvfp4"), mesh), state, batch)  # to compile it costs a minute
+    moves = np.diff(biases, axis=0) / 0.125
+    assert not np.any(biases[0]) and set(np.unique(moves)) <= {-1, 0, 1} and np.all(np.any(moves, axis=(1, 2)))
+    moments = [
+        leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.optimizer) if "router_bias" in str(path)
+    ]
+    assert len(moments) == 2 and not np.any(moments)
+    back = TrainState.from_items(store.restore(5, abstract_state(chosen, mesh).items()).items, seed=state.seed)
+    for _ in range(3):
+        back, _ = step(back, batch)
+    assert all(map(np.array_equal, jax.tree.leaves(back), jax.tree.leaves(state)))
+    store.close()
+    quantized = policy("mlp", "nvfp4").resolve(models.linear_sites(model), model.layers)
+    jax.eval_shape(make_train_step(chosen, quantized, mesh), state, batch)  # to compile it costs a minute
     assert 0.9 < float(found["balance_loss"]) < 8 and float(found["router_z_loss"]) > 0
     assert 0 <= float(found["emptiest_expert"]) < 1 < float(found["fullest_expert"]) <= 4
 
@@ -168,3 +288,12 @@ def test_what_is_not_built_for_experts_is_refused_by_name():
         TINY.replace(layers=10_000, experts=65_536)
     with pytest.raises(ValueError, match="norm_topk"):
         TINY.replace(qk_norm=False, norm_topk=False)
+    dense = models.preset("demo")
+    for cfg, changes, said in (
+        (TINY, {"router": "topk"}, "softmax, sigmoid"), (TINY, {"shared_experts": -1}, "shared_experts"),
+        (dense, {"router": "sigmoid"}, "experts"), (dense, {"shared_experts": 1}, "experts"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            cfg.replace(**changes)
+    with pytest.raises(ValueError, match="balance_rate"):
+        config(balance_rate=-0.1)

@@ -19,7 +19,9 @@ from halfbyte.recipe import policy, recipe
 from halfbyte.sharding import make_mesh, named_sharding, parse_mesh
 from halfbyte.train.step import batch_sharding, gradients
 
-TINY = models.preset("moe-demo").replace(name="tiny", layers=2, embed=64, mlp=32, vocab_size=128, heads=2, kv_heads=2)
+TINY = models.preset("moe-demo").replace(
+    name="tiny", layers=2, embed=64, mlp=32, vocab_size=128, heads=2, kv_heads=2, router="sigmoid", shared_experts=1
+)
 NVFP4 = recipe("nvfp4_no_rht")
 # Rounded by chance and in blocks of tokens where experts' rows meet; the rest is bf16, which compiles sooner.
 MIXED = dataclasses.replace(recipe("bf16"), name="mixed", fprop_x=NVFP4.dgrad_dy, wgrad_dy=NVFP4.wgrad_dy)
@@ -124,14 +126,16 @@ def weights_of(abstract):
 
 
 def gradients_of(text):
-    """The loss and float32 gradients of a whole model in bf16."""
-    mesh, chosen = mesh_of(text), dataclasses.replace(runs.run_config("moe-demo"), model=TINY, batch=8, accumulate=1)
-    resolved = policy("experts", "bf16").resolve(models.linear_sites(TINY), TINY.layers)
+    """The loss and float32 gradients of a whole model in bf16. Without shared experts: `tensor` cuts the sums of
+    a dense MLP, whose parts are rounded."""
+    model, mesh = TINY.replace(shared_experts=0), mesh_of(text)
+    chosen = dataclasses.replace(runs.run_config("moe-demo"), model=model, batch=8, accumulate=1)
+    resolved = policy("experts", "bf16").resolve(models.linear_sites(model), model.layers)
     tokens = np.random.default_rng(1).integers(0, 128, (8, 33), np.int32)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segments": np.zeros((8, 32), np.int32)}
     batch["positions"] = np.broadcast_to(np.arange(32, dtype=np.int32), (8, 32))
     batch = jax.device_put(batch, batch_sharding(mesh))
-    params = weights_of(models.abstract_params(TINY, mesh))
+    params = weights_of(models.abstract_params(model, mesh))
     run = jax.jit(lambda *given, **how: gradients(chosen, resolved, mesh, *given, **how))
     grads, sums = run(params, batch, key=jax.random.key(3), scale=jnp.float32(1))
     return float(sums["nll_sum"] / sums["tokens"]), jax.tree.map(np.asarray, grads), np.asarray(sums["load"])
@@ -144,6 +148,7 @@ def test_a_model_on_a_mesh_has_the_gradients_of_one_device():
     ours = gradients_of(MESHES[-1])
     assert ours[0] == pytest.approx(loss, rel=1e-5)
     assert np.abs(ours[2] - load).sum() <= 0.02 * load.sum()
+    assert not any(np.any(each[1]["layers"]["mlp"].pop("router_bias")) for each in (ours, (loss, grads)))
     apart = jax.tree.map(lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(b), ours[1], grads)
     assert max(jax.tree.leaves(apart)) < 2e-3, apart
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from halfbyte import models
 from halfbyte.devices import Device
-from halfbyte.models.config import EXPERT_SITES
+from halfbyte.models.config import EXPERT_SITES, SHARED_SITES
 from halfbyte.program import (
     Collective,
     Gemm,
@@ -31,7 +31,7 @@ from halfbyte.train import TrainConfig
 
 from .fitting import bytes_needed
 
-GATE_UP = ("layers/mlp/gate", "layers/mlp/up")
+GATE_UP = tuple(f"layers/mlp/{name}" for name in ("gate", "up", *SHARED_SITES[:2]))
 EXPERTS = tuple(f"layers/mlp/{name}" for name in EXPERT_SITES)  # down's result too: its weight's gradient reads it
 AGAIN = {
     "none": (),

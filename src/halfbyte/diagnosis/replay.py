@@ -8,7 +8,7 @@ replayed there.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,9 +18,9 @@ from jax import lax
 
 from halfbyte import models, ops
 from halfbyte.models import LlamaConfig, experts
-from halfbyte.models.config import EXPERT_SITES
+from halfbyte.models.config import EXPERT_SITES, SHARED_SITES
 from halfbyte.models.context import Context, LayerContext, key_of_layer, segments
-from halfbyte.models.linear import MLP_SITES
+from halfbyte.models.linear import MLP_SITES, op_of
 from halfbyte.models.llama import begin, layer_of, normed, scored
 from halfbyte.models.quantized import FUSED, amaxes_of, fused, share_scales, shares_scale
 from halfbyte.models.walk import of_segment, through_layers
@@ -30,7 +30,7 @@ from halfbyte.ops.tiles import Tiles
 from halfbyte.recipe import Recipe, Segment, layer_key, site_key
 
 Batch = dict[str, jax.Array]
-IN_MLP = tuple(f"mlp/{name}" for name in MLP_SITES)
+IN_MLP = tuple(f"mlp/{name}" for name in (*MLP_SITES, *SHARED_SITES))
 
 
 @functools.partial(
@@ -96,16 +96,20 @@ class Linear:
 
 def linear_key(here: LayerContext, site: str) -> jax.Array | None:
     """The key that the model gives the linear `group/name`: those of an MLP that is one op lie under its own."""
-    if site not in IN_MLP:
-        return here.site_key(site)
-    key = here.site_key("mlp")
-    return None if key is None else site_key(key, site.partition("/")[2])
+    op, *part = _way(site)
+    key = here.site_key(op)
+    return None if key is None else functools.reduce(site_key, part, key)
 
 
 def defined_bits(key: jax.Array, number: jax.Array, site: str) -> jax.Array:
     """The key of a linear's random bits, by the definition, from that of its step."""
-    *inner, last = [f"layers/{site}"] if site not in IN_MLP else ["layers/mlp", site.partition("/")[2]]
-    return site_key(functools.reduce(site_key, inner, layer_key(key, number)), last)
+    op, *part = _way(site)
+    return functools.reduce(site_key, [f"layers/{op}", *part], layer_key(key, number))
+
+
+def _way(site: str) -> tuple[str, ...]:
+    """The names that lead to a linear's key, inside its layer."""
+    return op_of(site.partition("/")[2]) if site in IN_MLP else (site,)
 
 
 @jax.custom_vjp
@@ -171,10 +175,9 @@ def through_layer(
     slots = {site: tuple(jnp.zeros((*shapes[site], n), x.dtype) for n in sizes[site][-2:]) for site in sites}
     _, back, counts = jax.vjp(layer, x, weights, slots, has_aux=True)
     dx, dw, seen = back(dy)
-    groups = [group for group in FUSED if not (cfg.experts and group == "mlp")]
-    ready = {**weights, **{group: share_scales(weights[group], here, group) for group in groups}}
-    if not cfg.experts:
-        seen |= _inside_mlp(cfg, here, ready["mlp"], seen)
+    ready = {**weights, **{group: share_scales(weights[group], here, group) for group in FUSED}}
+    for mlp in (MLP_SITES, SHARED_SITES):
+        seen |= _inside_mlp(cfg, here, ready["mlp"], seen, mlp) if mlp[0] in weights["mlp"] else {}
     tiles = Tiles.of(counts[0], room, tile) if cfg.experts else None
 
     def linear(site: str) -> Linear:
@@ -187,19 +190,22 @@ def through_layer(
     return dx, [linear(site) for site in sites]
 
 
-def _inside_mlp(cfg: LlamaConfig, here: LayerContext, weights: Any, seen: Any) -> dict[str, tuple[jax.Array, ...]]:
-    """(x, dy) of the MLP's linears, from what is seen at its ends."""
+def _inside_mlp(
+    cfg: LlamaConfig, here: LayerContext, weights: Any, seen: Any, sites: Sequence[str]
+) -> dict[str, tuple[jax.Array, ...]]:
+    """(x, dy) of the `sites` of a gated MLP, from what is seen at its ends."""
+    gate, up, down = sites
 
     def go(x: jax.Array, name: str) -> jax.Array:
         recipe, key = here.recipe("mlp", name), linear_key(here, f"mlp/{name}")
         return product(x, weights[name], recipe, key, backend=here.backend(recipe), sharded=here.on_mesh)
 
-    activation, x, dy = ACTIVATIONS[cfg.activation], seen["mlp/gate"][0], seen["mlp/down"][1]
-    g, u = go(x, "gate"), go(x, "up")
+    activation, x, dy = ACTIVATIONS[cfg.activation], seen[f"mlp/{gate}"][0], seen[f"mlp/{down}"][1]
+    g, u = go(x, gate), go(x, up)
     h = activation.forward(g, u)
-    (dh,) = jax.vjp(lambda h: go(h, "down"), h)[1](dy)
+    (dh,) = jax.vjp(lambda h: go(h, down), h)[1](dy)
     dg, du = activation.backward(g, u, dh)
-    return {"mlp/gate": (x, dg), "mlp/up": (x, du), "mlp/down": (h, dy)}
+    return {f"mlp/{gate}": (x, dg), f"mlp/{up}": (x, du), f"mlp/{down}": (h, dy)}
 
 
 def product(
@@ -212,7 +218,7 @@ def product(
 def shared_amax(weights: Any, recipes: Any, site: str) -> jax.Array | None:
     """The amax of all weights that share a tensor scale with this one; None if it has its own."""
     group, _, name = site.partition("/")
-    sharing = [other for other in fused(weights[group], group) if shares_scale(recipes[f"layers/{group}/{other}"])]
+    sharing = [other for other in fused(group, name) if shares_scale(recipes[f"layers/{group}/{other}"])]
     if name not in sharing:
         return None
     return functools.reduce(jnp.maximum, (amaxes_of(weights[group][other]) for other in sharing))

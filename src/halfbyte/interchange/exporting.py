@@ -105,7 +105,7 @@ def fused_mismatches(cfg: LlamaConfig, params: Params, resolved: Resolved) -> li
     by_layer = {(site.path, site.layer): site for site in sites(cfg)}
     amaxes = {path: np.asarray(value) for path, value in weight_amaxes(cfg, params, resolved).items()}
     found = []
-    for where, names in FUSED.items():
+    for where, names in ((where, names) for where, sets in FUSED.items() for names in sets):
         group = [path for path in (f"layers/{where}/{name}" for name in names) if path in amaxes]
         name = "/".join(by_layer[path, 0].module.rpartition(".")[2] for path in group)
         for layer in range(cfg.layers):

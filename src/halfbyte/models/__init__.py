@@ -3,6 +3,7 @@
 from halfbyte.models.cache import Cache, decode_step, prefill
 from halfbyte.models.config import FAMILIES, Family, LlamaConfig, family_of, param_specs
 from halfbyte.models.context import REMAT, Context
+from halfbyte.models.experts import rebalance
 from halfbyte.models.flops import GemmSite, flops_per_token, flops_shares, gemm_sites
 from halfbyte.models.llama import apply, hidden_states, loss, loss_sum, token_nll
 from halfbyte.models.params import (
@@ -64,6 +65,7 @@ __all__ = [
     "preset",
     "presets",
     "quantize_weights",
+    "rebalance",
     "refuse_experts",
     "token_nll",
     "with_anchors",

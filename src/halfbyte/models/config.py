@@ -6,6 +6,8 @@ initialisation to what Hugging Face calls them), and its family's words in confi
     layers/attention/{q_norm, k_norm}      of a Qwen3, [layers, head_dim]
     layers/mlp/{norm, gate, up, down}
     layers/mlp/{norm, router, expert_gate, expert_up, expert_down}   with experts, each stacked [layers, experts, ...]
+    layers/mlp/router_bias                 of a sigmoid router, [layers, experts]
+    layers/mlp/{shared_gate, shared_up, shared_down}   with shared experts
     final_norm   [embed]
     head         [embed, vocab]            absent when tied: the head is embed, transposed
 
@@ -29,6 +31,8 @@ from halfbyte.nn.rope import RopeScaling
 from halfbyte.ops.activation import ACTIVATIONS
 
 EXPERT_SITES = ("expert_gate", "expert_up", "expert_down")
+SHARED_SITES = ("shared_gate", "shared_up", "shared_down")
+ROUTERS = ("softmax", "sigmoid")
 MOST_LAYERS = 10_000
 MOST_EXPERTS = 1 << 18
 """Of all layers together: each is three tensors of a folder."""
@@ -42,7 +46,9 @@ class LlamaConfig:
     or all heads as one (`joint_qk_norm`, OLMoE).
 
     With `experts` there are so many in the place of each MLP, each `mlp` wide, and a token passes `experts_per_token`
-    of them, weighed by the router's softmax over all; divided by the sum of the chosen if `norm_topk`.
+    of them, weighed by the router's softmax over all; divided by the sum of the chosen if `norm_topk`. A `router` of
+    sigmoids has a bias that balances the choice. Beside them every token passes `shared_experts`, as one MLP that is so
+    many times `mlp` wide.
 
     Nothing here says how it is trained or in which precision.
     """
@@ -63,6 +69,8 @@ class LlamaConfig:
     qk_norm: bool = False
     activation: str = "silu"
     joint_qk_norm: bool = False
+    router: str = "softmax"
+    shared_experts: int = 0
     experts: int = 0
     experts_per_token: int = 0
     norm_topk: bool = False
@@ -93,8 +101,16 @@ class LlamaConfig:
                 f"model {self.name}: experts_per_token must be between 1 and experts ({self.experts}), and 0 without "
                 f"experts, got {self.experts_per_token}"
             )
+        check_whole(f"model {self.name}: shared_experts", self.shared_experts, most=65536, zero="none")
+        if self.router not in ROUTERS:
+            raise ValueError(f"model {self.name}: router must be one of {', '.join(ROUTERS)}, got {self.router!r}")
         if self.experts:
             family_of(self)
+        elif self.router != ROUTERS[0] or self.shared_experts:
+            raise ValueError(
+                f"model {self.name}: router {self.router} and shared_experts {self.shared_experts} are for models with "
+                "experts, and this has none; set experts and experts_per_token too"
+            )
         if self.joint_qk_norm and not self.qk_norm:
             raise ValueError(f"model {self.name}: joint_qk_norm says how queries and keys are normed; set qk_norm too")
         if self.head_dim % 2:
@@ -109,13 +125,13 @@ class LlamaConfig:
     def _least_parameters(self) -> int:
         """The matrices alone, from the numbers, before a single shape is built."""
         attention = 2 * self.embed * self.head_dim * (self.heads + self.kv_heads)
-        mlp = max(self.experts, 1) * 3 * self.embed * self.mlp
+        mlp = max(self.experts + self.shared_experts, 1) * 3 * self.embed * self.mlp
         return self.layers * (attention + mlp) + self.vocab_size * self.embed
 
     @property
     def active_mlp(self) -> int:
         """The MLP width that a token passes: of all its experts together."""
-        return self.mlp * max(self.experts_per_token, 1)
+        return self.mlp * max(self.experts_per_token + self.shared_experts, 1)
 
     def replace(self, **changes: object) -> LlamaConfig:
         """The same model with some fields changed."""
@@ -167,17 +183,30 @@ def param_specs(cfg: LlamaConfig) -> Specs:
 
 
 def _expert_specs(cfg: LlamaConfig, mlp: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
-    """Router and experts, each expert with the linears of `mlp`; `*` in a module stands for the expert's number."""
+    """Router and experts, each expert with the linears of `mlp`; `*` in a module stands for the expert's number. A
+    router's bias and shared experts have the names of DeepSeek-V3, which no family here has.
+    """
     router, *modules = family_of(cfg).experts
     shape, unit = (cfg.layers, cfg.embed, cfg.experts), 1 / math.sqrt(cfg.embed)
     specs = {"router": ParamSpec(shape, ("layers", None, None), unit, "router", router)}
+    if cfg.router == "sigmoid":
+        bias, module = (cfg.layers, cfg.experts), f"{router}.e_score_correction_bias"
+        specs["router_bias"] = ParamSpec(bias, ("layers", None), 0.0, "balance", module)
     for name, module in zip(("gate", "up", "down"), modules, strict=True):
         one = mlp[name]
         specs[f"expert_{name}"] = dataclasses.replace(
             one, shape=(cfg.layers, cfg.experts, *one.shape[1:]), axes=("layers", "expert", *one.axes[1:]),
             kind="experts", module=module, active=cfg.experts_per_token,
         )  # fmt: skip
-    return specs
+    return specs | (_shared_specs(cfg) if cfg.shared_experts else {})
+
+
+def _shared_specs(cfg: LlamaConfig) -> dict[str, ParamSpec]:
+    """Shared experts: the MLP of a dense model that is as wide as they are together."""
+    wide = cfg.mlp * cfg.shared_experts
+    dense = param_specs(cfg.replace(mlp=wide, experts=0, experts_per_token=0, router=ROUTERS[0], shared_experts=0))
+    own = {name: dense["layers"]["mlp"][name.removeprefix("shared_")] for name in SHARED_SITES}
+    return {n: dataclasses.replace(s, module=s.module.replace("mlp.", "mlp.shared_experts.")) for n, s in own.items()}
 
 
 @dataclasses.dataclass(frozen=True)

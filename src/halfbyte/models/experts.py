@@ -23,7 +23,7 @@ from halfbyte.models.context import LayerContext
 from halfbyte.models.linear import is_exact
 from halfbyte.models.params import Params
 from halfbyte.models.quantized import amaxes_of, shares_scale
-from halfbyte.nn.routing import Routing, route
+from halfbyte.nn.routing import Routing, rebalanced, route
 from halfbyte.ops.activation import ACTIVATIONS
 from halfbyte.ops.dispatch import combine, fork, gated, spread
 from halfbyte.ops.shards import Cut, axes_of, cut_of, on_mesh
@@ -38,7 +38,8 @@ Keys = Sequence[jax.Array | None]
 def experts_mlp(cfg: LlamaConfig, weights: Params, h: jax.Array, here: LayerContext) -> jax.Array:
     """h [batch, seq, embed] through the experts that each token chooses, in h's dtype."""
     tokens, wide = fork(_everywhere(h.reshape(-1, cfg.embed), here))
-    found = route(wide, _everywhere(weights["router"], here), cfg.experts_per_token, normalise=cfg.norm_topk)
+    router, k, bias = _everywhere(weights["router"], here), cfg.experts_per_token, weights.get("router_bias")
+    found = route(wide, router, k, normalise=cfg.norm_topk, bias=bias)
     if here.routed is not None:
         here.routed.append(found.load)
     recipes = [None if is_exact(h, r) else r for r in (here.recipe("mlp", name) for name in EXPERT_SITES)]
@@ -70,6 +71,17 @@ def experts_mlp(cfg: LlamaConfig, weights: Params, h: jax.Array, here: LayerCont
         # [tokens, embed] -> [room, embed], sorted by expert, each from a new tile on
         y = run(spread(tokens, rows, room), matrices, keys, Tiles.of(found.load.counts, room, tile))
     return combine(y, rows, _everywhere(found.weights, here)).reshape(h.shape)
+
+
+def rebalance(params: Params, load: jax.Array | None, rate: float) -> Params:
+    """`params` after a step whose experts had this `load`, [layers, experts]: the biases of routers, if there are any,
+    have moved.
+    """
+    mlp = params["layers"]["mlp"]
+    if load is None or "router_bias" not in mlp:
+        return params
+    moved = mlp | {"router_bias": rebalanced(mlp["router_bias"], load, rate)}
+    return params | {"layers": params["layers"] | {"mlp": moved}}
 
 
 def layout(cfg: LlamaConfig, tokens: int, recipes: Sequence[Recipe | None]) -> tuple[int, int]:

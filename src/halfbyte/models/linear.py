@@ -72,27 +72,36 @@ def linears(
     return tuple(given(name, y) for name, y in zip(names, made, strict=True))
 
 
-def gated_mlp(x: jax.Array, weights: Params, here: LayerContext, activation: ops.Activation) -> jax.Array:
-    """(a(x gate) * (x up)) down, in x's dtype."""
-    recipes = {name: here.recipe("mlp", name) for name in MLP_SITES}
+def gated_mlp(
+    x: jax.Array, weights: Params, here: LayerContext, activation: ops.Activation, sites: Sequence[str] = MLP_SITES
+) -> jax.Array:
+    """(a(x gate) * (x up)) down, in x's dtype, with the weights that are called `sites`."""
+    recipes = dict(zip(MLP_SITES, (here.recipe("mlp", name) for name in sites), strict=True))
     if all(is_exact(x, recipe) for recipe in recipes.values()):
-        gate, up = linears(x, weights, here, "mlp", MLP_SITES[:2])
-        (y,) = linears(activation.curve(gate) * up, weights, here, "mlp", MLP_SITES[2:])
+        gate, up = linears(x, weights, here, "mlp", sites[:2])
+        (y,) = linears(activation.curve(gate) * up, weights, here, "mlp", sites[2:])
         return y
-    stacks, x = here.stacks, here.into(x, "mlp", MLP_SITES[:2])
+    stacks, x = here.stacks, here.into(x, "mlp", sites[:2])
     place = None if stacks is None or stacks.both is None else (*stacks.both, stacks.at)
+    gate, up, down = (weights[name] for name in sites)
     y, kept = ops.mlp_in_stacks(
         x,
-        (weights["gate"], weights["up"], weights["down"]),
+        (gate, up, down),
         place,
         recipe=recipes,
-        key=here.site_key("mlp"),
+        key=here.site_key(op_of(sites[0])[0]),
         middle=ops.Middle(activation, "input" if place is None and here.ctx.remat == "quantized" else "fast"),
-        execution=_execution(x, here, "mlp", MLP_SITES),
+        execution=_execution(x, here, "mlp", sites),
     )
     if stacks is not None and kept is not None:
         stacks.both = kept[:2]
-    return here.out_of(y, "mlp", "down")
+    return here.out_of(y, "mlp", sites[2])
+
+
+def op_of(name: str) -> tuple[str, str]:
+    """(the op that a linear of a gated MLP is part of, what it is there): of `shared_up`, mlp/shared and up."""
+    op, _, part = name.rpartition("_")
+    return f"mlp/{op}" if op else "mlp", part
 
 
 def _execution(x: jax.Array, here: LayerContext, group: str, names: Sequence[str]) -> ops.Execution:

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from halfbyte.models.config import LlamaConfig
+from halfbyte.models.config import SHARED_SITES, LlamaConfig
 from halfbyte.models.context import BETWEEN, PLAIN, Context, LayerContext, inside
 from halfbyte.models.embedding import embed_tokens, head_weight
 from halfbyte.models.experts import experts_mlp
-from halfbyte.models.linear import gated_mlp, linears
+from halfbyte.models.linear import MLP_SITES, gated_mlp, linears
 from halfbyte.models.params import Params
 from halfbyte.models.quantized import share_scales
 from halfbyte.models.remat import flattened, streamed
@@ -180,13 +180,18 @@ def attention_block(
 
 
 def mlp_block(cfg: LlamaConfig, weights: Params, x: jax.Array, here: LayerContext) -> jax.Array:
-    """Norm and gated MLP, or experts."""
-    if cfg.experts:
-        return experts_mlp(cfg, weights, normed(cfg, x, weights["norm"]), here)
+    """Norm and gated MLP, or experts, with those that all tokens share beside them."""
     weights = share_scales(weights, here, "mlp") if here.shares_scales else weights
     h = here.ctx.constrain(normed(cfg, x, weights["norm"]), *BETWEEN)
-    y = gated_mlp(h, weights, here, ACTIVATIONS[cfg.activation])
-    return here.ctx.constrain(y, *BETWEEN)
+
+    def dense(sites: Sequence[str]) -> jax.Array:
+        y = gated_mlp(h, weights, here, ACTIVATIONS[cfg.activation], sites)
+        return here.ctx.constrain(y, *BETWEEN)
+
+    if not cfg.experts:
+        return dense(MLP_SITES)
+    y = experts_mlp(cfg, weights, h, here)
+    return y + dense(SHARED_SITES) if cfg.shared_experts else y
 
 
 def gather_seq(h: jax.Array, ctx: Context) -> jax.Array:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,20 +19,23 @@ from jax.sharding import Mesh
 
 from halfbyte import ops
 from halfbyte.formats import amax_of
-from halfbyte.models.config import LlamaConfig, param_specs
+from halfbyte.models.config import EXPERT_SITES, SHARED_SITES, LlamaConfig, param_specs
 from halfbyte.models.context import LayerContext
 from halfbyte.models.params import Params
 from halfbyte.models.spec import ParamSpec
 from halfbyte.recipe import WEIGHTS, Recipe, Resolved
 from halfbyte.sharding import DEFAULT_RULES, Rules, named_sharding
 
-FUSED = {"attention": ("q", "k", "v"), "mlp": ("gate", "up", "expert_gate", "expert_up")}
-"""Linears of one input, which serving engines join into one: those of them that a model has, of each expert its own."""
+FUSED = {
+    "attention": (("q", "k", "v"),),
+    "mlp": (("gate", "up"), EXPERT_SITES[:2], SHARED_SITES[:2]),
+}
+"""Linears of one input, which serving engines join into one, by group; of each expert its own."""
 
 
-def fused(weights: Params, group: str) -> list[str]:
-    """Of `group`, the names in FUSED that its `weights` have."""
-    return [name for name in FUSED[group] if name in weights]
+def fused(group: str, name: str) -> tuple[str, ...]:
+    """The linears that `name` of `group` is joined with, itself among them; none if it stands alone."""
+    return next((names for names in FUSED[group] if name in names), ())
 
 
 def is_qweight(node: Any) -> bool:
@@ -71,11 +75,20 @@ def quantize_weights(
 
 
 def share_scales(weights: Params, here: LayerContext, group: str) -> Params:
-    """A layer's `weights` of one group, quantized with one tensor scale where its recipes say so (`shared_scales`)."""
-    shared = (name for name in fused(weights, group) if shares_scale(here.recipe(group, name)))
+    """A layer's `weights` of one group, quantized with one tensor scale where its recipes say so (`shared_scales`);
+    experts share theirs where they are multiplied."""
+    for names in FUSED[group]:
+        if names[0] in weights and names[0] not in EXPERT_SITES:
+            weights = weights | _sharing(weights, here, group, names)
+    return weights
+
+
+def _sharing(weights: Params, here: LayerContext, group: str, joined: Sequence[str]) -> dict[str, ops.QWeight]:
+    """Those of the `joined` weights that share a scale and have no codes yet, quantized."""
+    shared = (name for name in joined if shares_scale(here.recipe(group, name)))
     names = [name for name in shared if not is_qweight(weights[name])]
     if not names:
-        return weights
+        return {}
     amax = functools.reduce(jnp.maximum, (amax_of(lax.stop_gradient(weights[name])) for name in names))
 
     def codes(name: str) -> ops.QWeight:
@@ -83,7 +96,7 @@ def share_scales(weights: Params, here: LayerContext, group: str) -> Params:
         sharding = named_sharding(spec.axes[1:], ctx.mesh, ctx.rules) if ctx.mesh is not None else None
         return ops.quantize_weight(weights[name], recipe=here.recipe(group, name), sharding=sharding, amax=amax)
 
-    return weights | {name: codes(name) for name in names}
+    return {name: codes(name) for name in names}
 
 
 def shares_scale(recipe: Recipe) -> bool:
@@ -95,7 +108,7 @@ def group_amaxes(stacks: Params, resolved: Resolved, group: str, name: str) -> j
     """float32 [layers], or [layers, experts]: the amax that stands for weight `name`'s own; None if all have their
     own."""
     path, layers = f"layers/{group}/{name}", next(iter(stacks[group].values())).shape[0]
-    together = fused(stacks[group], group)
+    together = fused(group, name)
     shared = [name in together and shares_scale(resolved.at(path, layer)) for layer in range(layers)]
     if not any(shared):
         return None

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-KINDS = {"linear": 2, "experts": 3, "router": 2, "norm": 1, "embedding": 2, "head": 2}
-"""Kind -> the dims of one layer's."""
+KINDS = {"linear": 2, "experts": 3, "router": 2, "balance": 1, "norm": 1, "embedding": 2, "head": 2}
+"""Kind -> the dims of one layer's. `balance` is a router's bias: state among the weights, which no gradient moves."""
 GEMMS = ("linear", "experts")
 """Kinds that a policy may quantize: matrices [in, out], for experts one each."""
 Specs = dict[str, Any]
@@ -52,8 +52,8 @@ class ParamSpec:
 
     @property
     def decay(self) -> bool:
-        """Whether weight decay applies: to all but the norms."""
-        return self.kind != "norm"
+        """Whether weight decay applies: to all but norms and what balances experts."""
+        return self.kind not in ("norm", "balance")
 
     def check(self, path: str) -> None:
         """ValueError unless it says what it is, and its dims are that kind's."""
@@ -71,8 +71,8 @@ class ParamSpec:
 
     def make(self, key: jax.Array) -> jax.Array:
         """A freshly initialised array."""
-        if self.init is None:
-            return jnp.ones(self.shape, self.dtype)
+        if not self.init:
+            return jnp.full(self.shape, self.init is None, self.dtype)
         return jax.random.normal(key, self.shape, self.dtype) * jnp.asarray(self.init, self.dtype)
 
 

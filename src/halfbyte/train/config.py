@@ -161,6 +161,8 @@ class TrainConfig:
     """Of models with experts: weight of the loss that keeps their load even, the mean over layers (1 where it is)."""
     router_z_loss: float = 0.0
     """Of models with experts: weight of the mean squared logsumexp of their routers' logits."""
+    balance_rate: float = 0.001
+    """Of models with sigmoid routers: how far a step moves the bias of an expert that has not the mean load."""
     remat: Literal["none", "dots", "full", "quantized"] = "none"
     unroll: int = 1
     """Layers a loop iteration; 0: all, no loop. Faster on a GPU (nothing is copied in and out), slower to compile."""
@@ -211,7 +213,7 @@ class TrainConfig:
         check_whole("seed", self.seed)
         check_whole("radar", self.radar, zero="none")
         check_whole("telemetry", self.telemetry, zero="none")
-        for name in ("z_loss", "balance_loss", "router_z_loss"):
+        for name in ("z_loss", "balance_loss", "router_z_loss", "balance_rate"):
             check_real(name, getattr(self, name), holds=getattr(self, name) >= 0, wanted="0 or more")
         check_real("watchdog_s", self.watchdog_s, holds=self.watchdog_s >= 0, wanted="0 (off) or more seconds")
         check_warmup(self.optimizer, self.steps)
@@ -233,6 +235,7 @@ def _policy_text(value: Any) -> str:
 
 GUARDED = (
     "model", "recipe", "policy", "precision", "optimizer", "loss_scale",
-    "data", "batch", "seq", "accumulate", "seed", "z_loss", "balance_loss", "router_z_loss", "init_from",
+    "data", "batch", "seq", "accumulate", "seed", "z_loss", "balance_loss", "router_z_loss", "balance_rate",
+    "init_from",
 )  # fmt: skip
 """Fields that may not change when a run resumes, unless the person says so: they change what is computed."""

@@ -31,6 +31,7 @@ from halfbyte.metrics import (
     missing_steps,
     read_rows,
 )
+from halfbyte.models.linear import MLP_SITES
 from halfbyte.ops.activation import ACTIVATIONS
 from halfbyte.profiling import Capture
 from halfbyte.recipe import GEMMS, Recipe, Resolved
@@ -44,7 +45,7 @@ from .goodput import Goodput
 from .guard import Return
 from .identity import fingerprint
 from .precision import Phase, phases, with_fallback
-from .precision_manifest import TILES, Manifest, build_manifest, native_sites, table
+from .precision_manifest import Manifest, build_manifest, native_sites, table
 from .preflight import GIB, Preflight, check, memory_of, run_mesh
 from .source import Source, open_source
 
@@ -175,7 +176,7 @@ def check_stacks_of_loops(session: Session, every: Sequence[Phase]) -> None:
 
 def _looped_mlps(resolved: Resolved, manifest: Manifest) -> Iterator[tuple[tuple[Recipe, ...], str]]:
     """(the recipes of gate, up and down, the backend that serves them all) of each segment with several layers."""
-    mlps = [site for site in manifest.sites if site.path.startswith("layers/mlp/") and site.backend != TILES]
+    mlps = [site for site in manifest.sites if site.path.removeprefix("layers/mlp/") in MLP_SITES]
     for segment in resolved.segments:
         here = [site for site in mlps if site.layers[0] <= segment.start < site.layers[1]]
         recipes = tuple(segment.recipes[site.path] for site in here)

@@ -113,7 +113,7 @@ def make_train_step(config: TrainConfig, resolved: Resolved, mesh: Mesh) -> Trai
         finite = jnp.isfinite(norm) & jnp.isfinite(loss) & watched.good
         clipped = optim.clip_by_norm(grads, norm, config.optimizer.clip)
         updates, optimizer = transform.update(clipped, state.optimizer, state.params)
-        params = optim.apply(state.params, updates, rate)
+        params = models.rebalance(optim.apply(state.params, updates, rate), sums.get("load"), config.balance_rate)
         keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)  # noqa: E731
         params = lax.optimization_barrier(keep(params, state.params))  # the sum is of what is stored
         next_state = TrainState(
