@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 from fakes import fake_parity, fake_run, plan_of
@@ -56,6 +57,25 @@ def test_a_signal_near_the_end_of_a_run_ends_the_parity(tmp_path, monkeypatch):
     assert stopped == "SIGINT" and begun == [("bf16", 0)]
     assert any(line.startswith("SIGINT: stopping") for line in said)
     assert status_of(run_directory(tmp_path, plan.baseline, 0), plan.base.steps).state == "done"  # and it counts
+
+
+@pytest.mark.parametrize("within, count", [(5, 1), (41, 3), (60, 5), (1e9, 12)])
+def test_no_run_begins_that_would_not_end_in_time(tmp_path, monkeypatch, within, count):
+    """The first takes 20 s, the others 10, by a clock that training alone moves; the same call goes on later."""
+    plan = settle(tmp_path, PLAN)
+    now = [0.0]
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def tick(group, folder):
+        now[0] += 10 if now[0] else 20
+
+    train, begun = trains(plan, meanwhile=tick)
+    stopped, said = run(plan, tmp_path, monkeypatch, train, within=within)
+    assert stopped is None and len(begun) == min(count, len(plan.jobs()))
+    assert any("not begun" in line for line in said) == (len(begun) < len(plan.jobs()))
+    if len(begun) < len(plan.jobs()):
+        run(plan, tmp_path, monkeypatch, train)
+        assert begun == [(arm.name, seed) for arm, seed in plan.jobs()]
 
 
 def test_a_signal_while_a_run_compiles_ends_the_process_with_a_report(tmp_path, monkeypatch):

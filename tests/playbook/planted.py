@@ -21,13 +21,15 @@ HEALTHY = {"fp8": 0.0, "nvfp4": 0.004, "nvfp4_no_rht": 0.005, "fp8-twin": 0.0, "
 COSTS = {"step_s": 1.0, "first_s": 60.0, "again_s": 10.0}
 
 
-def study(folder, *, gaps=HEALTHY, seeds=3, noise=0.0005):
+def study(folder, *, gaps=HEALTHY, seeds=3, noise=0.0005, done=None):
+    """`done`: how many of its runs there was time for."""
     plan = Plan(fakes.BASE, tuple(standard_arms("fp8", ["nvfp4", "nvfp4_no_rht"])), tuple(range(seeds)),
                 Margin(0.5, True))  # fmt: skip
-    return analyse(fakes.fake_parity(folder, plan, gaps=gaps, noise=noise), folder)
+    skip = [] if done is None else [(arm.name, seed) for arm, seed in plan.jobs()[done:]]
+    return analyse(fakes.fake_parity(folder, plan, gaps=gaps, noise=noise, skip=skip), folder)
 
 
-def records(folder, *, found=None, wait=0.0, execution="native", rates=(100.0, 140.0, 150.0), passed=True):
+def records(folder, *, found=None, wait=0.0, execution="native", rates=(100.0, 140.0, 150.0), passed=True, seconds=1.0):
     """A whole set; `found`: the study's data, None for a budget that had no room for one."""
     made = Records(folder / "records")
     made.put("settings", {"data": {"model": "tiny"}})
@@ -41,14 +43,15 @@ def records(folder, *, found=None, wait=0.0, execution="native", rates=(100.0, 1
         "bench": {"baseline": "fp8", "rows": [{"arm": arm, "tokens_per_s": rate, **empty}
                                               for arm, rate in zip(ARMS, rates, strict=True)]},
         "plan": {"seeds": 3 if found else 0, "steps": 60 if found else 0, "fewest_steps": 30, "needs_s": 900.0,
-                 "before_s": 100.0, "reserve": 0.08, "costs": COSTS},
+                 "seconds": 240.0, "before_s": 100.0, "reserve": 0.08, "costs": COSTS},
         "compare": {"runs": [{"arm": arm, "speed": speed, "gradient_norm": {"median": 1.0, "largest": 2.0}}
                              for arm in ARMS]},
     }  # fmt: skip
     if found is not None:
         data["parity"] = found
     for stage, value in data.items():
-        made.put(stage, {"command": f"halfbyte {stage} tiny", "seconds": 1.0, "data": value})
+        took = seconds if stage == "parity" else 1.0
+        made.put(stage, {"command": f"halfbyte {stage} tiny", "seconds": took, "data": value})
     for stage in ("trace", "inspect", "eval", "ablation", "cluster", *(["parity"] if found is None else [])):
         made.put(stage, {"command": f"halfbyte {stage} tiny", "seconds": 0.0, "missing": f"no room for {stage}"})
     return made

@@ -18,7 +18,8 @@ import defects
 import planted
 
 from halfbyte.bench import Measured
-from halfbyte.cli import bench, doctor, inspect, stages
+from halfbyte.cli import bench, doctor, inspect, parity, stages
+from halfbyte.cli import playbook as playbook_command
 from halfbyte.cli.main import main
 from halfbyte.cli.result import Result
 from halfbyte.optim import OptimizerConfig
@@ -165,6 +166,23 @@ def test_its_figures_are_those_of_the_commands_that_it_names(stopped_everywhere,
     assert all(html.escape(point["command"], quote=True) in page for point in points.values())
 
 
+@pytest.mark.parametrize("flags, within", [({}, "300s"), ({"steps": 6}, ""), ({"host": "0/2"}, "")])
+def test_a_study_of_the_budgets_size_ends_with_it(config_file, tmp_path, monkeypatch, flags, within):
+    """What was asked for by number, or is shared with other hosts, is not cut off: the same command goes on."""
+    asked, half = [], {"complete": False, "runs": {"done": 7, "planned": 15}}
+    monkeypatch.setattr(parity, "run", lambda args: asked.append(args) or Result(half))
+    args = playbook_command.Args(model=str(config_file), **flags)
+    work = stages.Work(args, planted.fakes.BASE, tmp_path, Records(tmp_path))
+    work.records.put("plan", {"data": {"seeds": 3, "steps": 30, "left_s": 300.2}})
+    if within:
+        command, data = stages.parity(work)
+        assert data == half and f"--within {within}" in command
+    else:
+        with pytest.raises(stages.Stopped):
+            stages.parity(work)
+    assert [args.within for args in asked] == [within]
+
+
 def test_what_inspect_suggests_joins_as_a_candidate(tmp_path):
     records, args = Records(tmp_path), SimpleNamespace(candidates="nvfp4, nvfp4_no_rht", baseline="fp8")
     work = stages.Work(args, planted.fakes.BASE, tmp_path, records)
@@ -193,6 +211,11 @@ def test_bad_input_exits_2_and_leaves_nothing(config_file, tmp_path, capfd, flag
     assert playbook(config_file, tmp_path / "p", *flags) == 2
     assert message in " ".join(capfd.readouterr().err.split())
     assert not (tmp_path / "p").exists()
+
+
+def test_a_time_without_a_unit_is_refused_before_anything_is_written(config_file, tmp_path, capfd):
+    assert main(["parity", str(config_file), "--out", str(tmp_path / "p"), "--within", "12"]) == 2
+    assert "within must be a time" in " ".join(capfd.readouterr().err.split()) and not (tmp_path / "p").exists()
 
 
 def test_another_question_in_the_same_directory_is_refused(config_file, tmp_path, monkeypatch, capfd):

@@ -12,6 +12,7 @@ import planted
 
 from halfbyte.parity.margin import Margin
 from halfbyte.playbook import CANNOT_TELL, DO_NOT, SWITCH, could_tell, decide, seconds_of, size_of, write_page
+from halfbyte.playbook.budget import costs_of, study_seconds
 from halfbyte.playbook.points import points
 
 COSTS = {"step_s": 1.0, "first_s": 60.0, "again_s": 10.0}
@@ -86,6 +87,25 @@ def test_too_little_budget_cannot_tell_and_says_what_it_would_take(tmp_path, see
     assert "It would take" in page
 
 
+@pytest.mark.parametrize("done", [0, 1, 2, 7, 12])
+def test_a_study_that_the_clock_ended_says_so_and_what_the_whole_would_take(tmp_path, done):
+    found = planted.study(tmp_path / "study", done=done)
+    made = planted.records(tmp_path, found=found, seconds=500.0)
+    decision, page = shown(made, tmp_path)
+    assert decision.word == CANNOT_TELL and f"{done} of 15 runs" in decision.sentence and f"{done} of 15 runs" in page
+    assert (made.directory.parent / "playbook.html").read_text() == page
+    minutes = re.search(r"--budget (\d+)m --seeds 3", decision.takes)[1]
+    assert int(minutes) * 60 * 0.92 >= 100 + 500 * 15 / max(1, done)  # as it went, not as it was planned
+
+
+def test_an_alarm_needs_no_whole_study(tmp_path):
+    found = planted.study(tmp_path / "study", done=7)
+    for arm in found["arms"]:
+        for probe in arm["radar"]:
+            probe["alarms"] = ["wgrad: gain 0.88"]
+    assert decide(planted.records(tmp_path, found=found)).word == DO_NOT
+
+
 def test_an_interval_across_the_margin_takes_more_seeds(tmp_path):
     found = planted.study(tmp_path / "study", noise=0.01)
     decision = decide(planted.records(tmp_path, found=found))
@@ -147,6 +167,19 @@ def test_seeds_come_first_then_length_then_more_seeds(left, seeds, steps):
 def test_what_was_asked_for_is_planned_whatever_it_takes():
     size = size_of(1.0, COSTS, steps=500, seeds=2, fixed=True)
     assert (size.seeds, size.steps, size.seconds) == (2, 500, 60 + 2 * 510)
+
+
+def test_a_plan_costs_what_a_study_was_seen_to_take():
+    """The demo's records on two cores; its 15 runs of 35 steps would have taken 740 s, and 452 s were left."""
+    row = {"fp8": (369, 14.4), "nvfp4": (689, 33.6), "nvfp4_no_rht": (372, 21.4)}
+    rows = [{"arm": arm, "milliseconds": step, "compile_s": compiling} for arm, (step, compiling) in row.items()]
+    short = {"arm": "nvfp4", "seconds": 60.8, "stepping_s": 12.3, "step_time_s": 0.418}
+    like = {arm: arm for arm in row} | dict.fromkeys(("fp8-twin", "control"), "fp8")
+    costs = costs_of({"bench": {"baseline": "fp8", "rows": rows}, "trace": short}, like)
+    assert 660 < study_seconds(3, 35, **costs) < 900
+    size = size_of(452, costs, steps=160)
+    assert size.seeds == 1 and size.seconds <= 452
+    assert size_of(700, costs, steps=160).seeds == 3
 
 
 def test_what_it_will_be_able_to_tell():

@@ -13,6 +13,7 @@ passes. Ctrl-C keeps what is done and writes the report; the same command goes o
 Exit code 0: every candidate passed; 3: not."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -36,6 +37,9 @@ class Args(Study):
     looks: str = ""
     """Numbers of seeds, such as 3,5: it is judged then too, and ends where all is decided. Each look has its part of
     the 5%, so the last interval is a little wider."""
+    within: str = ""
+    """Begin no run that would not end in this time: 90s, 12m, 2h. What is there is shown, and the same command goes
+    on."""
     branch: bool = False
     """From a checkpoint of RUN: short branches in the baseline's recipe and in the run's own, on the same data."""
     branch_steps: int = 0
@@ -43,9 +47,11 @@ class Args(Study):
 
 
 def run(args: Args) -> Result:
+    from halfbyte.playbook import seconds_of
+
     if args.branch:
         return run_branch_test(args)
-    found = conduct(args, *make_plan(args))
+    found = conduct(args, *make_plan(args), within=seconds_of(args.within, "within") if args.within else math.inf)
     return found if found.code or found.data["passed"] else dataclasses.replace(found, code=NOT_PASSED)
 
 

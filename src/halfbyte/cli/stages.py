@@ -242,15 +242,17 @@ def parity(work: Work) -> Found:
     if not size["seeds"]:
         short = f"three seeds of {size['fewest_steps']} steps need about {size['needs_s'] / 60:.0f} minutes"
         raise Missing(f"the budget {work.args.budget} leaves no room for a study: {short}")
-    return conducted(*study_command(work, size["seeds"], size["steps"]))
+    fixed = work.args.steps or work.args.tokens or work.args.host  # as large as asked, or with others
+    within = "" if fixed else f"{size['left_s']:.0f}s"
+    return conducted(*study_command(work, size["seeds"], size["steps"], within=within))
 
 
 def conducted(command: str, args: Any) -> Found:
-    """A parity, run to its end."""
+    """A parity, run to its end, or to that of its time."""
     from halfbyte.cli import parity as runs
 
     found = runs.run(args)
-    if found.code == PREEMPTED or not found.data["complete"]:
+    if found.code == PREEMPTED or not (found.data["complete"] or args.within):
         raise Stopped(str(found.data.get("stopped", "other hosts, which are not done")))
     return command, dict(found.data)
 

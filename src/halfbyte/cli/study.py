@@ -1,6 +1,7 @@
 """What `parity` and `league` share: the flags of a comparison, its base run and plan, and its end in a report."""
 
 import dataclasses
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -117,8 +118,9 @@ def check_validation(base: "TrainConfig") -> None:
         )
 
 
-def conduct(args: Study, plan: "Plan", directory: Path) -> Result:
-    """Settle the plan, run what is not done yet, the screening round first, and write the report."""
+def conduct(args: Study, plan: "Plan", directory: Path, *, within: float = math.inf) -> Result:
+    """Settle the plan, run what is not done yet and begins `within` so many seconds, the screening round first, and
+    write the report."""
     from halfbyte.parity.plan import settle
     from halfbyte.parity.screening import screened
 
@@ -126,11 +128,11 @@ def conduct(args: Study, plan: "Plan", directory: Path) -> Result:
         check_validation(plan.base)
     plan = load(directory) if args.report else settle(directory, plan)
     say(describe(plan, directory))
-    stopped = None if args.report else run_all(args, plan, directory)
+    stopped = None if args.report else run_all(args, plan, directory, within=within)
     return finish(screened(plan, directory), directory, stopped=stopped)
 
 
-def run_all(args: Study, plan: "Plan", directory: Path) -> str | None:
+def run_all(args: Study, plan: "Plan", directory: Path, *, within: float) -> str | None:
     """Run this host's jobs; what stopped it before their end."""
     from halfbyte.parity.analysis import decided
     from halfbyte.parity.plan import settle, share
@@ -141,7 +143,7 @@ def run_all(args: Study, plan: "Plan", directory: Path) -> str | None:
         jobs = share(part.jobs(), args.host) if args.host else part.jobs()
         return run_jobs(
             part, folder, jobs, say=say, observers=watchers(args, part), decided=lambda: decided(part, folder),
-            leave=lambda signal: finish(screened(plan, directory), directory, stopped=signal),
+            leave=lambda signal: finish(screened(plan, directory), directory, stopped=signal), within=within,
         )  # fmt: skip
 
     try:

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import sys
 import threading
@@ -134,20 +135,29 @@ class Progress:
     total: int
     began: float
     finished: int = 0
+    quickest: float = 0.0
+    last: float = 0.0
+
+    def taken(self) -> float:
+        return time.monotonic() - self.began
+
+    def end_run(self) -> None:
+        self.finished += 1
+        self.quickest, self.last = min(self.quickest or math.inf, self.taken() - self.last), self.taken()
 
     def left(self) -> str:
         if not self.finished:
             return ""
-        each = (time.monotonic() - self.began) / self.finished
+        each = self.taken() / self.finished
         return f", about {clock(each * (self.total - self.finished))} left"
 
 
 def run_jobs(
     plan: Plan, directory: Path, jobs: Sequence[tuple[Arm, int]], *, say: Say, observers: Observers | None = None,
-    decided: Callable[[], bool] = lambda: False, leave: Callable[[str], Any] | None = None,
+    decided: Callable[[], bool] = lambda: False, leave: Callable[[str], Any] | None = None, within: float = math.inf,
 ) -> str | None:  # fmt: skip
     """Run what is not done yet, up to the first look at which it is `decided`; the name of the signal that stopped it,
-    or None. `leave`: see Stop."""
+    or None. `leave`: see Stop. No run begins that would not end `within` so many seconds if it were the quickest."""
     waiting = [(a, s) for a, s in jobs if status_of(run_directory(directory, a, s), plan.base.steps).state not in OVER]
     if len(waiting) < len(jobs):
         say(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are done already")
@@ -161,6 +171,9 @@ def run_jobs(
                 say(f"decided at the look after {plan.looks[looked - 1]} seeds; the others need not be run")
                 break
             past = looked
+            if progress.taken() + progress.quickest > within:
+                say(f"{clock(within)} are over: the other {len(waiting) + 1 - number} runs are not begun")
+                break
             say_here = functools.partial(_say_of, say, f"[{number}/{len(waiting)} {arm.name} seed {seed}]")
             if made_from(plan) != now:  # before the first run, and when data or code have changed under way
                 now = made_from(plan)
@@ -168,7 +181,7 @@ def run_jobs(
             run_one(plan, directory, arm, seed, say=say_here, observers=observers, stop=stop)
             if stop.asked:
                 break
-            progress.finished += 1
+            progress.end_run()
             say_here(f"{_outcome(run_directory(directory, arm, seed), plan.base.steps)}{progress.left()}")
     return stop.asked
 

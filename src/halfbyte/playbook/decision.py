@@ -74,9 +74,14 @@ def decide(records: Records) -> Decision:
         what = "; ".join(f"{name}: {why(arm)}" for name, arm in found.items())
         return Decision(DO_NOT, f"{DO_NOT}, stay with {base}. {what}. {fail_rate(study, found)}", because, speed)
     takes = needed(records, [found[name] for name, word in words.items() if word == "CANNOT TELL"])
-    what = "; ".join(f"{name}: {why(arm)}" for name, arm in found.items())
+    cut = "" if study["complete"] else cut_short(study) + ". "
+    what = cut + "; ".join(f"{name}: {why(arm)}" for name, arm in found.items())
     return Decision(CANNOT_TELL, f"{CANNOT_TELL}, stay with {base} until then. {what}. It would take {takes}.", because,
                     speed, takes)  # fmt: skip
+
+
+def cut_short(study: Data) -> str:
+    return "The time was over after {done} of {planned} runs of the study".format(**study["runs"])
 
 
 def alarms(arm: Data) -> list[str]:
@@ -185,8 +190,8 @@ def needed(records: Records, open_arms: Sequence[Data] | None) -> str:
     if plan is None:
         return "a study: the same command goes on"
     steps = plan["steps"] or plan["fewest_steps"]
-    counts = [FEWEST_SEEDS]
-    if study is not None and open_arms:
+    counts = [FEWEST_SEEDS, plan["seeds"]]
+    if study is not None and study["complete"] and open_arms:
         margin = parse_margin(study["plan"]["margin"]).value
         for arm in open_arms:
             if arm["interval"] is None or arm["interval"]["low"] is None:
@@ -199,5 +204,15 @@ def needed(records: Records, open_arms: Sequence[Data] | None) -> str:
                 )
             counts.append(many if ", but " not in arm["verdict"]["reason"] else 2 * len(study["plan"]["seeds"]))
     count = max(counts)
-    minutes = (plan["before_s"] + study_seconds(count, steps, **plan["costs"])) / 60 / (1 - plan["reserve"])
+    minutes = (plan["before_s"] + slower(records) * study_seconds(count, steps, **plan["costs"])) / 60
+    minutes /= 1 - plan["reserve"]
     return f"about {count} seeds of {steps} steps in a new directory: --budget {math.ceil(minutes)}m --seeds {count}"
+
+
+def slower(records: Records) -> float:
+    """What the study took over what was planned for it, where that was too hopeful."""
+    record, plan = records.get("parity") or {}, records.data("plan")
+    if "data" not in record or plan is None:
+        return 1.0
+    runs = record["data"]["runs"]
+    return max(1.0, record["seconds"] * runs["planned"] / max(1, runs["done"]) / plan["seconds"])

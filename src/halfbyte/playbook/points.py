@@ -8,7 +8,7 @@ from typing import Any
 from halfbyte.parity.analysis import interval_text
 from halfbyte.parity.arms import BASELINE, CANDIDATE
 
-from .decision import STALLED, alarms
+from .decision import STALLED, alarms, cut_short
 from .records import STAGES, Records
 
 Data = Mapping[str, Any]
@@ -205,9 +205,10 @@ def _texts(values: Mapping[str, float], form: str) -> dict[str, str]:
 
 
 def missing(records: Records) -> list[tuple[str, str]]:
-    """(section, why it is not there), for every stage without data."""
-    found = ((stage, records.get(stage)) for stage in STAGES)
-    return [
+    """(section, why it is not there), for every stage without data, and for runs that a study had no time for."""
+    found, study = ((stage, records.get(stage)) for stage in STAGES), records.data("parity")
+    cut = [(TITLES["parity"], cut_short(study))] if study and not study["complete"] else []
+    return cut + [
         (TITLES[stage], record["missing"] if record else "not run yet: the same command goes on")
         for stage, record in found
         if record is None or "missing" in record
