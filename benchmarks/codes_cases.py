@@ -97,21 +97,7 @@ def cases(shapes: list[tuple[int, int]]) -> list[Case]:
             make = lambda: lambda g, u, d, k: mxfp8.quantize_backward(g, u, d, operands=MX_GRADIENTS)  # noqa: E731
             out.append(Case("mxfp8_swiglu backward", shape, "", make, triples, (6 + 5 * MX_CODES) * elements))
             out.append(Case("swiglu_codes backward", shape, "", lambda: _gated, triples, (12 + 5 * CODES) * elements))
-    return out + _weight_cases() + _odd_cases()
-
-
-def _weight_pass(w):
-    return K.weight_codes(w, K.tensor_scale(K.weight_maxima(w)), inputs_last=TILED, outputs_last=TILED)
-
-
-def _weight_cases() -> list[Case]:
-    shape = (4096, 14336)
-    sets = [(random_array(shape, i, jnp.float32, 0.02),) for i in range(3)]
-    elements = float(np.prod(shape))
-    return [
-        Case("weight_codes pass", shape, "", lambda: _weight_pass, sets, (8 + 2 * CODES) * elements),
-        Case("copy", shape, "float32", lambda: lambda w: -w, sets, 8 * elements),
-    ]
+    return out + _odd_cases()
 
 
 def _carriers(x, k0, k1):

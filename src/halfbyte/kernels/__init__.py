@@ -11,7 +11,6 @@ uint8 [..., n] to float4_e2m1fn [..., n, 2] unpacks them), and E4M3 bytes, one f
 | `quantize(x, rows=..., columns=...)` | those of rows, then those of columns, in one read of x |
 | `quantize_forward(g, u, ...)` | the same of h = silu(g) u |
 | `quantize_backward(g, u, dh, dg=, du=, h=)` | row and column of dg, row and column of du, column of h: ten arrays |
-| `weight_codes(w, s)` | of w [k, n]: codes [n, k / 2], scales [n, k / 16], then codes [k, n / 2], scales [k, n / 16] |
 
 `mxfp8.quantize`, `mxfp8.quantize_forward` and `mxfp8.quantize_backward` give the same for MXFP8, from one read and
 without maxima: a byte a code, an E8M0 byte for 32 of them.
@@ -29,4 +28,4 @@ from halfbyte.kernels.matmul import GemmTiling, matmul
 from halfbyte.kernels.nvfp4 import Columnwise, Rowwise, Window, maxima, quantize, unpack
 from halfbyte.kernels.scale import amax_bits, scales_and_factors, tensor_scale, tensor_scales
 from halfbyte.kernels.scale_order import ScaleOrder
-from halfbyte.kernels.weights import WEIGHTS, pack_weight, quantize_weight, weight_codes, weight_maxima
+from halfbyte.kernels.weights import WEIGHTS, pack_weight, quantize_weight, weight_maxima

@@ -255,36 +255,6 @@ def unpack(codes: jax.Array, scales: jax.Array) -> jax.Array:
     return run(lanes=FOUR, name="unpack")[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class Square:
-    """One order of a weight's codes: with its inputs last (`along_tokens`), or its outputs."""
-
-    along_tokens: bool
-    codes: ScaleOrder
-
-
-def weight_codes(w: jax.Array, scale: jax.Array, sides: Sequence[Square], *, name: str) -> tuple[jax.Array, ...]:
-    """(codes, scales) of float32 w [k, n] in 16x16 tiles for each of `sides`."""
-    k, n = w.shape
-    known = Arrays([w])
-    known.take(scale)
-    firsts = [known.make(outputs_of(side, k, n)) for side in sides]
-    grid = programs(k, n, 4, tiled=any(side.codes is ScaleOrder.TILED for side in sides))
-
-    def body(m: MemoryMachine) -> None:
-        at = place(m, k, n, grid)
-        rows, columns, code = nibbles.quantize_square(m, _floats(m, at), *_factors(m, 1))
-        for side, first in zip(sides, firsts, strict=True):
-            outputs = known.outputs_begin + first, known.outputs_begin + first + 1
-            if side.along_tokens:
-                store_turned_codes(m, *outputs, at, side.codes, (columns, code))
-            else:
-                store_codes(m, *outputs, at, side.codes, (rows, [code] * (m.columns // 2)))
-
-    run = functools.partial(launch, body, [w, scale], known.made, programs=grid[0] * grid[1])
-    return tuple(run(lanes=FOUR, name=name))
-
-
 def weight_rows(w: jax.Array, scale: jax.Array, outputs: Sequence[tuple[int, Any]], *, name: str) -> list[jax.Array]:
     """Carriers of float32 w [k, n], or its codes [k / 2, n] and scales [k / 16, n]: (rows of 16, dtype) each."""
     k, n = w.shape

@@ -78,19 +78,3 @@ def quantize_columns(
         columns += column_words(m, pairs)
         codes.append(code)
     return columns, codes[0] if len(codes) == 1 else m.prmt(codes[0], codes[1], 0x5410)
-
-
-def quantize_square(m: Machine, rows: TokenRows, mult: Word, dec: Word) -> tuple[list[Word], list[list[Word]], Word]:
-    """Of float32 rows with one scale for each 16x16 tile: the packed bytes of each row, the words of each column's
-    packed rows, and the tile's E4M3 code in all bytes of a word.
-    """
-    code, _, encode = q.square_scale(m, rows, mult, dec)
-    pairs = []
-    for row in rows:
-        words = [m.pack_exact(a, b) for a, b in zip(row[::2], row[1::2], strict=True)]  # for their signs
-        grids = [
-            q.round_scaled(m, (m.fmul(a, encode), m.fmul(b, encode))) for a, b in zip(row[::2], row[1::2], strict=True)
-        ]
-        pairs.append([nibble_pair(m, w, g) for w, g in zip(words, grids, strict=True)])
-    columns = [c for k in range(len(pairs[0])) for c in column_words(m, [row[k] for row in pairs])]
-    return [row_bytes(m, row) for row in pairs], columns, m.prmt(code, code, 0x0000)

@@ -17,7 +17,6 @@ from halfbyte.kernels import codes, layout
 from halfbyte.kernels.layout import BLOCK, Results, Tiling
 from halfbyte.kernels.machine import Machine, TokenRows, Word
 from halfbyte.kernels.scale import DECODE, MULT
-from halfbyte.kernels.scale_order import ScaleOrder
 from halfbyte.kernels.tile import evaluate
 
 WEIGHT_TILING = Tiling(4, 4)
@@ -61,23 +60,6 @@ def pack_weight(w: jax.Array, scale: jax.Array, *, tiling: Tiling = WEIGHT_TILIN
     packed, scales = _quantize(w, scale, outputs, tiling, name="pack_weight")
     # [k / 16, n] -> [k / 16, n / 16]: the kernel repeats a tile's scale in each of its columns
     return lax.bitcast_convert_type(packed, jnp.uint8), lax.bitcast_convert_type(scales[:, ::BLOCK], jnp.uint8)
-
-
-@layout.once("inputs_last", "outputs_last")
-def weight_codes(
-    w: jax.Array,
-    scale: jax.Array,
-    *,
-    inputs_last: ScaleOrder | None = ScaleOrder.PLAIN,
-    outputs_last: ScaleOrder | None = ScaleOrder.PLAIN,
-) -> tuple[jax.Array, ...]:
-    """Packed codes and scales of float32 w [k, n], with the inputs k last for FPROP: uint8 [n, k / 2] and [n, k / 16],
-    then with the outputs n last for DGRAD: [k, n / 2] and [k, n / 16]. Both hold the same codes; a tile's scale is
-    repeated in each of its rows. An order that is None is not made; a `TILED` one has its scales tiled.
-    """
-    orders = (True, inputs_last), (False, outputs_last)
-    sides = [codes.Square(along, order) for along, order in orders if order is not None]
-    return codes.weight_codes(w, scale, sides, name="weight_codes")
 
 
 def _quantize(

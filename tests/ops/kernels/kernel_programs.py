@@ -26,17 +26,16 @@ def topology_of(name):
     return devices.topology(devices.device(name), hosts=1, per_host=1)
 
 
-def codes(x, w, g, u, d, scale, key):
+def codes(x, g, u, d, scale, key):
     """Every pass that writes what a block-scaled GEMM reads."""
     order = K.ScaleOrder.TILED
     row, column = K.Rowwise(scale, key, codes=order), K.Columnwise(scale, key, codes=order)
     forward = K.quantize_forward(g, u, rows=K.Rowwise(scale, codes=order), columns=K.Columnwise(scale, codes=order))
     backward = K.quantize_backward(g, u, d, dg=(row, column), du=(row, column), h=column)
-    return K.quantize(x, rows=row, columns=column), K.weight_codes(w, scale), forward, backward
+    return K.quantize(x, rows=row, columns=column), forward, backward
 
 
 def compiled_codes(name):
     like = shapes(topology_of(name))
-    g, w = like(256, 1376), like(512, 1376, dtype=jnp.float32)
-    scale, key = like(8, dtype=jnp.float32), like(2, dtype=jnp.uint32)
-    return compiled(codes, name, like(256, 512), w, g, g, g, scale, key)
+    g, scale, key = like(256, 1376), like(8, dtype=jnp.float32), like(2, dtype=jnp.uint32)
+    return compiled(codes, name, like(256, 512), g, g, g, scale, key)

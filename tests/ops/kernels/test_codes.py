@@ -115,17 +115,6 @@ def test_a_part_takes_the_random_bytes_of_its_elements(whole, offset):
     same(got, [*rows_of(x, ScaleOrder.PLAIN, noise), *columns_of(x, ScaleOrder.PLAIN, noise, hadamard=False)])
 
 
-@pytest.mark.parametrize("order", ScaleOrder)
-@pytest.mark.parametrize("shape", [(64, 128), (48, 1376), (128, 80)], ids=str)
-def test_weight(shape, order):
-    w = data(shape, "zero_scales").astype(np.float32) * np.float32(1.001)
-    codes, scales, _ = oracle.quantize(w, top(w), axis=1, block2d=True)
-    got = K.weight_codes(jnp.asarray(w), scale(top(w)), inputs_last=order, outputs_last=order)
-    repeated = [np.repeat(scales.T, 16, 0), np.repeat(scales, 16, 0)]
-    want = [oracle.pack_tokens(codes).T, in_order(repeated[0], order)]
-    same(got, [*want, oracle.pack_tokens(codes.T).T, in_order(repeated[1], order)])
-
-
 @pytest.mark.parametrize("shape", [(64, 128), (48, 72)], ids=str)
 def test_swiglu(shape):
     rng, order = np.random.default_rng(8), ScaleOrder.PLAIN
@@ -169,8 +158,10 @@ def test_stored_vectors(group, monkeypatch):
         factors = np.array([0, s, dec, mult, dec, 0, 0, 0], np.float32)
         with jax.disable_jit():
             if group == "nvfp4_2d":
-                got = K.weight_codes(values.astype(np.float32), factors, inputs_last=None)
-                scales = np.repeat(scales, 16, 0)
+                pair = [(8, np.uint8), (1, np.uint8)]
+                got = kernel_codes.weight_rows(values.astype(np.float32), factors, pair, name="")
+                same(got, [oracle.pack_tokens(codes), np.repeat(scales, 16, 1)])
+                continue
             elif group == "nvfp4_hadamard":
                 got = K.quantize(np.ascontiguousarray(values.T), columns=K.Columnwise(factors, codes=order))
             else:
@@ -230,15 +221,6 @@ def test_weights_of_widths_that_no_tile_divides(shape):
     np.testing.assert_array_equal(bits(got), np.ascontiguousarray(carrier[:, : shape[1]]).view(np.uint16))
     packed = K.pack_weight(jnp.asarray(w), scale(top(w)))
     same(packed, [oracle.pack_tokens(codes)[:, : shape[1]], scales])
-
-
-def test_a_weight_of_any_size_ends_in_blocks_filled_up():
-    w = data((43, 23)).astype(np.float32)
-    filled = np.pad(w, ((0, 5), (0, 9)))
-    codes, scales, _ = oracle.quantize(filled, top(w), axis=1, block2d=True)
-    got = K.weight_codes(jnp.asarray(w), scale(top(w)))
-    want = [oracle.pack_tokens(codes).T[:23], np.repeat(scales.T, 16, 0)[:23]]
-    same(got, [*want, oracle.pack_tokens(codes.T).T[:43], np.repeat(scales, 16, 0)[:43]])
 
 
 def test_scale_order_is_the_tiling():
