@@ -14,13 +14,12 @@ import time
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT / "src")]
 
 import jax  # noqa: E402
-from kernel_timing import environment  # noqa: E402
 
 from halfbyte.bench import compile_step  # noqa: E402
-from halfbyte.bench.timing import _batch  # noqa: E402
+from halfbyte.bench.timing import synthetic_batch  # noqa: E402
 from halfbyte.cli import bench as command  # noqa: E402
 from halfbyte.devices import Energy, energy  # noqa: E402
 from halfbyte.train import create_state, run_mesh  # noqa: E402
@@ -62,7 +61,7 @@ def steps(args: Any) -> Any:
     asked = command.Args(args.model, policy="mlp", batch=args.batch, seq=args.seq, unroll=1)
     config = command.config_of(asked, "bf16", "none")
     mesh = run_mesh(config)
-    program, batch = compile_step(config, mesh, seq=args.seq), _batch(config, mesh, args.seq)
+    program, batch = compile_step(config, mesh, seq=args.seq), synthetic_batch(config, mesh, args.seq)
     held = [create_state(config, mesh)]
 
     def run(seconds: float) -> None:
@@ -90,7 +89,7 @@ def main() -> int:
     idle = over(counted, lambda: time.sleep(5))
     run = steps(args)
     run(3.0)
-    found = {"environment": environment(), "idle": idle, "steps": over(counted, lambda: run(args.seconds))}
+    found = {"environment": command.versions(), "idle": idle, "steps": over(counted, lambda: run(args.seconds))}
     args.out.write_text(json.dumps(found, indent=1))
     print(json.dumps(found, indent=1))
     return 0 if abs(found["steps"]["sampled_over_counter"] - 1) < 0.05 else 3

@@ -26,7 +26,9 @@ import f8_cases  # noqa: E402
 import gemm_cases  # noqa: E402
 import kernel_cases  # noqa: E402
 import swiglu_cases  # noqa: E402
-from kernel_timing import environment, run_cases, table  # noqa: E402
+from kernel_timing import run_cases, table  # noqa: E402
+
+from halfbyte.cli.bench import versions  # noqa: E402
 
 SHAPES = "16384x2048,16384x8192,8192x4096,8192x14336"
 
@@ -52,7 +54,7 @@ def main() -> int:
     if not bits_are_right():
         return 3
     started, rows = time.time(), []
-    report: dict[str, Any] = {"environment": environment()}
+    report: dict[str, Any] = {"environment": versions()}
     for group in args.only.split(","):
         spent = time.time() - started
         if spent > args.budget:

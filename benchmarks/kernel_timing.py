@@ -5,9 +5,6 @@ What is timed is in the `*_cases.py` files, and `gpu_kernels.py` is what one run
 
 import concurrent.futures
 import dataclasses
-import pathlib
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from halfbyte.kernels import Tiling
-
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 @dataclasses.dataclass
@@ -125,17 +120,3 @@ def random_array(shape: tuple[int, ...], seed: int, dtype: Any = jnp.bfloat16, s
 
 def tiling_name(tiling: Tiling) -> str:
     return f"c{tiling.columns} w{tiling.warps} {'cols' if tiling.columns_first else 'rows'}-first"
-
-
-def environment() -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    device = jax.devices()[0]
-    return {
-        "device": device.device_kind,
-        "platform": device.platform,
-        "jax": jax.__version__,
-        "jaxlib": __import__("jaxlib").__version__,
-        "python": sys.version.split()[0],
-        "commit": commit.stdout.strip() or None,
-        "date": time.strftime("%Y-%m-%d"),
-    }

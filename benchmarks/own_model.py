@@ -13,7 +13,6 @@ import functools
 import json
 import re
 import statistics
-import subprocess
 import sys
 import time
 
@@ -25,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import halfbyte as hb
 from halfbyte import devices, ops
+from halfbyte.cli.bench import versions
 from halfbyte.recipe import step_key
 
 VOCABULARY, HEADS = 32768, 16
@@ -157,9 +157,8 @@ def main():
             if field in found[arm] and "bf16" in found:
                 found[arm][f"{field}_ratio"] = ratio(found[arm][field], found["bf16"][field])
         print(arm, found[arm], file=sys.stderr, flush=True)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    where = args.compile_only or jax.devices()[0].device_kind
-    print(json.dumps({"device": where, "jax": jax.__version__, "commit": commit, "shape": shape, "arms": found}))
+    where = {"device": args.compile_only} if args.compile_only else {}
+    print(json.dumps(versions() | where | {"shape": shape, "arms": found}))
 
 
 if __name__ == "__main__":

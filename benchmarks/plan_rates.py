@@ -26,8 +26,9 @@ import f8_cases  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from gemm_cases import dot, shapes_of  # noqa: E402
-from kernel_timing import Case, compile_case, environment, warm_clocks  # noqa: E402
+from kernel_timing import Case, compile_case, warm_clocks  # noqa: E402
 
+from halfbyte.cli.bench import versions  # noqa: E402
 from halfbyte.devices import lookup  # noqa: E402
 from halfbyte.kernels.scale import GEMM  # noqa: E402
 from halfbyte.nn.attention import attention  # noqa: E402
@@ -181,7 +182,7 @@ def main() -> int:
     card = lookup(jax.devices()[0])
     assert card.bandwidth is not None
     found = rates(rows, dict(card.peak), card.bandwidth)
-    args.out.write_text(json.dumps({"environment": environment(), "rates": found, "rows": rows}, indent=1))
+    args.out.write_text(json.dumps({"environment": versions(), "rates": found, "rows": rows}, indent=1))
     print(json.dumps(found, indent=1))
     return 0
 

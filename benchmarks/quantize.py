@@ -9,9 +9,7 @@ x is float32, `--size` million numbers in rows of 4096. The aim on a CPU: NVFP4,
 import argparse
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -28,8 +26,8 @@ if settle_platform(os.environ):
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-import jaxlib  # noqa: E402
 
+from halfbyte.cli.bench import versions  # noqa: E402
 from halfbyte.formats import (  # noqa: E402
     FP8,
     FP8_E5M2,
@@ -87,16 +85,6 @@ def measure(name: str, x: jax.Array, twice: Function, rounds: int) -> dict[str, 
     return {"policy": name, "twice_ms": unit * 1e3, "ms": cost * 1e3, "ratio": cost / unit, "compile_cpu_s": compile_s}
 
 
-def circumstances() -> dict[str, str]:
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    device = jax.devices()[0]
-    return {
-        "device": f"{device.platform} ({device.device_kind}), {platform.machine()}, {os.cpu_count()} cores",
-        "jax": jax.__version__, "jaxlib": jaxlib.__version__, "python": platform.python_version(),
-        "commit": git.stdout.strip() or "unknown",
-    }  # fmt: skip
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, default=64, help="millions of float32 numbers (2**20 each)")
@@ -107,7 +95,7 @@ def main() -> None:
 
     x = jax.random.normal(jax.random.key(0), (args.size * 2**20 // WIDTH, WIDTH), jnp.float32)
     twice = jax.jit(lambda x: x * jnp.float32(2)).lower(x).compile()
-    about = circumstances() | {"size": f"{args.size} x 2**20 float32", "rounds": str(args.rounds)}
+    about = versions() | {"size": f"{args.size} x 2**20 float32", "rounds": str(args.rounds)}
     if not args.json:
         print("\n".join(f"{key:8} {value}" for key, value in about.items()))
         print(f"\n{'policy':24} {'x * 2, ms':>10} {'ms':>10} {'ratio':>7} {'compile, CPU s':>15}")

@@ -88,7 +88,7 @@ def measure(
             compiled = compile_step(config, mesh, seq=seq)
             row = dataclasses.replace(row, compile_s=time.perf_counter() - started)
         row = _of_program(row, compiled, gradients=shard_bytes(abstract_state(config, mesh).params))
-        state, batch = create_state(config, mesh), _batch(config, mesh, seq)
+        state, batch = create_state(config, mesh), synthetic_batch(config, mesh, seq)
         times, joules, metrics = _time(compiled, state, batch, steps=steps, repeats=repeats, warmup=warmup)
         return _timed(row, config, seq, times, float(metrics["loss"]), joules=joules)
     except jax.errors.JaxRuntimeError as error:
@@ -196,7 +196,7 @@ def _timed(
     )
 
 
-def _batch(config: TrainConfig, mesh: Any, seq: int) -> dict[str, jax.Array]:
+def synthetic_batch(config: TrainConfig, mesh: Any, seq: int) -> dict[str, jax.Array]:
     """Random tokens, one document a row: the batch holds no segment ids, so that attention is plainly causal."""
     rng = np.random.default_rng(config.seed)
     rows = rng.integers(0, config.model.vocab_size, (config.batch, seq + 1), dtype=np.int32)

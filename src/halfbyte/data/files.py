@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from halfbyte.data import compression, tables
 from halfbyte.data.compression import decompressed
@@ -185,17 +186,22 @@ def _blocks(file: InputFile) -> Iterator[tuple[bytes, int]]:
         head = head and not block
 
 
-def json_records(chunk: Chunk) -> Iterator[tuple[bytes, str | None]]:
-    """(UTF-8 text, source or None) of each line of a jsonl chunk; blank lines are passed over."""
+def json_lines(chunk: Chunk) -> Iterator[tuple[int, Any]]:
+    """(number, value) of each line of a jsonl chunk; blank lines are passed over."""
     for number, line in enumerate(chunk.data.split(b"\n"), start=chunk.start):
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            yield number, json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{chunk.name}, line {number}: not JSON ({error}); every line must be one JSON object"
             ) from error
+
+
+def json_records(chunk: Chunk) -> Iterator[tuple[bytes, str | None]]:
+    """(UTF-8 text, source or None) of each record of a jsonl chunk."""
+    for number, record in json_lines(chunk):
         if not isinstance(record, dict) or not isinstance(record.get(chunk.column), str):
             raise ValueError(f"{chunk.name}, line {number}: no {chunk.column!r} field with a string in it")
         source = record.get("source")

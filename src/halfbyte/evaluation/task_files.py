@@ -10,12 +10,11 @@ An example becomes texts: a context and a continuation that is scored given it. 
 continued by a line "Answer: ", any other by a space; a field `delimiter` says otherwise.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from halfbyte.data.files import InputFile, chunks, pieces_of
+from halfbyte.data.files import InputFile, chunks, json_lines, pieces_of
 
 QUESTION, ANSWER = "Question:", "\nAnswer: "
 GROUP_FIELDS = ("linguistics_term", "source")  # by which results are broken down as well
@@ -93,15 +92,7 @@ def chosen(items: Sequence[Example], limit: int) -> list[Example]:
 
 def _lines(file: InputFile) -> Iterator[tuple[int, dict[str, Any]]]:
     for chunk in chunks(file):
-        for number, line in enumerate(chunk.data.split(b"\n"), start=chunk.start):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(
-                    f"{file.name}, line {number}: not JSON ({error}); every line must be one JSON object"
-                ) from None
+        for number, record in json_lines(chunk):
             if not isinstance(record, dict):
                 raise ValueError(f"{file.name}, line {number}: {type(record).__name__} instead of a JSON object")
             yield number, record
