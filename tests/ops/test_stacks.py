@@ -13,9 +13,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from halfbyte import devices, ops, program
-from halfbyte.kernels.stacks import empty, hand_back
+from halfbyte.kernels.stacks import hand_back
 from halfbyte.ops.backends import fp8
 from halfbyte.ops.mlp import Middle
+from halfbyte.ops.shards import empty_stack
 from halfbyte.sharding import make_mesh
 
 LAYERS = 3
@@ -28,7 +29,7 @@ def layers(mesh, recipe, stacked, x, weights):
     placements = {name: ops.Placement(mesh, P("fsdp"), cut, P("fsdp")) for name, cut in CUT.items()}
     shape = (*x.shape[:-1], weights["gate"].shape[-1])
     lies = {"mesh": mesh, "spec": P("fsdp")}
-    stacks = tuple(empty(LAYERS, shape, x.dtype, **lies) for _ in range(2)) if stacked else None
+    stacks = tuple(empty_stack(LAYERS, shape, x.dtype, **lies) for _ in range(2)) if stacked else None
 
     def body(carry, layer):
         (x, stacks), (w, number) = carry, layer

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 @jax.tree_util.register_dataclass
@@ -54,18 +53,9 @@ def array_of(x: jax.Array | Layer) -> jax.Array:
     return x.array() if isinstance(x, Layer) else x
 
 
-def empty(
-    layers: int, shape: tuple[int, ...], dtype: Any, *, mesh: Mesh | None = None, spec: PartitionSpec | None = None
-) -> jax.Array:
-    """A stack of `layers` arrays of `shape`, cut by `spec` on a mesh, whose numbers nobody may read before they are
-    written.
-    """
-    whole = (layers, *shape)
-    if mesh is None or spec is None:
-        return lax.empty(whole, dtype)
-    cut = PartitionSpec(None, *spec)
-    part = NamedSharding(mesh, cut).shard_shape(whole)
-    return jax.shard_map(lambda: lax.empty(part, dtype), mesh=mesh, in_specs=(), out_specs=cut, check_vma=False)()
+def empty(layers: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """A stack of `layers` arrays of `shape`, whose numbers nobody may read before they are written."""
+    return lax.empty((layers, *shape), dtype)
 
 
 @jax.custom_vjp

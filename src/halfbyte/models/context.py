@@ -18,7 +18,7 @@ from halfbyte.models.params import linear_sites
 from halfbyte.models.spec import ParamSpec
 from halfbyte.nn.routing import Load
 from halfbyte.recipe import Policy, Recipe, Resolved, Segment, layer_key, site_key
-from halfbyte.sharding import DEFAULT_RULES, Rules, axis_size, constrain
+from halfbyte.sharding import DEFAULT_RULES, Rules, axis_size, constrain, outer_axes
 
 Axes = tuple[str | None, ...]
 BETWEEN: Axes = ("batch", "residual_seq", "width")  # of the stream between blocks
@@ -158,7 +158,7 @@ class LayerContext:
         spec: ParamSpec = self.specs["layers"][group][name]
         x, y = self.ends(group, name)
         at_x, at_w, at_y = (rules.spec(axes, mesh) for axes in (x, spec.axes[1:], y))
-        return ops.Placement(mesh, at_x, at_w, at_y, reduce_dtype=self.ctx.reduce_dtype)
+        return ops.Placement(mesh, at_x, at_w, at_y, self.ctx.reduce_dtype, outer_axes())
 
     @property
     def on_mesh(self) -> bool:

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from halfbyte.models.context import Context
 from halfbyte.models.params import Params
-from halfbyte.sharding import Rules, axis_size, constrain
+from halfbyte.sharding import Rules, axis_size, constrain, on_parts
 
 
 def embed_tokens(table: jax.Array, tokens: jax.Array, ctx: Context) -> jax.Array:
@@ -52,9 +52,7 @@ class _Placement(NamedTuple):
         return self.rules.spec(axes, self.mesh)
 
     def map(self, local: Any, in_specs: tuple, out_specs: PartitionSpec) -> Any:
-        return jax.shard_map(
-            functools.partial(local, at=self), mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )
+        return on_parts(functools.partial(local, at=self), self.mesh, in_specs, out_specs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

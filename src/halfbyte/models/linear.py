@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from halfbyte import ops
-from halfbyte.kernels.stacks import empty
 from halfbyte.models.context import BETWEEN, Axes, Context, LayerContext, inside
 from halfbyte.models.params import Params
 from halfbyte.models.remat import named
-from halfbyte.ops.shards import axes_of, cut_of
+from halfbyte.ops.shards import axes_of, cut_of, empty_stack
 from halfbyte.recipe import Recipe, Segment
+from halfbyte.sharding import outer_axes
 
 MLP_SITES = ("gate", "up", "down")
 EXPERTS = "layers/mlp/expert_"
@@ -123,7 +123,7 @@ def stacks_of(segment: Segment, x: jax.Array, width: int, ctx: Context) -> tuple
     if not kept or not quantized or layers < 2 or not _cut_evenly(x, axes, ctx):
         return None
     spec = None if ctx.mesh is None else ctx.rules.spec(axes, ctx.mesh)
-    g, u = (empty(layers, (*x.shape[:-1], width), x.dtype, mesh=ctx.mesh, spec=spec) for _ in range(2))
+    g, u = (empty_stack(layers, (*x.shape[:-1], width), x.dtype, mesh=ctx.mesh, spec=spec) for _ in range(2))
     return g, u
 
 
@@ -132,7 +132,7 @@ def _cut_evenly(x: jax.Array, axes: Axes, ctx: Context) -> bool:
     if ctx.mesh is None:
         return True
     cut = axes_of(cut_of(ctx.rules.spec(axes, ctx.mesh), len(axes)))
-    over_all = all(axis in cut for axis, size in ctx.mesh.shape.items() if size > 1)
+    over_all = all(axis in (*cut, *outer_axes()) for axis, size in ctx.mesh.shape.items() if size > 1)
     return over_all and LayerContext(ctx, {}, {}, None).divides(x, BETWEEN, axes)
 
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from halfbyte.sharding import DEFAULT_RULES, Rules, axis_size
+from halfbyte.sharding import DEFAULT_RULES, Rules, axis_size, on_parts
 
 from .attention_blocks import QUERY_BLOCK, scores
 from .context_attention import balanced_attention
@@ -56,8 +56,8 @@ def attention(
         local = functools.partial(_shared, axes=axes, implementation=chosen)
     queries, keys = (rules.spec(("batch", "seq", heads), mesh) for heads in ("heads", "kv_heads"))
     in_specs = (queries, keys, keys, None if segments is None else rules.spec(("batch", "seq"), mesh))
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=queries, check_vma=False)
-    return mapped(q, k, v, segments)
+    y: jax.Array = on_parts(local, mesh, in_specs, queries)(q, k, v, segments)
+    return y
 
 
 def _shared(

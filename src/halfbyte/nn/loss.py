@@ -26,7 +26,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from halfbyte.ops.shards import scatter_gradient
-from halfbyte.sharding import DEFAULT_RULES, Rules, axis_size, check_sharded, constrain
+from halfbyte.sharding import DEFAULT_RULES, Rules, axis_size, check_sharded, constrain, on_parts
 
 CHUNK_BYTES = 2**30  # float32 logits of one chunk, at most, when the chunk size is not given
 
@@ -154,14 +154,10 @@ def _sharded(
     stored = rules.spec(("embed", "vocab"), mesh)
     gathered = rules.spec((None, "vocab"), mesh)
     head = constrain(head, ("embed", "vocab"), mesh, rules)  # the cast happens before the gather
-    run = jax.shard_map(
-        functools.partial(_local, setup=setup, with_grads=with_grads),
-        mesh=mesh,
-        in_specs=(tokens, gathered, tokens),
-        out_specs=(tokens, (tokens, stored) if with_grads else None),
-        check_vma=False,
-    )
-    return run(hidden, head, targets)
+    local = functools.partial(_local, setup=setup, with_grads=with_grads)
+    out_specs = tokens, (tokens, stored) if with_grads else None
+    made: tuple[_PerToken, Any] = on_parts(local, mesh, (tokens, gathered, tokens), out_specs)(hidden, head, targets)
+    return made
 
 
 def _local(

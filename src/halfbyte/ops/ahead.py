@@ -18,6 +18,7 @@ from halfbyte.ops.linear import Execution, LinearPlan, plan_linear, quantize_par
 from halfbyte.ops.shards import Placement, axes_of, size_of
 from halfbyte.ops.weight import QWeight, weight_specs
 from halfbyte.recipe import WEIGHTS, Recipe
+from halfbyte.sharding import on_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +59,7 @@ def quantize_stacks(
         return (jax.vmap(layer)(at_once) if at_once else {}) | (lax.map(layer, rest) if rest else {})
 
     def on_mesh(out_specs: object) -> dict[str, QWeight]:
-        mapped = jax.shard_map(local, mesh=mesh, in_specs=(given,), out_specs=out_specs, check_vma=False)
-        made: dict[str, QWeight] = mapped(lax.stop_gradient(dict(stacks)))
+        made: dict[str, QWeight] = on_parts(local, mesh, (given,), out_specs)(lax.stop_gradient(dict(stacks)))
         return made
 
     shapes = jax.eval_shape(lambda: on_mesh(PartitionSpec()))

@@ -55,6 +55,7 @@ from halfbyte.ops.shards import (
 from halfbyte.ops.surroundings import several_devices
 from halfbyte.ops.weight import CONTRACTED, QWeight, Weight, gather_packed, gathered, shares_codes, weight_specs
 from halfbyte.recipe import OperandPolicy, Recipe, as_recipe
+from halfbyte.sharding import on_parts
 
 FLOAT32 = jnp.dtype(jnp.float32)
 WEIGHTS_KEPT = ("master", "codes")
@@ -193,7 +194,7 @@ def quantize_weight(
     specs = weight_specs(jax.eval_shape(codes, w, amax), sharding.spec)
     given = (sharding.spec, None if amax is None else PartitionSpec())
     part = functools.partial(codes, cut=cut)
-    made = jax.shard_map(part, mesh=sharding.mesh, in_specs=given, out_specs=specs, check_vma=False)(w, amax)
+    made: QWeight = on_parts(part, sharding.mesh, given, specs)(w, amax)
     return dataclasses.replace(made, anchor=w)
 
 

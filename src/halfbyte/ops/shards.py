@@ -20,14 +20,18 @@ Random bits depend on an element's place in the whole tensor (`offsets`), so tha
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from halfbyte.kernels.stacks import empty
+from halfbyte.sharding import on_parts, outer_axes
+
+Sizes = Mapping[str, int]  # of a mesh's axes
 Cut = tuple[tuple[str, ...], ...]
 _Result = TypeVar("_Result")
 
@@ -104,7 +108,7 @@ def alone(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return jnp.where(lax.axis_index(axes) == 0, x, jnp.zeros_like(x)) if axes else x
 
 
-def received(x: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
+def received(x: jax.Array, spec: PartitionSpec, mesh: Sizes) -> jax.Array:
     """x inside a shard_map over `mesh`, which sums its gradient along the axes that `spec` leaves out: there it is the
     same everywhere, and counts once.
     """
@@ -120,12 +124,12 @@ def _received(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
 _received.defvjp(lambda axes, x: (x, None), lambda axes, _, dx: (alone(dx, axes),))
 
 
-def returned(y: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
+def returned(y: jax.Array, spec: PartitionSpec, mesh: Sizes) -> jax.Array:
     """y on its way out of a shard_map over `mesh`, which divides its cotangent by the number of devices along the axes
     that `spec` leaves out: that is undone here, in 16 bits to the last. Where the number is no power of two, y leaves
     in float32, so that the quotient has digits enough; the caller narrows it again.
     """
-    parts = math.prod(mesh.shape[axis] for axis in unmentioned(spec, mesh))
+    parts = math.prod(mesh[axis] for axis in unmentioned(spec, mesh))
     return _returned(parts, y.dtype, y) if parts > 1 and jnp.issubdtype(y.dtype, jnp.floating) else y
 
 
@@ -160,14 +164,20 @@ class Shards:
     """Of dW while it is scattered, at most that of the weight."""
     idle: tuple[str, ...] = ()
     """Axes that cut neither x nor y: along them all devices compute the same."""
+    outer: tuple[str, ...] = ()
+    """Axes over which the first token dim was cut before anything here saw it; dW is not summed over them."""
 
     @property
     def x(self) -> Cut:
-        return (*self.lead, self.inputs)
+        return (*self._tokens, self.inputs)
 
     @property
     def dy(self) -> Cut:
-        return (*self.lead, self.outputs)
+        return (*self._tokens, self.outputs)
+
+    @property
+    def _tokens(self) -> Cut:
+        return joined((self.outer, *((),) * (len(self.lead) - 1)), self.lead) if self.lead else ()
 
     @property
     def w(self) -> Cut:
@@ -186,13 +196,15 @@ class Placement:
     w: PartitionSpec
     y: PartitionSpec
     reduce_dtype: str = "float32"
+    outer: tuple[str, ...] = ()
+    """Axes of a `shard_map` around the op, which have cut the first token dim already."""
 
     def shards(self, ndim: int) -> Shards:
         """What the specs mean for x of `ndim` dims: axes of y's features cut W's outputs, axes of x's features its
         inputs; any other axes of W are gathered. Tokens stay cut over the axes that x and y share. Refused where a spec
         cuts a dim otherwise, or in another order, than the other two mean.
         """
-        live = [axis for axis, size in self.mesh.shape.items() if size > 1]
+        live = [axis for axis, size in self.mesh.shape.items() if size > 1 and axis not in self.outer]
         x, y, w = (_only(cut_of(s, n), live) for s, n in ((self.x, ndim), (self.y, ndim), (self.w, 2)))
         inputs, outputs = x[-1], y[-1]
         others = [axis for axis in live if axis not in inputs + outputs]
@@ -209,7 +221,7 @@ class Placement:
                     f"the others as they are it is {fitting}: tokens of x and y cut alike but for axes of features, "
                     f"and axes that are gathered or scattered behind those that stay"
                 )
-        return Shards(lead, inputs, outputs, stored, x_lead, y_lead, self.reduce_dtype, idle)
+        return Shards(lead, inputs, outputs, stored, x_lead, y_lead, self.reduce_dtype, idle, self.outer)
 
 
 def joined(outer: Cut, inner: Cut) -> Cut:
@@ -221,15 +233,15 @@ def _only(cut: Cut, axes: Sequence[str]) -> Cut:
     return tuple(tuple(axis for axis in dim if axis in axes) for dim in cut)
 
 
-def unmentioned(spec: PartitionSpec, mesh: Mesh) -> tuple[str, ...]:
+def unmentioned(spec: PartitionSpec, mesh: Sizes) -> tuple[str, ...]:
     """The axes of `mesh` that a spec leaves out, and that have several devices."""
     named = axes_of(cut_of(spec, len(spec)))
-    return tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in named)
+    return tuple(axis for axis, size in mesh.items() if size > 1 and axis not in named)
 
 
-def with_idle_axes(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
+def with_idle_axes(spec: PartitionSpec, mesh: Sizes) -> PartitionSpec:
     """`spec` with the mesh axes of size 1 in its first entry, where they change nothing; an empty one as it is."""
-    idle = tuple(axis for axis, size in mesh.shape.items() if size == 1)
+    idle = tuple(axis for axis, size in mesh.items() if size == 1)
     if not len(spec) or not idle:
         return spec
     (first, *rest), named = cut_of(spec, len(spec)), axes_of(cut_of(spec, len(spec)))
@@ -262,18 +274,29 @@ def on_mesh(
     words. Results may be wider than run's: see `returned`.
     """
     given, weights, keys = inputs
+    free = {axis: size for axis, size in mesh.shape.items() if axis not in outer_axes()}
     words = tuple(None if key is None else jax.random.key_data(key) for key in keys)
     kinds = [None if key is None else jax.random.key_impl(key) for key in keys]
 
     def local(given: Any, weights: Any, words: Any) -> Any:
         typed = [None if w is None else jax.random.wrap_key_data(w, impl=k) for w, k in zip(words, kinds, strict=True)]
-        within, without = (functools.partial(to, mesh=mesh) for to in (received, returned))
+        within, without = (functools.partial(to, mesh=free) for to in (received, returned))
         made = run(jax.tree.map(within, given, specs[0]), weights, tuple(typed))
         return jax.tree.map(without, made, out_specs)
 
     cut = (*specs, jax.tree.map(lambda _: PartitionSpec(), words))
     # Axes that are not named in a spec are summed over in its gradient: those of size 1 are named.
-    mentioned = functools.partial(jax.tree.map, functools.partial(with_idle_axes, mesh=mesh))
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=mentioned(cut), out_specs=mentioned(out_specs), check_vma=False)
-    made: _Result = mapped(given, weights, words)
+    mentioned = functools.partial(jax.tree.map, functools.partial(with_idle_axes, mesh=free))
+    made: _Result = on_parts(local, mesh, mentioned(cut), mentioned(out_specs))(given, weights, words)
+    return made
+
+
+def empty_stack(
+    layers: int, shape: tuple[int, ...], dtype: Any, *, mesh: Mesh | None, spec: PartitionSpec | None
+) -> jax.Array:
+    """`kernels.stacks.empty`, cut by `spec` on a mesh."""
+    if mesh is None or spec is None:
+        return empty(layers, shape, dtype)
+    part, cut = NamedSharding(mesh, spec).shard_shape(shape), PartitionSpec(None, *spec)
+    made: jax.Array = on_parts(lambda: empty(layers, part, dtype), mesh, (), cut)()
     return made

@@ -23,6 +23,7 @@ from jax.sharding import AxisType, NamedSharding
 from halfbyte.formats import warn_if_shared, warn_shared
 from halfbyte.ops.first_order import first_order
 from halfbyte.recipe import Recipe, as_recipe
+from halfbyte.sharding import outer_axes
 
 _EINSUM = "numpy/einsum.py"
 _Dot = TypeVar("_Dot", bound=Callable[..., Any])
@@ -80,11 +81,6 @@ def several_devices() -> bool:
     return math.prod(mesh.shape[axis] for axis in mesh.axis_names if axis not in mesh.manual_axes) > 1
 
 
-def manual_axes() -> tuple[str, ...]:
-    """The mesh axes over which the code being traced runs once a device: those of the `shard_map` around it."""
-    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
-
-
 def varying_axes(*arrays: Any) -> frozenset[str]:
     """The manual axes along which the arrays differ from device to device, as their types say (`check_vma`)."""
     return frozenset().union(*(jax.typeof(array).manual_axis_type.varying for array in arrays))
@@ -109,7 +105,7 @@ def replica_key(key: jax.Array, *operands: Any) -> jax.Array:
     Where JAX tracks what varies (`check_vma`, the default of `shard_map`), only along the axes where an operand does:
     devices that compute the same thing go on doing so. Where it does not, along all of them.
     """
-    axes = manual_axes()
+    axes = outer_axes()
     varying = varying_axes(*operands)
     for axis in axes:
         if (axis in varying or not _tracks_varying()) and axis not in varying_axes(key):
@@ -119,7 +115,7 @@ def replica_key(key: jax.Array, *operands: Any) -> jax.Array:
 
 def _tracks_varying() -> bool:
     """Whether the `shard_map` around this code checks what varies: a device's own index then has it in its type."""
-    axes = manual_axes()
+    axes = outer_axes()
     return bool(axes) and bool(varying_axes(lax.axis_index(axes[0])))
 
 

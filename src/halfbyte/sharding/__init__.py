@@ -13,6 +13,8 @@ from halfbyte.sharding.rules import (
     Rules,
     constrain,
     named_sharding,
+    on_parts,
+    outer_axes,
 )
 
 __all__ = [
@@ -27,6 +29,8 @@ __all__ = [
     "format_mesh",
     "make_mesh",
     "named_sharding",
+    "on_parts",
+    "outer_axes",
     "parse_mesh",
     "whole_sizes",
 ]

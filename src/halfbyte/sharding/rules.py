@@ -14,10 +14,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 DEFAULT_MAPPING: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("batch", ("data", "fsdp", "expert")),
@@ -76,7 +77,26 @@ DEFAULT_RULES = Rules()
 
 def named_sharding(axes: Sequence[str | None], mesh: Mesh, rules: Rules = DEFAULT_RULES) -> NamedSharding:
     """The sharding on `mesh` of an array whose dims are `axes`."""
-    return NamedSharding(mesh, rules.spec(axes, mesh))
+    return NamedSharding(_as_seen(mesh), rules.spec(axes, mesh))
+
+
+def outer_axes() -> tuple[str, ...]:
+    """The mesh axes of a `shard_map` around this code: along them it sees one device's part already."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def _as_seen(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+    """`mesh`, or inside a `shard_map` over some of its axes the same with those taken."""
+    return jax.sharding.get_abstract_mesh() if outer_axes() else mesh
+
+
+def on_parts(local: Callable[..., Any], mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`local` on each device's parts of arrays, along all axes of `mesh` that no `shard_map` around it has taken."""
+    free = set(mesh.axis_names) - set(outer_axes())
+    mapped: Callable[..., Any] = jax.shard_map(
+        local, mesh=_as_seen(mesh), in_specs=in_specs, out_specs=out_specs, axis_names=free, check_vma=False
+    )
+    return mapped
 
 
 def constrain(x: jax.Array, axes: Sequence[str | None], mesh: Mesh | None, rules: Rules = DEFAULT_RULES) -> jax.Array:

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from halfbyte import models, ops, optim
 from halfbyte.devices import GATHERS_AHEAD, known_to_xla
 from halfbyte.recipe import Resolved, step_key
-from halfbyte.sharding import named_sharding
+from halfbyte.sharding import DEFAULT_RULES, named_sharding
 
 from .config import TrainConfig
 from .scaling import next_scaler
@@ -34,6 +34,7 @@ Metrics = dict[str, jax.Array]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 BATCH_KEYS = ("tokens", "targets", "segments", "positions")
 SUMS = ("nll_sum", "z_sum", "tokens")  # over the scored tokens of a microbatch, float32
+APART = "data"  # the axis over which gradients are summed once a step
 ROUTED = ("balance_sum", "router_z_sum", "load")  # of models with experts
 
 
@@ -67,31 +68,47 @@ def gradients(
     # Codes do not change between microbatches; with one microbatch the model makes them layer by layer.
     once = config.accumulate > 1
     ready = models.quantize_weights(config.model, params, resolved, mesh) if once else params
+    apart = APART if once and not config.model.experts and mesh.shape.get(APART, 1) > 1 else None
+    batch_over = tuple(axis for axis in DEFAULT_RULES.mesh_axes("batch") if axis != apart)
 
-    def loss(params: Any, micro: Batch, key: jax.Array) -> tuple[jax.Array, Metrics]:
-        context = dataclasses.replace(make_context(config, resolved, mesh, key), stacked=True)
-        weights = models.with_anchors(ready, params)
-        extra = {name: getattr(config, name) for name in ("z_loss", "balance_loss", "router_z_loss")}
-        total, aux = models.loss_sum(config.model, weights, micro, context, **extra)
-        return total * weight, {name: aux[name] for name in (*SUMS, *ROUTED) if name in aux}
+    def one(params: Any, ready: Any, micro: Batch, key: jax.Array) -> tuple[Any, Metrics]:
+        def loss(params: Any) -> tuple[jax.Array, Metrics]:
+            rules = DEFAULT_RULES.replace(batch=batch_over)
+            context = dataclasses.replace(make_context(config, resolved, mesh, key), stacked=True, rules=rules)
+            weights = models.with_anchors(ready, params)
+            extra = {name: getattr(config, name) for name in ("z_loss", "balance_loss", "router_z_loss")}
+            total, aux = models.loss_sum(config.model, weights, micro, context, **extra)
+            return total * weight, {name: aux[name] for name in (*SUMS, *ROUTED) if name in aux}
 
-    def one(micro: Batch, key: jax.Array) -> tuple[Any, Metrics]:
-        grads, sums = jax.grad(loss, has_aux=True)(params, micro, key)
+        grads, sums = jax.grad(loss, has_aux=True)(params)
         return lax.with_sharding_constraint(grads, models.param_shardings(config.model, mesh)), sums
 
-    if config.accumulate == 1:
-        return one(batch, jax.random.fold_in(key, 0))
+    if not once:
+        return one(params, ready, batch, jax.random.fold_in(key, 0))
 
-    def add(total: Any, micro: tuple[jax.Array, Batch]) -> tuple[Any, None]:
-        index, rows = micro
-        return jax.tree.map(jnp.add, total, one(rows, jax.random.fold_in(key, index))), None
+    def added_up(params: Any, ready: Any, micros: Batch) -> tuple[Any, Metrics]:
+        def add(total: Any, micro: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+            index, rows = micro
+            return jax.tree.map(jnp.add, total, one(params, ready, rows, jax.random.fold_in(key, index))), None
 
-    sums = dict.fromkeys(SUMS, jnp.zeros((), jnp.float32))
-    if config.model.experts:
-        sums |= dict.fromkeys(ROUTED, jnp.zeros((), jnp.float32))
-        sums["load"] = jnp.zeros((config.model.layers, config.model.experts), jnp.float32)
-    start = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params), sums
-    return lax.scan(add, start, (jnp.arange(config.accumulate), microbatches(batch, config.accumulate)))[0]
+        sums = dict.fromkeys(SUMS, jnp.zeros((), jnp.float32))
+        if config.model.experts:
+            sums |= dict.fromkeys(ROUTED, jnp.zeros((), jnp.float32))
+            sums["load"] = jnp.zeros((config.model.layers, config.model.experts), jnp.float32)
+        start = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params), sums
+        total: tuple[Any, Metrics] = lax.scan(add, start, (jnp.arange(config.accumulate), micros))[0]
+        return total if apart is None else lax.psum(total, apart)
+
+    micros = microbatches(batch, config.accumulate)
+    if apart is None:
+        return added_up(params, ready, micros)
+    # A gradient of what is the same along an axis is summed over it at once, in every microbatch: so the axis is taken
+    # away from all that computes one, and each of its places adds up its own.
+    given = PartitionSpec(), PartitionSpec(), PartitionSpec(None, apart)
+    mapped = jax.shard_map(
+        added_up, mesh=mesh, in_specs=given, out_specs=PartitionSpec(), axis_names={apart}, check_vma=False
+    )
+    return mapped(params, ready, micros)
 
 
 def make_train_step(config: TrainConfig, resolved: Resolved, mesh: Mesh) -> TrainStep:

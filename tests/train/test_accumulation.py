@@ -1,0 +1,52 @@
+"""Gradients over `data` under accumulation. Oracles: bytes of the parameters, and the gradients of one device."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import tiny
+
+from halfbyte.program import collectives, read
+from halfbyte.train import create_state, open_source, phases, run_mesh
+from halfbyte.train.source import to_mesh
+from halfbyte.train.step import gradients
+
+
+def gradients_of(config, devices, **options):
+    """(the program of a step's gradients, what it returned, the mesh)."""
+    mesh = run_mesh(config, np.array(jax.devices("cpu")[:devices]))
+    params, rows = create_state(config, mesh).params, next(open_source(config).loader(mesh))
+    batch, resolved = to_mesh(rows, mesh, batch=config.batch), phases(config)[0].resolved(config)
+    run = jax.jit(lambda p, b: gradients(config, resolved, mesh, p, b, key=jax.random.key(0), scale=jnp.float32(1.0)))
+    program = run.lower(params, batch).compile(options or None)
+    return program, program(params, batch), dict(mesh.shape)
+
+
+def assert_same(found, alone, tolerance):
+    for mine, other in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
+        np.testing.assert_allclose(mine, other, atol=tolerance * float(jnp.max(jnp.abs(other))))
+
+
+@pytest.fixture
+def optimized():
+    """The compiler writes how often loops turn."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+def test_gradients_meet_over_data_once_a_step(optimized):
+    config = tiny(recipe="bf16", accumulate=2, batch=16, mesh="data=2,fsdp=2,tensor=2")
+    program, (found, sums), sizes = gradients_of(config, 8, xla_llvm_disable_expensive_passes=True)
+    met = [each for each in collectives(read(program.as_text()), sizes) if "data" in each.axes and "f32" in each.dtypes]
+    parts = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(found))
+    assert parts <= sum(each.moved for each in met) <= parts + 64  # beside them the sums of metrics
+    assert_same((found, sums), gradients_of(dataclasses.replace(config, mesh=""), 1)[1], 2**-8)  # operands are bf16
+
+
+def test_codes_are_those_of_one_device():
+    """A code of another scale, or of other random bits, would move gradients far more than another order of sums."""
+    config = tiny(recipe="nvfp4", accumulate=2, mesh="data=2,fsdp=2")
+    assert_same(gradients_of(config, 4)[1], gradients_of(dataclasses.replace(config, mesh=""), 1)[1], 1e-4)
