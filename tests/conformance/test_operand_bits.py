@@ -1,5 +1,6 @@
 """Operands against the definition, bit for bit. Oracle: passes that are broken on purpose are found and counted."""
 
+import dataclasses
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -9,10 +10,11 @@ import pytest
 
 from halfbyte import kernels, ops
 from halfbyte.conformance import SelfTestFailed, check_stacks, definition, differing, operands_agree
-from halfbyte.conformance.operand_bits import differing_in_stacks
+from halfbyte.conformance.operand_bits import differing_in_stacks, distance
 from halfbyte.kernels.stacks import Layer
 from halfbyte.ops.activation import ACTIVATIONS, SILU
 from halfbyte.ops.backends.fused import FusedPasses
+from halfbyte.ops.operand import Carrier
 from halfbyte.ops.passes import XLA, Passes
 from halfbyte.recipe import recipe
 
@@ -35,6 +37,12 @@ def test_a_wrong_weight_is_found_and_counted() -> None:
     right = definition(recipe("fp8"), x, dy, w)
     assert differing(recipe("fp8"), XLA, XLA, x, dy, w, right) == 0
     assert differing(recipe("fp8"), XLA, BrokenWeight(), x, dy, w, right) >= 2  # at least both scales
+
+
+def test_scales_of_rows_are_compared_row_by_row() -> None:
+    right = Carrier(jnp.ones((4, 16)), jnp.arange(4.0), recipe("nvfp4_row").fprop_x)
+    assert distance(right, right) == 0
+    assert distance(dataclasses.replace(right, factor=right.factor.at[2].set(7)), right) == 1
 
 
 @pytest.fixture

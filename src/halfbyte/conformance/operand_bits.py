@@ -57,7 +57,7 @@ def differing(
     found = []
     for tensor, requests in _requests(chosen, x, dy):
         found += jax.jit(functools.partial(passes.quantize, requests=requests))(tensor)
-    return sum(_distance(a, b) for a, b in zip(found + _weights(chosen, for_weight, w), right, strict=True))
+    return sum(distance(a, b) for a, b in zip(found + _weights(chosen, for_weight, w), right, strict=True))
 
 
 def differing_in_stacks(chosen: Recipe, passes: Passes, x: jax.Array, dy: jax.Array, *, layers: int = 3) -> int:
@@ -83,7 +83,7 @@ def differing_in_stacks(chosen: Recipe, passes: Passes, x: jax.Array, dy: jax.Ar
     stacks = written(x, dy, [Layer(others, at)] * 2)
     wrong = sum(int(jnp.sum(s != others.at[at].set(a))) for s, a in zip(stacks, (x, dy), strict=True))
     found = made(*(Layer(stack, at) for stack in stacks), x)
-    return wrong + sum(_distance(a, b) for a, b in zip(found, made(x, dy, x), strict=True))
+    return wrong + sum(distance(a, b) for a, b in zip(found, made(x, dy, x), strict=True))
 
 
 def check_stacks(
@@ -121,7 +121,7 @@ def _weight(chosen: Recipe, role: str, passes: Passes, w: jax.Array) -> Operand:
     return weight_operand(quantize_part(w, chosen, jax.random.key(2), passes=passes), role)
 
 
-def _distance(found: Operand, right: Operand) -> int:
+def distance(found: Operand, right: Operand) -> int:
     """How many numbers differ, in every order in which `found` has them."""
     want = right.values().astype(jnp.float32)
     orders = [found.values()]
@@ -130,4 +130,4 @@ def _distance(found: Operand, right: Operand) -> int:
     count = sum(int(jnp.sum(order.astype(jnp.float32) != want)) for order in orders)
     if found.factor is None or right.factor is None:
         return count + (found.factor is not right.factor)
-    return count + (float(found.factor) != float(right.factor))
+    return count + int(jnp.sum(found.factor != right.factor))  # one for the tensor, or one a row
