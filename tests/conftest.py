@@ -92,6 +92,19 @@ def use_cache(folder):
     compilation_cache.reset_cache()
 
 
+@pytest.fixture(scope="module")
+def one_device():
+    """For runs that are not about meshes. A run over eight costs half as much again: replicas save in slices, each
+    with a program of its own."""
+    seen = {name: getattr(jax, name) for name in ("devices", "local_devices")}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, all_of in seen.items():
+            patch.setattr(jax, name, lambda *given, all_of=all_of, **named: all_of(*given, **named)[:1])
+        patch.setattr(jax, "device_count", lambda: 1)
+        patch.setattr(jax, "local_device_count", lambda: 1)
+        yield
+
+
 @pytest.fixture(scope="session")
 def quick_environment(compiled_programs):
     """The same for commands that a test starts: variables to add to their environment."""

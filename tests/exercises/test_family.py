@@ -25,7 +25,7 @@ def test_the_family_is_two_files():
 def test_gemma_2_trains_and_its_logits_are_those_of_transformers(tmp_path, quick_environment):
     pytest.importorskip("torch", reason="needs the extra `interop`")
     pytest.importorskip("transformers", reason="needs the extra `interop`")
-    path = [str(applied(PATCH, tmp_path)), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [str(applied(tmp_path, PATCH)), *filter(None, [os.environ.get("PYTHONPATH")])]
     environ = os.environ | quick_environment | {"PYTHONPATH": os.pathsep.join(path), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, str(Path(HERE, "gemma2_steps.py")), str(tmp_path)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=1800)

@@ -14,7 +14,7 @@ from halfbyte.train import CheckpointConfig, Diverged, jsonconfig
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _quick(quick_compiles):
+def _quick(quick_compiles, one_device):
     """Compiling is most of what these tests cost."""
 
 
@@ -24,7 +24,6 @@ def config_file(tmp_path_factory):
         BASE,
         model=BASE.model.replace(layers=1),
         steps=6,
-        mesh="data=8",
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup=1, schedule="constant"),  # a branch is the same program
         checkpoint=CheckpointConfig(every=2),
     )

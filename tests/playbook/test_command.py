@@ -47,7 +47,7 @@ NOISE = {"wanted": 12.0, "policy": "mlp", "step": 20, "batches": 1, "operands": 
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _quick(quick_compiles):
+def _quick(quick_compiles, one_device):
     """Compiling is most of what these tests cost."""
 
 
@@ -55,7 +55,7 @@ def _quick(quick_compiles):
 def config_file(tmp_path_factory):
     base = planted.fakes.BASE
     small = dataclasses.replace(
-        base, model=base.model.replace(layers=1), mesh="data=8", checkpoint=CheckpointConfig(every=2),
+        base, model=base.model.replace(layers=1), checkpoint=CheckpointConfig(every=2),
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup=1, schedule="constant"),  # of any length, one program
     )  # fmt: skip
     path = tmp_path_factory.mktemp("config") / "tiny.json"

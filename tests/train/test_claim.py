@@ -20,6 +20,8 @@ from halfbyte.cli.main import main
 from halfbyte.train import CheckpointConfig, claim, jsonconfig, train
 from halfbyte.train.claim import KEPT, Claim
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 
 def test_a_loser_leaves_the_winner_alone(tmp_path, monkeypatch, capfd):
     """The other process makes the directory when this one has begun and has not looked at it yet."""
@@ -31,7 +33,7 @@ def test_a_loser_leaves_the_winner_alone(tmp_path, monkeypatch, capfd):
         return {}
 
     monkeypatch.setattr("halfbyte.train.run.common_facts", appears)
-    jsonconfig.save(tiny(mesh="data=8"), tmp_path / "in.json")
+    jsonconfig.save(tiny(), tmp_path / "in.json")
     assert main(["train", "--config", str(tmp_path / "in.json"), "--run-dir", str(directory)]) == 2
     assert str(directory) in capfd.readouterr().err
     assert (directory / "config.json").read_text() == "{}"
@@ -159,7 +161,7 @@ def test_a_run_without_its_directory_ends_and_leaves_nothing_at_its_place(tmp_pa
 
     save = store._to_the_end
     monkeypatch.setattr(store, "_to_the_end", late)
-    config = tiny(recipe="bf16", mesh="data=8", checkpoint=CheckpointConfig(every=2))
+    config = tiny(recipe="bf16", checkpoint=CheckpointConfig(every=2))
     with pytest.raises(OSError, match=r"run was removed, moved or replaced"):
         train(config, vandal.directory, console=console, observers=[vandal])
     assert vandal.steps == 3

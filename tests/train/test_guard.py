@@ -30,6 +30,8 @@ from halfbyte.train.precision import with_fallback
 from halfbyte.train.source import open_source, to_mesh
 from halfbyte.train.state import watch_weights
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 WELL = {"loss": 2.0, "grad_norm": 1.0, "skipped": 0.0, "weights_not_finite": 0.0, "weights_intact": 1.0}
 
 
@@ -158,7 +160,6 @@ def test_a_spike_goes_back_skips_and_goes_on_in_bf16(tmp_path, monkeypatch):
     monkeypatch.setattr(Loop, "_compile", lambda self, phase: compiled.append(phase) or compile_phase(self, phase))
     config = tiny(
         recipe="nvfp4",
-        mesh="data=8",
         steps=60,
         guard=GuardConfig(spike=1.0005, returns=2),
         on_divergence="bf16",

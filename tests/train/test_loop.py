@@ -33,6 +33,8 @@ from halfbyte.train.goodput import Goodput
 from halfbyte.train.loop import Loop
 from halfbyte.train.state import bit_sum
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 
 def run(config, directory, **options):
     """(result, what was printed)."""
@@ -46,7 +48,6 @@ def finished(tmp_path_factory):
     TensorBoard."""
     config = tiny(
         recipe="bf16",
-        mesh="data=8",
         precision=PrecisionConfig(switch_at=4, switch_to="fp8"),
         validation=ValidationConfig(every=3, batches=1),
         checkpoint=CheckpointConfig(every=2, keep_last=1, keep_every=4),
@@ -103,13 +104,13 @@ def test_a_finished_run_is_left_alone(finished):
 
 def test_without_validation_nothing_is_compiled_for_it(tmp_path, monkeypatch):
     monkeypatch.delattr(loop, "make_eval_step")
-    result, text = run(tiny(recipe="bf16", mesh="data=8"), tmp_path / "run")
+    result, text = run(tiny(recipe="bf16"), tmp_path / "run")
     assert result.validation == {} and "validation after" not in text
     assert "validation_loss" not in read_rows(tmp_path / "run" / "metrics.jsonl")[-1]
 
 
 def test_a_diverged_run_stops_loudly(tmp_path):
-    config = tiny(recipe="bf16", mesh="data=8", optimizer=OptimizerConfig(learning_rate=1e18, warmup=0))
+    config = tiny(recipe="bf16", optimizer=OptimizerConfig(learning_rate=1e18, warmup=0))
     config = dataclasses.replace(config, checkpoint=CheckpointConfig(every=1))
     named = r"step 5: .*gradient norm nan, 4 steps in a row.*the forward pass of layer 0.*step 4 is good"
     with pytest.raises(Diverged, match=named):
@@ -151,7 +152,7 @@ def test_a_failed_self_test_stops_the_run_before_its_first_step(tmp_path, monkey
     monkeypatch.setattr("halfbyte.train.loop.compile_train_step", gives_up)
     later = PrecisionConfig(switch_at=1, switch_to="nvfp4_no_sr")
     with pytest.raises(SelfTestFailed, match="3 numbers differ") as failed:
-        run(tiny(recipe="nvfp4", mesh="data=8", unroll=1, remat="none", steps=2, precision=later), tmp_path / "run")
+        run(tiny(recipe="nvfp4", unroll=1, remat="none", steps=2, precision=later), tmp_path / "run")
     assert isinstance(failed.value.__context__, MemoryError)
     assert asked == [("nvfp4", 3, "carrier"), ("nvfp4_no_sr", 3, "carrier")]
     assert not (tmp_path / "run").exists()

@@ -19,6 +19,8 @@ from halfbyte.train.jsonconfig import to_dict
 from halfbyte.train.reading import open_directory
 from halfbyte.train.resume import completed
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 FILE = """
 import dataclasses
 import halfbyte as hb
@@ -34,7 +36,7 @@ def last_layer(recipe):
 def test_a_recipe_of_a_file_trains_resumes_and_is_refused_after_a_change(tmp_path):
     file, run = tmp_path / "mine.py", tmp_path / "run"
     file.write_text(FILE)
-    config = tiny(recipe=f"{file}:half", policy=f"{file}:last_layer", steps=2, mesh="data=8")
+    config = tiny(recipe=f"{file}:half", policy=f"{file}:last_layer", steps=2)
     assert hb.train(config, run, until=1).step == 1
     assert hb.train(config, run).step == 2
     stored = json.loads((run / "config.json").read_text())
@@ -43,7 +45,7 @@ def test_a_recipe_of_a_file_trains_resumes_and_is_refused_after_a_change(tmp_pat
         assert stored[name] == getattr(config, name) and stored[name].rpartition("@")[2] in manifest
     file.write_text(FILE + "\n# changed\n")
     with pytest.raises(ValueError, match=r"recipe: .*mine.py:half@"):
-        hb.train(tiny(recipe=f"{file}:half", policy=f"{file}:last_layer", steps=2, mesh="data=8"), run)
+        hb.train(tiny(recipe=f"{file}:half", policy=f"{file}:last_layer", steps=2), run)
     with pytest.raises(ValueError, match="the file has changed since"):
         hb.train(dataclasses.replace(config, seed=1), run)
 
@@ -111,7 +113,7 @@ def test_values_train_without_a_terminal(tmp_path, capfd):
     """One step; the recipe and the policy are values, and the manifest says what ran."""
     made = dataclasses.replace(hb.recipe("nvfp4"), name="mine", fprop_x=hb.OperandPolicy())
     rules = hb.Policy("last", (hb.Rule("layers/mlp/*", made, (-1, None)),))
-    config = tiny(recipe=made, policy=rules, steps=1, mesh="data=8", checkpoint=CheckpointConfig(every=0))
+    config = tiny(recipe=made, policy=rules, steps=1, checkpoint=CheckpointConfig(every=0))
     result = hb.train(config, tmp_path / "run")
     assert result.step == 1 and capfd.readouterr().out == ""
     sites = json.loads((tmp_path / "run" / "manifest.json").read_text())["sites"]

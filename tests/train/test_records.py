@@ -11,7 +11,9 @@ from halfbyte.train.jsonconfig import to_dict
 from halfbyte.train.resume import begin
 from halfbyte.train.session import dropped_rows
 
-CONFIG = tiny(mesh="data=8")
+pytestmark = pytest.mark.usefixtures("one_device")
+
+CONFIG = tiny()
 WHOLE = {"config": to_dict(CONFIG), "data": {"next_index": 2}, "data_set": "synthetic"}
 BACK = {"step": 1, "at": 2, "reason": "x", "recipe": "bf16", "skipped": 1}
 FORGED = (
