@@ -64,6 +64,15 @@ def signals_as_before():
         signal.signal(number, handler)
 
 
+@pytest.fixture
+def quick_code():
+    """Programs as they are, without the optimizations that only make them fast. `quick_compiles` has a cache, too."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.fixture(scope="session")
 def compiled_programs(tmp_path_factory, request):
     """Folder of what was compiled in this test run, by any of its workers."""
@@ -153,7 +162,8 @@ def pytest_ignore_collect(collection_path, config):
 # One test of these files takes a minute or more: begun first, so that no worker is left alone with one at the end.
 LONGEST = {
     "test_other_targets.py", "test_processes.py", "test_exercises.py", "test_family.py", "test_subset.py",
-    "test_resume.py", "test_meshes.py", "test_guard.py", "test_own_recipe.py", "test_published.py",
+    "test_resume.py", "test_meshes.py", "test_guard.py", "test_own_recipe.py", "test_published.py", "test_command.py",
+    "test_remainder.py", "test_radar_experts.py", "test_inspection.py", "test_experts_mesh.py", "test_loop.py",
 }  # fmt: skip
 
 

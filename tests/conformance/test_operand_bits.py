@@ -31,6 +31,7 @@ class BrokenWeight(Passes):
         return super().weight(w * 1.01, policy, **options)
 
 
+@pytest.mark.usefixtures("quick_code")
 def test_a_wrong_weight_is_found_and_counted() -> None:
     x, dy, w = (jax.random.normal(jax.random.key(i), (32, 128), jnp.float32) for i in range(3))
     x, dy = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16)
@@ -46,7 +47,7 @@ def test_scales_of_rows_are_compared_row_by_row() -> None:
 
 
 @pytest.fixture
-def interpreted():
+def interpreted(quick_code):
     with kernels.interpreted():
         yield
 

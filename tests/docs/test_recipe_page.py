@@ -14,6 +14,7 @@ import pytest
 
 from halfbyte.recipe import aliases, neighbour, recipe_names
 
+pytestmark = pytest.mark.usefixtures("quick_code")
 PAGE = (Path(__file__).parents[2] / "docs" / "recipe.md").read_text()
 
 

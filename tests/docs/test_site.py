@@ -61,7 +61,7 @@ def test_the_notebook_is_a_page_with_its_output(site):
 
 
 @pytest.mark.slow
-def test_the_notebook_prints_what_it_stores():
+def test_the_notebook_prints_what_it_stores(quick_code):
     """Numbers within 3%: sums of another processor differ in their last bits, and rounding makes steps of them."""
     for shown, wanted in zip(notebook.printed(TEN_MINUTES), notebook.stored(TEN_MINUTES), strict=True):
         number = r"-?\d+\.?\d*"

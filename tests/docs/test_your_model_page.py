@@ -10,6 +10,7 @@ import pytest
 
 from halfbyte.recipe import policy, recipe
 
+pytestmark = pytest.mark.usefixtures("quick_code")
 PAGE = (Path(__file__).parents[2] / "docs" / "your-model.md").read_text(encoding="utf-8")
 SAYS = {
     "Plain JAX": "block_1/up layers 1..1  [16, 32] x [32, 64]  -> nvfp4",

@@ -23,6 +23,7 @@ def config_file(tmp_path_factory):
     small = dataclasses.replace(
         BASE,
         model=BASE.model.replace(layers=1),
+        policy="mlp/down",  # one linear: what is quantized is most of what is compiled
         steps=6,
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup=1, schedule="constant"),  # a branch is the same program
         checkpoint=CheckpointConfig(every=2),
