@@ -4,6 +4,9 @@
     python benchmarks/league_shown.py picture 3M@16                      # docs/evidence/league.svg
     python benchmarks/league_shown.py table 3M@16 --ablation             # nvfp4's ingredients, each beside the whole
     python benchmarks/league_shown.py picture 3M@16 --ablation           # docs/evidence/ablation.svg
+    python benchmarks/league_shown.py window 3M@16 4001 4500 OUT ...     # docs/evidence/ablation/window.json: means of
+                                                                         # training losses, also of runs that were cut
+    python benchmarks/league_shown.py table 3M@16 --ablation --window    # the same table from those
 
 docs/evidence/league/README.md and docs/evidence/ablation/README.md are the plans.
 """
@@ -12,11 +15,13 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from league_grid import ARMS, FOLDER
 
 from halfbyte.devices import device
+from halfbyte.metrics import read_rows
 from halfbyte.parity.arms import TWIN
 from halfbyte.parity.statistics import FEWEST_SEEDS, LEVEL, over_seeds, t_quantile
 from halfbyte.recipe import GEMMS, recipe
@@ -24,6 +29,7 @@ from halfbyte.recipe import GEMMS, recipe
 CODE = [f"validation_loss/{source}" for source in ("pypi-python", "rust-src", "go-std", "cpython-stdlib")]
 PROSE = [f"validation_loss/{source}" for source in ("eltec-eng", "standardebooks", "openstax-ccby", "sotu")]
 WHOLE, MARGIN = "nvfp4", 0.005
+WINDOW = FOLDER.parent / "ablation" / "window.json"
 ABLATION = {  # arm -> what it is; `halfbyte parity --arms ablation` has the same, with the MLP in 4 bits
     "nvfp4": "the full recipe, all linears",
     "nvfp4-twin": "the same but for rounding: noise",
@@ -58,7 +64,7 @@ def arms_of(cell: dict[str, Any]) -> dict[str, list[str]]:
 
 def gaps_of(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, list[str]]]:
     """(a cell's runs, the names of each arm's by the mean of their gaps)."""
-    cell = json.loads((FOLDER / "runs.json").read_text(encoding="utf-8"))[args.cell]
+    cell = json.loads((WINDOW if args.window else FOLDER / "runs.json").read_text(encoding="utf-8"))[args.cell]
     shown = {arm: runs for arm, runs in arms_of(cell).items() if (arm in ABLATION if args.ablation else arm != "bf16")}
     means = {arm: sum(gap(cell, name) for name in runs) / len(runs) for arm, runs in shown.items()}
     return cell, {arm: shown[arm] for arm in sorted(shown, key=means.__getitem__)}
@@ -130,7 +136,8 @@ def command_picture(args: argparse.Namespace) -> None:
     (draw_differences if args.ablation else draw_costs)(right, cell, arms)
     for axes in (left, right):
         axes.grid(alpha=0.2)
-    figure.savefig(FOLDER.parent / ("ablation.svg" if args.ablation else "league.svg"), metadata={"Date": None})
+    file = FOLDER.parent / ("ablation.svg" if args.ablation else "league.svg")
+    figure.savefig(WINDOW.with_suffix(".svg") if args.window else file, metadata={"Date": None})
 
 
 def colour(arm: str) -> str:
@@ -195,6 +202,20 @@ def beside(cell: dict[str, Any], arm: str, runs: Sequence[str]) -> list[str]:
     return [seeds, f"{100 * mean:+.2f} [{100 * low:+.2f}, {100 * high:+.2f}]{single}", judged(low, high)]
 
 
+def command_window(args: argparse.Namespace) -> None:
+    """The mean training loss of every run over a window of steps, in the place of its last validation loss."""
+    found = {}
+    for metrics in (file for out in args.out for file in sorted(Path(out).glob(f"runs/{args.cell}/*/metrics.jsonl"))):
+        losses = [row["loss"] for row in read_rows(metrics) if args.first <= row["step"] <= args.last and "loss" in row]
+        name = metrics.parent.name
+        if len(losses) == args.last + 1 - args.first and (
+            name.startswith("bf16") or name.rpartition("-")[0] in ABLATION
+        ):
+            found[name] = {"validation_loss": sum(losses) / len(losses)}
+    about = {"is": f"mean training loss of steps {args.first} to {args.last}", args.cell: dict(sorted(found.items()))}
+    WINDOW.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
@@ -202,7 +223,14 @@ def main() -> None:
         one = commands.add_parser(name)
         one.add_argument("cell")
         one.add_argument("--ablation", action="store_true")
+        one.add_argument("--window", action="store_true")
         one.set_defaults(run=command)
+    window = commands.add_parser("window")
+    window.add_argument("cell")
+    window.add_argument("first", type=int)
+    window.add_argument("last", type=int)
+    window.add_argument("out", nargs="+")
+    window.set_defaults(run=command_window)
     args = parser.parse_args()
     args.run(args)
 
