@@ -48,3 +48,11 @@ def test_results_of_experts_travel_in_bfloat16_to_their_tokens_device(program):
     rows = [each for each in found if any(array.elements == PAIRS * MODEL.embed for array in each.arrays)]
     assert {each.dtypes for each in rows} == {("bf16",)}
     assert {each.kind for each in rows if "transpose" not in each.instruction.op_name} == {"reduce-scatter"}
+
+
+def test_other_gemms_are_those_that_are_needed(program):
+    """Attention's linears, whose forward GEMMs full remat runs again, the head, routers of a device's own tokens."""
+    found = sum(gemm.flops for gemm in gemms(program) if gemm.kind != "mosaic")
+    routers = 4 * 2 * CONFIG.batch * CONFIG.seq * MODEL.embed * MODEL.experts * MODEL.layers
+    needed = routers + sum(flops for path, flops in bench.needed_flops(CONFIG).items() if path not in EXPERTS)
+    assert found <= 1.05 * needed / 8

@@ -127,7 +127,7 @@ def test_a_router_is_float32_and_weighs_as_the_model_says(normalise):
     x, router = random.normal(size=(96, 16)), random.normal(size=(16, 8))
     router[:, 5] = router[:, 2] * (1 + 2.0**-12)
     x, router = x.astype(np.float32), router.astype(np.float32)
-    found = route(jnp.asarray(x), jnp.asarray(router), 3, normalise=normalise)
+    found = route(routing.logits_of(jnp.asarray(x), jnp.asarray(router)), 3, normalise=normalise)
     logits = x.astype(np.float64) @ router.astype(np.float64)
     p = np.exp(logits - logits.max(1, keepdims=True))
     p /= p.sum(1, keepdims=True)
@@ -176,8 +176,8 @@ def check_deepseek():
 def bias_in_the_weights(monkeypatch):
     real = experts.route
 
-    def planted(x, router, k, *, bias, **how):
-        found = real(x, router, k, bias=bias, **how)
+    def planted(*given, bias, **how):
+        found = real(*given, bias=bias, **how)
         weights = found.weights + bias[found.experts]
         return found._replace(weights=weights / weights.sum(-1, keepdims=True))
 
@@ -204,8 +204,8 @@ def test_a_bias_evens_out_the_load_without_a_gradient():
     random = np.random.default_rng(0)
     x, router = random.normal(size=(512, 16)), random.normal(size=(16, 8)) / 4
     x[:, 0], router[0, 3] = 1, 2.5
-    x, router, bias = jnp.float32(x), jnp.float32(router), jnp.zeros(8)
-    choose = jax.jit(lambda bias: route(x, router, 2, normalise=True, bias=bias).load.counts.astype(jnp.float32))
+    logits, bias = routing.logits_of(jnp.float32(x), jnp.float32(router)), jnp.zeros(8)
+    choose = jax.jit(lambda bias: route(logits, 2, normalise=True, bias=bias).load.counts.astype(jnp.float32))
     first = np.asarray(choose(bias))
     for _ in range(300):
         load = choose(bias)
@@ -213,9 +213,9 @@ def test_a_bias_evens_out_the_load_without_a_gradient():
         assert np.array_equal(np.sign(moved - bias), np.sign(load.mean() - load))
         bias = moved
     assert first.max() > 3 * first.mean() and np.abs(np.asarray(choose(bias)) / first.mean() - 1).max() < 0.1
-    grad = jax.grad(lambda bias: route(x, router, 2, normalise=True, bias=bias).weights.sum())(bias)
+    grad = jax.grad(lambda bias: route(logits, 2, normalise=True, bias=bias).weights.sum())(bias)
     assert not np.any(grad)
-    none = route(jnp.ones((4, 1)), jnp.full((1, 8), -200.0), 2, normalise=True, bias=bias)
+    none = route(jnp.full((4, 8), -200.0), 2, normalise=True, bias=bias)
     assert not np.any(none.weights) and np.isfinite(none.load.balance)
 
 

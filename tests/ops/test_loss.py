@@ -34,6 +34,13 @@ def inputs(dtype=jnp.float32):
     return jnp.asarray(hidden, dtype), jnp.asarray(head, jnp.float32), jnp.asarray(targets, jnp.int32)
 
 
+def test_no_logits_are_made_of_padding_where_chunks_can_be_even():
+    """Qwen3's vocabulary leaves room for 1,664 tokens, which do not divide 4,096."""
+    shapes = [jax.ShapeDtypeStruct(s, t) for s, t in (((1, 4096, 16), jnp.bfloat16), ((16, 151_936), jnp.float32))]
+    traced = jax.make_jaxpr(cross_entropy)(*shapes, jax.ShapeDtypeStruct((1, 4096), jnp.int32))
+    assert "f32[1024,151936]" in str(traced) and "f32[1664,151936]" not in str(traced)
+
+
 def with_gradients(run):
     return jax.jit(jax.value_and_grad(run, argnums=(0, 1)))
 

@@ -3,8 +3,8 @@
 Nothing is dropped: an expert takes all tokens that chose it. Those that are sorted together are those of one
 microbatch, on every mesh. The router is float32 and never quantized; the load is left in `here.routed`.
 
-On a mesh every device routes all tokens and multiplies its share of the experts, with all rows that these have in the
-microbatch: codes, scales and random bits are those of one device.
+On a mesh every device knows the logits of all tokens, each made on its token's device, and multiplies its share of the
+experts, with all rows that these have in the microbatch: codes, scales and random bits are those of one device.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from halfbyte.models.config import EXPERT_SITES, LlamaConfig
-from halfbyte.models.context import LayerContext
+from halfbyte.models.context import BETWEEN, LayerContext
 from halfbyte.models.linear import is_exact
 from halfbyte.models.params import Params
 from halfbyte.models.quantized import amaxes_of, shares_scale
-from halfbyte.nn.routing import Routing, rebalanced, route
+from halfbyte.nn.routing import Routing, logits_of, rebalanced, route
 from halfbyte.ops.activation import ACTIVATIONS
 from halfbyte.ops.dispatch import combine, fork, gated, spread
 from halfbyte.ops.shards import Cut, axes_of, cut_of, on_mesh
@@ -37,9 +37,10 @@ Keys = Sequence[jax.Array | None]
 
 def experts_mlp(cfg: LlamaConfig, weights: Params, h: jax.Array, here: LayerContext) -> jax.Array:
     """h [batch, seq, embed] through the experts that each token chooses, in h's dtype."""
-    tokens, wide = fork(_everywhere(h.reshape(-1, cfg.embed), here))
-    router, k, bias = _everywhere(weights["router"], here), cfg.experts_per_token, weights.get("router_bias")
-    found = route(wide, router, k, normalise=cfg.norm_topk, bias=bias)
+    own, wide = fork(here.ctx.constrain(h, *BETWEEN))
+    logits = here.ctx.constrain(logits_of(wide, weights["router"]), *BETWEEN[:2], None)  # of a device's own tokens
+    tokens, logits = (_everywhere(each, here).reshape(-1, each.shape[-1]) for each in (own, logits))
+    found = route(logits, cfg.experts_per_token, normalise=cfg.norm_topk, bias=weights.get("router_bias"))
     if here.routed is not None:
         here.routed.append(found.load)
     recipes = [None if is_exact(h, r) else r for r in (here.recipe("mlp", name) for name in EXPERT_SITES)]
@@ -62,9 +63,9 @@ def experts_mlp(cfg: LlamaConfig, weights: Params, h: jax.Array, here: LayerCont
     rows: jax.Array | None = None
     if here.on_mesh:
         assert here.ctx.mesh is not None
-        own, given = jnp.arange(pairs, dtype=jnp.int32).reshape(found.experts.shape), (matrices, keys)
+        order, given = jnp.arange(pairs, dtype=jnp.int32).reshape(found.experts.shape), (matrices, keys)
         rest = tuple(here.placement("mlp", name).w for name in EXPERT_SITES)
-        y = over_mesh(run, spread(tokens, own, pairs), found, given, rest, mesh=here.ctx.mesh, tile=tile)
+        y = over_mesh(run, spread(tokens, order, pairs), found, given, rest, mesh=here.ctx.mesh, tile=tile)
         y = here.ctx.constrain(y, "batch", None)  # each device has its own tokens' pairs again
     else:
         rows = places(found.experts.reshape(-1), found.load.counts, tile).reshape(found.experts.shape)
@@ -128,7 +129,7 @@ def over_mesh(
 
 
 def _everywhere(x: jax.Array, here: LayerContext) -> jax.Array:
-    """x whole on every device, and its gradient: routers see all tokens, and choose as on one device."""
+    """x whole on every device, and its gradient: tokens choose as on one device."""
     return here.ctx.constrain(x, *(None,) * x.ndim)
 
 

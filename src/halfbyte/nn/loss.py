@@ -165,7 +165,7 @@ def _local(
 ) -> tuple[_PerToken, Any]:
     batch, seq, width = hidden.shape
     tokens = batch * seq
-    chunk = min(setup.chunk or _default_chunk(head.shape[1]), tokens)
+    chunk = min(setup.chunk or _default_chunk(head.shape[1], tokens), tokens)
     count = -(-tokens // chunk)
     padding = count * chunk - tokens
     # [batch, seq, width] -> [count, chunk, width]
@@ -244,5 +244,7 @@ def _psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.psum(x, axes) if axes else x
 
 
-def _default_chunk(vocab: int) -> int:
-    return max(128, CHUNK_BYTES // (4 * vocab) // 128 * 128)
+def _default_chunk(vocab: int, tokens: int) -> int:
+    """The most tokens that there is room for, or up to half as many where those divide all of them: none is padded."""
+    most = max(128, CHUNK_BYTES // (4 * vocab) // 128 * 128)
+    return next((n for n in range(most, most // 2, -128) if tokens % n == 0), most)

@@ -35,15 +35,19 @@ class Routing(NamedTuple):
     load: Load
 
 
-def route(x: jax.Array, router: jax.Array, k: int, *, normalise: bool, bias: jax.Array | None = None) -> Routing:
-    """Of x float32 [tokens, width] and a router float32 [width, experts]; by sigmoids with a `bias` [experts]."""
-    logits = jnp.dot(x, router, precision=lax.Precision.HIGHEST)
+def logits_of(x: jax.Array, router: jax.Array) -> jax.Array:
+    """x R, float32 [..., experts], of x float32 [..., width] and a router float32 [width, experts]."""
+    return jnp.dot(x, router, precision=lax.Precision.HIGHEST)
+
+
+def route(logits: jax.Array, k: int, *, normalise: bool, bias: jax.Array | None = None) -> Routing:
+    """Of logits float32 [tokens, experts]; by sigmoids with a `bias` float32 [experts]."""
     scores = jax.nn.softmax(logits) if bias is None else jax.nn.sigmoid(logits)
     _, experts = lax.top_k(lax.stop_gradient(scores if bias is None else scores + bias[None]), k)
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     weights = _of_their_sum(weights) if normalise else weights
     probabilities = scores if bias is None else _of_their_sum(scores)
-    count = router.shape[-1]
+    count = logits.shape[-1]
     counts = jnp.zeros(count, jnp.int32).at[experts.reshape(-1)].add(1)
     shares = counts.astype(jnp.float32) / jnp.float32(experts.size)
     balance = count * jnp.sum(shares * jnp.mean(probabilities, axis=0))

@@ -139,8 +139,9 @@ def qwen3_30b_a3b() -> TrainConfig:
 
 
 def qwen3_235b_a22b() -> TrainConfig:
-    """235B parameters, 22B a token, on 64 devices that share the experts."""
-    return _experts("qwen3-235b-a22b", mesh="expert=64", batch=64)
+    """235B parameters, 22B a token, on 64 devices that share the experts. `tensor` and microbatches keep the tokens few
+    that every device holds at once, and with `fsdp` all weights are cut 64 times."""
+    return dataclasses.replace(_experts("qwen3-235b-a22b", mesh="fsdp=16,tensor=4", batch=64), accumulate=4)
 
 
 RUNS: dict[str, Callable[[], TrainConfig]] = {
