@@ -184,6 +184,18 @@ def test_a_study_of_the_budgets_size_ends_with_it(config_file, tmp_path, monkeyp
     assert [args.within for args in asked] == [within]
 
 
+@pytest.mark.parametrize("controls, arms", [(True, 5), (False, 3)])
+def test_the_plan_counts_the_arms_that_will_run(config_file, tmp_path, controls, arms):
+    args = playbook_command.Args(model=str(config_file), controls=controls)
+    work = stages.Work(args, planted.fakes.BASE, tmp_path, Records(tmp_path))
+    rows = [{"arm": name, "milliseconds": 100.0, "compile_s": 1.0} for name in planted.ARMS]
+    short = {"arm": "nvfp4", "seconds": 3.0, "stepping_s": 2.0, "step_time_s": 0.1}
+    for stage, data in (("bench", {"baseline": "fp8", "rows": rows}), ("trace", short)):
+        work.records.put(stage, {"seconds": 1.0, "data": data})
+    planned = stages.plan(work)[1]
+    assert len(planned["arms"]) == arms and planned["costs"]["step_s"] == pytest.approx(arms * 0.1)
+
+
 def test_what_inspect_suggests_joins_as_a_candidate(tmp_path):
     records, args = Records(tmp_path), SimpleNamespace(candidates="nvfp4, nvfp4_no_rht", baseline="fp8")
     work = stages.Work(args, planted.fakes.BASE, tmp_path, records)

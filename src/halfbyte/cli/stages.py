@@ -56,10 +56,9 @@ class Work:
 
     def arms(self) -> list["Arm"]:
         """The baseline and the candidates."""
-        from halfbyte.parity.arms import CANDIDATE, standard_arms
+        from halfbyte.parity.arms import standard_arms
 
-        found = standard_arms(self.args.baseline, self.candidates())
-        return [found[0], *(arm for arm in found if arm.kind == CANDIDATE)]
+        return standard_arms(self.args.baseline, self.candidates(), controls=False)
 
     def config(self, arm: "Arm") -> "TrainConfig":
         return arm.configure(self.base, self.args.first_seed)
@@ -211,7 +210,7 @@ def plan(work: Work) -> Found:
         raise Missing("its size follows from the steps that were measured, and bench or the short run has none")
     measured = {arm.name: arm.name for arm in work.arms()}
     like = {arm.name: measured.get(arm.name, work.arms()[0].name)
-            for arm in standard_arms(work.args.baseline, work.candidates())}  # fmt: skip
+            for arm in standard_arms(work.args.baseline, work.candidates(), controls=work.args.controls)}  # fmt: skip
     costs, before = costs_of({"bench": measurements, "trace": short}, like), work.records.seconds()
     hosts = int(work.args.host.partition("/")[2] or 1)
     left = hosts * ((1 - RESERVE) * seconds_of(work.args.budget) - before)

@@ -68,9 +68,7 @@ def plan_of(args: Study, model: str, candidates: Sequence[str], **also: Any) -> 
     from halfbyte.parity.plan import Plan, first_seeds
 
     extra = ablation() if args.arms == "ablation" else read_arms(Path(args.arms)) if args.arms else []
-    arms = standard_arms(args.baseline, list(candidates))
-    if not args.controls:
-        arms = [arm for arm in arms if arm.kind in ("baseline", "candidate")]
+    arms = standard_arms(args.baseline, candidates, controls=args.controls)
     command = "halfbyte " + " ".join(sys.argv[1:]) if len(sys.argv) > 2 else ""
     margin, seeds = parse_margin(args.margin), first_seeds(args.seeds, args.first_seed)
     return Plan(base_run(args, model), (arms[0], *extra, *arms[1:]), seeds, margin, command=command, **also)

@@ -6,7 +6,7 @@ rounding: the noise floor), and a recipe that is broken on purpose and must be s
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,15 +76,15 @@ def _slug(policy: str) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "-", policy).strip("-")
 
 
-def standard_arms(baseline: str, candidates: list[str]) -> list[Arm]:
-    """Baseline, candidates, twin and control."""
+def standard_arms(baseline: str, candidates: Sequence[str], *, controls: bool = True) -> list[Arm]:
+    """Baseline and candidates; with controls, the twin and the broken one behind them."""
     first = arm_of(baseline, BASELINE)
     twin = Arm(
         f"{first.name}-twin", TWIN, {**first.changes, "precision.twin": 1}, "equal to the baseline but for rounding"
     )
     policy = {"policy": first.changes["policy"]} if "policy" in first.changes else {}
     control = Arm(f"control-{BROKEN}", CONTROL, {"recipe": BROKEN, **policy}, recipe(BROKEN).description)
-    return [first, *(arm_of(text, CANDIDATE) for text in candidates), twin, control]
+    return [first, *(arm_of(text, CANDIDATE) for text in candidates), *((twin, control) if controls else ())]
 
 
 def ablation(base: str = "nvfp4") -> list[Arm]:
