@@ -9,6 +9,8 @@ import pytest
 from halfbyte.cli.main import main
 from halfbyte.metrics import read_rows
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 TASKS = {
     "arc.jsonl": {"query": "Question: what is law?", "choices": ["peace", "war", "tax", "a year"], "gold": 2},
     "piqa.jsonl": {"query": "To pay a tax", "choices": ["go to war", "go to the state"], "gold": 1},

@@ -12,6 +12,8 @@ from halfbyte.cli.main import main
 from halfbyte.interchange import Folder
 from halfbyte.interchange.starting import check_tokenizers
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 PROMPT = "the state of the"
 
 
@@ -94,7 +96,7 @@ def test_eval_takes_runs_and_folders_alike(tiny_run, exports, tmp_path, capfd):
 def test_training_goes_on_from_an_import(tiny_run, exports, tmp_path, capfd):
     """The first loss is the imported model's on that batch: as the run's own step 0 under the same weights."""
     config = json.loads((tiny_run / "config.json").read_text())
-    flags = ("--data", config["data"], "--steps", 2, "--batch", 8, "--recipe", "bf16", "--mesh", "data=8")
+    flags = ("--data", config["data"], "--steps", 2, "--batch", 8, "--recipe", "bf16")
     more = ("--no-sample", "--log.no-tensorboard", "--checkpoint.every", 1, "--optimizer.warmup", 1)
     more += ("--optimizer.schedule", "constant")  # a run that is prolonged is the same program
     code, _, err = command(capfd, "train", "--init-from", exports / "hf", "--run-dir", tmp_path / "run", *flags, *more)

@@ -3,7 +3,7 @@
 import halfbyte as hb
 
 
-def test_a_run_is_loaded_written_with_and_scored(tiny_run):
+def test_a_run_is_loaded_written_with_and_scored(tiny_run, one_device):
     loaded = hb.load(tiny_run)
     assert loaded.config.recipe == loaded.recipe == "nvfp4"
     assert loaded.params and loaded.tokenizer.decode(loaded.tokenizer.encode("the law")) == "the law"
