@@ -104,14 +104,14 @@ def use_cache(folder):
 @pytest.fixture(scope="module")
 def one_device():
     """For runs that are not about meshes. A run over eight costs half as much again: replicas save in slices, each
-    with a program of its own."""
+    with a program of its own. Gives all there are, for the one test of a room that is."""
     seen = {name: getattr(jax, name) for name in ("devices", "local_devices")}
     with pytest.MonkeyPatch.context() as patch:
         for name, all_of in seen.items():
             patch.setattr(jax, name, lambda *given, all_of=all_of, **named: all_of(*given, **named)[:1])
         patch.setattr(jax, "device_count", lambda: 1)
         patch.setattr(jax, "local_device_count", lambda: 1)
-        yield
+        yield seen["devices"]("cpu")
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,8 @@ from halfbyte.data.tokenizer import byte_tokenizer
 from halfbyte.sharding import make_mesh
 from halfbyte.train import TrainConfig
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 
 def generate(capfd, *flags):
     code = main(["generate", *map(str, flags), "--json"])
@@ -95,7 +97,7 @@ def test_the_data_may_be_gone(tiny_run, tmp_path, capfd, monkeypatch):
     assert code == 0
 
 
-def test_the_sample_at_the_end_of_training_on_a_mesh():
+def test_the_sample_at_the_end_of_training_on_a_mesh(one_device):
     """Weights as training leaves them, over two devices; a model too short for sixty tokens gets fewer."""
     config = TrainConfig(
         name="tiny",
@@ -103,7 +105,7 @@ def test_the_sample_at_the_end_of_training_on_a_mesh():
             name="tiny", vocab_size=288, embed=32, mlp=64, layers=1, heads=2, kv_heads=2, head_dim=16, max_seq=16
         ),
     )
-    mesh = make_mesh({"fsdp": 2}, jax.devices("cpu")[:2])
+    mesh = make_mesh({"fsdp": 2}, one_device[:2])
     shardings = models.param_shardings(config.model, mesh)
     params = jax.jit(lambda key: models.init(config.model, key), out_shardings=shardings)(jax.random.key(0))
     dataset = SimpleNamespace(tokenizer=byte_tokenizer, seq_len=16)
