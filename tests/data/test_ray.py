@@ -28,10 +28,18 @@ def test_without_ray_and_with_workers_the_way_out_is_said(tmp_path, monkeypatch,
 
 @pytest.fixture(scope="module")
 def cluster():
-    ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
-    ray.init(num_cpus=3, include_dashboard=False, logging_level="error", log_to_driver=False)
-    yield ray
-    ray.shutdown()
+    """On loopback alone: with its setting for several machines Ray listens on every address, whatever it is told."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # read when it is imported
+        patch.setenv("RAY_worker_niceness", "0")
+        ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
+        ray.init(num_cpus=3, include_dashboard=False, logging_level="error", log_to_driver=False)
+        yield ray
+        ray.shutdown()
+
+
+def test_the_cluster_is_on_loopback_alone(cluster):
+    assert [node["NodeManagerAddress"] for node in cluster.nodes()] == ["127.0.0.1"]
 
 
 def test_a_killed_worker_is_done_again_and_the_bytes_are_those_of_one_machine(tmp_path, cluster):
