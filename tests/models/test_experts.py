@@ -198,6 +198,30 @@ def test_a_sigmoid_router_chooses_with_its_bias_and_weighs_without(monkeypatch):
                 check_deepseek()
 
 
+@pytest.mark.parametrize("normalise", [False, True])
+def test_a_router_of_softmax_has_the_gradient_of_its_formula(normalise):
+    """Of weights and both losses. Oracle: differences of float64 NumPy, the choice held fast."""
+    random = np.random.default_rng(0)
+    logits, pull = random.normal(size=(6, 5)), random.normal(size=(6, 2))
+    chosen = np.argsort(-logits, axis=-1)[:, :2]
+    shares = np.bincount(chosen.reshape(-1), minlength=5) / chosen.size
+
+    def formula(logits):
+        sums = np.exp(logits).sum(-1, keepdims=True)
+        p = np.exp(logits) / sums
+        weights = np.take_along_axis(p, chosen, -1)
+        weights = weights / weights.sum(-1, keepdims=True) if normalise else weights
+        return (weights * pull).sum() + 5 * (shares * p.mean(0)).sum() + (np.log(sums) ** 2).mean()
+
+    def ours(logits):
+        found = route(logits, 2, normalise=normalise)
+        return jnp.sum(found.weights * jnp.float32(pull)) + found.load.balance + found.load.z
+
+    steps = 1e-5 * np.eye(logits.size).reshape(-1, *logits.shape)
+    want = [(formula(logits + step) - formula(logits - step)) / 2e-5 for step in steps]
+    np.testing.assert_allclose(jax.grad(ours)(jnp.float32(logits)).reshape(-1), want, atol=1e-5)
+
+
 def test_a_bias_evens_out_the_load_without_a_gradient():
     """A router that sends half of all pairs to one expert: after a few hundred moves no expert has a tenth too many.
     Scores that are all zero choose and weigh without a NaN."""

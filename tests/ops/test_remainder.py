@@ -80,7 +80,7 @@ def judgement(recipe):
     def judge(x, w, dy, dw):
         given = Linear("mlp/up", recipe, x=x, w=w, dy=dy, weight=w, key=KEY, bits=KEY, amax=None, dw=dw)
         found = truth.judge(given, backend="auto")
-        return {gemm: (found[gemm]["wrong"], found[gemm]["error"]) for gemm in ("fprop", "dgrad", "wgrad")}
+        return {gemm: (found[gemm]["wrong"], found[gemm]["error"]) for gemm in ("fprop", "dgrad", "wgrad", "dw")}
 
     return lambda: {gemm: tuple(map(float, told)) for gemm, told in judge(x, w, dy, dw).items()}
 

@@ -25,6 +25,7 @@ from halfbyte.cli.result import Result
 from halfbyte.optim import OptimizerConfig
 from halfbyte.parity import runner
 from halfbyte.playbook import STAGES, Records
+from halfbyte.playbook.budget import RESERVE
 from halfbyte.train import CheckpointConfig, jsonconfig, loop
 
 # What was asked for by number is run, whatever the budget; nothing else fits.
@@ -73,7 +74,7 @@ def interrupted(*_, **__):
 
 
 def kept(out):
-    return {path.name: path.read_bytes() for path in sorted((out / "records").iterdir())}
+    return {path.name: path.read_bytes() for path in sorted((out / "records").glob("*.json"))}
 
 
 def measured(args):
@@ -174,14 +175,36 @@ def test_a_study_of_the_budgets_size_ends_with_it(config_file, tmp_path, monkeyp
     monkeypatch.setattr(parity, "run", lambda args: asked.append(args) or Result(half))
     args = playbook_command.Args(model=str(config_file), **flags)
     work = stages.Work(args, planted.fakes.BASE, tmp_path, Records(tmp_path))
-    work.records.put("plan", {"data": {"seeds": 3, "steps": 30, "left_s": 300.2}})
+    before = (1 - RESERVE) * 1800 - 300.2
+    work.records.put("plan", {"data": {"seeds": 3, "steps": 30, "before_s": before}})
     if within:
         command, data = stages.parity(work)
-        assert data == half and f"--within {within}" in command
+        assert data == half | {"within_s": pytest.approx(300.2)} and f"--within {within}" in command
     else:
         with pytest.raises(stages.Stopped):
             stages.parity(work)
     assert [args.within for args in asked] == [within]
+
+
+def test_all_starts_count_and_a_larger_budget_opens_a_cut_study(config_file, tmp_path, monkeypatch):
+    args = playbook_command.Args(model=str(config_file), budget="10m")
+    work = stages.Work(args, planted.fakes.BASE, tmp_path, Records(tmp_path / "records"))
+    half = {"complete": False, "runs": {"done": 7, "planned": 15}}
+    monkeypatch.setitem(stages.RUN, "parity", interrupted)
+    work.records.put("plan", {"data": {"seeds": 3, "steps": 30, "before_s": 100.0}})
+    work.records.spend("parity", 40.0)
+    with pytest.raises(KeyboardInterrupt):
+        stages.run_stage("parity", work)
+    assert 40 <= work.records.spent("parity") < 50
+    monkeypatch.setitem(stages.RUN, "parity", lambda work: ("halfbyte parity", half | {"within_s": 452.0}))
+    stages.run_stage("parity", work)
+    assert 40 <= work.records.get("parity")["seconds"] < 50
+    work.records.put("eval", {"seconds": 1.0, "missing": "no tasks"})
+    stages.reopen_study(work)
+    assert work.records.get("parity")  # the same budget opens nothing
+    stages.reopen_study(dataclasses.replace(work, args=dataclasses.replace(args, budget="20m")))
+    assert work.records.get("parity") is work.records.get("eval") is None and work.records.get("plan")
+    assert work.records.spent("parity") >= 40
 
 
 @pytest.mark.parametrize("controls, arms", [(True, 5), (False, 3)])

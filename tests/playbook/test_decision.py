@@ -144,12 +144,12 @@ def test_every_section_is_there_or_said_to_be_missing(tmp_path):
 # The budget
 
 
-@pytest.mark.parametrize("text, seconds", [("12m", 720), ("2h", 7200), ("90s", 90), ("0.5h", 1800)])
+@pytest.mark.parametrize("text, seconds", [("12m", 720), ("2h", 7200), ("90s", 90), ("0.5h", 1800), ("14d", 1209600)])
 def test_budgets(text, seconds):
     assert seconds_of(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["12", "m", "-3m", "0m", "1e9h", "12 parsecs"])
+@pytest.mark.parametrize("text", ["12", "m", "-3m", "0m", "1e9h", "12 parsecs", "99999999d"])
 def test_budgets_that_are_none(text):
     with pytest.raises(ValueError, match="budget"):
         seconds_of(text)
@@ -180,6 +180,9 @@ def test_a_plan_costs_what_a_study_was_seen_to_take():
     size = size_of(452, costs, steps=160)
     assert size.seeds == 1 and size.seconds <= 452
     assert size_of(700, costs, steps=160).seeds == 3
+    watched, records = short | {"watching_s": 10.0}, {"bench": {"baseline": "fp8", "rows": rows}}
+    assert costs_of(records | {"trace": watched}, like)["again_s"] == pytest.approx(costs["again_s"] - 5 * 10)
+    assert costs_of(records | {"trace": short}, like, radar=False)["first_s"] < costs["first_s"] - 100
 
 
 def test_what_it_will_be_able_to_tell():

@@ -10,7 +10,7 @@ margin passes in 5% of studies at most, however many looks and candidates. FAIL:
 else. A twin of the baseline shows the noise, a recipe that is broken on purpose must be seen to fail, or nothing
 passes. Ctrl-C keeps what is done and writes the report; the same command goes on.
 
-Exit code 0: every candidate passed; 3: not."""
+Exit code 0: every candidate passed; 3: not; 75: stopped or over its time."""
 
 import dataclasses
 import math
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from halfbyte.cli.result import NOT_PASSED, PREEMPTED, Result
+from halfbyte.cli.result import NOT_PASSED, PREEMPTED, BadInput, Result
 from halfbyte.cli.screen import say
 from halfbyte.cli.study import Study, conduct, plan_of
 
@@ -38,8 +38,8 @@ class Args(Study):
     """Numbers of seeds, such as 3,5: it is judged then too, and ends where all is decided. Each look has its part of
     the 5%, so the last interval is a little wider."""
     within: str = ""
-    """Begin no run that would not end in this time: 90s, 12m, 2h. What is there is shown, and the same command goes
-    on."""
+    """Begin no further run when one as quick as the quickest so far would not end in this time: 90s, 12m, 2h. What is
+    there is shown, exit code 75, and the same command goes on."""
     branch: bool = False
     """From a checkpoint of RUN: short branches in the baseline's recipe and in the run's own, on the same data."""
     branch_steps: int = 0
@@ -49,9 +49,14 @@ class Args(Study):
 def run(args: Args) -> Result:
     from halfbyte.playbook import seconds_of
 
+    within = seconds_of(args.within, "within") if args.within else math.inf
+    if args.branch and args.within:
+        raise BadInput("--within is for a whole study; branches are as long as --branch-steps says")
     if args.branch:
         return run_branch_test(args)
-    found = conduct(args, *make_plan(args), within=seconds_of(args.within, "within") if args.within else math.inf)
+    found = conduct(args, *make_plan(args), within=within)
+    if args.within and not found.data["complete"]:
+        return dataclasses.replace(found, code=PREEMPTED)
     return found if found.code or found.data["passed"] else dataclasses.replace(found, code=NOT_PASSED)
 
 

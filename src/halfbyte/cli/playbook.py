@@ -98,10 +98,12 @@ def check(args: Args) -> None:
 
 def conduct(work: "Work") -> Result:
     """Run the stages that have no record yet, and write the page."""
-    from halfbyte.cli.stages import Stopped, run_stage
+    from halfbyte.cli.stages import Stopped, reopen_study, run_stage
     from halfbyte.playbook import STAGES
 
     stopped = ""
+    if not work.args.report and work.is_first:
+        reopen_study(work)
     with terminated_as_interrupted():
         try:
             for place, stage in enumerate(STAGES, 1):
@@ -121,8 +123,7 @@ def wait_for_the_first(work: "Work", stage: str) -> None:
     """Of several hosts the first alone runs what is not the study."""
     from halfbyte.cli.stages import Stopped
 
-    first = work.args.host.partition("/")[0] in ("", "0")
-    if not first and stage != "parity":
+    if not work.is_first and stage != "parity":
         raise Stopped("host 0, whose turn it is")
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfbyte.cli.flags import words_of
-from halfbyte.cli.result import PREEMPTED
 from halfbyte.cli.screen import say
 from halfbyte.cli.study import Study
 
@@ -41,6 +40,11 @@ class Work:
     base: "TrainConfig"
     out: Path
     records: "Records"
+
+    @property
+    def is_first(self) -> bool:
+        """Of several hosts the first, or the only one."""
+        return self.args.host.partition("/")[0] in ("", "0")
 
     @property
     def policy_arm(self) -> str:
@@ -141,11 +145,11 @@ def trace(work: Work) -> Found:
         f"--profile-stop {TRACED[1]} --run-dir {shlex.quote(str(folder))}"
     )
     shutil.rmtree(folder, ignore_errors=True)  # of a start that was stopped: half a trace is none
-    began = time.perf_counter()
+    watching, began = Telemetry(every, folder), time.perf_counter()
     with open(work.out / "trace.txt", "w", encoding="utf-8") as log:
         result = train(
             config, folder, console=Console(file=log, width=160), profile=ProfileConfig("xprof", *TRACED),
-            observers=[Telemetry(every, folder)] if every else (),
+            observers=[watching] if every else (),
         )  # fmt: skip
     if result.stopped:
         raise Stopped(result.stopped)
@@ -154,7 +158,8 @@ def trace(work: Work) -> Found:
     return command, {
         "arm": arm.name, "recipe": config.recipe, "policy": config.policy, "steps": TRACE_STEPS,
         "seconds": time.perf_counter() - began, "stepping_s": float(curve.column("step_time_s").sum()),
-        "step_time_s": speed_of(curve).step_time_s, "breakdown": result.breakdown, "telemetry": rows[-1:],
+        "step_time_s": speed_of(curve).step_time_s, "watching_s": watching.seconds, "breakdown": result.breakdown,
+        "telemetry": rows[-1:],
     }  # fmt: skip
 
 
@@ -202,7 +207,7 @@ def plan(work: Work) -> Found:
     from halfbyte.cli.study import steps_of
     from halfbyte.parity.arms import standard_arms
     from halfbyte.parity.margin import parse_margin
-    from halfbyte.playbook import FEWEST_STEPS, could_tell, seconds_of, size_of
+    from halfbyte.playbook import FEWEST_STEPS, could_tell, size_of
     from halfbyte.playbook.budget import RESERVE, costs_of
 
     measurements, short = work.records.data("bench"), work.records.data("trace")
@@ -211,9 +216,9 @@ def plan(work: Work) -> Found:
     measured = {arm.name: arm.name for arm in work.arms()}
     like = {arm.name: measured.get(arm.name, work.arms()[0].name)
             for arm in standard_arms(work.args.baseline, work.candidates(), controls=work.args.controls)}  # fmt: skip
-    costs, before = costs_of({"bench": measurements, "trace": short}, like), work.records.seconds()
-    hosts = int(work.args.host.partition("/")[2] or 1)
-    left = hosts * ((1 - RESERVE) * seconds_of(work.args.budget) - before)
+    costs = costs_of({"bench": measurements, "trace": short}, like, radar=work.args.radar >= 0)
+    before, hosts = work.records.seconds(), int(work.args.host.partition("/")[2] or 1)
+    left = hosts * time_for_the_study(work, before)
     steps = steps_of(work.args, work.args.model, work.base)
     size = size_of(left, costs, steps=steps, seeds=work.args.seeds, fixed=bool(work.args.steps or work.args.tokens))
     tells = could_tell(size, parse_margin(work.args.margin), len(work.arms()) - 1)
@@ -224,6 +229,14 @@ def plan(work: Work) -> Found:
         "policy_arm": work.policy_arm, "tells": tells,
         "fewest_steps": min(steps, FEWEST_STEPS),
     }  # fmt: skip
+
+
+def time_for_the_study(work: Work, before: float) -> float:
+    """Seconds of the budget behind `before`, what the stages before the study took."""
+    from halfbyte.playbook import seconds_of
+    from halfbyte.playbook.budget import RESERVE
+
+    return (1 - RESERVE) * seconds_of(work.args.budget) - before
 
 
 def study_command(work: Work, seeds: int, steps: int, **changes: Any) -> tuple[str, Any]:
@@ -242,8 +255,10 @@ def parity(work: Work) -> Found:
         short = f"three seeds of {size['fewest_steps']} steps need about {size['needs_s'] / 60:.0f} minutes"
         raise Missing(f"the budget {work.args.budget} leaves no room for a study: {short}")
     fixed = work.args.steps or work.args.tokens or work.args.host  # as large as asked, or with others
-    within = "" if fixed else f"{size['left_s']:.0f}s"
-    return conducted(*study_command(work, size["seeds"], size["steps"], within=within))
+    whole = time_for_the_study(work, size["before_s"])
+    within = "" if fixed else f"{max(1.0, whole - work.records.spent('parity')):.0f}s"
+    command, data = conducted(*study_command(work, size["seeds"], size["steps"], within=within))
+    return command, {**data, "within_s": None if fixed else whole}
 
 
 def conducted(command: str, args: Any) -> Found:
@@ -251,9 +266,17 @@ def conducted(command: str, args: Any) -> Found:
     from halfbyte.cli import parity as runs
 
     found = runs.run(args)
-    if found.code == PREEMPTED or not (found.data["complete"] or args.within):
+    if "stopped" in found.data or not (found.data["complete"] or args.within):
         raise Stopped(str(found.data.get("stopped", "other hosts, which are not done")))
     return command, dict(found.data)
+
+
+def reopen_study(work: Work) -> None:
+    """A study that the clock has cut short goes on where the budget is a larger one than then."""
+    study, size = work.records.data("parity"), work.records.data("plan")
+    had = study and not study["complete"] and study.get("within_s")
+    if had and size and time_for_the_study(work, size["before_s"]) > had + 1:
+        work.records.reopen("parity")
 
 
 def sized(work: Work) -> dict[str, Any]:
@@ -341,13 +364,17 @@ MUST = ("doctor", "preflight", "parity")
 
 def run_stage(name: str, work: Work) -> None:
     """Run one stage and write its record."""
-    began = time.perf_counter()
+    began, before = time.perf_counter(), work.records.spent(name)
     try:
         command, data = RUN[name](work)
         found: dict[str, Any] = {"command": command, "data": data}
+    except (Stopped, KeyboardInterrupt):
+        if work.is_first:
+            work.records.spend(name, before + time.perf_counter() - began)
+        raise
     except ValueError as error:
         if name in MUST and not isinstance(error, Missing):
             raise
         say(f"{name}: missing, {error}")
         found = {"command": f"halfbyte {name}", "missing": str(error)}
-    work.records.put(name, {**found, "seconds": time.perf_counter() - began})
+    work.records.put(name, {**found, "seconds": before + time.perf_counter() - began})

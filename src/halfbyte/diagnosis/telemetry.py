@@ -5,6 +5,7 @@ The same numbers as `halfbyte inspect`, on a part of the step's own batch; of ex
 """
 
 import dataclasses
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,13 @@ class Telemetry:
     def __init__(self, every: int, directory: Path):
         self.every, self._file = every, directory / FILE
         self._replays: dict[Resolved, Replay] = {}
+        self.seconds = 0.0  # that it has taken
 
     def observe(self, moment: Moment) -> list[str]:
         """Write a line; say nothing."""
         if not quantized_gemms(moment.resolved):
             return []
+        began = time.perf_counter()
         replay = self._replays.get(moment.resolved)
         if replay is None:
             one = moment.mesh.size == 1
@@ -51,6 +54,7 @@ class Telemetry:
             for role, numbers in jax.device_get(own_numbers(dataclasses.replace(given.fullest(), site=""))).items()
         ]
         self._write({"step": moment.step, "operands": operands})
+        self.seconds += time.perf_counter() - began
         return []
 
     def _write(self, row: dict[str, Any]) -> None:

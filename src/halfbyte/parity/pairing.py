@@ -20,6 +20,7 @@ from halfbyte.recipe.own import FILE
 from halfbyte.train.config import GUARDED
 from halfbyte.train.identity import hash_of, load_identity
 from halfbyte.train.jsonconfig import flatten
+from halfbyte.train.resume import completed
 
 from .statistics import Interval, over_seeds
 
@@ -54,7 +55,7 @@ class Run:
 
 def unlike(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """(field, of a, of b) for everything beside precision and seed in which two configs compute something else."""
-    left, right = flatten(a), flatten(b)
+    left, right = (flatten(completed(config)) for config in (a, b))
     names = sorted({*left, *right} - {*ARM_FIELDS, *COSMETIC, "seed"})
     differ = [name for name in names if name.split(".")[0] in COMPUTED and left.get(name) != right.get(name)]
     return [(name, left.get(name), right.get(name)) for name in differ]

@@ -25,9 +25,10 @@ RADAR, CACHED = 2.0, 0.2
 def seconds_of(text: str, what: str = "budget") -> float:
     """`30m`, `2h`, `90s`."""
     found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([smhd])\s*", text)
-    if not found or not 0 < float(found[1]) < 1e6:
+    seconds = float(found[1]) * UNITS[found[2]] if found else 0.0
+    if not 0 < seconds < 1e9:
         raise ValueError(f"{what} must be a time such as 30m or 2h, got {text!r}")
-    return float(found[1]) * UNITS[found[2]]
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -72,18 +73,19 @@ def _seeds_in(left: float, costs: Mapping[str, float], steps: int) -> int:
     return int((left - costs["first_s"]) / (costs["again_s"] + steps * costs["step_s"]))
 
 
-def costs_of(records: Mapping[str, Any], arms: Mapping[str, str]) -> dict[str, float]:
+def costs_of(records: Mapping[str, Any], arms: Mapping[str, str], *, radar: bool = True) -> dict[str, float]:
     """What a pass over all arms costs, from `bench` (each arm's step and its compiling; `arms`: arm -> the measured arm
     that it costs as much as) and the short run (what every run has beside compiling and steps: it validates and saves
-    as often as one of the study)."""
+    as often as one of the study, which has no telemetry)."""
     rows = {row["arm"]: row for row in records["bench"]["rows"]}
     chosen = [rows.get(like) or next(iter(rows.values())) for like in arms.values()]
     short = records["trace"]
     own = rows[short["arm"]]
     slower = max(1.0, short["step_time_s"] / (1e-3 * own["milliseconds"]))  # than the bare step
-    besides = max(0.0, short["seconds"] - short["stepping_s"] - own["compile_s"])
+    besides = max(0.0, short["seconds"] - short["stepping_s"] - own["compile_s"] - short.get("watching_s", 0.0))
     compiling = sum(row["compile_s"] for row in chosen)
-    probing = sum(row["compile_s"] for arm, row in rows.items() if arm in arms and arm != records["bench"]["baseline"])
+    probed = [row for arm, row in rows.items() if radar and arm in arms and arm != records["bench"]["baseline"]]
+    probing = sum(row["compile_s"] for row in probed)
     return {
         "step_s": sum(1e-3 * row["milliseconds"] for row in chosen) * slower,
         "first_s": (1 - CACHED) * compiling + RADAR * probing, "again_s": len(arms) * besides + CACHED * compiling,

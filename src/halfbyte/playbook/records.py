@@ -4,6 +4,7 @@
     {"stage": "eval", "command": "halfbyte eval ...", "seconds": 0.0, "missing": "why"}
 
 `data` is what the command gives with `--json`. A start that was killed leaves the records of the stages before it.
+Beside them, of a stage that was stopped, the seconds that it took until then (NN-stage.spent).
 """
 
 import json
@@ -49,6 +50,21 @@ class Records:
         """Write a record, whole or not at all."""
         self.directory.mkdir(parents=True, exist_ok=True)
         replace_file(self._path(stage), json.dumps(finite({"stage": stage, **record}), indent=1, default=str) + "\n")
+
+    def spent(self, stage: str) -> float:
+        """Seconds of the starts that were stopped in a stage; one that was killed has told nothing."""
+        path = self._path(stage).with_suffix(".spent")
+        return float(path.read_text()) if path.is_file() else 0.0
+
+    def spend(self, stage: str, seconds: float) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        replace_file(self._path(stage).with_suffix(".spent"), f"{seconds:.3f}\n")
+
+    def reopen(self, stage: str) -> None:
+        """Drop the records of a stage and of all behind it; what it has taken is kept."""
+        self.spend(stage, (self.get(stage) or {}).get("seconds", 0.0))
+        for later in STAGES[STAGES.index(stage) :]:
+            self._path(later).unlink(missing_ok=True)
 
     def seconds(self) -> float:
         """What the stages took that are over."""
