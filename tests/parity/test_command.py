@@ -106,6 +106,8 @@ def test_a_whole_parity(config_file, tmp_path, monkeypatch, capfd):
         (["--baseline", "bf17"], "no recipe named"),
         (["--candidates", "bf16"], "two arms are called|are the same run"),
         (["--host", "2/2"], "INDEX/HOSTS"),
+        (["--within", "12"], "must be a time"),
+        (["--branch", "--within", "5m"], "whole study"),
     ],
 )
 def test_bad_input_exits_2(config_file, tmp_path, capfd, flags, message):
