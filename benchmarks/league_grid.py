@@ -78,6 +78,11 @@ ARMS = {
         *(Arm(own.name, CANDIDATE, linear(spell_recipe(own))) for own in OWN),
         Arm("remainder_late", CANDIDATE, linear("nvfp4_remainder", **LATE)),
         *(
+            Arm(f"{leader}_{kept}_only", CANDIDATE, linear(f"{leader}+bf16_{other}"))
+            for leader in ("quartet2", "ue5m3")
+            for kept, other in (("forward", "backward"), ("backward", "forward"))
+        ),
+        *(
             Arm(f"remainder_{part}", CANDIDATE, {"recipe": "nvfp4", "policy": f"all_linear; {rule}=nvfp4_remainder"})
             for part, rule in (("down", "mlp/down"), ("mlp", "mlp/*"), ("attention", "attention/*"))
         ),
