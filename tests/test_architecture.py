@@ -29,6 +29,12 @@ LAYER_OF = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 # Imports across a layer: commands start from the runs that people name, a format names a unit that devices know.
 ACROSS = {("cli", "runs"), ("formats", "devices")}
 LONGEST_FILE = 600
+MOST_PARAMETERS = 7
+# Entry points, whose parameters are what a person may say.
+WITH_MANY_PARAMETERS = [
+    "data.loader", "data.prepare", "data.synthetic", "formats.quantize", "interchange.export_model", "ops.mlp",
+    "ops.qdot", "train.train",
+]  # fmt: skip
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 # Folders that only exist on somebody's machine.
 MACHINE_PATH = re.compile(r"/(?:work|root|farm|home/[a-z]\w*|Users/\w+|tmp/bash_jobs)/|file:///")
@@ -127,6 +133,21 @@ def long_files(source: Path) -> list[str]:
     return [f"{file.relative_to(source)}: {size} lines" for file, size in sizes.items() if size > LONGEST_FILE]
 
 
+def long_signatures(source: Path) -> list[str]:
+    """Functions of more than MOST_PARAMETERS; `self` does not count, `*args` and `**kwargs` are one each."""
+    found = []
+    for module, file in modules(source).items():
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                given = node.args
+                names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+                own = names[:1] in (["self"], ["cls"])
+                count = len(names) - own + bool(given.vararg) + bool(given.kwarg)
+                if count > MOST_PARAMETERS:
+                    found.append(f"{room_of(module)}.{node.name}")
+    return sorted(found)
+
+
 def vague_names(source: Path) -> list[str]:
     return [name for name in modules(source) if VAGUE_NAMES & set(name.split("."))]
 
@@ -165,6 +186,10 @@ def test_no_import_cycles():
 
 def test_no_long_files():
     assert long_files(SOURCE) == []
+
+
+def test_only_entry_points_take_many_parameters():
+    assert long_signatures(SOURCE) == WITH_MANY_PARAMETERS
 
 
 def test_no_vague_module_names():
@@ -251,6 +276,13 @@ def test_checker_sees_a_long_file_and_a_vague_name(tmp_path):
     source = write_tree(tmp_path, {"ops/long.py": too_long, "ops/utils.py": "", "data/misc/x.py": ""})
     assert long_files(source) == ["ops/long.py: 601 lines"]
     assert vague_names(source) == ["halfbyte.data.misc", "halfbyte.data.misc.x", "halfbyte.ops.utils"]
+
+
+def test_checker_sees_a_long_signature(tmp_path):
+    seven, eight = (", ".join("abcdefgh"[:count]) for count in (7, 8))
+    text = f"def few({seven}): ...\ndef many({seven}, **options): ...\nclass A:\n    def of(self, {eight}): ...\n"
+    source = write_tree(tmp_path, {"ops/a.py": text + f"    def well(self, {seven}): ...\n"})
+    assert long_signatures(source) == ["ops.many", "ops.of"]
 
 
 def test_checker_sees_a_machine_path(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from fakes import fake_parity, fake_run, plan_of
 
 from halfbyte.parity import runner
-from halfbyte.parity.analysis import analyse, decided
+from halfbyte.parity.analysis import analyse
 from halfbyte.parity.cells import run_directory, status_of
 from halfbyte.parity.plan import settle
 from halfbyte.train.identity import load_identity, save_identity
@@ -156,10 +156,10 @@ def test_a_decided_study_ends_and_seeds_that_are_added_to_it_are_run(tmp_path, m
     looks = plan_of(candidates=("nvfp4",), seeds=5, looks=(3, 5))
     plan = fake_parity(tmp_path, looks, gaps=gaps, skip={(arm, seed) for arm in gaps for seed in (3, 4)})
     train, begun = trains(plan)
-    run(plan, tmp_path, monkeypatch, train, decided=lambda: decided(plan, tmp_path))
+    run(plan, tmp_path, monkeypatch, train)
     assert begun == []
     grown = settle(tmp_path, plan_of(candidates=("nvfp4",), seeds=6))
-    run(grown, tmp_path, monkeypatch, train, decided=lambda: decided(grown, tmp_path))
+    run(grown, tmp_path, monkeypatch, train)
     assert {seed for _, seed in begun} == {3, 4, 5}
 
 

@@ -132,7 +132,6 @@ def conduct(args: Study, plan: "Plan", directory: Path, *, within: float = math.
 
 def run_all(args: Study, plan: "Plan", directory: Path, *, within: float) -> str | None:
     """Run this host's jobs; what stopped it before their end."""
-    from halfbyte.parity.analysis import decided
     from halfbyte.parity.plan import settle, share
     from halfbyte.parity.runner import run_jobs
     from halfbyte.parity.screening import FOLDER, is_over, round_of, screened
@@ -140,8 +139,8 @@ def run_all(args: Study, plan: "Plan", directory: Path, *, within: float) -> str
     def run(part: "Plan", folder: Path) -> str | None:
         jobs = share(part.jobs(), args.host) if args.host else part.jobs()
         return run_jobs(
-            part, folder, jobs, say=say, observers=watchers(args, part), decided=lambda: decided(part, folder),
-            leave=lambda signal: finish(screened(plan, directory), directory, stopped=signal), within=within,
+            part, folder, jobs, say=say, observers=watchers(args, part), within=within,
+            leave=lambda signal: finish(screened(plan, directory), directory, stopped=signal),
         )  # fmt: skip
 
     try:

@@ -25,6 +25,14 @@ class Reading(TypedDict, total=False):
     column: str
 
 
+class Working(Reading, total=False):
+    """Also who reads them: processes here, as many as the input asks for, or an engine's; and who is shown how far."""
+
+    workers: int | None
+    engine: str
+    progress: bool
+
+
 @dataclasses.dataclass(frozen=True)
 class Asked:
     """A request of `prepare`, looked at."""

@@ -98,20 +98,18 @@ def prepare_part(
     part: tuple[int, int],
     tokenizer: str | Path,
     out: str | Path,
-    workers: int | None = None,
-    engine: str = "processes",
-    progress: bool = False,
-    **reading: Unpack[asking.Reading],
+    **how: Unpack[asking.Working],
 ) -> bool:
     """Part (I, N) of a preparation: every N-th file, tokenized into `out`.parts for `prepare` to pack. False: its files
     are summarized, and those of other parts are not, by which it is decided what is held out; call it again then.
     """
+    workers = how.get("workers")
     _check_numbers(workers=workers)
-    asked = asking.asked(files, tokenizer, out, reading)
+    asked = asking.asked(files, tokenizer, out, how)
     if asked.tokenizer is None:
         raise ValueError(f"--part with --tokenizer {tokenizer}: it is trained on all files; name a tokenizer.json")
-    with ChunkRunner(workers, asked.size // part[1], engine=engine) as run:
-        job = _Job(run, asked.parts, asked.settings, progress)
+    with ChunkRunner(workers, asked.size // part[1], engine=how.get("engine", "processes")) as run:
+        job = _Job(run, asked.parts, asked.settings, how.get("progress", False))
         return job.make_part(part, asked.inputs, asked.held_out, asked.tokenizer)
 
 

@@ -16,28 +16,3 @@ from halfbyte.devices.target import lowering_for, target_config, topology
 from halfbyte.devices.units import ASKED, UNITS, Unit
 from halfbyte.devices.verdicts import NOT_ASKED, doubt, settle
 from halfbyte.devices.xla import GATHERS_AHEAD, known_to_xla
-
-__all__ = [
-    "ASKED",
-    "DEVICES",
-    "GATHERS_AHEAD",
-    "NOT_ASKED",
-    "UNITS",
-    "Device",
-    "Energy",
-    "Unit",
-    "cudnn_version",
-    "device",
-    "doubt",
-    "energy",
-    "known_to_xla",
-    "lookup",
-    "lowering_for",
-    "native_inference",
-    "native_training",
-    "settle",
-    "settle_platform",
-    "target_config",
-    "target_cudnn",
-    "topology",
-]

@@ -6,26 +6,3 @@ from halfbyte.evaluation.sampling import Sampling
 from halfbyte.evaluation.scoring import Request, Score, Scorer
 from halfbyte.evaluation.task_files import Example, TaskFile, UnknownFormat, chosen, examples, open_task
 from halfbyte.evaluation.tasks import Metric, Result, first_windows, run_task, validation_result
-
-__all__ = [
-    "SCORING_RULES",
-    "WRITING_RULES",
-    "Example",
-    "Generated",
-    "Generator",
-    "LanguageModel",
-    "Metric",
-    "Request",
-    "Result",
-    "Sampling",
-    "Score",
-    "Scorer",
-    "TaskFile",
-    "UnknownFormat",
-    "chosen",
-    "examples",
-    "first_windows",
-    "open_task",
-    "run_task",
-    "validation_result",
-]

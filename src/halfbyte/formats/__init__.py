@@ -40,13 +40,3 @@ from .quantize import BY_CHANCE, ROUNDINGS, OnGrid, all_finite, amax_of, outer_a
 from .scales import ScaleRule, TensorScales, TwoLevel
 from .shared_bits import SharedBitsWarning, warn_if_shared, warn_shared
 from .tiling import tile_scales, untile_scales
-
-__all__ = [
-    "BF16", "BY_CHANCE", "E1M2", "E2M1", "E4M3", "E5M2", "FORMATS", "FP8", "FP8_E5M2", "MXFP4", "MXFP4_FLOOR", "MXFP8",
-    "MXFP8_E5M2", "MXFP8_FLOOR", "NVFP4", "NVFP4_46_MAE", "NVFP4_46_MSE", "NVFP4_46_SR", "NVFP4_1716", "NVFP4_EDEN",
-    "NVFP4_QUARTET", "NVFP4_ROW", "NVFP4_TETRA", "NVFP4_TETRA_SR", "NVFP4_UE5M3", "ROUNDINGS", "UE5M3", "BlockFormat",
-    "ByDivision", "DividedFirst", "Eden", "Element", "Generator", "OnGrid", "OuterFirst", "Packed", "QTensor",
-    "ScaleRule", "SharedBitsWarning", "TensorScales", "TwoLevel", "all_finite", "amax_of", "floor_scales", "hadamard16",
-    "key_words", "outer_amax", "pack", "quantize", "random_bytes", "store", "tile_scales", "to_grid", "transform_runs",
-    "unpack", "unrounded", "untile_scales", "warn_if_shared", "warn_shared",
-]  # fmt: skip

@@ -70,7 +70,8 @@ def _tiling(n: int) -> GemmTiling:
     return GemmTiling(n=WIDE if n >= 2 * WIDE else NARROW)
 
 
-def _rows_kernel(x, w, experts, turns, factor, y, *, tiling: GemmTiling, layout: str):
+def _rows_kernel(*refs, tiling: GemmTiling, layout: str):
+    x, w, experts, turns, factor, y = refs
     across = -(-y.shape[1] // tiling.block[1])
     down = y.shape[0] // ROWS
 

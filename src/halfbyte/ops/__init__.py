@@ -14,38 +14,3 @@ from halfbyte.ops.qdot import qdot, qdots
 from halfbyte.ops.rewrite import apply_recipe
 from halfbyte.ops.shards import Placement
 from halfbyte.ops.weight import QWeight
-
-__all__ = [
-    "ACTIVATIONS",
-    "BACKENDS",
-    "GEMMS",
-    "GPU_OPTIONS",
-    "Activation",
-    "Backend",
-    "Choice",
-    "Execution",
-    "Gemm",
-    "Middle",
-    "Placement",
-    "Problem",
-    "QWeight",
-    "Site",
-    "apply_recipe",
-    "check_backend",
-    "choose",
-    "compile_for",
-    "dot_general",
-    "grouped_qdot",
-    "jit",
-    "mlp",
-    "mlp_in_stacks",
-    "passed_over",
-    "qdot",
-    "qdots",
-    "quantize_stacks",
-    "quantize_weight",
-    "refuse_strays",
-    "serving",
-    "target",
-    "tracing",
-]

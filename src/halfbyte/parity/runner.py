@@ -27,6 +27,7 @@ from halfbyte.ranks import Group, Limits, Signals
 from halfbyte.ranks.ending import PREEMPTED
 from halfbyte.train import Diverged, TrainConfig, train
 
+from .analysis import decided
 from .arms import Arm
 from .cells import DIVERGED, OVER, check_cells, made_from, run_directory, status_of
 from .plan import Plan
@@ -154,9 +155,9 @@ class Progress:
 
 def run_jobs(
     plan: Plan, directory: Path, jobs: Sequence[tuple[Arm, int]], *, say: Say, observers: Observers | None = None,
-    decided: Callable[[], bool] = lambda: False, leave: Callable[[str], Any] | None = None, within: float = math.inf,
+    leave: Callable[[str], Any] | None = None, within: float = math.inf,
 ) -> str | None:  # fmt: skip
-    """Run what is not done yet, up to the first look at which it is `decided`; the name of the signal that stopped it,
+    """Run what is not done yet, up to the first look that decides; the name of the signal that stopped it,
     or None. `leave`: see Stop. No run begins that would not end `within` so many seconds if it were the quickest."""
     waiting = [(a, s) for a, s in jobs if status_of(run_directory(directory, a, s), plan.base.steps).state not in OVER]
     if len(waiting) < len(jobs):
@@ -167,7 +168,7 @@ def run_jobs(
     with Stop(say, leave) as stop:
         for number, (arm, seed) in enumerate(waiting, 1):
             looked = sum(look <= plan.seeds.index(seed) for look in plan.looks)
-            if looked > past and not beyond and decided():
+            if looked > past and not beyond and decided(plan, directory):
                 say(f"decided at the look after {plan.looks[looked - 1]} seeds; the others need not be run")
                 break
             past = looked

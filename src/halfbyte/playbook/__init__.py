@@ -7,8 +7,3 @@ from .budget import FEWEST_STEPS, Size, could_tell, seconds_of, size_of
 from .decision import CANNOT_TELL, DO_NOT, SWITCH, Decision, decide
 from .page import write_page
 from .records import STAGES, Records
-
-__all__ = [
-    "CANNOT_TELL", "DO_NOT", "FEWEST_STEPS", "STAGES", "SWITCH", "Decision", "Records", "Size", "could_tell", "decide",
-    "seconds_of", "size_of", "write_page",
-]  # fmt: skip

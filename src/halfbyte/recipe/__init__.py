@@ -12,44 +12,6 @@ from halfbyte.recipe.own import is_own, pin, spell_recipe
 from halfbyte.recipe.presets import aliases, as_recipe, neighbour, recipe, recipe_names
 from halfbyte.recipe.rules import policy, read_policy, spell_policy
 
-__all__ = [
-    "AGAIN",
-    "ATTENTION",
-    "GEMMS",
-    "GRADIENTS",
-    "LEAGUE",
-    "MLP",
-    "PARTS",
-    "ROLES",
-    "WEIGHTS",
-    "OperandPolicy",
-    "Policy",
-    "Recipe",
-    "RecipeMap",
-    "Resolved",
-    "Rule",
-    "Segment",
-    "aliases",
-    "as_recipe",
-    "blend",
-    "difference",
-    "is_own",
-    "layer_key",
-    "neighbour",
-    "pin",
-    "policy",
-    "policy_names",
-    "read_policy",
-    "recipe",
-    "recipe_names",
-    "role_key",
-    "signs_key",
-    "site_key",
-    "spell_policy",
-    "spell_recipe",
-    "step_key",
-]
-
 
 class _CallableRoom(ModuleType):
     """`halfbyte.recipe` is this room and also a public function: calling the room calls the function."""

@@ -7,7 +7,6 @@ published NVFP4 runs where there is one.
 import dataclasses
 import difflib
 from collections.abc import Callable
-from typing import Literal
 
 from halfbyte import models
 from halfbyte.optim import OptimizerConfig
@@ -63,10 +62,7 @@ def llama_350m() -> TrainConfig:
     return _small("llama-350m", learning_rate=1e-3, batch=128, seq=2048)
 
 
-def _large(
-    name: str, *, mesh: str, batch: int, seq: int, learning_rate: float, remat: str, policy: str = "mlp",
-    reduce_dtype: Literal["float32", "bfloat16"] = "float32",
-) -> TrainConfig:  # fmt: skip
+def _large(name: str, *, mesh: str, batch: int, seq: int, learning_rate: float, remat: str) -> TrainConfig:
     return TrainConfig(
         name=name,
         model=models.preset(name),
@@ -75,8 +71,6 @@ def _large(
         steps=10_000,
         batch=batch,
         seq=seq,
-        policy=policy,
-        precision=PrecisionConfig(reduce_dtype=reduce_dtype),
         remat=remat,  # type: ignore[arg-type]
         optimizer=OptimizerConfig(learning_rate=learning_rate, warmup=0.01),
         checkpoint=CheckpointConfig(every=500, keep_last=2, keep_every=5000),
@@ -113,10 +107,8 @@ def _rack(name: str, *, mesh: str, devices: int, learning_rate: float) -> TrainC
     """The fastest layout that was found for racks of GB300 (docs/distributed.md): weights over all of them and nothing
     else, gradients that travel in bfloat16, the MLP in the run's recipe and attention's linears in MXFP8.
     """
-    return _large(
-        name, mesh=mesh, batch=devices, seq=8192, learning_rate=learning_rate, remat="quantized",
-        policy="mlp_mxfp8", reduce_dtype="bfloat16",
-    )  # fmt: skip
+    made = _large(name, mesh=mesh, batch=devices, seq=8192, learning_rate=learning_rate, remat="quantized")
+    return dataclasses.replace(made, policy="mlp_mxfp8", precision=PrecisionConfig(reduce_dtype="bfloat16"))
 
 
 def llama3_1_70b() -> TrainConfig:
@@ -130,7 +122,8 @@ def llama3_1_405b() -> TrainConfig:
 
 
 def _experts(name: str, *, mesh: str, batch: int) -> TrainConfig:
-    return _large(name, mesh=mesh, batch=batch, seq=4096, learning_rate=3e-4, remat="full", policy="experts")
+    made = _large(name, mesh=mesh, batch=batch, seq=4096, learning_rate=3e-4, remat="full")
+    return dataclasses.replace(made, policy="experts")
 
 
 def qwen3_30b_a3b() -> TrainConfig:

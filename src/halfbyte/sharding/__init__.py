@@ -16,21 +16,3 @@ from halfbyte.sharding.rules import (
     on_parts,
     outer_axes,
 )
-
-__all__ = [
-    "AXES",
-    "DEFAULT_RULES",
-    "Rules",
-    "axis_size",
-    "check_model_dims",
-    "check_sharded",
-    "constrain",
-    "default_shape",
-    "format_mesh",
-    "make_mesh",
-    "named_sharding",
-    "on_parts",
-    "outer_axes",
-    "parse_mesh",
-    "whole_sizes",
-]

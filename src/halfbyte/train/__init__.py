@@ -42,41 +42,6 @@ _LATER = {
 }
 _HOME = {name: module for module, names in _LATER.items() for name in names}
 
-__all__ = [
-    "CheckpointConfig",
-    "Diverged",
-    "GuardConfig",
-    "LogConfig",
-    "LossScaleConfig",
-    "Manifest",
-    "MemoryEstimate",
-    "Moment",
-    "Observer",
-    "Phase",
-    "PrecisionConfig",
-    "RunResult",
-    "Source",
-    "TrainConfig",
-    "TrainState",
-    "ValidationConfig",
-    "abstract_batch",
-    "abstract_state",
-    "build_manifest",
-    "check",
-    "create_state",
-    "estimate_memory",
-    "jit_train_step",
-    "lower_train_step",
-    "make_eval_step",
-    "make_train_step",
-    "open_source",
-    "phases",
-    "resolve",
-    "run_mesh",
-    "table",
-    "train",
-]
-
 
 class _CallableRoom(ModuleType):
     """`halfbyte.train` is this room and also a public function: calling the room trains a run."""

@@ -2,5 +2,3 @@
 
 from halfbyte.ops.rewrite.api import Rewritten, apply_recipe
 from halfbyte.ops.rewrite.report import Report, Site
-
-__all__ = ["Report", "Rewritten", "Site", "apply_recipe"]
