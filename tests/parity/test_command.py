@@ -136,3 +136,20 @@ def test_a_branch_needs_a_run_in_another_recipe(config_file, tmp_path, capfd):
 def test_a_report_without_a_plan_is_refused(config_file, tmp_path, capfd):
     assert parity(config_file, tmp_path / "p", "--report") == 2
     assert "holds no plan.json" in " ".join(capfd.readouterr().err.split())
+
+
+def test_a_recipe_of_ones_own_is_judged_and_goes_on_while_its_file_is_the_same(
+    config_file, tmp_path, monkeypatch, capfd
+):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "train", interrupted)
+    file = tmp_path / "mine.py"
+    file.write_text("import halfbyte as hb\nhalf = hb.recipe('nvfp4_no_sr')\n")
+    typed = ["parity", str(config_file), "--candidates", f"nvfp4,{file}:half", "--out", str(tmp_path / "p")]
+    assert [main(typed), main(typed)] == [75, 75]
+    arms = json.loads((tmp_path / "p" / "plan.json").read_text())["arms"]
+    assert arms[2]["name"] == "mine-py-half" and arms[2]["changes"]["recipe"].startswith(f"{file}:half@")
+    file.write_text("import halfbyte as hb\nhalf = hb.recipe('mxfp4')\n")
+    assert main(typed) == 2 and "the file has changed since" in capfd.readouterr().err

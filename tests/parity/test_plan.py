@@ -13,6 +13,7 @@ from halfbyte.parity import plan
 from halfbyte.parity.arms import CANDIDATE, Arm, ablation, arm_of, read_arms, standard_arms
 from halfbyte.parity.pairing import unlike
 from halfbyte.parity.plan import Plan, load_plan, settle, share
+from halfbyte.recipe import recipe
 from halfbyte.train import jsonconfig
 
 
@@ -149,6 +150,8 @@ def test_the_ablation_has_every_ingredient_off_and_misused():
 def test_arms_as_typed_and_from_a_file(tmp_path):
     assert arm_of("nvfp4@all_linear", CANDIDATE).changes == {"recipe": "nvfp4", "policy": "all_linear"}
     assert arm_of("nvfp4@mlp/*; layers[-1]=bf16", CANDIDATE).name == "nvfp4@mlp-layers-1-bf16"
+    with pytest.raises(ValueError, match="RECIPE or RECIPE@POLICY, got '@mlp'"):
+        arm_of("@mlp", CANDIDATE)
     (tmp_path / "arms.json").write_text('{"a": {"recipe": "nvfp4", "policy": "all_linear"}}')
     assert read_arms(tmp_path / "arms.json")[0].name == "a"
     (tmp_path / "arms.json").write_text("[]")
@@ -165,3 +168,23 @@ def test_jobs_go_seed_by_seed_and_are_shared_by_hosts():
     for bad in ("3/3", "1", "-1/2", "a/b"):
         with pytest.raises(ValueError, match="INDEX/HOSTS"):
             share(jobs, bad)
+
+
+OWN = """
+import dataclasses, halfbyte as hb
+half = dataclasses.replace(hb.recipe("nvfp4"), wgrad_x=hb.OperandPolicy(), wgrad_dy=hb.OperandPolicy())
+"""
+
+
+def test_a_recipe_of_ones_own_is_an_arm(tmp_path):
+    """The file's, not the preset whose name it has kept."""
+    (tmp_path / "mine.py").write_text(OWN)
+    text = f"{tmp_path}/mine.py:half"
+    alone, with_policy, pinned = (
+        arm_of(typed, CANDIDATE) for typed in (text, f"{text}@all_linear", arm_of(text, CANDIDATE).changes["recipe"])
+    )
+    assert (alone.name, with_policy.name) == ("mine-py-half", "mine-py-half@all-linear")
+    assert alone.changes == pinned.changes and with_policy.changes == {**alone.changes, "policy": "all_linear"}
+    made = recipe(alone.configure(BASE, 0).recipe)
+    assert made.wgrad_x == recipe("bf16").wgrad_x and made.fprop_x == recipe("nvfp4").fprop_x
+    Plan(BASE, tuple(standard_arms("bf16", ["nvfp4", text])), (0,), plan_of().margin)

@@ -80,8 +80,8 @@ def hash_of_program(path: str) -> str:
 def _refusal(what: str) -> str:
     return (
         f"{what} is a program, and nothing that a config, a plan or a checkpoint names is executed; look at the file, "
-        "and if you trust it name it in the command: --recipe PATH/FILE.py:NAME (or --policy); it must be the file "
-        "with this hash"
+        "and if you trust it name it in the command: --recipe PATH/FILE.py:NAME (--policy, --candidates); it must be "
+        "the file with this hash"
     )
 
 

@@ -1,7 +1,8 @@
 """The arms of a comparison: a name, a kind, and what each changes in the base run, which is precision and nothing else.
 
-Candidates are typed as RECIPE or RECIPE@POLICY. Two controls come by themselves: a twin of the baseline (equal but for
-rounding: the noise floor), and a recipe that is broken on purpose and must be seen to fail.
+Candidates are typed as RECIPE or RECIPE@POLICY, a recipe of one's own as mine.py:half. Two controls come by
+themselves: a twin of the baseline (equal but for rounding: the noise floor), and a recipe that is broken on purpose and
+must be seen to fail.
 """
 
 import json
@@ -21,6 +22,8 @@ BASELINE, CANDIDATE, TWIN, CONTROL = "baseline", "candidate", "twin", "control"
 KINDS = (BASELINE, CANDIDATE, TWIN, CONTROL)
 BROKEN = "fp4_one_scale"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+@-]*")
+# Of a file's recipe the hash stands behind an @ too: mine.py:half@0123456789abcdef@all_linear.
+TYPED = re.compile(r"(?P<recipe>[^@]+?(?:\.py:\w+(?:@[0-9a-f]{16})?)?)(?:@(?P<policy>.*))?")
 
 
 @dataclass(frozen=True)
@@ -63,17 +66,21 @@ class Arm:
 
 
 def arm_of(text: str, kind: str) -> Arm:
-    """RECIPE or RECIPE@POLICY."""
-    name, at, policy = text.strip().partition("@")
-    changes: dict[str, Any] = {"recipe": recipe(name).name}
-    if at:
+    """RECIPE or RECIPE@POLICY; its name is what was typed, made fit for a folder's."""
+    text = text.strip()
+    typed = TYPED.fullmatch(text)
+    if typed is None:
+        raise ValueError(f"an arm is RECIPE or RECIPE@POLICY, got {text!r}")
+    found, policy = typed["recipe"], typed["policy"]
+    changes: dict[str, Any] = {"recipe": recipe(found).name}
+    if policy is not None:
         changes["policy"] = policy
-    label = text.strip() if NAME.fullmatch(text.strip()) else f"{changes['recipe']}@{_slug(policy)}"
-    return Arm(label, kind, changes)
+    parts = [found if NAME.fullmatch(found) else _slug(Path(found).name), *([_slug(policy)] if policy else [])]
+    return Arm(text if NAME.fullmatch(text) else "@".join(parts), kind, changes)
 
 
-def _slug(policy: str) -> str:
-    return re.sub(r"[^A-Za-z0-9]+", "-", policy).strip("-")
+def _slug(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-")
 
 
 def standard_arms(baseline: str, candidates: Sequence[str], *, controls: bool = True) -> list[Arm]:
