@@ -381,3 +381,22 @@ def test_arguments_that_are_no_arrays_stay_as_they_are():
 )
 def test_a_wrapper_is_a_folder_with_nothing_else_in_it(paths, names):
     assert leaf_names(paths) == names
+
+
+def test_a_weight_that_is_multiplied_whole_has_no_layers():
+    """Three dims of an einsum are heads, not layers, where no scan runs over the first."""
+    heads = lambda p, x: jnp.einsum("bd,dhk->bhk", x, p["q"]).sum()  # noqa: E731
+    (site,) = apply_recipe(heads, "nvfp4", key=KEY).report({"q": jnp.ones((16, 2, 16))}, X).replaced
+    assert site.layers is None and "layers" not in str(site)
+
+
+def test_a_rule_for_layers_that_the_model_has_not_says_which_it_has():
+    blocks = {f"block_{i}": {"up": jnp.ones((16, 16)), "down": jnp.ones((16, 16))} for i in range(2)}
+
+    def network(params, x):
+        for block in params.values():
+            x = x + jax.nn.relu(x @ block["up"]) @ block["down"]
+        return x.sum()
+
+    with pytest.raises(ValueError, match=r"matches nothing \(block_0/.*it is for layers \(2, .*, and these are 0\)"):
+        apply_recipe(network, policy("paper", "nvfp4"), key=KEY).report(blocks, X)

@@ -13,7 +13,7 @@ from halfbyte.ops.rewrite.interpret import Interpreter
 from halfbyte.ops.rewrite.kinds import for_this_model
 from halfbyte.ops.rewrite.leaves import Leaves
 from halfbyte.ops.rewrite.plan import Body, Planner
-from halfbyte.ops.rewrite.report import Report, show_once
+from halfbyte.ops.rewrite.report import Report, Site, show_once
 from halfbyte.ops.surroundings import loop_with_one_key
 from halfbyte.recipe import Policy, Recipe, Rule, as_recipe
 
@@ -139,6 +139,7 @@ def _refuse_idle_rules(policy: Policy, written: Sequence[Rule], used: set[Rule],
         fits = [site for site in report.sites if site.path and rule.matches(site.path.partition("#")[0])]
         if fits:
             why = "; ".join(f"{site.path}: {site.why_left or f'decided as {site.recipe}'}" for site in fits)
+            why += f"; it is for layers {rule.layers}, and these are {_layers_of(fits)}" if rule.layers else ""
         else:
             weights = dict.fromkeys(site.path for site in report.sites if site.path)
             why = f"the weights of dots are {', '.join(weights) or 'none'}"
@@ -146,3 +147,8 @@ def _refuse_idle_rules(policy: Policy, written: Sequence[Rule], used: set[Rule],
             f"apply_recipe: rule {rule.pattern!r} of policy {policy.name!r} matches nothing ({why}); change or "
             "remove it"
         )
+
+
+def _layers_of(sites: Sequence[Site]) -> str:
+    found = sorted({layer for site in sites for layer in site.layers or ()})
+    return ", ".join(map(str, found)) or "not known"

@@ -212,8 +212,7 @@ class Planner:
         lhs, rhs = (var.aval for var in eqn.invars[:2])
         origin = next((value for value in reversed(values) if isinstance(value, Origin)), None)
         name = None if origin is None else self._name(origin)
-        layers = None if origin is None or origin.stacked else origin.layers
-        self.sites.append(Site(name, lhs.shape, rhs.shape, None, why, layers, self.runs))
+        self.sites.append(Site(name, lhs.shape, rhs.shape, None, why, _layers_at(origin), self.runs))
 
     def _dot(self, eqn: Any, values: list[Value], frozen: str) -> Dot | None:
         lhs, rhs = (var.aval for var in eqn.invars)
@@ -243,9 +242,8 @@ class Planner:
             return None
         self.used.add(rule)
         name = self._name(origin)
-        self.sites.append(
-            Site(name, lhs.shape, rhs.shape, rule.recipe.name, "", origin.layers, self.runs, forward_only=untrained)
-        )
+        made, layers = rule.recipe.name, _layers_at(origin)
+        self.sites.append(Site(name, lhs.shape, rhs.shape, made, "", layers, self.runs, forward_only=untrained))
         return Dot(side, rule.recipe, name)
 
     def _choose(self, values: list[Value]) -> tuple[int, Origin | None, Rule | None]:
@@ -293,6 +291,11 @@ class Planner:
                     "write one rule for each, or say which leaves are stacks of layers: apply_recipe(..., "
                     "layers='blocks/*')"
                 )
+
+
+def _layers_at(origin: Origin | None) -> range | None:
+    """The layers that a dot runs for. A leaf that is multiplied whole is no stack of them, whatever its dims."""
+    return None if origin is None or origin.stacked else origin.layers
 
 
 def _is_ensemble(eqn: Any, side: int) -> bool:
