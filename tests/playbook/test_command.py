@@ -18,7 +18,8 @@ import defects
 import planted
 
 from halfbyte.bench import Measured
-from halfbyte.cli import bench, doctor, inspect, parity, stages
+from halfbyte.checkpoint import RunLock
+from halfbyte.cli import bench, doctor, inspect, parity, plan, stages
 from halfbyte.cli import playbook as playbook_command
 from halfbyte.cli.main import main
 from halfbyte.cli.result import Result
@@ -205,6 +206,59 @@ def test_all_starts_count_and_a_larger_budget_opens_a_cut_study(config_file, tmp
     stages.reopen_study(dataclasses.replace(work, args=dataclasses.replace(args, budget="20m")))
     assert work.records.get("parity") is work.records.get("eval") is None and work.records.get("plan")
     assert work.records.spent("parity") >= 40
+
+
+def test_a_larger_budget_plans_a_study_that_had_no_room(config_file, tmp_path):
+    args = playbook_command.Args(model=str(config_file), budget="1m")
+    work = stages.Work(args, planted.fakes.BASE, tmp_path, Records(tmp_path / "records"))
+    rows = [{"arm": name, "milliseconds": 100.0, "compile_s": 10.0} for name in planted.ARMS]
+    short = {"arm": "nvfp4", "seconds": 20.0, "stepping_s": 2.0, "step_time_s": 0.1}
+    for stage, data in (("bench", {"baseline": "fp8", "rows": rows}), ("trace", short)):
+        work.records.put(stage, {"seconds": 20.0, "data": data})
+    for stage in ("plan", "parity"):
+        stages.run_stage(stage, work)
+    assert work.records.data("plan")["seeds"] == 0 and "no room" in work.records.get("parity")["missing"]
+    stages.reopen_study(work)
+    assert work.records.get("parity")  # the same budget opens nothing
+    larger = dataclasses.replace(work, args=dataclasses.replace(args, budget="1h"))
+    stages.reopen_study(larger)
+    assert work.records.get("plan") is work.records.get("parity") is None and work.records.get("bench")
+    stages.run_stage("plan", larger)
+    assert work.records.data("plan")["seeds"] >= 3
+
+
+def test_two_starts_at_once_are_one_and_a_report_is_made_beside_it(config_file, tmp_path, monkeypatch, capfd):
+    monkeypatch.setitem(stages.RUN, "doctor", interrupted)
+    assert playbook(config_file, tmp_path / "p") == 75  # leaves nobody's lock
+    with RunLock(tmp_path / "p"):
+        assert playbook(config_file, tmp_path / "p") == 2
+        said = " ".join(capfd.readouterr().err.split())
+        assert "is held by another process" in said and "--out another directory" in said
+        assert playbook(config_file, tmp_path / "p", "--report") == 0
+        assert playbook(config_file, tmp_path / "p", "--host", "1/2") == 75  # of the same question
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ({}, "--config {config}"),
+        (
+            {"data": "my data", "batch": 4, "mesh": "fsdp=2"},
+            "--config {config} --data 'my data' --batch 4 --mesh fsdp=2",
+        ),
+    ],
+)
+def test_the_commands_that_it_names_have_its_data_and_batch(config_file, flags, words):
+    args = playbook_command.Args(model=str(config_file), **flags)
+    assert stages.run_words(args) == words.format(config=config_file)
+
+
+def test_the_cluster_is_planned_with_the_candidates_policy(config_file, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(plan, "run", lambda args: asked.append(args) or Result({}))
+    args = playbook_command.Args(model=str(config_file), candidates="nvfp4@all_linear", device="gb300", count=8)
+    command, _ = stages.cluster(stages.Work(args, planted.fakes.BASE, tmp_path, Records(tmp_path)))
+    assert asked[0].policy == "all_linear" and "--policy all_linear" in command
 
 
 @pytest.mark.parametrize("controls, arms", [(True, 5), (False, 3)])

@@ -81,9 +81,10 @@ def test_too_little_budget_cannot_tell_and_says_what_it_would_take(tmp_path, see
     found = planted.study(tmp_path / "study", seeds=seeds) if seeds else None
     decision, page = shown(planted.records(tmp_path, found=found), tmp_path)
     assert decision.word == CANNOT_TELL and decision.takes in decision.sentence
-    minutes, count = re.search(r"--budget (\d+)m --seeds (\d+)", decision.takes).groups()
     steps = 60 if seeds else 30
-    assert int(count) == 3 and int(minutes) * 60 * 0.92 >= 100 + 60 + 3 * (10 + steps)
+    where = "in a new directory: --budget (\\d+)m --seeds 3" if seeds else "the same command with --budget (\\d+)m"
+    minutes = re.fullmatch(f"about 3 seeds of {steps} steps:? {where}", decision.takes)[1]
+    assert int(minutes) * 60 * 0.92 >= 100 + 60 + 3 * (10 + steps)
     assert "It would take" in page
 
 
@@ -128,6 +129,20 @@ def test_what_is_as_good_and_no_faster_on_its_own_units_is_no_reason_to_switch(h
     assert decision.word == DO_NOT and "no faster" in decision.sentence
     emulated = planted.records(tmp_path / "e", found=healthy, rates=(100.0, 99.0, 98.0), execution="emulated")
     assert decide(emulated).word == SWITCH and "says nothing" in decide(emulated).speed
+
+
+def test_of_those_that_are_as_good_a_faster_one_is_switched_to(healthy, tmp_path):
+    """Not the one whose interval ends lowest, which is no faster."""
+    decision = decide(planted.records(tmp_path, found=healthy, rates=(100.0, 99.0, 130.0)))
+    assert decision.sentence.startswith("SWITCH to nvfp4_no_rht,") and "that pass" not in decision.sentence
+    assert decision.sentence.endswith("As good, and no faster here: nvfp4 0.99x.")
+
+
+def test_a_loss_beyond_the_margin_keeps_its_error_rate_beside_an_alarm(tmp_path):
+    found = planted.study(tmp_path / "study", gaps={**planted.HEALTHY, "nvfp4": 0.1})
+    next(arm for arm in found["arms"] if arm["name"] == "nvfp4_no_rht")["radar"][0]["alarms"] = ["wgrad: gain 0.88"]
+    decision = decide(planted.records(tmp_path, found=found))
+    assert decision.word == DO_NOT and "at most 5%" in decision.sentence and "no matter of chance" in decision.sentence
 
 
 def test_a_machine_that_fails_its_self_test_decides_nothing(healthy, tmp_path):

@@ -21,11 +21,11 @@ class RunDirectoryHeld(ValueError):
 
 
 class RunLock:
-    """Holds `directory/.lock`, which it makes, until closed. Raises RunDirectoryHeld, naming the holder, when another
-    process has it."""
+    """Holds `directory/.lock`, which it makes, until closed. Raises RunDirectoryHeld, naming the holder and the `flag`
+    of another directory, when another process has it."""
 
-    def __init__(self, directory: str | os.PathLike[str]):
-        self.path = Path(directory) / LOCK
+    def __init__(self, directory: str | os.PathLike[str], *, flag: str = "--run-dir"):
+        self.path, self._flag = Path(directory) / LOCK, flag
         self._file = self._take()
         self._file.seek(0)
         self._file.truncate()
@@ -52,7 +52,7 @@ class RunLock:
             file.close()
             raise RunDirectoryHeld(
                 f"run directory {self.path.parent} is held by another process ({holder}); "
-                "wait for it, stop it, or give --run-dir another directory"
+                f"wait for it, stop it, or give {self._flag} another directory"
             ) from None
 
     def _is_at_its_place(self, file: TextIO) -> bool:

@@ -12,9 +12,10 @@ made from the records. Stopped at any point, the same command goes on.
 Exit code 0: the page is there, whatever it says."""
 
 import dataclasses
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -57,21 +58,29 @@ class Args(Study):
 def run(args: Args) -> Result:
     from halfbyte.cli.bench import Args as BenchArgs
     from halfbyte.cli.bench import prepare
+    from halfbyte.cli.stages import Work
     from halfbyte.playbook import Records
 
     prepare(BenchArgs())
     base = dataclasses.replace(base_run(args, args.model), seed=args.first_seed)
     out = Path(args.out or f"playbook/{base.name}")
-    records = Records(out / "records")
-    if not args.report:
-        check(args)
+    work = Work(args, base, out, Records(out / "records"))
+    if args.report:
+        if not work.records.directory.is_dir():
+            raise ValueError(f"{out} holds no records; run a playbook there first")
+        return conduct(work)
+    check(args)
+    with alone(work):
         asked = {name: value for name, value in dataclasses.asdict(args).items() if name not in ELSEWHERE}
-        records.settle(asked)
-    elif not records.directory.is_dir():
-        raise ValueError(f"{out} holds no records; run a playbook there first")
-    from halfbyte.cli.stages import Work
+        work.records.settle(asked)
+        return conduct(work)
 
-    return conduct(Work(args, base, out, records))
+
+def alone(work: "Work") -> AbstractContextManager[Any]:
+    """One process at a time is a playbook's first host: each stage is run once."""
+    from halfbyte.checkpoint import RunLock
+
+    return RunLock(work.out, flag="--out") if work.is_first else nullcontext()
 
 
 def check(args: Args) -> None:

@@ -110,18 +110,23 @@ def preflight(work: Work) -> Found:
             "execution": sorted(ways) or ["plain"], "share_4bit": manifest.share_4bit,
             "memory_gib": found.memory.total / GIB, "remarks": list(found.remarks),
         }  # fmt: skip
-    return f"halfbyte train {run_words(work.args.model)}", {
+    return f"halfbyte train {run_words(work.args)}", {
         "device": device.name, "devices": len(jax.devices()), "parameters": models.count_params(work.base.model),
         "data": source.describe(), "seq": source.seq, "batch": work.base.batch, "arms": rows,
         "device_memory_gib": memory / GIB if memory else None,
     }  # fmt: skip
 
 
-def run_words(model: str) -> str:
-    """How `halfbyte train` is told which run."""
-    if model.endswith(".json"):
-        return f"--config {shlex.quote(model)}"
-    return f"--config {shlex.quote(model)}/config.json" if Path(model).is_dir() else model
+def run_words(args: Any) -> str:
+    """How `halfbyte train` is told which run, on which data, in which batches and on which mesh."""
+    model = args.model
+    words = [model]
+    if model.endswith(".json") or Path(model).is_dir():
+        words = ["--config", model if model.endswith(".json") else f"{model}/config.json"]
+    for name in ("data", "batch", "seq", "mesh"):
+        if given := getattr(args, name):
+            words += [f"--{name}", str(given)]
+    return shlex.join(words)
 
 
 def trace(work: Work) -> Found:
@@ -140,7 +145,7 @@ def trace(work: Work) -> Found:
     config = of_steps(work.config(arm), TRACE_STEPS)
     every = TRACED[1] if seconds_of(work.args.budget) >= WATCHED and not config.model.experts else 0
     command = (
-        f"halfbyte train {run_words(work.args.model)} --recipe {config.recipe} --policy {shlex.quote(config.policy)} "
+        f"halfbyte train {run_words(work.args)} --recipe {config.recipe} --policy {shlex.quote(config.policy)} "
         f"--steps {TRACE_STEPS} --telemetry {every} --profile xprof --profile-start {TRACED[0]} "
         f"--profile-stop {TRACED[1]} --run-dir {shlex.quote(str(folder))}"
     )
@@ -217,12 +222,12 @@ def plan(work: Work) -> Found:
     like = {arm.name: measured.get(arm.name, work.arms()[0].name)
             for arm in standard_arms(work.args.baseline, work.candidates(), controls=work.args.controls)}  # fmt: skip
     costs = costs_of({"bench": measurements, "trace": short}, like, radar=work.args.radar >= 0)
-    before, hosts = work.records.seconds(), int(work.args.host.partition("/")[2] or 1)
-    left = hosts * time_for_the_study(work, before)
+    before = work.records.seconds()
+    left = left_of(work, before)
     steps = steps_of(work.args, work.args.model, work.base)
     size = size_of(left, costs, steps=steps, seeds=work.args.seeds, fixed=bool(work.args.steps or work.args.tokens))
     tells = could_tell(size, parse_margin(work.args.margin), len(work.arms()) - 1)
-    say(f"the study: {len(like)} arms, about {size.seconds / hosts / 60:.0f} minutes; {tells}")
+    say(f"the study: {len(like)} arms, about {size.seconds / hosts_of(work) / 60:.0f} minutes; {tells}")
     return study_command(work, size.seeds, size.steps)[0], {
         "seeds": size.seeds, "steps": size.steps, "arms": list(like), "seconds": size.seconds, "needs_s": size.needs,
         "costs": costs, "before_s": before, "left_s": left, "reserve": RESERVE,
@@ -237,6 +242,15 @@ def time_for_the_study(work: Work, before: float) -> float:
     from halfbyte.playbook.budget import RESERVE
 
     return (1 - RESERVE) * seconds_of(work.args.budget) - before
+
+
+def hosts_of(work: Work) -> int:
+    return int(work.args.host.partition("/")[2] or 1)
+
+
+def left_of(work: Work, before: float) -> float:
+    """The same of all hosts together."""
+    return hosts_of(work) * time_for_the_study(work, before)
 
 
 def study_command(work: Work, seeds: int, steps: int, **changes: Any) -> tuple[str, Any]:
@@ -272,11 +286,16 @@ def conducted(command: str, args: Any) -> Found:
 
 
 def reopen_study(work: Work) -> None:
-    """A study that the clock has cut short goes on where the budget is a larger one than then."""
+    """Where the budget is a larger one than then, a study that the clock has cut short goes on, and one that had no
+    room is planned anew."""
     study, size = work.records.data("parity"), work.records.data("plan")
+    if size is None:
+        return
     had = study and not study["complete"] and study.get("within_s")
-    if had and size and time_for_the_study(work, size["before_s"]) > had + 1:
+    if had and time_for_the_study(work, size["before_s"]) > had + 1:
         work.records.reopen("parity")
+    if not size["seeds"] and left_of(work, size["before_s"]) > size["left_s"] + 1:
+        work.records.reopen("plan")
 
 
 def sized(work: Work) -> dict[str, Any]:
@@ -347,9 +366,10 @@ def cluster(work: Work) -> Found:
     if not work.args.device:
         raise Missing("no cluster was named: --device gb300 --count 128")
     study, first = work.out / "study" / "report.json", work.arms()
+    candidate = work.config(first[1])
     args = command.Args(
-        work.args.model, device=work.args.device, count=work.args.count, recipe=work.config(first[1]).recipe,
-        versus=work.config(first[0]).recipe, parity=study if study.is_file() else None,
+        work.args.model, device=work.args.device, count=work.args.count, recipe=candidate.recipe,
+        policy=candidate.policy, versus=work.config(first[0]).recipe, parity=study if study.is_file() else None,
     )  # fmt: skip
     return typed("plan", args), dict(command.run(args).data)
 

@@ -2,7 +2,7 @@
 
     SWITCH          a candidate's interval over seeds lies inside the margin, and the radar found nothing
     DO NOT SWITCH   every candidate's lies wholly beyond it, or the radar found one that is not what its recipe says;
-                    or a candidate is as good, and no faster on units of its own
+                    or those that are as good are no faster on units of their own
     CANNOT TELL     everything else: too few seeds, intervals across the margin, a machine whose self-test failed
 
 The error rate is the parity's: a candidate at the margin passes in 5% of studies at most, however many there are. The
@@ -65,11 +65,14 @@ def decide(records: Records) -> Decision:
     because = tuple(line for name, arm in found.items() for line in reasons(name, arm))
     good = [name for name, word in words.items() if word == "PASS"]
     if good:
-        best = min(good, key=lambda name: found[name]["verdict"]["interval"]["high"])
-        if ratio is not None and ratio.get(best, math.inf) <= 1:
-            what = f"{best} is as good as {base} and no faster here ({ratio[best]:.2f}x its tokens a second)"
+        slow = {} if ratio is None else {name: ratio[name] for name in good if ratio.get(name, math.inf) <= 1}
+        told = ", ".join(f"{name} {value:.2f}x" for name, value in slow.items())
+        if len(slow) == len(good):
+            what = f"as good as {base} and no faster here, in tokens a second: {told}"
             return Decision(DO_NOT, f"{DO_NOT}: {what}. {error_rate(study)}", because, speed)
-        return Decision(SWITCH, switch(study, found, good, best, base), because, speed, small=tokens_each(study) < REAL)
+        sentence = switch(study, found, [name for name in good if name not in slow], base)
+        sentence += f" As good, and no faster here: {told}." if slow else ""
+        return Decision(SWITCH, sentence, because, speed, small=tokens_each(study) < REAL)
     if all(word == "FAIL" for word in words.values()):
         what = "; ".join(f"{name}: {why(arm)}" for name, arm in found.items())
         return Decision(DO_NOT, f"{DO_NOT}, stay with {base}. {what}. {fail_rate(study, found)}", because, speed)
@@ -114,8 +117,9 @@ def error_rate(study: Data) -> str:
     )
 
 
-def switch(study: Data, found: Mapping[str, Data], good: Sequence[str], best: str, base: str) -> str:
-    """The sentence; what it is about comes first where that is no real run."""
+def switch(study: Data, found: Mapping[str, Data], good: Sequence[str], base: str) -> str:
+    """The sentence, about the best of those that may be taken; its size comes first where that is no real run."""
+    best = min(good, key=lambda name: found[name]["verdict"]["interval"]["high"])
     each, size = tokens_each(study), parameters(study)
     of = f"{size / 1e6:,.1f}M parameters (without embeddings) and {each:.2g} tokens a parameter"
     first = f", for runs of this size alone ({of}, far too few to speak for a real one)" if each < REAL else ""
@@ -136,9 +140,10 @@ def tokens_each(study: Data) -> float:
 
 
 def fail_rate(study: Data, found: Mapping[str, Data]) -> str:
-    if any(alarms(arm) for arm in found.values()):
-        return "The radar compares with what the recipe gives on the same operands: an alarm is no matter of chance."
-    return f"One that really is within the margin would get this answer in at most {100 * ALPHA:g}% of such studies."
+    alarmed = [bool(alarms(arm)) for arm in found.values()]
+    radar = "The radar compares with what the recipe gives on the same operands: an alarm is no matter of chance."
+    loss = f"One that really is within the margin would get this answer in at most {100 * ALPHA:g}% of such studies."
+    return " ".join([loss] * (not all(alarmed)) + [radar] * any(alarmed))
 
 
 # Speed
@@ -206,7 +211,10 @@ def needed(records: Records, open_arms: Sequence[Data] | None) -> str:
     count = max(counts)
     minutes = (plan["before_s"] + slower(records) * study_seconds(count, steps, **plan["costs"])) / 60
     minutes /= 1 - plan["reserve"]
-    return f"about {count} seeds of {steps} steps in a new directory: --budget {math.ceil(minutes)}m --seeds {count}"
+    budget = f"--budget {math.ceil(minutes)}m"
+    if study is None and not plan["seeds"]:  # nothing has been looked at yet
+        return f"about {count} seeds of {steps} steps: the same command with {budget}"
+    return f"about {count} seeds of {steps} steps in a new directory: {budget} --seeds {count}"
 
 
 def slower(records: Records) -> float:
