@@ -1,14 +1,19 @@
 """`halfbyte plan`, without compiling: clusters, meshes, memory, budgets, and what is said where something is wrong."""
 
+import dataclasses
 import gzip
 import json
 import sys
+from dataclasses import asdict
 
 import pytest
 
 import halfbyte.plan.reading  # noqa: F401 (the module is changed below)
 from halfbyte.cli.main import main
 from halfbyte.devices import device
+from halfbyte.parity.arms import Arm
+from halfbyte.parity.margin import Margin
+from halfbyte.parity.plan import Plan
 from halfbyte.plan import cluster, placed, tokens_of
 from halfbyte.plan.cluster import crossing
 from halfbyte.runs import run_config
@@ -58,15 +63,44 @@ def test_every_figure_of_every_recipe(capfd, tmp_path):
     assert max(ends) == pytest.approx(1e6 * four["step_time_s"], rel=1e-3)
 
 
-def test_a_faster_step_that_needs_more_tokens_may_be_no_gain(capfd, tmp_path):
-    report = tmp_path / "report.json"
-    for overhead, gain in ((1.0, True), (90.0, False)):
-        report.write_text(json.dumps({"arms": [{"name": "nvfp4_mlp", "token_overhead": {"mean": overhead}}]}))
-        _, data, _ = plan(
-            capfd, "llama3-8b", "--device", "gb300", "--count", "8", "--versus", "fp8", "--parity", str(report)
-        )
-        (row,) = data["break_even"]
-        assert (row["against"], row["gain"]) == ("fp8", gain)
+def report_of(folder, *, overhead, above=0):
+    """What `halfbyte parity --baseline fp8 --policy mlp` leaves, with this overhead of nvfp4; on all linears 3%."""
+    arms = [Arm("fp8", "baseline", {"recipe": "fp8"}), Arm("nvfp4", "candidate", {"recipe": "nvfp4"}),
+            Arm("nvfp4@all_linear", "candidate", {"recipe": "nvfp4", "policy": "all_linear"}),
+            Arm("fp8-twin", "twin", {"recipe": "fp8", "precision.twin": 1})]  # fmt: skip
+    base = dataclasses.replace(run_config("demo"), policy="mlp")
+    found = {"plan": Plan(base, tuple(arms), (0,), Margin(0.5, True)).to_json()}
+    means = dict(zip((arm.name for arm in arms), (None, overhead, 3.0, 70.0), strict=True))
+    found["arms"] = [
+        {**asdict(arm), "token_overhead": means[arm.name] and {"mean": means[arm.name], "above": above}} for arm in arms
+    ]
+    path = folder / "report.json"
+    path.write_text(json.dumps(found))
+    return str(path)
+
+
+@pytest.mark.parametrize("overhead, above, policy, gains", [
+    (1.0, 0, "mlp", {"fp8": True, "bf16": None}),  # the study had no bf16
+    (90.0, 0, "mlp", {"fp8": False, "bf16": None}),
+    (90.0, 0, "all_linear", {"fp8": None, "bf16": None}),  # fp8 was run on the MLPs alone
+    (1.0, 1, "mlp", {"fp8": None, "bf16": None}),  # one seed never got there
+])  # fmt: skip
+def test_a_faster_step_that_needs_more_tokens_may_be_no_gain(capfd, tmp_path, overhead, above, policy, gains):
+    flags = ["llama3-8b", "--device", "gb300", "--count", "8", "--recipe", "te_nvfp4", "--versus", "fp8,bf16"]
+    report = report_of(tmp_path, overhead=overhead, above=above)
+    code, data, err = plan(capfd, *flags, "--policy", policy, "--tokens", "1T", "--parity", report)
+    if above:
+        assert code == 2 and "holds no arm with a token overhead" in " ".join(err.split())
+        return
+    assert {row["against"]: row["gain"] for row in data["break_even"]} == gains
+    charged = {"mlp": overhead / 100, "all_linear": 0.03}[policy]  # its own policy's
+    assert data["budget"]["te_nvfp4"]["token_overhead"] == pytest.approx(charged)
+
+
+def test_what_is_no_parity_report_is_refused(capfd, tmp_path):
+    (tmp_path / "report.json").write_text('{"arms": [{"name": "nvfp4"}]}')
+    code, _, err = plan(capfd, "llama3-8b", "--parity", str(tmp_path / "report.json"))
+    assert code == 2 and "is no report.json of `halfbyte parity`" in " ".join(err.split())
 
 
 def test_four_bits_on_hopper_are_emulated(capfd):

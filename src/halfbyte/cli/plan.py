@@ -143,10 +143,10 @@ def _data(args: Args, on: Any, found: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _budget(found: Any, args: Args, tokens: float, known: Mapping[str, float]) -> dict[str, Any]:
+def _budget(found: Any, args: Args, tokens: float, known: Mapping[tuple[str, str], float]) -> dict[str, Any]:
     from halfbyte import plan
 
-    overhead = plan.overhead_of(found.config.recipe, found.config.policy, known) or 0.0
+    overhead = plan.overhead_of(found.config, known) or 0.0
     return plan.budget(found, tokens=tokens, price=args.price, overhead=overhead)
 
 
@@ -175,7 +175,7 @@ def _show(data: Mapping[str, Any], say: Callable[[str], None]) -> None:
         energy = f", at most {each['megawatt_hours_at_most']:,.0f} MWh" if each["megawatt_hours_at_most"] else ""
         say(f"{name}: {each['days']:.1f} days to {each['tokens']:.3g} tokens{cost}{energy}")
     for each in data.get("break_even", ()):
-        verdict = {True: "a gain", False: "no gain", None: "not known: no such arm"}[each["gain"]]
+        verdict = {True: "a gain", False: "no gain", None: "not known: the study has not both"}[each["gain"]]
         say(f"against {each['against']}: may need {each['may_need_more_tokens']:.1%} more tokens; {verdict}")
     say(data["band"])
 

@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.inputs import read_json
+from halfbyte.parity.arms import BASELINE
+from halfbyte.recipe import recipe
+from halfbyte.train import TrainConfig
 
 from .outcome import Outcome
 
@@ -39,38 +42,52 @@ def budget(found: Outcome, *, tokens: float, price: float, overhead: float = 0.0
     }
 
 
-def overheads(report: Path) -> dict[str, float]:
-    """Arm -> token overhead (a part) of a parity report. ValueError if the file has none."""
+def overheads(report: Path) -> dict[tuple[str, str], float]:
+    """(recipe, policy) -> token overhead (a part) over the baseline of a parity report, which itself has none. Left out
+    is an arm that changes more than these two, and one of which a seed ended above the baseline's whole curve: it needs
+    more than any figure says. ValueError if nothing is left."""
     found = read_json(report)
-    arms = found.get("arms", []) if isinstance(found, Mapping) else []
-    known = {arm["name"]: arm["token_overhead"]["mean"] / 100 for arm in arms if _has_overhead(arm)}
-    if not known:
+    try:
+        base = found["plan"]["base"]
+        arms = [arm for arm in found["arms"] if arm["changes"].keys() <= {"recipe", "policy"}]
+        places = [
+            (a["changes"].get("recipe", base["recipe"]), a["changes"].get("policy", base["policy"])) for a in arms
+        ]
+        known = {place: _overhead(arm) for place, arm in zip(places, arms, strict=True)}
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError(f"parity: {report} is no report.json of `halfbyte parity`") from None
+    if not any(known.values()):
         raise ValueError(
-            f"parity: {report} holds no arm with a token overhead; give the report.json of `halfbyte parity`"
+            f"parity: {report} holds no arm with a token overhead: that takes three validations in a run, and a loss "
+            "that the baseline had before its end"
         )
-    return known
+    return {place: value for place, value in known.items() if value is not None}
 
 
-def _has_overhead(arm: Any) -> bool:
-    found = arm.get("token_overhead") if isinstance(arm, Mapping) else None
-    return isinstance(found, Mapping) and isinstance(found.get("mean"), int | float)
+def _overhead(arm: Mapping[str, Any]) -> float | None:
+    if arm["kind"] == BASELINE:
+        return 0.0
+    found = arm["token_overhead"]
+    return None if found is None or found["mean"] is None or found["above"] else found["mean"] / 100
 
 
-def overhead_of(recipe: str, policy: str, known: Mapping[str, float]) -> float | None:
-    """That of the arm for this recipe and policy, by name; None if there is none."""
-    names = (f"{recipe}_{policy}", recipe)
-    return next((known[name] for name in names if name in known), None)
+def overhead_of(config: TrainConfig, known: Mapping[tuple[str, str], float]) -> float | None:
+    """That of the arm with this recipe and policy; None if there is none."""
+    return known.get((recipe(config.recipe).name, config.policy))
 
 
-def break_even(found: Outcome, others: Sequence[Outcome], known: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Against each other recipe: how many more tokens the faster step may need, and whether it stays under that."""
+def break_even(
+    found: Outcome, others: Sequence[Outcome], known: Mapping[tuple[str, str], float]
+) -> list[dict[str, Any]]:
+    """Against each other recipe: how many more tokens the faster step may need, and whether it stays under that, if
+    the study had both."""
     rows = []
     for other in others:
         if other is found:
             continue
         allowed = other.shared.seconds / found.shared.seconds - 1
-        mine, theirs = (overhead_of(each.config.recipe, each.config.policy, known) for each in (found, other))
-        needs = None if mine is None else (1 + mine) / (1 + (theirs or 0.0)) - 1
+        mine, theirs = (overhead_of(each.config, known) for each in (found, other))
+        needs = None if mine is None or theirs is None else (1 + mine) / (1 + theirs) - 1
         rows.append({
             "against": other.config.recipe, "may_need_more_tokens": allowed, "needs_more_tokens": needs,
             "gain": None if needs is None else needs < allowed,
