@@ -102,6 +102,14 @@ def test_a_finished_run_is_left_alone(finished):
         assert (a == b).all()
 
 
+def test_a_run_does_not_become_shorter_than_it_was(finished):
+    config, directory, _, _ = finished
+    before = {name: (directory / name).read_bytes() for name in ("config.json", "manifest.json", "metrics.jsonl")}
+    with pytest.raises(ValueError, match=r"checkpoint of step 6, beyond the last .*--steps 5"):
+        run(dataclasses.replace(config, steps=5), directory)
+    assert {name: (directory / name).read_bytes() for name in before} == before
+
+
 def test_without_validation_nothing_is_compiled_for_it(tmp_path, monkeypatch):
     monkeypatch.delattr(loop, "make_eval_step")
     result, text = run(tiny(recipe="bf16"), tmp_path / "run")

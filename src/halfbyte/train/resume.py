@@ -108,6 +108,11 @@ def begin(
     restored = store.restore_latest(abstract_state(config, mesh).items())
     assert restored is not None
     _check_belongs(restored, config, content=content, allow=allow, say=say)
+    if restored.step > config.steps:  # its config and manifest would tell of a shorter run than there was
+        raise ValueError(
+            f"the run has a checkpoint of step {restored.step}, beyond the last step that is asked for (--steps "
+            f"{config.steps}); give --steps {restored.step} or more, or begin anew with another --run-dir"
+        )
     store.set_aside(restored.refused)
     if restored.refused:
         say(f"GOING BACK to the checkpoint of step {restored.step}; later steps are computed again")
