@@ -51,6 +51,12 @@ def test_numbers(runs, tmp_path, capfd):
     assert (tmp_path / "out" / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_another_device_is_no_speed_up(runs, capfd):
+    (runs[1] / "manifest.json").write_text(json.dumps({"device": "h200"}))
+    other = compared(capfd, *runs)["runs"][1]
+    assert other["device"] == "h200" and other["speedup"] is other["speedup_90"] is None and other["gap"]
+
+
 def test_what_people_read(runs, tmp_path, capfd):
     assert main(["compare", *map(str, runs), "--png", "", "--last", "10"]) == 0
     out = capfd.readouterr().out

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from halfbyte.cli import main as cli
+from halfbyte.cli.base_config import run_of
 from halfbyte.cli.maxtext import KEYS, maxtext_arguments, together, translated
 from halfbyte.cli.train import parse
 from halfbyte.runs import run_config
@@ -28,6 +29,13 @@ def test_a_partial_config_in_any_language(tmp_path, name, text):
     wanted = dataclasses.replace(base, steps=7, optimizer=dataclasses.replace(base.optimizer, learning_rate=0.5))
     assert parse(["--config", str(tmp_path / name)]).run == wanted
     assert parse(["--config", str(tmp_path / name), "--steps", "9"]).run == dataclasses.replace(wanted, steps=9)
+
+
+def test_a_partial_config_is_a_run_for_every_command(tmp_path):
+    """`parity`, `league`, `playbook`, `bench` and `plan` take what `train --config` takes."""
+    (tmp_path / "small.json").write_text('{"run": "llama-60m", "batch": 4}')
+    found = run_of(str(tmp_path / "small.json"))
+    assert found == dataclasses.replace(run_config("llama-60m"), batch=4)
 
 
 def test_a_partial_config_over_a_named_run_with_another_model(tmp_path):

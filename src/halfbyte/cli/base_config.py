@@ -25,9 +25,9 @@ def config_over(name: str, path: Path) -> TrainConfig:
 
 
 def run_of(name: str) -> TrainConfig:
-    """The run that a name stands for: one of ours, a whole config (.json), a run directory or a Hugging Face folder."""
+    """The run that a name stands for: one of ours, a config (.json), a run directory or a Hugging Face folder."""
     if name.endswith(".json"):
-        return jsonconfig.from_dict(TrainConfig, config_values(Path(name)))
+        return config_over("", Path(name))
     if name in RUNS or not Path(name).is_dir():
         return run_config(name)
     from halfbyte.interchange.starting import initial_config

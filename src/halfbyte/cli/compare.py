@@ -102,11 +102,13 @@ def summary(run: "Run", pair: "Pair | None", args: Args) -> dict[str, Any]:
     _, validation = curve.validation()
     speed, norms = curves.speed_of(curve), curves.timed(curve).column("grad_norm")
     norms = norms[np.isfinite(norms)]
-    faster = speed_up(curve, baseline) if baseline is not None and same_work(curve, baseline) else None
+    device = manifest_of(folder).get("device")
+    same = pair is not None and pair.baseline is not None and device == manifest_of(pair.baseline.folder).get("device")
+    faster = speed_up(curve, baseline) if baseline is not None and same and same_work(curve, baseline) else None
     return {
         "name": curve.name,
         "run": str(folder),
-        "device": manifest_of(folder).get("device"),
+        "device": device,
         "recipe": run.config.get("recipe"),
         "seed": run.config.get("seed"),
         "steps": int(curve.steps[-1]),
