@@ -138,6 +138,22 @@ def test_of_those_that_are_as_good_a_faster_one_is_switched_to(healthy, tmp_path
     assert decision.sentence.endswith("As good, and no faster here: nvfp4 0.99x.")
 
 
+def test_a_loss_that_is_lower_by_more_than_the_margin_is_a_reason_to_switch(tmp_path):
+    """It is not equal, so parity calls it FAIL."""
+    found = planted.study(tmp_path / "study", gaps={**planted.HEALTHY, "nvfp4": -0.1, "nvfp4_no_rht": 0.12})
+    slower = planted.records(tmp_path, found=found, rates=(100.0, 90.0, 90.0))
+    decision = decide(slower)
+    assert (
+        decision.sentence.startswith("SWITCH to nvfp4,")
+        and "lower than fp8's by more than 0.5%: -3." in decision.sentence
+    )
+    assert "95% interval over 3 seeds" in decision.sentence
+    verdicts = {point.what: point.verdict for point in points(slower)}
+    assert verdicts["gap to the baseline, % [90% over seeds]"] == "nvfp4 BETTER, nvfp4_no_rht FAIL"
+    found["controls"]["sensitive"] = None  # nothing shows that this study sees a broken one
+    assert decide(planted.records(tmp_path / "blind", found=found)).word == CANNOT_TELL
+
+
 def test_a_loss_beyond_the_margin_keeps_its_error_rate_beside_an_alarm(tmp_path):
     found = planted.study(tmp_path / "study", gaps={**planted.HEALTHY, "nvfp4": 0.1})
     next(arm for arm in found["arms"] if arm["name"] == "nvfp4_no_rht")["radar"][0]["alarms"] = ["wgrad: gain 0.88"]

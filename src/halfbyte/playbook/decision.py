@@ -1,7 +1,8 @@
 """The one sentence: switch, do not switch, or cannot tell and what it would take.
 
-    SWITCH          a candidate's interval over seeds lies inside the margin, and the radar found nothing
-    DO NOT SWITCH   every candidate's lies wholly beyond it, or the radar found one that is not what its recipe says;
+    SWITCH          a candidate's interval over seeds lies inside the margin, or wholly below it (its loss is the lower
+                    one), and the radar found nothing
+    DO NOT SWITCH   every candidate's lies wholly above it, or the radar found one that is not what its recipe says;
                     or those that are as good are no faster on units of their own
     CANNOT TELL     everything else: too few seeds, intervals across the margin, a machine whose self-test failed
 
@@ -18,12 +19,13 @@ from halfbyte.parity.analysis import body_size
 from halfbyte.parity.arms import BASELINE, CANDIDATE
 from halfbyte.parity.margin import parse_margin
 from halfbyte.parity.plan import plan_from_json
-from halfbyte.parity.statistics import ALPHA, FEWEST_SEEDS, Interval, seeds_needed
+from halfbyte.parity.statistics import ALPHA, FEWEST_SEEDS, Interval, over_seeds, seeds_needed
 
 from .budget import study_seconds
 from .records import Records
 
 SWITCH, DO_NOT, CANNOT_TELL = "SWITCH", "DO NOT SWITCH", "CANNOT TELL"
+PASS, FAIL, BETTER = "PASS", "FAIL", "BETTER"
 REAL = 5.0  # tokens a parameter, below which gaps of real runs have hardly begun to show (docs/parity.md)
 STALLED = 0.1  # of a step's time, waiting for data: beyond it a step time is not the recipe's
 Data = Mapping[str, Any]
@@ -61,11 +63,11 @@ def decide(records: Records) -> Decision:
         return Decision(CANNOT_TELL, f"{CANNOT_TELL}: {missing}. It would take {takes}.", (), speed, takes)
     found = {arm["name"]: arm for arm in study["arms"] if arm["kind"] == CANDIDATE}
     base = next(arm["name"] for arm in study["arms"] if arm["kind"] == BASELINE)
-    words = {name: "FAIL" if alarms(arm) else arm["verdict"]["word"] for name, arm in found.items()}
+    words = {name: word_of(study, arm) for name, arm in found.items()}
     because = tuple(line for name, arm in found.items() for line in reasons(name, arm))
-    good = [name for name, word in words.items() if word == "PASS"]
+    good = [name for name, word in words.items() if word in (PASS, BETTER)]
     if good:
-        slow = {} if ratio is None else {name: ratio[name] for name in good if ratio.get(name, math.inf) <= 1}
+        slow = {name: ratio[name] for name in good if ratio and words[name] == PASS and ratio.get(name, math.inf) <= 1}
         told = ", ".join(f"{name} {value:.2f}x" for name, value in slow.items())
         if len(slow) == len(good):
             what = f"as good as {base} and no faster here, in tokens a second: {told}"
@@ -73,14 +75,34 @@ def decide(records: Records) -> Decision:
         sentence = switch(study, found, [name for name in good if name not in slow], base)
         sentence += f" As good, and no faster here: {told}." if slow else ""
         return Decision(SWITCH, sentence, because, speed, small=tokens_each(study) < REAL)
-    if all(word == "FAIL" for word in words.values()):
+    if all(word == FAIL for word in words.values()):
         what = "; ".join(f"{name}: {why(arm)}" for name, arm in found.items())
         return Decision(DO_NOT, f"{DO_NOT}, stay with {base}. {what}. {fail_rate(study, found)}", because, speed)
-    takes = needed(records, [found[name] for name, word in words.items() if word == "CANNOT TELL"])
+    takes = needed(records, [found[name] for name, word in words.items() if word == CANNOT_TELL])
     cut = "" if study["complete"] else cut_short(study) + ". "
     what = cut + "; ".join(f"{name}: {why(arm)}" for name, arm in found.items())
     return Decision(CANNOT_TELL, f"{CANNOT_TELL}, stay with {base} until then. {what}. It would take {takes}.", because,
                     speed, takes)  # fmt: skip
+
+
+def word_of(study: Data, arm: Data) -> str:
+    """The study's word on a candidate, FAIL if the radar has an alarm. A loss that is *lower* than the baseline's by
+    more than the margin fails a test of equality and is a reason to switch: BETTER, where it is told at a level that
+    all candidates share and beside a broken recipe that was seen, else CANNOT TELL."""
+    word: str = arm["verdict"]["word"]
+    if alarms(arm) or word != FAIL or len(arm["gaps"]) < len(study["plan"]["seeds"]):  # or diverged
+        return FAIL if alarms(arm) else word
+    margin = parse_margin(study["plan"]["margin"]).value
+    if arm["verdict"]["interval"]["high"] >= -margin:
+        return FAIL
+    high = shared_interval(study, arm).high
+    told = high is not None and high < -margin and study["controls"]["sensitive"] is True
+    return BETTER if told else CANNOT_TELL
+
+
+def shared_interval(study: Data, arm: Data) -> Interval:
+    """Of a candidate's gaps, at the level that the first of all candidates to pass needs."""
+    return over_seeds(list(arm["gaps"].values()), 1 - 2 * ALPHA / study["plan"]["candidates"])
 
 
 def cut_short(study: Data) -> str:
@@ -124,9 +146,17 @@ def switch(study: Data, found: Mapping[str, Data], good: Sequence[str], base: st
     of = f"{size / 1e6:,.1f}M parameters (without embeddings) and {each:.2g} tokens a parameter"
     first = f", for runs of this size alone ({of}, far too few to speak for a real one)" if each < REAL else ""
     where = f"its loss is within ±{study['plan']['margin']} of {base}'s: {found[best]['verdict']['reason']}"
+    if found[best]["verdict"]["word"] == FAIL:
+        where = f"its loss is lower than {base}'s by more than {study['plan']['margin']}: {lower(study, found[best])}"
     rest = "" if each < REAL else f" It holds for {of}."
     chosen = f" Of {len(good)} that pass it is the one whose interval ends lowest." if len(good) > 1 else ""
     return f"{SWITCH} to {best}{first}: {where}.{chosen} {error_rate(study)}{rest}"
+
+
+def lower(study: Data, arm: Data) -> str:
+    margin, shared = parse_margin(study["plan"]["margin"]), shared_interval(study, arm)
+    ends = f"{margin.show(shared.low or 0.0)} to {margin.show(shared.high or 0.0)}"
+    return f"{margin.show(shared.mean)}, {100 * shared.level:.4g}% interval over {shared.count} seeds {ends}"
 
 
 def parameters(study: Data) -> int:

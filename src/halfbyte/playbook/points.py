@@ -8,7 +8,7 @@ from typing import Any
 from halfbyte.parity.analysis import interval_text
 from halfbyte.parity.arms import BASELINE, CANDIDATE
 
-from .decision import STALLED, alarms, cut_short
+from .decision import BETTER, STALLED, alarms, cut_short, word_of
 from .records import STAGES, Records
 
 Data = Mapping[str, Any]
@@ -78,7 +78,7 @@ def _study(records: Records) -> Iterator[Point]:
     losses = {name: _mean(arm["final"].values(), "{:.4f}") for name, arm in shown.items()}
     yield Point("validation loss, nats a token", losses, "", "", "parity")
     margin = f"±{study['plan']['margin']}"
-    words = [arm["verdict"]["word"] for arm in candidates.values()]
+    words = [BETTER if word_of(study, arm) == BETTER else arm["verdict"]["word"] for arm in candidates.values()]
     gaps = {name: interval_text(arm["interval"], arm["unit"]) or "diverged" for name, arm in candidates.items()}
     apart = ", ".join(f"{name} {word}" for name, word in zip(candidates, words, strict=True))
     verdict = words[0] if len(set(words)) == 1 else apart
