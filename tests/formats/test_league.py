@@ -89,18 +89,23 @@ def plain_zero(codes):
     return np.where(codes == 8, 0, codes)
 
 
-@functools.cache
-def program(family, mode):
-    """Bits of x, random bytes, a maximum -> codes and scale bytes of one mode; compiled once for each shape."""
+def settings(family, mode):
+    """Format, rounding and blocks of one mode, which may be those of another family's."""
     fmt, how = MODES[family][mode]
+    return fmt, how.get("rounding", "rne"), how.get("block", "1d")
+
+
+@functools.cache
+def program(fmt, rounding, block):
+    """Bits of x, random bytes, a maximum -> codes and scale bytes; compiled once for each shape."""
 
     def run(bits, noise, amax):
         x = lax.bitcast_convert_type(bits, jnp.bfloat16 if bits.dtype == jnp.uint16 else jnp.float32)
-        rounding, block = how.get("rounding", "rne"), how.get("block", "1d")
         grid = to_grid(x, fmt, block=block, noise=noise, amax=amax, rounding=rounding)
         return grid.codes, grid.scales.codes
 
-    return jax.jit(run, compiler_options=None if (family, mode) in AS_USERS_DO else QUICK)
+    as_users_do = (fmt, rounding, block) in {settings(*each) for each in AS_USERS_DO}
+    return jax.jit(run, compiler_options=None if as_users_do else QUICK)
 
 
 def asked(fields, family, mode):
@@ -111,7 +116,7 @@ def asked(fields, family, mode):
     bits = np.ascontiguousarray(x.astype(dtype)).view(np.uint16 if dtype != np.float32 else np.uint32)
     noise = jnp.asarray(fields[how["noise"]]) if "noise" in how else None
     amax = jnp.asarray(fields[f"{mode}__{how['amax']}"]) if "amax" in how else None
-    return [np.asarray(a) for a in program(family, mode)(jnp.asarray(bits), noise, amax)]
+    return [np.asarray(a) for a in program(*settings(family, mode))(jnp.asarray(bits), noise, amax)]
 
 
 @pytest.mark.parametrize(("family", "case"), FILES)

@@ -5,6 +5,7 @@ same kernels over numbers that were multiplied and rounded before.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -79,18 +80,19 @@ def test_a_weight_is_the_definitions_bytes_in_both_orders() -> None:
 def test_a_weight_whose_outputs_are_gathered_is_put_in_order_first(axis) -> None:
     """Four devices as a mapped axis; their parts, ordered and gathered, are the whole weight's bytes."""
     w = jax.random.normal(jax.random.key(1), (64, 256), jnp.float32)
-    codes = XLA.weight(w, NVFP4.fprop_w, axis=-2, key=None)
-    parts = [jnp.stack(jnp.split(a, 4, axis=1)) for a in (codes.packed, codes.scales)]
+    codes = compiled(lambda: XLA.weight(w, NVFP4.fprop_w, axis=-2, key=None))
+    parts = [np.stack(np.split(np.asarray(a), 4, axis=1)) for a in (codes.packed, codes.scales)]
     shards = Shards(stored=((), ("devices",)))
 
     def gathered(packed, scales):
         part = dataclasses.replace(codes, packed=packed, scales=scales)
         made = PASSES.gather_weight(part, NVFP4.fprop_w, axis=axis, shards=shards)
-        return made.codes, made.scales, made.shape
+        assert made.shape == (64, 256)
+        return made.codes, made.scales
 
-    found = jax.vmap(gathered, axis_name="devices", out_axes=(0, 0, None))(*parts)
-    want = PASSES.load_weight(codes, NVFP4.fprop_w, axis=axis)
-    assert found[2] == want.shape == (64, 256)
+    found = compiled(jax.vmap(gathered, axis_name="devices"), *parts)
+    want = compiled(lambda: PASSES.load_weight(codes, NVFP4.fprop_w, axis=axis))
+    assert want.shape == (64, 256)
     for device in range(4):
         np.testing.assert_array_equal(found[0][device], want.codes)
         np.testing.assert_array_equal(found[1][device], want.scales)
@@ -129,19 +131,23 @@ def test_mxfp8_of_a_gated_activation_is_that_of_its_numbers() -> None:
 def test_an_mxfp8_weight_is_quantized_where_it_rests_and_gathered_in_order(role, dim) -> None:
     """Four devices as a mapped axis, whole weights as the definition quantizes them."""
     w = jax.random.normal(jax.random.key(1), (128, 256), jnp.float32)
-    parts = [quantize_part(part, MXFP8, None, passes=MX_PASSES) for part in jnp.split(w, 4, axis=dim)]
+    quantize = functools.partial(quantize_part, recipe=MXFP8, key=None, passes=MX_PASSES)
+    parts = compiled(lambda parts: jax.lax.map(quantize, parts), np.stack(np.split(np.asarray(w), 4, axis=dim)))
     shards = Shards(stored=tuple(("devices",) if i == dim else () for i in (0, 1)))
 
     def gathered(part):
         made = weight_operand(part, role, shards, MX_PASSES)
-        return made.codes, made.scales, made.factor, made.shape
+        shapes.append(made.shape)
+        return made.codes, made.scales, made.factor
 
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
-    found = jax.vmap(gathered, axis_name="devices", out_axes=(0, 0, 0, None))(stacked)
-    whole = weight_operand(quantize_part(w, MXFP8, None), role, passes=XLA)
-    want = native.block_scaled(whole, CONTRACTED[role])
-    assert found[3] == want.shape
-    for array, expected in zip(found, (want.codes, want.scales, want.factor), strict=False):
+    def whole():
+        made = weight_operand(quantize_part(w, MXFP8, None), role, passes=XLA)
+        return native.block_scaled(made, CONTRACTED[role])
+
+    shapes: list[tuple[int, ...]] = []
+    found, want = compiled(jax.vmap(gathered, axis_name="devices"), parts), compiled(whole)
+    assert {*shapes} == {want.shape}
+    for array, expected in zip(found, (want.codes, want.scales, want.factor), strict=True):
         np.testing.assert_array_equal(array, np.broadcast_to(expected, array.shape))
 
 
