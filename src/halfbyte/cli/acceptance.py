@@ -13,8 +13,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from halfbyte import conformance
+from halfbyte.devices import lookup, native_training
 from halfbyte.launch import visible_gpus
 from halfbyte.launch.supervise import ENTRY
+from halfbyte.recipe import recipe
 
 HELD, MISSED, NOT_HERE, BY_HAND = "held", "missed", "not possible here", "by hand"
 CPUS = 4  # devices that a machine without a GPU shows itself as
@@ -31,10 +37,6 @@ class Machine:
     @property
     def device(self) -> Any:
         """The table's entry of the first device; JAX starts here."""
-        import jax
-
-        from halfbyte.devices import lookup
-
         return lookup(jax.devices()[0])
 
     def without_gpus(self, count: int) -> str | None:
@@ -44,8 +46,6 @@ class Machine:
 
     def without_native(self) -> str | None:
         """Why no native 4-bit GEMM can run, or None."""
-        from halfbyte.devices import native_training
-
         return None if native_training(self.device, "nvfp4") else f"{self.device.name} has no NVFP4 units"
 
 
@@ -101,8 +101,6 @@ def this_machine() -> Machine:
     """The machine, found before JAX starts; one without a GPU shows itself to JAX as several devices."""
     gpus = tuple(visible_gpus())
     if not gpus:
-        import jax
-
         with contextlib.suppress(RuntimeError):  # if JAX has started, it keeps the devices that it has
             jax.config.update("jax_num_cpu_devices", CPUS)
     return Machine(gpus)
@@ -168,9 +166,6 @@ def known_by_name(machine: Machine) -> Outcome:
 
 def below_peak(machine: Machine) -> Outcome:
     """A large bf16 GEMM stays below the table's peak."""
-    import jax
-    import jax.numpy as jnp
-
     peak = machine.device.peak.get("bf16")
     if machine.without_gpus(1) or peak is None:
         return Outcome(NOT_HERE, machine.without_gpus(1) or f"the table knows no peak of {machine.device.name}")
@@ -187,9 +182,6 @@ def below_peak(machine: Machine) -> Outcome:
 
 def native_gemms(machine: Machine) -> Outcome:
     """Native NVFP4 and MXFP8 GEMMs against the carrier, all three directions."""
-    from halfbyte import conformance
-    from halfbyte.recipe import recipe
-
     reason = machine.without_native()
     if reason:
         return Outcome(NOT_HERE, reason)
@@ -207,9 +199,6 @@ def operand_bits(recipe_name: str) -> Check:
     """Operands of every backend that serves here against the definition, bit for bit."""
 
     def check(machine: Machine) -> Outcome:
-        from halfbyte import conformance
-        from halfbyte.recipe import recipe
-
         found = conformance.operands_agree(recipe(recipe_name))
         told = ", ".join(f"{name} {'equal' if same else 'DIFFER'}" for name, same in found.items())
         return Outcome(HELD if all(found.values()) else MISSED, f"{told} on {machine.device.name}", found)
@@ -219,11 +208,6 @@ def operand_bits(recipe_name: str) -> Check:
 
 def mesh_codes(machine: Machine) -> Outcome:
     """Operands of tensors that are cut over the devices that are here."""
-    import jax
-
-    from halfbyte import conformance
-    from halfbyte.recipe import recipe
-
     devices = jax.devices()
     if len(devices) < 2:
         return Outcome(NOT_HERE, "needs two devices, here one")

@@ -1,25 +1,26 @@
 """What a run says when it is done: losses beside n-gram models, a sample of text, what to try next, and its page."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+from rich.console import Console
 
 from halfbyte.cli.next_steps import as_text, next_steps, program
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from halfbyte.train import RunResult, TrainConfig
+from halfbyte.data import ngram_baselines
+from halfbyte.evaluation import WRITING_RULES, Generator, LanguageModel, Sampling
+from halfbyte.models import Context
+from halfbyte.parity.run_page import write_run_page
+from halfbyte.train import RunResult, TrainConfig, open_source
 
 Say = Callable[[str], None]
 FILES = "config.json, manifest.json, metrics.jsonl, tensorboard/, checkpoints/"
 
 
 def report(
-    config: "TrainConfig", result: "RunResult", console: "Console", *, sample: bool, started: Sequence[str]
+    config: TrainConfig, result: RunResult, console: Console, *, sample: bool, started: Sequence[str]
 ) -> dict[str, Any]:
     """Prints what was reached, writes report.html, and returns both as data."""
-    from halfbyte.parity.run_page import write_run_page
-    from halfbyte.train import open_source
 
     def say(text: str) -> None:
         console.print(text, soft_wrap=True)
@@ -42,18 +43,13 @@ def report(
     return data
 
 
-def sampled(config: "TrainConfig", result: "RunResult", dataset: Any) -> tuple[str, str] | None:
+def sampled(config: TrainConfig, result: RunResult, dataset: Any) -> tuple[str, str] | None:
     """Prompt and text where one process holds the model and the data has a tokenizer."""
-    import jax
-
     return None if dataset is None or jax.process_count() > 1 else sample_text(config, result.params, dataset)
 
 
-def sample_text(config: "TrainConfig", params: Any, dataset: Any) -> tuple[str, str]:
+def sample_text(config: TrainConfig, params: Any, dataset: Any) -> tuple[str, str]:
     """(prompt, a few words after it), in bf16, drawn with the seed of the run."""
-    from halfbyte.evaluation import WRITING_RULES, Generator, LanguageModel, Sampling
-    from halfbyte.models import Context
-
     mesh = params["embed"].sharding.mesh
     context = Context(mesh=mesh if mesh.size > 1 else None, rules=WRITING_RULES)
     model = LanguageModel(config.model, params, dataset.tokenizer(), context, config.seq or dataset.seq_len)
@@ -62,7 +58,7 @@ def sample_text(config: "TrainConfig", params: Any, dataset: Any) -> tuple[str, 
     return found.prompt, found.text
 
 
-def show_sample(written: tuple[str, str], console: "Console") -> None:
+def show_sample(written: tuple[str, str], console: Console) -> None:
     """The prompt apart from what the model wrote after it; its lines as one."""
     prompt, text = written
     console.print(f"sample, after {prompt!r}: ", style="bold", end="")
@@ -70,10 +66,8 @@ def show_sample(written: tuple[str, str], console: "Console") -> None:
     console.print("")
 
 
-def show_baselines(dataset: Any, result: "RunResult", say: Say) -> dict[str, float]:
+def show_baselines(dataset: Any, result: RunResult, say: Say) -> dict[str, float]:
     """The validation loss between those of two n-gram models of the same text, and by how much it is better."""
-    from halfbyte.data import ngram_baselines
-
     found = ngram_baselines(dataset)
     reached = result.validation["all"]
     against = ", ".join(difference(reached, found[name], f"the {name} model") for name in ("unigram", "bigram"))

@@ -108,17 +108,10 @@ def find_devices() -> list[dict[str, Any]]:
             "platform": platform_name,
             "count": len(members),
             "table": lookup(members[0]),
-            "memory_bytes": memory_of(members[0]),
+            "memory_bytes": (members[0].memory_stats() or {}).get("bytes_limit"),  # a CPU does not say
         }
         for (platform_name, kind), members in kinds.items()
     ]
-
-
-def memory_of(jax_device: Any) -> int | None:
-    """Bytes that JAX may use on the device, None where it does not say (the CPU)."""
-    stats = jax_device.memory_stats() or {}
-    limit = stats.get("bytes_limit")
-    return None if limit is None else int(limit)
 
 
 def format_rows(device: dict[str, Any]) -> list[dict[str, Any]]:

@@ -8,16 +8,36 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
+from rich.console import Console
+
+from halfbyte import models
+from halfbyte.cli import bench as bench_command
+from halfbyte.cli import compare as compare_command
+from halfbyte.cli import doctor as doctor_command
+from halfbyte.cli import eval as eval_command
+from halfbyte.cli import inspect as inspect_command
+from halfbyte.cli import parity as parity_command
+from halfbyte.cli import plan as plan_command
 from halfbyte.cli.flags import words_of
 from halfbyte.cli.screen import say
-from halfbyte.cli.study import Study
-
-if TYPE_CHECKING:
-    from halfbyte.parity.arms import Arm
-    from halfbyte.playbook import Records
-    from halfbyte.train import TrainConfig
+from halfbyte.cli.study import Study, steps_of
+from halfbyte.devices import lookup
+from halfbyte.diagnosis.telemetry import FILE, Telemetry
+from halfbyte.evaluation.curves import read_curve, speed_of
+from halfbyte.metrics import read_rows
+from halfbyte.parity.arms import Arm, standard_arms
+from halfbyte.parity.arms import ablation as ingredients
+from halfbyte.parity.cells import DONE, run_directory, status_of
+from halfbyte.parity.margin import parse_margin
+from halfbyte.parity.plan import of_steps
+from halfbyte.playbook import FEWEST_STEPS, Records, could_tell, seconds_of, size_of
+from halfbyte.playbook.budget import RESERVE, costs_of
+from halfbyte.profiling import ProfileConfig
+from halfbyte.train import TrainConfig, check, open_source, run_mesh, train
+from halfbyte.train.preflight import GIB, memory_of
 
 TRACE_STEPS, TRACED = 20, (14, 16)
 BEFORE = 0.25  # of the budget, that stages before bench may take
@@ -37,9 +57,9 @@ class Work:
     """What every stage is given: the flags of the command, the run that all arms share, where it is, the records."""
 
     args: Any
-    base: "TrainConfig"
+    base: TrainConfig
     out: Path
-    records: "Records"
+    records: Records
 
     @property
     def is_first(self) -> bool:
@@ -58,22 +78,19 @@ class Work:
         typed = [text.strip() for text in self.args.candidates.split(",") if text.strip()]
         return typed + [text for text in [self.policy_arm] if text and text not in typed]
 
-    def arms(self) -> list["Arm"]:
+    def arms(self) -> list[Arm]:
         """The baseline and the candidates."""
-        from halfbyte.parity.arms import standard_arms
 
         return standard_arms(self.args.baseline, self.candidates(), controls=False)
 
-    def config(self, arm: "Arm") -> "TrainConfig":
+    def config(self, arm: Arm) -> TrainConfig:
         return arm.configure(self.base, self.args.first_seed)
 
     def shared(self) -> dict[str, Any]:
         """The flags of a comparison that are this command's too."""
         return {field.name: getattr(self.args, field.name) for field in dataclasses.fields(Study)}
 
-    def folder(self, arm: "Arm") -> Path:
-        from halfbyte.parity.cells import run_directory
-
+    def folder(self, arm: Arm) -> Path:
         return run_directory(self.out / "study", arm, self.args.first_seed)
 
 
@@ -86,19 +103,11 @@ Found = tuple[str, dict[str, Any]]
 
 
 def doctor(work: Work) -> Found:
-    from halfbyte.cli import doctor as command
-
-    return "halfbyte doctor", dict(command.run(command.Args()).data)
+    return "halfbyte doctor", dict(doctor_command.run(doctor_command.Args()).data)
 
 
 def preflight(work: Work) -> Found:
     """What `halfbyte train` checks before it compiles, for every arm."""
-    import jax
-
-    from halfbyte import models
-    from halfbyte.devices import lookup
-    from halfbyte.train import check, open_source, run_mesh
-    from halfbyte.train.preflight import GIB, memory_of
 
     here, source, mesh = jax.local_devices()[0], open_source(work.base), run_mesh(work.base)
     device, memory, rows = lookup(here), memory_of(here), {}
@@ -131,15 +140,6 @@ def run_words(args: Any) -> str:
 
 def trace(work: Work) -> Found:
     """A short run of the first candidate: a trace of some steps, telemetry, and a checkpoint to inspect."""
-    from rich.console import Console
-
-    from halfbyte.diagnosis.telemetry import FILE, Telemetry
-    from halfbyte.evaluation.curves import read_curve, speed_of
-    from halfbyte.metrics import read_rows
-    from halfbyte.parity.plan import of_steps
-    from halfbyte.playbook import seconds_of
-    from halfbyte.profiling import ProfileConfig
-    from halfbyte.train import train
 
     arm, folder = work.arms()[1], work.out / "trace"
     config = of_steps(work.config(arm), TRACE_STEPS)
@@ -169,9 +169,6 @@ def trace(work: Work) -> Found:
 
 
 def inspect(work: Work) -> Found:
-    from halfbyte.cli import inspect as command
-    from halfbyte.playbook import seconds_of
-
     if work.records.data("trace") is None:
         raise Missing("it looks at the short run, which is not there")
     spent, whole = work.records.seconds(), seconds_of(work.args.budget)
@@ -181,24 +178,21 @@ def inspect(work: Work) -> Found:
         raise Missing(
             f"about {about:.0f} s of {work.args.budget} are better spent on the study; from --budget {least:.0f}m on"
         )
-    args = command.Args(str(work.out / "trace"), batches=1, snr=work.args.snr)
-    return typed("inspect", args), dict(command.run(args).data)
+    args = inspect_command.Args(str(work.out / "trace"), batches=1, snr=work.args.snr)
+    return typed("inspect", args), dict(inspect_command.run(args).data)
 
 
 def bench(work: Work) -> Found:
     """Every arm, those of one policy in one call."""
-    from halfbyte.cli import bench as command
-    from halfbyte.train import open_source
-
     base, arms = work.base, {arm.name: work.config(arm) for arm in work.arms()}
     rows, commands, data = [], [], {}
     for policy in dict.fromkeys(config.policy for config in arms.values()):
         named = {config.recipe: name for name, config in arms.items() if config.policy == policy}
-        args = command.Args(
+        args = bench_command.Args(
             work.args.model, recipes=",".join(named), policy=policy, batch=base.batch, seq=open_source(base).seq,
             remat=base.remat, unroll=base.unroll, mesh=base.mesh, steps=3, repeats=3,
         )  # fmt: skip
-        found = command.run(args)
+        found = bench_command.run(args)
         if "stopped" in found.data:
             raise Stopped(str(found.data["stopped"]))
         commands.append(typed("bench", args))
@@ -209,12 +203,6 @@ def bench(work: Work) -> Found:
 
 def plan(work: Work) -> Found:
     """The size of the study, said before it begins."""
-    from halfbyte.cli.study import steps_of
-    from halfbyte.parity.arms import standard_arms
-    from halfbyte.parity.margin import parse_margin
-    from halfbyte.playbook import FEWEST_STEPS, could_tell, size_of
-    from halfbyte.playbook.budget import RESERVE, costs_of
-
     measurements, short = work.records.data("bench"), work.records.data("trace")
     if measurements is None or short is None or any(row["milliseconds"] is None for row in measurements["rows"]):
         raise Missing("its size follows from the steps that were measured, and bench or the short run has none")
@@ -238,9 +226,6 @@ def plan(work: Work) -> Found:
 
 def time_for_the_study(work: Work, before: float) -> float:
     """Seconds of the budget behind `before`, what the stages before the study took."""
-    from halfbyte.playbook import seconds_of
-    from halfbyte.playbook.budget import RESERVE
-
     return (1 - RESERVE) * seconds_of(work.args.budget) - before
 
 
@@ -255,11 +240,9 @@ def left_of(work: Work, before: float) -> float:
 
 def study_command(work: Work, seeds: int, steps: int, **changes: Any) -> tuple[str, Any]:
     """`halfbyte parity` of this size."""
-    from halfbyte.cli.parity import Args
-
     asked = {"candidates": ",".join(work.candidates()), "seeds": seeds, "steps": steps, "tokens": 0}
     asked |= {"out": str(work.out / "study"), "radar_on": "candidates", "report": False}
-    args = Args(model=work.args.model, **(work.shared() | asked | changes))
+    args = parity_command.Args(model=work.args.model, **(work.shared() | asked | changes))
     return typed("parity", args, without=("host",)), args
 
 
@@ -277,9 +260,7 @@ def parity(work: Work) -> Found:
 
 def conducted(command: str, args: Any) -> Found:
     """A parity, run to its end, or to that of its time."""
-    from halfbyte.cli import parity as runs
-
-    found = runs.run(args)
+    found = parity_command.run(args)
     if "stopped" in found.data or not (found.data["complete"] or args.within):
         raise Stopped(str(found.data.get("stopped", "other hosts, which are not done")))
     return command, dict(found.data)
@@ -307,22 +288,18 @@ def sized(work: Work) -> dict[str, Any]:
 
 def eval(work: Work) -> Found:
     """Scores of the baseline and the candidates in the first seed."""
-    from halfbyte.cli import eval as command
-
     if not work.args.tasks:
         raise Missing("no task files were named: --tasks FILE ... (see docs/evaluate.md); losses by source are above")
     found, commands = {}, []
     for arm in finished(work):
-        args = command.Args(str(work.folder(arm)), tuple(work.args.tasks), limit=work.args.limit)
-        found[arm.name] = command.run(args).data
+        args = eval_command.Args(str(work.folder(arm)), tuple(work.args.tasks), limit=work.args.limit)
+        found[arm.name] = eval_command.run(args).data
         commands.append(typed("eval", args))
     return "; ".join(commands), {"arms": found}
 
 
-def finished(work: Work) -> list["Arm"]:
+def finished(work: Work) -> list[Arm]:
     """The arms whose run of the first seed is over and has losses; Missing if there are none."""
-    from halfbyte.parity.cells import DONE, status_of
-
     size = sized(work)
     done = [arm for arm in work.arms() if status_of(work.folder(arm), size["steps"]).state == DONE]
     if not size["seeds"] or len(done) < 2:
@@ -331,20 +308,15 @@ def finished(work: Work) -> list["Arm"]:
 
 
 def compare(work: Work) -> Found:
-    from halfbyte.cli import compare as command
-
     arms = finished(work)
-    args = command.Args(tuple(str(work.folder(arm)) for arm in arms), png="")
-    found = dict(command.run(args).data)
+    args = compare_command.Args(tuple(str(work.folder(arm)) for arm in arms), png="")
+    found = dict(compare_command.run(args).data)
     named = [{"arm": arm.name, **row} for arm, row in zip(arms, found["runs"], strict=True)]
     return typed("compare", args), {**found, "runs": named}
 
 
 def ablation(work: Work) -> Found:
     """Each ingredient left out, as many seeds and steps as the study, if the budget has room for it."""
-    from halfbyte.parity.arms import ablation as ingredients
-    from halfbyte.playbook import seconds_of
-
     size = sized(work)
     if not size["seeds"]:
         raise Missing("there was no room for the study itself")
@@ -361,17 +333,15 @@ def ablation(work: Work) -> Found:
 
 
 def cluster(work: Work) -> Found:
-    from halfbyte.cli import plan as command
-
     if not work.args.device:
         raise Missing("no cluster was named: --device gb300 --count 128")
     study, first = work.out / "study" / "report.json", work.arms()
     candidate = work.config(first[1])
-    args = command.Args(
+    args = plan_command.Args(
         work.args.model, device=work.args.device, count=work.args.count, recipe=candidate.recipe,
         policy=candidate.policy, versus=work.config(first[0]).recipe, parity=study if study.is_file() else None,
     )  # fmt: skip
-    return typed("plan", args), dict(command.run(args).data)
+    return typed("plan", args), dict(plan_command.run(args).data)
 
 
 RUN: dict[str, Callable[[Work], Found]] = {
