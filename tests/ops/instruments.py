@@ -1,4 +1,5 @@
-"""Instruments: what the GEMMs of a running program are given, and how often a program quantizes."""
+"""Instruments: what the GEMMs of a running program are given, how often a program quantizes, and what the kernels of
+SwiGLU compute before they quantize it."""
 
 import contextlib
 import dataclasses
@@ -9,6 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from halfbyte.kernels import gated
+from halfbyte.kernels.launch import Lanes, launch
+from halfbyte.kernels.place import place, programs
+from halfbyte.kernels.rows import load_rows, store_rows
 from halfbyte.ops.backends import BACKENDS
 from halfbyte.ops.gemms import alpha, finish
 
@@ -82,3 +87,19 @@ def quantizations(fn, *args) -> int:
     """
     closed = jax.make_jaxpr(fn)(*args)
     return sum(n for eqn, n in equations(closed.jaxpr) if eqn.params.get("name") == "_two_level" and eqn.invars)
+
+
+def activation(g: jax.Array, u: jax.Array, dh: jax.Array) -> tuple[jax.Array, ...]:
+    """dg, du and h, bf16, as the fused passes compute them: a kernel of their own body that stores what it makes."""
+    tokens, width = g.shape
+    grid = programs(tokens, width, 4)
+
+    def body(m):
+        at = place(m, tokens, width, grid)
+        given = [row for i in range(3) for row in load_rows(m, i, at, 2)]
+        for number, rows in enumerate(gated.backward_made(m, given), 3):
+            store_rows(m, number, at, rows, 2)
+
+    outputs = [jax.ShapeDtypeStruct(g.shape, jnp.bfloat16)] * 3
+    count = grid[0] * grid[1]
+    return tuple(launch(body, [g, u, dh], outputs, programs=count, lanes=Lanes(4), name="swiglu_activation"))

@@ -21,7 +21,7 @@ maxima and `tensor_scales` are those of the carriers. Any width is taken; the la
 """
 
 from halfbyte.kernels import f8, mxfp8
-from halfbyte.kernels.gated import activation, backward_maxima, forward_maxima, quantize_backward, quantize_forward
+from halfbyte.kernels.gated import backward_maxima, forward_maxima, quantize_backward, quantize_forward
 from halfbyte.kernels.interpret import interpreted
 from halfbyte.kernels.layout import Tiling, unsupported
 from halfbyte.kernels.matmul import GemmTiling, matmul

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from halfbyte.formats.noise import ROUNDS
 from halfbyte.kernels import arithmetic as q
@@ -183,28 +184,6 @@ def outputs_of(side: Any, tokens: int, width: int) -> list[jax.ShapeDtypeStruct]
     return [jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in shapes]
 
 
-def make_rows(
-    arrays: Sequence[jax.Array],
-    make: Callable[[Machine, TokenRows], Sequence[TokenRows]],
-    count: int,
-    *,
-    name: str,
-) -> tuple[jax.Array, ...]:
-    """The `count` bf16 tensors themselves that `make` computes."""
-    tokens, width = arrays[0].shape
-    grid = programs(tokens, width, 4)
-
-    def body(m: MemoryMachine) -> None:
-        at = place(m, tokens, width, grid)
-        given = [row for i in range(len(arrays)) for row in load_rows(m, i, at, 2)]
-        for number, rows in enumerate(make(m, given), len(arrays)):
-            store_rows(m, number, at, rows, 2)
-
-    outputs = [jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)] * count
-    run = functools.partial(launch, body, arrays, outputs, programs=grid[0] * grid[1])
-    return tuple(run(lanes=FOUR, name=name))
-
-
 def find_maxima(
     arrays: Sequence[jax.Array],
     tops: Callable[[Machine, TokenRows], Words],
@@ -255,7 +234,9 @@ def unpack(codes: jax.Array, scales: jax.Array) -> jax.Array:
     return run(lanes=FOUR, name="unpack")[0]
 
 
-def weight_rows(w: jax.Array, scale: jax.Array, outputs: Sequence[tuple[int, Any]], *, name: str) -> list[jax.Array]:
+def weight_rows(
+    w: jax.Array, scale: jax.Array, outputs: Sequence[tuple[int, DTypeLike]], *, name: str
+) -> list[jax.Array]:
     """Carriers of float32 w [k, n], or its codes [k / 2, n] and scales [k / 16, n]: (rows of 16, dtype) each."""
     k, n = w.shape
     grid = programs(k, n, 4)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from halfbyte.kernels import codes, layout
 from halfbyte.kernels.launch import Lanes
-from halfbyte.kernels.layout import BLOCK, Results, Tiling
+from halfbyte.kernels.layout import BLOCK, Tiling
 from halfbyte.kernels.machine import Machine, TokenRows, Word, Words
 from halfbyte.kernels.nvfp4 import Columnwise, Made, Rowwise, find_maxima, quantize_made
 from halfbyte.kernels.stacks import Layer, array_of
@@ -89,24 +89,6 @@ def _tile_maker(made: Made, tiling: Tiling) -> Callable[..., Any]:
         return [flat[i * BLOCK : (i + 1) * BLOCK] for i in range(made.count)]
 
     return make
-
-
-def activation(g: jax.Array, u: jax.Array, dh: jax.Array | None = None) -> tuple[jax.Array, ...]:
-    """(h,), or (dg, du, h) if dh is given: bf16, exactly as the fused passes see them. For checks."""
-    layout.check(g)
-    arrays, made = ([g, u], FORWARD) if dh is None else ([g, u, dh], BACKWARD)
-    if not layout.divides(g.shape[1]):
-        return codes.make_rows(arrays, made.rows, made.count, name="swiglu_activation")
-    make = _tile_maker(made, FORWARD_TILING)
-
-    def kernel(_, refs, __, out_refs, ___):
-        tensors = make([ref[r] for ref in refs for r in range(BLOCK)])
-        for out, tiles in zip(out_refs, tensors, strict=True):
-            for r, tile in enumerate(tiles):
-                out[r] = tile
-
-    makes = Results([(BLOCK, jnp.bfloat16)] * made.count)
-    return tuple(layout.call(kernel, arrays, [], makes=makes, tiling=FORWARD_TILING, name="swiglu_activation"))
 
 
 def forward_maxima(

@@ -10,7 +10,7 @@ A tile of rows without an expert and an expert without rows are zero, without a 
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -39,8 +39,9 @@ def unsupported(*sizes: int, capability: tuple[int, int] | None) -> str | None:
 
 
 def rows(
-    x: jax.Array, w: jax.Array, alpha: jax.Array, experts: jax.Array, *, layout: str = "nn", tiling: Any = None
-) -> jax.Array:
+    x: jax.Array, w: jax.Array, alpha: jax.Array, experts: jax.Array, *, layout: str = "nn",
+    tiling: GemmTiling | None = None,
+) -> jax.Array:  # fmt: skip
     """bfloat16 [rows, n]: x [rows, k] times w[e] [k, n] (or [n, k] under "nt") of each tile's expert, times alpha[e];
     `experts` int32 [rows / ROWS], the number of experts where a tile has none."""
     n = w.shape[1 if layout == "nt" else 2]
@@ -55,7 +56,9 @@ def rows(
     return _launch(body, jax.ShapeDtypeStruct((x.shape[0], n), jnp.bfloat16), x, w, own, turns, factor)
 
 
-def contraction(x: jax.Array, dy: jax.Array, alpha: jax.Array, counts: jax.Array, *, tiling: Any = None) -> jax.Array:
+def contraction(
+    x: jax.Array, dy: jax.Array, alpha: jax.Array, counts: jax.Array, *, tiling: GemmTiling | None = None
+) -> jax.Array:
     """float32 [experts, m, n]: x[own]^T dy[own] of each expert's own rows, times alpha[e]; `counts` int32 [experts]."""
     tiling = with_float32_output(tiling or _tiling(dy.shape[1]))
     turns = -(-counts // ROWS) * (ROWS // tiling.k)
@@ -111,7 +114,7 @@ def _contraction_through_xla(x, dy, tiles, factor) -> jax.Array:
     return jnp.zeros((tiles.shape[0], *sums.shape[1:])).at[experts].add(sums, mode="drop") * factor[:, None, None]
 
 
-def _launch(body: Any, shape: jax.ShapeDtypeStruct, *arrays: jax.Array) -> jax.Array:
+def _launch(body: Callable[..., None], shape: jax.ShapeDtypeStruct, *arrays: jax.Array) -> jax.Array:
     run = plgpu.kernel(
         body,
         out_type=shape,

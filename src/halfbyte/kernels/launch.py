@@ -83,7 +83,7 @@ def launch(
     return [m.reshape(o.shape) for m, o in zip(made, outputs, strict=True)]
 
 
-def _assemble(text: str, _: Any, *refs: Any) -> None:
+def _assemble(text: str, _: object, *refs: Any) -> None:
     """The assembly block over the addresses of `refs`, written into the kernel that is being built."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith, llvm, memref

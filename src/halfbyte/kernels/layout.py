@@ -7,6 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from halfbyte.kernels.interpret import is_interpreted
 from halfbyte.kernels.stacks import Layer
@@ -76,7 +77,7 @@ class Results:
     int32 arrays, one number a program; and stacks, of which it writes `into` layers in place.
     """
 
-    outputs: Sequence[tuple[int, Any]] = ()
+    outputs: Sequence[tuple[int, DTypeLike]] = ()
     maxima: int = 0
     into: Sequence[Layer] = ()
 
@@ -158,10 +159,10 @@ class LayerRef:
     ref: Any
     index: Any
 
-    def __getitem__(self, at: Any) -> jax.Array:
+    def __getitem__(self, at: object) -> jax.Array:
         return self.ref[self.index] if at is ... else self.ref[self.index, at]
 
-    def __setitem__(self, at: Any, tile: jax.Array) -> None:
+    def __setitem__(self, at: object, tile: jax.Array) -> None:
         self.ref[self.index, at] = tile
 
 

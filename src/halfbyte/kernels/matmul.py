@@ -18,13 +18,14 @@ that divides them.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from halfbyte.kernels import layout as layouts
 from halfbyte.kernels.interpret import is_interpreted
@@ -79,7 +80,7 @@ def with_float32_output(tiling: GemmTiling) -> GemmTiling:
     return dataclasses.replace(tiling, epilogue_n=tiling.epilogue_n // 2)
 
 
-def default_tiling(layout: str, m: int, n: int, k: int, out_dtype: Any) -> GemmTiling:
+def default_tiling(layout: str, m: int, n: int, k: int, out_dtype: DTypeLike) -> GemmTiling:
     """The fastest one measured on an H200 for shapes of this kind."""
     if layout == "tn":
         tiling = GemmTiling(in_flight=1)
@@ -111,7 +112,7 @@ def unsupported(
     k: int,
     *,
     layout: str = "nn",
-    out_dtype: Any = jnp.bfloat16,
+    out_dtype: DTypeLike = jnp.bfloat16,
     capability: tuple[int, int] | None = None,
 ) -> str | None:
     """Why the GEMM kernel cannot serve, or None."""
@@ -134,7 +135,7 @@ def matmul(
     right: jax.Array,
     *,
     layout: str = "nn",
-    out_dtype: Any = jnp.bfloat16,
+    out_dtype: DTypeLike = jnp.bfloat16,
     tiling: GemmTiling | None = None,
 ) -> jax.Array:
     """alpha * (A . B) in `out_dtype` (bfloat16 or float32), rounded once; alpha = left * right in float32.
@@ -175,7 +176,7 @@ def _factor(scale: Any) -> Any:
     return scale[GEMM if scale.shape == (SIZE,) else 0]
 
 
-def _through_xla(a: jax.Array, b: jax.Array, alpha: jax.Array, layout: str, out_dtype: Any) -> jax.Array:
+def _through_xla(a: jax.Array, b: jax.Array, alpha: jax.Array, layout: str, out_dtype: DTypeLike) -> jax.Array:
     summed = (0 if layout == "tn" else 1,), (1 if layout == "nt" else 0,)
     y = lax.dot_general(a, b, (summed, ((), ())), preferred_element_type=jnp.float32) * alpha
     if jnp.dtype(out_dtype) == jnp.bfloat16:
@@ -200,21 +201,25 @@ def _kernel(a, b, left, right, out, *, tiling: GemmTiling, layout: str):
     walk(work, tiles[0] * tiles[1], (a, b, out), depth=min(tiling.stages, turns), tiling=tiling, layout=layout)
 
 
+Ref = Any  # a view of memory, as Mosaic GPU hands it to a body
+
+
 class Work(NamedTuple):
     """One output tile: its parts of the operands, where it goes, how many steps of k its sums take, the factor of the
     sums, and the first step. Without a turn it is zero."""
 
-    left: Any
-    right: Any
-    target: Any
-    turns: Any
-    alpha: Any
-    first: Any = 0
+    left: Ref
+    right: Ref
+    target: Ref
+    turns: jax.Array | int
+    alpha: jax.Array
+    first: jax.Array | int = 0
 
 
 def walk(
-    work_of: Callable[[Any], Work], count: int, arrays: Any, *, depth: int, tiling: GemmTiling, layout: str
-) -> None:
+    work_of: Callable[[jax.Array], Work], count: int, arrays: Sequence[Ref], *, tiling: GemmTiling, layout: str,
+    depth: int,
+) -> None:  # fmt: skip
     """All `count` output tiles, block after block, the `Work` of each by its number. `depth` steps are under way at a
     time. Of `arrays` (a, b and out, whole) only types and widths are read here."""
     a, b, out = arrays
@@ -295,8 +300,9 @@ def _write(sums, alpha, staged, target, warpgroup, tiling: GemmTiling, dtype):
 
 
 def _operand(
-    shape: tuple[int, int], turned: bool, summed: int, transforms: Any, tiling: GemmTiling, first: Any, *, shared: bool
-) -> Any:
+    shape: tuple[int, int], turned: bool, summed: int, transforms: Sequence[Any], tiling: GemmTiling,
+    first: jax.Array | int, *, shared: bool,
+) -> Any:  # fmt: skip
     """Tiles that walk, from step `first` on, along the dim that is summed over: `summed`, or the other one if the
     operand is turned.
     """
@@ -311,7 +317,7 @@ def _operand(
     )
 
 
-def _transforms(columns: int, dtype: Any, *widths: int) -> tuple[Any, ...]:
+def _transforms(columns: int, dtype: DTypeLike, *widths: int) -> tuple[Any, ...]:
     """The swizzled order of shared memory for tiles at least `columns` wide of arrays with rows of `widths`."""
     size = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(columns * size * 8)
@@ -320,10 +326,10 @@ def _transforms(columns: int, dtype: Any, *widths: int) -> tuple[Any, ...]:
     return plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
 
 
-def _transposed(ref: Any, order: tuple[int, ...]) -> Any:
+def _transposed(ref: Ref, order: tuple[int, ...]) -> Ref:
     """A view of a reference with its dims in `order`: a method since JAX 0.11, a function before."""
     return ref.transpose(order) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, order)
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def _nothing(*_: object, **__: object) -> None:
     """Stands for a body where only the pipeline's allocations are asked for."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from halfbyte.kernels.machine import Address
-from halfbyte.kernels.ptx import Ptx, Reg
+from halfbyte.kernels.ptx import Ptx, Reg, instruction
 from halfbyte.kernels.vector import Vector
 
 SHARED = -1  # the array that is a program's shared memory
@@ -77,17 +77,17 @@ class PtxMemory(Ptx):
         return Reg("thread", "r")
 
     def divide(self, a, k):
-        return _divide(self, a, k)
+        """a // k for a < 2**31, by a product (Granlund and Montgomery, 1994): assemblers divide at run time."""
+        bits = (k - 1).bit_length()
+        if k == 1 << bits:
+            return self.shr(a, bits) if bits else a
+        return self.shr(self.multiply_high(a, (1 << (31 + bits)) // k + 1), bits - 1)
 
     def remainder(self, a, k):
         return self.imad(self.divide(a, k), -k, a)
 
-    def multiply_high(self, a, b):
-        return self._op("mul.hi.u32", "rrr", a, b)
-
-    def larger(self, a, b):
-        """The larger one of two unsigned numbers."""
-        return self._op("max.u32", "rrr", a, b)
+    multiply_high = instruction("mul.hi.u32", "rrr")
+    larger = instruction("max.u32", "rrr")  # of two unsigned numbers
 
     def less(self, a, b):
         texts, out = [self._text(x, "r") for x in (a, b)], self.reg("p")
@@ -164,14 +164,6 @@ class PtxMemory(Ptx):
 
     def barrier(self) -> None:
         self.lines.append(GROUP_BARRIER)
-
-
-def _divide(m, a, k):
-    """a // k for a < 2**31, by a product (Granlund and Montgomery, 1994): the assembler would divide at run time."""
-    bits = (k - 1).bit_length()
-    if k == 1 << bits:
-        return m.shr(a, bits) if bits else a
-    return m.shr(m.multiply_high(a, (1 << (31 + bits)) // k + 1), bits - 1)
 
 
 def _guard(where):

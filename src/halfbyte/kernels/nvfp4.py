@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from halfbyte.formats.noise import multiply_high_low, wide_key
 from halfbyte.kernels import arithmetic as q
@@ -58,7 +59,7 @@ class Window:
     words: int = dataclasses.field(metadata=STATIC)  # random words of the whole array
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], offset: Sequence[Any], whole: tuple[int, ...]) -> "Window":
+    def of(cls, shape: tuple[int, ...], offset: Sequence[jax.Array | int], whole: tuple[int, ...]) -> "Window":
         """For a part of `shape` [sequences, positions, columns] (or without the first) of an array of shape `whole`."""
         if len(shape) == 2:
             shape, offset, whole = (1, *shape), (0, *offset), (1, *whole)
@@ -79,7 +80,7 @@ class Rowwise:
     codes: ScaleOrder | None = dataclasses.field(default=None, metadata=STATIC)
     along_tokens = False
 
-    def outputs(self, tokens: int) -> list[tuple[int, Any]]:
+    def outputs(self, tokens: int) -> list[tuple[int, DTypeLike]]:
         """(rows, dtype) of each output, for `tokens` token rows."""
         return [(tokens, jnp.bfloat16)]
 
@@ -99,7 +100,7 @@ class Columnwise:
     codes: ScaleOrder | None = dataclasses.field(default=None, metadata=STATIC)
     along_tokens = True
 
-    def outputs(self, tokens: int) -> list[tuple[int, Any]]:
+    def outputs(self, tokens: int) -> list[tuple[int, DTypeLike]]:
         """(rows, dtype) of each output, for `tokens` token rows; bytes are signed while Triton handles them."""
         return [(tokens // 2, jnp.int8), (tokens // BLOCK, jnp.int8)] if self.packed else [(tokens, jnp.bfloat16)]
 

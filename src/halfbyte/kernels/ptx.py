@@ -14,6 +14,7 @@ bf16 (the even column in the low half); `16 // columns` consecutive lanes hold o
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 
@@ -30,6 +31,11 @@ class Reg:
 
 def _f32_bits(value: float) -> int:
     return int(np.float32(value).view(np.uint32))
+
+
+def instruction(code: str, kinds: str) -> Callable[..., Reg]:
+    """A method of `Ptx` that is one instruction: see `Ptx._op`."""
+    return lambda self, *args: self._op(code, kinds, *args)
 
 
 class Ptx:
@@ -77,40 +83,22 @@ class Ptx:
         return out
 
     # integers
-    def and_(self, a, b):
-        return self._op("and.b32", "rrr", a, b)
-
-    def or_(self, a, b):
-        return self._op("or.b32", "rrr", a, b)
-
-    def xor(self, a, b):
-        return self._op("xor.b32", "rrr", a, b)
-
-    def shl(self, a, k):
-        return self._op("shl.b32", "rrr", a, k)
-
-    def shr(self, a, k):
-        return self._op("shr.b32", "rrr", a, k)
-
-    def iadd(self, a, b):
-        return self._op("add.u32", "rrr", a, b)
-
-    def imad(self, a, b, c):
-        return self._op("mad.lo.u32", "rrrr", a, b, c)
-
-    def prmt(self, a, b, selector):
-        """Four bytes out of eight (a holds 0..3, b holds 4..7); nibble i of `selector` picks byte i."""
-        return self._op("prmt.b32", "rrrr", a, b, selector)
-
-    def max_u16x2(self, a, b):
-        return self._op("max.u16x2", "rrr", a, b)
+    and_ = instruction("and.b32", "rrr")
+    or_ = instruction("or.b32", "rrr")
+    xor = instruction("xor.b32", "rrr")
+    shl = instruction("shl.b32", "rrr")
+    shr = instruction("shr.b32", "rrr")
+    iadd = instruction("add.u32", "rrr")
+    imad = instruction("mad.lo.u32", "rrrr")
+    # four bytes out of eight (a holds 0..3, b holds 4..7); nibble i of `selector` picks byte i
+    prmt = instruction("prmt.b32", "rrrr")
+    max_u16x2 = instruction("max.u16x2", "rrr")
 
     def min_u16x2(self, a, b):
         return self._op("min.u16x2", "rrr", a, self.word(b) if isinstance(b, int) else b)
 
-    def max_abs_bf16x2(self, a, b):
-        """The larger magnitudes of two bf16 pairs, NaN if either is; the sign bits mean nothing."""
-        return self._op("max.NaN.xorsign.abs.bf16x2", "rrr", a, b)
+    # the larger magnitudes of two bf16 pairs, NaN if either is; the sign bits mean nothing
+    max_abs_bf16x2 = instruction("max.NaN.xorsign.abs.bf16x2", "rrr")
 
     def merge(self, a, b, mask):
         """The bits of a where `mask` has ones, of b elsewhere."""
@@ -121,35 +109,18 @@ class Ptx:
         return self.merge(magnitude, sign, 0x7FFF7FFF)
 
     # float32
-    def fmul(self, a, b):
-        return self._op("mul.rn.f32", "fff", a, b)
-
-    def fadd(self, a, b):
-        return self._op("add.rn.f32", "fff", a, b)
-
-    def fsub(self, a, b):
-        return self._op("sub.rn.f32", "fff", a, b)
-
-    def ffma(self, a, b, c):
-        """a * b + c rounded once. Bodies use it only where a * b is exact, so that other machines agree."""
-        return self._op("fma.rn.f32", "ffff", a, b, c)
-
-    def ffma_cut(self, a, b, c):
-        """a * b + c rounded once, toward zero; for a >= 0 and powers of two b and c."""
-        return self._op("fma.rz.f32", "ffff", a, b, c)
-
-    def fabs(self, a):
-        return self._op("abs.f32", "ff", a)
-
-    def fmin(self, a, b):
-        return self._op("min.f32", "fff", a, b)
-
-    def fmax(self, a, b):
-        return self._op("max.f32", "fff", a, b)
-
-    def fmax_nan(self, a, b):
-        """The larger one; NaN if either is."""
-        return self._op("max.NaN.f32", "fff", a, b)
+    fmul = instruction("mul.rn.f32", "fff")
+    fadd = instruction("add.rn.f32", "fff")
+    fsub = instruction("sub.rn.f32", "fff")
+    # a * b + c rounded once. Bodies use it only where a * b is exact, so that other machines agree
+    ffma = instruction("fma.rn.f32", "ffff")
+    # a * b + c rounded once, toward zero; for a >= 0 and powers of two b and c
+    ffma_cut = instruction("fma.rz.f32", "ffff")
+    fabs = instruction("abs.f32", "ff")
+    fmin = instruction("min.f32", "fff")
+    fmax = instruction("max.f32", "fff")
+    # the larger one; NaN if either is
+    fmax_nan = instruction("max.NaN.f32", "fff")
 
     def reciprocal(self, a):
         """1 / a, correctly rounded, for 0 <= a < 2**126; NaN for 0.

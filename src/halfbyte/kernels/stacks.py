@@ -9,10 +9,11 @@ what the layer kept.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 
 @jax.tree_util.register_dataclass
@@ -32,7 +33,7 @@ class Layer:
         return self.stack.ndim - 1
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> jnp.dtype:
         return self.stack.dtype
 
     def reshape(self, *shape: int) -> "Layer":
@@ -53,22 +54,22 @@ def array_of(x: jax.Array | Layer) -> jax.Array:
     return x.array() if isinstance(x, Layer) else x
 
 
-def empty(layers: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def empty(layers: int, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     """A stack of `layers` arrays of `shape`, whose numbers nobody may read before they are written."""
     return lax.empty((layers, *shape), dtype)
 
 
 @jax.custom_vjp
-def hand_back(x: jax.Array, stacks: Any) -> jax.Array:
+def hand_back(x: jax.Array, stacks: object) -> jax.Array:
     """x; the cotangent of each stack is the stack."""
     return x
 
 
-def _forward(x: jax.Array, stacks: Any) -> tuple[jax.Array, Any]:
+def _forward(x: jax.Array, stacks: object) -> tuple[jax.Array, object]:
     return x, stacks
 
 
-def _backward(stacks: Any, dx: jax.Array) -> tuple[jax.Array, Any]:
+def _backward(stacks: object, dx: jax.Array) -> tuple[jax.Array, object]:
     return dx, stacks
 
 

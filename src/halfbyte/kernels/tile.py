@@ -12,18 +12,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from halfbyte.kernels.interpret import is_interpreted
 from halfbyte.kernels.ptx import Ptx
 from halfbyte.kernels.vector import Vector
 
+Body = Callable[..., Sequence[Sequence[Any]]]  # (machine, words, scalars) -> words of each output
+
 
 def evaluate(
-    body: Callable[..., Sequence[Any]],
+    body: Body,
     tiles: Sequence[jax.Array],
     scalars: Sequence[jax.Array],
     *,
-    outputs: Sequence[Any],
+    outputs: Sequence[DTypeLike],
     columns: int,
 ) -> list[jax.Array]:
     """The [blocks, 16] tiles of dtypes `outputs` that `body(machine, words, scalars)` makes.
@@ -36,11 +39,13 @@ def evaluate(
     return run(body, tiles, scalars, outputs, columns)
 
 
-def words_per_lane(dtype: Any, columns: int) -> int:
+def words_per_lane(dtype: DTypeLike, columns: int) -> int:
     return max(1, columns * jnp.dtype(dtype).itemsize // 4)
 
 
-def _evaluate_ptx(body: Any, tiles: Any, scalars: Any, outputs: Any, columns: int) -> list[jax.Array]:
+def _evaluate_ptx(
+    body: Body, tiles: Sequence[jax.Array], scalars: Sequence[jax.Array], outputs: Sequence[DTypeLike], columns: int
+) -> list[jax.Array]:
     shape = tiles[0].shape
     scalars = [jnp.broadcast_to(s, shape) for s in scalars]
     machine = Ptx(columns)
@@ -80,11 +85,13 @@ def _evaluate_ptx(body: Any, tiles: Any, scalars: Any, outputs: Any, columns: in
     )
 
 
-def _evaluate_vector(body: Any, tiles: Any, scalars: Any, outputs: Any, columns: int) -> list[jax.Array]:
+def _evaluate_vector(
+    body: Body, tiles: Sequence[jax.Array], scalars: Sequence[jax.Array], outputs: Sequence[DTypeLike], columns: int
+) -> list[jax.Array]:
     """On the host, in NumPy: nothing to compile, and denormals as on the GPU."""
     shape = tiles[0].shape
 
-    def host(*arrays: Any) -> list[np.ndarray]:
+    def host(*arrays: jax.Array) -> list[np.ndarray]:
         words = [_split(np.asarray(a), columns) for a in arrays[: len(tiles)]]
         firsts = [_known(np.broadcast_to(np.asarray(a), shape)[:, ::columns]) for a in arrays[len(tiles) :]]
         with np.errstate(all="ignore"):
@@ -105,6 +112,6 @@ def _split(tile: np.ndarray, columns: int) -> list[np.ndarray]:
     return [lanes[:, :, i] for i in range(lanes.shape[2])]
 
 
-def _join(words: Sequence[np.ndarray], shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def _join(words: Sequence[np.ndarray], shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
     """The tile whose words are given: the inverse of `_split`."""
     return np.ascontiguousarray(np.stack(words, -1)).view(jnp.dtype(dtype)).reshape(shape)

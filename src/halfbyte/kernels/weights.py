@@ -6,11 +6,11 @@ packed instead.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from halfbyte.kernels import arithmetic as q
 from halfbyte.kernels import codes, layout
@@ -63,7 +63,7 @@ def pack_weight(w: jax.Array, scale: jax.Array, *, tiling: Tiling = WEIGHT_TILIN
 
 
 def _quantize(
-    w: jax.Array, scale: jax.Array, outputs: Sequence[tuple[int, Any]], tiling: Tiling, *, name: str
+    w: jax.Array, scale: jax.Array, outputs: Sequence[tuple[int, DTypeLike]], tiling: Tiling, *, name: str
 ) -> list[jax.Array]:
     layout.check(w)
     if not layout.divides(w.shape[1]):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
+from jax.stages import Compiled, Lowered
 
 from halfbyte.ops.backends import Backend, serving
 from halfbyte.ops.problem import target
@@ -22,7 +23,7 @@ from halfbyte.recipe import Policy, Recipe, as_recipe
 GPU_OPTIONS = {"xla_gpu_enable_dynamic_slice_fusion": False}
 
 
-def refuse_strays(backends: Iterable[Backend], lowered: Any, compiled: Any) -> None:
+def refuse_strays(backends: Iterable[Backend], lowered: Lowered, compiled: Compiled) -> None:
     """Raises where a GEMM of one of the backends became something else than its call, which may round its scales."""
     for backend in backends:
         strays = backend.strays(lowered, compiled)

@@ -29,6 +29,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.lax import PrecisionLike
+from jax.typing import DTypeLike
 
 from halfbyte.ops.contraction import DimensionNumbers, Rounded, linear, refusal, weight_first
 from halfbyte.ops.first_order import needs_stream
@@ -120,8 +122,8 @@ class DotGeneral:
         lhs: jax.Array,
         rhs: jax.Array,
         dimension_numbers: DimensionNumbers,
-        precision: Any = None,
-        preferred_element_type: Any = None,
+        precision: PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
         *,
         out_sharding: Any = None,
     ) -> jax.Array:
@@ -232,7 +234,7 @@ def _rebuild(static: tuple, key: Any) -> DotGeneral:
     return made
 
 
-def _is_function(key: Any) -> bool:
+def _is_function(key: object) -> bool:
     return isinstance(key, Callable) and jax.tree_util.all_leaves([key])  # type: ignore[arg-type]
 
 

@@ -8,7 +8,7 @@ constant; `first_order` makes that an error.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import NoReturn
 
 import jax
 
@@ -20,7 +20,7 @@ MESSAGE = (
 
 
 @jax.custom_vjp
-def _marked(y: jax.Array, tags: Any) -> jax.Array:
+def _marked(y: jax.Array, tags: list[jax.Array]) -> jax.Array:
     return y
 
 
@@ -30,11 +30,11 @@ def first_order(y: jax.Array, *operands: jax.Array) -> jax.Array:
     return _marked(y, [operand.reshape(-1)[:1] for operand in operands])
 
 
-def _fwd(y: jax.Array, tags: Any) -> tuple[jax.Array, Any]:
+def _fwd(y: jax.Array, tags: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
     return y, tags
 
 
-def _bwd(tags: Any, dy: jax.Array) -> tuple[jax.Array, None]:
+def _bwd(tags: list[jax.Array], dy: jax.Array) -> tuple[jax.Array, None]:
     return _once(dy, tags), None
 
 
@@ -47,7 +47,7 @@ def needs_stream(y: jax.Array, stream: str) -> jax.Array:
     return y
 
 
-def _no_stream(y: jax.Array, stream: str) -> Any:
+def _no_stream(y: jax.Array, stream: str) -> NoReturn:
     raise ValueError(
         f"dot_general: key={stream!r} names a Linen rng stream that does not reach this layer, and the gradient rounds "
         f"stochastically; pass rngs={{{stream!r}: step_key(seed, step)}} to apply, with another key at each step, and "
@@ -59,10 +59,10 @@ needs_stream.defvjp(_no_stream, lambda stream, residuals, dy: (dy,))
 
 
 @jax.custom_jvp
-def _once(dy: jax.Array, tags: Any) -> jax.Array:
+def _once(dy: jax.Array, tags: list[jax.Array]) -> jax.Array:
     return dy
 
 
 @_once.defjvp
-def _refuse(primals: Any, tangents: Any) -> Any:
+def _refuse(primals: object, tangents: object) -> NoReturn:
     raise NotImplementedError(MESSAGE)

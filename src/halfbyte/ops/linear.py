@@ -106,8 +106,9 @@ class LinearPlan:
 
 
 def plan_linear(
-    x: jax.ShapeDtypeStruct, w: Weight, recipe: Recipe, execution: Execution = ALONE, shards: Shards = WHOLE
-) -> LinearPlan:
+    x: jax.ShapeDtypeStruct, w: Weight | jax.ShapeDtypeStruct, recipe: Recipe, execution: Execution = ALONE,
+    shards: Shards = WHOLE,
+) -> LinearPlan:  # fmt: skip
     """The plan of x [tokens..., inputs], as it is inside, times w, an array or a QWeight as it rests.
 
     It asks for all three GEMMs, or for fprop alone if the tokens cannot be blocked for wgrad (a decoder's single token,

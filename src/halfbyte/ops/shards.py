@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from halfbyte.kernels.stacks import empty
 from halfbyte.sharding import on_parts, outer_axes
@@ -51,7 +52,7 @@ def whole_shape(shape: Sequence[int], cut: Cut) -> tuple[int, ...]:
     return tuple(n * size_of(axes) for n, axes in zip(shape, cut, strict=True))
 
 
-def offsets(shape: Sequence[int], cut: Cut) -> tuple[Any, ...]:
+def offsets(shape: Sequence[int], cut: Cut) -> tuple[jax.Array | int, ...]:
     """Where this part begins in the whole array, dim by dim."""
     return tuple(lax.axis_index(axes) * n if axes else 0 for n, axes in zip(shape, cut, strict=True))
 
@@ -292,7 +293,7 @@ def on_mesh(
 
 
 def empty_stack(
-    layers: int, shape: tuple[int, ...], dtype: Any, *, mesh: Mesh | None, spec: PartitionSpec | None
+    layers: int, shape: tuple[int, ...], dtype: DTypeLike, *, mesh: Mesh | None, spec: PartitionSpec | None
 ) -> jax.Array:
     """`kernels.stacks.empty`, cut by `spec` on a mesh."""
     if mesh is None or spec is None:

@@ -39,7 +39,7 @@ def explicit_sharding(*arrays: jax.Array) -> NamedSharding | None:
     return None
 
 
-def in_auto_axes(fn: Callable[..., jax.Array], *args: Any, out: NamedSharding) -> jax.Array:
+def in_auto_axes(fn: Callable[..., jax.Array], *args: jax.Array | None, out: NamedSharding) -> jax.Array:
     """fn(*args) with the explicit axes of `out`'s mesh left to the compiler, its result in the sharding `out`.
 
     Explicit axes ask every operation for its sharding; the many small operations of a quantizer need no such care.
@@ -81,7 +81,7 @@ def several_devices() -> bool:
     return math.prod(mesh.shape[axis] for axis in mesh.axis_names if axis not in mesh.manual_axes) > 1
 
 
-def varying_axes(*arrays: Any) -> frozenset[str]:
+def varying_axes(*arrays: jax.Array) -> frozenset[str]:
     """The manual axes along which the arrays differ from device to device, as their types say (`check_vma`)."""
     return frozenset().union(*(jax.typeof(array).manual_axis_type.varying for array in arrays))
 
@@ -99,7 +99,7 @@ def _vary(array: jax.Array, axes: frozenset[str]) -> jax.Array:
     return lax.pcast(array, tuple(sorted(axes)), to="varying") if axes else array
 
 
-def replica_key(key: jax.Array, *operands: Any) -> jax.Array:
+def replica_key(key: jax.Array, *operands: jax.Array) -> jax.Array:
     """The key folded with the device's place along each manual axis, so that no two replicas round alike.
 
     Where JAX tracks what varies (`check_vma`, the default of `shard_map`), only along the axes where an operand does:
@@ -119,7 +119,7 @@ def _tracks_varying() -> bool:
     return bool(axes) and bool(varying_axes(lax.axis_index(axes[0])))
 
 
-def einsum_turned(lhs: Any, rhs: Any) -> bool:
+def einsum_turned(lhs: jax.Array, rhs: jax.Array) -> bool:
     """Whether the caller is `jnp.einsum` and has put its second operand on the left.
 
     It does so as the order of the result suits it, and the two arrays do not show it; its own variables do.
@@ -176,7 +176,7 @@ def _open_traces() -> Iterator[Any]:
         trace = getattr(trace, "parent_trace", None)
 
 
-def _traced_for(trace: Any) -> str | None:
+def _traced_for(trace: object) -> str | None:
     return getattr(getattr(getattr(trace, "frame", None), "debug_info", None), "traced_for", None)
 
 

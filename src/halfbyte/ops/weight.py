@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from halfbyte.formats import Packed
 from halfbyte.ops.operand import Carrier, EightBit, Operand
-from halfbyte.ops.shards import Shards, gather
+from halfbyte.ops.shards import Cut, Shards, gather
 from halfbyte.recipe import Recipe
 
 CONTRACTED = {"fprop_w": -2, "dgrad_w": -1}  # the axis of W [inputs, outputs] that each GEMM sums over
@@ -72,7 +72,7 @@ def weight_specs(weight: Any, spec: PartitionSpec, *, lead: int = 0) -> Any:
     inner = (*spec, *(None,) * (2 - len(spec)))
     whole, turned = (PartitionSpec(*(None,) * lead, *dims) for dims in (inner, inner[::-1]))
 
-    def of(path: Any, leaf: Any) -> PartitionSpec:
+    def of(path: tuple[object, ...], leaf: jax.Array) -> PartitionSpec:
         if leaf.ndim != 2 + lead:
             return PartitionSpec()
         return turned if path and path[-1] == jax.tree_util.GetAttrKey("transposed") else whole
@@ -93,7 +93,7 @@ def gathered(codes: Carrier | EightBit, role: str, shards: Shards) -> Operand:
     if isinstance(codes, Carrier):
         return dataclasses.replace(codes, array=gather(codes.array, shards.stored))
 
-    def bytes_of(array: jax.Array, cut: Any) -> jax.Array:
+    def bytes_of(array: jax.Array, cut: Cut) -> jax.Array:
         whole = gather(lax.bitcast_convert_type(array, "uint8"), cut)
         return lax.bitcast_convert_type(whole, array.dtype)
 

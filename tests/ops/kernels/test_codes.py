@@ -10,6 +10,7 @@ import kernel_oracle as oracle
 import ml_dtypes
 import numpy as np
 import pytest
+from instruments import activation
 
 from halfbyte import kernels as K
 from halfbyte.formats import random_bytes, tile_scales
@@ -119,7 +120,7 @@ def test_a_part_takes_the_random_bytes_of_its_elements(whole, offset):
 def test_swiglu(shape):
     rng, order = np.random.default_rng(8), ScaleOrder.PLAIN
     g, u, d = (rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for _ in range(3))
-    dg, du, h = (np.asarray(a) for a in K.activation(*map(jnp.asarray, (g, u, d))))
+    dg, du, h = (np.asarray(a) for a in activation(*map(jnp.asarray, (g, u, d))))
     key, more = jnp.asarray(KEYS[0]), {"codes": order}
     tops = {name: (top(a), top(oracle.hadamard_tokens(a))) for name, a in (("dg", dg), ("du", du), ("h", h))}
     got = K.quantize_backward(
@@ -132,7 +133,7 @@ def test_swiglu(shape):
     want = [a for x in (dg, du) for make in (rows_of, columns_of) for a in make(x, order, noise)]
     same(got, [*want, *columns_of(h, order)])
     wide = [jnp.asarray(padded(a, 128)) for a in (g, u, d)]
-    for a, b in zip((dg, du, h), K.activation(*wide), strict=True):
+    for a, b in zip((dg, du, h), activation(*wide), strict=True):
         np.testing.assert_array_equal(bits(a), bits(np.ascontiguousarray(b[:, : shape[1]])))
     forward = K.quantize_forward(
         jnp.asarray(g),
@@ -204,7 +205,7 @@ def test_swiglu_carriers_of_an_odd_width(width):
     factors, key = scale(3.0), jnp.asarray(KEYS[0])
     row, column = K.Rowwise(factors, key), K.Columnwise(factors, key)
     got = K.quantize_backward(g, u, d, dg=(row, column), du=(row, column), h=column)
-    dg, du, h = K.activation(g, u, d)
+    dg, du, h = activation(g, u, d)
     want = [a for x in (dg, du) for a in K.quantize(x, rows=row, columns=column)]
     want += K.quantize(h, columns=column)
     for found, right in zip(got, want, strict=True):

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.stages import Compiled, Lowered
 
 from halfbyte.ops.gemms import Gemm
 from halfbyte.ops.operand import Operand, Owed
@@ -39,7 +40,7 @@ class Backend:
     shares_gemms: bool = False
     compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     tracing: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    strays: Callable[[Any, Any], list[str]] = lambda lowered, compiled: []
+    strays: Callable[[Lowered, Compiled], list[str]] = lambda lowered, compiled: []
 
     def unable(self, problem: Problem) -> str | None:
         """Why it does not serve the problem, or None: its formats, its passes, or a quantized GEMM that is its own."""

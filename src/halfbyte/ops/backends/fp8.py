@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.stages import Compiled, Lowered
 
 from halfbyte import kernels
 from halfbyte.formats import FP8, FP8_E5M2, BlockFormat
@@ -68,9 +69,9 @@ def one_call() -> contextlib.AbstractContextManager[None]:
     return context
 
 
-def strays(lowered: Any, compiled: Any) -> list[str]:
+def strays(lowered: Lowered, compiled: Compiled) -> list[str]:
     """`stray_gemms` of a compiled program; or one line that says that nobody can tell, because the names are gone."""
-    text = compiled.as_text()
+    text = compiled.as_text() or ""
     if SCOPE not in text and SCOPE in lowered.as_text(debug_info=True):
         return [f"XLA dropped the name {SCOPE}; empty the compilation cache if this program came from one"]
     return stray_gemms(text)

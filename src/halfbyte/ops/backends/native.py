@@ -22,11 +22,11 @@ goes in whole, and nothing is rounded. MXFP8 has no scale of the tensor: alpha i
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.stages import Compiled, Lowered
 
 from halfbyte.devices import native_training
 from halfbyte.formats import E5M2, BlockFormat, Packed, QTensor, pack, tile_scales
@@ -280,13 +280,13 @@ class NativePasses(FusedPasses):
         return load(kept, policy)
 
 
-def strays(lowered: Any, compiled: Any) -> list[str]:
+def strays(lowered: Lowered, compiled: Compiled) -> list[str]:
     """Lines of a compiled program where a GEMM that should be native is something else, on a device that has the
     units; or one line that says that nobody can tell, because the names are gone.
     """
     if not native_training(target(), "nvfp4"):
         return []  # XLA dequantizes there, which was asked for by name
-    text = compiled.as_text()
+    text = compiled.as_text() or ""
     if SCOPE not in text and SCOPE in lowered.as_text(debug_info=True):
         return [f"XLA dropped the name {SCOPE}; empty the compilation cache if this program came from one"]
     return stray_gemms(text)

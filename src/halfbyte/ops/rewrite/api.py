@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
 from halfbyte.ops.rewrite.interpret import Interpreter
 from halfbyte.ops.rewrite.kinds import for_this_model
@@ -22,7 +23,7 @@ from halfbyte.recipe import Policy, Recipe, Rule, as_recipe
 class _Traced:
     """One trace of the function: its jaxpr, the tree of its results, the plan, and what the plan replaces."""
 
-    jaxpr: Any
+    jaxpr: ClosedJaxpr
     out_tree: Any
     body: Body
     report: Report

@@ -16,16 +16,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from halfbyte.ops.contraction import Rounded, linear, linears, swiglu, weight_first
-from halfbyte.ops.rewrite.origin import open_jaxpr, scan_counts
-from halfbyte.ops.rewrite.plan import JIT, REMAT, Body, Dot, Inner, Split
+from halfbyte.ops.rewrite.origin import aval, open_jaxpr, scan_counts
+from halfbyte.ops.rewrite.plan import JIT, REMAT, Body, Dot, Inner, Split, Step
 from halfbyte.recipe import layer_key, site_key
 
 Key = jax.Array | None
-Run = Callable[[Key, Sequence[Any]], list[Any]]
+Run = Callable[[Key, Sequence[jax.Array]], list[jax.Array]]
 
 
 @dataclass
@@ -34,19 +34,22 @@ class Interpreter:
 
     backend: str
 
-    def run(self, jaxpr: Any, consts: Sequence[Any], body: Body, key: Key, args: Sequence[Any]) -> list[Any]:
+    def run(
+        self, jaxpr: Jaxpr, consts: Sequence[jax.Array], body: Body, key: Key, args: Sequence[jax.Array]
+    ) -> list[jax.Array]:
         """The outputs of the jaxpr under its plan."""
-        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env: dict[Var, jax.Array] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
         for unit in body.order:
             eqns, steps = [jaxpr.eqns[i] for i in unit.eqns], [body.steps[i] for i in unit.eqns]
+            dots = [step for step in steps if isinstance(step, Dot)]
             with eqns[0].ctx.manager:
                 if unit.swiglu:
-                    env[eqns[2].outvars[0]] = self._swiglu(eqns[:3], steps[:3], key, env)
+                    env[eqns[2].outvars[0]] = self._swiglu(eqns[:3], dots, key, env)
                     continue
                 values = [[_read(env, var) for var in eqn.invars] for eqn in eqns]
                 if len(eqns) > 1:
-                    outs = self._dots(eqns, steps, key, values)
+                    outs = self._dots(eqns, dots, key, values)
                 elif steps[0] is None:
                     outs = _bind(eqns[0], values[0])
                 else:
@@ -54,7 +57,7 @@ class Interpreter:
             env.update(zip((var for eqn in eqns for var in eqn.outvars), outs, strict=True))
         return [_read(env, var) for var in jaxpr.outvars]
 
-    def _step(self, eqn: Any, step: Any, key: Key, values: list[Any]) -> list[Any]:
+    def _step(self, eqn: JaxprEqn, step: Step, key: Key, values: list[jax.Array]) -> list[jax.Array]:
         if isinstance(step, Dot):
             return [self._dot(eqn, step, key, values)]
         if isinstance(step, Split):
@@ -64,7 +67,7 @@ class Interpreter:
             return self._cond(eqn, step, key, values)
         if name == "while":
             return self._while(eqn, step, key, values)
-        inner = self._function(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")), step.bodies[0])
+        inner = self._function(eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"], step.bodies[0])
         if name in REMAT:
             inner = jax.checkpoint(inner, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])
         elif name == "shard_map":
@@ -73,13 +76,13 @@ class Interpreter:
             inner = _jit(eqn, inner)
         return inner(key, values)
 
-    def _function(self, jaxpr: Any, body: Body) -> Run:
+    def _function(self, jaxpr: Jaxpr | ClosedJaxpr, body: Body) -> Run:
         opened, consts = open_jaxpr(jaxpr), getattr(jaxpr, "consts", ())
         return lambda key, values: self.run(opened, consts, body, key, values)
 
-    def _dot(self, eqn: Any, dot: Dot, key: Key, values: list[Any]) -> jax.Array:
+    def _dot(self, eqn: JaxprEqn, dot: Dot, key: Key, values: list[jax.Array]) -> jax.Array:
         x, w, dims = _sides(eqn, dot, values)
-        out = eqn.outvars[0].aval
+        out = aval(eqn.outvars[0])
         with _named(dot):
             y = linear(
                 x,
@@ -91,34 +94,34 @@ class Interpreter:
             )
         return y if dot.weight == 1 else weight_first(y, x.ndim - len(dims[0]))
 
-    def _dots(self, eqns: list[Any], dots: list[Dot], key: Key, values: list[list[Any]]) -> list[jax.Array]:
+    def _dots(self, eqns: list[JaxprEqn], dots: list[Dot], key: Key, values: list[list[jax.Array]]) -> list[jax.Array]:
         """Dots of one x."""
         sides = [_sides(*each) for each in zip(eqns, dots, values, strict=True)]
-        how = Rounded(dots[0].recipe, self.backend, eqns[0].outvars[0].aval.dtype)
+        how = Rounded(dots[0].recipe, self.backend, aval(eqns[0].outvars[0]).dtype)
         keys = [_site_key(key, dot) for dot in dots]
         with _named(*dots):
             made = linears(sides, how=how, keys=keys)
         pairs = zip(made, dots, sides, strict=True)
         return [y if dot.weight == 1 else weight_first(y, x.ndim - len(d[0])) for y, dot, (x, _, d) in pairs]
 
-    def _swiglu(self, eqns: list[Any], dots: list[Dot], key: Key, env: dict[Any, Any]) -> jax.Array:
+    def _swiglu(self, eqns: list[JaxprEqn], dots: list[Dot], key: Key, env: dict[Var, jax.Array]) -> jax.Array:
         """down(silu(gate) * up), of three matrices."""
         gate, up, down = (_read(env, eqn.invars[1]) for eqn in eqns)
         keys, x = [_site_key(key, dot) for dot in dots], _read(env, eqns[0].invars[0])
         with _named(*dots):
             return swiglu(x, (gate, up, down), keys=keys, recipe=dots[0].recipe, backend=self.backend)
 
-    def _scan(self, eqn: Any, split: Split, key: Key, values: list[Any]) -> list[Any]:
+    def _scan(self, eqn: JaxprEqn, split: Split, key: Key, values: list[jax.Array]) -> list[jax.Array]:
         params = eqn.params
         first, carries = scan_counts(eqn)
         consts, carry, xs = values[:first], values[first : first + carries], values[first + carries :]
-        pieces: dict[int, list[Any]] = {}
+        pieces: dict[int, list[jax.Array]] = {}
         for start, stop, body in reversed(split.segments) if params["reverse"] else split.segments:
             inner = self._function(params["jaxpr"], body)
 
             def iterate(
-                carry: list[Any], item: tuple[Any, list[Any]], inner: Run = inner
-            ) -> tuple[list[Any], list[Any]]:
+                carry: list[jax.Array], item: tuple[jax.Array, list[jax.Array]], inner: Run = inner
+            ) -> tuple[list[jax.Array], list[jax.Array]]:
                 layer, slices = item
                 outs = inner(_fold(key, layer), [*consts, *carry, *slices])
                 return outs[: len(carry)], outs[len(carry) :]
@@ -131,27 +134,27 @@ class Interpreter:
         ys = [pieces[start] for start in sorted(pieces)]
         return [*carry, *(parts[0] if len(ys) == 1 else lax.concatenate(parts, 0) for parts in zip(*ys, strict=True))]
 
-    def _cond(self, eqn: Any, step: Inner, key: Key, values: list[Any]) -> list[Any]:
+    def _cond(self, eqn: JaxprEqn, step: Inner, key: Key, values: list[jax.Array]) -> list[jax.Array]:
         pairs = zip(eqn.params["branches"], step.bodies, strict=True)
         branches = [self._function(branch, body) for branch, body in pairs]
         return lax.switch(values[0], branches, key, values[1:])
 
-    def _while(self, eqn: Any, step: Inner, key: Key, values: list[Any]) -> list[Any]:
+    def _while(self, eqn: JaxprEqn, step: Inner, key: Key, values: list[jax.Array]) -> list[jax.Array]:
         first, second = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
         condition = jaxpr_as_fun(eqn.params["cond_jaxpr"])
         inner = self._function(eqn.params["body_jaxpr"], step.bodies[0])
 
-        def keep_going(state: tuple[Any, list[Any]]) -> Any:
+        def keep_going(state: tuple[jax.Array, list[jax.Array]]) -> jax.Array:
             return condition(*values[:first], *state[1])[0]
 
-        def iterate(state: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
+        def iterate(state: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
             count, carry = state
             return count + 1, inner(_fold(key, count), [*values[first:second], *carry])
 
         return lax.while_loop(keep_going, iterate, (jnp.int32(0), values[second:]))[1]
 
 
-def _sides(eqn: Any, dot: Dot, values: list[Any]) -> tuple[Any, Any, tuple[Any, Any]]:
+def _sides(eqn: JaxprEqn, dot: Dot, values: list[jax.Array]) -> tuple[jax.Array, jax.Array, tuple[Any, Any]]:
     """(x, the weight, the dims of each that are contracted)."""
     (lhs, rhs), _ = eqn.params["dimension_numbers"]
     return values[1 - dot.weight], values[dot.weight], (lhs, rhs) if dot.weight == 1 else (rhs, lhs)
@@ -182,18 +185,18 @@ def _weight_last(sharding: Any, ndim: int, side: int, free: int) -> Any:
     return sharding.update(spec=PartitionSpec(*entries[free:], *entries[:free]))
 
 
-def _jit(eqn: Any, inner: Run) -> Run:
+def _jit(eqn: JaxprEqn, inner: Run) -> Run:
     """`inner` under jit, with the name and the shardings of the user's own."""
     ins, outs = eqn.params["in_shardings"], eqn.params["out_shardings"]
 
-    def call(key: Key, values: Sequence[Any]) -> list[Any]:
+    def call(key: Key, values: Sequence[jax.Array]) -> list[jax.Array]:
         return _constrain(inner(key, _constrain(values, ins)), outs)
 
     call.__name__ = eqn.params["name"]
     return jax.jit(call, inline=eqn.params["inline"])
 
 
-def _shard_map(eqn: Any, inner: Run) -> Run:
+def _shard_map(eqn: JaxprEqn, inner: Run) -> Run:
     """`inner` under the user's own shard_map; the key goes in whole, and is folded with the device's place inside."""
     params = eqn.params
     mapped: Run = jax.shard_map(
@@ -207,12 +210,12 @@ def _shard_map(eqn: Any, inner: Run) -> Run:
     return mapped
 
 
-def _bind(eqn: Any, values: list[Any]) -> list[Any]:
+def _bind(eqn: JaxprEqn, values: list[jax.Array]) -> list[jax.Array]:
     outs = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return outs if eqn.primitive.multiple_results else [outs]
 
 
-def _read(env: dict[Any, Any], var: Any) -> Any:
+def _read(env: dict[Var, jax.Array], var: Var | Literal) -> jax.Array:
     return var.val if isinstance(var, Literal) else env[var]
 
 
@@ -224,7 +227,7 @@ def _unroll(unroll: int, length: int) -> int:
     return max(1, min(unroll, length))
 
 
-def _constrain(values: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+def _constrain(values: Sequence[jax.Array], shardings: Sequence[jax.Array]) -> list[jax.Array]:
     """The shardings that the user's jit asked for; those that it left open stay open."""
     return [
         lax.with_sharding_constraint(value, sharding) if isinstance(sharding, jax.sharding.Sharding) else value

@@ -13,9 +13,9 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from jax.extend.core import Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from halfbyte.ops.rewrite.origin import CALLS, CONSTANT, Origin, Value, called_jaxpr, flow, open_jaxpr, scan_inputs
 from halfbyte.recipe import ATTENTION, MLP, Policy, Rule
@@ -33,7 +33,7 @@ _KINDS = {MLP: "mlp", ATTENTION: "attention"}
 _PASSES = {"select_n", "add", "add_any", "sub", "mul", "max", "min", "div", "pow"}  # elementwise, of several operands
 
 
-def for_this_model(policy: Policy, jaxpr: Any, origins: Sequence[Value]) -> Policy:
+def for_this_model(policy: Policy, jaxpr: Jaxpr, origins: Sequence[Value]) -> Policy:
     """The policy with the rules of `mlp` and `attention` spelled out for the weights of this function.
 
     Rules of a tree that has these very paths, and rules for kinds of which the model has none, stay as they are, unless
@@ -55,7 +55,7 @@ def _spell(rule: Rule, paths: Iterable[str]) -> tuple[Rule, ...]:
     return tuple(dataclasses.replace(rule, pattern=re.sub(r"([*?[])", r"[\1]", path)) for path in paths)
 
 
-def _kinds(weights: dict[str, Origin], jaxpr: Any, origins: Sequence[Value]) -> dict[str, str]:
+def _kinds(weights: dict[str, Origin], jaxpr: Jaxpr, origins: Sequence[Value]) -> dict[str, str]:
     used = _Uses()
     used.body(jaxpr, [Traced(value) for value in origins])
     dots = {path: origin for path, origin in weights.items() if path in used.weights}
@@ -98,10 +98,10 @@ class _Uses:
         self.followed: set[str] = set()
         self.first: set[str] = set()
 
-    def body(self, jaxpr: Any, inputs: Sequence[Traced]) -> list[Traced]:
+    def body(self, jaxpr: Jaxpr, inputs: Sequence[Traced]) -> list[Traced]:
         env = dict(zip(jaxpr.invars, inputs, strict=True))
 
-        def at(var: Any) -> Traced:
+        def at(var: Var | Literal) -> Traced:
             return Traced(CONSTANT) if isinstance(var, Literal) else env.get(var, Traced(CONSTANT))
 
         for eqn in jaxpr.eqns:
@@ -109,7 +109,7 @@ class _Uses:
             env.update(zip(eqn.outvars, self._equation(eqn, operands), strict=True))
         return [at(var) for var in jaxpr.outvars]
 
-    def _equation(self, eqn: Any, operands: list[Traced]) -> list[Traced]:
+    def _equation(self, eqn: JaxprEqn, operands: list[Traced]) -> list[Traced]:
         name, values = eqn.primitive.name, [operand.value for operand in operands]
         if name in CALLS or name in ("custom_jvp_call", "custom_vjp_call"):
             inner = called_jaxpr(eqn)

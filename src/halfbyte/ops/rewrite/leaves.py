@@ -33,9 +33,9 @@ class _Opened:
 class Leaves:
     """See `Leaves.of`."""
 
-    tree: Any
-    arrays: list[Any]
-    static: tuple[tuple[int, Any], ...]
+    tree: jax.tree_util.PyTreeDef
+    arrays: list[jax.Array]
+    static: tuple[tuple[int, object], ...]
     values: list[str | Value]  # the path of a weight; CONSTANT for a mask among them; None for data
     modules: list[Any]
 
@@ -64,8 +64,8 @@ class Leaves:
     def call(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """fn as a function of the arrays alone: (its result, what it wrote into its modules)."""
 
-        def positional(*arrays: Any) -> Any:
-            leaves = list(arrays)
+        def positional(*arrays: jax.Array) -> Any:
+            leaves: list[object] = list(arrays)
             for at, leaf in self.static:
                 leaves.insert(at, leaf)
             made: list[Any] = []
@@ -109,12 +109,12 @@ def _path(entries: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(entries, simple=True, separator="/")
 
 
-def _is_nnx(leaf: Any) -> bool:
+def _is_nnx(leaf: object) -> bool:
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(leaf, nnx.Module)
 
 
-def _is_opened(leaf: Any) -> bool:
+def _is_opened(leaf: object) -> bool:
     return isinstance(leaf, _Opened)
 
 
@@ -154,5 +154,5 @@ def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:
     return [names[i] if i < len(names) else f"arg{i}" for i in range(count)]
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: object) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")

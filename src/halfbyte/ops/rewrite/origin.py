@@ -12,10 +12,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 _SAME = {"convert_element_type", "copy", "copy_p", "reduce_precision", "sharding_constraint", "reshard", "name"}
 _SAME |= {"device_put", "stop_gradient", "pvary", "pcast", "optimization_barrier", "mesh_cast"}
@@ -75,7 +75,7 @@ def join(a: Value, b: Value) -> Value:
     return origins[0].computed()
 
 
-def flow_body(jaxpr: Any, values: Sequence[Value]) -> list[Value]:
+def flow_body(jaxpr: Jaxpr, values: Sequence[Value]) -> list[Value]:
     """The values of a jaxpr's outputs, given those of its inputs."""
     env = dict(zip(jaxpr.invars, values, strict=True))
     for eqn in jaxpr.eqns:
@@ -83,12 +83,17 @@ def flow_body(jaxpr: Any, values: Sequence[Value]) -> list[Value]:
     return [read(env, var) for var in jaxpr.outvars]
 
 
-def read(env: dict[Any, Value], var: Any) -> Value:
+def aval(var: Var | Literal) -> jax.ShapeDtypeStruct:
+    """What a jaxpr says of an array: its shape, dtype and sharding."""
+    return cast(jax.ShapeDtypeStruct, var.aval)
+
+
+def read(env: dict[Var, Value], var: Var | Literal) -> Value:
     """The value of a variable; literals and a jaxpr's own constants depend on nothing."""
     return CONSTANT if isinstance(var, Literal) else env.get(var, CONSTANT)
 
 
-def flow(eqn: Any, values: list[Value]) -> list[Value]:
+def flow(eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     """The values of an equation's results."""
     name = eqn.primitive.name
     if name in CALLS:
@@ -112,7 +117,7 @@ def _choice(group: Sequence[Value]) -> Value:
     return found
 
 
-def _operation(eqn: Any, name: str, values: list[Value]) -> Value:
+def _operation(eqn: JaxprEqn, name: str, values: list[Value]) -> Value:
     first = values[0] if values else CONSTANT
     if name == "dynamic_slice" and isinstance(first, Origin):
         return _dynamic_slice(eqn, first)
@@ -121,37 +126,37 @@ def _operation(eqn: Any, name: str, values: list[Value]) -> Value:
     weights = [(at, value) for at, value in enumerate(values) if isinstance(value, Origin)]
     if not weights:
         return CONSTANT
-    at, main = max(weights, key=lambda pair: (eqn.invars[pair[0]].aval.size, pair[1].direct, -pair[0]))
+    at, main = max(weights, key=lambda pair: (aval(eqn.invars[pair[0]]).size, pair[1].direct, -pair[0]))
     if name in _SAME:
         return main
     if name in _MOVES and at == 0:
         return _MOVES[name](eqn, main)
-    same = all(out.aval.shape == eqn.invars[at].aval.shape for out in eqn.outvars)
+    same = all(aval(out).shape == aval(eqn.invars[at]).shape for out in eqn.outvars)
     if not same:
         return main.computed()
     return main if len(weights) == 1 else dataclasses.replace(main, direct=False)
 
 
-def _broadcast(eqn: Any, origin: Origin) -> Origin:
+def _broadcast(eqn: JaxprEqn, origin: Origin) -> Origin:
     dims, after = eqn.params["broadcast_dimensions"], eqn.params["shape"]
-    before = eqn.invars[0].aval.shape
+    before = aval(eqn.invars[0]).shape
     return origin if dims and dims[0] == 0 and before[0] == after[0] else origin.unstacked()
 
 
-def _reshape(eqn: Any, origin: Origin) -> Origin:
-    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+def _reshape(eqn: JaxprEqn, origin: Origin) -> Origin:
+    before, after = aval(eqn.invars[0]).shape, aval(eqn.outvars[0]).shape
     return origin if before and after and before[0] == after[0] else origin.unstacked()
 
 
-def _transpose(eqn: Any, origin: Origin) -> Origin:
+def _transpose(eqn: JaxprEqn, origin: Origin) -> Origin:
     return origin if eqn.params["permutation"][0] == 0 else origin.unstacked()
 
 
-def _squeeze(eqn: Any, origin: Origin) -> Origin:
+def _squeeze(eqn: JaxprEqn, origin: Origin) -> Origin:
     return dataclasses.replace(origin, stacked=origin.stacked and 0 not in eqn.params["dimensions"])
 
 
-def _slice(eqn: Any, origin: Origin) -> Origin:
+def _slice(eqn: JaxprEqn, origin: Origin) -> Origin:
     if not origin.stacked or origin.layers is None:
         return origin
     stride = (eqn.params["strides"] or (1,))[0]
@@ -159,16 +164,16 @@ def _slice(eqn: Any, origin: Origin) -> Origin:
     return dataclasses.replace(origin, layers=taken)
 
 
-def _dynamic_slice(eqn: Any, origin: Origin) -> Origin:
-    whole = eqn.params["slice_sizes"][0] == eqn.invars[0].aval.shape[0]
+def _dynamic_slice(eqn: JaxprEqn, origin: Origin) -> Origin:
+    whole = eqn.params["slice_sizes"][0] == aval(eqn.invars[0]).shape[0]
     return origin if whole else origin.unstacked()
 
 
-def _split(eqn: Any, origin: Origin) -> Origin:
+def _split(eqn: JaxprEqn, origin: Origin) -> Origin:
     return origin.unstacked() if eqn.params["axis"] == 0 else origin
 
 
-_MOVES: dict[str, Callable[[Any, Origin], Origin]] = {
+_MOVES: dict[str, Callable[[JaxprEqn, Origin], Origin]] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
     "transpose": _transpose,
@@ -183,7 +188,7 @@ _MOVES: dict[str, Callable[[Any, Origin], Origin]] = {
 }
 
 
-def _flow_scan(eqn: Any, values: list[Value]) -> list[Value]:
+def _flow_scan(eqn: JaxprEqn, values: list[Value]) -> list[Value]:
     consts, carries = scan_counts(eqn)
     inner = scan_inputs(eqn, values)
     outs = flow_body(called_jaxpr(eqn), inner)
@@ -191,7 +196,7 @@ def _flow_scan(eqn: Any, values: list[Value]) -> list[Value]:
     return inner[consts : consts + carries] + stacked
 
 
-def scan_inputs(eqn: Any, values: Sequence[Value]) -> list[Value]:
+def scan_inputs(eqn: JaxprEqn, values: Sequence[Value]) -> list[Value]:
     """The values of the inputs of a scan's body, for all of its iterations: constants, carries, slices."""
     consts, carries = scan_counts(eqn)
     slices = [slice_of(value, 0, eqn.params["length"]) for value in values[consts + carries :]]
@@ -210,7 +215,7 @@ def slice_of(value: Value, start: int, stop: int) -> Value:
     return value.iteration(None if value.layers is None else value.layers[start:stop])
 
 
-def loop_carry(eqn: Any, values: Sequence[Value]) -> list[Value]:
+def loop_carry(eqn: JaxprEqn, values: Sequence[Value]) -> list[Value]:
     """The values that a while loop's carry has in all of its iterations, and after them."""
     first, second = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
     body, consts = open_jaxpr(eqn.params["body_jaxpr"]), list(values[first:second])
@@ -226,12 +231,12 @@ def _fixed_point(step: Callable[[list[Value]], list[Value]], carry: list[Value])
     return [None] * len(carry)
 
 
-def called_jaxpr(eqn: Any) -> Any:
+def called_jaxpr(eqn: JaxprEqn) -> Jaxpr:
     """The one jaxpr that a call, a scan or a shard_map runs, opened."""
-    return open_jaxpr(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))
+    return open_jaxpr(eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"])
 
 
-def sub_jaxprs(eqn: Any) -> list[Any]:
+def sub_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     """Every jaxpr among an equation's parameters, opened."""
     found = []
     for value in jax.tree_util.tree_leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
@@ -240,7 +245,7 @@ def sub_jaxprs(eqn: Any) -> list[Any]:
     return found
 
 
-def open_jaxpr(value: Any) -> Any:
+def open_jaxpr(value: Jaxpr | ClosedJaxpr) -> Jaxpr:
     """The jaxpr itself, of a jaxpr or of one closed over constants."""
     return value.jaxpr if hasattr(value, "consts") and hasattr(value, "jaxpr") else value
 
@@ -249,7 +254,7 @@ def _is_jaxpr(value: Any) -> bool:
     return hasattr(open_jaxpr(value), "eqns")
 
 
-def scan_counts(eqn: Any) -> tuple[int, int]:
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     """(constants, carries): how many of a scan's operands are which; the rest are scanned over."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]

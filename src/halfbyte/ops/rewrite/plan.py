@@ -13,8 +13,8 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import AxisType
 
 from halfbyte.ops.activation import SILU
@@ -26,6 +26,7 @@ from halfbyte.ops.rewrite.origin import (
     CALLS,
     Origin,
     Value,
+    aval,
     called_jaxpr,
     flow,
     loop_carry,
@@ -63,7 +64,7 @@ class Dot:
 class Body:
     """A plan for one jaxpr: one step an equation, and the order in which they run: dots of one x at once."""
 
-    steps: tuple[Any, ...]
+    steps: tuple[Step | None, ...]
     order: Order
 
     @property
@@ -86,6 +87,9 @@ class Split:
     segments: tuple[tuple[int, int, Body], ...]
 
 
+Step = Dot | Inner | Split
+
+
 @dataclass
 class Planner:
     """One walk over a jaxpr. Collects the sites, the rules that decided something, and how often each weight was
@@ -101,13 +105,13 @@ class Planner:
     runs: int = 1
     backward: bool = False
 
-    def body(self, jaxpr: Any, values: Sequence[Value], frozen: str = "") -> Body:
+    def body(self, jaxpr: Jaxpr, values: Sequence[Value], frozen: str = "") -> Body:
         """The plan of a jaxpr whose inputs have these values.
 
         `frozen` is the reason why nothing inside may be replaced, if there is one.
         """
         env = dict(zip(jaxpr.invars, values, strict=True))
-        steps, reported = list[Any](), list[int]()
+        steps, reported = list[Step | None](), list[int]()
         outer = self.backward
         for eqn in jaxpr.eqns:
             # JAX marks what reverse mode made in the name stack, which inside a body starts anew.
@@ -119,7 +123,8 @@ class Planner:
         self.backward = outer
         body = Body(tuple(steps), self._order(jaxpr, steps))
         for unit in body.order:
-            names = {i: body.steps[i].site for i in unit.dots_of_x} if len(unit.eqns) > 1 else {}
+            dots = {i: body.steps[i] for i in unit.dots_of_x} if len(unit.eqns) > 1 else {}
+            names = {i: dot.site for i, dot in dots.items() if isinstance(dot, Dot)}
             for i in names:
                 self._note(reported[i], shares_x=tuple(name for j, name in names.items() if j != i))
             if unit.swiglu:
@@ -129,7 +134,7 @@ class Planner:
     def _note(self, site: int, **found: tuple[str, ...]) -> None:
         self.sites[site] = dataclasses.replace(self.sites[site], **found)  # type: ignore[arg-type]
 
-    def _equation(self, eqn: Any, values: list[Value], frozen: str) -> Any:
+    def _equation(self, eqn: JaxprEqn, values: list[Value], frozen: str) -> Step | None:
         name = eqn.primitive.name
         if name == "dot_general":
             return self._dot(eqn, values, frozen)
@@ -150,14 +155,14 @@ class Planner:
             self.body(jaxpr, values if aligned else [None] * len(jaxpr.invars), why)
         return None
 
-    def _while(self, eqn: Any, values: list[Value]) -> Any:
+    def _while(self, eqn: JaxprEqn, values: list[Value]) -> Step | None:
         cond_consts, body_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         carry = loop_carry(eqn, values)
         condition = open_jaxpr(eqn.params["cond_jaxpr"])
         self.body(condition, values[:cond_consts] + carry, "it is in the condition of a while loop")
         return _inner(self.body(open_jaxpr(eqn.params["body_jaxpr"]), values[cond_consts:][:body_consts] + carry))
 
-    def _scan(self, eqn: Any, values: list[Value]) -> Any:
+    def _scan(self, eqn: JaxprEqn, values: list[Value]) -> Step | None:
         (consts, carries), length = scan_counts(eqn), eqn.params["length"]
         xs, inputs = values[consts + carries :], scan_inputs(eqn, values)
         outer, before, sites = self.runs, dict(self.uses), len(self.sites)
@@ -192,14 +197,14 @@ class Planner:
                     cuts |= {inside[0], inside[-1] + 1} if inside else set()
         return sorted(cuts)
 
-    def _order(self, jaxpr: Any, steps: Sequence[Any]) -> Order:
+    def _order(self, jaxpr: Jaxpr, steps: Sequence[Step | None]) -> Order:
         """Dots of one x run at once where they have one recipe and one dtype, and no axis is explicit or manual."""
         dots, eqns = {i: step for i, step in enumerate(steps) if isinstance(step, Dot)}, jaxpr.eqns
         alike = {
-            i: (dot.recipe, eqns[i].params["dimension_numbers"][0][1 - dot.weight], eqns[i].outvars[0].aval.dtype)
+            i: (dot.recipe, eqns[i].params["dimension_numbers"][0][1 - dot.weight], aval(eqns[i].outvars[0]).dtype)
             for i, dot in dots.items()
             if eqns[i].params["out_sharding"] is None
-            and all(set(var.aval.sharding.mesh.axis_types) <= {AxisType.Auto} for var in eqns[i].invars)
+            and all(set(aval(var).sharding.mesh.axis_types) <= {AxisType.Auto} for var in eqns[i].invars)
         }
 
         def fuses(*three: int) -> bool:
@@ -207,15 +212,15 @@ class Planner:
 
         return Together(eqns, jaxpr.outvars, {i: 1 - dot.weight for i, dot in dots.items()}, alike, fuses).order()
 
-    def _leave(self, eqn: Any, values: Sequence[Value], why: str) -> None:
+    def _leave(self, eqn: JaxprEqn, values: Sequence[Value], why: str) -> None:
         """Reports a dot that stays as it is: its weight is the right operand if that is one, else the left."""
-        lhs, rhs = (var.aval for var in eqn.invars[:2])
+        lhs, rhs = (aval(var) for var in eqn.invars[:2])
         origin = next((value for value in reversed(values) if isinstance(value, Origin)), None)
         name = None if origin is None else self._name(origin)
         self.sites.append(Site(name, lhs.shape, rhs.shape, None, why, _layers_at(origin), self.runs))
 
-    def _dot(self, eqn: Any, values: list[Value], frozen: str) -> Dot | None:
-        lhs, rhs = (var.aval for var in eqn.invars)
+    def _dot(self, eqn: JaxprEqn, values: list[Value], frozen: str) -> Dot | None:
+        lhs, rhs = (aval(var) for var in eqn.invars)
         why = frozen or refusal(lhs.dtype, rhs.dtype, eqn.params["dimension_numbers"])
         if why:
             self._leave(eqn, values, why)
@@ -298,38 +303,38 @@ def _layers_at(origin: Origin | None) -> range | None:
     return None if origin is None or origin.stacked else origin.layers
 
 
-def _is_ensemble(eqn: Any, side: int) -> bool:
+def _is_ensemble(eqn: JaxprEqn, side: int) -> bool:
     """Whether a vmap over weights has made this dot: one dim of them, the first, runs over its members."""
-    contracted, weight = eqn.params["dimension_numbers"][0][side], eqn.invars[side].aval
+    contracted, weight = eqn.params["dimension_numbers"][0][side], aval(eqn.invars[side])
     mapped = "vmap(" in str(eqn.source_info.name_stack)
     return mapped and 0 not in contracted and weight.ndim - len(contracted) > 1 and not _is_as_written(eqn, side)
 
 
-def _is_as_written(eqn: Any, side: int) -> bool:
+def _is_as_written(eqn: JaxprEqn, side: int) -> bool:
     """Whether this is the dot of an einsum of x and a weight whose subscripts name all dims of the weight: what a vmap
     has added is x's then. They stand in the name stack.
     """
     written = _EINSUM.findall(str(eqn.source_info.name_stack))
-    if not written or len(written[-1][1]) != eqn.invars[side].aval.ndim:
+    if not written or len(written[-1][1]) != aval(eqn.invars[side]).ndim:
         return False
     contracted, (x, weight) = eqn.params["dimension_numbers"][0], written[-1]
-    x = x.rjust(eqn.invars[1 - side].aval.ndim)
+    x = x.rjust(aval(eqn.invars[1 - side]).ndim)
     return [x[dim] for dim in contracted[1 - side]] == [weight[dim] for dim in contracted[side]]
 
 
-def _fuses(dots: Sequence[tuple[Any, Dot]], backend: str) -> bool:
+def _fuses(dots: Sequence[tuple[JaxprEqn, Dot]], backend: str) -> bool:
     """Whether the passes that serve gate, up and down on this device hold silu(g) * u: all of one dtype and one recipe,
     x [..., inputs] times a matrix [inputs, outputs].
     """
     passes, recipes = [], [dot.recipe for _, dot in dots]
-    x_dtype = dots[0][0].invars[0].aval.dtype
+    x_dtype = aval(dots[0][0].invars[0]).dtype
     for eqn, dot in dots:
-        x, w = (var.aval for var in eqn.invars)
+        x, w = (aval(var) for var in eqn.invars)
         plain = eqn.params["dimension_numbers"] == (((x.ndim - 1,), (0,)), ((), ())) and w.ndim == 2 and x.ndim > 1
         if (
             dot.weight != 1
             or not plain
-            or {x.dtype, eqn.outvars[0].aval.dtype} != {x_dtype}
+            or {x.dtype, aval(eqn.outvars[0]).dtype} != {x_dtype}
             or dot.recipe != recipes[0]
         ):
             return False
@@ -344,10 +349,10 @@ def _has_number(origin: Origin) -> bool:
     return any(character.isdigit() for character in origin.path)
 
 
-def _unblockable(eqn: Any, side: int, recipe: Recipe) -> tuple[str | None, str]:
+def _unblockable(eqn: JaxprEqn, side: int, recipe: Recipe) -> tuple[str | None, str]:
     """(why the recipe cannot cut this weight into blocks at all, why it can do so only without gradients)."""
     (lhs, rhs), _ = eqn.params["dimension_numbers"]
-    x, w = eqn.invars[1 - side].aval, eqn.invars[side].aval
+    x, w = aval(eqn.invars[1 - side]), aval(eqn.invars[side])
     contracted = (lhs, rhs)[side]
     inputs = math.prod(w.shape[dim] for dim in contracted)
     problem = Problem(recipe, x.size // max(inputs, 1), inputs, w.size // max(inputs, 1), target())

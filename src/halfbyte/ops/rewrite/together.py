@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from halfbyte.ops.rewrite.origin import open_jaxpr
 
@@ -44,8 +43,8 @@ class Together:
     same; where `fuses` says so of gate, up and down, silu(g) * u may be inside the third.
     """
 
-    eqns: Sequence[Any]
-    outvars: Sequence[Any]
+    eqns: Sequence[JaxprEqn]
+    outvars: Sequence[Var | Literal]
     xs: Mapping[int, int]  # number of a dot -> which of its operands x is
     alike: Mapping[int, Hashable]
     fuses: Callable[[int, int, int], bool]
@@ -106,7 +105,7 @@ class Together:
                 return tuple(sorted((gate, up))), Unit((gate, up, down, silu, product), swiglu=True)
         return None
 
-    def _only_maker(self, var: Any, *names: str) -> int | None:
+    def _only_maker(self, var: Var | Literal, *names: str) -> int | None:
         """The equation of one of these names that makes `var`, if it is read once."""
         i = None if isinstance(var, Literal) or self.uses[id(var)] != 1 else self.makers.get(var)
         return i if i is not None and self.eqns[i].primitive.name in names else None
@@ -121,7 +120,7 @@ class Together:
             found |= makers
         return found
 
-    def _value(self, var: Any) -> Hashable:
+    def _value(self, var: Var | Literal) -> Hashable:
         """Equal for variables that hold the same value."""
         i = None if isinstance(var, Literal) else self.makers.get(var)
         if i is None or self.eqns[i].primitive.name not in _VIEWS or len(self.eqns[i].invars) != 1:
@@ -130,7 +129,7 @@ class Together:
         return eqn.primitive.name, str(sorted(eqn.params.items(), key=lambda p: p[0])), self._value(eqn.invars[0])
 
 
-def is_silu(eqn: Any) -> bool:
+def is_silu(eqn: JaxprEqn) -> bool:
     """Whether this calls `jax.nn.silu`: x times its logistic function, and nothing else."""
     inner = open_jaxpr(eqn.params["jaxpr"])
     if len(inner.invars) != 1 or [e.primitive.name for e in inner.eqns] != ["logistic", "mul"]:
