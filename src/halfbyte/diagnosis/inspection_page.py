@@ -45,9 +45,8 @@ def html(found: Inspection, *, title: str, lines: list[str], policy: str, wanted
     """The page."""
     worst = [(layer, site, gemm, f"{value:.1f}") for layer, site, gemm, value in found.worst()[:WORST_ROWS]]
     body = [
-        f"<h1>{page.page.text(title)}</h1>",
         *(page.paragraph(line, soft=True) for line in lines),
-        page.section("Recommendation", f"<pre>--policy {page.page.text(repr(policy))}</pre>"),
+        page.section("Recommendation", page.code(f"--policy {policy!r}")),
         page.section("Noise of every GEMM", noise_figure(found.gemms, wanted)),
         page.section("Noisiest first", page.table(("layer", "linear", "GEMM", "dB"), worst)),
         page.section("Operands", page.table(OPERANDS, [operand_row(o) for o in found.operands])),

@@ -42,12 +42,12 @@ def title(plan: Plan) -> str:
 
 def sections(plan: Plan, directory: Path, data: Data) -> list[str]:
     """The page from top to bottom."""
+    facts = page.table(("", ""), data["facts"].items())
     return [
-        f"<h1>{page.page.text(title(plan))}</h1>",
         *head(data),
         page.section("Gap over seeds", gap_figure(plan, data), arm_table(data)),
         page.section("Ranking", *rank_parts(plan, data)) if data["plan"]["candidates"] > 2 and data["ranking"] else "",
-        page.section("Curves", '<div class="figures">' + "".join(curve_figures(plan, data)) + "</div>"),
+        page.figures("Curves", curve_figures(plan, data)),
         page.section("Controls", *control_lines(plan, data)),
         page.section("By source of text", source_table(data)),
         page.section("Tokens", token_table(data), *token_notes(data)),
@@ -55,7 +55,7 @@ def sections(plan: Plan, directory: Path, data: Data) -> list[str]:
         page.section("Cost", cost_table(data), page.paragraph(COST_NOTE, soft=True)),
         page.section("Precision", precision_table(plan, directory)),
         page.section("How it was judged", *method(plan)),
-        page.section("Provenance", page.table(("", ""), data["facts"].items()), command(plan)),
+        page.section("Provenance", facts, page.code(plan.command) if plan.command else ""),
     ]
 
 
@@ -71,10 +71,7 @@ def head(data: Data) -> list[str]:
         )
     words = [arm["verdict"]["word"] for arm in data["arms"] if arm["kind"] == CANDIDATE]
     kind = "good" if data["passed"] else "bad" if "FAIL" in words else ""
-    lines.append(
-        f'<div class="verdict '
-        f'{kind}"><strong>{page.page.text(data["verdict"])}</strong>{page.paragraph(data["scope"], soft=True)}</div>'
-    )
+    lines.append(page.verdict(data["verdict"], page.paragraph(data["scope"], soft=True), kind=kind))
     lines += [page.paragraph(f"{line}.") for line in (*data["notes"], *data["between"])]
     return [*lines, *(page.paragraph(f"Next: {line}") for line in data["next"])]
 
@@ -102,19 +99,21 @@ def gap_figure(plan: Plan, data: Data) -> str:
     return page.figure("Validation loss minus the baseline's, paired by seed", drawn, note) if drawn else ""
 
 
+def told(arm: Data) -> tuple[str, str, str, str]:
+    """Verdict, mean loss, gap and number of seeds of an arm, as every table has them."""
+    losses = list(arm["final"].values())
+    word = arm["verdict"]["word"] if arm.get("verdict") else "baseline"
+    mean = f"{sum(losses) / len(losses):.4f}" if losses else ""
+    return word, mean, interval_text(arm["interval"], arm["unit"]), str(len(arm["gaps"]) or len(losses))
+
+
 def arm_table(data: Data) -> str:
     rows = []
     for arm in data["arms"]:
-        losses = list(arm["final"].values())
-        mean = f"{sum(losses) / len(losses):.4f}" if losses else ""
-        verdict = arm.get("verdict")
+        word, mean, gap, seeds = told(arm)
+        p = (arm.get("verdict") or {"p": None})["p"]
         spikes = sum(arm["spikes"].values())
-        p = "" if not verdict or verdict["p"] is None else f"{verdict['p']:.3g}"
-        word = verdict["word"] if verdict else "baseline"
-        seeds = len(arm["gaps"]) or len(losses)
-        rows.append(
-            (arm["name"], word, mean, interval_text(arm["interval"], arm["unit"]), p, seeds, spikes, arm["note"])
-        )
+        rows.append((arm["name"], word, mean, gap, "" if p is None else f"{p:.3g}", seeds, spikes, arm["note"]))
     unit = data["arms"][0]["unit"]
     gap = f"gap, {unit} [90% over seeds]"
     return page.table(("arm", "verdict", "loss", gap, "p of equivalence", "seeds", "spikes", "what it is"), rows)
@@ -257,19 +256,16 @@ def overhead_text(found: Data | None) -> str:
 def token_notes(data: Data) -> list[str]:
     note = (
         "Token overhead: how many more tokens the arm needs for the loss that the baseline reaches, read where the "
-        "baseline's "
-        "validation curve passes the arm's final loss. Under a decaying learning rate curves fall steeply at the end: "
-        "a lower "
-        "bound of what a longer run would show."
+        "baseline's validation curve passes the arm's final loss. Under a decaying learning rate curves fall steeply "
+        "at the end: a lower bound of what a longer run would show."
     )
     return [page.paragraph(note, soft=True)] if any(arm["token_overhead"] for arm in data["arms"]) else []
 
 
 COST_NOTE = (
     "Median step time of these runs on this machine. 'emulated' is exact 4-bit arithmetic carried out in wider "
-    "multipliers: its "
-    "speed says nothing about hardware with 4-bit units. The speed against the baseline is the mean over seeds of the "
-    "ratio in each, with the lowest and the highest."
+    "multipliers: its speed says nothing about hardware with 4-bit units. The speed against the baseline is the mean "
+    "over seeds of the ratio in each, with the lowest and the highest."
 )
 
 
@@ -301,20 +297,15 @@ def method(plan: Plan) -> list[str]:
     many = len(plan.of_kind(CANDIDATE))
     words = (
         f"Outcome: {plan.to_json()['outcome']}. The margin ±{plan.margin} was written into plan.json on "
-        f"{plan.written}, before the "
-        "first step. In each seed all arms share initialisation, data order, batches and schedule; only precision "
-        "differs. The "
-        "interval is Student's over the paired differences of seeds, never within a run. PASS: the interval lies "
-        "inside the margin. FAIL: wholly beyond it. A wrong PASS has probability 5% at most in the whole study: the "
-        f"plan fixed its looks ({spent}) and its candidates ({many}; Holm: the first to pass needs a level {many} "
-        "times smaller, the next less; a FAIL is each candidate's own, at the look's level). Seeds that were added "
-        "later are shown and count in no verdict. Noise that is skewed over seeds costs more than 5% (docs/parity.md)."
+        f"{plan.written}, before the first step. In each seed all arms share initialisation, data order, batches and "
+        "schedule; only precision differs. The interval is Student's over the paired differences of seeds, never "
+        "within a run. PASS: the interval lies inside the margin. FAIL: wholly beyond it. A wrong PASS has probability "
+        f"5% at most in the whole study: the plan fixed its looks ({spent}) and its candidates ({many}; Holm: the "
+        f"first to pass needs a level {many} times smaller, the next less; a FAIL is each candidate's own, at the "
+        "look's level). Seeds that were added later are shown and count in no verdict. Noise that is skewed over seeds "
+        "costs more than 5% (docs/parity.md)."
     )
     return [page.paragraph(words)]
-
-
-def command(plan: Plan) -> str:
-    return f"<pre>{page.page.text(plan.command)}</pre>" if plan.command else ""
 
 
 def markdown(plan: Plan, data: Data) -> str:
@@ -328,21 +319,17 @@ def markdown(plan: Plan, data: Data) -> str:
     lines += [f"Next: {line}" for line in data["next"]] + [""] * bool(data["next"])
     lines += [f"| arm | verdict | gap, {unit} [90% over seeds] | seeds |", "|---|---|---|---|"]
     for arm in data["arms"]:
-        word = arm["verdict"]["word"] if arm.get("verdict") else "baseline"
-        lines.append(
-            f"| {arm['name']} | {word} | {interval_text(arm['interval'], unit)} | "
-            f"{len(arm['gaps']) or len(arm['final'])} |"
-        )
+        word, _, gap, seeds = told(arm)
+        lines.append(f"| {arm['name']} | {word} | {gap} | {seeds} |")
     return "\n".join([*lines, ""])
 
 
-def print_report(data: Data, file: Any = None) -> None:
+def print_report(data: Data) -> None:
     """The table, the verdict line and the scope line, for a terminal."""
     from rich.console import Console
 
-    out = file or sys.stdout
     data = spelled_out(data)
-    console = Console(file=out, width=None if out.isatty() else 160, highlight=False)
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160, highlight=False)
     console.print("")
     _print_table(console, data["arms"])
     if data["plan"]["candidates"] > 2 and data["ranking"]:
@@ -370,11 +357,8 @@ def print_report(data: Data, file: Any = None) -> None:
 def _print_table(console: Any, arms: Sequence[Data]) -> None:
     rows = []
     for arm in arms:
-        losses = list(arm["final"].values())
-        mean = f"{sum(losses) / len(losses):.4f}" if losses else "-"
-        gap = interval_text(arm["interval"], arm["unit"])
-        word = arm["verdict"]["word"] if arm.get("verdict") else "baseline"
-        rows.append((arm["name"], mean, gap, str(len(arm["gaps"]) or len(losses)), word, ", ".join(arm["execution"])))
+        word, mean, gap, seeds = told(arm)
+        rows.append((arm["name"], mean or "-", gap, seeds, word, ", ".join(arm["execution"])))
     console.print(_table(("arm", "loss", f"gap, {arms[0]['unit']} [90% over seeds]", "seeds", "verdict", "runs"), rows))
 
 

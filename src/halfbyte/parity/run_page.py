@@ -31,7 +31,7 @@ def write_run_page(directory: Path, *, sample: tuple[str, str] | None = None) ->
     curve = read_curve(directory, config.recipe)
     title = f"{config.name}: {config.model.name}, {config.recipe}, seed {config.seed}"
     path = directory / FILE
-    parts = sections(directory, title, config, manifest, curve, sample)
+    parts = sections(directory, config, manifest, curve, sample)
     replace_file(path, page.html_page(title, parts))
     return path
 
@@ -40,14 +40,13 @@ def sample_section(sample: tuple[str, str] | None) -> str:
     """What the model wrote, its prompt apart."""
     if sample is None:
         return ""
-    prompt, written = map(page.page.text, sample)
+    prompt, written = map(page.text, sample)
     return page.section("Sample", f'<p class="soft">after {prompt}</p>', f'<p class="sample">{written}</p>')
 
 
 def sections(
-    directory: Path, title: str, config: TrainConfig, manifest: Mapping[str, Any], curve: Curve,
-    sample: tuple[str, str] | None,
-) -> list[str]:  # fmt: skip
+    directory: Path, config: TrainConfig, manifest: Mapping[str, Any], curve: Curve, sample: tuple[str, str] | None
+) -> list[str]:
     size = body_size(config.model)
     tokens = int(curve.tokens[-1])
     loss, _ = end_of(curve)
@@ -62,9 +61,8 @@ def sections(
     scope = f"{size:,} parameters without embeddings, {read}. {CAVEAT}"
     facts = {"run": str(directory), **environment(config, str(manifest.get("device", "")))}
     return [
-        f"<h1>{page.page.text(title)}</h1>",
-        f'<div class="verdict"><strong>{page.page.text(head)}</strong>{page.paragraph(scope, soft=True)}</div>',
-        page.section("Curves", '<div class="figures">' + "".join(figures(curve)) + "</div>"),
+        page.verdict(head, page.paragraph(scope, soft=True)),
+        page.figures("Curves", figures(curve)),
         page.section("By source of text", source_table(curve)),
         sample_section(sample),
         radar_section([{"name": config.recipe, "radar": probes(directory, config.seed)}]),

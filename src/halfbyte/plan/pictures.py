@@ -54,10 +54,7 @@ def _flat(row: Mapping[str, Any], under: str = "") -> Iterator[tuple[str, Any]]:
 def page(title: str, data: Mapping[str, Any], found: Mapping[str, Outcome]) -> str:
     """One self-contained page."""
     recipes = data["recipes"]
-    parts = [
-        f"<h1>{text(title)}</h1>",
-        *(notice(f"{name}: {each}") for name in recipes for each in recipes[name]["problems"]),
-    ]
+    parts = [notice(f"{name}: {each}") for name in recipes for each in recipes[name]["problems"]]
     parts += [paragraph(f"{name}: {each}", soft=True) for name in recipes for each in recipes[name]["remarks"]]
     parts.append(
         section("Recipes", table(COLUMNS, [cells(name, row) for name, row in recipes.items()]), paragraph(data["band"]))

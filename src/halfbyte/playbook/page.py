@@ -70,7 +70,6 @@ def sections(records: Records, decision: Decision, table: list[Point]) -> list[s
     study = records.data("parity")
     plan = plan_from_json(study["plan"], "the study's plan") if study else None
     return [
-        f"<h1>{page.page.text(title(records))}</h1>",
         head(decision),
         page.section("Point by point", point_table(records, table)),
         *(study_sections(plan, study) if plan and study else ()),
@@ -85,8 +84,8 @@ def sections(records: Records, decision: Decision, table: list[Point]) -> list[s
 
 def head(decision: Decision) -> str:
     kind = "" if decision.small else {SWITCH: "good", DO_NOT: "bad"}.get(decision.word, "")
-    lines = "".join(page.paragraph(line) for line in (*decision.because, decision.speed))
-    return f'<div class="verdict {kind}"><strong>{page.page.text(decision.sentence)}</strong>{lines}</div>'
+    lines = (page.paragraph(line) for line in (*decision.because, decision.speed))
+    return page.verdict(decision.sentence, *lines, kind=kind)
 
 
 def point_table(records: Records, table: list[Point]) -> str:
@@ -103,7 +102,7 @@ def made_by(point: Point) -> str:
 def study_sections(plan: Plan, study: Mapping[str, Any]) -> list[str]:
     return [
         page.section("Gap over seeds", gap_figure(plan, study), arm_table(study)),
-        page.section("Curves", '<div class="figures">' + "".join(curve_figures(plan, study)) + "</div>"),
+        page.figures("Curves", curve_figures(plan, study)),
         page.section("Controls", *control_lines(plan, study)),
         page.section("By source of text", source_table(study)),
         radar_section(study["arms"]),
@@ -115,7 +114,7 @@ def noise(records: Records) -> str:
     if found is None:
         return ""
     gemms = {(g["layer"], g["site"], g["gemm"]): g["snr_db"] for g in found["gemms"]}
-    return noise_figure(gemms, found["wanted"]) + f"<pre>--policy {page.page.text(repr(found['policy']))}</pre>"
+    return noise_figure(gemms, found["wanted"]) + page.code(f"--policy {found['policy']!r}")
 
 
 def ablation(records: Records) -> str:

@@ -2,4 +2,4 @@
 paper."""
 
 from .charts import Axes, Band, Dot, Row, Series, forest, heat_map, line_chart
-from .page import details, figure, html_page, notice, paragraph, section, table
+from .page import code, details, figure, figures, html_page, notice, paragraph, section, table, text, verdict

@@ -15,7 +15,7 @@ def text(value: object) -> str:
 
 
 def html_page(title: str, body: Iterable[str]) -> str:
-    """The whole document. Its own policy forbids every request and every script."""
+    """The whole document, under its title. Its own policy forbids every request and every script."""
     policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -23,7 +23,7 @@ def html_page(title: str, body: Iterable[str]) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         f'<link rel="icon" '
         f'href="data:,">\n<title>{text(title)}</title>\n<style>\n{STYLE}\n</style>\n</head>\n<body>\n<main>\n'
-        + "\n".join(body)
+        + "\n".join([f"<h1>{text(title)}</h1>", *body])
         + "\n</main>\n</body>\n</html>\n"
     )
 
@@ -38,6 +38,16 @@ def paragraph(words: object, *, soft: bool = False) -> str:
     return f"<p{' class=soft' if soft else ''}>{text(words)}</p>"
 
 
+def code(words: object) -> str:
+    """Something to be typed."""
+    return f"<pre>{text(words)}</pre>"
+
+
+def verdict(words: object, *parts: str, kind: str = "") -> str:
+    """What a page says, and what belongs to it; `kind`: good, bad, or neither."""
+    return f'<div class="verdict {kind}"><strong>{text(words)}</strong>{"".join(parts)}</div>'
+
+
 def notice(words: object) -> str:
     """Something that must not be overlooked."""
     return f'<p class="notice"><strong>{text(words)}</strong></p>'
@@ -47,6 +57,11 @@ def figure(title: str, svg: str, note: str = "") -> str:
     """A picture under its title."""
     below = f'<br><span class="soft">{text(note)}</span>' if note else ""
     return f"<figure><figcaption>{text(title)}{below}</figcaption>{svg}</figure>"
+
+
+def figures(title: str, parts: Iterable[str]) -> str:
+    """A section of pictures side by side."""
+    return section(title, '<div class="figures">' + "".join(parts) + "</div>")
 
 
 def details(title: str, words: str) -> str:
