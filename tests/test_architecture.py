@@ -30,6 +30,7 @@ LAYER_OF = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 ACROSS = {("cli", "runs"), ("formats", "devices")}
 LONGEST_FILE = 600
 MOST_PARAMETERS = 7
+MOST_ANY = 150  # in ops and kernels
 # Entry points, whose parameters are what a person may say.
 WITH_MANY_PARAMETERS = [
     "data.loader", "data.prepare", "data.synthetic", "formats.quantize", "interchange.export_model", "ops.mlp",
@@ -148,6 +149,12 @@ def long_signatures(source: Path) -> list[str]:
     return sorted(found)
 
 
+def uses_of_any(source: Path) -> int:
+    """How often `Any` stands in annotations and aliases of a tree."""
+    trees = (ast.parse(file.read_text(encoding="utf-8")) for file in sorted(source.rglob("*.py")))
+    return sum(isinstance(node, ast.Name) and node.id == "Any" for tree in trees for node in ast.walk(tree))
+
+
 def vague_names(source: Path) -> list[str]:
     return [name for name in modules(source) if VAGUE_NAMES & set(name.split("."))]
 
@@ -190,6 +197,10 @@ def test_no_long_files():
 
 def test_only_entry_points_take_many_parameters():
     assert long_signatures(SOURCE) == WITH_MANY_PARAMETERS
+
+
+def test_the_way_to_a_kernel_is_typed():
+    assert uses_of_any(SOURCE / "ops") + uses_of_any(SOURCE / "kernels") < MOST_ANY
 
 
 def test_no_vague_module_names():
@@ -283,6 +294,11 @@ def test_checker_sees_a_long_signature(tmp_path):
     text = f"def few({seven}): ...\ndef many({seven}, **options): ...\nclass A:\n    def of(self, {eight}): ...\n"
     source = write_tree(tmp_path, {"ops/a.py": text + f"    def well(self, {seven}): ...\n"})
     assert long_signatures(source) == ["ops.many", "ops.of"]
+
+
+def test_checker_counts_any(tmp_path):
+    text = "from typing import Any\nx: Any = 1\ndef f(a: list[Any]) -> Any: ...\n"
+    assert uses_of_any(write_tree(tmp_path, {"ops/a.py": text})) == 3
 
 
 def test_checker_sees_a_machine_path(tmp_path):

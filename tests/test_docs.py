@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+EVIDENCE = sorted((ROOT / "docs" / "evidence").rglob("*.md"))
 
 
 def without_comments(text):
@@ -33,7 +34,7 @@ def test_linked_files_exist(document):
     assert missing == []
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", [*DOCUMENTS, *EVIDENCE], ids=lambda path: str(path.relative_to(ROOT)))
 def test_lines_of_prose_fit_a_screen(document):
     blocks = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.M | re.S)
     assert [line for line in blocks.splitlines() if len(line) > 120 and not line.lstrip().startswith("|")] == []

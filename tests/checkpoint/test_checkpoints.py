@@ -18,7 +18,7 @@ from halfbyte.checkpoint import (
     RunDirectoryHeld,
     RunLock,
     aside,
-    checksums,
+    inspect,
 )
 from halfbyte.checkpoint import store as store_module
 
@@ -27,6 +27,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:coroutine.*was never awaited:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
+
+
+def checksums(tree):
+    return {name: found.checksum for name, found in inspect(tree).items()}
 
 
 def test_round_trip_with_caller_json(tmp_path):

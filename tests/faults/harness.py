@@ -72,7 +72,7 @@ def table(rows: list[dict], seconds: float, spent: float, seed: int, *, planned:
     head = (
         f"{len(rows)} faults of {len(kinds)} kinds, seed {seed}, in {seconds / 60:.1f} minutes and "
         f"{spent / 60:.1f} of the processes' own time: "
-        f"{len(rows) - len(bad)} as they must be, {len(bad)} not. Linux, CPU, {len(os.sched_getaffinity(0))} cores, "
+        f"{len(rows) - len(bad)} as they must be, {len(bad)} not.\nLinux, CPU, {len(os.sched_getaffinity(0))} cores, "
         f"Python {platform.python_version()}, JAX {importlib.metadata.version('jax')}.\n\n"
         "| kind | n | s each | as it must be | what came of it (the last) |\n|---|---|---|---|---|\n"
     )

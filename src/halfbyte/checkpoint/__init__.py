@@ -1,7 +1,7 @@
 """Checkpoints that notice damage, and the lock that keeps a run directory to one writer."""
 
 from .beside import GoneCheckpoint, reading
-from .checksum import LARGEST, checksum, checksums, inspect, named_leaves
+from .checksum import LARGEST, checksum, inspect, named_leaves
 from .lock import LOCK, RunDirectoryHeld, RunLock
 from .record import (
     CheckpointMismatch,

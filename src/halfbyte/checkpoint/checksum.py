@@ -95,11 +95,6 @@ def inspect(tree: Any) -> dict[str, Inspected]:
     }
 
 
-def checksums(tree: Any) -> dict[str, str]:
-    """Sixteen hexadecimal digits a leaf, by path."""
-    return {name: found.checksum for name, found in inspect(tree).items()}
-
-
 def disagreements(stored: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
     """Names whose checksum is not the stored one, sorted."""
     return sorted(name for name in stored if found.get(name) != stored[name])

@@ -7,7 +7,6 @@ import fcntl
 import os
 import socket
 from pathlib import Path
-from types import TracebackType
 from typing import TextIO
 
 from halfbyte.inputs import no_follow
@@ -72,7 +71,5 @@ class RunLock:
     def __enter__(self) -> "RunLock":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

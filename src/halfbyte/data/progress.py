@@ -2,7 +2,6 @@
 
 import sys
 import time
-from types import TracebackType
 from typing import Self
 
 import rich.console
@@ -28,30 +27,24 @@ class Meter:
                 rich.progress.DownloadColumn(binary_units=True),
                 rich.progress.TransferSpeedColumn(),
                 rich.progress.TimeRemainingColumn(),
-                rich.progress.TextColumn("{task.fields[note]}", markup=False),
                 console=rich.console.Console(stderr=True),
             )
-            self._task = self._bar.add_task(self.label, total=self.total, note="")
+            self._task = self._bar.add_task(self.label, total=self.total)
 
-    def advance(self, amount: int, note: str = "") -> None:
+    def advance(self, amount: int) -> None:
         self.done += amount
         if self._bar is not None:
-            self._bar.update(self._task, advance=amount, note=note)
+            self._bar.update(self._task, advance=amount)
         elif self._lines and time.monotonic() - self._said >= SECONDS_BETWEEN_LINES:
             self._said = time.monotonic()
             seconds = self._said - self._begun
-            print(
-                f"{self.label}: {100 * self.done / self.total:.0f}% after {seconds:.0f} s {note}".rstrip(),
-                file=sys.stderr,
-            )
+            print(f"{self.label}: {100 * self.done / self.total:.0f}% after {seconds:.0f} s", file=sys.stderr)
 
     def __enter__(self) -> Self:
         if self._bar is not None:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()

@@ -186,9 +186,8 @@ def _scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
     )
 
 
-def _whole(fields: Mapping[str, Any], field: str, default: int | None = None) -> int:
+def _whole(fields: Mapping[str, Any], field: str) -> int:
     value = fields.get(field)
-    value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
         raise ValueError(f"import: {field} must be a whole number of 1 or more, got {printable(repr(value))[:100]}")
     return value

@@ -118,15 +118,12 @@ def _not_finite(folder: Folder, name: str) -> ValueError:
     )
 
 
-def load_params(
-    folder: Folder, cfg: LlamaConfig, *, mesh: Mesh | None = None, rules: Rules = DEFAULT_RULES,
-    watch: Watch | None = None,
-) -> Params:  # fmt: skip
-    """The model's parameters, float32, on `mesh` by `rules` or on the first device. `watch` gets (tensors done, of)."""
+def load_params(folder: Folder, cfg: LlamaConfig, *, mesh: Mesh | None = None, rules: Rules = DEFAULT_RULES) -> Params:
+    """The model's parameters, float32, on `mesh` by `rules` or on the first device."""
     todo, layout = check_tensors(folder, cfg), layout_of(folder.config)
     specs = declared(cfg)
     params: dict[str, jax.Array] = {}
-    for done, site in enumerate(sorted(todo, key=lambda site: site.path)):
+    for site in sorted(todo, key=lambda site: site.path):
         spec = specs[site.path]
         where = _sharding(spec, mesh, rules)
         if site.path not in params:
@@ -137,8 +134,6 @@ def load_params(
         at = tuple(jnp.int32(number) for number in site.at)
         params[site.path] = _put(params[site.path], part, at, site.transposed)
         jax.block_until_ready(params[site.path])  # or the queue would hold several tensors at once
-        if watch is not None:
-            watch(done + 1, len(todo))
     return nest({path: params[path] for path in specs})
 
 

@@ -24,7 +24,7 @@ class Display(Protocol):
 
     def step(self, row: Row) -> None: ...
 
-    def note(self, text: str, *, style: str = "") -> None: ...
+    def note(self, text: str) -> None: ...
 
     def close(self) -> None: ...
 
@@ -115,8 +115,8 @@ class Lines:
         numbers = "  ".join(f"{label} {value}" for label, value in cells(row).items())
         self.note(f"step {row['step']:>{len(str(self._steps))}}/{self._steps}  {numbers}")
 
-    def note(self, text: str, *, style: str = "") -> None:
-        self._console.print(Text(printable(text), style=style), soft_wrap=True)
+    def note(self, text: str) -> None:
+        self._console.print(Text(printable(text)), soft_wrap=True)
 
     def close(self) -> None:
         pass
@@ -144,8 +144,8 @@ class Panel:
             self._drawn = time.monotonic()
             self._live.update(self._picture())
 
-    def note(self, text: str, *, style: str = "") -> None:
-        self._live.console.print(Text(printable(text), style=style))
+    def note(self, text: str) -> None:
+        self._live.console.print(Text(printable(text)))
 
     def close(self) -> None:
         self._live.update(self._picture(), refresh=True)

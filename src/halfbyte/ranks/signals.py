@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 WATCHED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -47,9 +47,7 @@ class Signals:
                     self.on_signal(signal.Signals(number).name)
         os.close(reading)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         signal.set_wakeup_fd(self._old_fd)
         for number, handler in self._old.items():
             signal.signal(number, handler if self._afterwards is None else self._afterwards)

@@ -26,13 +26,10 @@ _ALIASES = {
 }
 
 
-def _preset(name: str, base: Recipe, description: str, changes: dict) -> Recipe:
+def preset(name: str, base: Recipe, description: str, changes: dict) -> Recipe:
     made = dataclasses.replace(base, name=name, description=description, **changes)
     _PRESETS[name], _NEIGHBOUR[name] = made, base.name
     return made
-
-
-preset = _preset  # for those of `league`
 
 
 def _formats(base: Recipe, format: BlockFormat, gradient: BlockFormat) -> dict:
@@ -45,20 +42,20 @@ def _formats(base: Recipe, format: BlockFormat, gradient: BlockFormat) -> dict:
 bf16 = Recipe("bf16", description="no quantization: bfloat16 operands, float32 accumulation")
 _PRESETS["bf16"] = bf16
 
-fp8 = _preset(
+fp8 = preset(
     "fp8", bf16, "one current scale a tensor: E4M3 forward, E5M2 for the gradient dy", _formats(bf16, FP8, FP8_E5M2)
 )
-mxfp8 = _preset(
+mxfp8 = preset(
     "mxfp8", fp8, "blocks of 32, E8M0 scales rounded up as Transformer Engine does, E4M3", _formats(fp8, MXFP8, MXFP8)
 )
-mxfp8_floor = _preset(
+mxfp8_floor = preset(
     "mxfp8_floor",
     mxfp8,
     "mxfp8 with scales rounded down, the rule of the OCP text: block maxima may saturate",
     mxfp8.with_operands(ROLES, format=MXFP8_FLOOR),
 )
 
-nvfp4 = _preset(
+nvfp4 = preset(
     "nvfp4",
     bf16,
     "the published recipe: 2D weight blocks, stochastic gradients, Hadamard in WGRAD",
@@ -70,55 +67,55 @@ nvfp4 = _preset(
         "wgrad_dy": dataclasses.replace(bf16.wgrad_dy, format=NVFP4, hadamard=True, rounding="stochastic"),
     },
 )
-nvfp4_no_rht = _preset(
+nvfp4_no_rht = preset(
     "nvfp4_no_rht", nvfp4, "nvfp4 without the Hadamard transforms", nvfp4.with_operands(GEMMS["wgrad"], hadamard=False)
 )
-nvfp4_no_sr = _preset(
+nvfp4_no_sr = preset(
     "nvfp4_no_sr", nvfp4, "nvfp4 with gradients rounded to nearest", nvfp4.with_operands(GRADIENTS, rounding="rne")
 )
-nvfp4_no_2d = _preset(
+nvfp4_no_2d = preset(
     "nvfp4_no_2d",
     nvfp4,
     "nvfp4 with 1D weight blocks: fprop and dgrad see different weights",
     nvfp4.with_operands(WEIGHTS, block="1d"),
 )
-nvfp4_bf16_weights = _preset(
+nvfp4_bf16_weights = preset(
     "nvfp4_bf16_weights",
     nvfp4,
     "nvfp4 with weights rounded to bfloat16 before they are quantized, as Transformer Engine does",
     nvfp4.with_operands(WEIGHTS, source="bfloat16"),
 )
-nvfp4_shared_scales = _preset(
+nvfp4_shared_scales = preset(
     "nvfp4_shared_scales",
     nvfp4,
     "nvfp4 with one weight scale for q, k and v and one for gate and up, as serving engines fuse them",
     {"shared_scales": True},
 )
-nvfp4_rht_everywhere = _preset(
+nvfp4_rht_everywhere = preset(
     "nvfp4_rht_everywhere",
     nvfp4,
     "nvfp4 with the Hadamard transform in all three GEMMs",
     nvfp4.with_operands(ROLES, hadamard=True),
 )
-nvfp4_sr_everywhere = _preset(
+nvfp4_sr_everywhere = preset(
     "nvfp4_sr_everywhere",
     nvfp4,
     "nvfp4 with all six operands rounded stochastically",
     nvfp4.with_operands(ROLES, rounding="stochastic"),
 )
-mxfp4 = _preset(
+mxfp4 = preset(
     "mxfp4",
     nvfp4_no_2d,
     "the same ingredients on blocks of 32 with E8M0 scales, rounded up; they have no 2D form",
     nvfp4_no_2d.with_operands(ROLES, format=MXFP4),
 )
-mxfp4_floor = _preset(
+mxfp4_floor = preset(
     "mxfp4_floor",
     mxfp4,
     "mxfp4 with scales rounded down, the rule of the OCP text: block maxima may saturate",
     mxfp4.with_operands(ROLES, format=MXFP4_FLOOR),
 )
-fp4_one_scale = _preset(
+fp4_one_scale = preset(
     "fp4_one_scale",
     bf16,
     "broken on purpose: 4-bit elements under one scale a tensor, all rounded to nearest; a control that must fail",
