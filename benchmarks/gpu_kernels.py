@@ -25,7 +25,6 @@ import codes_cases  # noqa: E402
 import f8_cases  # noqa: E402
 import gemm_cases  # noqa: E402
 import kernel_cases  # noqa: E402
-import swiglu_cases  # noqa: E402
 from kernel_timing import run_cases, table  # noqa: E402
 
 from halfbyte.cli.bench import versions  # noqa: E402
@@ -45,7 +44,7 @@ def main() -> int:
     groups = {
         "passes": kernel_cases.pass_cases,
         "weights": kernel_cases.weight_cases,
-        "swiglu": swiglu_cases.cases,
+        "swiglu": kernel_cases.swiglu_cases,
         "codes": codes_cases.cases,
         "gemm": gemm_cases.cases,
         "f8": f8_cases.cases,
