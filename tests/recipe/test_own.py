@@ -91,13 +91,14 @@ def test_packages_offer_recipes_and_policies_by_entry_points(monkeypatch, mine):
         importlib.metadata.EntryPoint("theirs", "halfbyte.recipe:bf16_like", "halfbyte.recipes"),
         importlib.metadata.EntryPoint("their_layers", "halfbyte.recipe:Policy", "halfbyte.policies"),
     ]
-    made = dataclasses.replace(hb.recipe("bf16"), name="theirs")
+    made = dataclasses.replace(hb.recipe("nvfp4"), dgrad_dy=hb.OperandPolicy())  # with the preset's name
     values = {"theirs": made, "their_layers": hb.Policy("their layers", (hb.Rule("*", made),))}
     monkeypatch.setattr(importlib.metadata.EntryPoint, "load", lambda self: values[self.name])
     asked = []
     find = lambda: asked.append(1) or importlib.metadata.EntryPoints(points)  # noqa: E731
     monkeypatch.setattr(own, "entry_points", find)
     monkeypatch.setattr(own, "_offered", functools.cache(own._offered.__wrapped__))
-    assert recipe("theirs") == made
+    assert recipe("theirs") == dataclasses.replace(made, name="theirs") != recipe("nvfp4")
+    assert recipe(recipe("theirs").name) == recipe("theirs")
     assert policy("their_layers", "nvfp4") == values["their_layers"]
     assert policy("mlp", "nvfp4").name == "mlp" and len(asked) == 1  # not once for each config that is made

@@ -132,7 +132,9 @@ def recipe(name: str) -> Recipe:
     if mixed is not None:
         return blend(recipe(mixed[0]), recipe(mixed[1]), mixed[2])
     found = _PRESETS.get(_ALIASES.get(name, name))
-    found = found or from_package(name, "recipe")
+    if found is None and (offered := from_package(name, "recipe")) is not None:
+        # Configs and arms hold this name, whatever the package calls the recipe: it may be a preset's.
+        return dataclasses.replace(as_recipe(offered, f"the package that offers {name}"), name=name)
     if found is None:
         near = difflib.get_close_matches(name, [*_PRESETS, *_ALIASES], n=3, cutoff=0.4) or recipe_names()
         raise ValueError(f"no recipe named {name!r}; did you mean {', '.join(near)}? `halfbyte recipes` lists them all")
