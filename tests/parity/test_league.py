@@ -13,6 +13,7 @@ from halfbyte.parity.between import ranking
 from halfbyte.parity.plan import Screen, load_plan, settle
 from halfbyte.parity.screening import FOLDER, round_of, screened
 from halfbyte.parity.statistics import over_seeds
+from halfbyte.recipe import recipe_names
 
 NAMES = ("nvfp4", "mxfp4", "fp8", "mxfp8")
 PUT_IN = {"bf16": 0.0, "nvfp4": 0.02, "mxfp4": 0.06, "fp8": 0.002, "mxfp8": 0.004, "bf16-twin": 0.001,
@@ -96,6 +97,20 @@ def test_a_league_as_typed_is_interrupted_resumed_and_shared_by_hosts(tmp_path, 
     begun = [job for job in trained if job]
     assert len(begun) == len(set(begun)) == 7 + 5 * 3 and {steps for steps, *_ in begun[:7]} == {3}
     assert load_plan(out).screen == Screen(3, "2") and load_plan(out).base.policy == "all_linear"
+
+
+def test_the_field_is_every_preset_that_the_models_shapes_allow(tmp_path, monkeypatch, capfd):
+    """The demo's k has 64 outputs, and blocks of 128 do not cut them; what is named and cannot run is an error, before
+    the first arm is trained."""
+    monkeypatch.setattr(runner, "train", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert main(["league", "--steps", "4", "--out", str(tmp_path / "all")]) == 75
+    said = capfd.readouterr().out
+    assert "quartet2 is left out: layers/attention/k" in said and "tetrajet2 is left out" in said
+    arms = {arm.name for arm in load_plan(tmp_path / "all").arms}
+    assert arms == {*recipe_names(), "bf16-twin", "control-fp4_one_scale"} - {"quartet2", "tetrajet2", "fp4_one_scale"}
+    assert main(["league", "--recipes", "nvfp4,quartet2", "--steps", "4", "--out", str(tmp_path / "two")]) == 2
+    said = " ".join(capfd.readouterr().err.split())
+    assert "arm 'quartet2' cannot run: layers/attention/k" in said and not (tmp_path / "two").exists()
 
 
 @pytest.mark.parametrize("flags, message", [

@@ -9,17 +9,21 @@ rule in plan.json. Ctrl-C keeps what is done and writes the report; the same com
 
 Exit code 0: the ranking is there, whatever it says."""
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from halfbyte.cli.result import Result
-from halfbyte.cli.study import Study, conduct, plan_of
+from halfbyte.cli.screen import say
+from halfbyte.cli.study import Study, base_run, checks_of, conduct, plan_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class Args(Study):
     recipes: str = ""
-    """RECIPE or RECIPE@POLICY, several with commas; default every preset (`halfbyte recipes`)."""
+    """RECIPE or RECIPE@POLICY, several with commas; default every preset (`halfbyte recipes`) that the shapes of the
+    model allow."""
     model: str = "demo"
     """A named run (demo, llama-60m, ...) or a config file (.json)."""
     policy: str = "all_linear"
@@ -38,7 +42,22 @@ def run(args: Args) -> Result:
 
     field = [text for text in args.recipes.split(",") if text.strip()]
     if not field and not args.arms:
-        field = [name for name in recipe_names() if name not in (args.baseline.partition("@")[0], BROKEN)]
+        names = [name for name in recipe_names() if name not in (args.baseline.partition("@")[0], BROKEN)]
+        field = names if args.report else those_that_fit(args, names)
     screen = Screen(args.screen, args.keep) if args.screen else None
     plan = plan_of(args, args.model, field, screen=screen)
     return conduct(args, plan, Path(args.out or f"league/{plan.base.name}"))
+
+
+def those_that_fit(args: Args, names: Sequence[str]) -> list[str]:
+    """The recipes that can cut this model's linears into their blocks; the others are said, with the reason."""
+    base = base_run(args, args.model)
+    check, field = checks_of(base), []
+    check(dataclasses.replace(base, recipe="bf16"))  # what is wrong with every one of them is an error
+    for name in names:
+        try:
+            check(dataclasses.replace(base, recipe=name))
+            field.append(name)
+        except ValueError as error:
+            say(f"{name} is left out: {error}")
+    return field

@@ -1,9 +1,10 @@
 """What `parity` and `league` share: the flags of a comparison, its base run and plan, and its end in a report."""
 
 import dataclasses
+import functools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -116,14 +117,40 @@ def check_validation(base: "TrainConfig") -> None:
         )
 
 
+def checks_of(base: "TrainConfig") -> Callable[["TrainConfig"], Any]:
+    """What `halfbyte train` checks before it compiles, on this machine and data: shapes, mesh and memory of a run."""
+    import jax
+
+    from halfbyte.devices import lookup
+    from halfbyte.train import check, open_source, run_mesh
+    from halfbyte.train.preflight import memory_of
+
+    here = jax.local_devices()[0]
+    return functools.partial(
+        check, mesh=run_mesh(base), seq=open_source(base).seq, device=lookup(here), memory=memory_of(here)
+    )
+
+
+def check_arms(plan: "Plan") -> None:
+    """ValueError, naming the arm, where one of them cannot run: before the first is trained, not after hours of it."""
+    check = checks_of(plan.base)
+    for arm in plan.arms:
+        try:
+            check(arm.configure(plan.base, plan.seeds[0]))
+        except ValueError as error:
+            raise ValueError(f"arm {arm.name!r} cannot run: {error}") from None
+
+
 def conduct(args: Study, plan: "Plan", directory: Path, *, within: float = math.inf) -> Result:
     """Settle the plan, run what is not done yet and begins `within` so many seconds, the screening round first, and
     write the report."""
-    from halfbyte.parity.plan import settle
+    from halfbyte.parity.plan import load_plan, settle
     from halfbyte.parity.screening import screened
 
     if not args.report:
         check_validation(plan.base)
+    if not args.report and load_plan(directory) is None:
+        check_arms(plan)
     plan = load(directory) if args.report else settle(directory, plan)
     say(describe(plan, directory))
     stopped = None if args.report else run_all(args, plan, directory, within=within)
