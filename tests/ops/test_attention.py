@@ -14,7 +14,7 @@ from halfbyte import devices, program
 from halfbyte.devices import target_cudnn
 from halfbyte.nn import attention as module
 from halfbyte.nn import attention_blocks as blocks
-from halfbyte.nn.attention import attention, cached_attention, choose_attention
+from halfbyte.nn.attention import attention, choose_attention, visible_attention
 from halfbyte.sharding import make_mesh, parse_mesh
 
 
@@ -160,7 +160,7 @@ def test_cached_attention_sees_what_is_visible():
     q, k, v = inputs(2, 10, 4, 2, 8)
     visible = jnp.asarray(np.arange(10)[None, None] < np.array([4, 9])[:, None, None])
     q, k, v = (np.asarray(x) for x in (q, k, v))
-    ours = jax.jit(cached_attention)(q[:, :1], k, v, visible)
+    ours = jax.jit(visible_attention)(q[:, :1], k, v, visible)
     for row, length in enumerate((4, 9)):
         # the query of position 0, asked as the last of `length` positions
         moved = q[row : row + 1, np.zeros(length, int)]

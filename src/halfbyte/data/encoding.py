@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from halfbyte.data.files import Chunk, json_records, pieces_of
-from halfbyte.data.splitting import TRAIN, VALIDATION, SplitRule, Summary, key_of
+from halfbyte.data.splitting import TRAIN, VALIDATION, SplitRule, Summary, key_of, merge_summaries
 from halfbyte.data.tokenizer import Tokenizer
 
 
@@ -118,12 +118,8 @@ def check_utf8(chunk: Chunk) -> None:
 
 def summarize(chunk: Chunk, default_source: str) -> dict[str, Summary]:
     """Per-source summary of a jsonl chunk."""
-    found: dict[str, Summary] = {}
-    for data, source in json_records(chunk):
-        if data.strip():
-            name, summary = source or default_source, Summary.of(key_of(data), len(data))
-            found[name] = found[name].merge(summary) if name in found else summary
-    return found
+    texts = ((data, source or default_source) for data, source in json_records(chunk) if data.strip())
+    return merge_summaries({source: Summary.of(key_of(data), len(data))} for data, source in texts)
 
 
 def text_key(pieces: Iterator[Chunk]) -> tuple[int, int]:

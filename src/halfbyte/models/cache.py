@@ -17,7 +17,7 @@ from halfbyte.models.context import PLAIN, Context, LayerContext
 from halfbyte.models.llama import begin, block, normed, project_logits, rope_of
 from halfbyte.models.params import Params
 from halfbyte.models.walk import through_layers
-from halfbyte.nn.attention import attention, cached_attention
+from halfbyte.nn.attention import attention, visible_attention
 
 
 class Cache(NamedTuple):
@@ -83,7 +83,7 @@ def decode_step(
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             kept[:] = [old.at[rows, cache.lengths].set(new[:, 0]) for old, new in zip(entry, (k, v), strict=True)]
-            return cached_attention(q, kept[0], kept[1], visible)
+            return visible_attention(q, kept[0], kept[1], visible)
 
         return block(cfg, weights, x, tables, here, attend), kept
 

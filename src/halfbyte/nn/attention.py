@@ -119,13 +119,6 @@ def cudnn_unsupported(
     return None
 
 
-def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
-    """Attention of few queries over a cache, [batch, queries, heads, head_dim]. `visible` bool [batch, queries, cache
-    length].
-    """
-    return _xla_block(q, k, v, visible)
-
-
 def _platform(mesh: Mesh | None) -> str:
     return jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
 
@@ -155,11 +148,13 @@ def _xla_rows(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | No
     visible = rows >= lax.broadcasted_iota(jnp.int32, (1, stop - start, stop), 2)
     if segments is not None:
         visible = visible & (segments[:, start:stop, None] == segments[:, None, :stop])
-    return _xla_block(q[:, start:stop], k[:, :stop], v[:, :stop], visible)
+    return visible_attention(q[:, start:stop], k[:, :stop], v[:, :stop], visible)
 
 
-def _xla_block(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
-    """Scores of every query against every key in float32; query heads grouped by their key head, nothing repeated."""
+def visible_attention(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
+    """Attention [batch, queries, heads, head_dim] over the keys of a block, or of a cache, that are `visible`, bool
+    [batch, queries, keys]. Scores in float32; query heads grouped by their key head, nothing repeated.
+    """
     weights = jax.nn.softmax(scores(q, k, visible), axis=-1).astype(v.dtype)
     out = jnp.einsum("bhgqk,bkhd->bqhgd", weights, v, preferred_element_type=jnp.float32)
     return out.astype(q.dtype).reshape(q.shape)

@@ -175,9 +175,9 @@ class GatedPasses(Passes, abc.ABC):
     def unfused(self, activation: Activation, recipes: Sequence[Recipe]) -> str | None:
         """Why an activation between linears of these recipes (gate, up, down) is not part of these passes, or None."""
 
-    @abc.abstractmethod
     def activate(self, g: Read, u: Read, requests: Sequence[Request]) -> list[Made]:
         """What is requested of h; only where `unfused` is None."""
+        return self.activate_into(g, u, requests, ())[0]
 
     @abc.abstractmethod
     def activate_backward(

@@ -13,12 +13,11 @@ import numpy as np
 
 from halfbyte import models
 from halfbyte.evaluation.curves import Curve, default_last, differences, median, read_curve, smooth, speed_of
-from halfbyte.inputs import read_json
 from halfbyte.train.identity import load_identity
 
 from .arms import BASELINE, CANDIDATE, TWIN, Arm
 from .between import between, finite, ranking
-from .cells import DONE, OVER, Cell, read_cells, run_directory, status_of
+from .cells import DONE, OVER, Cell, manifest_of, read_cells, run_directory, status_of
 from .controls import controls, displaced, displaced_name, seen, withheld
 from .plan import Plan
 from .radar_view import radar_of
@@ -375,15 +374,9 @@ def costs(arms: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return found
 
 
-def manifest_of(cells: Sequence[Cell]) -> dict[str, Any] | None:
-    """The precision manifest of an arm's first run."""
-    path = next((c.folder / "manifest.json" for c in cells if (c.folder / "manifest.json").is_file()), None)
-    return read_json(path) if path is not None else None
-
-
 def execution(cells: Sequence[Cell]) -> list[str]:
     """native, emulated or plain: how the arm's quantized GEMMs ran."""
-    manifest = manifest_of(cells)
+    manifest = next((found for cell in cells if (found := manifest_of(cell.folder))), None)
     if manifest is None:
         return []
     words = {gemm["execution"] for site in manifest["sites"] for gemm in site["gemms"].values()}

@@ -30,6 +30,12 @@ def run_directory(directory: Path, arm: Arm, seed: int) -> Path:
     return directory / "arms" / arm.name / f"seed-{seed}"
 
 
+def manifest_of(folder: Path) -> dict[str, Any] | None:
+    """The precision manifest of a run that has begun."""
+    path = folder / "manifest.json"
+    return read_json(path) if path.is_file() else None
+
+
 @dataclass(frozen=True)
 class Status:
     """How far a run is; `detail` says why it diverged, `loss` is the validation loss after its last step."""

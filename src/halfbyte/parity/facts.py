@@ -9,11 +9,10 @@ from typing import Any
 import jax
 
 from halfbyte import report as page
-from halfbyte.inputs import read_json
 from halfbyte.train import TrainConfig
 
+from .cells import manifest_of, run_directory
 from .plan import Plan
-from .runner import run_directory
 
 VERSIONS = ("halfbyte", "jax", "jaxlib", "numpy", "optax")
 
@@ -59,22 +58,15 @@ def data_hash(config: TrainConfig) -> str:
 
 
 def devices(plan: Plan, directory: Path) -> str:
-    found = {
-        manifest["device"] for arm, seed in plan.jobs() if (manifest := _manifest(run_directory(directory, arm, seed)))
-    }
-    return ", ".join(sorted(found))
-
-
-def _manifest(folder: Path) -> dict[str, Any] | None:
-    path = folder / "manifest.json"
-    return read_json(path) if path.is_file() else None
+    manifests = (manifest_of(run_directory(directory, arm, seed)) for arm, seed in plan.jobs())
+    return ", ".join(sorted({manifest["device"] for manifest in manifests if manifest}))
 
 
 def precision_table(plan: Plan, directory: Path) -> str:
     """What every quantized GEMM of every arm is, from the precision manifests."""
     rows = []
     for arm in plan.arms:
-        manifest = next((m for seed in plan.seeds if (m := _manifest(run_directory(directory, arm, seed)))), None)
+        manifest = next((m for seed in plan.seeds if (m := manifest_of(run_directory(directory, arm, seed)))), None)
         rows += manifest_rows(manifest, arm.name) if manifest else []
     return (
         page.table(("arm", "linears", "recipe", "fprop", "dgrad", "wgrad", "runs", "FLOPs in 4 bits"), rows)

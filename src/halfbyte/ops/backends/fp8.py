@@ -175,9 +175,6 @@ class F8Passes(GatedPasses):
             made[policy] = _both(codes, orders, factor, policy, x.shape)
         return [_order(made[r.policy], r) for r in requests]
 
-    def activate(self, g: jax.Array, u: jax.Array, requests: Sequence[Request]) -> list[Made]:
-        return self.activate_into(g, u, requests, ())[0]
-
     def activate_into(self, g, u, requests, into):
         g2, u2, *places = (t.reshape(-1, t.shape[-1]) for t in (g, u, *into))  # [tokens..., features] -> a matrix
         found, *stacks = kernels.forward_maxima(g2, u2, hadamard=False, into=places)

@@ -116,14 +116,10 @@ class FusedPasses(GatedPasses):
         tops = _of_all(kernels.maxima(flat, hadamard=_transformed(requests)), requests)
         return self._in_rounds(lambda **sides: kernels.quantize(flat, **sides), tops, requests, x.shape)
 
-    def activate(self, g: Read, u: Read, requests: Sequence[Request]) -> list[Made]:
-        return self.activate_into(g, u, requests, ())[0]
-
     def activate_into(self, g, u, requests, into):
         flat, owed = _matrices(g, u)
         hadamard, places = _transformed(requests), [layer.reshape(-1, layer.shape[-1]) for layer in into]
-        find = functools.partial(kernels.forward_maxima, *flat, owed=owed, hadamard=hadamard, into=places)
-        found = find()
+        found = kernels.forward_maxima(*flat, owed=owed, hadamard=hadamard, into=places)
         tops, stacks = found[: len(found) - len(into)], found[len(found) - len(into) :]
         run = functools.partial(kernels.quantize_forward, *flat, owed=owed)
         made = self._in_rounds(run, _of_all(tops, requests), requests, g.shape)
@@ -155,16 +151,14 @@ class FusedPasses(GatedPasses):
 
     def activate_backward(self, g, u, dh, dg, du, h):
         flat, owed = _matrices(g, u, dh)
-        run = functools.partial(kernels.backward_maxima, *flat, owed=owed, tensors=3)
-        found = run(hadamard=_transformed(h))
+        found = kernels.backward_maxima(*flat, owed=owed, tensors=3, hadamard=_transformed(h))
         tops = _of_all(found, dg)
         each = len(tops) // 3
         (dg_sides, dg_scales), (du_sides, du_scales), (h_sides, h_scales) = (
             self._sides(tops[i * each : (i + 1) * each], *wanted, g.shape)
             for i, wanted in enumerate(((dg[0], dg[1]), (du[0], du[1]), (None, h[0])))
         )
-        run = functools.partial(kernels.quantize_backward, *flat, owed=owed)
-        made = run(dg=dg_sides, du=du_sides, h=h_sides[1])
+        made = kernels.quantize_backward(*flat, owed=owed, dg=dg_sides, du=du_sides, h=h_sides[1])
         per = len(made) // 5  # arrays an operand
         return (
             self._operands(made[: 2 * per], dg, dg_scales, g.shape),
