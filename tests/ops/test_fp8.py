@@ -141,8 +141,9 @@ def test_it_says_why_it_cannot_serve(change, reason) -> None:
     assert reason in fp8.BACKEND.unable(Problem(**given))
 
 
-def test_auto_takes_it_for_fp8_on_one_hopper_gpu() -> None:
-    problem = Problem(FP8, 256, 256, 512, H200)
+@pytest.mark.parametrize("name", ["h200", "gb200"])
+def test_auto_takes_it_for_fp8_on_one_gpu(name) -> None:
+    problem = Problem(FP8, 256, 256, 512, devices.device(name))
     assert ops.choose("auto", problem).name == "fp8"
     assert "fused" not in ops.passed_over(problem, "fp8")
 
