@@ -44,6 +44,14 @@ def test_blends_are_recipes():
     assert set(quantized("mlp=nvfp4+bf16_backward").values()) == {"nvfp4+bf16_backward"}
 
 
+def test_a_backward_pass_alone_has_nothing_to_quantize_once_more():
+    whole, backward_only = recipe("quartet2"), recipe("quartet2+bf16_forward")
+    assert {whole.dgrad_w.source, whole.wgrad_x.source} == {"forward"}
+    assert {backward_only.dgrad_w.source, backward_only.wgrad_x.source} == {"as_is"}
+    assert backward_only.dgrad_dy == whole.dgrad_dy and not backward_only.fprop_x.format.quantized
+    assert recipe("quartet2+nvfp4_forward").wgrad_x.source == "forward"
+
+
 def test_a_file_may_have_comments(tmp_path):
     file = tmp_path / "policy.txt"
     file.write_text("all_linear   # everything\n\n# but\nlayers[-4:]=bf16;\n")

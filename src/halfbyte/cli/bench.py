@@ -94,10 +94,12 @@ def run(args: Args) -> Result:
     say, mocked = printer(mock), mock is not None and mock.mocked
     conformance.ask_card(say)  # or `auto` would emulate on a card that trains natively
     chosen = [recipe(name) for name in args.recipes.split(",")]
-    checks = {r.name: conformance.operands_agree(r) for r in chosen if r.quantized}
+    checks: dict[str, dict[str, bool]] = {}
+    for r in chosen:
+        if r.quantized:
+            found = checks[r.name] = conformance.operands_agree(r)
+            say(f"bits of {r.name}: " + ", ".join(f"{b} {'equal' if ok else 'DIFFER'}" for b, ok in found.items()))
     passed = all(all(found.values()) for found in checks.values())
-    for name, found in checks.items():
-        say(f"bits of {name}: " + ", ".join(f"{b} {'equal' if ok else 'DIFFER'}" for b, ok in found.items()))
     data: dict[str, Any] = {"args": plain_args(args), "bits": checks, "rows": [], **versions()}
     data |= {"measured": mock.label if mock else "whole steps", "settings": settings}
     data |= {"note": launch.MOCK_NOTE} if mocked else {}
@@ -107,6 +109,7 @@ def run(args: Args) -> Result:
             for r in chosen:
                 say(f"measuring {r.name}, remat {remat} ...")
                 row = measured(args, config_of(args, r.name, remat), say)
+                say(f"{r.name}: {f'{row.milliseconds:.1f} ms a step' if row.milliseconds else row.note}")
                 rows.append(bench.without_communication(row) if mocked else row)
                 rows[:] = bench.compare(rows) if passed else rows
                 data["rows"] = [dataclasses.asdict(each) for each in rows]

@@ -6,7 +6,7 @@
 
 import dataclasses
 
-from halfbyte.recipe.operands import WEIGHTS, Recipe
+from halfbyte.recipe.operands import AGAIN, WEIGHTS, Recipe
 
 FORWARD = ("fprop_x", "fprop_w")
 BACKWARD = ("dgrad_dy", "dgrad_w", "wgrad_x", "wgrad_dy")
@@ -14,10 +14,16 @@ PARTS = {"forward": FORWARD, "backward": BACKWARD, "weights": WEIGHTS, "both": F
 
 
 def blend(base: Recipe, other: Recipe, part: str) -> Recipe:
-    """`base` with the operands of one part of training (forward, backward, weights or both) taken from `other`."""
+    """`base` with the operands of one part of training (forward, backward, weights or both) taken from `other`.
+
+    A backward operand made from the forward one takes the tensor itself where that one is not quantized any more.
+    """
     if part == "both":
         return other
-    taken = {role: getattr(other, role) for role in PARTS[part]}
+    taken = base.operands() | {role: getattr(other, role) for role in PARTS[part]}
+    for again, forward in AGAIN.items():
+        if not taken[forward].format.quantized:
+            taken[again] = dataclasses.replace(taken[again], source="as_is")
     remainder = (other if part == "forward" else base).remainder  # it is x's in the forward pass
     return dataclasses.replace(base, name=f"{base.name}+{other.name}_{part}", remainder=remainder, **taken)
 
