@@ -46,6 +46,7 @@ ABLATION = {  # arm -> what it is; `halfbyte parity --arms ablation` has the sam
     "nvfp4_backward_only": "forward GEMMs in bf16",
     "nvfp4_late": "forward GEMMs in bf16 in the last sixth",
 }
+NOT_IN_LEAGUE = ("bf16", "nvfp4_no_sr", "nvfp4_sr_everywhere", "nvfp4_bare")  # the baseline; questions of the ablation
 
 
 def gap(cell: dict[str, Any], name: str, keys: Sequence[str] = ("validation_loss",)) -> float:
@@ -65,7 +66,8 @@ def arms_of(cell: dict[str, Any]) -> dict[str, list[str]]:
 def gaps_of(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, list[str]]]:
     """(a cell's runs, the names of each arm's by the mean of their gaps)."""
     cell = json.loads((WINDOW if args.window else FOLDER / "runs.json").read_text(encoding="utf-8"))[args.cell]
-    shown = {arm: runs for arm, runs in arms_of(cell).items() if (arm in ABLATION if args.ablation else arm != "bf16")}
+    arms = arms_of(cell)
+    shown = {arm: arms[arm] for arm in arms if (arm in ABLATION if args.ablation else arm not in NOT_IN_LEAGUE)}
     means = {arm: sum(gap(cell, name) for name in runs) / len(runs) for arm, runs in shown.items()}
     return cell, {arm: shown[arm] for arm in sorted(shown, key=means.__getitem__)}
 
@@ -150,7 +152,7 @@ def draw_costs(axes: Any, cell: dict[str, Any], arms: dict[str, list[str]]) -> N
         if ARMS[arm].kind != TWIN and ARMS[arm].changes["policy"] == "all_linear":
             at = gemm_time(arm), 100 * sum(gap(cell, name) for name in runs) / len(runs)
             axes.plot(*at, "o", color=colour(arm), markersize=4)
-            labels[at[0]] = max(labels.get(at[0], -1) + 0.085, at[1])  # arms come by their gaps
+            labels[at[0]] = max(labels.get(at[0], -1) + 0.1, at[1])  # arms come by their gaps
             axes.annotate(arm, (at[0], labels[at[0]]), xytext=(4, -2), textcoords="offset points", fontsize=6)
     axes.set_xlabel("GEMM time at a GB300's peaks, bf16 = 1")
     axes.set_xscale("log", base=2)
