@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tiny import tiny
 
+from halfbyte import models
 from halfbyte.formats import NVFP4, quantize
 from halfbyte.train import LossScaleConfig, PrecisionConfig, create_state, jit_train_step, phases
 from halfbyte.train import run_mesh as mesh_of
@@ -168,4 +169,7 @@ def test_gathers_ahead_are_off_where_a_layer_would_be_computed_twice(remat, axes
     config = tiny(recipe="nvfp4", remat=remat)
     found = compiler_options(config, mesh, phases(config)[0].resolved(config))
     assert len(NOT_AHEAD.keys() & found.keys()) == (not ahead)  # by the name that this XLA has for it
+    routed = dataclasses.replace(config, model=models.preset("moe-demo"))  # logits are gathered on every mesh
+    found = compiler_options(routed, mesh, phases(config)[0].resolved(config))
+    assert len(NOT_AHEAD.keys() & found.keys()) == (remat == "full")
     jax.jit(jnp.negative).lower(1.0).compile(compiler_options=found)  # XLA knows them

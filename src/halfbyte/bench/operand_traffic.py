@@ -10,11 +10,14 @@ remat repeats counts again. A program moves more: the bytes of everything that q
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from halfbyte import models
+from halfbyte.models.config import EXPERT_SITES, SHARED_SITES
 from halfbyte.ops.weight import shares_codes
 from halfbyte.program import Gemm, Program, gemms, traffic
 from halfbyte.recipe import OperandPolicy, Recipe
+from halfbyte.sharding.mesh import EVERY
 from halfbyte.train import TrainConfig, phases
 
 from .placement import AGAIN
@@ -23,7 +26,13 @@ MAKING = ("quantize", "mlp")  # categories of program.traffic
 BF16, FLOAT32 = 2, 4
 KEEPING = ("none", "dots")  # remat that keeps operands for the backward pass
 GATE, UP, DOWN = MLP = tuple(f"layers/mlp/{name}" for name in ("gate", "up", "down"))
-OF_ONE_X = (("layers/attention/q", "layers/attention/k", "layers/attention/v"), ("layers/attention/o",), (GATE, UP))
+OF_EXPERTS, OF_SHARED = (tuple(f"layers/mlp/{name}" for name in names) for names in (EXPERT_SITES, SHARED_SITES))
+OF_ONE_X = (
+    ("layers/attention/q", "layers/attention/k", "layers/attention/v"),
+    ("layers/attention/o",),
+    (GATE, UP),
+    *(group for names in (OF_EXPERTS, OF_SHARED) for group in (names[:2], names[2:])),
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,8 @@ class _Linear:
     inputs: int
     outputs: int
     shards: int
+    matrices: int = 1
+    """Of experts: how many a device multiplies."""
 
     def policies(self, *roles: str) -> list[OperandPolicy]:
         """Those of `roles` that are quantized."""
@@ -77,11 +88,16 @@ def _layers(config: TrainConfig) -> list[Mapping[str, Recipe]]:
 
 
 def _linears(config: TrainConfig, mesh: Mapping[str, int], recipes: Mapping[str, Recipe]) -> dict[str, _Linear]:
-    size = {axis: mesh.get(axis, 1) for axis in ("data", "fsdp", "context", "tensor")}
-    parts = size["data"] * size["fsdp"] * size["context"]
-    found = {}
+    size = {axis: mesh.get(axis, 1) for axis in EVERY}
+    parts = prod(size.values()) // size["tensor"]
+    found, devices = {}, prod(mesh.values())
     for site in models.gemm_sites(config.model, config.batch, config.seq):
-        if site.path in recipes and recipes[site.path].quantized:
+        if site.path not in recipes or not recipes[site.path].quantized:
+            continue
+        if site.experts:  # whole matrices, shared out over all devices
+            own = site.tokens // devices, site.k, site.n, 1, site.experts // devices
+            found[site.path] = _Linear(site.path, recipes[site.path], *own)
+        else:
             cut = [1 if axis == "embed" else size["tensor"] for axis in site.axes]
             sizes = site.tokens // parts, site.k // cut[0], site.n // cut[1]
             found[site.path] = _Linear(site.path, recipes[site.path], *sizes, size["fsdp"])
@@ -135,7 +151,7 @@ def _of_weight(linear: _Linear, remat: str) -> float:
     read it.
     """
     (code, *_), again = [*map(operand_bytes, linear.policies("fprop_w", "dgrad_w")), 0.0], linear.path in AGAIN[remat]
-    elements = linear.inputs * linear.outputs
+    elements = linear.inputs * linear.outputs * linear.matrices
     shared, kept = shares_codes(linear.recipe), remat in KEEPING or linear.shards > 1
     sets = [1 if shared else 2] if kept else [1, 1 if shared else 1 + again]  # of codes, in each pass that makes them
     read = FLOAT32 * _reads(linear.policies("fprop_w", "dgrad_w"))

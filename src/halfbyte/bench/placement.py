@@ -33,6 +33,7 @@ from .fitting import bytes_needed
 
 GATE_UP = tuple(f"layers/mlp/{name}" for name in ("gate", "up", *SHARED_SITES[:2]))
 EXPERTS = tuple(f"layers/mlp/{name}" for name in EXPERT_SITES)  # down's result too: its weight's gradient reads it
+ROUTER = "layers/mlp/router"
 AGAIN = {
     "none": (),
     "dots": (),
@@ -79,10 +80,14 @@ def placement(compiled: Any, config: TrainConfig, mesh: Mesh) -> Placement:
 
 
 def needed_flops(config: TrainConfig) -> dict[str, int]:
-    """GEMM FLOPs of a whole step by linear: forward, both gradients, and what its remat policy repeats."""
-    again = AGAIN[config.remat]
-    sites = models.gemm_sites(config.model, config.batch, config.seq)
-    return {site.path: site.flops // 3 * (4 if site.path in again else 3) for site in sites}
+    """GEMM FLOPs of a whole step by linear and router: forward, both gradients, and what its remat policy repeats."""
+    again, model = AGAIN[config.remat], config.model
+    sites = models.gemm_sites(model, config.batch, config.seq)
+    needed = {site.path: site.flops // 3 * (4 if site.path in again else 3) for site in sites}
+    if model.experts:
+        each = 2 * model.layers * config.batch * config.seq * model.embed * model.experts
+        needed[ROUTER] = each * (4 if config.remat == "full" else 3)
+    return needed
 
 
 def linear_gemms(program: Program) -> list[Gemm]:

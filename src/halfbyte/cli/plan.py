@@ -101,11 +101,9 @@ def _cluster(args: Args) -> Any:
 def config_of(args: Args, recipe: str, on: Any) -> tuple[Any, tuple[str, ...]]:
     """The preset's run with the flags of this command on `on`, and what was assumed."""
     from halfbyte.cli.base_config import run_of
-    from halfbyte.models import refuse_experts
     from halfbyte.plan import placed
 
     preset: Any = run_of(args.model)
-    refuse_experts(preset.model, "plan")
     if args.batch < 0 or args.layers < 0:
         raise BadInput("batch and layers must be 0 or more")
     check_real("price", args.price, holds=args.price >= 0, wanted="0 or more")

@@ -143,7 +143,8 @@ def trace(work: Work) -> Found:
 
     arm, folder = work.arms()[1], work.out / "trace"
     config = of_steps(work.config(arm), TRACE_STEPS)
-    every = TRACED[1] if seconds_of(work.args.budget) >= WATCHED and not config.model.experts else 0
+    unseen = bool(config.model.experts) and run_mesh(config).size > 1  # telemetry looks at experts on one device
+    every = TRACED[1] if seconds_of(work.args.budget) >= WATCHED and not unseen else 0
     command = (
         f"halfbyte train {run_words(work.args)} --recipe {config.recipe} --policy {shlex.quote(config.policy)} "
         f"--steps {TRACE_STEPS} --telemetry {every} --profile xprof --profile-start {TRACED[0]} "

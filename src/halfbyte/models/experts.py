@@ -4,7 +4,8 @@ Nothing is dropped: an expert takes all tokens that chose it. Those that are sor
 microbatch, on every mesh. The router is float32 and never quantized; the load is left in `here.routed`.
 
 On a mesh every device knows the logits of all tokens, each made on its token's device, and multiplies its share of the
-experts, with all rows that these have in the microbatch: codes, scales and random bits are those of one device.
+experts, with all rows that these have in the microbatch: codes, scales and random bits are those of one device. Rows
+come from their tokens' devices and go back there (`ops.exchange`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -26,6 +28,7 @@ from halfbyte.models.quantized import amaxes_of, shares_scale
 from halfbyte.nn.routing import Routing, logits_of, rebalanced, route
 from halfbyte.ops.activation import ACTIVATIONS
 from halfbyte.ops.dispatch import combine, fork, gated, spread
+from halfbyte.ops.exchange import Route, collect, dispatch
 from halfbyte.ops.shards import Cut, axes_of, cut_of, on_mesh
 from halfbyte.ops.tiles import Tiles, buffer_rows, check_tiles, grouped_tiles, places, through_tiles, tile_rows
 from halfbyte.recipe import Recipe
@@ -39,13 +42,12 @@ def experts_mlp(cfg: LlamaConfig, weights: Params, h: jax.Array, here: LayerCont
     """h [batch, seq, embed] through the experts that each token chooses, in h's dtype."""
     own, wide = fork(here.ctx.constrain(h, *BETWEEN))
     logits = here.ctx.constrain(logits_of(wide, weights["router"]), *BETWEEN[:2], None)  # of a device's own tokens
-    tokens, logits = (_everywhere(each, here).reshape(-1, each.shape[-1]) for each in (own, logits))
+    tokens, logits = (each.reshape(-1, each.shape[-1]) for each in (own, _everywhere(logits, here)))
     found = route(logits, cfg.experts_per_token, normalise=cfg.norm_topk, bias=weights.get("router_bias"))
     if here.routed is not None:
         here.routed.append(found.load)
     recipes = [None if is_exact(h, r) else r for r in (here.recipe("mlp", name) for name in EXPERT_SITES)]
     check_tiles(recipes)
-    pairs = found.experts.size
     tile, room = layout(cfg, tokens.shape[0], recipes)
     keys = [here.site_key(f"mlp/{name}") for name in EXPERT_SITES]
     matrices = tuple(weights[name] for name in EXPERT_SITES)
@@ -60,18 +62,15 @@ def experts_mlp(cfg: LlamaConfig, weights: Params, h: jax.Array, here: LayerCont
 
         return dot(gated(ACTIVATIONS[cfg.activation], dot(x, 0), dot(x, 1)), 2)
 
-    rows: jax.Array | None = None
     if here.on_mesh:
         assert here.ctx.mesh is not None
-        order, given = jnp.arange(pairs, dtype=jnp.int32).reshape(found.experts.shape), (matrices, keys)
         rest = tuple(here.placement("mlp", name).w for name in EXPERT_SITES)
-        y = over_mesh(run, spread(tokens, order, pairs), found, given, rest, mesh=here.ctx.mesh, tile=tile)
-        y = here.ctx.constrain(y, "batch", None)  # each device has its own tokens' pairs again
-    else:
-        rows = places(found.experts.reshape(-1), found.load.counts, tile).reshape(found.experts.shape)
-        # [tokens, embed] -> [room, embed], sorted by expert, each from a new tile on
-        y = run(spread(tokens, rows, room), matrices, keys, Tiles.of(found.load.counts, room, tile))
-    return combine(y, rows, _everywhere(found.weights, here)).reshape(h.shape)
+        made = over_mesh(run, tokens, found, (matrices, keys), rest, mesh=here.ctx.mesh, tile=tile)
+        return here.ctx.constrain(made.reshape(h.shape), *BETWEEN)
+    rows = places(found.experts.reshape(-1), found.load.counts, tile).reshape(found.experts.shape)
+    # [tokens, embed] -> [room, embed], sorted by expert, each from a new tile on
+    y = run(spread(tokens, rows, room), matrices, keys, Tiles.of(found.load.counts, room, tile))
+    return combine(y, rows, found.weights).reshape(h.shape)
 
 
 def rebalance(params: Params, load: jax.Array | None, rate: float) -> Params:
@@ -96,24 +95,31 @@ def over_mesh(
     run: Callable[..., jax.Array], x: jax.Array, found: Routing, given: tuple[Matrices, Keys],
     rest: Sequence[PartitionSpec], *, mesh: Mesh, tile: int,
 ) -> jax.Array:  # fmt: skip
-    """x [pairs, embed], in the order of tokens, through their experts, which all devices of `mesh` share evenly: each
-    has its experts' rows of the whole microbatch, as one device would have them. What comes back is a sum of one number
-    and zeros, and so is the gradient of x. Weights come from where they `rest`: parts of many experts, cut over fsdp or
+    """x [tokens, embed] through their experts, weighed and added up. All devices of `mesh` share experts evenly: each
+    has its experts' rows of the whole microbatch, as one device would have them. Tokens are cut over all devices, and
+    send a row to each of their experts. Weights come from where they `rest`: parts of many experts, cut over fsdp or
     tensor, are exchanged for whole ones.
     """
     axes = tuple(sorted((axis for axis, size in mesh.shape.items() if size > 1), key=lambda axis: axis != EXPERT))
     order = tuple(axis for axis in EVERY if axis in axes)  # as tokens are cut
-    own = found.load.counts.shape[0] // mesh.size
+    experts = found.load.counts.shape[0]
+    own = experts // mesh.size
+    sizes = [mesh.shape[axis] for axis in axes]
+    # of each share of the experts, in the order of `axes`: the number of its device in the order of tokens
+    device = np.argsort(np.arange(mesh.size).reshape(sizes).transpose([axes.index(axis) for axis in order]).reshape(-1))
 
     def local(_: Any, arrays: tuple[Any, ...], keys: Keys) -> jax.Array:
-        (x, chosen, counts), weights = arrays[0], tuple(map(whole, arrays[1], cuts))
-        first = lax.axis_index(axes) * own
-        known = (chosen >= first) & (chosen < first + own)
+        (x, scale, chosen, counts), weights = arrays[0], tuple(map(whole, arrays[1], cuts))
+        pairs = jnp.arange(scale.size, dtype=jnp.int32).reshape(scale.shape)
+        first, chosen = lax.axis_index(axes) * own, chosen.reshape(-1)
+        owners = jnp.append(jnp.asarray(device, jnp.int32), jnp.int32(mesh.size))[chosen // own]
+        route = Route.of(owners, order)
+        here = jnp.nonzero(owners == lax.axis_index(order), size=chosen.size, fill_value=chosen.size)[0]
+        mine = jnp.append(chosen, first + own)[here] - first
+        rows = dispatch(spread(x, pairs, scale.size), route)
         counts = lax.dynamic_slice_in_dim(counts, first, own)
-        mine = jnp.where(known, chosen - first, own)
-        y = through_tiles(x, mine, counts, tile, lambda rows, tiles: run(rows, weights, keys, tiles, first))
-        filled = jnp.pad(y, ((0, -x.shape[0] % mesh.size), (0, 0)))
-        return lax.psum_scatter(filled, order, scatter_dimension=0, tiled=True)
+        y = through_tiles(rows, mine, counts, tile, lambda rows, tiles: run(rows, weights, keys, tiles, first))
+        return combine(collect(y, route), None, scale)
 
     def whole(w: jax.Array, cut: Cut) -> jax.Array:
         for axis, dim in ((axis, dim) for axis in axes for dim in (1, 2) if axis in cut[dim]):
@@ -123,9 +129,15 @@ def over_mesh(
     matrices, keys = given
     cuts = [cut_of(spec, 3) for spec in rest]
     outer = [tuple(axis for axis in axes if axis not in axes_of(cut[1:])) for cut in cuts]
-    arrays = (x, found.experts.reshape(-1), found.load.counts), matrices
-    cut = (PartitionSpec(),) * 3, tuple(PartitionSpec(o, *c[1:]) for o, c in zip(outer, cuts, strict=True))
-    return on_mesh(local, ((), arrays, keys), ((), cut), PartitionSpec(order), mesh=mesh)[: x.shape[0]]
+    filled = ((0, -x.shape[0] % mesh.size), (0, 0))  # with tokens that no expert has
+    chosen = jnp.pad(found.experts, filled, constant_values=experts)
+    arrays = (jnp.pad(x, filled), jnp.pad(found.weights, filled), chosen, found.load.counts), matrices
+    tokens, everywhere = PartitionSpec(order), PartitionSpec()
+    cut = (
+        (tokens, tokens, everywhere, everywhere),
+        tuple(PartitionSpec(o, *c[1:]) for o, c in zip(outer, cuts, strict=True)),
+    )
+    return on_mesh(local, ((), arrays, keys), ((), cut), tokens, mesh=mesh)[: x.shape[0]]
 
 
 def _everywhere(x: jax.Array, here: LayerContext) -> jax.Array:

@@ -8,6 +8,7 @@ other people's programs, of which no more is known.
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from math import prod
 
 from halfbyte import models
 from halfbyte.bench.operand_traffic import compulsory_bytes
@@ -18,7 +19,9 @@ from halfbyte.sharding import parse_mesh
 from halfbyte.sharding.mesh import whole_sizes
 from halfbyte.train import TrainConfig, phases
 
-from .cluster import Cluster, crossing
+from .cluster import Cluster, crossing, span
+from .load import even_load
+from .rates import GROUPED
 from .schedule import Event
 
 BF16, FLOAT32 = 2, 4
@@ -37,14 +40,18 @@ class Sizes:
     tensor: int
     shards: int
     """Devices that the parameters lie on."""
+    experts: int = 1
+    """Devices of the axis that cuts stacks of experts beside."""
 
 
 def sizes_of(config: TrainConfig) -> Sizes:
     """The part of one device of the mesh of `config`."""
     mesh = whole_sizes(parse_mesh(config.mesh))
-    parts = mesh.get("data", 1) * mesh.get("fsdp", 1) * mesh.get("context", 1)
+    parts = prod(mesh.get(axis, 1) for axis in ("data", "fsdp", "expert", "context"))
     tensor = mesh.get("tensor", 1)
-    return Sizes(config.batch * config.seq / parts / tensor, tensor, mesh.get("fsdp", 1) * tensor)
+    return Sizes(
+        config.batch * config.seq / parts / tensor, tensor, mesh.get("fsdp", 1) * tensor, mesh.get("expert", 1)
+    )
 
 
 def step(config: TrainConfig, on: Cluster) -> tuple[Event, ...]:
@@ -53,7 +60,7 @@ def step(config: TrainConfig, on: Cluster) -> tuple[Event, ...]:
     forward, backward = _layer(config, on, sizes)
     rest = [
         *_head(config, sizes),
-        _pass("optimizer", PARAMETER * models.count_params(config.model) / sizes.shards),
+        _pass("optimizer", PARAMETER * _parameters(config, sizes)),
     ]
     return (Event("loop", "forward", times=layers, body=forward), *rest[:-1],
             Event("loop", "backward", times=layers, body=backward), rest[-1])  # fmt: skip
@@ -62,7 +69,7 @@ def step(config: TrainConfig, on: Cluster) -> tuple[Event, ...]:
 def memory(config: TrainConfig) -> dict[str, float]:
     """Bytes of a device by category, from shapes alone."""
     sizes, model = sizes_of(config), config.model
-    parameters = models.count_params(model) / sizes.shards
+    parameters = _parameters(config, sizes)
     stream = sizes.tokens / config.accumulate * model.embed * BF16
     inside = (
         sizes.tokens
@@ -80,14 +87,47 @@ def memory(config: TrainConfig) -> dict[str, float]:
         "weights": 4 * parameters,
         "optimizer": parameters * wide[str(config.optimizer.mu_dtype)] + second * wide[str(config.optimizer.nu_dtype)],
         "gradients": 4 * parameters * (2 if config.accumulate > 1 else 1),
-        "residuals": kept[config.remat] * model.layers,
-        "activations": inside + 4 * stream,
+        "residuals": (kept[config.remat] + (0 if config.remat == "full" else _of_pairs(config))) * model.layers,
+        "activations": inside + 4 * stream + _room(config),
         "workspace": 0.0,
     }
 
 
-def format_of(recipe: Recipe | None, device: Device) -> str:
-    """What multiplies a linear under `recipe` on `device`: fp4, fp8 or bf16 (the last also for what is emulated)."""
+def _parameters(config: TrainConfig, sizes: Sizes) -> float:
+    """Of one device."""
+    experts = sum(spec.size for spec in models.declared(config.model).values() if spec.kind == "experts")
+    return (models.count_params(config.model) - experts + experts / sizes.experts) / sizes.shards
+
+
+def _room(config: TrainConfig) -> float:
+    """Bytes of what a layer's experts hold at once: pairs as they come, and twice through the layer, and in float32 the
+    gradients of the experts that a device multiplies.
+    """
+    model, devices = config.model, prod(whole_sizes(parse_mesh(config.mesh)).values())
+    return 2 * _of_pairs(config) + FLOAT32 * _expert_weights(config) / devices if model.experts else 0.0
+
+
+def _of_pairs(config: TrainConfig) -> float:
+    """Bytes that the backward pass of a layer's experts reads: every device has room for all (token, expert) pairs of a
+    microbatch, x of gate and up, both results, and x of down.
+    """
+    model = config.model
+    pairs = config.batch // config.accumulate * config.seq * model.experts_per_token
+    return float(pairs * BF16 * (2 * model.embed + 3 * model.mlp))
+
+
+def _expert_weights(config: TrainConfig) -> float:
+    """Of one layer, all experts."""
+    specs = models.declared(config.model).values()
+    return sum(spec.size for spec in specs if spec.kind == "experts") / config.model.layers
+
+
+def format_of(recipe: Recipe | None, device: Device, *, experts: bool = False) -> str:
+    """What multiplies a linear under `recipe` on `device`: fp4, fp8 or bf16 (the last also for what is emulated, and
+    for experts, whose GEMMs are all of bfloat16 carriers).
+    """
+    if experts:
+        return f"{GROUPED}bf16"
     unit = recipe.fprop_x.format.unit if recipe is not None and recipe.quantized else None
     if unit is None or not native_training(device, unit):
         return "bf16"
@@ -97,17 +137,20 @@ def format_of(recipe: Recipe | None, device: Device) -> str:
 def _layer(config: TrainConfig, on: Cluster, sizes: Sizes) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
     """(a layer forward, a layer backward with what remat repeats); the mean layer where they differ."""
     segments, layers = phases(config)[0].resolved(config).segments, config.model.layers
-    again, parts = AGAIN[config.remat], on.count
+    again, parts, filled = AGAIN[config.remat], on.count, even_load(config, on.count).filled
     forward: list[Event] = []
     backward: list[Event] = []
     travels = 0.0
     for site in models.gemm_sites(config.model, config.batch, config.seq)[:-1]:
         each, name = site.flops / 3 / layers / parts, "mlp" if "/mlp/" in site.path else "attention linears"
+        if site.experts:
+            each, name = each * filled, "experts"
         for segment in segments:
             part = (segment.stop - segment.start) / layers
             recipe = segment.recipes.get(site.path)
-            format = format_of(recipe, on.device)
-            travels += part * site.k * site.n / sizes.tensor * {"fp4": 0.5, "fp8": 1.0}.get(format, 2.0)
+            format = format_of(recipe, on.device, experts=bool(site.experts))
+            if not site.experts:
+                travels += part * site.k * site.n / sizes.tensor * {"fp4": 0.5, "fp8": 1.0}.get(format, 2.0)
             gemm = Event("gemm", site.path, name, format=format, flops=part * each)
             forward.append(gemm)
             backward += [gemm] * (3 if site.path in again else 2)
@@ -132,6 +175,11 @@ def _layer(config: TrainConfig, on: Cluster, sizes: Sizes) -> tuple[tuple[Event,
     weights = _weights(config) / sizes.tensor
     gather, scatter = _sends(config, on, travels, weights * wide)
     sums = list(_sums(config, on, sizes))
+    if config.model.experts:
+        there, back = _exchanges(config, on)
+        repeated = [*_router(config, parts), *there] if config.remat == "full" else []
+        forward += [*_router(config, parts), *there]
+        backward += [*repeated, *_router(config, parts) * 2, *back]
     return (*gather, *forward, *sums, *_waits(gather)), (
         *gather,
         *scatter,
@@ -143,14 +191,17 @@ def _layer(config: TrainConfig, on: Cluster, sizes: Sizes) -> tuple[tuple[Event,
 
 
 def _weights(config: TrainConfig) -> float:
-    """Of one layer."""
-    return sum(site.k * site.n for site in models.gemm_sites(config.model, 1, 1)[:-1])
+    """Of one layer, without experts."""
+    return sum(site.k * site.n for site in models.gemm_sites(config.model, 1, 1)[:-1] if not site.experts)
 
 
 def _plain(config: TrainConfig, sizes: Sizes) -> float:
     """Bytes of a layer's SwiGLU, and of its weights' casts, where nothing is quantized."""
     gated = SWIGLU * sizes.tokens * config.model.active_mlp * BF16
-    return gated + (FLOAT32 + BF16) * _weights(config) / sizes.shards
+    cast = _weights(config) / sizes.shards
+    if config.model.experts:
+        cast += _expert_weights(config) / prod(whole_sizes(parse_mesh(config.mesh)).values())
+    return gated + (FLOAT32 + BF16) * cast
 
 
 def _compulsory(config: TrainConfig) -> float:
@@ -164,11 +215,14 @@ def _sends(config: TrainConfig, on: Cluster, weights: float, gradients: float) -
     over = crossing(config.mesh, on)
     gather, scatter = [], []
     if "fsdp" in over:
-        gather.append(_send("all-gather", "fsdp", over, config.accumulate * weights, "codes"))
-        scatter.append(_send("reduce-scatter", "fsdp", over, config.accumulate * gradients, "f32"))
+        gather.append(_send("all-gather", ("fsdp",), over, config.accumulate * weights, "codes"))
+        scatter.append(_send("reduce-scatter", ("fsdp",), over, config.accumulate * gradients, "f32"))
     if "data" in over:
         inner, outer = over.get("fsdp", (1, 1))
-        scatter.append(_send("all-reduce", "data", over, gradients / (inner * outer), "f32"))
+        scatter.append(_send("all-reduce", ("data",), over, gradients / (inner * outer), "f32"))
+    if "expert" in over:
+        inner, outer = span(tuple(axis for axis in ("data", "fsdp") if axis in over), over)
+        scatter.append(_send("all-reduce", ("expert",), over, gradients / (inner * outer), "f32"))
     return gather, scatter
 
 
@@ -178,16 +232,42 @@ def _sums(config: TrainConfig, on: Cluster, sizes: Sizes) -> Iterator[Event]:
     if "tensor" in over:
         whole = sizes.tokens * sizes.tensor * config.model.embed
         for _ in range(2):
-            yield _send("all-gather", "tensor", over, whole * BF16, "bf16", asynchronous=False)
-            yield _send("reduce-scatter", "tensor", over, whole * FLOAT32, "f32", asynchronous=False)
+            yield _send("all-gather", ("tensor",), over, whole * BF16, "bf16", asynchronous=False)
+            yield _send("reduce-scatter", ("tensor",), over, whole * FLOAT32, "f32", asynchronous=False)
+
+
+def _exchanges(config: TrainConfig, on: Cluster) -> tuple[list[Event], list[Event]]:
+    """What a layer's experts exchange (forward, backward), in the open: logits; a row of each (token, expert) pair to
+    the expert and back, and their gradients; experts' weights, where `fsdp` or `tensor` cut them, for whole ones.
+    """
+    over, model = crossing(config.mesh, on), config.model
+    axes, tokens = tuple(over), config.batch * config.seq
+    if not axes:
+        return [], []
+    logits = _send("all-gather", axes, over, float(tokens * model.experts * FLOAT32), "f32", asynchronous=False)
+    own = tokens * model.experts_per_token * model.embed * BF16 / on.count
+    rows = [_send("ragged-all-to-all", axes, over, own, "bf16", asynchronous=False)] * 2
+    forward, backward = [logits, *rows], [*rows]
+    cut = tuple(axis for axis in ("fsdp", "tensor") if axis in over)
+    if cut:
+        own = FLOAT32 * config.accumulate * _expert_weights(config) / on.count
+        exchange = _send("all-to-all", cut, over, own, "f32", asynchronous=False)
+        forward, backward = [*forward, exchange], [*backward, exchange]
+    return forward, backward
+
+
+def _router(config: TrainConfig, parts: int) -> list[Event]:
+    flops = 2.0 * config.batch * config.seq * config.model.embed * config.model.experts / parts
+    return [Event("gemm", "router", "router", format="f32", flops=flops)]
 
 
 def _send(
-    kind: str, axis: str, over: Mapping[str, tuple[int, int]], moved: float, dtype: str, *, asynchronous: bool = True
-) -> Event:
-    inner, outer = over[axis]
+    kind: str, axes: tuple[str, ...], over: Mapping[str, tuple[int, int]], moved: float, dtype: str, *,
+    asynchronous: bool = True,
+) -> Event:  # fmt: skip
+    inner, outer = span(axes, over)
     return Event(
-        "send", f"{kind} over {axis}", "communication", format=kind, moved=moved, axes=(axis,), dtypes=(dtype,),
+        "send", f"{kind} over {'+'.join(axes)}", "communication", format=kind, moved=moved, axes=axes, dtypes=(dtype,),
         inner=inner, outer=outer, asynchronous=asynchronous,
     )  # fmt: skip
 

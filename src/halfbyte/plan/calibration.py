@@ -21,13 +21,16 @@ from halfbyte.train import TrainConfig
 
 from .analytic import step
 from .cluster import cluster
-from .rates import Rates
+from .rates import GROUPED, Rates
 from .schedule import Event
 from .simulate import simulate
 
 FORMS_TRIED = 13  # this one, the same with one remat for all rows, and eleven of a study before it, on the same rows
 MEMORY = 0.675  # of Blackwell's bandwidth: an XLA pass that reads and writes once, 3,239 of 4,800 GB/s on an H200
 HOPPER = {"bf16": 0.697, "fp8": 0.646}  # of the dense peak: XLA's and our GEMMs, work over time
+# Our GEMMs of many experts, rows in whole tiles over time (docs/evidence/experts/speed_h200.json: 270,848 rows, of
+# which 262,144 have tokens; fprop, dgrad and wgrad at 679, 626 and 641 TFLOP/s of these). Blackwell has none.
+HOPPER_GROUPED = {"bf16": 0.676}
 HOPPER_MEMORY = 0.859  # of the bandwidth: XLA's norms, sums and updates
 HOPPER_KERNELS = 0.748  # of the bandwidth: our passes that quantize activations (maxima, to nearest, stochastic)
 # How much faster kernels over zeros are, which do not reach the card's power limit; attention with heads of 128.
@@ -51,7 +54,15 @@ class Fitted:
             reached, memory, kernels = {"bf16": one, "fp8": one, "fp4": one * self.fp4}, MEMORY, MEMORY
         peaks = {"bf16": on.peak["bf16"], "fp8": on.peak["fp8"], "fp4": on.peak.get("nvfp4", 0.0)}
         gemm = {name: part * peaks[name] for name, part in reached.items()}
+        grouped = {} if is_blackwell(on) else HOPPER_GROUPED
+        gemm |= {GROUPED + name: part * peaks[name] for name, part in grouped.items()} | {"f32": float32_flops(on)}
         return Rates(on, gemm, memory * on.bandwidth, kernels * on.bandwidth)
+
+
+def float32_flops(on: Device) -> float:
+    """FLOP/s of float32 GEMMs, a router's: 128 multiply-adds a clock and multiprocessor."""
+    assert on.sms is not None and on.clock_ghz is not None
+    return 2.0 * 128 * on.sms * on.clock_ghz * 1e9
 
 
 def is_blackwell(on: Device) -> bool:

@@ -11,7 +11,7 @@ from math import prod
 from halfbyte.devices import Device
 from halfbyte.sharding import DEFAULT_RULES, format_mesh, parse_mesh
 from halfbyte.sharding.hybrid import DCN
-from halfbyte.sharding.mesh import AXES, whole_sizes
+from halfbyte.sharding.mesh import EVERY, whole_sizes
 from halfbyte.train import TrainConfig
 
 TRAY = {"gb200": 4, "gb300": 4}
@@ -119,9 +119,9 @@ def crossing(mesh: str, on: Cluster) -> dict[str, tuple[int, int]]:
     rack without saying so crosses as few as it must, the outermost first.
     """
     shape = parse_mesh(mesh)
-    left = prod(shape.values()) // on.rack // prod(shape.get(DCN + axis, 1) for axis in AXES)
+    left = prod(shape.values()) // on.rack // prod(shape.get(DCN + axis, 1) for axis in EVERY)
     found: dict[str, tuple[int, int]] = {}
-    for axis in AXES:
+    for axis in EVERY:
         inner, outer = shape.get(axis, 1), shape.get(DCN + axis, 1)
         while left > 1 and inner % 2 == 0:
             inner, outer, left = inner // 2, outer * 2, left // 2

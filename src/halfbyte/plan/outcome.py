@@ -11,6 +11,7 @@ from halfbyte.train import TrainConfig
 
 from .calibration import BAND, FITTED, ZEROS, is_blackwell, residual
 from .cluster import Cluster
+from .load import even_load
 from .rates import Rates
 from .reading import Reading
 from .schedule import Event, walk
@@ -90,7 +91,7 @@ def outcome(config: TrainConfig, on: Cluster, found: Reading, *, assumed: Sequen
 def problems(found: Outcome) -> Iterator[str]:
     """What is wrong with the program, or does not fit."""
     read = found.reading
-    if read.gemm_flops > EXCESS * read.needed_flops:
+    if read.gemm_flops - read.filling_flops > EXCESS * read.needed_flops:
         more = read.gemm_flops / read.needed_flops
         yield f"GEMMs multiply {more:.3f}x of the FLOPs that are needed: it is misplaced on {found.config.mesh}"
     if read.native != read.native_expected:
@@ -122,9 +123,20 @@ def remarks(found: Outcome) -> Iterator[str]:
     """What a reader must know beside the figures."""
     if not found.reading.compiled:
         yield "not compiled, for want of the compiler plugin (pip install 'halfbyte[plan]'): an analytic model answers"
-    if emulated(found.config, found.on.device, found.reading):
+    if found.config.model.experts:
+        yield from of_experts(found)
+    elif emulated(found.config, found.on.device, found.reading):
         yield f"{found.config.recipe} on {found.on.device.name} is emulated: no speed-up is predicted; fp8 is"
     yield from found.assumed
+
+
+def of_experts(found: Outcome) -> Iterator[str]:
+    """What a plan of experts is counted from."""
+    more = even_load(found.config, found.on.count).filled - 1
+    yield f"an even load of all experts is assumed; tiles that are not full make their rows {more:.1%} more"
+    yield "experts are multiplied in bfloat16 under every recipe, whose codes are exact in it: no GEMM is faster"
+    if is_blackwell(found.on.device):
+        yield "experts' tiles are multiplied one after another, each by a GEMM of XLA's: a step is not faster than this"
 
 
 def emulated(config: TrainConfig, device: Device, read: Reading) -> bool:

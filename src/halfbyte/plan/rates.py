@@ -34,6 +34,7 @@ ATTENTION = {
     "b2": dict.fromkeys((64, 128), (1500e12, 1100e12)),
     "b3": dict.fromkeys((64, 128), (1750e12, 1250e12)),
 }
+GROUPED = "grouped "  # before the format of a GEMM over many experts
 SMALL = 4e6  # bytes: collectives of less wait for latency, and take nothing of a link
 
 

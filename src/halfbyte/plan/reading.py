@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from halfbyte import bench, ops
 from halfbyte.bench.operand_traffic import compulsory_bytes
-from halfbyte.bench.placement import AGAIN
+from halfbyte.bench.placement import AGAIN, EXPERTS
 from halfbyte.devices import Device, target_cudnn, topology
 from halfbyte.devices.platform import CUDA_PLUGINS, any_installed
 from halfbyte.inputs.kept import is_kept, kept
@@ -26,6 +26,7 @@ from halfbyte.train.step import compiler_options
 
 from . import analytic
 from .cluster import Cluster, crossing
+from .load import even_load
 from .schedule import Event, from_json, schedule, walk
 
 NATIVE = ("block-scaled", "fp4")
@@ -42,7 +43,9 @@ class Reading:
     memory: Mapping[str, float]
     """Bytes by category."""
     needed_flops: float
-    """Of the linears' GEMMs."""
+    """Of the GEMMs of linears and routers."""
+    filling_flops: float
+    """Of rows that only fill experts' tiles up."""
     native: int
     """Block-scaled GEMMs of a step."""
     native_expected: int
@@ -125,6 +128,7 @@ def by_hand(config: TrainConfig, on: Cluster) -> Reading:
         events=analytic.step(config, on),
         memory=analytic.memory(config),
         needed_flops=sum(bench.needed_flops(config).values()) / on.count,
+        filling_flops=_filling(config, on),
         native=native,
         native_expected=native,
         compulsory=_compulsory(config),
@@ -136,7 +140,7 @@ def native_calls(config: TrainConfig, device: Device) -> int:
     total = 0
     for segment in phases(config)[0].resolved(config).segments:
         for path, recipe in segment.recipes.items():
-            if analytic.format_of(recipe, device) == "fp4":
+            if analytic.format_of(recipe, device, experts=path in EXPERTS) == "fp4":
                 total += (segment.stop - segment.start) * (4 if path in AGAIN[config.remat] else 3)
     return total * config.accumulate
 
@@ -155,16 +159,22 @@ def compiled(config: TrainConfig, on: Cluster) -> Reading:
 def read_step(made: Any, config: TrainConfig, mesh: Mesh, on: Cluster) -> Reading:
     """A compiled step, read. Unreadable where an instruction cannot be placed."""
     program, state = read(made.as_text()), abstract_state(config, mesh)
-    weights = shard_bytes(state.params)
+    weights, load = shard_bytes(state.params), even_load(config, on.count)
     return Reading(
         compiled=True,
-        events=schedule(program, dict(mesh.shape), crossing(config.mesh, on)),
+        events=schedule(program, dict(mesh.shape), crossing(config.mesh, on), load),
         memory=_memory(made.memory_analysis(), program, config, weights=weights, state=shard_bytes(state)),
         needed_flops=sum(bench.needed_flops(config).values()) / on.count,
-        native=sum(gemm.times for gemm in gemms(program) if (gemm.kind, gemm.format) == NATIVE),
+        filling_flops=_filling(config, on),
+        native=sum(each.times for each in gemms(program, turns=load.turns) if (each.kind, each.format) == NATIVE),
         native_expected=native_calls(config, on.device),
         compulsory=_compulsory(config),
     )
+
+
+def _filling(config: TrainConfig, on: Cluster) -> float:
+    needed = sum(flops for path, flops in bench.needed_flops(config).items() if path in EXPERTS)
+    return (even_load(config, on.count).filled - 1) * needed / on.count
 
 
 def _option(value: str) -> Any:

@@ -14,10 +14,12 @@ from halfbyte.program.attention import BACKWARD, attention_of
 from halfbyte.program.categories import OWN_KERNEL
 from halfbyte.program.collectives import kind_of
 from halfbyte.program.gemms import gemms_of
-from halfbyte.program.schedule import CALLS, NOTHING, trips
+from halfbyte.program.schedule import CALLS, NOTHING
 from halfbyte.program.traffic import bytes_of
 
 from .cluster import span
+from .load import NONE, Load
+from .rates import GROUPED
 
 PURPOSES = (
     ("loss", re.compile(r"nn/loss")),
@@ -70,35 +72,45 @@ def walk(events: Sequence[Event], times: int = 1) -> Iterator[tuple[Event, int]]
             yield event, times
 
 
-def schedule(program: Program, mesh: Mapping[str, int], over: Mapping[str, tuple[int, int]]) -> tuple[Event, ...]:
-    """The entries of a compiled step on `mesh` (axis -> size); `over` as in `cluster.crossing`. Unreadable where an
-    instruction cannot be placed.
+def schedule(
+    program: Program, mesh: Mapping[str, int], over: Mapping[str, tuple[int, int]], load: Load = NONE
+) -> tuple[Event, ...]:
+    """The entries of a compiled step on `mesh` (axis -> size); `over` as in `cluster.crossing`, `load` that of its
+    experts. Unreadable where an instruction cannot be placed.
     """
     if not program.scheduled:
         raise Unreadable("the program is not scheduled (is_scheduled=true): the order of its text says nothing")
     sent = {each.instruction.name: each for each in collectives(program, mesh)}
-    return tuple(_of_computation(program, program.entry, sent, over))
+    return tuple(_of_computation(program, program.entry, Known(sent, over, load)))
 
 
-Sent = Mapping[str, Collective]
 Over = Mapping[str, tuple[int, int]]
 
 
-def _of_computation(program: Program, name: str, sent: Sent, over: Over) -> Iterator[Event]:
+@dataclass(frozen=True)
+class Known:
+    """What is known of a program beside its text: its collectives by name, who talks to whom, the load of experts."""
+
+    sent: Mapping[str, Collective]
+    over: Over
+    load: Load
+
+
+def _of_computation(program: Program, name: str, known: Known) -> Iterator[Event]:
     for found in program.computations[name]:
         if found.opcode == "while":
-            body = tuple(_of_computation(program, found.called("body"), sent, over))
-            yield Event("loop", found.name, times=trips(program, found) if body else 0, body=body)
-        elif found.name in sent:
-            yield _send(sent[found.name], over)
+            body = tuple(_of_computation(program, found.called("body"), known))
+            yield Event("loop", found.name, times=known.load.turns(program, found) if body else 0, body=body)
+        elif found.name in known.sent:
+            yield _send(known.sent[found.name], known.over)
         elif found.opcode in (*CALLS, "conditional"):
             for called in found.calls:
-                yield from _of_computation(program, called, sent, over)
+                yield from _of_computation(program, called, known)
         elif found.opcode.endswith("-done"):
-            if found.operands[0] in sent:
+            if found.operands[0] in known.sent:
                 yield Event("wait", found.operands[0])
         elif found.opcode not in NOTHING and not kind_of(found):
-            yield _work(program, found)
+            yield _work(program, found, known.load)
 
 
 def _send(found: Collective, over: Over) -> Event:
@@ -110,7 +122,7 @@ def _send(found: Collective, over: Over) -> Event:
     )  # fmt: skip
 
 
-def _work(program: Program, found: Instruction) -> Event:
+def _work(program: Program, found: Instruction, load: Load) -> Event:
     """What one launch does: at most one of multiplying, attending and moving."""
     launch, moved, source = Launch(found, 1), float(sum(bytes_of(program, found))), _source(program, found)
     for each in attention_of(program, launch):
@@ -118,8 +130,11 @@ def _work(program: Program, found: Instruction) -> Event:
         return Event("attention", found.name, "attention", source, pass_, each.each, moved, each.head_dim)
     multiplied = list(gemms_of(program, launch))
     if multiplied:
-        flops = float(sum(gemm.each for gemm in multiplied))
-        return Event("gemm", found.name, site(source), source, multiplied[0].format, flops, moved)
+        flops = float(sum(load.share(gemm) * gemm.each for gemm in multiplied))
+        moved -= sum(load.unread(gemm) for gemm in multiplied)
+        first = multiplied[0]
+        format = f"{GROUPED}{first.format}" if first.rows else first.format
+        return Event("gemm", found.name, site(source), source, format, flops, moved)
     own = "kernel" if OWN_KERNEL.search(found.target) else ""
     return Event("pass", found.name, purpose(program, found, source), source, own, moved=moved)
 
@@ -128,6 +143,9 @@ def site(source: str) -> str:
     """Which linears a GEMM belongs to, by the line of ours that it came from. Unreadable for any other line."""
     for pattern, name in (
         ("ops/mlp", "mlp"),
+        ("ops/tiles", "experts"),
+        ("kernels/grouped", "experts"),
+        ("nn/routing", "router"),
         ("ops/qdot", "attention linears"),
         ("kernels/", "linears"),  # a kernel that is lowered once for all linears of a shape
         ("loss", "head"),

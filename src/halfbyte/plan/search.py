@@ -24,6 +24,7 @@ from .reading import Reading, by_hand, can_compile, has_read, reading
 REMAT: tuple[Literal["quantized", "full", "none"], ...] = ("quantized", "full", "none")
 REDUCED: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
 MICROBATCHES = (1, 2, 4, 8)
+EXPERT = (1, 4, 8, 16, 64)  # sizes of the axis that cuts stacks of experts
 NEAR = 1.10  # of the best by the bound: these are compiled
 PIPELINES_WIN = 2_000  # tokens a GPU under which they might; we have none
 SPARE = 1.15  # programs need more than shapes say
@@ -129,8 +130,11 @@ def layouts(config: TrainConfig, on: Cluster) -> Iterator[TrainConfig]:
         if on.rack % tensor or config.model.kv_heads % tensor or config.batch % (racks * inner * config.accumulate):
             continue
         for across in ("data", "fsdp") if racks > 1 else ("data",):
-            for data in (size for size in (1, 2, 4, 8) if inner % size == 0):
-                shape = {f"{DCN}{across}": racks, "data": data, "fsdp": inner // data, "tensor": tensor}
+            for data, expert in itertools.product((1, 2, 4, 8), EXPERT if config.model.experts else (1,)):
+                if inner % (data * expert):
+                    continue
+                inside = {"data": data, "fsdp": inner // data // expert, "expert": expert, "tensor": tensor}
+                shape = {f"{DCN}{across}": racks, **inside}
                 for each in _with_choices(dataclasses.replace(config, mesh=format_mesh(shape))):
                     seen |= is_own(each, config)
                     yield each

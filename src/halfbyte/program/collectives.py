@@ -41,7 +41,11 @@ class Collective:
 
     @property
     def moved_each(self) -> int:
-        """Bytes of the whole array that one call gathers, scatters or reduces."""
+        """Bytes of the whole array that one call gathers, scatters or reduces; of a ragged all-to-all, whose rows lie
+        in room for more on one side, those of the smaller side.
+        """
+        if self.kind == "ragged-all-to-all":
+            return min(array.bytes for array in self.arrays[:2])
         size = sum(array.bytes for array in self.arrays)
         return size * self.group if self.kind == "all-gather" else size
 
@@ -104,7 +108,8 @@ def collectives(program: Program, mesh: Mapping[str, int] | None = None) -> list
     writes where a reshard moves nothing.
     """
     starters = {name: found for found in program.instructions.values() if _wraps(found) for name in found.calls}
-    found = (launch for launch in launches(program) if kind_of(launch.instruction))
+    walked = launches(program, matters=lambda each: kind_of(each) is not None)
+    found = (launch for launch in walked if kind_of(launch.instruction))
     described = (_describe(program, launch, mesh, starters) for launch in found)
     return [collective for collective in described if collective.group > 1]
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from .schedule import Launch, launches
+from .schedule import Launch, Turns, launches, trips
 from .text import FUSIONS, Array, Instruction, Program, Unreadable
 
 BLOCK_SCALED = "__cudnn$blockScaledDot"
@@ -52,6 +52,12 @@ class Gemm:
         return 2 * self.result.elements * self.k
 
     @property
+    def rows(self) -> int:
+        """Of our kernel over many experts, the rows that it has room for; 0 for any other GEMM."""
+        grouped = self.kind == "mosaic" and 3 in (len(self.right.dims), len(self.result.dims))
+        return self.left.dims[0] if grouped else 0
+
+    @property
     def flops(self) -> int:
         """FLOPs of a step, loops counted."""
         return self.each * self.times
@@ -60,15 +66,16 @@ class Gemm:
         return f"{self.kind} {self.left} x {self.right} -> {self.result}, {self.times} times"
 
 
-def gemms(program: Program) -> list[Gemm]:
+def gemms(program: Program, *, turns: Turns = trips) -> list[Gemm]:
     """Every GEMM of a step, attention's fused kernels excepted. Raises Unreadable for calls that it does not know, and
-    for loops without a trip count around a GEMM.
+    for loops around a GEMM that `turns` cannot count.
     """
 
     def multiplies(found: Instruction) -> bool:
         return any(True for _ in gemms_of(program, Launch(found, 1)))
 
-    return [found for launch in launches(program, matters=multiplies) for found in gemms_of(program, launch)]
+    found = launches(program, matters=multiplies, turns=turns)
+    return [gemm for launch in found for gemm in gemms_of(program, launch)]
 
 
 def gemms_of(program: Program, launch: Launch) -> Iterator[Gemm]:

@@ -30,39 +30,7 @@ class Launch:
     """Names of the loops around it, outermost first."""
 
 
-def launches(program: Program, *, matters: Callable[[Instruction], bool] = lambda _: True) -> Iterator[Launch]:
-    """Every instruction that does something, loops walked by their trip counts, in the order of the schedule.
-
-    A loop in which nothing `matters` is passed over, whether or not its turns are known.
-    """
-    yield from _walk(program, program.entry, 1, (), matters)
-
-
-def _walk(
-    program: Program, computation: str, times: int, loops: tuple[str, ...], matters: Callable[[Instruction], bool]
-) -> Iterator[Launch]:
-    for found in program.computations[computation]:
-        if found.opcode == "while":
-            body = found.called("body")
-            if not any(matters(part) for part in _inside(program, body)):
-                continue
-            yield from _walk(program, body, times * trips(program, found), (*loops, found.name), matters)
-        elif found.opcode == "conditional":
-            yield from _branches(program, found, times, loops, matters)
-        elif found.opcode in CALLS:
-            for called in found.calls:
-                yield from _walk(program, called, times, loops, matters)
-        elif found.opcode not in NOTHING:
-            yield Launch(found, times, loops)
-
-
-def _inside(program: Program, computation: str) -> Iterator[Instruction]:
-    """What a computation holds and calls, turns aside."""
-    for found in program.computations[computation]:
-        yield found
-        called = (found.called("body"),) if found.opcode == "while" else found.calls if found.opcode in CALLING else ()
-        for name in called:
-            yield from _inside(program, name)
+Turns = Callable[[Program, Instruction], int]
 
 
 def trips(program: Program, loop: Instruction) -> int:
@@ -79,11 +47,54 @@ def trips(program: Program, loop: Instruction) -> int:
     )
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """Which instructions matter, and how loops are counted."""
+
+    matters: Callable[[Instruction], bool]
+    turns: Turns
+
+
+def launches(
+    program: Program, *, matters: Callable[[Instruction], bool] = lambda _: True, turns: Turns = trips
+) -> Iterator[Launch]:
+    """Every instruction that does something, loops walked by their `turns`, in the order of the schedule.
+
+    A loop in which nothing `matters` is passed over, whether or not its turns are known.
+    """
+    yield from _walk(program, program.entry, 1, (), _Asked(matters, turns))
+
+
+def _walk(program: Program, computation: str, times: int, loops: tuple[str, ...], asked: _Asked) -> Iterator[Launch]:
+    for found in program.computations[computation]:
+        if found.opcode == "while":
+            body = found.called("body")
+            if not any(asked.matters(part) for part in _inside(program, body)):
+                continue
+            yield from _walk(program, body, times * asked.turns(program, found), (*loops, found.name), asked)
+        elif found.opcode == "conditional":
+            yield from _branches(program, found, times, loops, asked)
+        elif found.opcode in CALLS:
+            for called in found.calls:
+                yield from _walk(program, called, times, loops, asked)
+        elif found.opcode not in NOTHING:
+            yield Launch(found, times, loops)
+
+
+def _inside(program: Program, computation: str) -> Iterator[Instruction]:
+    """What a computation holds and calls, turns aside."""
+    for found in program.computations[computation]:
+        yield found
+        called = (found.called("body"),) if found.opcode == "while" else found.calls if found.opcode in CALLING else ()
+        for name in called:
+            yield from _inside(program, name)
+
+
 def _branches(
-    program: Program, found: Instruction, times: int, loops: tuple[str, ...], matters: Callable[[Instruction], bool]
+    program: Program, found: Instruction, times: int, loops: tuple[str, ...], asked: _Asked
 ) -> Iterator[Launch]:
     """One branch runs: fine if at most one does anything, else unknown which."""
-    busy = [list(_walk(program, name, times, loops, matters)) for name in found.calls]
+    busy = [list(_walk(program, name, times, loops, asked)) for name in found.calls]
     busy = [branch for branch in busy if branch]
     if len(busy) > 1:
         raise Unreadable(

@@ -213,8 +213,9 @@ def compiler_options(
     if mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return None
     memory = {"xla_gpu_memory_limit_slop_factor": 300} if mesh.size == 1 else {}
-    gathers_activations = any(mesh.shape.get(axis, 1) > 1 for axis in ("tensor", "context"))
-    twice = config.remat == "full" and gathers_activations
+    gathered = any(mesh.shape.get(axis, 1) > 1 for axis in ("tensor", "context"))
+    routed = mesh.size > 1 and bool(config.model.experts)  # all devices know all logits
+    twice = config.remat == "full" and (gathered or routed)
     ahead = {flag: off for flag, off in NOT_AHEAD.items() if twice and known_to_xla(flag)}
     options: dict[str, Any] = {**ops.GPU_OPTIONS, **memory, **ahead}
     for backend in serving(resolved):

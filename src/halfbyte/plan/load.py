@@ -1,0 +1,66 @@
+"""How many rows the experts of a device multiply: a program has room for any routing, and passes over what is empty.
+
+No program says it, so a plan counts an even load: every expert has as many rows as any other, and its last tile is half
+full on average.
+"""
+
+from dataclasses import dataclass
+
+from halfbyte.ops.tiles import LARGEST
+from halfbyte.program import Gemm, Instruction, Program, Unreadable
+from halfbyte.program.schedule import trips
+from halfbyte.train import TrainConfig
+
+LOOP = "ops/tiles"  # where loops over the tiles that are used are written
+
+
+@dataclass(frozen=True)
+class Load:
+    """Of one device and microbatch, all rows of its experts."""
+
+    needed: float
+    """That tokens have."""
+    rows: float
+    """In whole tiles."""
+
+    @property
+    def filled(self) -> float:
+        """Rows in whole tiles for each that a token has."""
+        return self.rows / self.needed if self.needed else 1.0
+
+    @property
+    def tiles(self) -> int:
+        """That have rows."""
+        return round(self.rows / LARGEST)
+
+    def share(self, gemm: Gemm) -> float:
+        """Of a GEMM's FLOPs: 1 for one that is not of experts."""
+        return min(self.rows / gemm.rows, 1.0) if gemm.rows else 1.0
+
+    def unread(self, gemm: Gemm) -> float:
+        """Bytes of a GEMM's operands that lie in tiles without rows."""
+        in_tiles = (array for array in (gemm.left, gemm.right) if array.dims[0] == gemm.rows)
+        return (1.0 - self.share(gemm)) * sum(array.bytes for array in in_tiles)
+
+    def turns(self, program: Program, loop: Instruction) -> int:
+        """Of a loop; of one over tiles, those that have rows."""
+        try:
+            return trips(program, loop)
+        except Unreadable:
+            if LOOP not in str(loop.source):
+                raise
+            return self.tiles
+
+
+NONE = Load(0.0, 0.0)
+"""Of a model without experts."""
+
+
+def even_load(config: TrainConfig, devices: int) -> Load:
+    """That of `config` on so many devices, which share its experts."""
+    model = config.model
+    if not model.experts:
+        return NONE
+    pairs = config.batch // config.accumulate * config.seq * model.experts_per_token
+    filled = model.experts * (LARGEST - 1) / 2
+    return Load(pairs / devices, (pairs + filled) / devices)
