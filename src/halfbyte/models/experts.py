@@ -29,11 +29,13 @@ from halfbyte.nn.routing import Routing, logits_of, rebalanced, route
 from halfbyte.ops.activation import ACTIVATIONS
 from halfbyte.ops.dispatch import combine, fork, gated, spread
 from halfbyte.ops.exchange import Route, collect, dispatch
+from halfbyte.ops.room import in_room
 from halfbyte.ops.shards import Cut, axes_of, cut_of, on_mesh
 from halfbyte.ops.tiles import Tiles, buffer_rows, check_tiles, grouped_tiles, places, through_tiles, tile_rows
 from halfbyte.recipe import Recipe
 from halfbyte.sharding.mesh import EVERY, EXPERT
 
+LEAST = 1 << 15  # pairs under which two programs are not worth their compiling
 Matrices = tuple[jax.Array, ...]
 Keys = Sequence[jax.Array | None]
 
@@ -109,6 +111,7 @@ def over_mesh(
     device = np.argsort(np.arange(mesh.size).reshape(sizes).transpose([axes.index(axis) for axis in order]).reshape(-1))
 
     def local(_: Any, arrays: tuple[Any, ...], keys: Keys) -> jax.Array:
+        words = tuple(None if key is None else jax.random.key_data(key) for key in keys)
         (x, scale, chosen, counts), weights = arrays[0], tuple(map(whole, arrays[1], cuts))
         pairs = jnp.arange(scale.size, dtype=jnp.int32).reshape(scale.shape)
         first, chosen = lax.axis_index(axes) * own, chosen.reshape(-1)
@@ -118,19 +121,31 @@ def over_mesh(
         mine = jnp.append(chosen, first + own)[here] - first
         rows = dispatch(spread(x, pairs, scale.size), route)
         counts = lax.dynamic_slice_in_dim(counts, first, own)
-        y = through_tiles(rows, mine, counts, tile, lambda rows, tiles: run(rows, weights, keys, tiles, first))
+        given = rows, weights, (mine, counts, words, first)
+        y = through(*given) if some == chosen.size else in_room(through, some, *given, jnp.sum(counts))
         return combine(collect(y, route), None, scale)
+
+    def through(rows: jax.Array, weights: Matrices, rest: Any) -> jax.Array:
+        mine, counts, words, first = rest
+        typed = tuple(
+            None if w is None else jax.random.wrap_key_data(w, impl=k) for w, k in zip(words, kinds, strict=True)
+        )
+        return through_tiles(
+            rows, mine[: rows.shape[0]], counts, tile, lambda rows, tiles: run(rows, weights, typed, tiles, first)
+        )
 
     def whole(w: jax.Array, cut: Cut) -> jax.Array:
         for axis, dim in ((axis, dim) for axis in axes for dim in (1, 2) if axis in cut[dim]):
             w = lax.all_to_all(w, axis, split_axis=0, concat_axis=dim, tiled=True)
         return w
 
-    matrices, keys = given
-    cuts = [cut_of(spec, 3) for spec in rest]
-    outer = [tuple(axis for axis in axes if axis not in axes_of(cut[1:])) for cut in cuts]
     filled = ((0, -x.shape[0] % mesh.size), (0, 0))  # with tokens that no expert has
     chosen = jnp.pad(found.experts, filled, constant_values=experts)
+    matrices, keys = given
+    kinds = [None if key is None else jax.random.key_impl(key) for key in keys]
+    some = _some(chosen.size, mesh.size)
+    cuts = [cut_of(spec, 3) for spec in rest]
+    outer = [tuple(axis for axis in axes if axis not in axes_of(cut[1:])) for cut in cuts]
     arrays = (jnp.pad(x, filled), jnp.pad(found.weights, filled), chosen, found.load.counts), matrices
     tokens, everywhere = PartitionSpec(order), PartitionSpec()
     cut = (
@@ -138,6 +153,11 @@ def over_mesh(
         tuple(PartitionSpec(o, *c[1:]) for o, c in zip(outer, cuts, strict=True)),
     )
     return on_mesh(local, ((), arrays, keys), ((), cut), tokens, mesh=mesh)[: x.shape[0]]
+
+
+def _some(pairs: int, devices: int) -> int:
+    """Rows that a device has room for at first: twice as many as come to it on average; all where they are few."""
+    return pairs if pairs < LEAST else min(-(-2 * pairs // devices), pairs)
 
 
 def _everywhere(x: jax.Array, here: LayerContext) -> jax.Array:

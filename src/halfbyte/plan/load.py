@@ -4,6 +4,7 @@ No program says it, so a plan counts an even load: every expert has as many rows
 full on average.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from halfbyte.ops.tiles import LARGEST
@@ -12,6 +13,7 @@ from halfbyte.program.schedule import trips
 from halfbyte.train import TrainConfig
 
 LOOP = "ops/tiles"  # where loops over the tiles that are used are written
+ROOM = "ops/room"  # where programs for many and for few rows are
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,13 @@ class Load:
             if LOOP not in str(loop.source):
                 raise
             return self.tiles
+
+    def branches(self, program: Program, found: Instruction) -> Sequence[str]:
+        """The computations of a branch that may be taken; of one by the room that rows need, that with less."""
+        if ROOM not in str(found.source):
+            return found.calls
+        size = lambda name: sum(array.bytes for each in program.computations[name] for array in each.results)  # noqa: E731
+        return (min(found.calls, key=size),)
 
 
 NONE = Load(0.0, 0.0)

@@ -17,7 +17,7 @@ from halfbyte.devices import Device, target_cudnn, topology
 from halfbyte.devices.platform import CUDA_PLUGINS, any_installed
 from halfbyte.inputs.kept import is_kept, kept
 from halfbyte.launch.xla_flags import FLAG_SETS, as_known
-from halfbyte.program import Program, gemms, read
+from halfbyte.program import Gemm, Program, gemms, read
 from halfbyte.sharding import parse_mesh
 from halfbyte.sharding.mesh import whole_sizes
 from halfbyte.train import TrainConfig, abstract_state, phases, run_mesh
@@ -26,7 +26,7 @@ from halfbyte.train.step import compiler_options
 
 from . import analytic
 from .cluster import Cluster, crossing
-from .load import even_load
+from .load import Load, even_load
 from .schedule import Event, from_json, schedule, walk
 
 NATIVE = ("block-scaled", "fp4")
@@ -166,10 +166,14 @@ def read_step(made: Any, config: TrainConfig, mesh: Mesh, on: Cluster) -> Readin
         memory=_memory(made.memory_analysis(), program, config, weights=weights, state=shard_bytes(state)),
         needed_flops=sum(bench.needed_flops(config).values()) / on.count,
         filling_flops=_filling(config, on),
-        native=sum(each.times for each in gemms(program, turns=load.turns) if (each.kind, each.format) == NATIVE),
+        native=sum(each.times for each in _gemms(program, load) if (each.kind, each.format) == NATIVE),
         native_expected=native_calls(config, on.device),
         compulsory=_compulsory(config),
     )
+
+
+def _gemms(program: Program, load: Load) -> list[Gemm]:
+    return gemms(program, turns=load.turns, branches=load.branches)
 
 
 def _filling(config: TrainConfig, on: Cluster) -> float:

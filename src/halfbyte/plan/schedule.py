@@ -104,7 +104,7 @@ def _of_computation(program: Program, name: str, known: Known) -> Iterator[Event
         elif found.name in known.sent:
             yield _send(known.sent[found.name], known.over)
         elif found.opcode in (*CALLS, "conditional"):
-            for called in found.calls:
+            for called in known.load.branches(program, found):
                 yield from _of_computation(program, called, known)
         elif found.opcode.endswith("-done"):
             if found.operands[0] in known.sent:

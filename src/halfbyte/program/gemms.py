@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from .schedule import Launch, Turns, launches, trips
+from .schedule import Branches, Launch, Turns, every_branch, launches, trips
 from .text import FUSIONS, Array, Instruction, Program, Unreadable
 
 BLOCK_SCALED = "__cudnn$blockScaledDot"
@@ -66,15 +66,15 @@ class Gemm:
         return f"{self.kind} {self.left} x {self.right} -> {self.result}, {self.times} times"
 
 
-def gemms(program: Program, *, turns: Turns = trips) -> list[Gemm]:
-    """Every GEMM of a step, attention's fused kernels excepted. Raises Unreadable for calls that it does not know, and
-    for loops around a GEMM that `turns` cannot count.
+def gemms(program: Program, *, turns: Turns = trips, branches: Branches = every_branch) -> list[Gemm]:
+    """Every GEMM of a step, attention's fused kernels excepted. Raises Unreadable for calls that it does not know, for
+    loops around a GEMM that `turns` cannot count, and where several of the `branches` of one multiply.
     """
 
     def multiplies(found: Instruction) -> bool:
         return any(True for _ in gemms_of(program, Launch(found, 1)))
 
-    found = launches(program, matters=multiplies, turns=turns)
+    found = launches(program, matters=multiplies, turns=turns, branches=branches)
     return [gemm for launch in found for gemm in gemms_of(program, launch)]
 
 

@@ -5,7 +5,7 @@ the compiler peeled off stand outside the loop and count once. A loop whose trip
 every figure a guess: Unreadable.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from .text import Instruction, Program, Unreadable
@@ -31,6 +31,12 @@ class Launch:
 
 
 Turns = Callable[[Program, Instruction], int]
+Branches = Callable[[Program, Instruction], Sequence[str]]
+
+
+def every_branch(program: Program, found: Instruction) -> Sequence[str]:
+    """The computations of a branch."""
+    return found.calls
 
 
 def trips(program: Program, loop: Instruction) -> int:
@@ -49,20 +55,22 @@ def trips(program: Program, loop: Instruction) -> int:
 
 @dataclass(frozen=True)
 class _Asked:
-    """Which instructions matter, and how loops are counted."""
+    """Which instructions matter, how loops are counted, and which branches may be taken."""
 
     matters: Callable[[Instruction], bool]
     turns: Turns
+    branches: Branches
 
 
 def launches(
-    program: Program, *, matters: Callable[[Instruction], bool] = lambda _: True, turns: Turns = trips
-) -> Iterator[Launch]:
+    program: Program, *, matters: Callable[[Instruction], bool] = lambda _: True, turns: Turns = trips,
+    branches: Branches = every_branch,
+) -> Iterator[Launch]:  # fmt: skip
     """Every instruction that does something, loops walked by their `turns`, in the order of the schedule.
 
     A loop in which nothing `matters` is passed over, whether or not its turns are known.
     """
-    yield from _walk(program, program.entry, 1, (), _Asked(matters, turns))
+    yield from _walk(program, program.entry, 1, (), _Asked(matters, turns, branches))
 
 
 def _walk(program: Program, computation: str, times: int, loops: tuple[str, ...], asked: _Asked) -> Iterator[Launch]:
@@ -94,7 +102,7 @@ def _branches(
     program: Program, found: Instruction, times: int, loops: tuple[str, ...], asked: _Asked
 ) -> Iterator[Launch]:
     """One branch runs: fine if at most one does anything, else unknown which."""
-    busy = [list(_walk(program, name, times, loops, asked)) for name in found.calls]
+    busy = [list(_walk(program, name, times, loops, asked)) for name in asked.branches(program, found)]
     busy = [branch for branch in busy if branch]
     if len(busy) > 1:
         raise Unreadable(
