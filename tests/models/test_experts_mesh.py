@@ -84,6 +84,14 @@ def test_a_layer_on_a_mesh_is_that_of_one_device_bit_for_bit(text):
     np.testing.assert_allclose(many[2]["router"], one[2]["router"], atol=2e-6 * np.abs(one[2]["router"]).max())
 
 
+def test_how_much_room_a_device_has_changes_no_bit(monkeypatch):
+    """Devices whose rows fit into room for twice the mean load beside devices whose do not."""
+    monkeypatch.setattr(experts, "LEAST", 0)
+    one, many = layer(""), layer.__wrapped__("expert=8")
+    assert sorted(load > 2 * one[-1].mean() for load in one[-1])[:: len(one[-1]) - 1] == [False, True]
+    assert equal(_exact(many), _exact(one))
+
+
 def check_gradient():
     """AssertionError if dw of a plain linear of experts over eight devices is not each expert's own x^T dy."""
     random = np.random.default_rng(2)

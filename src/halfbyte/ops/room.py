@@ -7,17 +7,17 @@ first runs where it suffices. Where rows lie does not matter to their numbers, s
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-Run = Callable[[jax.Array, Any, Any], jax.Array]
+Weights = tuple[jax.Array, ...]
+Run = Callable[[jax.Array, Weights, object], jax.Array]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def in_room(run: Run, some: int, rows: jax.Array, weights: Any, rest: Any, count: jax.Array) -> jax.Array:
+def in_room(run: Run, some: int, rows: jax.Array, weights: Weights, rest: object, count: jax.Array) -> jax.Array:
     """run(rows, weights, rest), a row for each, of rows [all, width] of which the first `count` are used: of the first
     `some` alone where these are all, and zero behind them. No gradient reaches `rest`. What the backward pass reads is
     kept of some rows; for all of them it is made again.
