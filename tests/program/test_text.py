@@ -105,8 +105,9 @@ def test_turns_that_nobody_knows_matter_only_around_what_is_counted():
     assert found == ["kernel"]
 
 
-def test_a_branch_is_an_error_if_both_sides_do_something():
-    branch = "  %b2 = f32[8]{0} conditional(%less2, %a, %a), branch_computations={%one, %two}\n"
+@pytest.mark.parametrize("sides", ["branch_computations={%one, %two}", "true_computation=%one, false_computation=%two"])
+def test_a_branch_is_an_error_if_both_sides_do_something(sides):
+    branch = f"  %b2 = f32[8]{{0}} conditional(%less2, %a, %a), {sides}\n"
     head, body = (
         "%{0} (p{0}: f32[8]) -> f32[8] {{\n",
         "  %p{0} = f32[8] parameter(0)\n  ROOT %r{0} = f32[8] {1}\n}}\n\n",
@@ -117,5 +118,8 @@ def test_a_branch_is_an_error_if_both_sides_do_something():
     text = TEXT.replace("  %zero = s32[]", branch + "  %zero = s32[]")
     found = {launch.instruction.name for launch in launches(read(text.replace("ENTRY", lazy + "ENTRY")))}
     assert "rtwo" in found
+    both = read(text.replace("ENTRY", busy + "ENTRY"))
     with pytest.raises(Unreadable, match="the branch b2 .*either of 2"):
-        list(launches(read(text.replace("ENTRY", busy + "ENTRY"))))
+        list(launches(both))
+    found = {launch.instruction.name for launch in launches(both, branches=lambda _, found: found.calls[:1])}
+    assert "rone" in found and "rtwo" not in found

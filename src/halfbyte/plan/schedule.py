@@ -145,6 +145,7 @@ def site(source: str) -> str:
         ("ops/mlp", "mlp"),
         ("ops/tiles", "experts"),
         ("kernels/grouped", "experts"),
+        ("models/experts", "experts"),
         ("nn/routing", "router"),
         ("ops/qdot", "attention linears"),
         ("kernels/", "linears"),  # a kernel that is lowered once for all linears of a shape

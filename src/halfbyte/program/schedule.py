@@ -101,8 +101,9 @@ def _inside(program: Program, computation: str) -> Iterator[Instruction]:
 def _branches(
     program: Program, found: Instruction, times: int, loops: tuple[str, ...], asked: _Asked
 ) -> Iterator[Launch]:
-    """One branch runs: fine if at most one does anything, else unknown which."""
-    busy = [list(_walk(program, name, times, loops, asked)) for name in asked.branches(program, found)]
+    """One branch runs: fine if at most one does anything that matters, else unknown which."""
+    sides = [name for name in asked.branches(program, found) if any(map(asked.matters, _inside(program, name)))]
+    busy = [list(_walk(program, name, times, loops, asked)) for name in sides]
     busy = [branch for branch in busy if branch]
     if len(busy) > 1:
         raise Unreadable(

@@ -21,7 +21,8 @@ BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128} 
     "f8e4m3b11fnuz f8e4m3fnuz f8e5m2fnuz f8e3m4".split()
 }
 FUSIONS = ("fusion", "fusion-start")  # one that is waited for, and one beside which others run
-CALLED = ("calls", "to_apply", "body", "condition", "called_computations", "branch_computations")
+BRANCHES = ("branch_computations", "true_computation", "false_computation")
+CALLED = ("calls", "to_apply", "body", "condition", "called_computations", *BRANCHES)
 
 _ARRAY = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\]")
 _MODULE = re.compile(r"^HloModule ([\w.\-]+)")
