@@ -95,6 +95,26 @@ def test_a_loop_of_anything_else_must_say_how_often_it_turns():
         schedule(read(STEP.replace("ops/tiles", "ops/mlp")), {}, {}, Load(300, 384))
 
 
+def sides(rows):
+    """A computation that multiplies so many rows."""
+    return (
+        f"%rows{rows} (p: bf16[{rows},64], q: bf16[64,32]) -> bf16[{rows},32] {{\n"
+        f"  %p{rows} = bf16[{rows},64]{{1,0}} parameter(0)\n  %q{rows} = bf16[64,32]{{1,0}} parameter(1)\n"
+        f"  ROOT %dot{rows} = bf16[{rows},32]{{1,0}} dot(%p{rows}, %q{rows}), lhs_contracting_dims={{1}}, "
+        f'rhs_contracting_dims={{0}}, metadata={{op_name="dot" stack_frame_id=1}}\n}}\n\n'
+    )
+
+
+@pytest.mark.parametrize("order", [(1024, 128), (128, 1024)])
+def test_of_programs_for_few_and_for_all_rows_the_first_counts(order):
+    text = STEP.replace("ops/tiles", "models/experts").replace("%body (b:", sides(128) + sides(1024) + "%body (b:")
+    called = f"true_computation=%rows{order[0]}, false_computation=%rows{order[1]}"
+    branch = f"  %two = bf16[128,32]{{1,0}} conditional(%zero, %x0, %v0), {called}"
+    branch += ', metadata={op_name="cond" stack_frame_id=1}\n  %start ='
+    found = schedule(read(text.replace("  %start =", branch)), {}, {}, Load(300, 384))
+    assert [each.name for each, _ in walk(found) if each.name.startswith("dot1")] == ["dot128"]
+
+
 def test_every_recipe_of_a_model_with_experts_has_an_answer(capfd, no_plugin):
     flags = ["--device", "h200", "--count", "8", "--recipe", "nvfp4", "--versus", "bf16,fp8", "--json"]
     assert main(["plan", "qwen3-30b-a3b", *flags]) == 0
