@@ -9,6 +9,7 @@ from dataclasses import asdict
 import pytest
 
 import halfbyte.plan.reading  # noqa: F401 (the module is changed below)
+from halfbyte.bench.placement import AGAIN
 from halfbyte.cli.main import main
 from halfbyte.devices import device
 from halfbyte.parity.arms import Arm
@@ -16,7 +17,10 @@ from halfbyte.parity.margin import Margin
 from halfbyte.parity.plan import Plan
 from halfbyte.plan import cluster, placed, tokens_of
 from halfbyte.plan.cluster import crossing
+from halfbyte.recipe import recipe
 from halfbyte.runs import run_config
+from halfbyte.train import phases
+from halfbyte.train.precision_manifest import build_manifest
 
 KEYS = """fits memory native_fp4_gemms gemm_flops gemm_flops_needed collectives operand_bytes step_time_s
     tflops_per_device tokens_per_s_per_device exposed_communication_s speedup_vs band calibration_residual""".split()
@@ -109,6 +113,31 @@ def test_four_bits_on_hopper_are_emulated(capfd):
     assert code == 0 and "emulated: no speed-up is predicted; fp8 is" in " ".join(row["remarks"])
     assert row["speedup_vs"]["bf16"] <= 1.0 < data["recipes"]["fp8"]["speedup_vs"]["bf16"]
     assert row["native_fp4_gemms"] == 0
+
+
+@pytest.mark.parametrize("chip, name", [
+    ("gb300", "nvfp4"), ("gb300", "mxfp4"), ("gb300", "nvfp4_fwd_mxfp8_bwd"), ("gb300", "nvfp4+bf16_forward"),
+    ("gb300", "ue5m3"), ("gb300", "halfbyte"), ("h200", "halfbyte"), ("h200", "fp8"),
+])  # fmt: skip
+def test_what_the_manifest_calls_native_is(capfd, name, chip):
+    """GEMM by GEMM: mxfp4 is emulated everywhere, a pass may be in 8 or 16 bits, and x may be multiplied twice."""
+    flags = ["--device", chip, "--count", "8", "--batch", "8", "--policy", "all_linear", "--recipe", name]
+    code, data, _ = plan(capfd, "llama3-8b", *flags, "--remat", "quantized")
+    base = dataclasses.replace(run_config("llama3-8b"), policy="all_linear", mesh="fsdp=8", data="synthetic", batch=8)
+    phase = phases(config := dataclasses.replace(base, recipe=name))[0]
+    manifest = build_manifest(config, phase.resolved(config), phase.recipe, seq=8192, device=device(chip))
+    native = [(site, gemm) for site in manifest.sites for gemm, found in site.gemms.items()
+              if found.bits == 4 and found.execution == "native"]  # fmt: skip
+    again = AGAIN["quantized"]
+    pieces = 2 if recipe(name).remainder else 1
+    calls = sum(
+        (site.layers[1] - site.layers[0]) * (pieces * (1 + (site.path in again)) if gemm == "fprop" else 1)
+        for site, gemm in native
+    )
+    row = data["recipes"][name]
+    assert code == 0 and row["problems"] == [] and row["native_fp4_gemms"] == calls
+    assert row["gemm_flops"] == pytest.approx(row["gemm_flops_needed"], rel=1e-6)
+    assert ("is emulated" in " ".join(row["remarks"])) == (manifest.share_4bit > 0 and not native)
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_helps(capfd):

@@ -7,17 +7,19 @@ other people's programs, of which no more is known.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from math import prod
 
-from halfbyte import models
+from halfbyte import models, ops
 from halfbyte.bench.operand_traffic import compulsory_bytes
 from halfbyte.bench.placement import AGAIN
-from halfbyte.devices import Device, native_training
-from halfbyte.recipe import Recipe
+from halfbyte.devices import Device
+from halfbyte.recipe import GEMMS, Recipe
 from halfbyte.sharding import parse_mesh
 from halfbyte.sharding.mesh import whole_sizes
 from halfbyte.train import TrainConfig, phases
+from halfbyte.train.precision_manifest import gemms_of
 
 from .cluster import Cluster, crossing, span
 from .load import even_load
@@ -25,6 +27,8 @@ from .rates import GROUPED
 from .schedule import Event
 
 BF16, FLOAT32 = 2, 4
+LARGE = 8192
+UNITS = {"nvfp4": "fp4", "mxfp4": "fp4", "fp8": "fp8", "mxfp8": "fp8"}
 # Counted in the compiled programs of llama3-8b on 8 GB200: bytes that are no operand's, in units of a layer's residual
 # stream [tokens, embed] in bfloat16; of the logits in float32; of a parameter.
 STREAMS, LOGITS, PARAMETER = 57.0, 3.75, 28.0
@@ -122,16 +126,25 @@ def _expert_weights(config: TrainConfig) -> float:
     return sum(spec.size for spec in specs if spec.kind == "experts") / config.model.layers
 
 
-def format_of(recipe: Recipe | None, device: Device, *, experts: bool = False) -> str:
-    """What multiplies a linear under `recipe` on `device`: fp4, fp8 or bf16 (the last also for what is emulated, and
-    for experts, whose GEMMs are all of bfloat16 carriers).
-    """
-    if experts:
-        return f"{GROUPED}bf16"
-    unit = recipe.fprop_x.format.unit if recipe is not None and recipe.quantized else None
-    if unit is None or not native_training(device, unit):
-        return "bf16"
-    return "fp4" if "4" in unit else "fp8" if "8" in unit else "bf16"
+@functools.lru_cache
+def formats_of(recipe: Recipe, device: Device, backend: str) -> Mapping[str, str]:
+    """What multiplies each GEMM of a linear under `recipe` on `device`, as the precision manifest has it: fp4, fp8 or
+    bf16 (the last also for what is emulated). Sizes do not matter here, so they are such that every block fits."""
+    if not recipe.quantized:
+        return dict.fromkeys(GEMMS, "bf16")
+    problem = ops.Problem(recipe, LARGE, LARGE, LARGE, device)
+    found = gemms_of(problem, ops.choose(backend, problem))
+    return {name: UNITS.get(gemm.runs_in, "bf16") for name, gemm in found.items()}
+
+
+def linear_gemms(
+    recipe: Recipe, device: Device, backend: str, *, again: bool, experts: bool
+) -> tuple[list[str], list[str]]:
+    """The formats of a linear's GEMMs (forward, backward): fprop twice where x is multiplied in two pieces, and in the
+    backward pass where remat repeats it. Those of experts are all of bfloat16 carriers."""
+    formats = dict.fromkeys(GEMMS, f"{GROUPED}bf16") if experts else formats_of(recipe, device, backend)
+    fprop = [formats["fprop"]] * (2 if recipe.remainder else 1)
+    return fprop, [*(fprop if again else ()), formats["dgrad"], formats["wgrad"]]
 
 
 def _layer(config: TrainConfig, on: Cluster, sizes: Sizes) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
@@ -147,13 +160,14 @@ def _layer(config: TrainConfig, on: Cluster, sizes: Sizes) -> tuple[tuple[Event,
             each, name = each * filled, "experts"
         for segment in segments:
             part = (segment.stop - segment.start) / layers
-            recipe = segment.recipes.get(site.path)
-            format = format_of(recipe, on.device, experts=bool(site.experts))
+            recipe, backend = segment.recipes[site.path], config.precision.backend
+            fprop, behind = linear_gemms(
+                recipe, on.device, backend, again=site.path in again, experts=bool(site.experts)
+            )
             if not site.experts:
-                travels += part * site.k * site.n / sizes.tensor * {"fp4": 0.5, "fp8": 1.0}.get(format, 2.0)
-            gemm = Event("gemm", site.path, name, format=format, flops=part * each)
-            forward.append(gemm)
-            backward += [gemm] * (3 if site.path in again else 2)
+                travels += part * site.k * site.n / sizes.tensor * {"fp4": 0.5, "fp8": 1.0}.get(fprop[0], 2.0)
+            forward += [Event("gemm", site.path, name, format=format, flops=part * each) for format in fprop]
+            backward += [Event("gemm", site.path, name, format=format, flops=part * each) for format in behind]
     quantized = any(r.quantized for s in segments for r in s.recipes.values())
     bytes_moved = EXCESS * _compulsory(config) / layers if quantized else _plain(config, sizes)
     maker = "kernel" if quantized else ""

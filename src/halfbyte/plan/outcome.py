@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from halfbyte import models
-from halfbyte.devices import Device
+from halfbyte.recipe import recipe
+from halfbyte.sharding import parse_mesh
 from halfbyte.train import TrainConfig
 
 from .calibration import BAND, FITTED, ZEROS, is_blackwell, residual
-from .cluster import Cluster
+from .cluster import Cluster, batch_shards
 from .load import even_load
 from .rates import Rates
 from .reading import Reading
@@ -92,8 +93,8 @@ def problems(found: Outcome) -> Iterator[str]:
     """What is wrong with the program, or does not fit."""
     read = found.reading
     if read.gemm_flops - read.filling_flops > EXCESS * read.needed_flops:
-        more = read.gemm_flops / read.needed_flops
-        yield f"GEMMs multiply {more:.3f}x of the FLOPs that are needed: it is misplaced on {found.config.mesh}"
+        more, where = read.gemm_flops / read.needed_flops, found.config.mesh or "one device"
+        yield f"GEMMs multiply {more:.3f}x of the FLOPs that are needed: it is misplaced on {where}"
     if read.native != read.native_expected:
         yield f"{read.native} FP4 GEMMs a step run natively, and the manifest says {read.native_expected}"
     if not found.fits:
@@ -104,9 +105,10 @@ def does_not_fit(found: Outcome) -> str:
     """By how much, and which knob helps most."""
     memory, over = found.reading.memory, found.reading.bytes_needed - found.limit
     config = found.config
+    halves = config.batch % (2 * batch_shards(parse_mesh(config.mesh)) * config.accumulate) == 0
     knobs = {
         "--remat full": memory["residuals"] * (0.7 if config.remat != "full" else 0.0),
-        f"--batch {config.batch // 2}": (memory["residuals"] + memory["activations"]) / 2 if config.batch > 1 else 0.0,
+        f"--batch {config.batch // 2}": (memory["residuals"] + memory["activations"]) / 2 if halves else 0.0,
         "--optimizer.mu-dtype bfloat16 --optimizer.nu-dtype bfloat16": memory["optimizer"] / 2,
         f"--count {2 * found.on.count}": (memory["weights"] + memory["optimizer"] + memory["gradients"]) / 2,
     }
@@ -125,7 +127,7 @@ def remarks(found: Outcome) -> Iterator[str]:
         yield "not compiled, for want of the compiler plugin (pip install 'halfbyte[plan]'): an analytic model answers"
     if found.config.model.experts:
         yield from of_experts(found)
-    elif emulated(found.config, found.on.device, found.reading):
+    elif emulated(found.config, found.reading):
         yield f"{found.config.recipe} on {found.on.device.name} is emulated: no speed-up is predicted; fp8 is"
     yield from found.assumed
 
@@ -139,9 +141,10 @@ def of_experts(found: Outcome) -> Iterator[str]:
         yield "experts' tiles are multiplied one after another, each by a GEMM of XLA's: a step is not faster than this"
 
 
-def emulated(config: TrainConfig, device: Device, read: Reading) -> bool:
-    """Whether the recipe asks for 4-bit GEMMs that the device does not have."""
-    return "fp4" in config.recipe and not read.native_expected
+def emulated(config: TrainConfig, read: Reading) -> bool:
+    """Whether the recipe asks for 4-bit GEMMs, and the device has none of them."""
+    found = [policy.format.element for policy in recipe(config.recipe).operands().values()]
+    return any(element and element.bits == 4 for element in found) and not read.native_expected
 
 
 def as_json(found: Outcome, others: Sequence[Outcome]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from halfbyte import bench, ops
+from halfbyte import bench, models, ops
 from halfbyte.bench.operand_traffic import compulsory_bytes
 from halfbyte.bench.placement import AGAIN, EXPERTS
 from halfbyte.devices import Device, target_cudnn, topology
@@ -127,7 +127,7 @@ def by_hand(config: TrainConfig, on: Cluster) -> Reading:
         compiled=False,
         events=analytic.step(config, on),
         memory=analytic.memory(config),
-        needed_flops=sum(bench.needed_flops(config).values()) / on.count,
+        needed_flops=needed(config) / on.count,
         filling_flops=_filling(config, on),
         native=native,
         native_expected=native,
@@ -136,13 +136,26 @@ def by_hand(config: TrainConfig, on: Cluster) -> Reading:
 
 
 def native_calls(config: TrainConfig, device: Device) -> int:
-    """How often a step should call FP4 GEMMs: three a linear and layer, one more where remat repeats fprop."""
+    """How often a step should call FP4 GEMMs: those of a linear's that the manifest says, in each layer."""
     total = 0
     for segment in phases(config)[0].resolved(config).segments:
         for path, recipe in segment.recipes.items():
-            if analytic.format_of(recipe, device, experts=path in EXPERTS) == "fp4":
-                total += (segment.stop - segment.start) * (4 if path in AGAIN[config.remat] else 3)
+            again, backend = path in AGAIN[config.remat], config.precision.backend
+            forward, backward = analytic.linear_gemms(recipe, device, backend, again=again, experts=path in EXPERTS)
+            total += (segment.stop - segment.start) * (forward + backward).count("fp4")
     return total * config.accumulate
+
+
+def needed(config: TrainConfig) -> float:
+    """GEMM FLOPs of a whole step; of a recipe that multiplies x in two pieces both."""
+    sites = {site.path: site.flops / 3 / config.model.layers for site in
+             models.gemm_sites(config.model, config.batch, config.seq)}  # fmt: skip
+    total = float(sum(bench.needed_flops(config).values()))
+    for segment in phases(config)[0].resolved(config).segments:
+        for path, recipe in segment.recipes.items():
+            if recipe.remainder:
+                total += (segment.stop - segment.start) * sites[path] * (2 if path in AGAIN[config.remat] else 1)
+    return total
 
 
 def compiled(config: TrainConfig, on: Cluster) -> Reading:
@@ -164,7 +177,7 @@ def read_step(made: Any, config: TrainConfig, mesh: Mesh, on: Cluster) -> Readin
         compiled=True,
         events=schedule(program, dict(mesh.shape), crossing(config.mesh, on), load),
         memory=_memory(made.memory_analysis(), program, config, weights=weights, state=shard_bytes(state)),
-        needed_flops=sum(bench.needed_flops(config).values()) / on.count,
+        needed_flops=needed(config) / on.count,
         filling_flops=_filling(config, on),
         native=sum(each.times for each in _gemms(program, load) if (each.kind, each.format) == NATIVE),
         native_expected=native_calls(config, on.device),
