@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from halfbyte.checkpoint.remote import local_directory
 from halfbyte.inputs import MOST_JSON, printable
 from halfbyte.inputs.programs import only_named
 
@@ -103,6 +104,12 @@ def open_directory(directory: Path, *, check: bool = True, say: Callable[[str], 
     """The run in `directory`. ValueError if there is none, if something in it is neither file nor directory, or, with
     `check`, if a file is not what the run wrote. What no seal covers is said."""
     if not (directory / CONFIG).is_file():
+        if directory.parts[:1] in (("s3:",), ("gs:",)):  # a path has lost one slash
+            url = f"{directory.parts[0]}//{'/'.join(directory.parts[1:])}"
+            raise ValueError(
+                f"{url} is in a store, and a run is read from a directory: on a machine that has trained it that is "
+                f"{local_directory(url)}"
+            )
         what = "there is no such directory" if not directory.is_dir() else f"it holds no {CONFIG}"
         raise ValueError(f"{directory} is not a run: {what}; `halfbyte train --run-dir {directory}` makes one")
     refuse_strange_files(directory)
