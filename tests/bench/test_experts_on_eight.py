@@ -8,7 +8,10 @@ import pytest
 
 from halfbyte import bench, devices, models, ops, runs
 from halfbyte.bench.placement import EXPERTS
+from halfbyte.models import experts
+from halfbyte.plan.load import even_load
 from halfbyte.program import collectives, gemms, read
+from halfbyte.program.collectives import kind_of
 from halfbyte.train import run_mesh
 
 pytestmark = [pytest.mark.slow, pytest.mark.cuda_compiler]
@@ -25,17 +28,30 @@ PAIRS, OWN = 8 * 128 * 8, 64 // 8
 def program():
     h200 = devices.device("h200")
     mesh = run_mesh(CONFIG, np.array(devices.topology(h200, hosts=1, per_host=8).devices))
-    with ops.compile_for(h200), devices.target_cudnn():
+    with pytest.MonkeyPatch.context() as patch, ops.compile_for(h200), devices.target_cudnn():
+        patch.setattr(experts, "LEAST", 0)  # as for models that are not small
         return read(bench.compile_step(CONFIG, mesh, seq=CONFIG.seq).as_text())
 
 
+def gemms_of(program):
+    """Those of the program for few rows."""
+    return gemms(program, branches=even_load(CONFIG, 8).branches)
+
+
 def test_grouped_gemms_are_those_that_are_needed(program):
-    """In room for all pairs, of which a device's experts have an eighth on average: tiles without rows are skipped."""
-    found = [gemm for gemm in gemms(program) if gemm.kind == "mosaic"]
-    room = math.ceil((PAIRS + OWN * 127) / 128) * 128
+    """In room for twice the mean load: tiles without rows are skipped."""
+    found = [gemm for gemm in gemms_of(program) if gemm.kind == "mosaic"]
+    room = math.ceil((2 * PAIRS // 8 + OWN * 127) / 128) * 128
     needed = sum(bench.needed_flops(CONFIG)[path] for path in EXPERTS)
     assert sum(gemm.flops for gemm in found) == needed * room // PAIRS
     assert {gemm.right.dims[0] for gemm in found if len(gemm.right.dims) == 3} == {OWN}
+
+
+def test_devices_meet_in_no_branch(program):
+    """One may have room where another has not: a collective there would wait for ever."""
+    branches = [found for found in program.instructions.values() if found.opcode == "conditional"]
+    assert len(branches) >= 3 and all(len(found.calls) == 2 for found in branches)
+    assert not [part for found in branches for part in program.inside(found) if kind_of(part)]
 
 
 def test_no_array_is_rows_times_experts(program):
@@ -56,7 +72,7 @@ def test_a_row_of_each_pair_travels_in_bfloat16(program):
 
 def test_other_gemms_are_those_that_are_needed(program):
     """Attention's linears, whose forward GEMMs full remat runs again, the head, routers of a device's own tokens."""
-    found = sum(gemm.flops for gemm in gemms(program) if gemm.kind != "mosaic")
+    found = sum(gemm.flops for gemm in gemms_of(program) if gemm.kind != "mosaic")
     needed = {path: flops for path, flops in bench.needed_flops(CONFIG).items() if path not in EXPERTS}
     assert needed["layers/mlp/router"] == 4 * 2 * CONFIG.batch * CONFIG.seq * MODEL.embed * MODEL.experts * MODEL.layers
     assert found <= 1.05 * sum(needed.values()) / 8
