@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
-from tiny import tiny
+from tiny import ONE_LINEAR, tiny
 
 from halfbyte.metrics import read_rows
 from halfbyte.train import (
@@ -79,7 +79,7 @@ def test_a_spike_stands_out_of_its_own_median():
 @pytest.fixture(scope="module")
 def one_step():
     """(config, resolved, mesh, fresh state, a batch, the step)."""
-    config = tiny(recipe="nvfp4")
+    config = tiny(recipe="nvfp4", policy=ONE_LINEAR)
     mesh = run_mesh(config, jax.devices()[:1])
     resolved = phases(config)[0].resolved(config)
     loader = open_source(config).loader(mesh)

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 from runner import Runner, final_checksums, losses
-from tiny import tiny
+from tiny import ONE_LINEAR, tiny
 
 from halfbyte.train import CheckpointConfig
 
@@ -17,7 +17,7 @@ def whole(tmp_path_factory, compile_cache, warm):
     """(runner, directory of an uninterrupted run on 1 process x 4 devices): nvfp4, accumulation, fsdp and tensor."""
     folder = tmp_path_factory.mktemp("processes")
     saves = CheckpointConfig(every=4, keep_last=2)
-    config = tiny(recipe="nvfp4", steps=44, accumulate=2, mesh="fsdp=2,tensor=2", checkpoint=saves)
+    config = tiny(recipe="nvfp4", policy=ONE_LINEAR, steps=44, accumulate=2, mesh="fsdp=2,tensor=2", checkpoint=saves)
     runner = Runner(folder, config, compile_cache, warm)
     code, output = runner.run(folder / "whole", devices=4)
     assert code == 0, output

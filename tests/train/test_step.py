@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import tiny
+from tiny import ONE_LINEAR, tiny
 
 from halfbyte import models
 from halfbyte.formats import NVFP4, quantize
@@ -73,8 +73,8 @@ def test_accumulated_gradients_are_those_of_the_whole_batch():
         np.testing.assert_allclose(a, b, atol=2**-8 * float(jnp.max(jnp.abs(a))))
 
 
-PLAIN = tiny(recipe="nvfp4")
-SCALED = tiny(recipe="nvfp4", loss_scale=LossScaleConfig(mode="dynamic", initial=2.0**9))
+PLAIN = tiny(recipe="nvfp4", policy=ONE_LINEAR)
+SCALED = dataclasses.replace(PLAIN, loss_scale=LossScaleConfig(mode="dynamic", initial=2.0**9))
 
 
 def test_a_power_of_two_loss_scale_changes_no_bit():

@@ -11,6 +11,11 @@ MODEL = LlamaConfig(
 )
 
 
+ONE_LINEAR = "mlp/down"
+"""A policy for runs that ask what a step does with 4 bits, not with which linears: what is quantized is most of what is
+traced and compiled."""
+
+
 def tiny(**changes) -> TrainConfig:
     """A run of six steps on synthetic data, without validation."""
     base = TrainConfig(
