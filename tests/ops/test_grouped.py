@@ -71,11 +71,14 @@ def ordered(array):
     return np.where(signed & 0x8000, -(signed & 0x7FFF), signed)
 
 
-@pytest.mark.parametrize("name, backend", [*((name, "auto") for name in RECIPES), ("nvfp4", "reference")])
+# `reference` is that loop under every recipe, and fills up to blocks of 16 or of 32.
+CASES = [*((name, "auto") for name in RECIPES), ("nvfp4", "reference"), ("mxfp8", "reference")]
+
+
+@pytest.mark.parametrize("name, backend", CASES)
 def test_each_expert_is_a_qdot_of_its_own_bit_for_bit(name, backend):
-    """As `reference` of known groups, which is that loop under every recipe, all of it. By tiles (`auto`) float32 sums
-    run in another order: 1e-6 of dw's largest; and where products of bfloat16 are no short numbers, a unit of y and dx
-    in less than one of a thousand.
+    """As `reference` of known groups all of it. By tiles (`auto`) float32 sums run in another order: 1e-6 of dw's
+    largest; and where products of bfloat16 are no short numbers, a unit of y and dx in less than one of a thousand.
     """
     x, w, dy = given()
     known = tuple(COUNTS.tolist()) if backend == "reference" else None
