@@ -9,7 +9,7 @@ from halfbyte import bench, models
 from halfbyte.bench.placement import AGAIN, reduces_whole
 from halfbyte.devices import device
 from halfbyte.models import REMAT
-from halfbyte.program import collectives, read
+from halfbyte.program import collectives, overlap, read
 
 H200 = device("h200")
 CONFIG = config_of("bf16", batch=16)
@@ -37,6 +37,23 @@ def test_a_device_multiplies_gathers_and_hides_what_it_should(recipe):
         layer = models.count_params(config.model) - 2 * 4096 * 128256 - (2 * config.model.layers + 1) * 4096
         tokens = 4 * 16 * 8192  # bytes: whose rows are looked up
         assert found.gathered == {"bf16": 2 * (2 * layer + 4096 * 128256), "s32": tokens}
+
+
+@pytest.mark.slow
+@pytest.mark.cuda_compiler
+def test_weights_travel_beside_products_under_tensor_parallelism_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path))
+    config = dataclasses.replace(config_of("nvfp4", batch=16), mesh="fsdp=4,tensor=2", schedule_by="roofline")
+    mesh, compiled = compile_for(H200, config, hosts=1)
+    _, program = check(compiled, config, mesh, H200)
+    # Sums over `tensor` of the backward pass: of gate's, up's, q's, k's and v's dx, each behind products of wgrad.
+    sums = [each for each in overlap(program, dict(mesh.shape)) if scatters_tokens(each.collective)]
+    beside = [each for each in sums if each.gemms]
+    assert sum(each.collective.times for each in beside) >= 5 * config.model.layers - 5
+
+
+def scatters_tokens(each):
+    return each.kind == "reduce-scatter" and each.axes == ("tensor",)
 
 
 LOSS = """HloModule jit_step, is_scheduled=true

@@ -26,6 +26,39 @@ def test_what_leaves_a_domain_takes_the_network(domain, seconds):
     assert found["g1"] == pytest.approx(1e6 * max(seconds, 1.0), abs=50)
 
 
+PAIRS = "replica_groups={{0,1},{2,3},{4,5},{6,7}}"
+SCATTER = f"bf16[64,128]{{1,0}} reduce-scatter(%b), {PAIRS}, dimensions={{0}}, to_apply=%add"
+GATHER = "bf16[256,128]{1,0} all-gather(%a), replica_groups={{0,2,4,6},{1,3,5,7}}, dimensions={0}"
+
+
+def test_weights_have_the_link_after_what_a_layer_waits_for():
+    """A sum over `tensor` takes one second, a gather over `fsdp` three; where both travel, it comes a second later."""
+
+    def gather(*schedule):
+        body = "\n".join(f"  %{name} = {text}" for name, text in schedule)
+        made = read(f"""HloModule jit_step, is_scheduled=true
+
+%add (p: bf16[], q: bf16[]) -> bf16[] {{
+  %p = bf16[] parameter(0)
+  %q = bf16[] parameter(1)
+  ROOT %sum = bf16[] add(%p, %q)
+}}
+
+ENTRY %main (a: bf16[64,128], b: bf16[128,128]) -> bf16[64,128] {{
+  %a = bf16[64,128]{{1,0}} parameter(0)
+  %b = bf16[128,128]{{1,0}} parameter(1)
+{body}
+  ROOT %out = bf16[64,128]{{1,0}} copy(%a)
+}}
+""")
+        link = 64 * 128 * 2  # what a device sends of the sum; of the gather three times as much
+        return costs(made, {"fsdp": 4, "tensor": 2}, Roofline({"bf16": 1.0}, (1.0, 1.0), 1e6, link, link, 8))
+
+    alone, beside = gather(("g", GATHER)), gather(("s", SCATTER), ("g", GATHER))
+    assert alone["g"] == pytest.approx(3e6, abs=20) and beside["s"] == pytest.approx(1e6, abs=20)
+    assert beside["g"] == pytest.approx(4e6, abs=40)
+
+
 def test_a_program_of_every_kind_is_told_whole():
     made = read(TEXT)
     names = {each.instruction.name for each in launches(made)}

@@ -10,13 +10,14 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from halfbyte.formats.bits import round_bfloat16
-from halfbyte.ops.operand import Operand
+from halfbyte.ops.operand import Operand, Owed
 from halfbyte.ops.shards import Cut, axes_of, scatter_sum
 from halfbyte.recipe import GEMMS as ROLES_OF
 
@@ -86,8 +87,14 @@ def finish(sums: jax.Array, factor: jax.Array | None, dtype: jnp.dtype) -> jax.A
     return round_bfloat16(y).astype(dtype) if dtype == jnp.bfloat16 else y.astype(dtype)
 
 
-def added_up(sums: jax.Array, over: tuple[str, ...], cut: Cut, dtype: jnp.dtype) -> jax.Array:
-    """A GEMM's float32 sums, partial over the mesh axes `over`, added up, scattered over `cut`, and rounded once."""
+def added_up(
+    sums: jax.Array, over: tuple[str, ...], cut: Cut, dtype: jnp.dtype, *, beside: Sequence[jax.Array | Owed] = ()
+) -> jax.Array:
+    """A GEMM's float32 sums, partial over the mesh axes `over`, added up, scattered over `cut`, and rounded once. Who
+    reads them waits for what is computed `beside` too: else a scheduler puts that last, for nobody waits for it, and
+    has nothing left to do while sums travel.
+    """
     scattered = scatter_sum(sums, (*cut, ()))
     rest = tuple(axis for axis in over if axis not in axes_of(cut))
-    return finish(lax.psum(scattered, rest) if rest else scattered, None, dtype)
+    total = lax.psum(scattered, rest) if rest else scattered
+    return finish(lax.optimization_barrier((total, tuple(beside)))[0] if beside else total, None, dtype)

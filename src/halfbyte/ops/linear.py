@@ -297,28 +297,40 @@ class Linear:
             y = multiply(FPROP, x, w, given)
         return added_up(y, shards.inputs, shards.y_lead, dtype) if shards.inputs else y
 
-    def dgrad(self, dy: Operand, dtype: jnp.dtype, *, owing: bool = False) -> Read:
-        """dx = dy W^T, where x came from; `owing` as for fprop."""
+    def dgrad(self, dy: Operand, dtype: jnp.dtype, *, owing: bool = False, beside: Sequence[Read] = ()) -> Read:
+        """dx = dy W^T, where x came from; `owing` as for fprop. Sums that travel do so `beside` these products."""
         shards = self.plan.shards
         w = weight_operand(self.weight, "dgrad_w", shards, self.passes, made=self._made)
         multiply = self._multiplier(DGRAD, owing=owing and not shards.outputs)
         dx = multiply(DGRAD, dy, w, FLOAT32 if shards.outputs else dtype)
-        return added_up(dx, shards.outputs, shards.x_lead, dtype) if shards.outputs else dx
+        return added_up(dx, shards.outputs, shards.x_lead, dtype, beside=beside) if shards.outputs else dx
 
-    def wgrad(self, x: Operand, dy: Operand) -> "Linear":
-        """dw = x^T dy in the dtype of the weight, where it rests: sums over the axes that it is gathered over; as the
+    def wgrad(self, x: Operand, dy: Operand) -> Read:
+        """dw = x^T dy of this device's tokens, in what it travels in; [outputs, inputs] where `turned_wgrad` says."""
+        sides = (dy, x) if self.plan.problem.turned_wgrad else (x, dy)
+        travels = self._travels
+        return self._multiplier(WGRAD, owing=travels != self.plan.weight_dtype)(WGRAD, *sides, travels)
+
+    def gradient(self, dw: Read) -> "Linear":
+        """`wgrad` in the dtype of the weight, where it rests: sums over the axes that it is gathered over; as the
         cotangent of this linear.
         """
         shards, dtype = self.plan.shards, self.plan.weight_dtype
-        turned = self.plan.problem.turned_wgrad  # [outputs, inputs]
-        cut = shards.stored[:: -1 if turned else 1]
-        travels = travelling_dtype(dtype, cut, shards.reduce_dtype)
-        multiply = self._multiplier(WGRAD, owing=travels != dtype)
-        dw = multiply(WGRAD, *((dy, x) if turned else (x, dy)), travels)
         owed = dw.factor if isinstance(dw, Owed) else None  # the same on all devices: of whole tensors
-        dw = scatter_gradient(alone(dw.array if isinstance(dw, Owed) else dw, shards.idle), cut, shards.reduce_dtype)
+        dw = alone(dw.array if isinstance(dw, Owed) else dw, shards.idle)
+        dw = scatter_gradient(dw, self._stored, shards.reduce_dtype)
         dw = dw.astype(dtype) if owed is None else dw.astype(dtype) * owed
+        turned = self.plan.problem.turned_wgrad
         return Linear(self.plan, QWeight(dw.T if turned else dw, None, None, self.plan.recipe), None)
+
+    @property
+    def _stored(self) -> Cut:
+        """Axes that dw is scattered over, as wgrad has it."""
+        return self.plan.shards.stored[:: -1 if self.plan.problem.turned_wgrad else 1]
+
+    @property
+    def _travels(self) -> jnp.dtype:
+        return travelling_dtype(self.plan.weight_dtype, self._stored, self.plan.shards.reduce_dtype)
 
     def _multiplier(self, gemm: Gemm, *, owing: bool = False) -> Callable[..., Any]:
         backend = self.plan.choice.multiplier(gemm)

@@ -268,8 +268,8 @@ def _mlp_bwd(middle, residuals, gradients):
     made = _operands_of_gradients(middle, g, u, dh, linears)
     (dg_row, dg_column), (du_row, du_column), (h_column,) = made
     dw = gate.wgrad(x_gate, dg_column), up.wgrad(x_up, du_column), down.wgrad(h_column, dy_column)
-    dx = add_rounded(gate.dgrad(dg_row, dy.dtype), up.dgrad(du_row, dy.dtype))
-    return dx, dw, place
+    dx = add_rounded(gate.dgrad(dg_row, dy.dtype, beside=dw), up.dgrad(du_row, dy.dtype, beside=dw))
+    return dx, tuple(site.gradient(each) for site, each in zip(linears, dw, strict=True)), place
 
 
 _mlp.defvjp(_mlp_fwd, _mlp_bwd)

@@ -116,13 +116,13 @@ def _qdots_bwd(dtype, residuals, gradients):
     inside = [gather(dy, linear.plan.shards.y_lead) for linear, dy in zip(linears, gradients, strict=True)]
     operands = [linear.quantize(dy, "dgrad_dy", "wgrad_dy") for linear, dy in zip(linears, inside, strict=True)]
     dtype_of_x = jnp.dtype(linears[0].plan.problem.dtype)
-    dx = [linear.dgrad(row, dtype_of_x) for linear, (row, _) in zip(linears, operands, strict=True)]
     x_columns = [columns[first] for first in first_wanting(linears, "wgrad_x")]
     dw = [
         linear.wgrad(linear.load(x_column, "wgrad_x"), column)
         for linear, x_column, (_, column) in zip(linears, x_columns, operands, strict=True)
     ]
-    return tuple(dx), tuple(dw)
+    dx = [linear.dgrad(row, dtype_of_x, beside=dw) for linear, (row, _) in zip(linears, operands, strict=True)]
+    return tuple(dx), tuple(linear.gradient(each) for linear, each in zip(linears, dw, strict=True))
 
 
 _qdots.defvjp(_qdots_fwd, _qdots_bwd)

@@ -17,6 +17,7 @@ from .text import Instruction, Program
 from .traffic import bytes_of
 
 LAUNCH, ARRIVAL, FAR_ARRIVAL = 2e-6, 15e-6, 40e-6  # seconds at least: of a kernel, of a collective, over a network
+WEIGHTS, TOKENS = "fsdp", ("tensor", "context", "expert")  # axes over which weights travel, and what is made of tokens
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,29 @@ class Roofline:
 
 def costs(program: Program, mesh: Mapping[str, int], roofline: Roofline) -> dict[str, float]:
     """Microseconds of every launch, by its name. Raises Unreadable where the program cannot be read."""
-    sent = {each.instruction.name: each for each in collectives(program, mesh)}
-    found = {name: roofline.sends(each, mesh) for name, each in sent.items()}
+    found = _travels(collectives(program, mesh), mesh, roofline)
     for launch in launches(program):
         each = launch.instruction
         if not kind_of(each) and not each.opcode.endswith("-done"):
             found.setdefault(each.name, max(_works(program, each, roofline), LAUNCH))
     return {name: round(1e6 * seconds, 3) for name, seconds in found.items()}
+
+
+def _travels(sent: list[Collective], mesh: Mapping[str, int], roofline: Roofline) -> dict[str, float]:
+    """Seconds of every collective. A layer waits for what is made of its tokens, and weights that are under way have
+    the link when that is through: XLA, which knows of no link, would else put all of them where a layer stands still,
+    beside what it stands still for.
+    """
+    found = {each.instruction.name: roofline.sends(each, mesh) for each in sent}
+    first: dict[str, float] = {}
+    for each in sent:
+        if set(each.axes) & set(TOKENS):
+            place = each.instruction.computation
+            first[place] = first.get(place, 0.0) + found[each.instruction.name]
+    for each in sent:
+        if WEIGHTS in each.axes:
+            found[each.instruction.name] += first.get(each.instruction.computation, 0.0)
+    return found
 
 
 def as_profile(found: Mapping[str, float]) -> str:
