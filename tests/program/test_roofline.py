@@ -34,7 +34,7 @@ GATHER = "bf16[256,128]{1,0} all-gather(%a), replica_groups={{0,2,4,6},{1,3,5,7}
 def test_weights_have_the_link_after_what_a_layer_waits_for():
     """A sum over `tensor` takes one second, a gather over `fsdp` three; where both travel, it comes a second later."""
 
-    def gather(*schedule):
+    def gather(*schedule, data=1):
         body = "\n".join(f"  %{name} = {text}" for name, text in schedule)
         made = read(f"""HloModule jit_step, is_scheduled=true
 
@@ -52,11 +52,16 @@ ENTRY %main (a: bf16[64,128], b: bf16[128,128]) -> bf16[64,128] {{
 }}
 """)
         link = 64 * 128 * 2  # what a device sends of the sum; of the gather three times as much
-        return costs(made, {"fsdp": 4, "tensor": 2}, Roofline({"bf16": 1.0}, (1.0, 1.0), 1e6, link, link, 8))
+        return costs(
+            made,
+            {"data": data, "fsdp": 4 // data, "tensor": 2},
+            Roofline({"bf16": 1.0}, (1.0, 1.0), 1e6, link, link, 8),
+        )
 
     alone, beside = gather(("g", GATHER)), gather(("s", SCATTER), ("g", GATHER))
     assert alone["g"] == pytest.approx(3e6, abs=20) and beside["s"] == pytest.approx(1e6, abs=20)
     assert beside["g"] == pytest.approx(4e6, abs=40)
+    assert gather(("s", SCATTER), ("g", GATHER), data=2)["g"] == pytest.approx(3e6, abs=20)
 
 
 def test_a_program_of_every_kind_is_told_whole():

@@ -64,9 +64,12 @@ def costs(program: Program, mesh: Mapping[str, int], roofline: Roofline) -> dict
 def _travels(sent: list[Collective], mesh: Mapping[str, int], roofline: Roofline) -> dict[str, float]:
     """Seconds of every collective. A layer waits for what is made of its tokens, and weights that are under way have
     the link when that is through: XLA, which knows of no link, would else put all of them where a layer stands still,
-    beside what it stands still for.
+    beside what it stands still for. With `data` in the mesh gradients travel in those turns as well, and weights that
+    are thought late leave them no room.
     """
     found = {each.instruction.name: roofline.sends(each, mesh) for each in sent}
+    if mesh.get("data", 1) > 1:
+        return found
     first: dict[str, float] = {}
     for each in sent:
         if set(each.axes) & set(TOKENS):
