@@ -21,6 +21,10 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
     kept = os.environ.setdefault("PYTHONPYCACHEPREFIX", str(Path(__file__).parents[1] / ".pytest_cache" / "bytecode"))
     sys.dont_write_bytecode, sys.pycache_prefix = False, kept
 
+# A shell starts what it puts into the background with Ctrl-C ignored, and so would every command of a test be.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 from halfbyte.devices.platform import CUDA_PLUGINS, any_installed, is_compiler_alone, load_jax_quietly, settle_platform
 
 if is_compiler_alone():
