@@ -22,7 +22,7 @@ from halfbyte.train import TrainConfig, phases
 from halfbyte.train.precision_manifest import gemms_of
 
 from .cluster import Cluster, crossing, span
-from .load import even_load
+from .load import even_load, pairs_of
 from .rates import GROUPED
 from .schedule import Event
 
@@ -115,9 +115,7 @@ def _of_pairs(config: TrainConfig) -> float:
     """Bytes that the backward pass of a layer's experts reads: every device has room for all (token, expert) pairs of a
     microbatch, x of gate and up, both results, and x of down.
     """
-    model = config.model
-    pairs = config.batch // config.accumulate * config.seq * model.experts_per_token
-    return float(pairs * BF16 * (2 * model.embed + 3 * model.mlp))
+    return float(pairs_of(config) * BF16 * (2 * config.model.embed + 3 * config.model.mlp))
 
 
 def _expert_weights(config: TrainConfig) -> float:

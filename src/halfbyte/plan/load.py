@@ -65,11 +65,14 @@ NONE = Load(0.0, 0.0)
 """Of a model without experts."""
 
 
+def pairs_of(config: TrainConfig) -> int:
+    """(token, expert) pairs of a microbatch, all devices together."""
+    return config.batch // config.accumulate * config.seq * config.model.experts_per_token
+
+
 def even_load(config: TrainConfig, devices: int) -> Load:
     """That of `config` on so many devices, which share its experts."""
-    model = config.model
-    if not model.experts:
+    if not config.model.experts:
         return NONE
-    pairs = config.batch // config.accumulate * config.seq * model.experts_per_token
-    filled = model.experts * (LARGEST - 1) / 2
+    pairs, filled = pairs_of(config), config.model.experts * (LARGEST - 1) / 2
     return Load(pairs / devices, (pairs + filled) / devices)
