@@ -1,17 +1,14 @@
 """Whether a GPU run repeats itself with --deterministic, and what that costs, in one call of about four minutes.
 
     python benchmarks/deterministic.py                                # llama-60m: bf16, nvfp4, fp8
-    python benchmarks/deterministic.py --recipes nvfp4 --variant exclude
     python benchmarks/deterministic.py --model demo --steps 20        # the same on a CPU, to try the script
 
 For each recipe one run is killed with -9 after its last step but before its end, and started again from the checkpoint
 of step `--from`: the losses of the next `--steps` steps must be equal, bit for bit. The second start compiles and
 autotunes anew: nothing comes from a cache. The recipes run side by side, since only bits matter there; then each
-recipe is timed alone, with and without --deterministic, from cached programs. `--variant exclude` leaves
-xla_gpu_deterministic_ops off and keeps xla_gpu_exclude_nondeterministic_ops and the autotuning results alone.
+recipe is timed alone, with and without --deterministic, from cached programs.
 """
 
-import argparse
 import json
 import os
 import platform
@@ -22,13 +19,36 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from halfbyte.metrics import read_rows
 
 ENTRY = [sys.executable, "-c", "from halfbyte.cli.main import entry; entry()"]
 SOURCE = str(Path(__file__).resolve().parents[1] / "src")
 
 
-def command(args: argparse.Namespace, recipe: str, folder: Path, *flags: str) -> list[str]:
+@dataclass(frozen=True)
+class Args:
+    model: str = "llama-60m"
+    recipes: str = "bf16,nvfp4,fp8"
+    start: Annotated[int, tyro.conf.arg(name="from")] = 20
+    """Step of the checkpoint that the second start goes on from."""
+    steps: int = 100
+    timed: int = 45
+    """Steps of a timed run; 0: compare bits alone."""
+    batch: int = 0
+    seq: int = 0
+    limit: float = 240.0
+    """Seconds that one start may take."""
+    json: str = ""
+    """Also write the result here."""
+
+
+def command(args: Args, recipe: str, folder: Path, *flags: str) -> list[str]:
     """One start of `halfbyte train`."""
     shape = ["--batch", str(args.batch), "--seq", str(args.seq)] if args.batch else []
     quiet = ["--log.no-tensorboard", "--no-sample", "--validation.batches", "1", "--optimizer.warmup", "1"]
@@ -36,20 +56,16 @@ def command(args: argparse.Namespace, recipe: str, folder: Path, *flags: str) ->
     return [*ENTRY, *words, *flags]
 
 
-def environment(args: argparse.Namespace, *, share: float) -> dict[str, str]:
+def environment(*, share: float) -> dict[str, str]:
     """The child's environment; several runs at once share the card's memory."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    if args.variant == "exclude":
-        flags = f"{flags} --xla_gpu_deterministic_ops=false".strip()
     path = f"{SOURCE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    return {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": path, "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{share:.2f}"}
+    return {**os.environ, "PYTHONPATH": path, "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{share:.2f}"}
 
 
 def rows(folder: Path) -> list[dict]:
-    """Rows of a run's metrics; a last one that is being written is left out."""
+    """Rows of a run's metrics, as far as they are written."""
     file = folder / "metrics.jsonl"
-    lines = file.read_text().split("\n")[:-1] if file.exists() else []
-    return [json.loads(line) for line in lines]
+    return read_rows(file) if file.exists() else []
 
 
 def run_to(process: subprocess.Popen, folder: Path, step: int, log: Path, *, limit_s: float) -> None:
@@ -66,19 +82,13 @@ def run_to(process: subprocess.Popen, folder: Path, step: int, log: Path, *, lim
     raise SystemExit(f"step {step} was never reached; the end of {log}:\n{log.read_text()[-3000:]}")
 
 
-def repeat(args: argparse.Namespace, recipe: str, root: Path) -> dict:
+def repeat(args: Args, recipe: str, root: Path) -> dict:
     """Kill a run and resume it; how many of the losses after the checkpoint are bit-equal."""
     folder, log = root / recipe, root / f"{recipe}.log"
     last = args.start + args.steps
-    saves = [
-        "--steps",
-        str(last + 1000),
-        "--checkpoint.every",
-        str(args.start),
-        "--checkpoint.keep-every",
-        str(args.start),
-    ]
-    environ = environment(args, share=share_of(args))
+    saves = ["--checkpoint.every", str(args.start), "--checkpoint.keep-every", str(args.start)]
+    saves += ["--steps", str(last + 1000)]
+    environ = environment(share=share_of(args))
     cached = ["--compile-cache", str(root / "cache")]
     with open(log, "w") as output:
         first = command(args, recipe, folder, "--deterministic", *saves, *cached)
@@ -111,29 +121,29 @@ def repeat(args: argparse.Namespace, recipe: str, root: Path) -> dict:
     }
 
 
-def share_of(args: argparse.Namespace) -> float:
+def share_of(args: Args) -> float:
     """The card's memory for each of the runs that go side by side: one a recipe, and one that warms up its timing."""
-    return 0.9 / ((2 if args.timed else 1) * len(args.recipes))
+    return 0.9 / ((2 if args.timed else 1) * len(args.recipes.split(",")))
 
 
-def prepare(args: argparse.Namespace, recipe: str, root: Path) -> None:
+def prepare(args: Args, recipe: str, root: Path) -> None:
     """Compile the ordinary program into the cache, so that timing it later starts at once."""
     flags = ["--steps", "3", "--checkpoint.every", "0", "--compile-cache", str(root / "cache")]
     timed(args, recipe, root / f"warm-{recipe}", flags, share=share_of(args))
 
 
-def timed(args: argparse.Namespace, recipe: str, folder: Path, flags: list[str], *, share: float) -> float:
+def timed(args: Args, recipe: str, folder: Path, flags: list[str], *, share: float) -> float:
     """Median seconds a step of a short run; the first steps are left out."""
     words = command(args, recipe, folder, *flags)
     ended = subprocess.run(
-        words, env=environment(args, share=share), capture_output=True, text=True, timeout=args.limit, check=False
+        words, env=environment(share=share), capture_output=True, text=True, timeout=args.limit, check=False
     )
     if ended.returncode:
         raise SystemExit(f"{' '.join(words)} ended with {ended.returncode}:\n{(ended.stdout + ended.stderr)[-3000:]}")
     return statistics.median(row["step_time_s"] for row in rows(folder)[len(rows(folder)) // 3 :])
 
 
-def cost(args: argparse.Namespace, recipe: str, root: Path) -> dict:
+def cost(args: Args, recipe: str, root: Path) -> dict:
     """Step time with and without, one after the other on an idle card; nothing with --timed 0."""
     if not args.timed:
         return {"step_s": None, "deterministic_step_s": None, "ratio": None}
@@ -143,36 +153,21 @@ def cost(args: argparse.Namespace, recipe: str, root: Path) -> dict:
     return {"step_s": plain, "deterministic_step_s": exact, "ratio": exact / plain}
 
 
-def main() -> int:
+def main(args: Args) -> int:
     """Run all recipes; 0 if every loss was equal."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama-60m")
-    parser.add_argument("--recipes", default="bf16,nvfp4,fp8", type=lambda text: text.split(","))
-    parser.add_argument("--from", dest="start", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--timed", type=int, default=45, help="steps of a timed run; 0: compare bits alone")
-    parser.add_argument("--batch", type=int, default=0)
-    parser.add_argument("--seq", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=240.0, help="seconds that one start may take")
-    parser.add_argument("--variant", choices=("ops", "exclude"), default="ops")
-    parser.add_argument("--json", help="also write the result here")
-    args = parser.parse_args()
-    began, root = time.monotonic(), Path(tempfile.mkdtemp(prefix="halfbyte-deterministic-"))
-    with ThreadPoolExecutor(2 * len(args.recipes)) as threads:
-        repeats = [threads.submit(repeat, args, recipe, root) for recipe in args.recipes]
-        warm = [threads.submit(prepare, args, recipe, root) for recipe in args.recipes if args.timed]
+    began, root, recipes = time.monotonic(), Path(tempfile.mkdtemp(prefix="halfbyte-")), args.recipes.split(",")
+    with ThreadPoolExecutor(2 * len(recipes)) as threads:
+        repeats = [threads.submit(repeat, args, recipe, root) for recipe in recipes]
+        warm = [threads.submit(prepare, args, recipe, root) for recipe in recipes if args.timed]
         found = [job.result() for job in repeats]
         for job in warm:
             job.result()
     print(f"bits compared after {time.monotonic() - began:.0f} s", flush=True)
     results = [{**row, **cost(args, row["recipe"], root)} for row in found]
     facts = {
-        "model": args.model,
-        "variant": args.variant,
-        "python": platform.python_version(),
-        "seconds": time.monotonic() - began,
-        "results": results,
-    }
+        "model": args.model, "python": platform.python_version(),
+        "seconds": time.monotonic() - began, "results": results,
+    }  # fmt: skip
     print(f"{'recipe':8} {'equal losses':>14} {'equal norms':>12} {'first other':>12} {'largest':>9} {'cost':>7}")
     for row in results:
         ratio = f"{row['ratio']:>6.3f}x" if row["ratio"] else "not timed"
@@ -188,4 +183,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(tyro.cli(Args, description=__doc__)))

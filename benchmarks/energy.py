@@ -5,24 +5,21 @@
 Idle power first, with a context on the card and nothing running; then steps, warmed up before anything is counted.
 """
 
-import argparse
 import json
 import pathlib
 import sys
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src")]
+import jax
+import tyro
 
-import jax  # noqa: E402
-
-from halfbyte.bench import compile_step  # noqa: E402
-from halfbyte.bench.timing import synthetic_batch  # noqa: E402
-from halfbyte.cli import bench as command  # noqa: E402
-from halfbyte.devices import Energy, energy  # noqa: E402
-from halfbyte.train import create_state, run_mesh  # noqa: E402
+from halfbyte.bench import compile_step
+from halfbyte.bench.timing import synthetic_batch
+from halfbyte.cli import bench as command
+from halfbyte.devices import Energy, energy
+from halfbyte.train import create_state, run_mesh
 
 BETWEEN = 0.05  # seconds between samples
 
@@ -43,7 +40,7 @@ class Sampled(threading.Thread):
         self.joules += watts * (time.perf_counter() - last)
 
 
-def over(counted: Energy, work: Any) -> dict[str, float]:
+def over(counted: Energy, work: Callable[[], object]) -> dict[str, float]:
     """Seconds of `work`, and its joules by the counter and by samples."""
     sampled, start, before = Sampled(counted), time.perf_counter(), counted.joules() or 0.0
     sampled.start()
@@ -56,44 +53,36 @@ def over(counted: Energy, work: Any) -> dict[str, float]:
             "sampled_over_counter": sampled.joules / drawn, "watts": drawn / spent}  # fmt: skip
 
 
-def steps(args: Any) -> Any:
+def steps(model: str, batch: int, seq: int) -> Callable[[float], None]:
     """A function that runs steps for some seconds."""
-    asked = command.Args(args.model, policy="mlp", batch=args.batch, seq=args.seq, unroll=1)
-    config = command.config_of(asked, "bf16", "none")
+    config = command.config_of(command.Args(model, policy="mlp", batch=batch, seq=seq, unroll=1), "bf16", "none")
     mesh = run_mesh(config)
-    program, batch = compile_step(config, mesh, seq=args.seq), synthetic_batch(config, mesh, args.seq)
+    program, rows = compile_step(config, mesh, seq=seq), synthetic_batch(config, mesh, seq)
     held = [create_state(config, mesh)]
 
     def run(seconds: float) -> None:
         stop = time.perf_counter() + seconds
         while time.perf_counter() < stop:
-            held[0], metrics = program(held[0], batch)
+            held[0], metrics = program(held[0], rows)
             jax.block_until_ready(metrics)
 
     return run
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--model", default="llama3.2-1b")
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--seq", type=int, default=4096)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    args = parser.parse_args()
+def main(out: pathlib.Path, model: str = "llama3.2-1b", batch: int = 4, seq: int = 4096, seconds: float = 60.0) -> int:
     counted = energy(jax.local_devices())
     if counted.missing:
         print(f"nothing to compare: {counted.missing}")
         return 2
     jax.block_until_ready(jax.numpy.ones(8) + 1)
     idle = over(counted, lambda: time.sleep(5))
-    run = steps(args)
+    run = steps(model, batch, seq)
     run(3.0)
-    found = {"environment": command.versions(), "idle": idle, "steps": over(counted, lambda: run(args.seconds))}
-    args.out.write_text(json.dumps(found, indent=1))
+    found = {"environment": command.versions(), "idle": idle, "steps": over(counted, lambda: run(seconds))}
+    out.write_text(json.dumps(found, indent=1))
     print(json.dumps(found, indent=1))
     return 0 if abs(found["steps"]["sampled_over_counter"] - 1) < 0.05 else 3
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(tyro.cli(main, description=__doc__))

@@ -2,17 +2,25 @@
 
     python benchmarks/experts.py check --out FILE      # grouped_qdot against a loop of qdot, by recipe
     python benchmarks/experts.py speed --out FILE      # TFLOP/s of true rows, Qwen3-30B-A3B's shapes
+    python benchmarks/experts.py step --out FILE       # where the time of a step goes, kernel by kernel
 
 `check`: groups of 0 to 2,000 rows, experts that differ by 10^6 in size; operands and results. `speed`: 128 experts,
-2,048 rows each on average, sizes drawn at random; a batched einsum of the same true rows and JAX's own ragged kernel
-beside it.
+2,048 rows each on average, sizes drawn at random, and equal ones; beside them a batched einsum of equal groups, one
+with room for the largest group, tokamax's ragged dot where it is installed, and JAX's own ragged kernels. `step`: 8
+layers of Qwen3-30B-A3B, 8 x 4096 tokens, policy `experts`, by recipe, in a loop (`--unroll 1`) and without one (0):
+milliseconds, shares by kind, the longest kernels.
 """
 
 import argparse
+import dataclasses
+import importlib.util
+import itertools
 import json
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -22,21 +30,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from halfbyte import kernels, ops
+from halfbyte import bench, kernels, ops
+from halfbyte.bench.fitting import bytes_needed
+from halfbyte.bench.timing import synthetic_batch
+from halfbyte.cli import bench as command
 from halfbyte.diagnosis.definition import matrix
 from halfbyte.diagnosis.replay import Linear
 from halfbyte.diagnosis.truth import run_linear
 from halfbyte.kernels import grouped
 from halfbyte.kernels.matmul import GemmTiling, with_float32_output
 from halfbyte.ops.tiles import Tiles, grouped_operands
+from halfbyte.profiling.breakdown import Placer, breakdown, events_of
+from halfbyte.program import read
 from halfbyte.recipe import recipe
+from halfbyte.train import create_state, run_mesh
 
 COUNTS = (0, 1, 15, 16, 17, 2000)
 RECIPES = ("nvfp4", "nvfp4_no_rht", "mxfp4", "mxfp8", "fp8", "bf16")
 MOST, INPUTS, OUTPUTS = 2048, 256, 384
 EXPERTS, WIDTH, HIDDEN, ROWS = 128, 2048, 768, 2048
 PEAK_ROWS = EXPERTS * ROWS
-KEY = jax.random.key(5)
+STEP = command.Args("qwen3-30b-a3b", policy="experts", batch=8, seq=4096, layers=8, state="bfloat16")
+STEPS, LONGEST = 3, 40
 
 
 class Given:
@@ -50,6 +65,7 @@ class Given:
         self.dy = [random.normal(size=(n, OUTPUTS)) / size for n, size in zip(COUNTS, sizes, strict=True)]
         self.w = jnp.asarray(random.normal(size=(len(COUNTS), INPUTS, OUTPUTS)), jnp.float32)
         self.counts = jnp.asarray(COUNTS, jnp.int32)
+        self.key = jax.random.key(5)
         self.room = sum(-(-n // grouped.ROWS) * grouped.ROWS for n in COUNTS)
 
     def in_turn(self, parts: list[np.ndarray]) -> jax.Array:
@@ -77,10 +93,10 @@ class Given:
             return values, {role: one if each.factor is None else each.factor for role, each in made.items()}, results
 
         turn, tile = (tuple(map(way, (self.x, self.dy))) for way in (self.in_turn, self.in_tiles))
-        own = filled(self.x[0], MOST), self.w[0], filled(self.dy[0], MOST), KEY
+        own = filled(self.x[0], MOST), self.w[0], filled(self.dy[0], MOST), self.key
         return {
-            "op": (op, (turn[0], self.w, turn[1], self.counts, KEY)),
-            "operands": (operands, (tile[0], self.w, tile[1], self.counts, KEY)),
+            "op": (op, (turn[0], self.w, turn[1], self.counts, self.key)),
+            "operands": (operands, (tile[0], self.w, tile[1], self.counts, self.key)),
             "alone": (alone, own),
         }
 
@@ -123,7 +139,7 @@ def compared(given: Given, ran: dict[str, Any]) -> dict[str, Any]:
             worst["dw"] = max(worst["dw"], float(np.abs(op[2][expert]).max()))
             continue
         part = filled(given.x[expert], MOST), given.w[expert], filled(given.dy[expert], MOST)
-        values, factors, results = ran["alone"](*part, jax.random.fold_in(KEY, expert))
+        values, factors, results = ran["alone"](*part, jax.random.fold_in(given.key, expert))
         mine = {r: o.array[expert] if r.endswith("_w") else o.array[begin : begin + rows] for r, o in made.items()}
         mine = {r: jnp.pad(a, ((0, 0 if r.endswith("_w") else MOST - rows), (0, 0))) for r, a in mine.items()}
         owed = {r: jnp.float32(1) if o.factor is None else o.factor[expert] for r, o in made.items()}
@@ -209,62 +225,170 @@ def seconds(fn: Callable[..., Any], *args: Any, calls: int = 8) -> float:
     return statistics.median(took)
 
 
-def tilings(sizes: tuple[GemmTiling, ...]) -> dict[str, GemmTiling]:
-    return {f"{t.m}x{t.n} {t.split} {t.minor}{t.width} in flight {t.in_flight}": t for t in sizes}
-
-
 TRIED = {
-    "fprop": tilings((GemmTiling(), GemmTiling(in_flight=1), GemmTiling(minor="m", width=16), GemmTiling(width=1))),
-    "dgrad": tilings((GemmTiling(), GemmTiling(64, 256, split="m"), GemmTiling(64, 256, split="m", in_flight=1))),
-    "wgrad": tilings((GemmTiling(), GemmTiling(in_flight=1), GemmTiling(minor="m"))),
+    "fprop": (GemmTiling(), GemmTiling(in_flight=1), GemmTiling(64, 256, split="m", in_flight=1)),
+    "dgrad": (GemmTiling(), GemmTiling(in_flight=1), GemmTiling(64, 256, split="m", in_flight=1)),
+    "wgrad": (GemmTiling(), GemmTiling(in_flight=1), GemmTiling(64, 256, split="m", in_flight=1)),
 }
+Job = tuple[Callable[..., Any], tuple[jax.Array, ...]]
 
 
-def speed() -> dict[str, Any]:
+def speed(out: Path) -> dict[str, Any]:
+    """TFLOP/s of true rows of each GEMM by each way; all are compiled first, at once."""
     random = np.random.default_rng(0)
     counts = random.multinomial(PEAK_ROWS, random.dirichlet(np.full(EXPERTS, 20.0)))
-    tiles = -(-counts // grouped.ROWS)
-    rows, experts = int(tiles.sum()) * grouped.ROWS, jnp.asarray(np.repeat(np.arange(EXPERTS), tiles), jnp.int32)
+    equal = np.full(EXPERTS, ROWS)
+    rows = int(tiles_of(counts).sum()) * grouped.ROWS
     keys = jax.random.split(jax.random.key(0), 3)
     x, dy = (jax.random.normal(k, (rows, n), jnp.bfloat16) for k, n in zip(keys, (WIDTH, HIDDEN), strict=False))
     w = jax.random.normal(keys[2], (EXPERTS, WIDTH, HIDDEN), jnp.bfloat16)
-    alpha, sizes = jnp.ones(EXPERTS, jnp.float32), jnp.asarray(counts, jnp.int32)
-    flops = 2 * PEAK_ROWS * WIDTH * HIDDEN
-    jobs = {
-        "fprop": (lambda t: partial(grouped.rows, tiling=t), (x, w, alpha, experts)),
-        "dgrad": (lambda t: partial(grouped.rows, layout="nt", tiling=t), (dy, w, alpha, experts)),
-        "wgrad": (lambda t: partial(grouped.contraction, tiling=t), (x, dy, alpha, sizes)),
-    }
-    found: dict[str, Any] = {"rows": rows, "true rows": PEAK_ROWS}
-    for name, (make, args) in jobs.items():
-        for label, tiling in TRIED[name].items():
-            found[f"{name} {label}"] = rate(flops, jax.jit(make(tiling)), *args)
-    xb, wb = x[:PEAK_ROWS].reshape(EXPERTS, ROWS, WIDTH), dy[:PEAK_ROWS].reshape(EXPERTS, ROWS, HIDDEN)
-    found["einsum fprop, equal groups"] = rate(flops, jax.jit(partial(jnp.einsum, "eck,ekn->ecn")), xb, w)
-    found["einsum dgrad, equal groups"] = rate(flops, jax.jit(partial(jnp.einsum, "ecn,ekn->eck")), wb, w)
-    found["einsum wgrad, equal groups"] = rate(flops, jax.jit(partial(jnp.einsum, "eck,ecn->ekn")), xb, wb)
-    from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
-
-    shape = {"block_m": 128, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4, "grid_block_n": 2}
-    ragged = jax.jit(lambda x, w, g: ragged_dot_mgpu.ragged_dot(x, w, group_sizes=g, **shape))
-    found["jax ragged_dot_mgpu fprop"] = rate(flops, ragged, x, w, jnp.asarray(tiles * grouped.ROWS, jnp.int32))
+    jobs = dict(ours("drawn groups", x, w, dy, counts))
+    jobs |= ours("equal groups", x[:PEAK_ROWS], w, dy[:PEAK_ROWS], equal)
+    jobs |= einsums("equal groups", x, w, dy, ROWS)
+    jobs |= einsums("room for the largest group", x, w, dy, int(counts.max()))
+    jobs |= raggeds(x, w, dy, jnp.asarray(tiles_of(counts) * grouped.ROWS, jnp.int32))
+    found: dict[str, Any] = {"rows": rows, "true rows": PEAK_ROWS, "largest group": int(counts.max())}
+    if importlib.util.find_spec("tokamax") is None:
+        found["tokamax"] = "not installed here"
+    with ThreadPoolExecutor(16) as pool:
+        compiling = {name: pool.submit(compiled, *job) for name, job in jobs.items()}
+    ready = list(compiling.items())  # all are: who compiles beside a clock disturbs it
+    for name, job in (*ready[:1], *ready):  # the first one warms the card up
+        found[name] = rate(2 * PEAK_ROWS * WIDTH * HIDDEN, job.result, jobs[name][1])
+        print(name, found[name], flush=True)
+        write(out, "speed", found)
     return found
 
 
-def rate(flops: int, fn: Callable[..., Any], *args: Any) -> float | str:
+def tiles_of(counts: np.ndarray) -> np.ndarray:
+    return -(-counts // grouped.ROWS)
+
+
+def ours(what: str, x: jax.Array, w: jax.Array, dy: jax.Array, counts: np.ndarray) -> Iterator[tuple[str, Job]]:
+    """Our kernels by each tiling tried, the default first; of equal groups by that alone."""
+    experts = jnp.asarray(np.repeat(np.arange(EXPERTS), tiles_of(counts)), jnp.int32)
+    alpha, sizes = jnp.ones(EXPERTS, jnp.float32), jnp.asarray(counts, jnp.int32)
+    gemms: dict[str, Job] = {
+        "fprop": (grouped.rows, (x, w, alpha, experts)),
+        "dgrad": (partial(grouped.rows, layout="nt"), (dy, w, alpha, experts)),
+        "wgrad": (grouped.contraction, (x, dy, alpha, sizes)),
+    }
+    for name, (fn, args) in gemms.items():
+        for t in TRIED[name][: None if what == "drawn groups" else 1]:
+            yield f"ours {name}, {what}, {t.m}x{t.n} {t.split} in flight {t.in_flight}", (partial(fn, tiling=t), args)
+
+
+def einsums(what: str, x: jax.Array, w: jax.Array, dy: jax.Array, room: int) -> Iterator[tuple[str, Job]]:
+    """A batched einsum whose experts have `room` rows each, of which ROWS on average are true."""
+    parts = [jnp.resize(each, (EXPERTS, room, each.shape[1])) for each in (x, dy)]
+    orders = {"fprop": "eck,ekn->ecn", "dgrad": "ecn,ekn->eck"}
+    given = {"fprop": (parts[0], w), "dgrad": (parts[1], w)}
+    for name, order in orders.items():
+        yield f"einsum {name}, {what}", (partial(jnp.einsum, order), given[name])
+    summed = partial(jnp.einsum, "eck,ecn->ekn", preferred_element_type=jnp.float32)
+    yield f"einsum wgrad, {what}, float32 result", (summed, tuple(parts))
+
+
+def raggeds(x: jax.Array, w: jax.Array, dy: jax.Array, sizes: jax.Array) -> Iterator[tuple[str, Job]]:
+    """JAX's own ragged kernels, in one tiling, and tokamax's ragged dot where it is installed."""
+    from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu, transposed_ragged_dot_mgpu
+
+    shape = {"block_m": 128, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4, "grid_block_n": 2}
+    dot = lambda x, w, g: ragged_dot_mgpu.ragged_dot(x, w, group_sizes=g, **shape)  # noqa: E731
+    back = lambda dy, w, g: ragged_dot_mgpu.ragged_dot(dy, w.swapaxes(1, 2), group_sizes=g, **shape)  # noqa: E731
+    turned = lambda x, dy, g: transposed_ragged_dot_mgpu.transposed_ragged_dot(x, dy, group_sizes=g, **shape)  # noqa: E731
+    yield "jax ragged_dot_mgpu fprop, drawn groups", (dot, (x, w, sizes))
+    yield "jax ragged_dot_mgpu dgrad, drawn groups, weight turned first", (back, (dy, w, sizes))
+    yield "jax transposed_ragged_dot_mgpu wgrad, drawn groups, bfloat16 result", (turned, (x, dy, sizes))
+    if importlib.util.find_spec("tokamax") is not None:
+        import tokamax
+
+        yield "tokamax fprop, drawn groups", (tokamax.ragged_dot, (x, w, sizes))
+
+
+def compiled(fn: Callable[..., Any], args: tuple[jax.Array, ...]) -> Any:
+    return jax.jit(fn).lower(*args).compile()
+
+
+def rate(flops: int, ready: Callable[[], Any], args: tuple[jax.Array, ...]) -> float | str:
     """TFLOP/s, or what went wrong."""
     try:
-        return round(flops / seconds(fn, *args) / 1e12, 1)
+        return round(flops / seconds(ready(), *args) / 1e12, 1)
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:300]}"
 
 
+def step(out: Path, recipes: list[str], unrolls: list[int]) -> dict[str, Any]:
+    """Of each recipe: milliseconds a step, shares by kind, and the longest kernels."""
+    command.prepare(STEP)
+    found: dict[str, Any] = {}
+    for recipe_name, unroll in itertools.product(recipes, unrolls):
+        one = found[f"{recipe_name}, unroll {unroll}"] = captured(recipe_name, unroll)
+        write(out, "step", found)
+        print(recipe_name, "unroll", unroll, {name: each for name, each in one.items() if name != "longest"})
+        print(*one["longest"], sep="\n", flush=True)
+    return found
+
+
+def captured(recipe_name: str, unroll: int) -> dict[str, Any]:
+    """A few steps timed, then a few under the profiler: without CUDA graphs, in which kernels name no instruction."""
+    begun = time.perf_counter()
+    config = command.config_of(dataclasses.replace(STEP, unroll=unroll), recipe_name, "none")
+    mesh = run_mesh(config)
+    run = bench.compile_step(config, mesh, seq=STEP.seq, options={"xla_gpu_enable_command_buffer": ""})
+    compile_s = time.perf_counter() - begun
+    state, batch = create_state(config, mesh), synthetic_batch(config, mesh, STEP.seq)
+
+    def some() -> float:
+        nonlocal state
+        begun = time.perf_counter()
+        for _ in range(STEPS):
+            state, metrics = run(state, batch)
+        jax.block_until_ready(metrics)
+        return 1e3 * (time.perf_counter() - begun) / STEPS
+
+    some()
+    milliseconds = some()
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            some()
+        (trace,) = Path(folder).rglob("*.xplane.pb")
+        return {
+            "milliseconds": round(milliseconds, 1),
+            "compile_s": round(compile_s),
+            "gib": round(bytes_needed(run) / 2**30, 1),
+            "shares": {kind: round(share, 4) for kind, share in breakdown(trace, run.as_text()).items()},
+            "longest": longest(trace, run.as_text()),
+        }
+
+
+def longest(trace: Path, program_text: str) -> list[tuple[float, int, str, str, str]]:
+    """(milliseconds a step, calls, kind, name, where it comes from) of the instructions that take most; those of one
+    name and origin, as the layers of an unrolled program have, are one."""
+    devices, program = events_of(trace), read(program_text)
+    place, took, calls = Placer(program), defaultdict[tuple[str, ...], float](float), Counter[tuple[str, ...]]()
+    for event in devices[min(devices)]:
+        kind, name = place(event), event.instruction or event.kernel
+        if kind is not None:
+            origin = program.instructions[name].origin[-160:] if name in program.instructions else ""
+            key = kind, name.rstrip("0123456789."), origin
+            took[key] += 1e3 * (event.stop - event.start) / STEPS
+            calls[key] += 1
+    first = sorted(took, key=lambda key: -took[key])[:LONGEST]
+    return [(round(took[key], 2), calls[key] // STEPS, *key) for key in first]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("check", "speed"))
+    parser.add_argument("what", choices=("check", "speed", "step"))
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--recipes", default="bf16", help="of step, several with commas")
+    parser.add_argument("--unroll", default="1,0", help="of step: layers a turn of the loop; 0: all, no loop")
     args = parser.parse_args()
-    found = check(args.out) if args.what == "check" else speed()
+    if args.what == "step":
+        found = step(args.out, args.recipes.split(","), [int(text) for text in args.unroll.split(",")])
+    else:
+        found = check(args.out) if args.what == "check" else speed(args.out)
     write(args.out, args.what, found)
     print(json.dumps(found, indent=1))
 

@@ -7,13 +7,13 @@
 docs/evidence/experts/README.md is the plan in words, committed before the first step. DATA is the league's.
 """
 
-import argparse
 import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
-from league_grid import BATCH, SEQ, VOCABULARY, Job, outcome, refuse_other_plan, run_all
+import tyro
+from league_grid import BATCH, SEQ, VOCABULARY, Job, outcome, refuse_other_plan, run_all, write
 
 from halfbyte.models import LlamaConfig, count_params
 from halfbyte.optim import OptimizerConfig
@@ -27,6 +27,7 @@ MODEL = LlamaConfig(
     name="experts-10m", vocab_size=VOCABULARY, embed=256, mlp=256, layers=4, heads=4, kv_heads=4, head_dim=64,
     max_seq=SEQ, tied=True, rope_theta=10_000.0, qk_norm=True, experts=8, experts_per_token=2, norm_topk=True,
 )  # fmt: skip
+LATER = ("router", "shared_experts")  # fields that models have had since the plan was committed; here as it was before
 ARMS = (
     Arm("bf16", BASELINE, {"recipe": "bf16", "policy": "experts"}),
     Arm("nvfp4", CANDIDATE, {"recipe": "nvfp4", "policy": "experts"}),
@@ -48,29 +49,26 @@ def plan() -> dict[str, Any]:
     """Everything that is fixed before the first step, as data."""
     about = {"margin": MARGIN, "seeds": SEEDS, "steps": STEPS, "batch": BATCH, "seq": SEQ, "learning_rate": RATE}
     arms = {arm.name: {"kind": arm.kind, "seeds": arm.seeds or len(SEEDS), **arm.changes} for arm in ARMS}
-    shape = {key: value for key, value in dataclasses.asdict(MODEL).items() if value is not None}
+    fields = dataclasses.asdict(MODEL).items()
+    shape = {key: value for key, value in fields if value is not None and key not in LATER}
     return {**about, "parameters": count_params(MODEL), "model": shape, "arms": arms}
 
 
-def command_plan(args: argparse.Namespace) -> None:
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    (FOLDER / "plan.json").write_text(json.dumps(plan(), indent=1) + "\n", encoding="utf-8")
-
-
-def command_run(args: argparse.Namespace) -> None:
+def run(data: str, out: Path, slots: int = 7, minutes: float = 9.0, steps: int = STEPS) -> None:
+    """Fewer `steps`, to see that a run starts; they are not collected."""
     refuse_other_plan(FOLDER, plan())
-    base, out = base_run(args.data, args.steps), Path(args.out)
+    base = base_run(data, steps)
     jobs = [
         Job(out / f"{arm.name}-{seed}", arm.configure(base, seed), "experts")
         for arm in ARMS
         for seed in SEEDS[: arm.seeds]
     ]
-    run_all(jobs, slots=args.slots, minutes=args.minutes)
+    run_all(jobs, slots=slots, minutes=minutes)
 
 
-def command_collect(args: argparse.Namespace) -> None:
+def collect(out: tyro.conf.Positional[Path]) -> None:
     """What every run ended with; the gaps of the seeds that both arms have, and what they say."""
-    ended = {file.parent.name: outcome(file.parent) for file in sorted(Path(args.out).glob("*/metrics.jsonl"))}
+    ended = {file.parent.name: outcome(file.parent) for file in sorted(out.glob("*/metrics.jsonl"))}
     ended = {name: run for name, run in ended.items() if run["curve"][-1][0] == STEPS}
     losses = {name: run["validation_loss"] for name, run in ended.items()}
     both = [seed for seed in SEEDS if {f"bf16-{seed}", f"nvfp4-{seed}"} <= losses.keys()]
@@ -79,27 +77,10 @@ def command_collect(args: argparse.Namespace) -> None:
     if len(gaps) > 1:
         interval = over_seeds(gaps)
         found |= {"interval": dataclasses.asdict(interval), "p": equivalence_p(interval, MARGIN)}
-    (FOLDER / "runs.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write(FOLDER, "runs.json", found)
     print(json.dumps({**losses, **{key: value for key, value in found.items() if key != "runs"}}, indent=1))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
-    commands.add_parser("plan").set_defaults(run=command_plan)
-    run = commands.add_parser("run")
-    run.add_argument("--data", required=True)
-    run.add_argument("--out", required=True)
-    run.add_argument("--slots", type=int, default=7)
-    run.add_argument("--minutes", type=float, default=9.0)
-    run.add_argument("--steps", type=int, default=STEPS, help="fewer, to see that a run starts; they are not collected")
-    run.set_defaults(run=command_run)
-    collect = commands.add_parser("collect")
-    collect.add_argument("out")
-    collect.set_defaults(run=command_collect)
-    args = parser.parse_args()
-    args.run(args)
-
-
 if __name__ == "__main__":
-    main()
+    commands = {"plan": lambda: write(FOLDER, "plan.json", plan()), "run": run, "collect": collect}
+    tyro.extras.subcommand_cli_from_dict(commands, description=__doc__)

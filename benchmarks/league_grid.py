@@ -11,7 +11,6 @@ plan.json that is not this file's. DATA is what the README's `halfbyte data prep
 card; a run that is done is not run again, and one that would not end within `--minutes` is not begun.
 """
 
-import argparse
 import itertools
 import json
 import os
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tyro
 from league_own import OWN
 
 from halfbyte.metrics import read_rows
@@ -213,8 +213,13 @@ def chosen_rates(out: Path) -> dict[str, float]:
     return found
 
 
-def command_plan(args: argparse.Namespace) -> None:
-    (FOLDER / "plan.json").write_text(json.dumps(plan(), indent=1) + "\n", encoding="utf-8")
+def write(folder: Path, name: str, found: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def write_plan() -> None:
+    write(FOLDER, "plan.json", plan())
 
 
 def refuse_other_plan(folder: Path = FOLDER, made: dict[str, Any] | None = None) -> None:
@@ -222,42 +227,38 @@ def refuse_other_plan(folder: Path = FOLDER, made: dict[str, Any] | None = None)
         raise SystemExit("plan.json is not the plan of this file; the plan is committed before the first step")
 
 
-def command_rates(args: argparse.Namespace) -> None:
+def rates(data: str, out: Path, slots: int = 5, minutes: float = 9.0) -> None:
     refuse_other_plan()
-    out = Path(args.out)
     jobs = [
-        Job(rate_folder(out, c, r), ARMS["bf16"].configure(base_run(c, rate=r, data=args.data), RATE_SEED), c)
+        Job(rate_folder(out, c, r), ARMS["bf16"].configure(base_run(c, rate=r, data=data), RATE_SEED), c)
         for c in RATE_CELLS
         for r in RATES
     ]
-    run_all(jobs, slots=args.slots, minutes=args.minutes)
+    run_all(jobs, slots=slots, minutes=minutes)
     ended = {
         f"{job.cell} {job.config.optimizer.learning_rate:g}": {
             "validation_loss": last_validation(job.folder)["validation_loss"], "jumps": jumps(losses(job.folder))
         }
         for job in jobs
     }  # fmt: skip
-    text = json.dumps({"chosen": chosen_rates(out), "runs": ended}, indent=1)
-    (out / "rates.json").write_text(text + "\n", encoding="utf-8")
-    print(text)
+    write(out, "rates.json", {"chosen": chosen_rates(out), "runs": ended})
 
 
-def command_run(args: argparse.Namespace) -> None:
+def run(data: str, out: Path, arms: str, cells: str, seeds: str = "0", slots: int = 5, minutes: float = 9.0) -> None:
     refuse_other_plan()
-    out = Path(args.out)
     file = out / "rates.json" if (out / "rates.json").is_file() else FOLDER / "rates.json"
-    rates = json.loads(file.read_text(encoding="utf-8"))["chosen"]
+    chosen = json.loads(file.read_text(encoding="utf-8"))["chosen"]
     jobs = [
         Job(
             out / "runs" / cell / f"{name}-{seed}",
-            ARMS[name].configure(base_run(cell, rate=rates[cell.split("@")[0]], data=args.data), int(seed)),
+            ARMS[name].configure(base_run(cell, rate=chosen[cell.split("@")[0]], data=data), int(seed)),
             cell,
         )
-        for seed in args.seeds.split(",")
-        for cell in args.cells.split(",")
-        for name in args.arms.split(",")
+        for seed in seeds.split(",")
+        for cell in cells.split(",")
+        for name in arms.split(",")
     ]
-    run_all(jobs, slots=args.slots, minutes=args.minutes)
+    run_all(jobs, slots=slots, minutes=minutes)
 
 
 def outcome(folder: Path) -> dict[str, Any]:
@@ -268,41 +269,20 @@ def outcome(folder: Path) -> dict[str, Any]:
     return {**kept, "curve": curve, "jumps": jumps(losses(folder))}
 
 
-def command_collect(args: argparse.Namespace) -> None:
+def collect(out: tyro.conf.Positional[Path]) -> None:
     """What every run ended with, added to what is there."""
     file = FOLDER / "runs.json"
     found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    for metrics in sorted(Path(args.out).glob("runs/*/*/metrics.jsonl")):
+    for metrics in sorted(out.glob("runs/*/*/metrics.jsonl")):
         cell, name = metrics.parts[-3:-1]
         if any(row["step"] == steps_of(cell) and "validation_loss" in row for row in read_rows(metrics)):
             found.setdefault(cell, {})[name] = outcome(metrics.parent)
-    file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    rates = Path(args.out) / "rates.json"
-    if rates.is_file():
-        (FOLDER / "rates.json").write_text(rates.read_text(encoding="utf-8"), encoding="utf-8")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
-    commands.add_parser("plan").set_defaults(run=command_plan)
-    for name, command in (("rates", command_rates), ("run", command_run)):
-        one = commands.add_parser(name)
-        one.add_argument("--data", required=True)
-        one.add_argument("--out", required=True)
-        one.add_argument("--slots", type=int, default=5)
-        one.add_argument("--minutes", type=float, default=9.0)
-        one.set_defaults(run=command)
-        if name == "run":
-            one.add_argument("--arms", required=True)
-            one.add_argument("--cells", required=True)
-            one.add_argument("--seeds", default="0")
-    collect = commands.add_parser("collect")
-    collect.add_argument("out")
-    collect.set_defaults(run=command_collect)
-    args = parser.parse_args()
-    args.run(args)
+    write(FOLDER, "runs.json", found)
+    if (out / "rates.json").is_file():
+        write(FOLDER, "rates.json", json.loads((out / "rates.json").read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":
-    main()
+    tyro.extras.subcommand_cli_from_dict(
+        {"plan": write_plan, "rates": rates, "run": run, "collect": collect}, description=__doc__
+    )

@@ -4,24 +4,19 @@
     python benchmarks/league_shown.py picture 3M@16                      # docs/evidence/league.svg
     python benchmarks/league_shown.py table 3M@16 --ablation             # nvfp4's ingredients, each beside the whole
     python benchmarks/league_shown.py picture 3M@16 --ablation           # docs/evidence/ablation.svg
-    python benchmarks/league_shown.py window 3M@16 4001 4500 OUT ...     # docs/evidence/ablation/window.json: means of
-                                                                         # training losses, also of runs that were cut
-    python benchmarks/league_shown.py table 3M@16 --ablation --window    # the same table from those
 
 docs/evidence/league/README.md and docs/evidence/ablation/README.md are the plans.
 """
 
-import argparse
 import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+import tyro
 from league_grid import ARMS, FOLDER
 
 from halfbyte.devices import device
-from halfbyte.metrics import read_rows
 from halfbyte.parity.arms import TWIN
 from halfbyte.parity.statistics import FEWEST_SEEDS, LEVEL, over_seeds, t_quantile
 from halfbyte.recipe import GEMMS, recipe
@@ -29,7 +24,7 @@ from halfbyte.recipe import GEMMS, recipe
 CODE = [f"validation_loss/{source}" for source in ("pypi-python", "rust-src", "go-std", "cpython-stdlib")]
 PROSE = [f"validation_loss/{source}" for source in ("eltec-eng", "standardebooks", "openstax-ccby", "sotu")]
 WHOLE, MARGIN = "nvfp4", 0.005
-WINDOW = FOLDER.parent / "ablation" / "window.json"
+Cell = tyro.conf.Positional[str]
 ABLATION = {  # arm -> what it is; `halfbyte parity --arms ablation` has the same, with the MLP in 4 bits
     "nvfp4": "the full recipe, all linears",
     "nvfp4-twin": "the same but for rounding: noise",
@@ -63,11 +58,11 @@ def arms_of(cell: dict[str, Any]) -> dict[str, list[str]]:
     return found
 
 
-def gaps_of(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, list[str]]]:
+def gaps_of(cell_name: str, ablation: bool) -> tuple[dict[str, Any], dict[str, list[str]]]:
     """(a cell's runs, the names of each arm's by the mean of their gaps)."""
-    cell = json.loads((WINDOW if args.window else FOLDER / "runs.json").read_text(encoding="utf-8"))[args.cell]
+    cell = json.loads((FOLDER / "runs.json").read_text(encoding="utf-8"))[cell_name]
     arms = arms_of(cell)
-    shown = {arm: arms[arm] for arm in arms if (arm in ABLATION if args.ablation else arm not in NOT_IN_LEAGUE)}
+    shown = {arm: arms[arm] for arm in arms if (arm in ABLATION if ablation else arm not in NOT_IN_LEAGUE)}
     means = {arm: sum(gap(cell, name) for name in runs) / len(runs) for arm, runs in shown.items()}
     return cell, {arm: shown[arm] for arm in sorted(shown, key=means.__getitem__)}
 
@@ -116,7 +111,7 @@ def gemm_time(arm: str) -> float:
     return sum(map(time_of, GEMMS)) / len(GEMMS)
 
 
-def command_picture(args: argparse.Namespace) -> None:
+def picture(cell_name: Cell, ablation: bool = False) -> None:
     """Every arm's gap of each seed; beside it the gap against what its GEMMs would take on a GB300, or, of the
     ablation, the difference to the whole recipe."""
     import matplotlib
@@ -125,21 +120,21 @@ def command_picture(args: argparse.Namespace) -> None:
     from matplotlib import pyplot
 
     pyplot.rcParams.update({"svg.hashsalt": "league", "font.size": 8})
-    cell, arms = gaps_of(args)
-    height = 3.4 if args.ablation else 5.6
+    cell, arms = gaps_of(cell_name, ablation)
+    height = 3.4 if ablation else 5.6
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, height), width_ratios=(1, 1.1), layout="constrained")
     for place, (arm, runs) in enumerate(arms.items()):
         found = [100 * gap(cell, name) for name in runs]
         left.plot(found, [place] * len(found), "o-", color=colour(arm), markersize=4, linewidth=0.8)
     left.set_yticks(range(len(arms)), list(arms))
     left.invert_yaxis()
-    left.set_xlabel("loss over bf16's, %; a dot is a seed" + ("" if args.ablation else " (orange: ours)"))
+    left.set_xlabel("loss over bf16's, %; a dot is a seed" + ("" if ablation else " (orange: ours)"))
     left.axvline(0.5, color="grey", linestyle="--", linewidth=0.8)
-    (draw_differences if args.ablation else draw_costs)(right, cell, arms)
+    (draw_differences if ablation else draw_costs)(right, cell, arms)
     for axes in (left, right):
         axes.grid(alpha=0.2)
-    file = FOLDER.parent / ("ablation.svg" if args.ablation else "league.svg")
-    figure.savefig(WINDOW.with_suffix(".svg") if args.window else file, metadata={"Date": None})
+    file = FOLDER.parent / ("ablation.svg" if ablation else "league.svg")
+    figure.savefig(file, metadata={"Date": None})
 
 
 def colour(arm: str) -> str:
@@ -177,16 +172,16 @@ def draw_differences(axes: Any, cell: dict[str, Any], arms: dict[str, list[str]]
     axes.axvline(0, color="grey", linewidth=0.8)
 
 
-def command_table(args: argparse.Namespace) -> None:
+def table(cell_name: Cell, ablation: bool = False) -> None:
     """A cell's runs by the mean of their gaps, as Markdown: every seed, then code and prose apart, or, of the
     ablation, the difference to the whole recipe."""
-    cell, arms = gaps_of(args)
-    heads = f"minus `{WHOLE}`'s | | is" if args.ablation else "gap of each seed | code | prose"
-    heads = f"arm | {'what it is | gap of each seed | ' if args.ablation else ''}{heads}"
+    cell, arms = gaps_of(cell_name, ablation)
+    heads = f"minus `{WHOLE}`'s | | is" if ablation else "gap of each seed | code | prose"
+    heads = f"arm | {'what it is | gap of each seed | ' if ablation else ''}{heads}"
     print(f"| {heads} |\n" + "|---" * (heads.count("|") + 1) + "|")
     for arm in arms:
         seeds = ", ".join(f"{gap(cell, name):+.2%}" for name in arms[arm])
-        if args.ablation:
+        if ablation:
             cells = [ABLATION[arm], seeds, *beside(cell, arm, arms[arm])]
         else:
             kinds = (sum(gap(cell, name, keys) for name in arms[arm]) / len(arms[arm]) for keys in (CODE, PROSE))
@@ -204,38 +199,5 @@ def beside(cell: dict[str, Any], arm: str, runs: Sequence[str]) -> list[str]:
     return [seeds, f"{100 * mean:+.2f} [{100 * low:+.2f}, {100 * high:+.2f}]{single}", judged(low, high)]
 
 
-def command_window(args: argparse.Namespace) -> None:
-    """The mean training loss of every run over a window of steps, in the place of its last validation loss."""
-    found = {}
-    for metrics in (file for out in args.out for file in sorted(Path(out).glob(f"runs/{args.cell}/*/metrics.jsonl"))):
-        losses = [row["loss"] for row in read_rows(metrics) if args.first <= row["step"] <= args.last and "loss" in row]
-        name = metrics.parent.name
-        if len(losses) == args.last + 1 - args.first and (
-            name.startswith("bf16") or name.rpartition("-")[0] in ABLATION
-        ):
-            found[name] = {"validation_loss": sum(losses) / len(losses)}
-    about = {"is": f"mean training loss of steps {args.first} to {args.last}", args.cell: dict(sorted(found.items()))}
-    WINDOW.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True)
-    for name, command in (("table", command_table), ("picture", command_picture)):
-        one = commands.add_parser(name)
-        one.add_argument("cell")
-        one.add_argument("--ablation", action="store_true")
-        one.add_argument("--window", action="store_true")
-        one.set_defaults(run=command)
-    window = commands.add_parser("window")
-    window.add_argument("cell")
-    window.add_argument("first", type=int)
-    window.add_argument("last", type=int)
-    window.add_argument("out", nargs="+")
-    window.set_defaults(run=command_window)
-    args = parser.parse_args()
-    args.run(args)
-
-
 if __name__ == "__main__":
-    main()
+    tyro.extras.subcommand_cli_from_dict({"table": table, "picture": picture}, description=__doc__)

@@ -12,7 +12,6 @@ compiled side by side at the start.
 Limits: guards 2%, saving 1% of 100 steps, the radar 1% at 400 steps, telemetry 2% at 100.
 """
 
-import argparse
 import dataclasses
 import json
 import os
@@ -23,6 +22,8 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import tyro
 
 from halfbyte.devices.platform import settle_platform
 
@@ -41,7 +42,6 @@ from halfbyte.train.state import bit_sum  # noqa: E402
 from halfbyte.train.step import compiler_options, make_train_step  # noqa: E402
 
 GUARDS, SAVING = 0.02, 0.01
-PARTS = ("guards", "saving", "looks")
 PLAIN = 20  # steps without a save that those with it are held against
 SAVES = 2  # the second takes the first one's place
 LOOKS = {"radar": (Radar, 400, 0.01), "telemetry": (Telemetry, 100, 0.02)}  # steps between looks, limit
@@ -128,10 +128,10 @@ def looking(observers, moment, step_s: float) -> dict:
     return found
 
 
-def everything_compiled(config, mesh, state, batch, observers, store, *, with_bare: bool) -> dict:
+def everything_compiled(config, mesh, state, batch, observers, store) -> dict:
     """The steps; the observers take a first look meanwhile, and the store takes memory for its saves."""
     moment = Moment(1, config, phases(config)[0].resolved(config), mesh, state.params, batch)
-    states = {"guarded": state} | ({"bare": dataclasses.replace(state, sentinel=None)} if with_bare else {})
+    states = {"guarded": state, "bare": dataclasses.replace(state, sentinel=None)}
     with store.preparing(state.items()), ThreadPoolExecutor(4) as threads:
         jobs = {name: threads.submit(compiled, config, mesh, each, batch) for name, each in states.items()}
         looks = [threads.submit(observer.observe, moment) for observer in observers.values()]
@@ -142,37 +142,38 @@ def everything_compiled(config, mesh, state, batch, observers, store, *, with_ba
 
 def told(facts: dict, interval: int) -> bool:
     """Print every share beside its limit; whether all are within."""
-    shares = {name: (found["overhead"], LOOKS[name][2]) for name, found in facts.get("looks", {}).items()}
-    if "guards" in facts:
-        shares["guards and checksums"] = (facts["guards"]["overhead"], GUARDS)
-    if "saving" in facts:
-        shares[f"saving once in {interval} steps"] = (facts["saving"]["overhead"], SAVING)
-        for each in facts["saving"]["saves"]:
-            print(
-                f"a save: {100 * each['overhead']:+.2f}%, {each['blocked_s']:.2f} s blocked, "
-                f"{each['steps_while_writing']} steps while it was written"
-            )
+    shares = {name: (found["overhead"], LOOKS[name][2]) for name, found in facts["looks"].items()}
+    shares["guards and checksums"] = (facts["guards"]["overhead"], GUARDS)
+    shares[f"saving once in {interval} steps"] = (facts["saving"]["overhead"], SAVING)
+    for each in facts["saving"]["saves"]:
+        print(
+            f"a save: {100 * each['overhead']:+.2f}%, {each['blocked_s']:.2f} s blocked, "
+            f"{each['steps_while_writing']} steps while it was written"
+        )
     for name, (share, limit) in shares.items():
         print(f"{name}: {100 * share:+.2f}% (limit {100 * limit:.0f}%)")
-    written = all(each["written"] for each in facts.get("saving", {}).get("saves", ()))
+    written = all(each["written"] for each in facts["saving"]["saves"])
     if not written:
         print("a save was not written: its share means nothing")
     return written and all(share <= limit for share, limit in shares.values())
 
 
-def main() -> int:
+@dataclasses.dataclass(frozen=True)
+class Args:
+    model: str = "llama3.2-1b"
+    recipe: str = "nvfp4"
+    batch: int = 4
+    seq: int = 4096
+    steps: int = 5
+    """Steps of a turn."""
+    rounds: int = 3
+    interval: int = 100
+    json: str = ""
+    """Also write the result here."""
+
+
+def main(args: Args) -> int:
     """Measure; 3 if a limit is passed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama3.2-1b")
-    parser.add_argument("--recipe", default="nvfp4")
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--seq", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=5, help="steps of a turn")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--interval", type=int, default=100)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--json", help="also write the result here")
-    args = parser.parse_args()
     config = dataclasses.replace(
         run_config(args.model),
         recipe=args.recipe,
@@ -192,23 +193,16 @@ def main() -> int:
         "device": jax.devices()[0].device_kind, "jax": jax.__version__, "python": platform.python_version(),
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="halfbyte-overheads-") as folder:
-        observers = {
-            name: kind(every, Path(folder)) for name, (kind, every, _) in LOOKS.items() if "looks" in args.only
-        }
+        observers = {name: kind(every, Path(folder)) for name, (kind, every, _) in LOOKS.items()}
         store = Checkpoints(Path(folder) / "checkpoints", keep_last=1)
         state = create_state(config, mesh)
-        with_bare = "guards" in args.only
-        programs = everything_compiled(config, mesh, state, batch, observers, store, with_bare=with_bare)
-        if with_bare:
-            facts["guards"] = guards(programs, state, batch, rounds=args.rounds, steps=args.steps)
-            state = facts["guards"].pop("state")
-        if "saving" in args.only:
-            facts["saving"] = saving(programs["guarded"], state, batch, store, interval=args.interval)
-            state = facts["saving"].pop("state")
-        if observers:
-            state, step_s = seconds(programs["guarded"], state, batch, args.steps)
-            moment = Moment(1, config, phases(config)[0].resolved(config), mesh, state.params, batch)
-            facts["looks"] = looking(observers, moment, step_s)
+        programs = everything_compiled(config, mesh, state, batch, observers, store)
+        facts["guards"] = guards(programs, state, batch, rounds=args.rounds, steps=args.steps)
+        state = facts["guards"].pop("state")
+        facts["saving"] = saving(programs["guarded"], state, batch, store, interval=args.interval)
+        state, step_s = seconds(programs["guarded"], facts["saving"].pop("state"), batch, args.steps)
+        moment = Moment(1, config, phases(config)[0].resolved(config), mesh, state.params, batch)
+        facts["looks"] = looking(observers, moment, step_s)
     within = told(facts, args.interval)
     print(json.dumps(facts))
     if args.json:
@@ -217,4 +211,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(tyro.cli(Args, description=__doc__)))

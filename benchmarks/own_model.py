@@ -5,25 +5,19 @@ that the step is the model's. Prints one JSON: for bf16 and for each recipe the 
 `--steps`, and their spread), the ratio bf16 / recipe, the seconds of trace and compile, and the loss.
 
     python benchmarks/own_model.py                         # on one GPU
-    python benchmarks/own_model.py --compile-only h200     # without one: seconds and the GEMMs of each program
 """
 
-import argparse
 import functools
 import json
-import re
 import statistics
 import sys
 import time
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+import tyro
 
 import halfbyte as hb
-from halfbyte import devices, ops
 from halfbyte.cli.bench import versions
 from halfbyte.recipe import step_key
 
@@ -81,26 +75,17 @@ def step(arm, params, tokens, number):
     return jax.tree.map(lambda w, g: w - 1e-3 * g, params, gradients), value
 
 
-def jitted(arm, by="hb"):
-    """bf16 as its owner would, by `jax.jit`; the others by `hb.jit`, or what `by` says."""
+def jitted(arm):
+    """bf16 as its owner would, by `jax.jit`; the others by `hb.jit`."""
     run = functools.partial(step, arm)
-    if by == "jax" or (ARMS[arm] is None and by != "hb for all"):
-        return jax.jit(run, donate_argnums=0)
-    return hb.jit(run, hb.policy(*ARMS[arm]) if ARMS[arm] else "bf16", donate_argnums=0)
-
-
-def found_in(arm, params, tokens):
-    """How many dots of a layer were replaced, how many share their x, how many have SwiGLU inside their passes."""
     if ARMS[arm] is None:
-        return {}
-    sites = hb.apply_recipe(loss, hb.policy(*ARMS[arm]), key=step_key(0, 0)).report(params, tokens).replaced
-    return {"dots": len(sites), "sharing": sum(map(bool, (s.shares_x for s in sites))),
-            "swiglu": sum(map(bool, (s.swiglu_of for s in sites)))}  # fmt: skip
+        return jax.jit(run, donate_argnums=0)
+    return hb.jit(run, hb.policy(*ARMS[arm]), donate_argnums=0)
 
 
-def measured(arm, shape, steps, by):
+def measured(arm, shape, steps):
     params, tokens = init(jax.random.key(0)), jax.random.randint(jax.random.key(1), shape, 0, VOCABULARY)
-    run, times, values = jitted(arm, by), [], []
+    run, times, values = jitted(arm), [], []
     jax.block_until_ready(params)
     spent = dict.fromkeys(STAGES.values(), 0.0)
 
@@ -115,51 +100,21 @@ def measured(arm, shape, steps, by):
         values.append(float(value))
         times.append(time.perf_counter() - begin)
     low, median, high = (1e3 * t for t in statistics.quantiles(times[3:], n=4))
-    losses = {"first_loss": values[0], "last_loss": values[-1]} | found_in(arm, params, tokens)
+    losses = {"first_loss": values[0], "last_loss": values[-1]}
     return {"compile_s": times[0] - times[-1], "ms": median, "quartiles": [low, high]} | losses | spent
 
 
-def described(arm, shape, name, by):
-    device = devices.device(name)
-    mesh = topologies.make_mesh(devices.topology(device, hosts=1, per_host=1), (1,), ("x",))
-    given = (
-        jax.eval_shape(init, jax.random.key(0)),
-        jax.ShapeDtypeStruct(shape, "int32"),
-        jax.ShapeDtypeStruct((), "int32"),
-    )
-    placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, P())), given)
-    begin = time.perf_counter()
-    with ops.compile_for(device), devices.target_cudnn():
-        program = jitted(arm, by).lower(*placed).compile()
-    row = {"compile_s": time.perf_counter() - begin}
-    text = program.as_text()
-    calls = re.findall(r'custom_call_target="([^"]+)"|"kind":"(__triton\w*gemm\w*)', text)
-    names = [a or b for a, b in calls]
-    return row | {"instructions": text.count("\n"), "calls": {n: names.count(n) for n in sorted(set(names))}}
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--seq", type=int, default=4096)
-    parser.add_argument("--jit", choices=("hb", "jax", "hb for all"), default="hb")
-    parser.add_argument("--compile-only", metavar="DEVICE")
-    args = parser.parse_args()
-    shape, found = (args.batch, args.seq), {}
-    for arm in args.arms:
-        if args.compile_only:
-            found[arm] = described(arm, shape, args.compile_only, args.jit)
-        else:
-            found[arm] = measured(arm, shape, args.steps, args.jit)
-        for field, ratio in (("ms", lambda own, base: base / own), ("compile_s", lambda own, base: own / base)):
-            if field in found[arm] and "bf16" in found:
-                found[arm][f"{field}_ratio"] = ratio(found[arm][field], found["bf16"][field])
+def main(arms: tuple[str, ...] = tuple(ARMS), steps: int = 20, batch: int = 4, seq: int = 4096):
+    found = {}
+    for arm in arms:
+        found[arm] = measured(arm, (batch, seq), steps)
+        if "bf16" in found:
+            base = found["bf16"]
+            found[arm]["ms_ratio"] = base["ms"] / found[arm]["ms"]
+            found[arm]["compile_s_ratio"] = found[arm]["compile_s"] / base["compile_s"]
         print(arm, found[arm], file=sys.stderr, flush=True)
-    where = {"device": args.compile_only} if args.compile_only else {}
-    print(json.dumps(versions() | where | {"shape": shape, "arms": found}))
+    print(json.dumps(versions() | {"shape": (batch, seq), "arms": found}))
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

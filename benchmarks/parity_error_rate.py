@@ -14,19 +14,19 @@ candidate. The row `chosen after 2` are studies that begin with two seeds, and w
 that makes a PASS most likely; `before`, it was given.
 """
 
-import argparse
 import contextlib
 import io
-import json
 import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from json import dumps, loads
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import tyro
 
 from halfbyte.parity.margin import parse_margin
 from halfbyte.parity.statistics import t_quantile
@@ -155,7 +155,7 @@ def invented(losses: Callable[[str, int], float]) -> Callable[..., Any]:
              "tflops_per_device": 1.0, "input_wait_s": 0.0, "validation_loss": end}
             for step in range(1, config.steps + 1)
         ]  # fmt: skip
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "metrics.jsonl").write_text("".join(dumps(row) + "\n" for row in rows))
         jsonconfig.save(config, folder / "config.json")
         return RunResult(folder, config.steps)
 
@@ -186,7 +186,7 @@ def one_study(folder: Path, study: np.ndarray, looks: tuple[int, ...], random: n
                 code = halfbyte(command)
             if code not in (0, 3):
                 raise SystemExit(f"{' '.join(command)} ended with {code}")
-            found: dict[str, Any] = json.loads((folder / "report.json").read_text())
+            found: dict[str, Any] = loads((folder / "report.json").read_text())
             advice = [line for line in found["next"] if "the same command" in line]
             if not advice:
                 return found
@@ -222,22 +222,16 @@ def exact(wrong: int, studies: int) -> tuple[float, float]:
     return low, float(beta.ppf(0.975, wrong + 1, studies - wrong))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--studies", type=int, default=10_000)
-    parser.add_argument("--runner", type=int, default=0, help="studies a row through the whole runner, no table")
-    parser.add_argument("--candidates", type=int, nargs="*", default=CANDIDATES, choices=CANDIDATES)
-    parser.add_argument("--json", type=Path, help="file to keep the rows in")
-    args = parser.parse_args()
-    rows = []
-    runner = (through_the_runner(args.runner, candidates=m, kind=kind) for m in args.candidates for kind in KINDS)
-    for row in runner if args.runner else table(args.studies):
+def main(studies: int = 10_000, runner: int = 0, candidates: tuple[int, ...] = CANDIDATES, json: Path | None = None):
+    """`runner` studies a row through the whole runner instead of the table; `json` keeps the rows."""
+    rows, whole = [], (through_the_runner(runner, candidates=m, kind=kind) for m in candidates for kind in KINDS)
+    for row in whole if runner else table(studies):
         rows.append(row)
-        print(json.dumps(row), flush=True)
-        if args.json:
+        print(dumps(row), flush=True)
+        if json:
             about = {"command": "python " + " ".join(sys.argv), "jax": jax.__version__, "device": jax.default_backend()}
-            args.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+            json.write_text(dumps({**about, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

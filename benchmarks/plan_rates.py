@@ -9,30 +9,25 @@ is the sum of the work over the sum of the times. `zeros` are the same GEMMs wit
 attention to zeros: what mocked GPUs compute, whose weights never arrive.
 """
 
-import argparse
-import concurrent.futures
 import functools
 import json
 import pathlib
-import sys
 import time
 from collections import defaultdict
 from typing import Any
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
+import f8_cases
+import jax
+import jax.numpy as jnp
+import kernel_timing
+import tyro
+from gemm_cases import dot, shapes_of
+from kernel_timing import Case
 
-import f8_cases  # noqa: E402
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-from gemm_cases import dot, shapes_of  # noqa: E402
-from kernel_timing import Case, compile_case, warm_clocks  # noqa: E402
-
-from halfbyte.cli.bench import versions  # noqa: E402
-from halfbyte.devices import lookup  # noqa: E402
-from halfbyte.kernels.scale import GEMM  # noqa: E402
-from halfbyte.nn.attention import attention  # noqa: E402
-from halfbyte.nn.norm import rms_norm  # noqa: E402
+from halfbyte.devices import lookup
+from halfbyte.kernels.scale import GEMM
+from halfbyte.nn.attention import attention
+from halfbyte.nn.norm import rms_norm
 
 TOKENS = 16_384
 MLP = {"1b": ((2048, 8192), (8192, 2048)), "8b": ((4096, 14336), (14336, 4096))}  # (in, out) of a linear
@@ -42,15 +37,7 @@ LASTS = 0.35
 SETS = 4  # inputs that a program takes in turn: no launch is waited for, and none finds its input in the cache
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _random(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    return jax.random.normal(key, shape, jnp.float32).astype(dtype)
-
-
-@functools.cache
-def random_array(shape: tuple[int, ...], seed: int, dtype: Any = jnp.bfloat16) -> jax.Array:
-    """Made once, and compiled once for a shape: there are many."""
-    return _random(jax.random.key(seed), shape, dtype)
+random_array = functools.cache(kernel_timing.random_array)  # made once: there are many
 
 
 def gemm_cases() -> list[Case]:
@@ -59,32 +46,25 @@ def gemm_cases() -> list[Case]:
     for k, n in (*MLP["1b"], *ATTENTION["1b"], *MLP["8b"], *ATTENTION["8b"]):
         for layout, m, width, inner in (("nn", TOKENS, n, k), ("nt", TOKENS, k, n), ("tn", k, n, TOKENS)):
             left, right = shapes_of(layout, m, width, inner)
-            dtype = jnp.float32 if layout == "tn" else jnp.bfloat16
-            work = 2.0 * TOKENS * k * n
+            fn = functools.partial(dot, layout=layout, dtype=jnp.float32 if layout == "tn" else jnp.bfloat16)
             for name in ("bf16", "zeros") if k * n >= 2**24 and layout == "nn" else ("bf16",):
                 other = jnp.zeros(right, jnp.bfloat16) if name == "zeros" else random_array(right, 1)
                 sets = [(random_array(left, i), other) for i in range(SETS)]
-                out.append(Case(name, (m, width, inner), layout, _dot(layout, dtype), sets, work, "TFLOP/s"))
+                out.append(Case(name, (m, width, inner), layout, fn, sets, 2.0 * TOKENS * k * n, "TFLOP/s"))
     return out
-
-
-def _dot(layout: str, dtype: Any) -> Any:
-    return lambda: lambda a, b: dot(a, b, layout, dtype)
 
 
 def fp8_cases() -> list[Case]:
     """Forward as it is, backward with split sums, as the recipe has them."""
     out, scale = [], jnp.full(GEMM + 1, 0.01, jnp.float32)
+    forward, backward, options = f8_cases.dequantized, f8_cases.split, f8_cases.CUBLAS
     for k, n in (*MLP["1b"], *MLP["8b"]):
-        for m, width, inner, way in ((TOKENS, n, k, f8_cases._dequantized), (TOKENS, k, n, f8_cases._split),
-                                     (k, n, TOKENS, f8_cases._split)):  # fmt: skip
-            options = {"xla_gpu_enable_triton_gemm": False}
-            make = f8_cases._constant(way)
+        for m, width, inner, fn in ((TOKENS, n, k, forward), (TOKENS, k, n, backward), (k, n, TOKENS, backward)):
             given = random_array((width, inner), 9, jnp.float8_e4m3fn)
             for name, other in (("fp8", given), ("fp8 zeros", jnp.zeros_like(given))):
                 sets = [(random_array((m, inner), i, jnp.float8_e4m3fn), other, scale, scale) for i in range(SETS)]
-                out.append(Case(name, (m, width, inner), way.__name__, make, sets, 2.0 * TOKENS * k * n, "TFLOP/s",
-                                options))  # fmt: skip
+                shape, work = (m, width, inner), 2.0 * TOKENS * k * n
+                out.append(Case(name, shape, fn.__name__, fn, sets, work, "TFLOP/s", options))
     return out
 
 
@@ -95,11 +75,11 @@ def pass_cases() -> list[Case]:
         x = [random_array((TOKENS, width), i) for i in range(SETS)]
         weight, size = jnp.ones(width, jnp.float32), 2.0 * TOKENS * width
         norms, sums = [(each, weight) for each in x], list(zip(x, x[1:] + x[:1], strict=True))
-        out.append(Case("pass", x[0].shape, "norm", lambda: rms_norm, norms, 2 * size))
-        out.append(Case("pass", x[0].shape, "sum", lambda: jnp.add, sums, 3 * size))
+        out.append(Case("pass", x[0].shape, "norm", rms_norm, norms, 2 * size))
+        out.append(Case("pass", x[0].shape, "sum", jnp.add, sums, 3 * size))
         state = [random_array((width, 4 * width), i, jnp.float32) for i in range(4 * SETS)]
         sets = [tuple(state[4 * i : 4 * i + 4]) for i in range(SETS)]
-        out.append(Case("pass", state[0].shape, "AdamW", lambda: _adamw, sets, 28.0 * state[0].size))
+        out.append(Case("pass", state[0].shape, "AdamW", _adamw, sets, 28.0 * state[0].size))
     return out
 
 
@@ -116,8 +96,8 @@ def attention_cases() -> list[Case]:
         k, v = (random_array((batch, seq, kv, dim), i) for i in (2, 3))
         product = batch * heads * seq * seq * float(dim)
         for name, sets in (("attention", (q, k, v, dy)), ("attention zeros", (0 * q, 0 * k, 0 * v, 0 * dy))):
-            out.append(Case(name, q.shape, "forward", lambda: _attend, [sets], 2 * product, "TFLOP/s"))
-            out.append(Case(name, q.shape, "both", lambda: _attend_back, [sets], 7 * product, "TFLOP/s"))
+            out.append(Case(name, q.shape, "forward", _attend, [sets], 2 * product, "TFLOP/s"))
+            out.append(Case(name, q.shape, "both", _attend_back, [sets], 7 * product, "TFLOP/s"))
     return out
 
 
@@ -165,27 +145,20 @@ def rates(rows: list[dict[str, Any]], peaks: dict[str, float], bandwidth: float)
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=pathlib.Path, required=True)
-    args = parser.parse_args()
+def main(out: pathlib.Path) -> None:
     cases, rows = [*gemm_cases(), *fp8_cases(), *pass_cases(), *attention_cases()], []
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        programs = list(pool.map(compile_case, cases))
-    warm_clocks()
+    programs = kernel_timing.compile_cases(cases, 8)
+    kernel_timing.warm_clocks()
     for case, program in zip(cases, programs, strict=True):
-        lasts = timed(program, case.inputs)
-        rate = case.work / lasts / (1e9 if case.unit == "GB/s" else 1e12)
-        rows.append({"kernel": case.kernel, "shape": case.shape, "variant": case.variant, "work": case.work,
-                     "seconds": lasts, "rate": rate, "unit": case.unit})  # fmt: skip
-        print(f"{case.kernel:10s} {case.variant:12s} {case.shape!s:24s} {rate:8.1f} {case.unit}", flush=True)
+        row = case.row(timed(program.result(), case.inputs))
+        rows.append(row)
+        print(f"{case.kernel:10s} {case.variant:12s} {case.shape!s:24s} {row['rate']:8.1f} {case.unit}", flush=True)
     card = lookup(jax.devices()[0])
     assert card.bandwidth is not None
     found = rates(rows, dict(card.peak), card.bandwidth)
-    args.out.write_text(json.dumps({"environment": versions(), "rates": found, "rows": rows}, indent=1))
+    kernel_timing.write(out, {"rates": found, "rows": rows})
     print(json.dumps(found, indent=1))
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    tyro.cli(main, description=__doc__)

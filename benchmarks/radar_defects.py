@@ -8,11 +8,9 @@ if one of two probes, before the first step and before the second, raises an ala
     python benchmarks/radar_defects.py --jobs 16                    # a few minutes on 16 cores
     python benchmarks/radar_defects.py --jobs 2 --seeds 2 --out /tmp/radar.json
 
-Each job is a process of its own with one case. What the file at --out has of the same seeds and settings is not run
-again.
+Each job is a process of its own with one case.
 """
 
-import argparse
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -29,6 +27,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
+import tyro
 
 from halfbyte import models
 from halfbyte.diagnosis.radar import Probe, judged, step_of
@@ -51,6 +50,19 @@ SEEDS, PROBES, STEPS = 20, 2, 1000
 Weights = dict[str, Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class Args:
+    jobs: int = 1
+    """Processes."""
+    seeds: int = SEEDS
+    only: tuple[str, ...] = ()
+    """Cases; none: all."""
+    recipe: str = "nvfp4"
+    policy: str = "mlp"
+    out: Path = OUT
+    """Written after every job."""
+
+
 def trained(seed: int, *, steps: int, recipe_name: str, policy: str, rows: int = 4) -> Weights:
     """Weights after `steps` steps of `rows` sequences."""
     config = dataclasses.replace(CONFIG, seed=seed, steps=steps, batch=rows, recipe=recipe_name, policy=policy, mesh="")
@@ -67,15 +79,15 @@ def changed(params: Weights, change: Any) -> Weights:
     return jax.tree_util.tree_map_with_path(lambda path, leaf: change(jax.tree_util.keystr(path), leaf), params)
 
 
-def loud_channel(params: Weights, seed: int, args: argparse.Namespace) -> Weights:
+def loud_channel(params: Weights, seed: int, args: Args) -> Weights:
     return changed(params, lambda path, w: w.at[..., :1].multiply(100) if "norm" in path and "final" not in path else w)
 
 
-def loud_columns(params: Weights, seed: int, args: argparse.Namespace) -> Weights:
+def loud_columns(params: Weights, seed: int, args: Args) -> Weights:
     return changed(params, lambda path, w: w.at[..., ::37].multiply(8) if w.ndim == 3 else w)
 
 
-def imported(params: Weights, seed: int, args: argparse.Namespace) -> Weights:
+def imported(params: Weights, seed: int, args: Args) -> Weights:
     """Weights trained under the recipe, as they come back from an export: bf16, or the codes of NVFP4."""
     resolved = resolve(MODEL, args.policy, recipe(args.recipe))
     codes = seed % 2 == 1 and args.recipe.startswith("nvfp4")
@@ -113,7 +125,7 @@ HEALTHY = [
 CASES = {case.name: case for case in [*HEALTHY, *(Case(name, SEEDS, plant) for name, plant in DEFECTS.items())]}
 
 
-def probed(name: str, seeds: list[int], args: argparse.Namespace) -> dict[int, dict[str, Any]]:
+def probed(name: str, seeds: list[int], args: Args) -> dict[int, dict[str, Any]]:
     """seed -> which probe raised an alarm (0: none), and what it said; traced anew inside the defect."""
     jax.config.update("jax_disable_most_optimizations", True)  # compiling is most of the time
     jax.clear_caches()
@@ -137,7 +149,7 @@ def probed(name: str, seeds: list[int], args: argparse.Namespace) -> dict[int, d
     return found
 
 
-def slices(case: Case, args: argparse.Namespace) -> list[list[int]]:
+def slices(case: Case, args: Args) -> list[list[int]]:
     """The seeds of a case, by job: one for weights that are trained first, twenty for others."""
     many = max(1, round(case.many * args.seeds / SEEDS))
     size = 1 if case.weights is imported else SEEDS
@@ -155,25 +167,11 @@ def table(rows: dict[str, dict[int, dict[str, Any]]]) -> dict[str, Any]:
     return made
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--only", nargs="+", default=list(CASES), choices=list(CASES), metavar="CASE")
-    parser.add_argument("--recipe", default="nvfp4")
-    parser.add_argument("--policy", default="mlp")
-    parser.add_argument("--out", default=str(OUT), help="written after every job, and read to go on from")
-    args = parser.parse_args()
-    out, began = Path(args.out), time.monotonic()
+def main(args: Args) -> int:
+    out, began, chosen = args.out, time.monotonic(), args.only or tuple(CASES)
     about = {"model": dataclasses.asdict(MODEL), "recipe": args.recipe, "policy": args.policy, "jax": jax.__version__}
-    before = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
-    same = {k: before.get(k) for k in about} == json.loads(json.dumps(about))
-    kept = before.get("runs", {}) if same else {}
-    rows = {name: {int(seed): one for seed, one in found.items()} for name, found in kept.items()}
-    wanted = {name: slices(CASES[name], args) for name in args.only}
-    todo = [
-        (name, part) for name, parts in wanted.items() for part in parts if not set(part) <= set(rows.get(name, {}))
-    ]
+    rows: dict[str, dict[int, dict[str, Any]]] = {}
+    todo = [(name, part) for name in chosen for part in slices(CASES[name], args)]
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(args.jobs, context, max_tasks_per_child=1) as pool:
         jobs = {pool.submit(probed, name, part, args): name for name, part in sorted(todo, key=lambda t: -len(t[1]))}
@@ -184,12 +182,10 @@ def main() -> int:
             print(f"{done}/{len(jobs)} {jobs[job]}: {told['alarms']} of {told['of']}  {told['first']}", flush=True)
             whole = {**about, "seconds": round(time.monotonic() - began), "cases": made, "runs": rows}
             out.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-    wrong = [
-        n for n, t in table(rows).items() if n in args.only and t["alarms"] != (0 if CASES[n] in HEALTHY else t["of"])
-    ]
+    wrong = [n for n, t in table(rows).items() if t["alarms"] != (0 if CASES[n] in HEALTHY else t["of"])]
     print("every defect seen, nothing healthy accused" if not wrong else f"NOT AS IT SHOULD BE: {', '.join(wrong)}")
     return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(tyro.cli(Args, description=__doc__)))

@@ -7,12 +7,12 @@ For y = the operand as it is quantized (after its Hadamard transform) and v = wh
 numbers are normal, half have Student's t distribution with three degrees of freedom. Prints JSON.
 """
 
-import argparse
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tyro
 
 import halfbyte as hb
 from halfbyte.formats import transform_runs
@@ -47,18 +47,14 @@ def measured(policy, x, draws):
     return cross / square, error / square
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--draws", type=int, default=640)
-    parser.add_argument("--recipes", default=RECIPES)
-    options = parser.parse_args()
+def main(draws: int = 640, recipes: str = RECIPES):
     x = tensor()
-    for name in options.recipes.split(","):
+    for name in recipes.split(","):
         policy = hb.recipe(name).dgrad_dy
-        gain, error = measured(policy, x, options.draws)
-        found = {"gain": round(gain, 5), "error": round(error, 5), "numbers": x.size * options.draws}
+        gain, error = measured(policy, x, draws)
+        found = {"gain": round(gain, 5), "error": round(error, 5), "numbers": x.size * draws}
         print(json.dumps({"recipe": name, "dgrad_dy": str(policy)} | found | {"jax": jax.__version__}), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__)

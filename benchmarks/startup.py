@@ -36,16 +36,15 @@ def cpu_seconds(arguments: list[str]) -> float:
 
 
 def main() -> None:
-    rows = []
-    for name, (arguments, limit) in CASES.items():
-        rows.append({"case": name, "cpu_s": min(cpu_seconds(arguments) for _ in range(REPEATS)), "limit_s": limit})
+    found = {name: min(cpu_seconds(words) for _ in range(REPEATS)) for name, (words, _) in CASES.items()}
     if "--json" in sys.argv:
+        rows = [{"case": name, "cpu_s": spent, "limit_s": CASES[name][1]} for name, spent in found.items()]
         print(json.dumps({"rows": rows, "python": platform.python_version(), "load": os.getloadavg()}))
         return
     print(f"CPU seconds, least of {REPEATS}; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    for row in rows:
-        limit = "" if row["limit_s"] is None else f"   at most {row['limit_s']}"
-        print(f"  {row['case']:<26} {row['cpu_s']:6.2f}{limit}")
+    for name, spent in found.items():
+        limit = CASES[name][1]
+        print(f"  {name:<26} {spent:6.2f}" + ("" if limit is None else f"   at most {limit}"))
 
 
 if __name__ == "__main__":

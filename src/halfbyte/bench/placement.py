@@ -120,20 +120,16 @@ def hidden_time(program: Program, mesh: Mapping[str, int], device: Device) -> fl
 
 
 def _weights(program: Program, mesh: Mapping[str, int]) -> list[Overlap]:
-    return [each for each in overlap(program, mesh) if _of_weights(each.collective)]
+    kinds = ("all-gather", "reduce-scatter")
+    found = overlap(program, mesh)
+    return [each for each in found if each.collective.kind in kinds and WEIGHTS in each.collective.axes]
 
 
 def _rates(device: Device) -> tuple[dict[str, float], float]:
     """FLOPs a second by format of GEMM, and bytes a second in one direction of NVLink."""
     if device.nvlink_bandwidth is None or "bf16" not in device.peak:
         raise ValueError(f"the table knows no peak or no link of {device.name}; name an NVIDIA GPU of the table")
-    bf16 = device.peak["bf16"]
-    peaks = {"bf16": bf16, "fp8": device.peak.get("fp8", bf16), "fp4": device.peak.get("nvfp4", bf16)}
-    return peaks, device.nvlink_bandwidth / 2
-
-
-def _of_weights(each: Collective) -> bool:
-    return each.kind in ("all-gather", "reduce-scatter") and WEIGHTS in each.axes
+    return device.gemm_peaks, device.nvlink_bandwidth / 2
 
 
 def _gathers(each: Collective, elements: int, *, bits: int) -> bool:

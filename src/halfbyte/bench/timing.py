@@ -19,7 +19,7 @@ from halfbyte import ops
 from halfbyte.devices import energy, lookup
 from halfbyte.program import Unreadable, read
 from halfbyte.train import TrainConfig, abstract_state, build_manifest, create_state, phases, run_mesh
-from halfbyte.train.precision_manifest import Manifest, Site, makers, served
+from halfbyte.train.precision_manifest import Manifest, makers, served
 from halfbyte.train.preflight import shard_bytes
 from halfbyte.train.step import batch_sharding
 
@@ -123,7 +123,7 @@ def measure_largest(
 
 
 def _row(config: TrainConfig, seq: int) -> Measured:
-    sites = _sites(config, seq)
+    sites = [site for site in _manifest(config, seq).sites if site.path.startswith("layers/")]
     found = Counter(f"{served(site.backend, site.gemms)}, operands by {makers(site.gemms)}" for site in sites)
     backends = " | ".join(f"{count} x {name}" for name, count in sorted(found.items()))
     linears = {
@@ -214,11 +214,6 @@ def _manifest(config: TrainConfig, seq: int) -> Manifest:
     """The manifest that the run would have."""
     phase = phases(config)[0]
     return build_manifest(config, phase.resolved(config), phase.recipe, seq=seq, device=ops.target())
-
-
-def _sites(config: TrainConfig, seq: int) -> list[Site]:
-    """The linears of the layers."""
-    return [site for site in _manifest(config, seq).sites if site.path.startswith("layers/")]
 
 
 def compare(rows: list[Measured]) -> list[Measured]:

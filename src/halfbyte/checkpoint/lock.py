@@ -19,7 +19,7 @@ class RunDirectoryHeld(ValueError):
     """Another living process writes into this run directory."""
 
 
-class RunLock:
+class RunLock(contextlib.AbstractContextManager["RunLock"]):
     """Holds `directory/.lock`, which it makes, until closed. Raises RunDirectoryHeld, naming the holder and the `flag`
     of another directory, when another process has it."""
 
@@ -67,9 +67,6 @@ class RunLock:
     def close(self) -> None:
         """Let the next process in."""
         self._file.close()
-
-    def __enter__(self) -> "RunLock":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

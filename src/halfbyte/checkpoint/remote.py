@@ -177,7 +177,7 @@ def _machine() -> str:
     return socket.gethostname()
 
 
-class Mirror:
+class Mirror(contextlib.AbstractContextManager["Mirror"]):
     """Holds the run of a store, and copies its directory there, until closed. Raises RunDirectoryHeld, naming the
     holder, where another process is alive; waits, and says so, where that is not known.
     """
@@ -368,9 +368,6 @@ class Mirror:
         self._head.holder = None
         with contextlib.suppress(OSError):
             self.bucket.swap(HEAD, self._head.text(), self._seen)
-
-    def __enter__(self) -> "Mirror":
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """A run that was interrupted for good waits for nothing; one that failed ends with its own error."""

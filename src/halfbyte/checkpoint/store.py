@@ -138,8 +138,13 @@ class Checkpoints(Restoring):
     def _write(self, step: int, write: Callable[[], None]) -> None:
         """In the background: to the end, and then the list of its files."""
         write()
-        if jax.process_index() == 0 and (self.directory / str(step)).is_dir():
-            self._list_files(step)
+        if jax.process_index() or not (self.directory / str(step)).is_dir():
+            return
+        try:
+            write_file_list(self.directory / str(step))
+            self._committed()
+        except OSError as error:  # the checkpoint is committed; without its list the arrays are verified all the same
+            self._say(f"the list of files of checkpoint {step} was not written: {one_line(error)}")
 
     def _has_room(self, flat: Mapping[str, Any]) -> bool:
         """Whether a save is made from a copy on the device. With several processes it is not: Orbax's barriers are
@@ -182,13 +187,6 @@ class Checkpoints(Restoring):
         self._say(f"CHECKPOINT of step {step} WAS NOT WRITTEN: {reason}; training goes on, the next save tries again")
         self._orbax = self._open()  # the old object would raise this error once more
         self.remove_unfinished()
-
-    def _list_files(self, step: int) -> None:
-        try:
-            write_file_list(self.directory / str(step))
-            self._committed()
-        except OSError as error:  # the checkpoint is committed; without its list the arrays are verified all the same
-            self._say(f"the list of files of checkpoint {step} was not written: {one_line(error)}")
 
     def remove_unfinished(self) -> None:
         """Delete what saves that never ended have left on the disk. Only for the one process that holds the run."""

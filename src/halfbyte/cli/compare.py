@@ -102,8 +102,8 @@ def summary(run: "Run", pair: "Pair | None", args: Args) -> dict[str, Any]:
     _, validation = curve.validation()
     speed, norms = curves.speed_of(curve), curves.timed(curve).column("grad_norm")
     norms = norms[np.isfinite(norms)]
-    device = manifest_of(folder).get("device")
-    same = pair is not None and pair.baseline is not None and device == manifest_of(pair.baseline.folder).get("device")
+    device = device_of(folder)
+    same = pair is not None and pair.baseline is not None and device == device_of(pair.baseline.folder)
     faster = speed_up(curve, baseline) if baseline is not None and same and same_work(curve, baseline) else None
     return {
         "name": curve.name,
@@ -170,15 +170,11 @@ def config_of(folder: Path) -> Mapping[str, Any]:
     return open_directory(folder).values if (folder / "config.json").exists() else {}
 
 
-def manifest_of(folder: Path) -> dict[str, Any]:
-    return _object(folder / "manifest.json")
-
-
-def _object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    found = read_json(path)
-    return found if isinstance(found, dict) else {}
+def device_of(folder: Path) -> str | None:
+    """The device that a run's precision manifest names."""
+    path = folder / "manifest.json"
+    found = read_json(path) if path.is_file() else None
+    return found.get("device") if isinstance(found, dict) else None
 
 
 def config_differences(folders: Sequence[Path]) -> dict[str, list[Any]]:
@@ -221,7 +217,10 @@ SPEEDS = ("run", "device", "step", "tok/s/device", "TFLOP/s/device", "MFU", "tok
 def print_summary(screen: Any, runs: Sequence[Mapping[str, Any]]) -> None:
     from halfbyte.cli.screen import table
 
-    ends = [(r["name"], r["recipe"] or "", _seed(r), f"{r['steps']:,}", *_losses(r)) for r in runs]
+    ends = []
+    for r in runs:
+        seed = "" if r["seed"] is None else r["seed"]
+        ends.append((r["name"], r["recipe"] or "", seed, f"{r['steps']:,}", *_losses(r)))
     screen.print(table(ENDS, ends, title="end of training, nats a token; ± is within one run, not over seeds"))
     for r in runs:
         if r["not_finite"]:
@@ -251,10 +250,6 @@ def print_arms(screen: Any, arms: Sequence[Mapping[str, Any]], baseline: str) ->
     for arm in arms:
         if arm["refusal"]:
             screen.print(f"not averaged: {arm['refusal']}", markup=False)
-
-
-def _seed(r: Mapping[str, Any]) -> str:
-    return "" if r["seed"] is None else str(r["seed"])
 
 
 def _losses(r: Mapping[str, Any]) -> tuple[str, ...]:

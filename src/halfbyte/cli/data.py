@@ -108,20 +108,9 @@ def run_prepare(args: Prepare) -> Result:
     from halfbyte.data import prepare, prepare_part
     from halfbyte.data.parts import parse_part
 
-    shared: dict[str, Any] = {
-        "tokenizer": args.tokenizer,
-        "out": args.out,
-        "val_fraction": args.val_fraction,
-        "validation": args.validation,
-        "workers": args.workers,
-        "engine": args.engine,
-        "default_source": args.source,
-        "eos": args.eos,
-        "bos": args.bos,
-        "unchecked": args.unchecked,
-        "column": args.column,
-        "progress": True,
-    }
+    own = ("files", "source", "part", "seq_len", "overwrite")
+    shared: dict[str, Any] = {name: value for name, value in vars(args).items() if name not in own}
+    shared |= {"default_source": args.source, "progress": True}
     with terminated_as_interrupted():
         if args.part:
             done = prepare_part(args.files, part=parse_part(args.part), **shared)

@@ -9,7 +9,6 @@ continuation, gold), last words (context, continuation), minimal pairs (sentence
 stands for every task in it. Results are added to RUN/evaluations.jsonl."""
 
 import datetime
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from halfbyte.cli.result import Result
-from halfbyte.cli.screen import say
+from halfbyte.cli.screen import note, say
 
 if TYPE_CHECKING:
     from halfbyte import evaluation
@@ -105,7 +104,7 @@ def open_tasks(arguments: tuple[str, ...], *, unchecked: bool = False) -> "list[
             except UnknownFormat as problem:
                 if not Path(argument).is_dir():
                     raise
-                say(f"passed over: {problem}", file=sys.stderr)
+                note(f"passed over: {problem}")
     if arguments and not tasks:
         raise ValueError(f"no task in {', '.join(arguments)}")
     return tasks

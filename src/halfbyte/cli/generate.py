@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from halfbyte.cli.result import Result
-from halfbyte.cli.screen import say, shown
+from halfbyte.cli.screen import note, shown
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,3 @@ def write_one(generator: Any, prompt: str, *, max_tokens: int, seed: int) -> Any
 
 def show(text: str) -> None:
     print(shown(text), end="", flush=True)
-
-
-def note(text: str) -> None:
-    """For people beside the text: on stderr, so that a pipe gets the text alone."""
-    say(text, file=sys.stderr)

@@ -10,7 +10,6 @@ inspect.json."""
 
 import itertools
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -42,12 +41,9 @@ class Args:
 
 
 def run(args: Args) -> Result:
-    from halfbyte.cli.screen import console, progress, say
+    from halfbyte.cli.screen import console, note, progress
 
-    def tell(text: str) -> None:
-        say(text, file=sys.stderr)  # as it is now: a bar on a terminal stands in between
-
-    tell(f"reading {args.run}")
+    note(f"reading {args.run}")
     from halfbyte.diagnosis.inspection import compiled_soon, inspect
     from halfbyte.diagnosis.inspection_page import html, terminal
     from halfbyte.inputs import check_output, replace_file
@@ -70,7 +66,7 @@ def run(args: Args) -> Result:
     resolved = resolve(config.model, text, chosen)
     batches = first_batches(opened, args.batches)
     with progress("linears") as watch, compiled_soon(config.model):
-        found = inspect(config, resolved, restored.items["params"], batches, step=restored.step, say=tell, watch=watch)
+        found = inspect(config, resolved, restored.items["params"], batches, step=restored.step, say=note, watch=watch)
     policy = found.policy(text, args.snr)
     screen = console()
     screen.print(terminal(found, args.snr))

@@ -50,11 +50,18 @@ def run(args: Args) -> Result:
 
 
 def those_that_fit(args: Args, names: Sequence[str]) -> list[str]:
-    """The recipes that can cut this model's linears into their blocks; the others are said, with the reason."""
+    """The recipes that can cut this model's linears into their blocks, one of those that differ by name alone; the
+    others are said, with the reason."""
+    from halfbyte.recipe import difference, recipe
+
     base = base_run(args, args.model)
-    check, field = checks_of(base), []
+    check, field = checks_of(base), list[str]()
     check(dataclasses.replace(base, recipe="bf16"))  # what is wrong with every one of them is an error
     for name in names:
+        same = [other for other in field if not difference(recipe(other), recipe(name))]
+        if same:
+            say(f"{name} is left out: it is {same[0]} by another name")
+            continue
         try:
             check(dataclasses.replace(base, recipe=name))
             field.append(name)

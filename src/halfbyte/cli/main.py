@@ -147,14 +147,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def find_commands(folder: Path = HERE) -> dict[str, Path]:
     """Command name -> its file, for every module of `folder` that defines `run` at top level."""
-    files = {file: ast.parse(file.read_text(encoding="utf-8")) for file in folder.glob("*.py")}
-    found = {file.stem.rstrip("_").replace("_", "-"): file for file, tree in files.items() if _defines_run(tree)}
+    files = {file: ast.parse(file.read_text(encoding="utf-8")).body for file in folder.glob("*.py")}
+    functions = {file: {n.name for n in body if isinstance(n, ast.FunctionDef)} for file, body in files.items()}
+    found = {file.stem.rstrip("_").replace("_", "-"): file for file in files if "run" in functions[file]}
     rank = {name: place for place, name in enumerate(ORDER)}
     return dict(sorted(found.items(), key=lambda item: (rank.get(item[0], len(ORDER)), item[0])))
-
-
-def _defines_run(tree: ast.Module) -> bool:
-    return any(isinstance(node, ast.FunctionDef) and node.name == "run" for node in tree.body)
 
 
 def summary(file: Path) -> str:

@@ -67,13 +67,14 @@ class Args:
 
 def run(args: Args) -> Result:
     from halfbyte import plan
+    from halfbyte.devices import device
 
     for flag in ("csv", "html", "trace"):
         if getattr(args, flag) is not None:
             check_output(getattr(args, flag), flag=f"--{flag}")
     known = plan.overheads(args.parity) if args.parity else {}
     tokens = plan.tokens_of(args.tokens) if args.tokens else 0.0
-    on = _cluster(args)
+    on = plan.cluster(device(args.device), args.count)
     say: Callable[[str], None] = lambda text: console().print(text, soft_wrap=True)  # noqa: E731
     if args.search:
         return _search(args, on, say)
@@ -83,19 +84,15 @@ def run(args: Args) -> Result:
         found[name] = plan.outcome(config, on, plan.reading(config, on, say=say), assumed=assumed)
     data = _data(args, on, found)
     if tokens:
-        data["budget"] = {name: _budget(each, args, tokens, known) for name, each in found.items()}
+        data["budget"] = {}
+        for name, each in found.items():
+            overhead = plan.overhead_of(each.config, known) or 0.0
+            data["budget"][name] = plan.budget(each, tokens=tokens, price=args.price, overhead=overhead)
     if known:
         data["break_even"] = plan.break_even(found[args.recipe], list(found.values()), known)
     _show(data, say)
     _write(args, data, found)
     return Result(data, NOT_PASSED if any(row["problems"] for row in data["recipes"].values()) else DONE)
-
-
-def _cluster(args: Args) -> Any:
-    from halfbyte.devices import device
-    from halfbyte.plan import cluster
-
-    return cluster(device(args.device), args.count)
 
 
 def config_of(args: Args, recipe: str, on: Any) -> tuple[Any, tuple[str, ...]]:
@@ -139,13 +136,6 @@ def _data(args: Args, on: Any, found: Mapping[str, Any]) -> dict[str, Any]:
         f"ratios are safer. {plan.FORMS_TRIED} forms of the model were tried; {plan.ASSUMED}.",
         "peaks_reached": dict(ordered[0].rates.gemm),
     }
-
-
-def _budget(found: Any, args: Args, tokens: float, known: Mapping[tuple[str, str], float]) -> dict[str, Any]:
-    from halfbyte import plan
-
-    overhead = plan.overhead_of(found.config, known) or 0.0
-    return plan.budget(found, tokens=tokens, price=args.price, overhead=overhead)
 
 
 def _show(data: Mapping[str, Any], say: Callable[[str], None]) -> None:

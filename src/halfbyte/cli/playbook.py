@@ -118,7 +118,8 @@ def conduct(work: "Work") -> Result:
             for place, stage in enumerate(STAGES, 1):
                 if work.args.report or work.records.get(stage) is not None:
                     continue
-                wait_for_the_first(work, stage)
+                if not work.is_first and stage != "parity":  # of several hosts the first alone runs what is no study
+                    raise Stopped("host 0, whose turn it is")
                 say(f"== {place} of {len(STAGES)}: {stage}")
                 run_stage(stage, work)
         except Stopped as why:
@@ -126,14 +127,6 @@ def conduct(work: "Work") -> Result:
         except KeyboardInterrupt:
             stopped = "a signal"
     return finish(work, stopped)
-
-
-def wait_for_the_first(work: "Work", stage: str) -> None:
-    """Of several hosts the first alone runs what is not the study."""
-    from halfbyte.cli.stages import Stopped
-
-    if not work.is_first and stage != "parity":
-        raise Stopped("host 0, whose turn it is")
 
 
 def finish(work: "Work", stopped: str) -> Result:

@@ -43,6 +43,11 @@ def say(text: str, *, file: TextIO | None = None) -> None:
     print(printable(text), file=file, flush=True)
 
 
+def note(text: str) -> None:
+    """For people beside a command's output: on stderr, so that a pipe gets the output alone."""
+    say(text, file=sys.stderr)
+
+
 def shown(text: str) -> str:
     """Text of a data set or a model for stdout: a terminal gets control characters spelled out, a pipe every byte."""
     return printable(text) if sys.stdout.isatty() else text

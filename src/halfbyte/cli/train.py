@@ -146,6 +146,8 @@ def flag_value(argv: list[str], flag: str) -> str:
 
 def run(args: Args) -> Result:
     """Launch, train, report."""
+    import jax
+
     from halfbyte import launch
     from halfbyte.cli.screen import PlainConsole
     from halfbyte.ranks import Signals
@@ -157,7 +159,7 @@ def run(args: Args) -> Result:
         for applied in launch.apply(gpu_settings(args), os.environ):
             say(str(applied))
         started = launch.start(args.distributed, watchdog_s=args.run.watchdog_s, say=say)
-        if warning := idle_card(os.environ, jax_platform()):
+        if warning := idle_card(os.environ, jax.devices()[0].platform):
             say(f"WARNING: {warning}")
         signals.on_signal = started.group.request_stop
         with mirrored(args, started.group, say):
@@ -176,12 +178,6 @@ def mirrored(args: Args, group: "Group", say: Callable[[str], None]) -> contextl
     if group.count > 1:
         raise ValueError(f"--run-dir {url}: a run of several processes needs a directory that all of them see")
     return remote.Mirror(url, Path(args.run_dir), say=say)
-
-
-def jax_platform() -> str:
-    import jax
-
-    return jax.devices()[0].platform
 
 
 def gpu_settings(args: Args) -> "tuple[Setting, ...]":

@@ -30,10 +30,11 @@ def operands_on_mesh(chosen: Recipe, devices: Sequence[Any], *, features: int = 
     x, dy = (_tensor(seed, tokens, features * count) for seed in (1, 2))
     right = definition(chosen, x, dy, jnp.zeros((features * count, 16), jnp.float32))[:4]
     expected = [np.asarray(each.values().astype(jnp.float32)) for each in right]
-    return {
-        name: _differing(_on_mesh(chosen, devices, spec, x, dy), expected)
-        for name, spec in (("tokens", PartitionSpec(AXIS)), ("features", PartitionSpec(None, AXIS)))
-    }
+    differing = {}
+    for name, spec in (("tokens", PartitionSpec(AXIS)), ("features", PartitionSpec(None, AXIS))):
+        found = zip(_on_mesh(chosen, devices, spec, x, dy), expected, strict=True)
+        differing[name] = sum(int(np.sum(a != b)) for a, b in found)
+    return differing
 
 
 def _tensor(seed: int, tokens: int, features: int) -> jax.Array:
@@ -59,7 +60,3 @@ def _on_mesh(
 
     mapped = jax.shard_map(make, mesh=mesh, in_specs=(spec, spec), out_specs=[spec] * 4, check_vma=False)
     return [np.asarray(each) for each in jax.jit(mapped)(*(np.asarray(each) for each in (x, dy)))]
-
-
-def _differing(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> int:
-    return sum(int(np.sum(a != b)) for a, b in zip(found, expected, strict=True))

@@ -45,19 +45,21 @@ def definition(chosen: Recipe, x: jax.Array, dy: jax.Array, w: jax.Array) -> lis
     """The six operands of a linear's x, dy and w, made one a program, so that nothing is fused with them."""
     tensors = [(tensor, a) for tensor, requests in _requests(chosen, x, dy) for a in requests]
     made = [jax.jit(functools.partial(XLA.quantize, requests=[a]))(tensor)[0] for tensor, a in tensors]
-    return made + _weights(chosen, XLA, w)
+    return made + _weights(chosen, XLA, w, packed=True)
 
 
 def differing(
     chosen: Recipe, passes: Passes, for_weight: Passes, x: jax.Array, dy: jax.Array, w: jax.Array, right: list[Operand]
 ) -> int:
     """How many numbers, tensor scales included, of the six operands that `passes` and `for_weight` make differ from
-    `right`, those of the definition.
+    `right`, those of the definition; of weights as they are multiplied where they are made, and as they travel.
     """
     found = []
     for tensor, requests in _requests(chosen, x, dy):
         found += jax.jit(functools.partial(passes.quantize, requests=requests))(tensor)
-    return sum(distance(a, b) for a, b in zip(found + _weights(chosen, for_weight, w), right, strict=True))
+    weights = [_weights(chosen, for_weight, w, packed=packed) for packed in (False, True)]
+    wanted = [*right, *right[len(found) :]]
+    return sum(distance(a, b) for a, b in zip([*found, *weights[0], *weights[1]], wanted, strict=True))
 
 
 def differing_in_stacks(chosen: Recipe, passes: Passes, x: jax.Array, dy: jax.Array, *, layers: int = 3) -> int:
@@ -113,12 +115,12 @@ def _requests(chosen: Recipe, x: jax.Array, dy: jax.Array) -> list[tuple[jax.Arr
     return [(tensor, [request(chosen, role, jax.random.key(2)) for role in roles]) for tensor, roles in pairs]
 
 
-def _weights(chosen: Recipe, passes: Passes, w: jax.Array) -> list[Operand]:
-    return [jax.jit(functools.partial(_weight, chosen, role, passes))(w) for role in CONTRACTED]
+def _weights(chosen: Recipe, passes: Passes, w: jax.Array, *, packed: bool) -> list[Operand]:
+    def operand(w: jax.Array, role: str) -> Operand:
+        made = quantize_part(w, chosen, jax.random.key(2), passes=passes, packed=packed)
+        return weight_operand(made, role)
 
-
-def _weight(chosen: Recipe, role: str, passes: Passes, w: jax.Array) -> Operand:
-    return weight_operand(quantize_part(w, chosen, jax.random.key(2), passes=passes), role)
+    return [jax.jit(operand, static_argnums=1)(w, role) for role in CONTRACTED]
 
 
 def distance(found: Operand, right: Operand) -> int:

@@ -53,9 +53,11 @@ class Asked:
 def asked(files: Sequence[str | Path] | str | Path, tokenizer: str | Path, out: str | Path, reading: Reading) -> Asked:
     """The request: files found, tokenizer loaded; ValueError where it cannot be met."""
     column, source = reading.get("column", "text"), reading.get("default_source", "default")
-    _check_fraction(fraction := reading.get("val_fraction", 0.01))
-    _check_source(source)
-    place = _output(out)
+    fraction, place = reading.get("val_fraction", 0.01), _output(out)
+    if not 0.0 <= fraction < 1.0:
+        raise ValueError(f"val_fraction {fraction}: it is the share of documents held out, from 0 up to (not with) 1")
+    if not 0 < len(source) <= MOST_SOURCE:
+        raise ValueError(f"--source must have 1 to {MOST_SOURCE} characters, got {len(source)}")
     given = [files] if isinstance(files, str | Path) else list(files)
     found, held_out = (
         find_files(names, unchecked=reading.get("unchecked", False), column=column)
@@ -87,16 +89,6 @@ def _output(out: str | Path) -> Path:
             "rename, which does not follow links: name the directory itself"
         )
     return path
-
-
-def _check_source(name: str) -> None:
-    if not 0 < len(name) <= MOST_SOURCE:
-        raise ValueError(f"--source must have 1 to {MOST_SOURCE} characters, got {len(name)}")
-
-
-def _check_fraction(fraction: float) -> None:
-    if not 0.0 <= fraction < 1.0:
-        raise ValueError(f"val_fraction {fraction}: it is the share of documents held out, from 0 up to (not with) 1")
 
 
 def _named_tokenizer(spec: str, *, eos: str | None, bos: str | None) -> Tokenizer | None:

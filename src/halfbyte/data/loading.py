@@ -8,7 +8,8 @@ whole state is therefore one number, `{"next_index": n}`: a run resumes anywhere
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 
@@ -50,7 +51,7 @@ class RowSource:
         return Record(rows, row, rows[row])
 
 
-class Loader:
+class Loader(AbstractContextManager["Loader"]):
     """An iterator of batches. `batches` is how many there are (None: no end); `close` stops the reading ahead."""
 
     def __init__(
@@ -89,9 +90,6 @@ class Loader:
 
     def close(self) -> None:
         self._iterator.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -37,7 +37,7 @@ def lookup(jax_device: Any) -> Device:
         platform=_platform(jax_device),
         kind=kind,
         capability=_capability(jax_device),
-        sms=_core_count(jax_device),
+        sms=getattr(jax_device, "core_count", None) or None,
         sources={"capability": "reported by JAX", "sms": "reported by JAX"},
     )
 
@@ -53,8 +53,3 @@ def _capability(jax_device: Any) -> tuple[int, int] | None:
     """(major, minor) of an NVIDIA device; other vendors' strings (gfx942) are not capabilities."""
     found = re.fullmatch(r"(\d+)\.(\d+)\w?", str(getattr(jax_device, "compute_capability", "")))
     return (int(found[1]), int(found[2])) if found else None
-
-
-def _core_count(jax_device: Any) -> int | None:
-    count = getattr(jax_device, "core_count", None)
-    return int(count) if count else None

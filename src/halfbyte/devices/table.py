@@ -48,6 +48,12 @@ class Device:
         object.__setattr__(self, "peak", MappingProxyType(dict(self.peak)))
         object.__setattr__(self, "sources", MappingProxyType(dict(self.sources)))
 
+    @property
+    def gemm_peaks(self) -> dict[str, float]:
+        """FLOP/s of GEMMs as compiled programs name their formats; those without a unit of their own run in bf16."""
+        units = {"bf16": "bf16", "fp8": "fp8", "fp4": "nvfp4"}
+        return {name: self.peak.get(unit, self.peak["bf16"]) for name, unit in units.items()}
+
 
 def _peaks(bf16: float, fp8: float, fp4: float | None = None) -> dict[str, float]:
     """Dense peaks by unit from TFLOP/s; block-scaled ones only where there is FP4. mxfp4 and nvfp4 share the FP4
@@ -61,12 +67,13 @@ def _peaks(bf16: float, fp8: float, fp4: float | None = None) -> dict[str, float
 
 def _sources(spec: str, links: str, *, bf16: str, fp8: str, fp4: str | None = None) -> dict[str, str]:
     """A source for every field; `spec` names the OpenXLA target description the geometry is from."""
-    openxla = f"openxla/xla xla/backends/gpu/target_config/specs/{spec}.txtpb"
-    geometry = ("capability", "sms", "clock_ghz", "l2_bytes", "memory_bytes", "bandwidth", "nvlinks")
     peaks = {"bf16": bf16, "fp8": fp8, **({"mxfp8": fp8, "mxfp4": fp4, "nvfp4": fp4} if fp4 else {})}
-    return {**dict.fromkeys(geometry, openxla), "nvlink_bandwidth": links, "nvlink_domain": links, **peaks}
+    geometry = dict.fromkeys((*_GEOMETRY, "nvlinks"), f"{_OPENXLA}/{spec}.txtpb")
+    return {**geometry, "nvlink_bandwidth": links, "nvlink_domain": links, **peaks}
 
 
+_GEOMETRY = ("capability", "sms", "clock_ghz", "l2_bytes", "memory_bytes", "bandwidth")
+_OPENXLA = "openxla/xla xla/backends/gpu/target_config/specs"
 _HOPPER_LINKS = "NVIDIA H100 and H200 datasheets: NVLink 4, 900 GB/s; 8 GPUs in an HGX board"
 _HGX_LINKS = "NVIDIA HGX page: NVLink 5, 1.8 TB/s a GPU; 8 GPUs in an HGX board"
 _RACK_LINKS = "NVIDIA GB200 and GB300 NVL72 pages: NVLink 5, 1.8 TB/s a GPU, 130 TB/s a rack; 72 GPUs in a domain"
@@ -227,7 +234,7 @@ _TABLE = (
         memory_bytes=32 << 30,
         bandwidth=1.792e12,
         sources=dict.fromkeys(
-            ("capability", "sms", "clock_ghz", "l2_bytes", "memory_bytes", "bandwidth"),
+            _GEOMETRY,
             "public listings of the GeForce RTX 5090, not NVIDIA's own whitepaper; its peaks are left out, because they"
             " depend on the accumulator",
         ),
@@ -243,10 +250,7 @@ _TABLE = (
         l2_bytes=134_217_728,
         memory_bytes=103_079_215_104,
         bandwidth=1.792e12,
-        sources=dict.fromkeys(
-            ("capability", "sms", "clock_ghz", "l2_bytes", "memory_bytes", "bandwidth"),
-            "openxla/xla xla/backends/gpu/target_config/specs/rtx6000pro.txtpb",
-        ),
+        sources=dict.fromkeys(_GEOMETRY, f"{_OPENXLA}/rtx6000pro.txtpb"),
     ),
     Device(
         name="spark",
@@ -260,7 +264,7 @@ _TABLE = (
         memory_bytes=128 << 30,
         bandwidth=273e9,
         sources=dict.fromkeys(
-            ("capability", "sms", "clock_ghz", "l2_bytes", "memory_bytes", "bandwidth"),
+            _GEOMETRY,
             "NVIDIA DGX Spark page: 6,144 CUDA cores (48 SMs), 128 GB, 273 GB/s; clock and L2 are assumed, confirmed"
             " by no source, and used to compile without the card alone",
         ),

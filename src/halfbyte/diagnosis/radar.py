@@ -36,18 +36,22 @@ def quantized_gemms(resolved: Resolved) -> bool:
     return any(r.quantized for segment in resolved.segments for r in segment.recipes.values())
 
 
+def looking_context(config: TrainConfig, resolved: Resolved, mesh: Any) -> Context:
+    """The step's context for a replay: layers in a loop, nothing recomputed, no mesh of one device."""
+    context = make_context(config, resolved, mesh, None)
+    one = mesh is None or mesh.size == 1
+    return dataclasses.replace(context, mesh=None if one else mesh, remat="none", unroll=1)
+
+
 class Probe:
     """One probe, compiled for a policy."""
 
     def __init__(self, config: TrainConfig, resolved: Resolved, mesh: Any):
-        one = mesh is None or mesh.size == 1
-        context = make_context(config, resolved, mesh, None)
-        context = dataclasses.replace(context, mesh=None if one else mesh, remat="none", unroll=1)
-        self.context: Context = context
+        self.context = context = looking_context(config, resolved, mesh)
+        self.whole_batch = context.mesh is not None
         self._replay = Replay(config.model, context)
-        self._judge = jax.jit(functools.partial(judge, backend=context.backend, sharded=not one))
+        self._judge = jax.jit(functools.partial(judge, backend=context.backend, sharded=self.whole_batch))
         self._bits = BitsCheck(config.model, context)
-        self.whole_batch = not one
 
     def gemms(self, params: Any, batch: Any, key: jax.Array) -> list[dict[str, Any]]:
         """One entry a GEMM: layer, site, gemm, recipe, and the numbers of `truth.judge`."""
@@ -109,11 +113,22 @@ def _alarm(kind: str, gemms: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-class Radar:
-    """An observer of a run: writes radar.jsonl, says what it found."""
+class Recorder:
+    """An observer of a run that keeps what it sees in a file of rows."""
+
+    def __init__(self, every: int, file: Path):
+        self.every, self._file = every, file
+
+    def _write(self, row: dict[str, Any]) -> None:
+        if jax.process_index() == 0:
+            append_row(self._file, row)
+
+
+class Radar(Recorder):
+    """Writes radar.jsonl, says what it found."""
 
     def __init__(self, every: int, directory: Path):
-        self.every, self._file = every, directory / FILE
+        super().__init__(every, directory / FILE)
         self._probes: dict[Resolved, Probe] = {}
 
     def observe(self, moment: Moment) -> list[str]:
@@ -136,10 +151,6 @@ class Radar:
             )
         self._write({"step": moment.step, "gemms": gemms, "bits": bits, "alarms": alarms})
         return [summary(moment.step, gemms, alarms), *(f"RADAR ALARM: {alarm}" for alarm in alarms)]
-
-    def _write(self, row: dict[str, Any]) -> None:
-        if jax.process_index() == 0:
-            append_row(self._file, row)
 
 
 def summary(step: int, gemms: Sequence[Mapping[str, Any]], alarms: Sequence[str]) -> str:

@@ -7,17 +7,14 @@ The same numbers as `halfbyte inspect`, on a part of the step's own batch; of ex
 import dataclasses
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 
-from halfbyte.metrics import append_row
 from halfbyte.recipe import Resolved
 from halfbyte.train.observing import Moment
-from halfbyte.train.step import make_context
 
 from .inspection import summarise
-from .radar import part_of, quantized_gemms, step_of
+from .radar import Recorder, looking_context, part_of, quantized_gemms, step_of
 from .replay import Replay
 from .tensors import own_numbers
 
@@ -25,11 +22,11 @@ FILE = "telemetry.jsonl"
 MOST_TOKENS = 512
 
 
-class Telemetry:
-    """An observer of a run."""
+class Telemetry(Recorder):
+    """Writes telemetry.jsonl."""
 
     def __init__(self, every: int, directory: Path):
-        self.every, self._file = every, directory / FILE
+        super().__init__(every, directory / FILE)
         self._replays: dict[Resolved, Replay] = {}
         self.seconds = 0.0  # that it has taken
 
@@ -40,9 +37,7 @@ class Telemetry:
         began = time.perf_counter()
         replay = self._replays.get(moment.resolved)
         if replay is None:
-            one = moment.mesh.size == 1
-            context = make_context(moment.config, moment.resolved, moment.mesh, None)
-            context = dataclasses.replace(context, mesh=None if one else moment.mesh, remat="none", unroll=1)
+            context = looking_context(moment.config, moment.resolved, moment.mesh)
             replay = self._replays[moment.resolved] = Replay(moment.config.model, context)
         batch = part_of(moment.batch, MOST_TOKENS) if moment.mesh.size == 1 else moment.batch
         key = step_of(moment.config.rounding_seed, moment.step - 1)
@@ -56,7 +51,3 @@ class Telemetry:
         self._write({"step": moment.step, "operands": operands})
         self.seconds += time.perf_counter() - began
         return []
-
-    def _write(self, row: dict[str, Any]) -> None:
-        if jax.process_index() == 0:
-            append_row(self._file, row)

@@ -8,7 +8,8 @@ E2M1 has no 5: a block whose largest number becomes 6 rounds the next ones coars
 and the first k with the least error of its block is taken. The measure is one of
 
     squared, absolute    sum |v - x|^p with v = ((q s_k) A) / (6 T), p = 2 or 1: in the input's own domain, elements in
-                         order, the rows of a tile as a tree, every operation rounded to float32
+                         order, the rows of a tile as a tree, every operation rounded to float32; x and A times
+                         2**64 where A < 2**-60, and times 2**-64 where A >= 2**60
     expected             s_k^2 sum (z - lo)(hi - z), (z - 6)^2 above 6: the mean squared error of a stochastic rounding
                          between the neighbours lo and hi. It is known before the draw, so the choice does not depend on
                          it, and the mean over draws stays x.
@@ -24,12 +25,12 @@ from jax import lax
 
 from .bits import float_of_bits
 from .elements import Element, Rounded, neighbours, round_away, round_nearest
-from .exact import lift
+from .exact import LIFT, lift
 from .views import BlockView
 
 MEASURES = ("squared", "absolute", "expected")
 LARGEST = np.finfo(np.float32).max
-SMALL_BITS = int(np.float32(2.0**-60).view(np.uint32))
+SMALL, LARGE = 2.0**-60, 2.0**60
 
 
 def to_nearest(element: Element, magnitude: jax.Array, rounding: str) -> Rounded:
@@ -37,14 +38,30 @@ def to_nearest(element: Element, magnitude: jax.Array, rounding: str) -> Rounded
     return (round_away if rounding == "away" else round_nearest)(element, magnitude)
 
 
+def lift_of(amax: jax.Array) -> jax.Array:
+    """What numbers are multiplied by before their errors are measured, for float32 maxima: a power of two that keeps
+    squares within range; 1 for most.
+    """
+    up = jnp.where(amax < np.float32(SMALL), np.float32(2.0**LIFT), np.float32(1))
+    return jnp.where(amax >= np.float32(LARGE), np.float32(2.0**-LIFT), up)
+
+
 def normal(magnitude: jax.Array, amax: jax.Array) -> jax.Array:
-    """float32 magnitudes from their bits; times 2**64 under a maximum below 2**-60, where a device may flush them."""
-    return jnp.where(amax < jnp.uint32(SMALL_BITS), lift(magnitude), float_of_bits(magnitude))
+    """float32 magnitudes times `lift_of(amax)`, from bits of both; a device may flush small ones."""
+    small, large = (jnp.uint32(np.float32(limit).view(np.uint32)) for limit in (SMALL, LARGE))
+    plain = float_of_bits(magnitude)
+    lowered = jnp.where(amax >= large, plain * jnp.float32(2.0**-LIFT), plain)
+    return jnp.where(amax < small, lift(magnitude), lowered)
+
+
+def unfused(products: jax.Array) -> jax.Array:
+    """The same numbers, none above float32's range: keeps a compiler from fusing a product with the sum after it."""
+    return jnp.minimum(products, jnp.float32(LARGEST))
 
 
 def deviation(magnitude: jax.Array, value: jax.Array, view: BlockView, measure: str) -> jax.Array:
     """Each block's error between magnitudes and their values."""
-    off = jnp.abs(value - magnitude)
+    off = jnp.abs(unfused(value) - magnitude)
     return in_order(off * off if measure == "squared" else off, view)
 
 
@@ -59,7 +76,7 @@ def expected_deviation(element: Element, scaled: jax.Array, scale: jax.Array, vi
 def in_order(values: jax.Array, view: BlockView) -> jax.Array:
     """Sums over blocks: elements one after the other, the rows of a tile as a tree of halves."""
     *rows, last = view.shared
-    values = jnp.minimum(values, jnp.float32(LARGEST))  # keeps a compiler from fusing a product with the sum
+    values = unfused(values)
     parts = [lax.index_in_dim(values, i, last, keepdims=False) for i in range(view.shape[last])]
     total = functools.reduce(jnp.add, parts)
     for axis in rows:

@@ -198,8 +198,13 @@ class TwoLevel(ScaleRule):
                 f"scale rule: among={self.among} does not serve {element.name}, whose largest value is "
                 f"{element.max:g}: the candidates of a block's maximum are that one and smaller ones"
             )
-        if len(self.candidates(element)) > 1 and element.stored_bits != 4:
+        if self.chooses and element.stored_bits != 4:
             raise ValueError(f"scale rule: several candidates are for 4-bit elements, got {element.name}")
+
+    @property
+    def chooses(self) -> bool:
+        """Whether a block has several candidates."""
+        return len(self.among) > 1
 
     def candidates(self, element: Element) -> tuple[float, ...]:
         """Element values that a block's amax may be mapped to."""

@@ -35,7 +35,10 @@ def kept(room: str, facts: Mapping[str, Any], make: Callable[[], Any], *, say: C
         found = _load(path)
         if found is None:
             found = json.dumps(make())
-            _keep(path, found, say)
+            try:
+                replace_file(path, f"{hashlib.sha256(found.encode()).hexdigest()}\n{found}")
+            except OSError as error:
+                say(f"not kept for the next call: {path} cannot be written ({error.strerror}); set HALFBYTE_CACHE")
     return json.loads(found)
 
 
@@ -70,13 +73,6 @@ def _load(path: Path) -> str | None:
         return None
     digest, found = content[:DIGEST], content[DIGEST + 1 :]
     return found.decode() if digest == hashlib.sha256(found).hexdigest().encode() else None
-
-
-def _keep(path: Path, found: str, say: Callable[[str], None]) -> None:
-    try:
-        replace_file(path, f"{hashlib.sha256(found.encode()).hexdigest()}\n{found}")
-    except OSError as error:
-        say(f"not kept for the next call: {path} cannot be written ({error.strerror}); set HALFBYTE_CACHE")
 
 
 def _key(facts: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ the index and the shards must name the same tensors, each once; a pickle is neve
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ COMPANIONS = (
 """Files that travel with a model unchanged."""
 
 
-class Folder:
+class Folder(AbstractContextManager["Folder"]):
     """An open folder: `config` (the fields of config.json) and the tensors of all shards by name."""
 
     def __init__(self, directory: Path):
@@ -87,9 +87,6 @@ class Folder:
 
     def close(self) -> None:
         self._stack.close()
-
-    def __enter__(self) -> "Folder":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

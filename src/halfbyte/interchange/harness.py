@@ -6,6 +6,7 @@ is the harness's own command with one model more: `halfbyte`, a run or a Hugging
 scored as `halfbyte eval` does it: a document begins with bos, context and continuation are encoded together.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,7 +53,8 @@ class HalfbyteLM(LM):
     def _write(self, context: str, settings: dict[str, Any]) -> str:
         if settings.get("do_sample") or settings.get("temperature", 0.0):
             raise ValueError(f"the harness asks for sampling ({settings}); this adapter writes greedily")
-        self._generator = self._generator or Generator(_for_writing(self.model))
+        writing = dataclasses.replace(self.model.context, rules=WRITING_RULES)
+        self._generator = self._generator or Generator(dataclasses.replace(self.model, context=writing))
         longest = self.model.config.max_seq - int(settings.get("max_gen_toks", 256))
         ids = self.model.tokenizer.encode(context, bos=True)[-max(1, longest) :]
         room = min(int(settings.get("max_gen_toks", 256)), self.model.config.max_seq - len(ids))
@@ -65,12 +67,6 @@ def until(text: str, stops: str | Sequence[str]) -> str:
     for stop in [stops] if isinstance(stops, str) else stops:
         text = text.split(stop)[0] if stop else text
     return text
-
-
-def _for_writing(model: LanguageModel) -> LanguageModel:
-    import dataclasses
-
-    return dataclasses.replace(model, context=dataclasses.replace(model.context, rules=WRITING_RULES))
 
 
 if __name__ == "__main__":

@@ -71,63 +71,50 @@ def open_model(
     directory: str | Path, *, recipe_name: str = "", mesh: str = "", rules: Rules, step: int | None = None,
     compute_dtype: str = "",
 ) -> LoadedRun:  # fmt: skip
-    """The model of a run (`open_run`) or of a Hugging Face folder (`open_folder`)."""
+    """The model of a run, at its newest whole checkpoint or at that of `step`, or of a Hugging Face folder; on one
+    device or on `mesh` by `rules`. The forward pass runs under `recipe_name`; without it, under the recipe that the run
+    trained with at that step, or in bf16.
+    """
     directory = Path(directory)
+    how = models.Context(mesh=some_mesh(mesh) if mesh else None, rules=rules)
     if not is_folder(directory):
-        return open_run(
-            directory, recipe_name=recipe_name, mesh=mesh, rules=rules, step=step, compute_dtype=compute_dtype
-        )
+        return _open_run(open_directory(directory), how, recipe_name, step, compute_dtype)
     if step is not None:
         raise ValueError(f"{directory} is a folder of one model; it has no --step")
-    return open_folder(directory, recipe_name=recipe_name, mesh=mesh, rules=rules, compute_dtype=compute_dtype)
+    return _open_folder(directory, how, recipe_name, compute_dtype)
 
 
-def open_folder(
-    directory: Path, *, recipe_name: str = "", mesh: str = "", rules: Rules, compute_dtype: str = ""
-) -> LoadedRun:
-    """The model of a Hugging Face folder, in bf16 or under `recipe_name`. NVFP4 weights are what their codes stand for,
-    so that under bf16 the forward pass is the weight-only one (W4A16).
+def _open_folder(directory: Path, how: models.Context, recipe_name: str, compute_dtype: str) -> LoadedRun:
+    """NVFP4 weights are what their codes stand for, so that under bf16 the forward pass is the weight-only one
+    (W4A16).
     """
     chosen = recipe(recipe_name or "bf16")
-    grid = some_mesh(mesh) if mesh else None
     with Folder(directory) as folder:
         config = config_from_hf(folder.config, printable(directory.resolve().name))
-        models.check_mesh(config, grid, rules=rules)
+        models.check_mesh(config, how.mesh, rules=how.rules)
         tokenizer = folder_tokenizer(folder)
-        params = load_params(folder, config, mesh=grid, rules=rules)
+        params = load_params(folder, config, mesh=how.mesh, rules=how.rules)
         stored = stored_as(folder)
-    context = models.Context(
-        policy=resolve(config, FOLDER_POLICY, chosen) if chosen.quantized else None,
-        key=step_key(0, 0),
-        mesh=grid,
-        rules=rules,
-        compute_dtype=jnp.dtype(compute_dtype or "bfloat16"),
-    )
+    policy = resolve(config, FOLDER_POLICY, chosen) if chosen.quantized else None
+    dtype = jnp.dtype(compute_dtype or "bfloat16")
+    context = dataclasses.replace(how, policy=policy, key=step_key(0, 0), compute_dtype=dtype)
     model = LanguageModel(config, params, tokenizer, context, min(config.max_seq, LONGEST_WINDOW))
     return LoadedRun(directory, None, model, None, f"{stored}, forward in {chosen.name}")
 
 
-def open_run(
-    directory: str | Path, *, recipe_name: str = "", mesh: str = "", rules: Rules, step: int | None = None,
-    compute_dtype: str = "",
-) -> LoadedRun:  # fmt: skip
-    """The newest whole checkpoint of the run (or that of `step`), on one device or on `mesh` by `rules`.
-
-    The forward pass runs under the recipe that the run trained with at that step, or under `recipe_name`.
-    """
-    run = open_directory(Path(directory))
+def _open_run(
+    run: RunDirectory, how: models.Context, recipe_name: str, step: int | None, compute_dtype: str
+) -> LoadedRun:
     config = run.config
     chosen = forward_recipe(config, 0, recipe_name) if recipe_name else None
     tokenizer, seq = read_tokenizer(run)
-    grid = some_mesh(mesh) if mesh else None
-    models.check_mesh(config.model, grid, rules=rules)
-    restored = restore_params(run, mesh=grid, rules=rules, step=step)
+    models.check_mesh(config.model, how.mesh, rules=how.rules)
+    restored = restore_params(run, mesh=how.mesh, rules=how.rules, step=step)
     chosen = chosen or forward_recipe(config, restored.step, recipe_name)
-    context = models.Context(
+    context = dataclasses.replace(
+        how,
         policy=None if recipe_name and not chosen.quantized else resolve(config.model, config.policy, chosen),
         key=step_key(config.seed, restored.step),
-        mesh=grid,
-        rules=rules,
         backend=config.precision.backend,
         compute_dtype=jnp.dtype(compute_dtype or config.precision.compute_dtype),
     )

@@ -12,6 +12,7 @@ or overlap. Reading takes one tensor, or a run of its rows, at a time; nothing i
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -61,7 +62,7 @@ class Entry:
     stop: int
 
 
-class TensorFile:
+class TensorFile(AbstractContextManager["TensorFile"]):
     """An open safetensors file whose header has been checked. `entries` by name; `read` gives NumPy arrays."""
 
     def __init__(self, path: Path):
@@ -88,9 +89,6 @@ class TensorFile:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> "TensorFile":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -123,16 +121,12 @@ def _read_header(file: BinaryIO, path: Path) -> tuple[int, dict[str, Entry]]:
     header = parse_json(text, what=f"the header of {path}", most=MOST_HEADER, depth=8)
     if not isinstance(header, dict):
         raise BadTensorFile(f"the header of {path} is no JSON object")
-    _check_metadata(header.pop("__metadata__", {}), path)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise BadTensorFile(f"{path}: __metadata__ must be a dict of strings")
     entries = [_entry(name, value, path) for name, value in header.items()]
     _check_cover(entries, left - length, path)
     return 8 + length, {entry.name: entry for entry in entries}
-
-
-def _check_metadata(metadata: Any, path: Path) -> None:
-    whole = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
-    if not whole:
-        raise BadTensorFile(f"{path}: __metadata__ must be a dict of strings")
 
 
 def _entry(name: str, value: Any, path: Path) -> Entry:

@@ -15,6 +15,9 @@ uint8 [..., n] to float4_e2m1fn [..., n, 2] unpacks them), and E4M3 bytes, one f
 `mxfp8.quantize`, `mxfp8.quantize_forward` and `mxfp8.quantize_backward` give the same for MXFP8, from one read and
 without maxima: a byte a code, an E8M0 byte for 32 of them.
 
+`Rowwise` and `Columnwise` take the scale rule of a format (`rule`, NVFP4's unless given) and a `rounding` for operands
+with a key; `quantize_weight` a rule and an axis.
+
 `o` is `ScaleOrder.PLAIN`, or `ScaleOrder.TILED` for scales in the 128x4 tiles of `formats.tile_scales`, flat. The
 maxima and `tensor_scales` are those of the carriers. Any width is taken; the last block of one that is no multiple of
 16 is filled up with zeros, so that rows have ceil(features / 16) * 8 bytes.

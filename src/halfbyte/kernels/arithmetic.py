@@ -1,9 +1,9 @@
 """The NVFP4 arithmetic of one tile, for the machines of `ptx.py` and `vector.py`.
 
-For a block with absolute maximum b in a tensor with scales `mult` = S * f32(1/6) and `dec` = 1/S:
+For a block with absolute maximum b in a tensor with the scale S (other rules of scales: `blocks.py`):
 
-    s8   = e4m3_rne(min(b * mult, 448))          enc = min(1 / (s8 * dec), FLT_MAX)
-    code = e2m1(x * enc)                         carrier = e2m1(code) * s8, exact in bf16
+    s8   = e4m3_rne(min(b * (S * f32(1/6)), 448))     enc = min(1 / (s8 * (1/S)), FLT_MAX)
+    code = e2m1(x * enc)                              carrier = e2m1(code) * s8, exact in bf16
 
 E2M1 has the step e/2 where e = max(1, 2**floor(log2 |y|)). Rounding to nearest adds and subtracts 1.5 * 2**22 * e.
 Values over 6, also the infinities that a block scale of zero makes, are clamped after rounding. The sign is put back
@@ -14,7 +14,8 @@ off to float16, are the code in bits 9 to 11 and 9 bits of what lies between it 
 byte / 256 steps are an integer, 2 * byte, added to both halves of a word at once, and the code is what stands above.
 The definition adds y and byte / 256 steps in float32 and cuts off then. Of sums that end below a grid value none is
 rounded up to it but those of y < 1/4 that end in the last 2**-26 below 1/2. Adding 2**-26 to y, rounded toward zero,
-gives the same: it changes no other y.
+gives the same: it changes no other y. Bytes at midpoints stand for (byte + 1/2) / 256 steps, 2 * byte + 1; there the
+definition compares exact numbers, and y is cut off as it is.
 
 A scale shared by the 16 columns of a row block is wanted by all lanes of the block. Computing it in each of them would
 cost as much as the rounding itself, so the lanes split the rows: maxima are exchanged as bf16 pairs of two rows, each
@@ -22,16 +23,25 @@ lane computes the scales of its share of the rows, and the lanes read each other
 """
 
 import functools
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Sequence
 
+from halfbyte.kernels.blocks import (
+    MAGNITUDE,
+    BlockScales,
+    Pair,
+    PairRows,
+    Quantizer,
+    block_scales,
+    both,
+    largest,
+    nearest,
+    own_row_scales,
+    signs,
+)
 from halfbyte.kernels.machine import Machine, Noise, TokenRows, Word, Words
-from halfbyte.kernels.ptx import FLT_MAX
 
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-BlockScales: TypeAlias = tuple[Word, tuple[Word, Word], tuple[Word, Word]]  # codes, values, encode scales of two blocks
 COUNTER = 0x9E3779B9  # what a counter is multiplied by
-MAGNITUDE = 0x7FFF7FFF  # both halves of a word without their signs
 
 
 def hadamard16(m: Machine, values: Words, *, last_stage: bool = True) -> list[Word]:
@@ -77,11 +87,6 @@ def magnitudes(m: Machine, words: Words) -> Word:
     return functools.reduce(m.max_u16x2, [m.and_(w, MAGNITUDE) for w in words])
 
 
-def largest(m: Machine, words: Words) -> Word:
-    """`magnitudes` by floating-point maxima, half as many instructions; a NaN becomes another NaN."""
-    return m.and_(functools.reduce(m.max_abs_bf16x2, words), MAGNITUDE)
-
-
 def random_word(m: Machine, index: Word, k0: Word, k1: Word) -> Word:
     """The 32 random bits of counter `index` under the key words k0, k1."""
     h = _mixed(m, m.imad(index, COUNTER, k0), k1)
@@ -120,49 +125,34 @@ def _by_tokens(m: Machine, a: Words, b: Words) -> list[Word]:
     return words
 
 
-def block_scales(
-    m: Machine, amax_word: Word, mult: Word, dec: Word
-) -> tuple[Word, tuple[Word, Word], tuple[Word, Word]]:
-    """E4M3 codes, values and encode scales of two blocks whose maxima are the halves of a word."""
-    codes = m.e4m3_encode(m.fmul(m.low(amax_word), mult), m.fmul(m.high(amax_word), mult))
-    values = m.e4m3_decode(codes)
-    return codes, values, (encode_scale(m, values[0], dec), encode_scale(m, values[1], dec))
-
-
-def encode_scale(m: Machine, value: Word, dec: Word) -> Word:
-    return m.fmin(m.reciprocal(m.fmul(value, dec)), FLT_MAX)
-
-
-def round_pair(m: Machine, word: Word, encode: tuple[Word, Word]) -> Word:
-    """A pair on the E2M1 grid: both halves of `word` times their encode scales, rounded; signs of zeros are lost."""
-    return round_scaled(m, (m.fmul(m.low(word), encode[0]), m.fmul(m.high(word), encode[1])))
-
-
-def round_scaled(m: Machine, scaled: tuple[Word, Word]) -> Word:
-    """The nearest E2M1 grid values of two float32, as one word."""
-    rounded = [m.round_grid(y, m.fmax(m.real(m.and_(y, 0x7F800000)), 1.0)) for y in scaled]
+def round_pair(m: Machine, pair: Pair, encode: tuple[Word, Word]) -> Word:
+    """A pair on the E2M1 grid: both numbers times their encode scales, rounded; signs of zeros are lost."""
+    rounded = [nearest(m, m.fmul(x, e)) for x, e in zip(both(m, pair), encode, strict=True)]
     return m.clamp_six(m.pack_exact(*rounded))
 
 
-def draw_pair(m: Machine, word: Word, encode: tuple[Word, Word], noise: Word) -> Word:
-    """Magnitudes of a pair, times their encode scales, stochastically rounded by the bytes of `noise`: codes in bits 9
-    to 11 of each half, 0 above, anything below.
+def draw_pair(m: Machine, pair: Pair, encode: tuple[Word, Word], noise: Word, rounding: str) -> Word:
+    """Magnitudes of a pair, times their encode scales, rounded by the bytes of `noise`: codes in bits 9 to 11 of each
+    half, 0 above, anything below.
     """
-    scaled = m.fmul(m.fabs(m.low(word)), encode[0]), m.fmul(m.fabs(m.high(word)), encode[1])
-    cut = m.pack_half_cut(*(m.ffma_cut(y, 2.0**-14, 2.0**-40) for y in scaled))
+    scaled = [m.fmul(m.fabs(x), e) for x, e in zip(both(m, pair), encode, strict=True)]
+    if rounding == "midpoint":
+        cut = m.iadd(m.pack_half_cut(*(m.fmul(y, 2.0**-14) for y in scaled)), 0x00010001)
+    else:
+        cut = m.pack_half_cut(*(m.ffma_cut(y, 2.0**-14, 2.0**-40) for y in scaled))
     return m.min_u16x2(m.imad(noise, 2, cut), 0x0FFF0FFF)
 
 
-def grid_pair(m: Machine, word: Word, encode: tuple[Word, Word], noise: Word | None) -> Word:
+def grid_pair(m: Machine, pair: Pair, encode: tuple[Word, Word], noise: Word | None, rounding: str) -> Word:
     """`round_pair`, or the same of `draw_pair` where there is noise."""
     if noise is None:
-        return round_pair(m, word, encode)
-    return m.grid_values(m.shr(draw_pair(m, word, encode, noise), 9))
+        return round_pair(m, pair, encode)
+    return m.grid_values(m.shr(draw_pair(m, pair, encode, noise, rounding), 9))
 
 
-def carrier_pair(m: Machine, word: Word, grid: Word, scale_pair: Word) -> Word:
-    """grid * scale with the signs of `word`."""
-    return m.with_sign(m.mul_bf16x2(grid, scale_pair), word)
+def carrier_pair(m: Machine, pair: Pair, grid: Word, scale_pair: Word) -> Word:
+    """grid * scale with the signs of `pair`."""
+    return m.with_sign(m.mul_bf16x2(grid, scale_pair), signs(m, pair))
 
 
 def multiply_rows(m: Machine, rows: TokenRows, factors: Words) -> list[list[Word]]:
@@ -179,14 +169,14 @@ def multiply_rows(m: Machine, rows: TokenRows, factors: Words) -> list[list[Word
     ]
 
 
-def code_pair(m: Machine, word: Word, grid: Word) -> Word:
-    """4-bit codes of a grid pair, one in each half, with the signs of `word`."""
-    return m.or_(m.grid_codes(grid), m.and_(m.shr(word, 12), 0x00080008))
+def code_pair(m: Machine, pair: Pair, grid: Word) -> Word:
+    """4-bit codes of a grid pair, one in each half, with the signs of `pair`."""
+    return m.or_(m.grid_codes(grid), m.and_(m.shr(signs(m, pair), 12), 0x00080008))
 
 
-def row_scales(m: Machine, rows: TokenRows, mult: Word, dec: Word) -> tuple[list[Word], list[Word]]:
+def row_scales(m: Machine, rows: PairRows, how: Quantizer) -> tuple[list[Word], list[Word]]:
     """Encode scale, and pair of equal bf16 scales, of each row's block of 16 columns."""
-    own = own_row_scales(m, rows, mult, dec)
+    own = own_row_scales(m, rows, how)
     encodes, values = [encode for _, _, encode in own], [m.pack_exact(*value) for _, value, _ in own]
     encode_of, scale_of = [], []
     for k in range(len(rows) // 2):
@@ -197,41 +187,15 @@ def row_scales(m: Machine, rows: TokenRows, mult: Word, dec: Word) -> tuple[list
     return encode_of, scale_of
 
 
-def own_row_scales(m: Machine, rows: TokenRows, mult: Word, dec: Word) -> list[BlockScales]:
-    """`block_scales` of this lane's share of the rows, two rows each: lane i of a block has the i-th share."""
-    return [block_scales(m, word, mult, dec) for word in own_row_maxima(m, rows, 16 // m.columns)]
-
-
-def own_row_maxima(m: Machine, rows: TokenRows, lanes: int) -> list[Word]:
-    """The absolute maxima of the lane's share of the rows over its block's lanes, as bf16 pairs of two rows."""
-    tops = [functools.reduce(m.max_abs_bf16x2, words) for words in rows]
-    pairs = []
-    for a, b in zip(tops[::2], tops[1::2], strict=True):  # halves become rows
-        pairs.append(m.max_abs_bf16x2(m.prmt(a, b, 0x5410), m.prmt(a, b, 0x7632)))
-    return [m.and_(word, MAGNITUDE) for word in share_maxima(m, pairs, lanes, m.max_abs_bf16x2)]
-
-
-def share_maxima(m: Machine, words: Words, lanes: int, larger: Callable[[Word, Word], Word]) -> list[Word]:
-    """The maxima over the lanes of a block; lane i keeps the i-th share of the words."""
-    words, bit = list(words), lanes // 2
-    while bit:
-        here, half = m.lane_bit(bit), len(words) // 2
-        keep = [m.select(here, words[half + i], words[i]) for i in range(half)]
-        give = [m.select(here, words[i], words[half + i]) for i in range(half)]
-        words = [larger(k, m.swap(g, bit)) for k, g in zip(keep, give, strict=True)]
-        bit //= 2
-    return words
-
-
-def quantize_rows(m: Machine, rows: TokenRows, mult: Word, dec: Word, random: Noise = None) -> list[list[Word]]:
+def quantize_rows(m: Machine, rows: PairRows, how: Quantizer, random: Noise = None) -> list[list[Word]]:
     """Carriers of each row, blocks of 16 columns."""
-    encode, scale = row_scales(m, rows, mult, dec)
+    encode, scale = row_scales(m, rows, how)
     out = []
-    for t, words in enumerate(rows):
+    for t, pairs in enumerate(rows):
         carriers = []
-        for k, word in enumerate(words):
-            grid = grid_pair(m, word, (encode[t], encode[t]), pair_noise(m, random, k, t))
-            carriers.append(carrier_pair(m, word, grid, scale[t]))
+        for k, pair in enumerate(pairs):
+            grid = grid_pair(m, pair, (encode[t], encode[t]), pair_noise(m, random, k, t), how.rounding)
+            carriers.append(carrier_pair(m, pair, grid, scale[t]))
         out.append(carriers)
     return out
 
@@ -244,18 +208,28 @@ def pair_noise(m: Machine, random: Noise, k: int, t: int) -> Word | None:
     return m.prmt(word, 0, 0x4341) if t % 2 else m.and_(word, 0x00FF00FF)
 
 
+def column_pairs(m: Machine, rows: PairRows, k: int, *, hadamard: bool) -> Sequence[Pair]:
+    """The k-th pair of columns, as it is quantized."""
+    pairs = [row[k] for row in rows]
+    return hadamard_words(m, pairs) if hadamard else pairs
+
+
+def column_scales(m: Machine, pairs: Sequence[Pair], how: Quantizer) -> BlockScales:
+    """Of the two blocks that are the sides of 16 pairs."""
+    sides = list(zip(*(both(m, pair) for pair in pairs), strict=True)) if how.rule.chooses else []
+    return block_scales(m, largest(m, pairs), how, sides)
+
+
 def quantize_columns(
-    m: Machine, rows: TokenRows, mult: Word, dec: Word, random: Noise = None, *, hadamard: bool, packed: bool
+    m: Machine, rows: PairRows, how: Quantizer, random: Noise = None, *, hadamard: bool, packed: bool
 ) -> list[list[Word]]:
     """Columns in blocks of 16 tokens: 16 rows of carriers, or 8 rows of code bytes and one row of scale bytes."""
     by_pair, scale_codes = [], []
     for k in range(len(rows[0])):
-        words = [row[k] for row in rows]
-        if hadamard:
-            words = hadamard_words(m, words)
-        codes, values, encode = block_scales(m, largest(m, words), mult, dec)
+        words = column_pairs(m, rows, k, hadamard=hadamard)
+        codes, values, encode = column_scales(m, words, how)
         scale = m.pack_exact(*values)
-        grids = [grid_pair(m, w, encode, pair_noise(m, random, k, t)) for t, w in enumerate(words)]
+        grids = [grid_pair(m, w, encode, pair_noise(m, random, k, t), how.rounding) for t, w in enumerate(words)]
         scale_codes.append(codes)
         if packed:
             nibbles = [code_pair(m, w, g) for w, g in zip(words, grids, strict=True)]
@@ -294,33 +268,30 @@ def amax_float(m: Machine, rows: TokenRows) -> Word:
     return functools.reduce(m.fmax_nan, [m.fabs(x) for row in rows for x in row])
 
 
-def square_scale(m: Machine, rows: TokenRows, mult: Word, dec: Word) -> tuple[Word, Word, Word]:
+def square_scale(m: Machine, rows: TokenRows, how: Quantizer) -> tuple[Word, Word, Word]:
     """E4M3 code, twice in a word, value and encode scale of a 16x16 tile of float32."""
     top, bit = amax_float(m, rows), 8 // m.columns
     while bit:
         top, bit = m.fmax_nan(top, m.real(m.swap(top, bit))), bit // 2
-    largest = m.fmul(top, mult)
-    code = m.e4m3_encode(largest, largest)
-    value, _ = m.e4m3_decode(code)
-    return code, value, encode_scale(m, value, dec)
+    code, values, encodes = block_scales(m, (top, top), how, [])
+    return code, values[0], encodes[0]
 
 
-def quantize_square(m: Machine, rows: TokenRows, mult: Word, dec: Word, *, packed: bool) -> list[list[Word]]:
+def float_pairs(rows: TokenRows) -> list[list[Pair]]:
+    """Pairs of neighbours, from rows of float32."""
+    return [list(zip(row[::2], row[1::2], strict=True)) for row in rows]
+
+
+def quantize_square(m: Machine, rows: TokenRows, how: Quantizer, *, packed: bool) -> list[list[Word]]:
     """Of 16 float32 rows, one scale for each 16x16 tile, nearest: 16 rows of carriers, or 8 rows of code bytes and one
     of scale bytes, which repeats the tile's.
     """
-    code, value, encode = square_scale(m, rows, mult, dec)
-    words = [[m.pack_exact(*pair) for pair in zip(row[::2], row[1::2], strict=True)] for row in rows]
-    grids = [
-        [round_scaled(m, (m.fmul(a, encode), m.fmul(b, encode))) for a, b in zip(row[::2], row[1::2], strict=True)]
-        for row in rows
-    ]
+    code, value, encode = square_scale(m, rows, how)
+    grids = [[(pair, round_pair(m, pair, (encode, encode))) for pair in row] for row in float_pairs(rows)]
     if not packed:
         scale = m.pack_exact(value, value)
-        return [
-            [carrier_pair(m, w, g, scale) for w, g in zip(*row, strict=True)] for row in zip(words, grids, strict=True)
-        ]
-    nibbles = [[code_pair(m, w, g) for w, g in zip(*row, strict=True)] for row in zip(words, grids, strict=True)]
+        return [[carrier_pair(m, pair, g, scale) for pair, g in row] for row in grids]
+    nibbles = [[code_pair(m, pair, g) for pair, g in row] for row in grids]
     pairs = zip(nibbles[::2], nibbles[1::2], strict=True)
     joined = [[m.or_(a, m.shl(b, 4)) for a, b in zip(*pair, strict=True)] for pair in pairs]
     return [*(_bytes(m, row, 0x6420) for row in joined), [m.prmt(code, code, 0x1010)] * (m.columns // 4)]

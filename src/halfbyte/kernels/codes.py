@@ -14,14 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from halfbyte.formats import TwoLevel
 from halfbyte.formats.noise import ROUNDS
 from halfbyte.kernels import arithmetic as q
 from halfbyte.kernels import nibbles
+from halfbyte.kernels.blocks import Quantizer
 from halfbyte.kernels.launch import Lanes, launch
 from halfbyte.kernels.machine import Machine, MemoryMachine, Noise, TokenRows, Word, Words
 from halfbyte.kernels.place import BLOCK, WARPS, Place, place, prefetch, programs, whole
 from halfbyte.kernels.rows import load_rows, store_rows
-from halfbyte.kernels.scale import DECODE, MULT
+from halfbyte.kernels.scale import entries
 from halfbyte.kernels.scale_order import ScaleOrder
 from halfbyte.kernels.transfer import store_codes, store_turned_codes
 
@@ -112,7 +114,8 @@ def quantize_made(
         for i in order or range(len(jobs)):
             (side, which), (scale, key, origin), first = jobs[i], places[i], firsts[i]
             random = None if key is None else _random(m, key, origin, side.window, at)
-            _quantize(m, side, at, tensors[which], _factors(m, scale), random, known.outputs_begin + first)
+            how = quantizer(m, side.rule, side.rounding, scale)
+            _quantize(m, side, at, tensors[which], how, random, known.outputs_begin + first)
 
     run = functools.partial(launch, body, [*arrays, *known.given], known.made, programs=grid[0] * grid[1])
     return tuple(run(lanes=lanes, name=name))
@@ -127,27 +130,27 @@ def _load_all(m: MemoryMachine, count: int, at: Place, size: int, factors_at: in
 
 
 def _quantize(
-    m: MemoryMachine, side: Any, at: Place, rows: TokenRows, factors: Words, random: Noise, output: int
+    m: MemoryMachine, side: Any, at: Place, rows: TokenRows, how: Quantizer, random: Noise, output: int
 ) -> None:
-    """Makes one operand and writes it, from output number `output` on; `factors` are mult and dec."""
-    mult, dec = factors
+    """Makes one operand and writes it, from output number `output` on."""
     if side.codes is not None and side.along_tokens:
-        turned = nibbles.quantize_columns(m, rows, mult, dec, random, hadamard=side.hadamard)
+        turned = nibbles.quantize_columns(m, rows, how, random, hadamard=side.hadamard)
         store_turned_codes(m, output, output + 1, at, side.codes, turned)
     elif side.codes is not None:
-        store_codes(m, output, output + 1, at, side.codes, nibbles.quantize_rows(m, rows, mult, dec, random))
+        store_codes(m, output, output + 1, at, side.codes, nibbles.quantize_rows(m, rows, how, random))
     elif side.along_tokens:
-        made = q.quantize_columns(m, rows, mult, dec, random, hadamard=side.hadamard, packed=side.packed)
+        made = q.quantize_columns(m, rows, how, random, hadamard=side.hadamard, packed=side.packed)
         store_rows(m, output, at, made[:BLOCK] if not side.packed else made[: BLOCK // 2], 1 if side.packed else 2)
         if side.packed:
             store_rows(m, output + 1, at, made[BLOCK // 2 :], 1)
     else:
-        store_rows(m, output, at, q.quantize_rows(m, rows, mult, dec, random), 2)
+        store_rows(m, output, at, q.quantize_rows(m, rows, how, random), 2)
 
 
-def _factors(m: MemoryMachine, scale: int) -> list[Word]:
-    """mult and dec of a scale vector."""
-    return [m.real(m.load(m.address(scale, entry, 4))[0]) for entry in (MULT, DECODE)]
+def quantizer(m: MemoryMachine, rule: TwoLevel, rounding: str, scale: int) -> Quantizer:
+    """With what it reads of the scale vector that is array number `scale`."""
+    numbers = [m.real(m.load(m.address(scale, entry, 4))[0]) for entry in entries(rule)]
+    return Quantizer(rule, rounding, *numbers)
 
 
 def _random(m: MemoryMachine, key: int, origin: int | None, window: Any, at: Place) -> list[list[Word]]:
@@ -235,18 +238,24 @@ def unpack(codes: jax.Array, scales: jax.Array) -> jax.Array:
 
 
 def weight_rows(
-    w: jax.Array, scale: jax.Array, outputs: Sequence[tuple[int, DTypeLike]], *, name: str
+    w: jax.Array,
+    scale: jax.Array,
+    outputs: Sequence[tuple[int, DTypeLike]],
+    made: Callable[[Machine, TokenRows, Quantizer], TokenRows],
+    rule: TwoLevel,
+    *,
+    name: str,
 ) -> list[jax.Array]:
-    """Carriers of float32 w [k, n], or its codes [k / 2, n] and scales [k / 16, n]: (rows of 16, dtype) each."""
+    """What is `made` of each 16 rows of float32 w [k, n] with its scale vector: (rows of 16, dtype) for each output."""
     k, n = w.shape
     grid = programs(k, n, 4)
 
     def body(m: MemoryMachine) -> None:
         at = place(m, k, n, grid)
-        made = q.quantize_square(m, _floats(m, at), *_factors(m, 1), packed=len(outputs) > 1)
+        rows = made(m, _floats(m, at), quantizer(m, rule, "rne", 1))
         for i, (count, dtype) in enumerate(outputs):
             first = sum(rows for rows, _ in outputs[:i])
-            store_rows(m, 2 + i, at, made[first : first + count], jnp.dtype(dtype).itemsize)
+            store_rows(m, 2 + i, at, rows[first : first + count], jnp.dtype(dtype).itemsize)
 
     shapes = [jax.ShapeDtypeStruct((whole(k) * count // BLOCK, n), dtype) for count, dtype in outputs]
     return launch(body, [w, scale], shapes, programs=grid[0] * grid[1], lanes=FOUR, name=name)

@@ -38,8 +38,13 @@ def unsupported(tokens: int, columns: int, *, capability: tuple[int, int] | None
         return f"the GPU kernels need a multiple of {BLOCK} tokens, got {tokens}"
     if capability is not None and capability < (9, 0):
         return f"the GPU kernels need compute capability 9.0 or newer, got {capability[0]}.{capability[1]}"
-    if tokens // 4 * columns > 2**32:
-        return f"the GPU kernels number random words with 32 bits, too few for {tokens} x {columns}"
+    return too_many(tokens, columns)
+
+
+def too_many(tokens: int, columns: int) -> str | None:
+    """Why a kernel cannot find every element of a [tokens, columns] array, or None."""
+    if tokens * columns > 2**32:
+        return f"the GPU kernels number elements with 32 bits, too few for {tokens} x {columns}"
     return None
 
 

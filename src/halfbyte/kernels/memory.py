@@ -89,11 +89,6 @@ class PtxMemory(Ptx):
     multiply_high = instruction("mul.hi.u32", "rrr")
     larger = instruction("max.u32", "rrr")  # of two unsigned numbers
 
-    def less(self, a, b):
-        texts, out = [self._text(x, "r") for x in (a, b)], self.reg("p")
-        self.lines.append(f"setp.lt.u32 {out.name}, {texts[0]}, {texts[1]};")
-        return out
-
     def both(self, p, q):
         out = self.reg("p")
         self.lines.append(f"and.pred {out.name}, {p.name}, {q.name};")
@@ -104,10 +99,6 @@ class PtxMemory(Ptx):
         out = self.reg("r")
         self.lines.append(f"selp.b32 {out.name}, 1, 0, {p.name};")
         return out
-
-    def choose(self, p, a, b):
-        """a where p holds, else b."""
-        return self.select(p, a, b)
 
     def address(self, array, index, size):
         """Element `index` of an array whose elements have `size` bytes."""
@@ -165,6 +156,24 @@ class PtxMemory(Ptx):
     def barrier(self) -> None:
         self.lines.append(GROUP_BARRIER)
 
+    def repeat(self, count, turn, held):
+        """`held`, float32, after held = turn(number, held) for the numbers 0 to `count` - 1: one loop."""
+        number, more, label = self.word(0), self.reg("p"), f"turn_{len(self.lines)}"
+        kept = [self.reg("f") for _ in held]
+        self._set(kept, held)
+        self.lines.append(f"{label}:")
+        self._set(kept, turn(number, kept))
+        self.lines += [
+            f"add.u32 {number.name}, {number.name}, 1;",
+            f"setp.lt.u32 {more.name}, {number.name}, {count};",
+            f"@{more.name} bra {label};",
+        ]
+        return kept
+
+    def _set(self, registers, values):
+        texts = [self._text(value, "f") for value in values]
+        self.lines += [f"mov.f32 {r.name}, {text};" for r, text in zip(registers, texts, strict=True)]
+
 
 def _guard(where):
     return "" if where is None else f"@{where.name} "
@@ -205,17 +214,11 @@ class VectorMemory(Vector):
     def larger(self, a, b):
         return np.maximum(self.bits(a), self.bits(b))
 
-    def less(self, a, b):
-        return self.bits(a) < self.bits(b)
-
     def both(self, p, q):
         return p & q
 
     def flag(self, p):
         return p.astype(np.uint32)
-
-    def choose(self, p, a, b):
-        return np.where(p, self.bits(a), self.bits(b))
 
     def address(self, array, index, size):
         return Address(array, np.broadcast_to(self.bits(index).astype(np.int64) * size, self.shape))
@@ -260,6 +263,11 @@ class VectorMemory(Vector):
 
     def barrier(self) -> None:
         """All lanes are always at the same instruction."""
+
+    def repeat(self, count, turn, held):
+        for number in range(count):
+            held = turn(np.uint32(number), held)
+        return list(held)
 
 
 def _check_aligned(places: np.ndarray, unit: int) -> None:

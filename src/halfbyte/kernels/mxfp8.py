@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from halfbyte.formats import E4M3, E5M2
-from halfbyte.kernels import arithmetic as q
 from halfbyte.kernels import layout
+from halfbyte.kernels.blocks import largest, own_row_maxima, share_maxima
 from halfbyte.kernels.gated import backward_made, forward_made
 from halfbyte.kernels.launch import Lanes, launch
 from halfbyte.kernels.machine import Machine, MemoryMachine, TokenRows, Where, Word, Words
@@ -56,7 +56,7 @@ def unsupported(tokens: int, columns: int, *, capability: tuple[int, int] | None
         return f"the MXFP8 kernels need a multiple of {BLOCK} tokens, got {tokens}"
     if capability is not None and capability < (8, 9):
         return f"the MXFP8 kernels need compute capability 8.9 or newer, got {capability[0]}.{capability[1]}"
-    return None
+    return layout.too_many(tokens, columns)
 
 
 @layout.once("operands")
@@ -122,7 +122,7 @@ class FloatRows:
         """The maxima of this lane's share of the rows, over all lanes of their blocks."""
         m = self.m
         tops = [m.bits(_largest(m, [m.real(w) for w in row])) for row in self.words]
-        return q.share_maxima(m, tops, m.lanes, lambda a, b: m.fmax_nan(m.real(a), m.real(b)))
+        return share_maxima(m, tops, m.lanes, lambda a, b: m.fmax_nan(m.real(a), m.real(b)))
 
     def row(self, r: int) -> list[Word]:
         return [self.m.real(w) for w in self.words[r]]
@@ -139,7 +139,7 @@ class BfloatRows(FloatRows):
     """
 
     def shared_tops(self) -> list[Word]:
-        own = q.own_row_maxima(self.m, self.words, self.m.lanes)
+        own = own_row_maxima(self.m, self.words, self.m.lanes)
         return [half(word) for word in own for half in (self.m.low, self.m.high)]
 
     def row(self, r: int) -> list[Word]:
@@ -147,7 +147,7 @@ class BfloatRows(FloatRows):
 
     def column(self, c: int) -> tuple[Word, list[Word]]:
         m, words = self.m, [row[c // 2] for row in self.words]
-        top = q.largest(m, words)
+        top = largest(m, words)
         selector = 0x3244 if c % 2 else 0x1044
         return (m.high if c % 2 else m.low)(top), [m.real(m.prmt(w, 0, selector)) for w in words]
 

@@ -6,6 +6,7 @@ bytes, and byte permutations sort eight tokens of each column into one word.
 """
 
 from halfbyte.kernels import arithmetic as q
+from halfbyte.kernels.blocks import Quantizer, own_row_scales
 from halfbyte.kernels.machine import Machine, Noise, TokenRows, Word, Words
 
 SIDE_BY_SIDE = 1 + 2**12
@@ -17,11 +18,11 @@ def nibble_pair(m: Machine, word: Word, grid: Word) -> Word:
     return m.with_sign(m.grid_nibbles(grid), word)
 
 
-def coded_pair(m: Machine, word: Word, encode: tuple[Word, Word], noise: Word | None) -> Word:
+def coded_pair(m: Machine, word: Word, encode: tuple[Word, Word], noise: Word | None, rounding: str) -> Word:
     """The nibble pair of `word` times its encode scales; with noise, bits below the codes are not zero."""
     if noise is None:
         return nibble_pair(m, word, q.round_pair(m, word, encode))
-    return m.with_sign(m.shl(q.draw_pair(m, word, encode, noise), 3), word)
+    return m.with_sign(m.shl(q.draw_pair(m, word, encode, noise, rounding), 3), word)
 
 
 def row_bytes(m: Machine, pairs: Words) -> Word:
@@ -50,31 +51,29 @@ def column_words(m: Machine, pairs: Words) -> list[list[Word]]:
     return [[m.prmt(a, b, selector) for a, b in fours] for selector in (0x5410, 0x7632)]
 
 
-def quantize_rows(
-    m: Machine, rows: TokenRows, mult: Word, dec: Word, random: Noise = None
-) -> tuple[list[Word], list[Word]]:
+def quantize_rows(m: Machine, rows: TokenRows, how: Quantizer, random: Noise = None) -> tuple[list[Word], list[Word]]:
     """(packed bytes of each row, E4M3 codes of this lane's share of the rows, two rows a word)."""
-    own = q.own_row_scales(m, rows, mult, dec)
+    own = own_row_scales(m, rows, how)
     made = []
     for t, words in enumerate(rows):
         lane, i = divmod(t // 2, len(own))
         encode = m.real(m.from_lane(own[i][2][t % 2], lane))
-        made.append([coded_pair(m, w, (encode, encode), q.pair_noise(m, random, k, t)) for k, w in enumerate(words)])
+        noises = [q.pair_noise(m, random, k, t) for k in range(len(words))]
+        made.append([coded_pair(m, w, (encode, encode), n, how.rounding) for w, n in zip(words, noises, strict=True)])
     packed = [row_bytes(m, row) for row in made] if random is None else drawn_row_bytes(m, made)
     return packed, [codes for codes, _, _ in own]
 
 
 def quantize_columns(
-    m: Machine, rows: TokenRows, mult: Word, dec: Word, random: Noise = None, *, hadamard: bool
+    m: Machine, rows: TokenRows, how: Quantizer, random: Noise = None, *, hadamard: bool
 ) -> tuple[list[list[Word]], Word]:
     """(words of each column's packed tokens, the E4M3 codes of the columns in the bytes of a word)."""
     columns, codes = [], []
     for k in range(len(rows[0])):
-        words = [row[k] for row in rows]
-        if hadamard:
-            words = q.hadamard_words(m, words)
-        code, _, encode = q.block_scales(m, q.largest(m, words), mult, dec)
-        pairs = [coded_pair(m, w, encode, q.pair_noise(m, random, k, t)) for t, w in enumerate(words)]
+        words = q.column_pairs(m, rows, k, hadamard=hadamard)
+        code, _, encode = q.column_scales(m, words, how)
+        noises = [q.pair_noise(m, random, k, t) for t in range(len(words))]
+        pairs = [coded_pair(m, w, encode, n, how.rounding) for w, n in zip(words, noises, strict=True)]
         columns += column_words(m, pairs)
         codes.append(code)
     return columns, codes[0] if len(codes) == 1 else m.prmt(codes[0], codes[1], 0x5410)

@@ -20,14 +20,17 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from halfbyte.formats import TwoLevel
 from halfbyte.formats.noise import multiply_high_low, wide_key
+from halfbyte.formats.scales import TWO_LEVEL
 from halfbyte.kernels import arithmetic as q
 from halfbyte.kernels import codes, layout
+from halfbyte.kernels.blocks import Quantizer
 from halfbyte.kernels.codes import unpack as _unpack_any_width
 from halfbyte.kernels.launch import Lanes
 from halfbyte.kernels.layout import BLOCK, Results, Tiling
 from halfbyte.kernels.machine import Machine, TokenRows, Word
-from halfbyte.kernels.scale import DECODE, MULT
+from halfbyte.kernels.scale import entries
 from halfbyte.kernels.scale_order import ScaleOrder
 from halfbyte.kernels.stacks import Layer, array_of
 from halfbyte.kernels.tile import evaluate
@@ -70,14 +73,16 @@ class Window:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rowwise:
-    """The rowwise operand: `scale` from `tensor_scale`; stochastic if `key` (uint32 [2]) is given; with `codes` as
-    packed codes and scales in that order, not as a carrier.
+    """The rowwise operand: `scale` from `tensor_scale`; by chance if `key` (uint32 [2]) is given, as `rounding` says;
+    with `codes` as packed codes and scales in that order, not as a carrier. `rule` is the scale rule of its format.
     """
 
     scale: jax.Array
     key: jax.Array | None = None
     window: Window | None = None
     codes: ScaleOrder | None = dataclasses.field(default=None, metadata=STATIC)
+    rule: TwoLevel = dataclasses.field(default=TWO_LEVEL, metadata=STATIC)
+    rounding: str = dataclasses.field(default="stochastic", metadata=STATIC)
     along_tokens = False
 
     def outputs(self, tokens: int) -> list[tuple[int, DTypeLike]]:
@@ -98,6 +103,8 @@ class Columnwise:
     hadamard: bool = dataclasses.field(default=True, metadata=STATIC)
     packed: bool = dataclasses.field(default=False, metadata=STATIC)
     codes: ScaleOrder | None = dataclasses.field(default=None, metadata=STATIC)
+    rule: TwoLevel = dataclasses.field(default=TWO_LEVEL, metadata=STATIC)
+    rounding: str = dataclasses.field(default="stochastic", metadata=STATIC)
     along_tokens = True
 
     def outputs(self, tokens: int) -> list[tuple[int, DTypeLike]]:
@@ -263,19 +270,19 @@ def _quantize_tiles(
     """The output tiles of one operand of one program. `refs` are those of its scale, its key and its origin."""
     tokens = len(tiles)
     scale, key, origin = refs
-    given = [scale[MULT], scale[DECODE]]
+    given = [scale[entry] for entry in entries(side.rule)]
+    read = len(given)
     if key is not None:
         given += random_state((key[0], key[1]), origin, side.window, program, tiles[0].shape, tokens, width)
 
     def body(m, words, given):
-        mult, dec, *seed = given
-        random = None
+        how, seed, random = Quantizer(side.rule, side.rounding, *given[:read]), given[read:], None
         if seed:
             random = q.random_words(m, seed, tokens=tokens, stride=side.window.width if side.window else width)
         if isinstance(side, Columnwise):
             flags = {"hadamard": side.hadamard, "packed": side.packed}
-            return q.quantize_columns(m, words, mult, dec, random, **flags)
-        return q.quantize_rows(m, words, mult, dec, random)
+            return q.quantize_columns(m, words, how, random, **flags)
+        return q.quantize_rows(m, words, how, random)
 
     outputs = [dtype for count, dtype in side.outputs(tokens) for _ in range(count)]
     return evaluate(body, tiles, given, outputs=outputs, columns=tiling.columns)
@@ -296,6 +303,7 @@ def _name(*sides: Rowwise | Columnwise) -> str:
         parts.append(name if side.key is None else f"{name}_stochastic")
         if isinstance(side, Columnwise):
             parts += ["hadamard"] * side.hadamard + ["packed"] * side.packed
+        parts += [side.rule.measure] if side.rule.chooses else []
         parts += [] if side.codes is None else ["codes"]
     return "_".join(parts)
 

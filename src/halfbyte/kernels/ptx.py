@@ -90,6 +90,24 @@ class Ptx:
     shr = instruction("shr.b32", "rrr")
     iadd = instruction("add.u32", "rrr")
     imad = instruction("mad.lo.u32", "rrrr")
+
+    def less(self, a, b):
+        """Whether a < b, unsigned."""
+        return self._compare("u32", "r", a, b)
+
+    def fless(self, a, b):
+        """Whether a < b, float32; no if either is NaN."""
+        return self._compare("f32", "f", a, b)
+
+    def _compare(self, dtype, kind, a, b):
+        texts, out = [self._text(x, kind) for x in (a, b)], self.reg("p")
+        self.lines.append(f"setp.lt.{dtype} {out.name}, {texts[0]}, {texts[1]};")
+        return out
+
+    def choose(self, p, a, b):
+        """a where p holds, else b."""
+        return self.select(p, a, b)
+
     # four bytes out of eight (a holds 0..3, b holds 4..7); nibble i of `selector` picks byte i
     prmt = instruction("prmt.b32", "rrrr")
     max_u16x2 = instruction("max.u16x2", "rrr")
@@ -122,6 +140,8 @@ class Ptx:
     # the larger one; NaN if either is
     fmax_nan = instruction("max.NaN.f32", "fff")
 
+    sqrt = instruction("sqrt.rn.f32", "ff")
+
     def reciprocal(self, a):
         """1 / a, correctly rounded, for 0 <= a < 2**126; NaN for 0.
 
@@ -136,6 +156,15 @@ class Ptx:
         error = self._op("neg.f32", "ff", self.ffma(scaled, guess, -1.0))
         return self.fmul(self.ffma(guess, error, guess), factor)
 
+    def quotient(self, a, number):
+        """a / number, correctly rounded, for a finite a >= 0 and a number that is 6 times a power of two; NaN for
+        infinity. Markstein's steps: the float32 reciprocal of such a number is off by half of what it might be, so that
+        the guess is a neighbour of the quotient. Exact ties, which only subnormal quotients have, are not kept even.
+        """
+        inverse = float(np.float32(1 / number))
+        guess = self.fmul(a, inverse)
+        return self.ffma(self.ffma(guess, -number, a), inverse, guess)
+
     def sigmoid(self, a):
         """1 / (1 + exp(-a)) to a few units in the last place."""
         e = self._op("ex2.approx.ftz.f32", "ff", self.fmul(a, -1.4426950408889634))
@@ -144,6 +173,10 @@ class Ptx:
     def round_grid(self, y, e):
         """y to the nearest multiple of e / 2, ties to even, for a power of two e and abs(y) < 2**20 e."""
         return self.ffma(e, -6291456.0, self.ffma(e, 6291456.0, y))
+
+    def floor_grid(self, y, e):
+        """y >= 0 down to a multiple of e / 2, as `round_grid`."""
+        return self.ffma(e, -6291456.0, self._op("fma.rz.f32", "ffff", e, 6291456.0, y))
 
     # pairs of bf16 in a word
     def low(self, w):

@@ -11,32 +11,39 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from halfbyte.formats import E2M1, E4M3
+from halfbyte.formats import E2M1, E4M3, TwoLevel
+from halfbyte.formats.choices import lift_of
 from halfbyte.kernels import layout
 from halfbyte.kernels.interpret import is_interpreted
 from halfbyte.kernels.ptx import FLT_MAX
 from halfbyte.later import later
 
 plgpu = later("jax.experimental.pallas.triton")
-AMAX, ENCODE, DECODE, MULT, GEMM = range(5)
+AMAX, ENCODE, DECODE, LIFT, GEMM = range(5)
 SIZE = 8
 NVFP4_TOP = E2M1.max * E4M3.max
 
 
 def tensor_scale(maxima: jax.Array, *, top: float = NVFP4_TOP) -> jax.Array:
-    """float32 [8]: amax, S = top / amax with its guards, 1 / S, S * f32(1/6), and the factor that a GEMM owes.
+    """float32 [8]: amax, S = top / amax with its guards, 1 / S, what errors are lifted by, the factor that a GEMM owes.
 
-    `top` is 2688 for NVFP4, the element's largest value for FP8. The GEMM's factor is 1 / S, or NaN if amax is not
-    finite; the rest is zero. `maxima` holds the bits of float32 magnitudes as int32, in any shape: integer maxima keep
-    inf and NaN. Divisions are exact (`div.rn`), also where XLA's are not.
+    `top` is 2688 for NVFP4, 1536 for four over six, the element's largest value for FP8. The GEMM's factor is 1 / S, or
+    NaN if amax is not finite; the rest is zero. `maxima` holds the bits of float32 magnitudes as int32, in any shape:
+    integer maxima keep inf and NaN. Divisions are exact (`div.rn`), also where XLA's are not.
     """
     return tensor_scales(maxima, top=top)[0]
 
 
-@layout.once("top")
-def tensor_scales(*maxima: jax.Array, top: float = NVFP4_TOP) -> tuple[jax.Array, ...]:
-    """`tensor_scale` of several tensors in one launch."""
-    return _launch(maxima, [top] * len(maxima))[: len(maxima)]
+@layout.once("top", "tops")
+def tensor_scales(*maxima: jax.Array, top: float = NVFP4_TOP, tops: tuple[float, ...] = ()) -> tuple[jax.Array, ...]:
+    """`tensor_scale` of several tensors in one launch, all under one top, or under `tops`, one each."""
+    return _launch(maxima, tops or [top] * len(maxima))[: len(maxima)]
+
+
+def entries(rule: TwoLevel) -> tuple[int, ...]:
+    """What a kernel reads of a scale vector under a rule, in the order of `blocks.Quantizer`."""
+    measured = rule.chooses and rule.measure != "expected"
+    return (ENCODE, DECODE, AMAX, LIFT) if measured else (ENCODE, DECODE)
 
 
 @layout.once("tops")
@@ -92,7 +99,7 @@ def _entries(amax: jax.Array, top: float) -> dict[int, jax.Array]:
     s = jnp.where((amax == np.float32(0)) | (s == np.float32(0)) | ~finite, np.float32(1), s)
     decode = _divide(np.float32(1), s)
     gemm = jnp.where(finite, decode, np.float32(np.nan))
-    return {AMAX: amax, ENCODE: s, DECODE: decode, MULT: s * np.float32(1 / E2M1.max), GEMM: gemm}
+    return {AMAX: amax, ENCODE: s, DECODE: decode, LIFT: lift_of(amax), GEMM: gemm}
 
 
 def _divide(a: np.float32, b: jax.Array) -> jax.Array:

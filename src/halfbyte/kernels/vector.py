@@ -40,6 +40,12 @@ class Vector:
     def imad(self, a, b, c):
         return self.bits(a) * self.bits(b) + self.bits(c)
 
+    def less(self, a, b):
+        return self.bits(a) < self.bits(b)
+
+    def choose(self, p, a, b):
+        return np.where(p, self.bits(a), self.bits(b))
+
     def prmt(self, a, b, selector):
         picked = []
         for i in range(4):
@@ -86,6 +92,12 @@ class Vector:
         near = exact.astype(np.float32)
         return (near.view(np.uint32) - (near > exact)).view(np.float32)
 
+    def fless(self, a, b):
+        return self.real(a) < self.real(b)
+
+    def quotient(self, a, number):
+        return self.real(a) / np.float32(number)
+
     def fabs(self, a):
         return np.abs(self.real(a))
 
@@ -100,12 +112,18 @@ class Vector:
     def reciprocal(self, a):
         return np.float32(1) / self.real(a)
 
+    def sqrt(self, a):
+        return np.sqrt(self.real(a))
+
     def sigmoid(self, a):
         return np.float32(1) / (np.float32(1) + np.exp(-self.real(a)))
 
     def round_grid(self, y, e):
         magic = e * np.float32(6291456)
         return (y + magic) - magic
+
+    def floor_grid(self, y, e):
+        return np.floor(y / (e * np.float32(0.5))) * (e * np.float32(0.5))
 
     def low(self, w):
         return self.real(self.shl(w, 16))

@@ -1,22 +1,26 @@
-"""The 2D quantization of a weight [k, n], float32 or bf16, once a step: one scale for each 16x16 tile, nearest.
+"""The quantization of a weight [k, n], float32 or bf16, once a step, to nearest.
 
-One bf16 carrier serves FPROP and DGRAD, because W and its transpose share codes and scales. A weight that travels is
-packed instead.
+Under one scale for each 16x16 tile one bf16 carrier serves FPROP and DGRAD, because W and its transpose share codes and
+scales; a weight that travels is packed instead. Blocks of 16 along an axis are of one of the two: along k (axis -2) of
+FPROP, along n (-1) of DGRAD.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from halfbyte.formats import TwoLevel
+from halfbyte.formats.scales import TWO_LEVEL
 from halfbyte.kernels import arithmetic as q
 from halfbyte.kernels import codes, layout
+from halfbyte.kernels.blocks import Quantizer
 from halfbyte.kernels.layout import BLOCK, Results, Tiling
 from halfbyte.kernels.machine import Machine, TokenRows, Word
-from halfbyte.kernels.scale import DECODE, MULT
+from halfbyte.kernels.scale import entries
 from halfbyte.kernels.tile import evaluate
 
 WEIGHT_TILING = Tiling(4, 4)
@@ -47,38 +51,73 @@ def _real(m: Machine, rows: TokenRows) -> list[list[Word]]:
     return [[m.real(x) for x in row] for row in rows]
 
 
-@layout.once("tiling")
-def quantize_weight(w: jax.Array, scale: jax.Array, *, tiling: Tiling = WEIGHT_TILING) -> jax.Array:
-    """bf16 carrier [k, n] of w under the scales of `tensor_scale`."""
-    return _quantize(w, scale, [(BLOCK, jnp.bfloat16)], tiling, name="quantize_weight")[0]
+@layout.once("axis", "rule", "tiling")
+def quantize_weight(
+    w: jax.Array,
+    scale: jax.Array,
+    *,
+    axis: int | None = None,
+    rule: TwoLevel = TWO_LEVEL,
+    tiling: Tiling = WEIGHT_TILING,
+) -> jax.Array:
+    """bf16 carrier [k, n] of w under the scales of `tensor_scale`: in tiles, or in blocks along an axis."""
+    made = _MADE[axis]
+    name = "quantize_weight" + {None: "", -1: "_rows", -2: "_columns"}[axis]
+    return _quantize(w, scale, [(BLOCK, jnp.bfloat16)], made, rule, tiling, name=name)[0]
+
+
+def _square(m: Machine, rows: TokenRows, how: Quantizer) -> list[list[Word]]:
+    return q.quantize_square(m, rows, how, packed=False)
+
+
+def _packed_square(m: Machine, rows: TokenRows, how: Quantizer) -> list[list[Word]]:
+    return q.quantize_square(m, rows, how, packed=True)
+
+
+def _along_n(m: Machine, rows: TokenRows, how: Quantizer) -> list[list[Word]]:
+    return q.quantize_rows(m, q.float_pairs(rows), how)
+
+
+def _along_k(m: Machine, rows: TokenRows, how: Quantizer) -> list[list[Word]]:
+    return q.quantize_columns(m, q.float_pairs(rows), how, hadamard=False, packed=False)
+
+
+_MADE = {None: _square, -1: _along_n, -2: _along_k}
 
 
 @layout.once("tiling")
 def pack_weight(w: jax.Array, scale: jax.Array, *, tiling: Tiling = WEIGHT_TILING) -> tuple[jax.Array, jax.Array]:
     """(uint8 codes [k / 2, n], two rows a byte; E4M3 scales [k / 16, n / 16]) of w."""
     outputs = [(BLOCK // 2, jnp.int8), (1, jnp.int8)]
-    packed, scales = _quantize(w, scale, outputs, tiling, name="pack_weight")
+    packed, scales = _quantize(w, scale, outputs, _packed_square, TWO_LEVEL, tiling, name="pack_weight")
     # [k / 16, n] -> [k / 16, n / 16]: the kernel repeats a tile's scale in each of its columns
     return lax.bitcast_convert_type(packed, jnp.uint8), lax.bitcast_convert_type(scales[:, ::BLOCK], jnp.uint8)
 
 
 def _quantize(
-    w: jax.Array, scale: jax.Array, outputs: Sequence[tuple[int, DTypeLike]], tiling: Tiling, *, name: str
+    w: jax.Array,
+    scale: jax.Array,
+    outputs: Sequence[tuple[int, DTypeLike]],
+    made: Callable[[Machine, TokenRows, Quantizer], TokenRows],
+    rule: TwoLevel,
+    tiling: Tiling,
+    *,
+    name: str,
 ) -> list[jax.Array]:
     layout.check(w)
     if not layout.divides(w.shape[1]):
-        return codes.weight_rows(w.astype(jnp.float32), scale, outputs, name=name)
+        return codes.weight_rows(w.astype(jnp.float32), scale, outputs, made, rule, name=name)
 
     def body(m, rows, given):
-        return q.quantize_square(m, rows, *given, packed=len(outputs) > 1)
+        return made(m, rows, Quantizer(rule, "rne", *given))
 
     def kernel(_, arrays, refs, out_refs, __):
         tiles = [arrays[0][r].astype(jnp.float32) for r in range(BLOCK)]
-        given = [refs[0][MULT], refs[0][DECODE]]
+        given = [refs[0][entry] for entry in entries(rule)]
         dtypes = [dtype for count, dtype in outputs for _ in range(count)]
-        made = evaluate(body, tiles, given, outputs=dtypes, columns=tiling.columns)
+        tiles = evaluate(body, tiles, given, outputs=dtypes, columns=tiling.columns)
         places = [(ref, r) for ref, (count, _) in zip(out_refs, outputs, strict=True) for r in range(count)]
-        for (ref, r), tile in zip(places, made, strict=True):
+        for (ref, r), tile in zip(places, tiles, strict=True):
             ref[r] = tile
 
     return layout.call(kernel, [w], [scale], makes=Results(outputs), tiling=tiling, name=name)

@@ -6,7 +6,7 @@ told; never on every interface unless `--coordinator-bind` says so.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 LOOPBACK = "127.0.0.1"
 FIRST_PORT, PORTS = 61440, 4096
@@ -69,7 +69,7 @@ def find_peers(config: DistributedConfig, environ: Mapping[str, str]) -> Peers |
         if config.cluster in ("auto", name):
             found = detect(environ)
             if found is not None:
-                return _with_bind(found, config.coordinator_bind)
+                return replace(found, bind=config.coordinator_bind or found.bind)
             if config.cluster == name:
                 raise ValueError(
                     f"distributed.cluster is {name}, but the environment holds no {name} job of several tasks"
@@ -81,10 +81,6 @@ def under_kubernetes(config: DistributedConfig, environ: Mapping[str, str]) -> b
     """True in a pod of an indexed job, where each pod is one process."""
     wanted = config.cluster == "kubernetes" or (config.cluster == "auto" and not config.coordinator)
     return wanted and "KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ
-
-
-def _with_bind(peers: Peers, bind: str) -> Peers:
-    return Peers(**{**vars(peers), "bind": bind or peers.bind})
 
 
 def _slurm(environ: Mapping[str, str]) -> Peers | None:

@@ -75,7 +75,8 @@ class Supervisor:
                     f"giving up at step {before}"
                 )
                 return code
-            pause = 0.0 if code == PREEMPTED else self._pause(fruitless)
+            pause = min(self.policy.pause_s * 2 ** max(0, fruitless - 1), self.policy.longest_pause_s)
+            pause = 0.0 if code == PREEMPTED else pause
             self.restarts += 1
             self.say(
                 f"rank {rank} ended with {_name(code)}; RESTART {self.restarts} from the checkpoint of step {before}"
@@ -83,9 +84,6 @@ class Supervisor:
             )
             if not self._sleep(pause):
                 return PREEMPTED
-
-    def _pause(self, fruitless: int) -> float:
-        return min(self.policy.pause_s * 2 ** max(0, fruitless - 1), self.policy.longest_pause_s)
 
     def _sleep(self, seconds: float) -> bool:
         """False if a signal came."""

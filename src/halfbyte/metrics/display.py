@@ -38,29 +38,21 @@ def make_display(console: Console, *, title: str, steps: int, every: int = 1) ->
 
 def cells(row: Row) -> dict[str, str]:
     """The numbers of a step as text, by label, in the order they are shown."""
-    mfu = row.get("mfu")
-    wait = 100 * row.get("input_wait_s", 0.0) / max(row["step_time_s"], 1e-9)
+    mfu, time_s, tflops = row.get("mfu"), row["step_time_s"], row["tflops_per_device"]
+    wait = 100 * row.get("input_wait_s", 0.0) / max(time_s, 1e-9)
     shown = {
         "loss": f"{row['loss']:.6f}",
         "lr": f"{row['learning_rate']:.2e}",
         "grad": f"{row['grad_norm']:.3f}",
-        "time": _seconds(row["step_time_s"]),
+        "time": f"{1e3 * time_s:.0f} ms" if time_s < 10 else f"{time_s:.1f} s",
         "tok/s/dev": f"{row['tokens_per_s_per_device']:,.0f}",
-        "TFLOP/s/dev": _significant(row["tflops_per_device"]),
+        "TFLOP/s/dev": f"{tflops:,.0f}" if tflops >= 100 else f"{tflops:.3g}",
         "MFU": "n/a" if mfu is None else f"{100 * mfu:.1f}%",
         "input wait": f"{wait:.1f}%",
     }
     if row.get("loss_scale", 1.0) != 1.0:
         shown["scale"] = f"{row['loss_scale']:g}"
     return shown
-
-
-def _seconds(value: float) -> str:
-    return f"{1e3 * value:.0f} ms" if value < 10 else f"{value:.1f} s"
-
-
-def _significant(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def clock(seconds: float) -> str:

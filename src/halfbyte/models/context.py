@@ -178,13 +178,16 @@ class LayerContext:
         plain = not any(recipe.quantized for recipe in recipes) and self.ctx.backend != "reference"
         return "auto" if plain else self.ctx.backend
 
-    def execution(self, recipes: Iterable[Recipe], placements: Sequence[ops.Placement] | None) -> ops.Execution:
-        """How linears of these recipes are computed. Without a loop a layer's weights are slices, copies of the master,
-        and better kept as codes.
+    def execution(self, x: jax.Array, group: str, names: Sequence[str]) -> ops.Execution:
+        """How the linears `names` of `group` are computed: on a mesh each where it lies, if that divides x. Without a
+        loop a layer's weights are slices, copies of the master, and better kept as codes.
         """
-        placed = None if placements is None else tuple(placements)
+        placed = None
+        if self.on_mesh and self.divides(x, *(axes for name in names for axes in self.ends(group, name))):
+            placed = tuple(self.placement(group, name) for name in names)
+        backend = self.backend(*(self.recipe(group, name) for name in names))
         kept = "master" if self.ctx.looped else "codes"
-        return ops.Execution(self.backend(*recipes), placed, weights_kept=kept, sharded=self.on_mesh)
+        return ops.Execution(backend, placed, weights_kept=kept, sharded=self.on_mesh)
 
     def site_key(self, site: str) -> jax.Array | None:
         """The key of one site of this layer, None if the step has none."""

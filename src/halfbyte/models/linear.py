@@ -52,9 +52,12 @@ def _site(here: LayerContext, group: str, name: str) -> ops.Site:
 
 
 def linears(
-    x: jax.Array, weights: Params, here: LayerContext, group: str, names: Sequence[str]
-) -> tuple[jax.Array, ...]:
-    """x [..., inputs] times each of the weights `names` of `group` ("attention" or "mlp"), in x's dtype."""
+    x: jax.Array, weights: Params, here: LayerContext, group: str, names: Sequence[str],
+    copies: Sequence[jax.Array] = (),
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """x [..., inputs] times each of the weights `names` of `group` ("attention" or "mlp"), in x's dtype. With `copies`,
+    x once more for each further linear, each has its own gradient.
+    """
     recipes, x = [here.recipe(group, name) for name in names], here.into(x, group, names)
 
     def given(name: str, y: jax.Array) -> jax.Array:
@@ -67,7 +70,8 @@ def linears(
         [weights[name] for name in names],
         recipes=recipes,
         keys=[here.site_key(f"{group}/{name}") for name in names],
-        execution=_execution(x, here, group, names),
+        execution=here.execution(x, group, names),
+        copies=copies,
     )
     return tuple(given(name, y) for name, y in zip(names, made, strict=True))
 
@@ -91,7 +95,7 @@ def gated_mlp(
         recipe=recipes,
         key=here.site_key(op_of(sites[0])[0]),
         middle=ops.Middle(activation, "input" if place is None and here.ctx.remat == "quantized" else "fast"),
-        execution=_execution(x, here, "mlp", sites),
+        execution=here.execution(x, "mlp", sites),
     )
     if stacks is not None and kept is not None:
         stacks.both = kept[:2]
@@ -102,13 +106,6 @@ def op_of(name: str) -> tuple[str, str]:
     """(the op that a linear of a gated MLP is part of, what it is there): of `shared_up`, mlp/shared and up."""
     op, _, part = name.rpartition("_")
     return f"mlp/{op}" if op else "mlp", part
-
-
-def _execution(x: jax.Array, here: LayerContext, group: str, names: Sequence[str]) -> ops.Execution:
-    """How linears of one group are computed: on a mesh each where it lies, if that divides x."""
-    recipes = [here.recipe(group, name) for name in names]
-    placed = here.on_mesh and here.divides(x, *(axes for name in names for axes in here.ends(group, name)))
-    return here.execution(recipes, [here.placement(group, name) for name in names] if placed else None)
 
 
 def stacks_of(segment: Segment, x: jax.Array, width: int, ctx: Context) -> tuple[jax.Array, jax.Array] | None:

@@ -29,7 +29,7 @@ from halfbyte.models.walk import through_layers
 from halfbyte.nn.attention import attention
 from halfbyte.nn.loss import Spread, cross_entropy
 from halfbyte.nn.loss import token_nll as chunked_nll
-from halfbyte.nn.norm import rms_norm
+from halfbyte.nn.norm import forked_norm, rms_norm
 from halfbyte.nn.rope import apply_rope, rope_frequencies, rope_tables
 from halfbyte.nn.routing import Load
 from halfbyte.ops.activation import ACTIVATIONS
@@ -38,6 +38,7 @@ from halfbyte.sharding import axis_size
 
 Batch = dict[str, jax.Array]
 Tables = tuple[jax.Array, jax.Array]
+QKV = ("q", "k", "v")
 
 
 def apply(cfg: LlamaConfig, params: Params, batch: Batch, ctx: Context = PLAIN) -> jax.Array:
@@ -141,28 +142,40 @@ def block(
 ) -> jax.Array:
     """One transformer block, [batch, seq, embed] -> the same. `attend(q, k, v)` is given rotated q and k."""
     ctx = here.ctx
-    x = x + attention_block(cfg, weights["attention"], x, tables, here, attend)
-    x = streamed(ctx.constrain(x, *BETWEEN))
-    y = mlp_block(cfg, weights["mlp"], x, here)
+    x, h = forked(cfg, x, weights["attention"]["norm"], here, readers=len(QKV))
+    x = x + attention_block(cfg, weights["attention"], h, tables, here, attend)
+    x, h = forked(cfg, streamed(ctx.constrain(x, *BETWEEN)), weights["mlp"]["norm"], here)
+    y = mlp_block(cfg, weights["mlp"], h[0], here)
     return pinned(ctx.constrain(x + y, *BETWEEN))
 
 
+def forked(
+    cfg: LlamaConfig, x: jax.Array, weight: jax.Array, here: LayerContext, readers: int = 1
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """(x as it goes on, x normed: once, or once for each of its readers)."""
+    ctx = here.ctx
+    many = 1 if here.watch else readers  # a watch sees one
+    looped = ctx.unroll < cfg.layers
+    x, h = forked_norm(x, weight, cfg.norm_eps, readers=many, looped=looped, mesh=ctx.mesh, rules=ctx.rules)
+    return x, tuple(ctx.constrain(each, *BETWEEN) for each in h)
+
+
 def attention_block(
-    cfg: LlamaConfig, weights: Params, x: jax.Array, tables: Tables, here: LayerContext, attend: Any
+    cfg: LlamaConfig, weights: Params, h: Sequence[jax.Array], tables: Tables, here: LayerContext, attend: Any
 ) -> jax.Array:
-    """Norm, projections, norms of queries and keys (Qwen3), rotation, attention, output projection."""
+    """Projections of `h`, the normed x, norms of queries and keys (Qwen3), rotation, attention, output projection."""
     ctx, weights = here.ctx, share_scales(weights, here, "attention") if here.shares_scales else weights
-    h = ctx.constrain(normed(cfg, x, weights["norm"]), *BETWEEN)
+    lead = h[0].shape[:2]
 
     def heads(y: jax.Array, axis: str) -> jax.Array:
         # [batch, seq, heads * head_dim] -> [batch, seq, heads, head_dim]
-        return ctx.constrain(y.reshape(*x.shape[:2], -1, cfg.head_dim), "batch", "seq", axis, "head_dim")
+        return ctx.constrain(y.reshape(*lead, -1, cfg.head_dim), "batch", "seq", axis, "head_dim")
 
     def turn(name: str, y: jax.Array) -> jax.Array:
         by_head = cfg.qk_norm and not cfg.joint_qk_norm
         return apply_rope(normed(cfg, y, weights[f"{name}_norm"]) if by_head else y, tables)
 
-    q, k, v = linears(h, weights, here, "attention", ("q", "k", "v"))
+    q, k, v = linears(h[0], weights, here, "attention", QKV, copies=h[1:])
     if cfg.joint_qk_norm:
         q, k = normed(cfg, q, weights["q_norm"]), normed(cfg, k, weights["k_norm"])
     q, k, v = turn("q", heads(q, "heads")), turn("k", heads(k, "kv_heads")), heads(v, "kv_heads")
@@ -173,16 +186,15 @@ def attention_block(
         return y
 
     # [batch, seq, heads, head_dim] -> [batch, seq, heads * head_dim] -> [batch, seq, embed]
-    flat = (*x.shape[:2], cfg.heads * cfg.head_dim)
+    flat = (*lead, cfg.heads * cfg.head_dim)
     # A watch may keep what it sees, and nothing leaves what is rematerialized.
     y = project_back(out.reshape(flat)) if here.watch else flattened(project_back, out, flat)
     return ctx.constrain(y, *BETWEEN)
 
 
-def mlp_block(cfg: LlamaConfig, weights: Params, x: jax.Array, here: LayerContext) -> jax.Array:
-    """Norm and gated MLP, or experts, with those that all tokens share beside them."""
+def mlp_block(cfg: LlamaConfig, weights: Params, h: jax.Array, here: LayerContext) -> jax.Array:
+    """Gated MLP of `h`, the normed x, or experts, with those that all tokens share beside them."""
     weights = share_scales(weights, here, "mlp") if here.shares_scales else weights
-    h = here.ctx.constrain(normed(cfg, x, weights["norm"]), *BETWEEN)
 
     def dense(sites: Sequence[str]) -> jax.Array:
         y = gated_mlp(h, weights, here, ACTIVATIONS[cfg.activation], sites)

@@ -6,7 +6,7 @@ import zlib
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from halfbyte.models.config import LlamaConfig, param_specs
 from halfbyte.models.spec import GEMMS, ParamSpec, flatten, map_specs, nest
@@ -27,7 +27,11 @@ def init(cfg: LlamaConfig, key: jax.Array) -> Params:
     """Fresh float32 parameters. A leaf's bits depend on the key and on its path alone, so they are the same on any
     mesh (jit it with `out_shardings`).
     """
-    return nest({path: spec.make(_path_key(key, path)) for path, spec in declared(cfg).items()})
+
+    def made(path: str, spec: ParamSpec) -> jax.Array:
+        return spec.make(jax.random.fold_in(key, zlib.crc32(path.encode()) & 0x7FFFFFFF))
+
+    return nest({path: made(path, spec) for path, spec in declared(cfg).items()})
 
 
 def abstract_params(cfg: LlamaConfig, mesh: Mesh | None = None, rules: Rules = DEFAULT_RULES) -> Params:
@@ -40,13 +44,9 @@ def abstract_params(cfg: LlamaConfig, mesh: Mesh | None = None, rules: Rules = D
     return map_specs(abstract, nest(declared(cfg)))
 
 
-def param_shardings(cfg: LlamaConfig, mesh: Mesh, rules: Rules = DEFAULT_RULES) -> dict[str, Any]:
+def param_shardings(cfg: LlamaConfig, mesh: Mesh) -> dict[str, Any]:
     """The `NamedSharding` of every parameter."""
-
-    def sharding(spec: ParamSpec) -> NamedSharding:
-        return named_sharding(spec.axes, mesh, rules)
-
-    return map_specs(sharding, nest(declared(cfg)))
+    return map_specs(lambda spec: named_sharding(spec.axes, mesh, DEFAULT_RULES), nest(declared(cfg)))
 
 
 def decay_mask(cfg: LlamaConfig) -> dict[str, Any]:
@@ -122,7 +122,3 @@ def _check_experts(cfg: LlamaConfig, mesh: Mesh, rules: Rules) -> None:
             f"mesh: {cfg.name} has {cfg.experts} experts, which its {mesh.size} devices do not share evenly; use a "
             f"number of devices that divides {cfg.experts}"
         )
-
-
-def _path_key(key: jax.Array, path: str) -> jax.Array:
-    return jax.random.fold_in(key, zlib.crc32(path.encode()) & 0x7FFFFFFF)

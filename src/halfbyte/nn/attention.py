@@ -16,6 +16,7 @@ evenly (`context_attention.py`).
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -47,37 +48,22 @@ def attention(
     implementation that cannot serve is a ValueError that says why.
     """
     chosen = choose_attention(q.shape, q.dtype, implementation=implementation, mesh=mesh, packed=segments is not None)
-    local = functools.partial(_local, implementation=chosen)
+    local: Callable[..., jax.Array] = functools.partial(_local, implementation=chosen)
     if mesh is None or mesh.size == 1:  # inside shard_map the backward pass would keep the result a second time
         return local(q, k, v, segments)
     axes = rules.mesh_axes("seq")
     if axis_size(mesh, axes) > 1:
-        _check_halves(q.shape[1], axis_size(mesh, axes))
-        local = functools.partial(_shared, axes=axes, implementation=chosen)
+        parts, seq = axis_size(mesh, axes), q.shape[1]
+        if seq % (2 * parts):
+            raise ValueError(
+                f"attention: context={parts} cuts a sequence into {2 * parts} chunks, and {seq} is no multiple of "
+                f"that; use a seq that is a multiple of {2 * parts}, or a smaller context"
+            )
+        local = lambda q, k, v, segments: balanced_attention(q, k, v, segments, axes, chosen)  # noqa: E731
     queries, keys = (rules.spec(("batch", "seq", heads), mesh) for heads in ("heads", "kv_heads"))
     in_specs = (queries, keys, keys, None if segments is None else rules.spec(("batch", "seq"), mesh))
     y: jax.Array = on_parts(local, mesh, in_specs, queries)(q, k, v, segments)
     return y
-
-
-def _shared(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segments: jax.Array | None,
-    *,
-    axes: tuple[str, ...],
-    implementation: str,
-) -> jax.Array:
-    return balanced_attention(q, k, v, segments, axes, implementation)
-
-
-def _check_halves(seq: int, parts: int) -> None:
-    if seq % (2 * parts):
-        raise ValueError(
-            f"attention: context={parts} cuts a sequence into {2 * parts} chunks, and {seq} is no multiple of that; "
-            f"use a seq that is a multiple of {2 * parts}, or a smaller context"
-        )
 
 
 def choose_attention(

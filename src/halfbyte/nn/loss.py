@@ -194,10 +194,9 @@ def _visit(
     logits = capped(jnp.dot(x, head, preferred_element_type=jnp.float32), setup.cap)  # [chunk, vocab]
     scored = (target >= 0).astype(jnp.float32)
     lse = _logsumexp(logits, vocab_axes)
-    hit = (
-        lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-        == (target - _vocab_start(head.shape[1], setup, vocab_axes))[:, None]
-    )
+    shard = lax.axis_index(vocab_axes).astype(jnp.int32) if vocab_axes else jnp.int32(0)
+    own = target - jnp.int32(head.shape[1]) * shard  # counted from the first token of this shard
+    hit = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == own[:, None]
     picked = _psum(jnp.sum(jnp.where(hit, logits, 0.0), axis=-1), vocab_axes)
     per_token = _PerToken((lse - picked) * scored, lse * scored)
     if not with_grads:
@@ -216,10 +215,6 @@ def _logsumexp(logits: jax.Array, vocab_axes: tuple[str, ...]) -> jax.Array:
     top = jnp.max(logits, axis=-1)
     top = lax.pmax(top, vocab_axes) if vocab_axes else top
     return jnp.log(_psum(jnp.sum(jnp.exp(logits - top[:, None]), axis=-1), vocab_axes)) + top
-
-
-def _vocab_start(shard: int, setup: _Setup, vocab_axes: tuple[str, ...]) -> jax.Array:
-    return jnp.int32(shard) * lax.axis_index(vocab_axes).astype(jnp.int32) if vocab_axes else jnp.int32(0)
 
 
 def _reduce_head(dhead: jax.Array, setup: _Setup) -> jax.Array:

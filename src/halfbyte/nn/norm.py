@@ -6,18 +6,37 @@ made again by two products, the same to the last bit:
 
     r  = rsqrt(mean(x^2) + eps),  n = x r
     dx = r (g s - n mean(g s n)),  ds = sum over rows of g n
+
+`forked_norm` is how a block calls it: the norm between a stream and those who read it normed. Kernels of our own
+(`kernels/norm.py`) read and write each row once, with what comes back from every reader and along the stream in the
+same pass; XLA takes two passes forward and two to four backward. Kernels sum squares in an order of their own, the same
+on every GPU.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
 
+from halfbyte.devices import Device
+from halfbyte.kernels import norm as kernels
 from halfbyte.ops.operand import SCALES, pinned
+from halfbyte.ops.problem import target
+from halfbyte.ops.surroundings import several_devices
+from halfbyte.sharding import DEFAULT_RULES, Rules, axis_size, on_parts
+
+STREAM = ("batch", "residual_seq", "width")  # the logical axes of x
+LOOPED = "layers in a loop keep x in stacks, which XLA's fusions read in place and a kernel does not"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -55,3 +74,102 @@ def _row(scale: jax.Array, ndim: int) -> jax.Array:
 
 
 rms_norm.defvjp(_fwd, _bwd)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fork:
+    """How many read h, and where: what is settled before tracing."""
+
+    eps: float
+    readers: int
+    mesh: Mesh | None
+    rules: Rules
+
+    def on_parts(self, kernel: Callable[..., Any], arrays: Sequence[Any], specs: Any, out_specs: Any) -> Any:
+        """kernel(*arrays) on each device's part of them."""
+        if self.mesh is None or self.mesh.size == 1:
+            return kernel(*arrays)
+        return on_parts(kernel, self.mesh, specs, out_specs)(*arrays)
+
+    @property
+    def specs(self) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
+        """Of x, of one number a row, and of one row for several."""
+        if self.mesh is None:
+            return (PartitionSpec(),) * 3
+        batch, seq, _ = (self.rules.mesh_axes(name) for name in STREAM)
+        return (
+            self.rules.spec(STREAM, self.mesh),
+            self.rules.spec(STREAM[:2], self.mesh),
+            PartitionSpec(tuple(axis for axis in (*batch, *seq) if axis in self.mesh.shape)),
+        )
+
+
+def forked_norm(
+    x: jax.Array, scale: jax.Array, eps: float, *, readers: int = 1, looped: bool = False, mesh: Mesh | None = None,
+    rules: Rules = DEFAULT_RULES,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:  # fmt: skip
+    """(x [batch, seq, width] as it goes on, `rms_norm` of it): h for each of its `readers` where kernels serve, which
+    take up the gradients of all of them and of x in one pass; else one h for all.
+    """
+    if by_xla(x.shape, x.dtype, looped=looped, mesh=mesh, rules=rules):
+        return x, (rms_norm(x, scale, eps),)
+    return _forked(Fork(eps, readers, mesh, rules), x, scale)
+
+
+def by_xla(
+    shape: tuple[int, ...], dtype: DTypeLike, *, looped: bool, device: Device | None = None, mesh: Mesh | None = None,
+    rules: Rules = DEFAULT_RULES,
+) -> str | None:  # fmt: skip
+    """Why XLA computes the norm of x and not a kernel, or None."""
+    device = device or target()
+    parts = [axis_size(mesh, rules.mesh_axes(name)) for name in STREAM[: len(shape) - 1]]
+    if device.capability is None:
+        return f"its kernels are for NVIDIA GPUs, this is {device.name}"
+    if looped:
+        return LOOPED
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return f"its kernels read bfloat16, got {jnp.dtype(dtype).name}"
+    if len(shape) != 3 or any(n % size for n, size in zip(shape[:-1], parts, strict=True)):
+        return f"the mesh does not cut {shape} evenly"
+    if mesh is None and several_devices():
+        return "its kernels read a whole array on one device, and this program is sharded"
+    return kernels.unsupported(math.prod(shape[:-1]) // math.prod(parts), shape[-1], capability=device.capability)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _forked(fork: Fork, x: jax.Array, scale: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return _forked_fwd(fork, x, scale)[0]
+
+
+def _forked_fwd(fork, x, scale):
+    stream, row, _ = fork.specs
+
+    def local(x, scale):
+        h, inverse = kernels.forward(_matrix(x), scale.astype(jnp.float32), eps=fork.eps)
+        return h.reshape(x.shape), inverse.reshape(x.shape[:-1])
+
+    h, inverse = fork.on_parts(local, (x, scale), (stream, PartitionSpec()), (stream, row))
+    inverse = checkpoint_name(inverse, SCALES)
+    return (x, (h,) * fork.readers), (x, scale, inverse)
+
+
+def _forked_bwd(fork, residuals, gradients):
+    (x, scale, inverse), (carry, each) = residuals, gradients
+    stream, row, rows = fork.specs
+
+    def local(x, inverse, scale, carry, each):
+        flat = tuple(map(_matrix, each))
+        dx, parts = kernels.backward(_matrix(x), inverse.reshape(-1), scale, _matrix(carry), flat)
+        return dx.reshape(x.shape), parts
+
+    arrays = (x, inverse, scale.astype(jnp.float32), carry, each)
+    specs = (stream, row, PartitionSpec(), stream, (stream,) * len(each))
+    dx, parts = fork.on_parts(local, arrays, specs, (stream, rows))
+    return dx, jnp.sum(parts, axis=0).astype(scale.dtype)
+
+
+def _matrix(x: jax.Array) -> jax.Array:
+    return x.reshape(-1, x.shape[-1])  # [..., width] -> [rows, width]
+
+
+_forked.defvjp(_forked_fwd, _forked_bwd)

@@ -90,7 +90,8 @@ class DotGeneral:
             if value not in known:
                 raise ValueError(f"dot_general: {name} must be one of {', '.join(known)}, got {value!r}")
         key = _own_stream(key)
-        self.key, self.has_child = key, not (key is None or isinstance(key, str) or _is_function(key))
+        is_function = isinstance(key, Callable) and jax.tree_util.all_leaves([key])  # type: ignore[arg-type]
+        self.key, self.has_child = key, not (key is None or isinstance(key, str) or is_function)
         self.recipe, self.site, self.backend, self.other, self.weight = recipe, site, backend, other, weight
         self._record = _Record()
 
@@ -136,10 +137,14 @@ class DotGeneral:
         if _linen_initializes():  # what it computes is thrown away
             return plain()
         self._record.calls[Call(site or "", lhs.shape, rhs.shape, None if why else self.recipe.name, why or "")] = None
+        if why is not None and self.other == "error":
+            raise ValueError(
+                f"dot_general at {site or 'an unnamed site'}: dimension_numbers={dimension_numbers} cannot run in "
+                f"{self.recipe.name!r}: {why}; say other='plain' to let such dots run as lax.dot_general"
+            )
         if why is not None:
-            self._accept_plain(site, dimension_numbers, why)
             return plain()
-        swapped = self._weight_is_left(lhs, rhs)
+        swapped = einsum_turned(lhs, rhs) != (self.weight == "left")
         dtype = preferred_element_type or jnp.result_type(lhs.dtype, rhs.dtype)
         y = linear(
             *((rhs, lhs) if swapped else (lhs, rhs)),
@@ -151,19 +156,9 @@ class DotGeneral:
         y = weight_first(y, rhs.ndim - len(dimension_numbers[0][1])) if swapped else y
         return y if self._has_key() else needs_stream(y, self.key)
 
-    def _weight_is_left(self, lhs: jax.Array, rhs: jax.Array) -> bool:
-        return einsum_turned(lhs, rhs) != (self.weight == "left")
-
     def _has_key(self) -> bool:
         """False where the Linen stream that gives the keys was not passed to `apply`."""
         return not (self.recipe.stochastic and isinstance(self.key, str)) or _linen_layer(self.key).has_rng(self.key)
-
-    def _accept_plain(self, site: str | None, dimension_numbers: DimensionNumbers, why: str) -> None:
-        if self.other == "error":
-            raise ValueError(
-                f"dot_general at {site or 'an unnamed site'}: dimension_numbers={dimension_numbers} cannot run in "
-                f"{self.recipe.name!r}: {why}; say other='plain' to let such dots run as lax.dot_general"
-            )
 
     def _call_key(self, site: str | None) -> jax.Array | None:
         if isinstance(self.key, str):
@@ -232,10 +227,6 @@ def _rebuild(static: tuple, key: Any) -> DotGeneral:
     made.has_child, made.recipe, made.backend, made.other, made.weight, made._record, made.site = static
     made.key = key
     return made
-
-
-def _is_function(key: object) -> bool:
-    return isinstance(key, Callable) and jax.tree_util.all_leaves([key])  # type: ignore[arg-type]
 
 
 def _own_stream(key: Any) -> Any:

@@ -218,7 +218,7 @@ def quantize_part(
         else:
             bits, signs = drawn_keys(policy, role, key)
             if policy.source == "forward" or signs is not None:  # no kernel makes these
-                given = forward.unpack().dequantize() if isinstance(forward, Packed) else constant
+                given = constant if forward is None else _stands_for(forward)
                 made = defined_weight(given, policy, axis=CONTRACTED[role], key=bits, cut=cut, signs=signs)
             else:
                 made = passes.weight(constant, policy, axis=CONTRACTED[role], key=bits, cut=cut, packed=packed)
@@ -227,6 +227,14 @@ def quantize_part(
     fprop = codes("fprop_w")
     source = fprop if recipe.dgrad_w.source == "forward" else None
     return QWeight(w, fprop, None if shares_codes(recipe) else codes("dgrad_w", source), recipe)
+
+
+def _stands_for(made: QuantizedWeight) -> jax.Array:
+    """The numbers of a quantized weight, float32."""
+    if isinstance(made, Packed):
+        return made.unpack().dequantize()
+    numbers = made.values().astype(jnp.float32)
+    return numbers if made.factor is None else numbers * made.factor
 
 
 def weight_operand(
@@ -349,7 +357,10 @@ class Linear:
         check_training(self.plan.problem)
         recipe, weight = self.plan.recipe, self.weight
         passes = self.plan.choice.for_weight if self.plan.weights_kept == "master" else XLA
-        fprop, dgrad = (None if c is None else passes.keep_weight(c) for c in (weight.fprop, weight.dgrad))
+        fprop, dgrad = (
+            None if made is None else passes.keep_weight(made, axis=CONTRACTED[role])
+            for role, made in (("fprop_w", weight.fprop), ("dgrad_w", weight.dgrad))
+        )
         read = not recipe.dgrad_w.format.quantized or (fprop_again and not recipe.fprop_w.format.quantized)
         read = read or any(isinstance(c, WeightScales) for c in (fprop, dgrad))
         return dataclasses.replace(self, weight=QWeight(weight.anchor if read else None, fprop, dgrad, recipe))

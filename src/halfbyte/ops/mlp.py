@@ -103,7 +103,9 @@ def mlp_in_stacks(
     """
     recipes = _recipes(recipe)
     _check(x, weights, recipes)
-    keys = key if isinstance(key, tuple) else _site_keys(own_key(key, recipes, (x, *weights)))
+    if not isinstance(key, tuple):
+        own = own_key(key, recipes, (x, *weights))
+        key = tuple(None if own is None else site_key(own, site) for site in SITES)
     specs: tuple[Any, Any] = (), ()
     if execution.placements is not None:
         first, _, last = placed = execution.placements
@@ -116,7 +118,7 @@ def mlp_in_stacks(
         return y if y.ndim == x.ndim else y.reshape(x.shape), place  # [tokens..., embed] -> [..., embed]
 
     given = (x, place)
-    y, place = with_linears(products, given, weights, keys, recipes=recipes, execution=execution, specs=specs)
+    y, place = with_linears(products, given, weights, key, recipes=recipes, execution=execution, specs=specs)
     return y.astype(x.dtype), place
 
 
@@ -130,10 +132,6 @@ def _check_placements(placements: Sequence[Placement], ndim: int) -> None:
             f"placements: gate's and up's y must be cut as down's x, their tokens as x's, "
             f"got {placements[0].y}, {placements[1].y} and {placements[2].x}"
         )
-
-
-def _site_keys(key: jax.Array | None) -> list[jax.Array | None]:
-    return [None if key is None else site_key(key, site) for site in SITES]
 
 
 def _recipes(recipe: Recipe | str | Mapping[str, Recipe | str]) -> tuple[Recipe, ...]:

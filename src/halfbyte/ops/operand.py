@@ -144,13 +144,14 @@ class BlockScaled:
         return (matrix if self.axis == -1 else matrix.T).reshape(self.shape)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["vector"], meta_fields=["policy"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["vector"], meta_fields=["policy", "axis"])
 @dataclasses.dataclass(frozen=True)
 class WeightScales:
     """What a kernel needs beside the master weight to make its carrier again: the tensor's scales, eight numbers."""
 
     vector: jax.Array
     policy: OperandPolicy
+    axis: int  # that its GEMM sums over
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array", "factor"], meta_fields=[])

@@ -139,8 +139,9 @@ class Passes:
         """
         return defined_weight(w, policy, axis=axis, key=key, cut=cut)
 
-    def keep_weight(self, made: QuantizedWeight) -> KeptWeight:
-        """What the backward pass keeps of a weight: no transpose, for dgrad reads it as it lies.
+    def keep_weight(self, made: QuantizedWeight, *, axis: int) -> KeptWeight:
+        """What the backward pass keeps of a weight that is summed over `axis`: no transpose, for dgrad reads it as it
+        lies.
 
         Scales alone mean that `remake_weight` makes it again from the master.
         """

@@ -58,7 +58,7 @@ def qdots(
     dtype, placements = jnp.dtype(out_dtype or x.dtype), execution.placements or ()
     if any((p.mesh, p.x) != (placements[0].mesh, placements[0].x) for p in placements):
         raise ValueError("placements: linears of one x have one mesh and one x, got " + "; ".join(map(str, placements)))
-    specs = tuple(p.x for p in placements[:1]), tuple(p.y for p in placements)
+    specs = tuple(p.x for p in placements[:1]) * (1 + len(copies)), tuple(p.y for p in placements)
 
     def products(tokens: jax.Array, linears: tuple[Linear, ...], *others: jax.Array) -> tuple[jax.Array, ...]:
         each = (tokens, *(t.reshape(tokens.shape) for t in others)) if others else _forked(tokens, len(linears))

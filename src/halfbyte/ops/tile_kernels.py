@@ -8,15 +8,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from halfbyte import kernels
 from halfbyte.devices import Device
-from halfbyte.formats import E2M1, NVFP4
+from halfbyte.formats import NVFP4, BlockFormat
 from halfbyte.formats.bits import float_of_bits
+from halfbyte.formats.choices import lift_of
 from halfbyte.formats.noise import key_words
 from halfbyte.kernels import grouped, layout
-from halfbyte.kernels.scale import AMAX, DECODE, ENCODE, GEMM, MULT, SIZE
+from halfbyte.kernels.scale import AMAX, DECODE, ENCODE, GEMM, LIFT, SIZE
 from halfbyte.ops.backends import fused
 from halfbyte.recipe import WEIGHTS, OperandPolicy
 
@@ -36,12 +36,11 @@ def makes(role: str, policy: OperandPolicy, sides: tuple[int, ...], device: Devi
     return policy in fused.SERVED[role] and layout.divides(outputs if role.endswith("dy") else inputs)
 
 
-def scale_table(amax: jax.Array) -> jax.Array:
+def scale_table(amax: jax.Array, format: BlockFormat = NVFP4) -> jax.Array:
     """float32 [experts, 8]: the vector of `kernels.tensor_scale` for each amax."""
-    scales = jax.vmap(NVFP4.tensor_scales)(amax)
+    scales = jax.vmap(format.tensor_scales)(amax)
     owed = jnp.where(jnp.isfinite(amax), scales.decode, jnp.float32(jnp.nan))
-    known = {AMAX: amax, ENCODE: scales.encode, DECODE: scales.decode, GEMM: owed}
-    known[MULT] = scales.encode * np.float32(1 / E2M1.max)
+    known = {AMAX: amax, ENCODE: scales.encode, DECODE: scales.decode, LIFT: lift_of(amax), GEMM: owed}
     return jnp.stack([known.get(place, jnp.zeros_like(amax)) for place in range(SIZE)], axis=1)
 
 
@@ -52,19 +51,18 @@ def rows(x, policies, keys, tiles):
     """
     hadamard = any(policy.hadamard for policy in policies.values())
     tops = [_amaxes(found, tiles) for found in kernels.maxima(x, hadamard=hadamard)]
-    tables = {role: scale_table(tops[-1 if policy.hadamard else 0]) for role, policy in policies.items()}
+    tables = {role: scale_table(tops[-1 if p.hadamard else 0], p.format) for role, p in policies.items()}
     count, sides = tiles.experts.shape[0], dict[str, Any]()
     origin = jnp.stack([-jnp.arange(count, dtype=jnp.int32), tiles.first, jnp.zeros(count, jnp.int32)], axis=1)
     window = kernels.Window(origin, tiles.tile, x.shape[0], x.shape[1], x.shape[0] // 4 * x.shape[1])
     for role, policy in policies.items():
-        drawn = dict[str, Any]()
-        if role in keys:
-            drawn = {"key": tiles.per_tile(jnp.stack(key_words(keys[role]), axis=-1)), "window": window}
-        scale = tiles.per_tile(tables[role])
+        drawn = role in keys
+        key = tiles.per_tile(jnp.stack(key_words(keys[role]), axis=-1)) if drawn else None
+        place, scale, how = window if drawn else None, tiles.per_tile(tables[role]), fused.scaling(policy)
         if role in fused.OF_ROWS:
-            sides["rows"] = kernels.Rowwise(scale, **drawn)
+            sides["rows"] = kernels.Rowwise(scale, key, place, **how)
         else:
-            sides["columns"] = kernels.Columnwise(scale, **drawn, hadamard=policy.hadamard)
+            sides["columns"] = kernels.Columnwise(scale, key, place, policy.hadamard, **how)
     made = kernels.quantize(x, **sides)
     return [(array, tables[role][:, GEMM]) for role, array in zip(policies, made, strict=True)]
 

@@ -14,11 +14,12 @@ from halfbyte.evaluation.curves import Curve, read_curve
 from halfbyte.inputs import read_json
 from halfbyte.metrics import number, read_rows
 from halfbyte.train import jsonconfig, open_source
+from halfbyte.train.config import COSMETIC
 from halfbyte.train.identity import fingerprint, versions
 from halfbyte.train.reading import open_directory
 
 from .arms import Arm
-from .pairing import COMPUTED, COSMETIC, facts_of
+from .pairing import COMPUTED, facts_of
 from .plan import Plan
 
 DONE, DIVERGED, PARTIAL, MISSING = "done", "diverged", "partial", "missing"

@@ -17,7 +17,7 @@ from typing import Any
 from halfbyte.evaluation.curves import Curve, Gap, gap
 from halfbyte.inputs import check_whole
 from halfbyte.recipe.own import FILE
-from halfbyte.train.config import GUARDED
+from halfbyte.train.config import COSMETIC, GUARDED
 from halfbyte.train.identity import hash_of, load_identity
 from halfbyte.train.jsonconfig import flatten
 from halfbyte.train.resume import completed
@@ -27,7 +27,6 @@ from .statistics import Interval, over_seeds
 ARM_FIELDS = (
     "recipe", "policy", "precision.switch_at", "precision.switch_to", "precision.switch_part", "precision.twin",
 )  # fmt: skip
-COSMETIC = ("model.name", "precision.backend")
 COMPUTED = (*GUARDED, "steps")
 
 

@@ -331,7 +331,12 @@ def print_report(data: Data) -> None:
     data = spelled_out(data)
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160, highlight=False)
     console.print("")
-    _print_table(console, data["arms"])
+    rows = []
+    for arm in data["arms"]:
+        word, mean, gap, seeds = told(arm)
+        rows.append((arm["name"], mean or "-", gap, seeds, word, ", ".join(arm["execution"])))
+    gap_head = f"gap, {data['arms'][0]['unit']} [90% over seeds]"
+    console.print(_table(("arm", "loss", gap_head, "seeds", "verdict", "runs"), rows))
     if data["plan"]["candidates"] > 2 and data["ranking"]:
         console.print(_table(rank_heads(data), rank_rows(data)))
     checks = data["controls"]
@@ -352,14 +357,6 @@ def print_report(data: Data) -> None:
         console.print(line, markup=False, soft_wrap=True)
     for line in data["next"]:
         console.print(f"next: {line}", markup=False, soft_wrap=True)
-
-
-def _print_table(console: Any, arms: Sequence[Data]) -> None:
-    rows = []
-    for arm in arms:
-        word, mean, gap, seeds = told(arm)
-        rows.append((arm["name"], mean or "-", gap, seeds, word, ", ".join(arm["execution"])))
-    console.print(_table(("arm", "loss", f"gap, {arms[0]['unit']} [90% over seeds]", "seeds", "verdict", "runs"), rows))
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:

@@ -6,7 +6,6 @@ program is compiled once an arm and not once a seed.
 
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -175,7 +174,8 @@ def run_jobs(
             if progress.taken() + progress.quickest > within:
                 say(f"{clock(within)} are over: the other {len(waiting) + 1 - number} runs are not begun")
                 break
-            say_here = functools.partial(_say_of, say, f"[{number}/{len(waiting)} {arm.name} seed {seed}]")
+            prefix = f"[{number}/{len(waiting)} {arm.name} seed {seed}]"
+            say_here = lambda text, prefix=prefix: say(f"{prefix} {text}")  # noqa: E731
             if made_from(plan) != now:  # before the first run, and when data or code have changed under way
                 now = made_from(plan)
                 check_cells(plan, directory, now)
@@ -185,10 +185,6 @@ def run_jobs(
             progress.end_run()
             say_here(f"{_outcome(run_directory(directory, arm, seed), plan.base.steps)}{progress.left()}")
     return stop.asked
-
-
-def _say_of(say: Say, prefix: str, text: str) -> None:
-    say(f"{prefix} {text}")
 
 
 def run_one(

@@ -90,9 +90,9 @@ def equivalence_p(found: Interval, margin: float) -> float | None:
     return float(_stdtr()(found.count - 1, (abs(found.mean) - margin) / error))
 
 
-def spending(looks: Sequence[int], alpha: float = ALPHA) -> tuple[float, ...]:
-    """The level of each look after `looks` seeds; they sum to alpha."""
-    spent = [alpha * (count / looks[-1]) ** 2 for count in looks]
+def spending(looks: Sequence[int]) -> tuple[float, ...]:
+    """The level of each look after `looks` seeds; they sum to ALPHA."""
+    spent = [ALPHA * (count / looks[-1]) ** 2 for count in looks]
     return tuple(after - before for before, after in itertools.pairwise((0.0, *spent)))
 
 
@@ -103,42 +103,39 @@ def reach(sd: float, count: int, *, alpha: float = ALPHA) -> float:
     return float(special.nctdtrinc(count - 1, 1 - POWER, bound)) * sd / math.sqrt(count)
 
 
-def seeds_needed(found: Interval, margin: float, *, most: int = 64, alpha: float = ALPHA) -> int | None:
+def seeds_needed(found: Interval, margin: float, *, alpha: float = ALPHA) -> int | None:
     """Seeds with which one look at `alpha` would probably (POWER) put the interval wholly on one side of the margin, if
-    mean and spread are what they are now; None if that is more than `most` (the gap is about the margin itself)."""
+    mean and spread are what they are now; None if that is more than 64 (the gap is about the margin itself)."""
     if not found.sd:
         return FEWEST_SEEDS
     room = abs(abs(found.mean) - margin)
-    counts = range(FEWEST_SEEDS, most + 1)
+    counts = range(FEWEST_SEEDS, 65)
     return next((count for count in counts if reach(found.sd, count, alpha=alpha) <= room), None)
 
 
-def moving_block_bootstrap(
-    values: Sequence[float] | np.ndarray, *, level: float = LEVEL, draws: int = 2000, block: int | None = None
-) -> tuple[float, float] | None:
+def moving_block_bootstrap(values: Sequence[float] | np.ndarray, *, draws: int = 2000) -> tuple[float, float] | None:
     """An interval of the mean *within one run* of neighbouring values that move together. It says nothing about another
     seed. None for fewer than 4 values."""
-    found = block_draws(values, draws=draws, block=block)
-    return None if found is None else middle(found, level)
+    found = block_draws(values, draws=draws)
+    return None if found is None else middle(found)
 
 
-def middle(draws: np.ndarray, level: float = LEVEL) -> tuple[float, float]:
-    """The range that holds `level` of them, as much below as above."""
-    low, high = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2])
+def middle(draws: np.ndarray) -> tuple[float, float]:
+    """The range that holds LEVEL of them, as much below as above."""
+    low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 
 
 def block_draws(
-    values: Sequence[float] | np.ndarray, *, draws: int = 2000, block: int | None = None,
-    of: Callable[..., np.ndarray] = np.mean, seed: int = 0,
-) -> np.ndarray | None:  # fmt: skip
+    values: Sequence[float] | np.ndarray, *, draws: int = 2000, of: Callable[..., np.ndarray] = np.mean, seed: int = 0
+) -> np.ndarray | None:
     """A statistic of blocks of neighbouring values, drawn with replacement `draws` times; None for fewer than 4
     values."""
     x = np.asarray(values, np.float64)
     n = len(x)
     if n < 4:
         return None
-    size = min(block or max(2, round(n ** (1 / 3) * 1.5)), n)
+    size = min(max(2, round(n ** (1 / 3) * 1.5)), n)
     random = np.random.default_rng(seed)
     starts = random.integers(0, n - size + 1, size=(draws, -(-n // size)))
     within = np.arange(size)

@@ -72,10 +72,9 @@ class Outcome:
     @property
     def mfu(self) -> float:
         """Of the dense peaks of the formats that multiply, each for its FLOPs."""
-        peaks = {"bf16": "bf16", "fp8": "fp8", "fp4": "nvfp4"}
-        peak = self.on.device.peak
+        peaks = self.on.device.gemm_peaks
         ideal = sum(
-            times * each.flops / peak[peaks.get(each.format, "bf16")]
+            times * each.flops / peaks.get(each.format, peaks["bf16"])
             for each, times in walk(self.reading.events)
             if each.what in ("gemm", "attention")
         )

@@ -17,7 +17,7 @@ from halfbyte.devices import Device, target_cudnn, topology
 from halfbyte.devices.platform import CUDA_PLUGINS, any_installed
 from halfbyte.inputs.kept import is_kept, kept
 from halfbyte.launch.xla_flags import FLAG_SETS, as_known
-from halfbyte.program import Gemm, Program, gemms, read
+from halfbyte.program import Program, gemms, read
 from halfbyte.sharding import parse_mesh
 from halfbyte.sharding.mesh import whole_sizes
 from halfbyte.train import TrainConfig, abstract_state, phases, run_mesh
@@ -26,7 +26,7 @@ from halfbyte.train.step import compiler_options
 
 from . import analytic
 from .cluster import Cluster, crossing
-from .load import Load, even_load
+from .load import even_load
 from .schedule import Event, from_json, schedule, walk
 
 NATIVE = ("block-scaled", "fp4")
@@ -55,7 +55,8 @@ class Reading:
     @property
     def gemm_flops(self) -> float:
         """Multiplied by the linears' GEMMs in a step."""
-        return sum(times * each.flops for each, times in walk(self.events) if _is_linear(each))
+        linears = ((e, times) for e, times in walk(self.events) if e.what == "gemm" and e.purpose != "attention")
+        return sum(times * each.flops for each, times in linears)
 
     @property
     def operand_bytes(self) -> float:
@@ -66,10 +67,6 @@ class Reading:
     def bytes_needed(self) -> float:
         """Of a device's memory."""
         return sum(self.memory.values())
-
-
-def _is_linear(event: Event) -> bool:
-    return event.what == "gemm" and event.purpose != "attention"
 
 
 def can_compile() -> bool:
@@ -173,20 +170,17 @@ def read_step(made: Any, config: TrainConfig, mesh: Mesh, on: Cluster) -> Readin
     """A compiled step, read. Unreadable where an instruction cannot be placed."""
     program, state = read(made.as_text()), abstract_state(config, mesh)
     weights, load = shard_bytes(state.params), even_load(config, on.count)
+    multiplied = gemms(program, turns=load.turns, branches=load.branches)
     return Reading(
         compiled=True,
         events=schedule(program, dict(mesh.shape), crossing(config.mesh, on), load),
         memory=_memory(made.memory_analysis(), program, config, weights=weights, state=shard_bytes(state)),
         needed_flops=needed(config) / on.count,
         filling_flops=_filling(config, on),
-        native=sum(each.times for each in _gemms(program, load) if (each.kind, each.format) == NATIVE),
+        native=sum(each.times for each in multiplied if (each.kind, each.format) == NATIVE),
         native_expected=native_calls(config, on.device),
         compulsory=_compulsory(config),
     )
-
-
-def _gemms(program: Program, load: Load) -> list[Gemm]:
-    return gemms(program, turns=load.turns, branches=load.branches)
 
 
 def _filling(config: TrainConfig, on: Cluster) -> float:

@@ -135,17 +135,13 @@ def layouts(config: TrainConfig, on: Cluster) -> Iterator[TrainConfig]:
                     continue
                 inside = {"data": data, "fsdp": inner // data // expert, "expert": expert, "tensor": tensor}
                 shape = {f"{DCN}{across}": racks, **inside}
-                for each in _with_choices(dataclasses.replace(config, mesh=format_mesh(shape))):
+                for remat, reduced in itertools.product(REMAT, REDUCED):
+                    precision = dataclasses.replace(config.precision, reduce_dtype=reduced)
+                    each = dataclasses.replace(config, mesh=format_mesh(shape), remat=remat, precision=precision)
                     seen |= is_own(each, config)
                     yield each
     if not seen:
         yield config
-
-
-def _with_choices(config: TrainConfig) -> Iterator[TrainConfig]:
-    for remat, reduced in itertools.product(REMAT, REDUCED):
-        precision = dataclasses.replace(config.precision, reduce_dtype=reduced)
-        yield dataclasses.replace(config, remat=remat, precision=precision)
 
 
 def is_own(config: TrainConfig, own: TrainConfig) -> bool:

@@ -77,12 +77,9 @@ def events_of(trace: Path) -> dict[str, list[Event]]:
                 if stream or ("hlo_op" in stats and not plane.name.startswith("/device:")):
                     device = plane.name if stream else f"{plane.name}:{stats.get('device_ordinal', 0)}"
                     span = (event.start_ns * 1e-9, (event.start_ns + event.duration_ns) * 1e-9)
-                    found.setdefault(device, []).append(_event(stats, event.name, span))
+                    name, module = (str(stats.get(field, "")) for field in ("hlo_op", "hlo_module"))
+                    found.setdefault(device, []).append(Event(name, event.name, *span, module=module))
     return found
-
-
-def _event(stats: Mapping[str, Any], kernel: str, span: Interval) -> Event:
-    return Event(str(stats.get("hlo_op", "")), kernel, *span, module=str(stats.get("hlo_module", "")))
 
 
 def breakdown(trace: Path, program_text: str) -> dict[str, float]:

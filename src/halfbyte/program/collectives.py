@@ -4,6 +4,7 @@
 it is scattered for a reduce-scatter. `wire` is what one device sends in a ring.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -107,7 +108,9 @@ def collectives(program: Program, mesh: Mapping[str, int] | None = None) -> list
     Those in which nothing travels are left out: groups of one device, and permutations in which nobody sends, which XLA
     writes where a reshard moves nothing.
     """
-    starters = {name: found for found in program.instructions.values() if _wraps(found) for name in found.calls}
+    # An async-start may wrap a collective in a computation of its own.
+    wrapping = [found for found in program.instructions.values() if found.opcode == "async-start"]
+    starters = {name: found for found in wrapping for name in found.calls}
     walked = launches(program, matters=lambda each: kind_of(each) is not None)
     found = (launch for launch in walked if kind_of(launch.instruction))
     described = (_describe(program, launch, mesh, starters) for launch in found)
@@ -136,11 +139,6 @@ def hidden_share(found: Iterable[Overlap], *, flops_per_second: Mapping[str, flo
         total += each.collective.moved
         hidden += each.collective.moved if enough else 0.0
     return hidden / total if total else 1.0
-
-
-def _wraps(found: Instruction) -> bool:
-    """Whether this is an async-start, which may wrap a collective in a computation of its own."""
-    return found.opcode == "async-start"
 
 
 def _describe(
@@ -177,10 +175,7 @@ def _size(found: Instruction, groups: Groups | None, mesh: Mapping[str, int] | N
         return len(groups[0]) if groups else 0
     if mesh is None:
         raise Unreadable(f"{found.name} joins all devices, and nobody says how many; give the mesh")
-    size = 1
-    for axis in mesh.values():
-        size *= axis
-    return size
+    return math.prod(mesh.values())
 
 
 def _overlap(program: Program, collective: Collective) -> Overlap:

@@ -4,9 +4,10 @@ Collectives make every rank wait for the slowest, so the one that hangs is not t
 that is silent, or else the one that is furthest behind.
 """
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+
+from .ending import Message
 
 PAUSED = ("start", "compile", "restore", "save", "validation", "finish", "done")
 """What may take long: while one rank is at it, the others may wait for it, and nobody is blamed by the clock."""
@@ -22,22 +23,13 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Beat:
+class Beat(Message):
     """One sign of life: `count` grows with each; `idle` is how long this rank has been at what it is `doing`."""
 
     count: int
     step: int
     doing: str
     idle: float
-
-    def to_json(self) -> str:
-        """As rank 0 reads it."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> "Beat":
-        """A beat that another rank has written."""
-        return cls(**json.loads(text))
 
 
 def judge(beats: Mapping[int, Beat], silent: Mapping[int, float], limits: Limits) -> tuple[int, str] | None:

@@ -4,26 +4,32 @@ import json
 import os
 import sys
 from dataclasses import asdict, dataclass
+from typing import Self
 
 FAILED, BAD_INPUT, PREEMPTED = 1, 2, 75
 
 
 @dataclass(frozen=True)
-class End:
-    """`rank`: who failed or was told to stop; `sentence`: why; `code`: with which every rank exits."""
-
-    rank: int
-    sentence: str
-    code: int
+class Message:
+    """What ranks write to each other."""
 
     def to_json(self) -> str:
         """As the other ranks read it."""
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> "End":
-        """The end that another rank has written."""
+    def from_json(cls, text: str) -> Self:
+        """What another rank has written."""
         return cls(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class End(Message):
+    """`rank`: who failed or was told to stop; `sentence`: why; `code`: with which every rank exits."""
+
+    rank: int
+    sentence: str
+    code: int
 
 
 def leave(end: End) -> None:

@@ -108,13 +108,11 @@ class Policy:
 
     def rule_for(self, path: str, layer: int | None, num_layers: int) -> Rule | None:
         """The rule that decides one linear, None for bf16. `layer` is None outside the layers."""
-        return next(self._matching(path, layer, num_layers), None)
-
-    def _matching(self, path: str, layer: int | None, num_layers: int) -> Iterator[Rule]:
         for rule in self.rules:
             inside = rule.layers is None or (layer is not None and layer in rule.layer_range(num_layers))
             if inside and rule.matches(path):
-                yield rule
+                return rule
+        return None
 
     def resolve(self, paths: Sequence[str], num_layers: int) -> Resolved:
         """Segments for the paths under `layers/` and recipes for the others. A rule that decides nothing is a

@@ -35,10 +35,6 @@ def _one_of(field: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"OperandPolicy.{field} must be one of {', '.join(choices)}, got {value!r}")
 
 
-def _has_tiles(format: BlockFormat) -> bool:
-    return format.block == NVFP4.block
-
-
 @dataclass(frozen=True)
 class OperandPolicy:
     """How one operand of one GEMM is quantized. The default is bfloat16, untouched."""
@@ -72,7 +68,7 @@ class OperandPolicy:
                 f"OperandPolicy.rounding={self.rounding!r} exists for {reason}; use rounding='rne', or a 4-bit format "
                 "(NVFP4, MXFP4)"
             )
-        if self.block == "2d" and not _has_tiles(self.format):
+        if self.block == "2d" and self.format.block != NVFP4.block:
             raise ValueError(
                 f"OperandPolicy.block='2d' exists for blocks of 16 (NVFP4) only, got format {self.format.name}; "
                 "use block='1d'"

@@ -40,7 +40,8 @@ def from_dict(kind: type[Config], values: Mapping[str, Any], *, where: str = "")
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
-    options = typing.get_args(hint) if _is_union(hint) else (hint,)
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    options = typing.get_args(hint) if is_union else (hint,)
     if value is None and type(None) in options:
         return None
     for option in options:
@@ -58,10 +59,6 @@ def _value(hint: Any, value: Any, where: str) -> Any:
             return value
     wanted = " or ".join(getattr(option, "__name__", str(option)) for option in options)
     raise ValueError(f"config field {where} must be {wanted}, got {value!r}")
-
-
-def _is_union(hint: Any) -> bool:
-    return typing.get_origin(hint) in (typing.Union, types.UnionType)
 
 
 def as_text(config: Any) -> str:

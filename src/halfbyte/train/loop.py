@@ -32,10 +32,9 @@ from .preflight import GIB
 from .resume import Start
 from .scheduling import Scheduling
 from .session import Outputs, Session, check_stacks_of_loops, make_meter, open_display, open_sinks, write_manifest
-from .source import to_mesh
+from .source import to_mesh, validate
 from .state import TrainState, bit_sum
 from .step import Batch, abstract_batch, compile_train_step, jit_train_step, make_eval_step
-from .validation import validate
 
 
 class Diverged(Exception):

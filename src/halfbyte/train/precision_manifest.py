@@ -7,7 +7,7 @@ step makes.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from halfbyte.devices import Device, native_training
 from halfbyte.formats import BF16
 from halfbyte.metrics import Throughput, mixed_peak
 from halfbyte.models.flops import FLOPS_FORMULA
+from halfbyte.nn.norm import by_xla
 from halfbyte.ops import tile_kernels
 from halfbyte.ops.tiles import check_tiles
 from halfbyte.recipe import GEMMS, OperandPolicy, Recipe, Resolved
@@ -84,6 +85,8 @@ class Manifest:
     step_flops: float
     share_4bit: float
     share_by_multiplier: dict[str, float]
+    norms: str
+    """Who computes the norms of a layer: kernels, or xla and why."""
 
     def to_json(self) -> dict[str, Any]:
         """As written to manifest.json."""
@@ -125,7 +128,27 @@ def build_manifest(config: TrainConfig, resolved: Resolved, recipe: Recipe, *, s
         step_flops=total,
         share_4bit=four_bit,
         share_by_multiplier=by_multiplier,
+        norms=_norms(config, rows, seq, device),
     )
+
+
+def _norms(config: TrainConfig, rows: int, seq: int, device: Device) -> str:
+    parts, model = _cuts(config), config.model
+    shape = rows // parts("batch"), seq // parts("residual_seq"), model.embed
+    looped = 0 < config.unroll < model.layers
+    reason = by_xla(shape, config.precision.compute_dtype, looped=looped, device=device)
+    return "kernels" if reason is None else f"{XLA}: {reason}"
+
+
+def _cuts(config: TrainConfig) -> Callable[..., int]:
+    """Into how many parts the run's mesh cuts dims of these logical axes."""
+    shape = whole_sizes(parse_mesh(config.mesh) or default_shape(jax.devices()))
+
+    def cut(*names: str | None) -> int:
+        axes = {axis for name in names if name for axis in DEFAULT_RULES.mesh_axes(name)}
+        return math.prod(shape.get(axis, 1) for axis in axes)
+
+    return cut
 
 
 def native_sites(manifest: Manifest, resolved: Resolved) -> list[tuple[str, Recipe, tuple[int, int, int]]]:
@@ -207,12 +230,7 @@ def _gemm(
 
 def _problem(site: models.GemmSite, chosen: Recipe, config: TrainConfig, device: Device) -> ops.Problem:
     """The linear as one device of the run's mesh multiplies it: its tokens, its features, a weight that is gathered."""
-    shape = whole_sizes(parse_mesh(config.mesh) or default_shape(jax.devices()))
-
-    def cut(*names: str | None) -> int:
-        axes = {axis for name in names if name for axis in DEFAULT_RULES.mesh_axes(name)}
-        return math.prod(shape.get(axis, 1) for axis in axes)
-
+    cut = _cuts(config)
     inputs, outputs = site.axes
     tensor = [1 if name == "embed" else cut(name) for name in (inputs, outputs)]
     return ops.Problem(
@@ -262,11 +280,6 @@ def makers(gemms: Mapping[str, Gemm]) -> str:
     return next(iter(made)) if len(made) == 1 else "; ".join(f"{' '.join(names)}: {by}" for by, names in made.items())
 
 
-def _runs(site: Site, executions: list[str]) -> str:
-    """How a linear runs."""
-    return f"{', '.join(executions)} ({served(site.backend, site.gemms)})" if executions else site.backend
-
-
 def table(manifest: Manifest) -> Table:
     """The manifest for people; manifest.json has every operand of every GEMM in full."""
     rows = Table(
@@ -290,7 +303,7 @@ def table(manifest: Manifest) -> Table:
             f"{site.layers[0]}-{site.layers[1] - 1}" if in_layers else "-",
             f"{site.k}×{site.n}",
             *(_cell(site.gemms[gemm]) for gemm in GEMMS),
-            _runs(site, executions),
+            f"{', '.join(executions)} ({served(site.backend, site.gemms)})" if executions else site.backend,
             f"{100 * site.flops / manifest.step_flops:.1f}%",
             style="" if executions else "dim",
         )
@@ -314,6 +327,7 @@ def caption(manifest: Manifest) -> str:
         }
     )
     multipliers = ", ".join(f"{name} {100 * share:.1f}%" for name, share in manifest.share_by_multiplier.items())
+    lines += [] if manifest.device.startswith("cpu") else [f"norms of a layer: {manifest.norms}"]
     tokens, tiled = manifest.sites[0].tokens, any(site.backend == TILES for site in manifest.sites)
     return "\n".join(
         [

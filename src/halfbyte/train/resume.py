@@ -12,7 +12,7 @@ from halfbyte.checkpoint import Checkpoints, Restored
 from halfbyte.inputs.programs import only_named
 from halfbyte.recipe.own import same_program
 
-from .config import GUARDED, TrainConfig
+from .config import COSMETIC, GUARDED, TrainConfig
 from .guard import Return
 from .identity import versions
 from .jsonconfig import differences, flatten, from_dict, to_dict
@@ -42,10 +42,7 @@ def guarded_changes(stored: Mapping[str, Any], config: TrainConfig, *, ignore: S
     return [
         f"{name}: {_show(old)} -> {_show(new)}"
         for name, old, new in differences(completed(stored), to_dict(config))
-        if name.split(".")[0] in GUARDED
-        and not _cosmetic(name)
-        and name not in ignore
-        and not same_program(str(old), str(new))
+        if name.split(".")[0] in GUARDED and name not in (*COSMETIC, *ignore) and not same_program(str(old), str(new))
     ]
 
 
@@ -81,10 +78,6 @@ def check_unchanged(
     for name, old, new in differences(stored, to_dict(config)):
         if name == "steps":
             say(f"steps {old} -> {new}: the learning-rate schedule now ends at step {new}")
-
-
-def _cosmetic(name: str) -> bool:
-    return name in ("model.name", "precision.backend")
 
 
 def _show(value: Any) -> str:

@@ -14,7 +14,7 @@ from halfbyte.ranks import Group, Limits, Signals
 
 from .claim import Claim
 from .config import TrainConfig
-from .directory import set_rows_aside
+from .directory import set_rows_aside, take
 from .goodput import Goodput
 from .loop import Loop, RunResult
 from .observing import Observer
@@ -28,7 +28,6 @@ from .session import (
     open_sinks,
     settle_directory,
     show_start,
-    take_directory,
 )
 
 
@@ -66,7 +65,7 @@ def train(
         show_start(session)
         check_native_gemms(session)
         group.at("restore")
-        taken = take_directory(session)
+        taken = take(session.found, config, session.content, is_main=session.is_main, say=session.say)
         group.agree("checkpoints", {"checkpoints seen": taken.store.steps()})
         restore = functools.partial(
             begin, config, session.mesh, taken.store, content=session.content, say=session.say, initial=initial

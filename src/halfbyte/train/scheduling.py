@@ -87,9 +87,8 @@ def roofline(device: Device) -> Roofline:
     """What a device of the table reaches."""
     assert device.bandwidth and device.nvlink_bandwidth and device.nvlink_domain
     bf16 = device.peak["bf16"]
-    formats = {"bf16": bf16, "fp8": device.peak.get("fp8", bf16), "fp4": device.peak.get("nvfp4", bf16)}
     return Roofline(
-        gemm={name: GEMMS * peak for name, peak in formats.items()},
+        gemm={name: GEMMS * peak for name, peak in device.gemm_peaks.items()},
         attention=(ATTENTION[0] * bf16, ATTENTION[1] * bf16),
         memory=MEMORY * device.bandwidth,
         link=LINKS * device.nvlink_bandwidth / 2,

@@ -40,7 +40,7 @@ from halfbyte.sharding import format_mesh
 from . import jsonconfig
 from .claim import Claim
 from .config import TrainConfig
-from .directory import Found, Taken, check_data, look_at, settle, take
+from .directory import Found, Taken, check_data, look_at, settle
 from .goodput import Goodput
 from .guard import Return
 from .identity import fingerprint
@@ -214,11 +214,6 @@ class Outputs:
             sink.write(row)
         if self.display is not None:
             self.display.step(row)
-
-
-def take_directory(session: Session) -> Taken:
-    """Open the checkpoints of the run directory."""
-    return take(session.found, session.config, session.content, is_main=session.is_main, say=session.say)
 
 
 def settle_directory(session: Session, taken: Taken, returns: Sequence[Return]) -> None:

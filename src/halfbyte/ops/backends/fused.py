@@ -13,12 +13,13 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import TypedDict
 
 import jax
 import jax.numpy as jnp
 
 from halfbyte import kernels
-from halfbyte.formats import NVFP4, Packed
+from halfbyte.formats import E2M1, NVFP4, NVFP4_46_MAE, NVFP4_46_MSE, NVFP4_46_SR, NVFP4_1716, Packed, TwoLevel
 from halfbyte.kernels import Columnwise, Rowwise, Window
 from halfbyte.kernels.layout import BLOCK
 from halfbyte.kernels.matmul import unsupported as gemm_unsupported
@@ -33,18 +34,38 @@ from halfbyte.ops.shards import Cut, axes_of, offsets, whole_maxima, whole_shape
 from halfbyte.recipe import OperandPolicy, Recipe
 
 LAYOUTS = {FPROP: "nn", DGRAD: "nt", WGRAD: "tn"}  # as the GEMM kernel names them
-WEIGHT = OperandPolicy(NVFP4, block="2d")  # what its weight kernel makes
+FORMATS = (NVFP4, NVFP4_1716, NVFP4_46_MSE, NVFP4_46_MAE, NVFP4_46_SR)  # E2M1 under E4M3 scales of 16, one S a tensor
+WEIGHT = OperandPolicy(NVFP4, block="2d")  # of a tile, one carrier or packed codes for both GEMMs
+WEIGHTS = {WEIGHT, *(OperandPolicy(fmt) for fmt in FORMATS)}  # what its weight kernels make
 OF_ROWS, OF_TOKENS = ("fprop_x", "dgrad_dy"), ("wgrad_x", "wgrad_dy")
 # Every operand policy that its kernels serve, of rows and of tokens.
 SERVED = {
     role: {
-        OperandPolicy(NVFP4, rounding=rounding, hadamard=hadamard, source=source)
-        for rounding in ("rne", "stochastic")
+        OperandPolicy(fmt, rounding=rounding, hadamard=hadamard, source=source)
+        for fmt in FORMATS
+        for rounding in ("rne", "stochastic", "midpoint")
         for hadamard in ((False,) if role in OF_ROWS else (False, True))
         for source in ("as_is", "bfloat16")
     }
     for role in OF_ROWS + OF_TOKENS
 }
+
+
+def rule_of(policy: OperandPolicy) -> TwoLevel:
+    """The scale rule of a format that is served."""
+    assert isinstance(policy.format.scale, TwoLevel)
+    return policy.format.scale
+
+
+class Scaling(TypedDict):
+    """What a policy says to a kernel about scales and rounding."""
+
+    rule: TwoLevel
+    rounding: str
+
+
+def scaling(policy: OperandPolicy) -> Scaling:
+    return {"rule": rule_of(policy), "rounding": policy.rounding}
 
 
 def foreign(recipe: Recipe) -> str | None:
@@ -53,7 +74,8 @@ def foreign(recipe: Recipe) -> str | None:
         policy = getattr(recipe, role)
         if policy not in served:
             return (
-                f"{role} is {policy}; its kernels make NVFP4 blocks of 16, with the Hadamard transform for wgrad only"
+                f"{role} is {policy}; its kernels make NVFP4 blocks of 16, plain or by four over six, with the "
+                "Hadamard transform for wgrad only"
             )
     return None
 
@@ -89,6 +111,7 @@ class FusedPasses(GatedPasses):
 
     name = "fused"
     keeps_in_stacks = True
+    packs_weights = False  # also those that do not travel
 
     def unsupported(self, problem: Problem) -> str | None:
         """Needs one Hopper or newer NVIDIA GPU, bfloat16 tensors, and sizes that the kernels' tiles divide."""
@@ -98,8 +121,10 @@ class FusedPasses(GatedPasses):
         return reason
 
     def weight_unsupported(self, problem: Problem, policy: OperandPolicy) -> str | None:
-        if policy != WEIGHT:
-            return f"its kernel makes nvfp4 2d rne, this is {policy}"
+        if policy not in WEIGHTS:
+            return f"its kernels make nvfp4 2d rne, or 1d of {', '.join(fmt.name for fmt in FORMATS)}; this is {policy}"
+        if policy != WEIGHT and (problem.gathered or self.packs_weights):
+            return f"its kernels pack weights in square tiles, this is {policy}"
         if problem.weight_dtype not in kernels.WEIGHTS:
             return f"its kernel reads {' or '.join(kernels.WEIGHTS)} weights, got {problem.weight_dtype}"
         return kernels.unsupported(*problem.weight_part)
@@ -140,13 +165,13 @@ class FusedPasses(GatedPasses):
 
     def _sides(self, tops: Sequence[jax.Array], row: Request | None, column: Request | None, shape: tuple[int, ...]):
         """((row, column) as a kernel takes them, their scales), from the maxima of a tensor and of its transform."""
-        transformed = column is not None and column.policy.hadamard
-        vectors = kernels.tensor_scales(*tops[: 1 + transformed])
+        wanted = [r for r in (row, column) if r is not None]
+        own = [tops[-1 if r.policy.hadamard else 0] for r in wanted]
+        scales = kernels.tensor_scales(*own, tops=tuple(rule_of(r.policy).top(E2M1) for r in wanted))
         sides = (
-            None if row is None else self._rowwise(row, vectors[0], shape),
-            None if column is None else self._columnwise(column, vectors[-1], shape),
+            None if row is None else self._rowwise(row, scales[0], shape),
+            None if column is None else self._columnwise(column, scales[-1], shape),
         )
-        scales = [v for r, v in ((row, vectors[0]), (column, vectors[-1])) if r is not None]
         return sides, scales
 
     def activate_backward(self, g, u, dh, dg, du, h):
@@ -168,12 +193,12 @@ class FusedPasses(GatedPasses):
 
     def _rowwise(self, row: Request, scale: jax.Array, shape: tuple[int, ...]) -> Rowwise:
         """What a kernel is asked for a row."""
-        return Rowwise(scale, key=key_pair(row.key), window=_window(row, shape))
+        return Rowwise(scale, key=key_pair(row.key), window=_window(row, shape), **scaling(row.policy))
 
     def _columnwise(self, column: Request, scale: jax.Array, shape: tuple[int, ...]) -> Columnwise:
         """What a kernel is asked for a column."""
-        key, window = key_pair(column.key), _window(column, shape)
-        return Columnwise(scale, key, window, hadamard=column.policy.hadamard, packed=column.kept)
+        key, window, policy = key_pair(column.key), _window(column, shape), column.policy
+        return Columnwise(scale, key, window, policy.hadamard, packed=column.kept, **scaling(policy))
 
     def _operands(
         self, made: Sequence[jax.Array], requests: Sequence[Request], scales: Sequence[jax.Array],
@@ -195,10 +220,13 @@ class FusedPasses(GatedPasses):
         self, w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),
         packed: bool = True,
     ) -> QuantizedWeight:  # fmt: skip
+        if packed and policy != WEIGHT:  # no kernel packs blocks along an axis
+            return super().weight(w, policy, axis=axis, key=key, cut=cut, packed=packed)
         (tops,) = whole_maxima([kernels.weight_maxima(w)], cut)
-        scale = name_saved(kernels.tensor_scale(tops), SCALES)
+        scale = name_saved(kernels.tensor_scale(tops, top=rule_of(policy).top(E2M1)), SCALES)
         if not packed:
-            return Carrier(kernels.quantize_weight(w, scale), scale[GEMM], policy, scale)
+            made = kernels.quantize_weight(w, scale, axis=_blocked(policy, axis), rule=rule_of(policy))
+            return Carrier(made, scale[GEMM], policy, scale)
         codes, scales = kernels.pack_weight(w, scale)
         return Packed(codes, scales, scale[AMAX], scale[DECODE], policy.format, policy.block, axis)
 
@@ -210,15 +238,16 @@ class FusedPasses(GatedPasses):
         scales = jnp.repeat(codes.scales, BLOCK, axis=1)  # [inputs / 16, outputs / 16] -> [inputs / 16, outputs]
         return Carrier(kernels.unpack(codes.packed, scales), gemm_factor(codes), policy)
 
-    def keep_weight(self, made: QuantizedWeight) -> KeptWeight:
+    def keep_weight(self, made: QuantizedWeight, *, axis: int) -> KeptWeight:
         """A carrier is four times as large as its codes, and its master is there anyway: the tensor's scales stay."""
         if isinstance(made, Carrier) and made.vector is not None:
-            return WeightScales(made.vector, made.policy)
+            return WeightScales(made.vector, made.policy, axis)
         return made
 
     def remake_weight(self, w: jax.Array, scales: WeightScales) -> QuantizedWeight:
-        vector = scales.vector
-        return Carrier(kernels.quantize_weight(w, vector), vector[GEMM], scales.policy, vector)
+        vector, policy = scales.vector, scales.policy
+        made = kernels.quantize_weight(w, vector, axis=_blocked(policy, scales.axis), rule=rule_of(policy))
+        return Carrier(made, vector[GEMM], policy, vector)
 
     def load(self, kept: Kept, policy: OperandPolicy) -> Operand:
         assert isinstance(kept, Packed) and kept.scales is not None, "these passes keep packed columns"
@@ -227,6 +256,11 @@ class FusedPasses(GatedPasses):
         flat = [t.reshape(-1, features) for t in (kept.packed, kept.scales)]
         shape = (*kept.packed.shape[:-2], 2 * kept.packed.shape[-2], features)
         return Carrier(kernels.unpack(*flat).reshape(shape), gemm_factor(kept), policy)
+
+
+def _blocked(policy: OperandPolicy, axis: int) -> int | None:
+    """The axis of a weight along which its blocks lie; None for tiles."""
+    return None if policy.block == "2d" else axis
 
 
 def _matrices(*tensors: Read) -> tuple[list[jax.Array], jax.Array | None]:

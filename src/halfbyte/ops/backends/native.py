@@ -236,6 +236,7 @@ class NativePasses(FusedPasses):
     name = "native"
     takes_owed = True
     keeps_in_stacks = False  # kernels that write codes read whole arrays
+    packs_weights = True
     one_weight = False
 
     def foreign(self, recipe: Recipe) -> str | None:

@@ -128,9 +128,8 @@ class Interpreter:
 
             whole = len(split.segments) == 1
             items = jnp.arange(start, stop), [x if whole else lax.slice_in_dim(x, start, stop) for x in xs]
-            carry, pieces[start] = lax.scan(
-                iterate, carry, items, reverse=params["reverse"], unroll=_unroll(params["unroll"], stop - start)
-            )
+            unroll = max(1, min(params["unroll"], stop - start))
+            carry, pieces[start] = lax.scan(iterate, carry, items, reverse=params["reverse"], unroll=unroll)
         ys = [pieces[start] for start in sorted(pieces)]
         return [*carry, *(parts[0] if len(ys) == 1 else lax.concatenate(parts, 0) for parts in zip(*ys, strict=True))]
 
@@ -221,10 +220,6 @@ def _read(env: dict[Var, jax.Array], var: Var | Literal) -> jax.Array:
 
 def _fold(key: Key, iteration: jax.Array) -> Key:
     return None if key is None else layer_key(key, iteration)
-
-
-def _unroll(unroll: int, length: int) -> int:
-    return max(1, min(unroll, length))
 
 
 def _constrain(values: Sequence[jax.Array], shardings: Sequence[jax.Array]) -> list[jax.Array]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
@@ -47,12 +47,11 @@ def for_this_model(policy: Policy, jaxpr: Jaxpr, origins: Sequence[Value]) -> Po
     spelled = {rule: [path for path in weights if kinds.get(path) == _KINDS[rule.pattern]] for rule in asked}
     if not any(spelled.values()):
         return policy
-    rules = (_spell(rule, spelled[rule]) if rule in spelled else (rule,) for rule in policy.rules)
-    return dataclasses.replace(policy, rules=tuple(rule for group in rules for rule in group))
-
-
-def _spell(rule: Rule, paths: Iterable[str]) -> tuple[Rule, ...]:
-    return tuple(dataclasses.replace(rule, pattern=re.sub(r"([*?[])", r"[\1]", path)) for path in paths)
+    rules = list[Rule]()
+    for rule in policy.rules:
+        escaped = [re.sub(r"([*?[])", r"[\1]", path) for path in spelled.get(rule, ())]
+        rules += [dataclasses.replace(rule, pattern=path) for path in escaped] if rule in spelled else [rule]
+    return dataclasses.replace(policy, rules=tuple(rules))
 
 
 def _kinds(weights: dict[str, Origin], jaxpr: Jaxpr, origins: Sequence[Value]) -> dict[str, str]:
