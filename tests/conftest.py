@@ -140,7 +140,6 @@ def pytest_collection_finish():
 # run where nothing compiles for Hopper: test_other_targets.py starts a process for each target, with all its files.
 BLACKWELL = {
     "gb200": (
-        "bench/test_eight_gb200.py",
         "bench/test_operand_traffic.py",
         "program/test_blackwell_program.py",
         "ops/test_blackwell.py",

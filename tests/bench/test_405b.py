@@ -16,8 +16,19 @@ import pytest
 from eight_gpus import recommended
 
 from halfbyte import models, ops
-from halfbyte.bench import compile_step, hidden, hidden_time, native_calls, needed_flops, operand_traffic, placement
+from halfbyte.bench import (
+    bytes_needed,
+    compile_step,
+    hidden,
+    hidden_time,
+    native_calls,
+    needed_flops,
+    operand_traffic,
+    placement,
+)
 from halfbyte.devices import device, target_cudnn, topology
+from halfbyte.plan import cluster
+from halfbyte.plan.reading import read_step
 from halfbyte.program import read
 from halfbyte.runs import run_config
 from halfbyte.sharding import parse_mesh
@@ -93,6 +104,16 @@ def test_a_device_multiplies_its_part_and_no_more(where, changes, tmp_path, monk
     print(f"405B on {config.mesh}: {found.excess:.3f}x the FLOPs, {sizes}, hidden {shares}")
     if not changes:  # 0.41 and 0.25 by XLA's own guess of times, in float32
         assert shares[0] >= 0.95 and shares[1] >= 0.90
+        is_read_as_a_plan_needs_it(compiled, config, mesh)
+
+
+def is_read_as_a_plan_needs_it(compiled, config, mesh):
+    """What `halfbyte plan` makes of the same program: nothing lost, nothing counted twice."""
+    found = read_step(compiled, config, mesh, cluster(device("gb300"), mesh.size))
+    assert found.native == found.native_expected == (3 * 3 + 2) * config.model.layers  # in four bits
+    assert found.gemm_flops == pytest.approx(found.needed_flops, rel=0.02)
+    assert found.bytes_needed == bytes_needed(compiled) and min(found.memory.values()) > 0
+    assert found.compulsory < found.operand_bytes < 1.5 * found.compulsory
 
 
 def flops_by_format(native):

@@ -42,6 +42,7 @@ def tiny_run(tmp_path_factory, quick_environment):
     config = TrainConfig(
         name="tiny",
         model=model,
+        policy="mlp/down",  # one linear: what is quantized is most of what every command compiles
         data=str(folder / "data"),
         steps=4,
         batch=8,

@@ -11,8 +11,6 @@ import subprocess
 import sys
 import time
 
-import pytest
-
 from halfbyte.cli.attending import SILENCE_S
 
 STUCK = """if True:
@@ -64,18 +62,22 @@ class Terminal:
         os.close(self.free)
 
 
-@pytest.mark.parametrize(
-    ("way", "end", "code"), [("is interrupted", b"was interrupted", 1), ("stops by itself", b"ended", 0)]
-)
-def test_neither_silence_nor_a_ctrl_c_without_an_answer(way, end, code):
-    """Of commands that Ctrl-C interrupts, and of those, as `train`, that end the step in progress."""
+ENDS = {"is interrupted": (b"was interrupted", 1), "stops by itself": (b"ended", 0)}
+
+
+def test_neither_silence_nor_a_ctrl_c_without_an_answer():
+    """Of commands that Ctrl-C interrupts, and of those, as `train`, that end the step in progress; both are waited for
+    at a time."""
     assert SILENCE_S < 5
-    with contextlib.closing(Terminal(way)) as terminal:
-        terminal.until(b"begun")
-        terminal.until(b"working (cli/")
-        terminal.process.send_signal(signal.SIGINT)
-        terminal.until(b"Ctrl-C: stopping")
-        os.write(terminal.free, b".")
-        terminal.until(end)
-        assert terminal.process.wait(LIMIT_S) == code
-        assert (b"ended" in terminal.shown) == (code == 0)
+    with contextlib.ExitStack() as opened:
+        terminals = {way: opened.enter_context(contextlib.closing(Terminal(way))) for way in ENDS}
+        for way, terminal in terminals.items():
+            end, code = ENDS[way]
+            terminal.until(b"begun")
+            terminal.until(b"working (cli/")
+            terminal.process.send_signal(signal.SIGINT)
+            terminal.until(b"Ctrl-C: stopping")
+            os.write(terminal.free, b".")
+            terminal.until(end)
+            assert terminal.process.wait(LIMIT_S) == code
+            assert (b"ended" in terminal.shown) == (code == 0)

@@ -146,7 +146,7 @@ def test_what_cannot_start_says_what_to_do(tiny_run, exports, tmp_path, capfd):
 def test_export_warns_where_a_fused_group_differs_and_overwrites_when_told(tiny_run, exports, tmp_path, capfd):
     shutil.copytree(exports / "modelopt", tmp_path / "out")
     code, found, err = command(
-        capfd, "export", tiny_run, "--format", "modelopt", "--out", tmp_path / "out", "--overwrite"
+        capfd, "export", tiny_run, "--format", "modelopt", "--policy", "mlp", "--out", tmp_path / "out", "--overwrite"
     )
     assert code == 0 and found["quantized_linears"] == 3 and found["fused_groups_that_differ"] == 1
     tensors = tensors_of(tmp_path / "out")
@@ -160,7 +160,7 @@ def test_activation_scales_are_found_on_text(tiny_run, tmp_path, capfd):
     (tmp_path / "text.txt").write_text("the people of the union shall not tax the peace of the nation. " * 40)
     code, found, err = command(
         capfd, "export", tiny_run, "--format", "compressed-tensors", "--out", tmp_path / "out",
-        "--calibrate", tmp_path / "text.txt", "--batches", 2,
+        "--policy", "mlp", "--calibrate", tmp_path / "text.txt", "--batches", 2,
     )  # fmt: skip
     assert code == 0 and found["activation_scales"], err
     tensors = tensors_of(tmp_path / "out")

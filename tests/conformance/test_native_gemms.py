@@ -8,6 +8,7 @@ from halfbyte.conformance import SelfTestFailed, native_gemms, native_gemms_agre
 from halfbyte.recipe import recipe
 
 
+@pytest.mark.usefixtures("quick_code")
 def test_native_self_test_passes_and_fails(monkeypatch):
     """First a backend that agrees, then one whose gradients are all zero."""
     deviations = native_gemms_agree(recipe("nvfp4"), candidate="reference")

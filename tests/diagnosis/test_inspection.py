@@ -36,9 +36,9 @@ def with_outlier(params):
 def test_a_planted_outlier_channel_is_named_first_and_kept_in_bf16():
     config = dataclasses.replace(CONFIG, model=MODEL, recipe="nvfp4", policy="mlp")
     resolved = resolve(MODEL, "mlp", recipe("nvfp4"))
-    params = with_outlier(models.init(MODEL, jax.random.key(3)))
+    params = with_outlier(jax.jit(lambda key: models.init(MODEL, key))(jax.random.key(3)))
     lines = []
-    found = inspect(config, resolved, params, [batch_of(3)], step=0, say=lines.append)
+    found = inspect(config, resolved, params, [batch_of(3, rows=2)], step=0, say=lines.append)
     assert len(lines) > MODEL.layers and "compiled" in lines[0]  # said before anything is
     layer, site, gemm, decibels = found.worst()[0]
     assert (layer, gemm) == (LAYER, "fprop") and site in ("mlp/gate", "mlp/up") and decibels < 10

@@ -140,7 +140,7 @@ def test_packed_windows_are_scored_one_by_one(model, logits_alone):
 
 def test_scales_of_a_window_are_its_own(model):
     """Under nvfp4 a score moves with its neighbours, unless each window is a batch."""
-    resolved = policy("all_linear", recipe("nvfp4")).resolve(models.linear_sites(model.config), model.config.layers)
+    resolved = policy("mlp/down", recipe("nvfp4")).resolve(models.linear_sites(model.config), model.config.layers)
     quantized = dataclasses.replace(model, context=dataclasses.replace(model.context, policy=resolved))
     requests = [request(65, 64) for _ in range(2)]
     moved, kept = (Scorer(quantized, batch_tokens=128, scales=scales) for scales in ("batch", "window"))

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from random import Random
 
-from outside import free_port
+from outside import Started, free_port
 from reference import Bench, at_random_step, is_sentence, kind
 
 
@@ -19,24 +19,33 @@ def two_ranks_undisturbed(bench: Bench, folder: Path, random: Random) -> str:
     return "bit-identical to one process of two devices"
 
 
-@kind(times=1, cores=2)
-def stop_one_rank(bench: Bench, folder: Path, random: Random) -> str:
-    ranks = bench.trainer.start_all(folder, "--watchdog-s", "30", ranks=2)
-    at_random_step(bench, folder, ranks, random)
-    victim = random.randrange(2)
+WATCHED = ("--watchdog-s", "30")
+
+
+def stop_and_hear(ranks: list[Started], victim: int) -> None:
+    """Stop one of two ranks that are watched: the other names it and ends, and so does the one that was stopped once it
+    wakes up and finds the others gone."""
     ranks[victim].process.send_signal(signal.SIGSTOP)
-    began = time.monotonic()
-    with bench.places.idle():
-        code = ranks[1 - victim].wait()
-        seconds = time.monotonic() - began
+    code = ranks[1 - victim].wait()
     ranks[victim].process.send_signal(signal.SIGCONT)
     codes = code, ranks[victim].wait()
     output = ranks[1 - victim].output
     assert codes == (1, 1), f"ended with {codes}: {output[-600:]}"
     assert f"rank {victim}" in output.splitlines()[-1], output[-400:]
-    for one in ranks:  # the stopped one wakes up to find the others gone, and says so
+    for one in ranks:
         is_sentence(one.output)
         assert one.output.splitlines()[-1].startswith("halfbyte: rank"), one.output[-400:]
+
+
+@kind(times=1, cores=2)
+def stop_one_rank(bench: Bench, folder: Path, random: Random) -> str:
+    ranks = bench.trainer.start_all(folder, *WATCHED, ranks=2)
+    at_random_step(bench, folder, ranks, random)
+    victim = random.randrange(2)
+    began = time.monotonic()
+    with bench.places.idle():
+        stop_and_hear(ranks, victim)
+        seconds = time.monotonic() - began
     bench.goes_on(folder)
     return f"rank {victim} stopped: named by the other after {seconds:.0f} s; resumed as one process, bit-identical"
 

@@ -92,17 +92,22 @@ def kill_during_a_restore(bench: Bench, folder: Path, random: Random) -> str:
     return "killed again before its first step; resumed, bit-identical"
 
 
-@kind(times=2, cores=2)
-def kill_one_rank(bench: Bench, folder: Path, random: Random) -> str:
-    ranks = bench.trainer.start_all(folder, ranks=2)
-    step = at_random_step(bench, folder, ranks, random)
-    victim = random.randrange(2)
+def kill_and_hear(ranks: list[Started], victim: int) -> None:
+    """Kill one of two ranks: the other names it in a sentence, and ends."""
     ranks[victim].process.kill()
     code = ranks[1 - victim].wait()
     output = ranks[1 - victim].output
     assert code == 1, f"the other rank ended with {code}: {output[-800:]}"
     is_sentence(output)
     assert f"rank {victim}" in output.splitlines()[-1] and "has gone" in output, output[-400:]
+
+
+@kind(times=2, cores=2)
+def kill_one_rank(bench: Bench, folder: Path, random: Random) -> str:
+    ranks = bench.trainer.start_all(folder, ranks=2)
+    step = at_random_step(bench, folder, ranks, random)
+    victim = random.randrange(2)
+    kill_and_hear(ranks, victim)
     bench.goes_on(folder, ranks=2)
     return f"rank {victim} killed after step {step}; the other named it and ended; resumed, bit-identical"
 

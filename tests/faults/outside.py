@@ -155,7 +155,7 @@ class Trainer:
 
     def start(self, folder: Path, *flags: str, rank: int = 0, ranks: int = 1, port: int = 0, **options) -> Started:
         """One process of a run."""
-        words = [*self.words(folder), "--distributed.cpu-devices", str(2 // ranks), *self.flags]
+        words = [*self.words(folder), "--no-sample", "--distributed.cpu-devices", str(2 // ranks), *self.flags]
         if ranks > 1:
             words += ["--distributed.coordinator", f"127.0.0.1:{port}", "--distributed.processes", str(ranks)]
             words += ["--distributed.process", str(rank), "--distributed.initialization-timeout-s", "60"]

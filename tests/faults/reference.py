@@ -19,9 +19,11 @@ from states import differing, losses, saved_state
 
 # `hard` has everything that makes resuming hard: 4 bits, stochastic rounding, accumulation, a dynamic loss scale. What
 # happens to files, signals and processes does not depend on the recipe, and a start of `light` costs half as much.
-# Both lie on two devices, of one process or of two, with the same bits.
+# `short` is `light` in half the steps, with as many saves: for tests, which try a few faults that do not ask how long a
+# run goes on. All lie on two devices, of one process or of two, with the same bits.
 RUNS: dict[str, dict[str, Any]] = {
     "light": {"recipe": "bf16", "steps": 60, "every": 10, "accumulate": 1, "scaled": False},
+    "short": {"recipe": "bf16", "steps": 30, "every": 5, "accumulate": 1, "scaled": False},
     "hard": {"recipe": "nvfp4", "steps": 24, "every": 4, "accumulate": 2, "scaled": True},
 }
 

@@ -86,7 +86,7 @@ def check_layer(normalise):
     weights["router"][:, 5] = weights["router"][:, 2] * (1 + 2.0**-12)
     weights, h = jax.tree.map(np.float32, weights), random.normal(size=(2, 16, 64)).astype(np.float32)
     here = context.LayerContext(context.PLAIN, {}, resolved("bf16").segments[0].recipes, None)
-    made = experts.experts_mlp(cfg, jax.tree.map(jnp.asarray, weights), jnp.asarray(h), here)
+    made = jax.jit(lambda *given: experts.experts_mlp(cfg, *given, here))(weights, h)
     router, gate, up, down = (weights[name].astype(np.float64) for name in shapes)
     x = h.reshape(-1, 64).astype(np.float64)
     p = np.exp(x @ router)
@@ -153,7 +153,7 @@ def check_deepseek():
     ones, h = np.ones(64, np.float32), random.normal(size=(2, 16, 64)).astype(np.float32)
     recipes = policy("mlp", "bf16").resolve(models.linear_sites(cfg), cfg.layers).segments[0].recipes
     here = context.LayerContext(context.PLAIN, models.param_specs(cfg), recipes, None)
-    made = llama.mlp_block(cfg, jax.tree.map(jnp.asarray, weights | {"norm": ones}), jnp.asarray(h), here)
+    made = jax.jit(lambda w, h: llama.mlp_block(cfg, w, llama.normed(cfg, h, ones), here))(weights, h)
 
     wide = {name: value.astype(np.float64) for name, value in weights.items()}
     x = h.reshape(-1, 64).astype(np.float64)
@@ -219,7 +219,7 @@ def test_a_router_of_softmax_has_the_gradient_of_its_formula(normalise):
 
     steps = 1e-5 * np.eye(logits.size).reshape(-1, *logits.shape)
     want = [(formula(logits + step) - formula(logits - step)) / 2e-5 for step in steps]
-    np.testing.assert_allclose(jax.grad(ours)(jnp.float32(logits)).reshape(-1), want, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(jax.grad(ours))(jnp.float32(logits)).reshape(-1), want, atol=1e-5)
 
 
 def test_a_bias_evens_out_the_load_without_a_gradient():
@@ -228,18 +228,19 @@ def test_a_bias_evens_out_the_load_without_a_gradient():
     random = np.random.default_rng(0)
     x, router = random.normal(size=(512, 16)), random.normal(size=(16, 8)) / 4
     x[:, 0], router[0, 3] = 1, 2.5
-    logits, bias = routing.logits_of(jnp.float32(x), jnp.float32(router)), jnp.zeros(8)
+    logits, bias = routing.logits_of(jnp.float32(x), jnp.float32(router)), np.zeros(8, np.float32)
     choose = jax.jit(lambda bias: route(logits, 2, normalise=True, bias=bias).load.counts.astype(jnp.float32))
+    move = jax.jit(lambda bias, load: rebalanced(bias, load, 0.005))
     first = np.asarray(choose(bias))
     for _ in range(300):
-        load = choose(bias)
-        moved = rebalanced(bias, load, 0.005)
+        load = np.asarray(choose(bias))
+        moved = np.asarray(move(bias, load))
         assert np.array_equal(np.sign(moved - bias), np.sign(load.mean() - load))
         bias = moved
     assert first.max() > 3 * first.mean() and np.abs(np.asarray(choose(bias)) / first.mean() - 1).max() < 0.1
-    grad = jax.grad(lambda bias: route(logits, 2, normalise=True, bias=bias).weights.sum())(bias)
-    assert not np.any(grad)
-    none = route(jnp.full((4, 8), -200.0), 2, normalise=True, bias=bias)
+    weights = jax.grad(lambda bias: route(logits, 2, normalise=True, bias=bias).weights.sum())
+    assert not np.any(jax.jit(weights)(bias))
+    none = jax.jit(lambda logits: route(logits, 2, normalise=True, bias=bias))(jnp.full((4, 8), -200.0))
     assert not np.any(none.weights) and np.isfinite(none.load.balance)
 
 

@@ -1,5 +1,6 @@
 """Weights quantized once. Oracles: the codes that each layer's weight has by itself, and the model without it."""
 
+import functools
 import math
 
 import jax
@@ -15,6 +16,7 @@ from halfbyte.recipe import policy, recipe
 from halfbyte.sharding import make_mesh
 
 NVFP4 = recipe("nvfp4")
+by_itself = jax.jit(functools.partial(ops.quantize_weight, recipe=NVFP4))
 
 
 def resolved(cfg, name="mlp"):
@@ -26,7 +28,7 @@ def test_codes_are_those_of_each_layer(tiny, tiny_params):
     quantized = [is_qweight(leaf) for leaf in jax.tree.leaves(ready["layers"], is_leaf=is_qweight)]
     assert sum(quantized) == 3  # gate, up and down under policy mlp
     for layer in range(tiny.layers):
-        alone = ops.quantize_weight(tiny_params["layers"]["mlp"]["up"][layer], recipe=NVFP4)
+        alone = by_itself(tiny_params["layers"]["mlp"]["up"][layer])
         stacked = jax.tree.map(lambda leaf, at=layer: leaf[at], ready["layers"]["mlp"]["up"])
         assert np.array_equal(stacked.fprop.packed, alone.fprop.packed)
         assert np.array_equal(stacked.fprop.scales, alone.fprop.scales)
@@ -50,7 +52,7 @@ def test_codes_made_ahead_of_the_loop_are_those_of_each_layer(tiny, tiny_params)
         packed = weight.fprop.packed
         assert 4 * math.prod(packed.sharding.shard_shape(packed.shape)) == packed.size
         for layer in range(tiny.layers):
-            alone = ops.quantize_weight(tiny_params["layers"]["mlp"][name][layer], recipe=NVFP4)
+            alone = by_itself(tiny_params["layers"]["mlp"][name][layer])
             for a, b in zip(jax.tree.leaves(weight.fprop), jax.tree.leaves(alone.fprop), strict=True):
                 assert np.array_equal(a[layer], b)
 

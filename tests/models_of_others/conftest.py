@@ -2,6 +2,7 @@
 codes.
 """
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -32,22 +33,26 @@ def promotion_as_others_expect_it():
         yield
 
 
-# Set while a program is traced: whether every quantizer draws its codes at random.
-BROKEN = []
+class Breaking:
+    """Of a quantizer that makes up its codes: whether programs that are traced ask for it, and what they are told."""
+
+    asked, now = False, False
 
 
 @pytest.fixture(scope="module", autouse=True)
 def quantizers_that_can_break():
-    """Under the flag every quantizer keeps its scales and makes up its codes, as a broken kernel would; else all is
-    as it is."""
+    """A quantizer that breaks keeps its scales and makes up its codes, as a broken kernel would. A program that asks
+    does so at every call, and is compiled once; else all is as it is."""
     real = halfbyte.ops.operand.to_grid
     values = jnp.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], jnp.float32)
 
     def breakable(x, fmt, **options):
         grid = real(x, fmt, **options)
-        if not (BROKEN and BROKEN[-1]):
+        if not Breaking.asked:
             return grid
-        return grid._replace(values=values[random_bytes(jax.random.key(0), grid.values.shape) & 15])
+        broken = jax.pure_callback(lambda: np.bool_(Breaking.now), jax.ShapeDtypeStruct((), jnp.bool_))
+        made_up = values[random_bytes(jax.random.key(0), grid.values.shape) & 15]
+        return grid._replace(values=jnp.where(broken, made_up, grid.values))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(halfbyte.ops.operand, "to_grid", breakable)
@@ -56,7 +61,7 @@ def quantizers_that_can_break():
 
 @pytest.fixture(scope="session")
 def train():
-    """train(loss, params, batch) -> run(broken) -> (first loss, mean of the last 10) of 100 Adam steps."""
+    """train(loss, params, batch) -> run() -> (first loss, mean of the last 10) of 100 Adam steps."""
 
     def program(loss, params, batch):
         optimizer = optax.adam(0.01)
@@ -67,15 +72,12 @@ def train():
             updates, moments = optimizer.update(gradient, moments, params)
             return (optax.apply_updates(params, updates), moments), value
 
-        def whole(params, broken):
-            BROKEN.append(broken)
-            # A function of its own for each trace: JAX keeps what it traced of a scan's body, the flag with it.
-            losses = jax.lax.scan(lambda *a: step(*a), (params, optimizer.init(params)), jnp.arange(STEPS))[1]
-            BROKEN.pop()
+        @jax.jit
+        def whole(params):
+            losses = jax.lax.scan(step, (params, optimizer.init(params)), jnp.arange(STEPS))[1]
             return losses[0], losses[-10:].mean()
 
-        compiled = jax.jit(whole, static_argnums=1)
-        return lambda broken: tuple(float(loss) for loss in compiled(params, broken))
+        return lambda: tuple(float(loss) for loss in whole(params))
 
     return program
 
@@ -86,19 +88,31 @@ def verdict(train):
     made-up codes (`control`), which must not pass: the task can tell."""
 
     def check(loss_in, params, batch, *, control):
-        first, bf16 = train(loss_in(recipe("bf16")), params, batch)(False)
+        first, bf16 = train(loss_in(recipe("bf16")), params, batch)()
         assert first > 1.3 * bf16, "the task must be learned, or losing nothing would say nothing"
         run = train(loss_in(recipe("nvfp4")), params, batch)
-        _, nvfp4 = run(False)
-        assert nvfp4 < 1.05 * bf16
-        print(f"{first:.3f} -> bf16 {bf16:.3f}, nvfp4 {nvfp4:.3f}")
-        if control:
-            jax.clear_caches()  # linears of one shape are traced once, the flag with them
-            _, noise = run(True)
-            jax.clear_caches()
-            assert not noise < 1.05 * bf16
+        with asked() if control else contextlib.nullcontext():
+            _, nvfp4 = run()
+            assert nvfp4 < 1.05 * bf16
+            print(f"{first:.3f} -> bf16 {bf16:.3f}, nvfp4 {nvfp4:.3f}")
+            if control:
+                Breaking.now = True
+                assert not run()[1] < 1.05 * bf16
 
     return check
+
+
+@contextlib.contextmanager
+def asked():
+    """Programs that are traced here ask. Linears of one shape are traced once, so nothing is kept from before, nor for
+    later."""
+    jax.clear_caches()
+    Breaking.asked = True
+    try:
+        yield
+    finally:
+        Breaking.asked = Breaking.now = False
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

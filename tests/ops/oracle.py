@@ -209,3 +209,12 @@ def linear(x: np.ndarray, w: np.ndarray, dy: np.ndarray, recipe, key: jax.Array)
         "dgrad": _multiply(make(dy, "dgrad_dy", 1), make(w, "dgrad_w", 1), "tn,kn->tk"),
         "wgrad": _multiply(make(x, "wgrad_x", 0), make(dy, "wgrad_dy", 0), "tk,tn->kn"),
     }
+
+
+def remainder(x: np.ndarray, w: np.ndarray, recipe, key: jax.Array, *, dtype) -> Gemm:
+    """What the second piece of x adds to fprop: x - Q(x) in x's own `dtype`, of a Q(x) that is rounded to bfloat16."""
+    first = operand(x, recipe.fprop_x, axis=1, key=role_key(key, "fprop_x"))
+    rest = x.astype(np.float64) - bfloat16((first.carrier * F(first.decode)).astype(F))
+    tensors = (("fprop_x", rest.astype(F).astype(dtype), 1), ("fprop_w", w, 0))
+    made = [operand(a, getattr(recipe, role), axis=axis, key=role_key(key, role)) for role, a, axis in tensors]
+    return _multiply(*made, "tk,kn->tn")

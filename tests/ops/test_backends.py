@@ -24,7 +24,6 @@ from halfbyte.ops.backends.fused import FusedPasses
 from halfbyte.ops.passes import XLA
 
 CASES = [
-    ("nvfp4", BLOCKS_OF_16[0], "float32"),
     ("nvfp4", BLOCKS_OF_16[1], "bfloat16"),
     ("nvfp4", BLOCKS_OF_16[2], "float32"),
     ("nvfp4", BLOCKS_OF_16[5], "bfloat16"),

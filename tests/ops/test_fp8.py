@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from instruments import quick
 
 from halfbyte import devices, kernels, ops
 from halfbyte.kernels import scale
@@ -57,26 +58,35 @@ def test_one_cast_writes_the_row_and_keeps_the_transpose() -> None:
 
 
 def test_swiglu_operands_equal_those_of_the_numbers_it_makes() -> None:
-    g, u, dh = (normal(i, 128, 128).astype(jnp.bfloat16) for i in (1, 2, 3))
     pair = [request(FP8, role, None) for role in ("dgrad_dy", "wgrad_dy")]
-    (forward,) = PASSES.activate(g, u, [request(FP8, "fprop_x", None)])
-    dg, du, (h,) = PASSES.activate_backward(g, u, dh, pair, pair, [request(FP8, "wgrad_x", None)])
+    ahead, kept = [request(FP8, "fprop_x", None)], [request(FP8, "wgrad_x", None)]
+
+    @functools.partial(jax.jit, compiler_options=quick)
+    def passes(g, u, dh):
+        return PASSES.activate(g, u, ahead), PASSES.activate_backward(g, u, dh, pair, pair, kept)
+
+    @functools.partial(jax.jit, compiler_options=quick)
+    def definition(g, u, dh):
+        made = (*SILU.backward(g, u, dh), SILU.forward(g, u))
+        return [XLA.quantize(t, w) for t, w in zip(made, (pair, pair, kept), strict=True)]
+
+    given = [normal(i, 128, 128).astype(jnp.bfloat16) for i in (1, 2, 3)]
+    (forward,), (dg, du, (h,)) = passes(*given)
     assert same(h, forward)
     for row, column in (dg, du):
         assert same(row, column) and row.rows.dtype == jnp.float8_e5m2
     if jax.default_backend() == "cpu":  # a GPU's exp differs in last digits between programs
-        made = (*SILU.backward(g, u, dh), SILU.forward(g, u))
-        wanted = (pair, pair, [request(FP8, "wgrad_x", None)])
-        expected = [XLA.quantize(t, w) for t, w in zip(made, wanted, strict=True)]
-        assert all(same(a, b) for a, b in zip((*dg, *du, h), itertools.chain(*expected), strict=True))
+        expected = itertools.chain(*definition(*given))
+        assert all(same(a, b) for a, b in zip((*dg, *du, h), expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_weight_comes_in_both_orders(dtype) -> None:
     w = normal(1, 128, 256).astype(dtype)
     assert ops.choose("fp8", Problem(FP8, 128, 128, 256, H200, weight_dtype=w.dtype.name)).for_weight == PASSES
-    found = PASSES.weight(w, FP8.fprop_w, axis=-2, key=None)
-    expected = XLA.load(XLA.weight(w, FP8.fprop_w, axis=-2, key=None), FP8.fprop_w)
+    found = jax.jit(lambda w: PASSES.weight(w, FP8.fprop_w, axis=-2, key=None), compiler_options=quick)(w)
+    defined = jax.jit(lambda w: XLA.load(XLA.weight(w, FP8.fprop_w, axis=-2, key=None), FP8.fprop_w))
+    expected = defined(w)
     assert same(found, expected) and same(EightBit(None, found.transposed, found.factor, found.policy), expected)
 
 
@@ -201,7 +211,7 @@ def test_an_mlp_computes_what_carrier_computes(mode) -> None:
         def loss(*args):
             return jnp.sum(ops.mlp(*args, recipe=FP8, mode=mode, backend=backend).astype(jnp.float32) ** 2)
 
-        return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(x, *weights)
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)), compiler_options=quick)(x, *weights)
 
     with ops.compile_for(H200):
         found = gradients("auto")

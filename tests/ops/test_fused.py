@@ -1,9 +1,12 @@
 """The fused backend against the definition, bit for bit: interpreted on a CPU, compiled on a GPU."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from instruments import quick
 
 from halfbyte import devices, ops
 from halfbyte.ops.backends import fused
@@ -26,40 +29,89 @@ PASSES = FusedPasses()
 X = jax.random.normal(jax.random.key(0), (2, 16, 128), jnp.float32).astype(jnp.bfloat16)
 
 
+jitted = functools.partial(jax.jit, compiler_options=quick)
+
+
 def same(found: Operand, expected: Operand) -> bool:
     a, b = (np.asarray(o.values().astype(jnp.float32)) for o in (found, expected))
     return bool((a == b).all()) and float(found.factor) == float(expected.factor)
 
 
+PRESETS = ("nvfp4", "nvfp4_unbiased", "nvfp4_4over6_mse", "nvfp4_4over6_mae", "nvfp4_4over6_sr")
+
+
+@pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("roles", [("fprop_x", "wgrad_x"), ("dgrad_dy", "wgrad_dy"), ("fprop_x",)])
-def test_operands_equal_the_definition(roles) -> None:
-    requests = [request(NVFP4, role, KEY) for role in roles]
+def test_operands_equal_the_definition(name, roles) -> None:
+    requests = [request(recipe(name), role, KEY) for role in roles]
     found = jax.jit(lambda x: PASSES.quantize(x, requests))(X)
     expected = jax.jit(lambda x: XLA.quantize(x, requests))(X)
     assert all(same(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e-19, 1e-5, 1e19, 1e30])
+def test_a_choice_does_not_depend_on_the_size_of_a_tensor(size) -> None:
+    """Where squares of its numbers leave float32's range the definition and the kernels choose as elsewhere."""
+    mse = recipe("nvfp4_4over6_mse")
+    power = 2.0 ** int(np.log2(size))
+    for passes in (PASSES, XLA):
+        made = [passes.quantize(x, [request(mse, "fprop_x", KEY)])[0] for x in (X, (X * power).astype(X.dtype))]
+        assert bool((made[0].values() == made[1].values()).all())
+
+
 def test_a_kept_operand_is_packed_as_the_definition_packs_it_and_loads_back() -> None:
     requests = [request(NVFP4, "fprop_x", KEY), request(NVFP4, "wgrad_x", KEY, kept=True)]
-    a, b = (jax.jit(lambda x, p=p: p.quantize(x, requests)[1])(X) for p in (PASSES, XLA))
+
+    def both(passes):
+        kept = passes.quantize(X, requests)[1]
+        return kept, passes.load(kept, NVFP4.wgrad_x)
+
+    (a, found), (b, expected) = (jitted(functools.partial(both, passes))() for passes in (PASSES, XLA))
     assert (a.packed == b.packed).all() and (a.scales == b.scales).all() and a.amax == b.amax
-    assert same(PASSES.load(a, NVFP4.wgrad_x), XLA.load(b, NVFP4.wgrad_x))
+    assert same(found, expected)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])  # of a master, and of one that its owner casts
 def test_a_weight_equals_the_definition(dtype) -> None:
     w = jax.random.normal(jax.random.key(1), (128, 256), dtype)
     assert ops.choose("fused", Problem(NVFP4, 256, 128, 256, H200, weight_dtype=w.dtype.name)).for_weight == PASSES
-    found = PASSES.weight(w, NVFP4.fprop_w, axis=-2, key=None, packed=False)
-    expected = XLA.load(XLA.weight(w, NVFP4.fprop_w, axis=-2, key=None), NVFP4.fprop_w)
-    assert same(found, expected)
+    found = jitted(lambda w: PASSES.weight(w, NVFP4.fprop_w, axis=-2, key=None, packed=False))
+    expected = jitted(lambda w: XLA.load(XLA.weight(w, NVFP4.fprop_w, axis=-2, key=None), NVFP4.fprop_w))
+    assert same(found(w), expected(w))
+
+
+@pytest.mark.parametrize("width", [256, 88])  # of tiles, and of none
+@pytest.mark.parametrize("name", ["nvfp4_1d_weights", "nvfp4_4over6_mse", "nvfp4_4over6_mae"])
+def test_a_weight_in_blocks_along_an_axis_equals_the_definition(name, width) -> None:
+    w = jax.random.normal(jax.random.key(1), (128, width), jnp.float32)
+    given = recipe(name)
+    assert ops.choose("fused", Problem(given, 256, 128, 256, H200)).for_weight == PASSES
+    for role, axis in (("fprop_w", -2), ("dgrad_w", -1)):
+        if width % 16 and axis == -1:
+            continue
+        policy = getattr(given, role)
+        found = PASSES.weight(w, policy, axis=axis, key=None, packed=False)
+        assert same(found, XLA.load(XLA.weight(w, policy, axis=axis, key=None), policy))
+        kept = PASSES.keep_weight(found, axis=axis)
+        again = PASSES.remake_weight(w, kept)
+        assert (again.array == found.array).all() and same(again, found)
+
+
+def test_a_weight_in_blocks_along_an_axis_that_travels_is_the_definitions() -> None:
+    problem = Problem(recipe("nvfp4_4over6_mse"), 256, 128, 256, H200, parts=(2, 1))
+    assert ops.choose("fused", problem).for_weight.name == "xla"
 
 
 def test_a_weight_that_travels_is_packed_as_the_definition_packs_it_and_loads_back() -> None:
     w = jax.random.normal(jax.random.key(1), (128, 256), jnp.float32).at[3, 5].set(-0.0)
-    a, b = (p.weight(w, NVFP4.fprop_w, axis=-2, key=None, packed=True) for p in (PASSES, XLA))
+
+    def both(passes, w):
+        codes = passes.weight(w, NVFP4.fprop_w, axis=-2, key=None, packed=True)
+        return codes, passes.load_weight(codes, NVFP4.fprop_w, axis=-2)
+
+    (a, found), (b, expected) = (jitted(functools.partial(both, passes))(w) for passes in (PASSES, XLA))
     assert (a.packed == b.packed).all() and (a.scales == b.scales).all() and a.amax == b.amax
-    assert same(*(passes.load_weight(c, NVFP4.fprop_w, axis=-2) for passes, c in ((PASSES, a), (XLA, b))))
+    assert same(found, expected)
 
 
 def test_a_weight_is_made_again_from_its_master_and_its_scales() -> None:

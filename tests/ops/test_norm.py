@@ -1,11 +1,18 @@
-"""Oracle: RMSNorm in float64 NumPy, its gradient by the textbook formula."""
+"""Oracle: RMSNorm in float64 NumPy, its gradient by the textbook formula; for the kernels of `forked_norm` also
+`rms_norm`. Their own bits: kernels/test_norm_kernels.py.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from halfbyte.nn.norm import rms_norm
+from halfbyte import kernels, ops
+from halfbyte.devices import device
+from halfbyte.nn import norm
+from halfbyte.nn.norm import Fork, by_xla, forked_norm, rms_norm
+from halfbyte.ops.operand import add_rounded
+from halfbyte.sharding import DEFAULT_RULES, make_mesh
 
 EPS = 1e-5
 
@@ -43,3 +50,93 @@ def test_backward_keeps_no_wide_copy_of_x():
     vjp = jax.eval_shape(lambda x, s: jax.vjp(lambda x, s: rms_norm(x, s, EPS), x, s)[1], x, scale)
     kept = jax.tree.leaves(vjp)
     assert kept and not [leaf.shape for leaf in kept if leaf.dtype == jnp.float32 and leaf.size >= x.size]
+
+
+READERS = 3
+SHAPE = (4, 32, 1024)
+
+
+def arrays():
+    random = np.random.default_rng(1)
+    x, *others = (jnp.asarray(random.normal(size=SHAPE), jnp.bfloat16) for _ in range(2 + READERS))
+    return x, jnp.asarray(1 + 0.1 * random.normal(size=SHAPE[-1]), jnp.float32), others
+
+
+def pulled(fn, x, scale, carry, *gradients):
+    (through, h), pull = jax.vjp(fn, x, scale)
+    return through, h[0], *pull((carry, gradients[: len(h)]))
+
+
+def by_kernels(mesh=None):
+    fork = Fork(EPS, READERS, mesh, DEFAULT_RULES)
+    return jax.jit(lambda x, s, *others: pulled(lambda x, s: norm._forked(fork, x, s), x, s, *others))
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_fork_is_the_norm_and_the_sum_of_its_gradients():
+    """As XLA's norm beside a stream, but for the order of float32 sums: a bf16 number in thousands is a neighbour."""
+    x, scale, (carry, *gradients) = arrays()
+    through, h, dx, ds = by_kernels()(x, scale, carry, *gradients)
+    y, pull = jax.vjp(lambda x, s: rms_norm(x, s, EPS), x, scale)
+    dx_norm, ds_norm = pull(add_rounded(add_rounded(*gradients[:2]), gradients[2]))
+    np.testing.assert_array_equal(through, x)
+    for ours, theirs in ((h, y), (dx, add_rounded(carry, dx_norm))):
+        assert np.mean(np.asarray(ours) != np.asarray(theirs)) < 1e-3
+        np.testing.assert_allclose(np.asarray(ours, np.float32), np.asarray(theirs, np.float32), rtol=2**-6, atol=1e-6)
+    np.testing.assert_allclose(ds, ds_norm, rtol=1e-4, atol=1e-4)
+
+
+def plain_forward(x, scale, *, eps):
+    wide = x.astype(jnp.float32)
+    inverse = 1 / jnp.sqrt(jnp.mean(wide * wide, axis=1) + eps)
+    return (wide * inverse[:, None] * scale[None]).astype(x.dtype), inverse
+
+
+def plain_backward(x, inverse, scale, carry, gradients):
+    """Parts of ds as the kernel has them, one for 32 rows."""
+    g, n = sum(each.astype(jnp.float32) for each in gradients), x.astype(jnp.float32) * inverse[:, None]
+    through = inverse[:, None] * (g * scale[None] - n * jnp.mean(g * scale[None] * n, axis=1, keepdims=True))
+    return (carry.astype(jnp.float32) + through).astype(x.dtype), jnp.sum((g * n).reshape(-1, 32, x.shape[1]), axis=1)
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {"data": 2, "context": 2}], ids=str)
+def test_on_a_mesh_each_device_norms_its_rows(sizes, monkeypatch):
+    """Kernels that stand in for ours, on the CPU: what they are handed, and what becomes of what they return. (Host
+    callbacks, as which ours are interpreted, wait for each other on several devices.)
+    """
+    monkeypatch.setattr(norm.kernels, "forward", plain_forward)
+    monkeypatch.setattr(norm.kernels, "backward", plain_backward)
+    x, scale, others = arrays()
+    mesh = make_mesh(sizes, jax.devices()[:4])
+    alone, together = by_kernels()(x, scale, *others), by_kernels(mesh)(x, scale, *others)
+    for one, all_of_them in zip(alone[:3], together[:3], strict=True):
+        np.testing.assert_array_equal(one, all_of_them)
+    np.testing.assert_allclose(alone[3], together[3], rtol=1e-5, atol=1e-5)
+
+
+def test_who_computes_it_is_known_before():
+    h200, shape = device("h200"), (2, 64, 2048)
+    assert by_xla(shape, "bfloat16", looped=False, device=h200) is None
+    assert "NVIDIA" in by_xla(shape, "bfloat16", looped=False)
+    assert "stacks" in by_xla(shape, "bfloat16", looped=True, device=h200)
+    assert "float32" in by_xla(shape, "float32", looped=False, device=h200)
+    assert "1024" in by_xla((2, 64, 1000), "bfloat16", looped=False, device=h200)
+    assert "evenly" in by_xla(
+        (2, 63, 2048), "bfloat16", looped=False, device=h200, mesh=make_mesh({"tensor": 2}, jax.devices()[:2])
+    )
+
+
+def test_without_kernels_it_is_the_norm_itself():
+    x, scale, _ = arrays()
+    through, h = forked_norm(x, scale, EPS, readers=READERS)
+    assert through is x and len(h) == 1
+    np.testing.assert_array_equal(h[0], rms_norm(x, scale, EPS))
+
+
+@pytest.mark.cuda_compiler
+def test_a_block_takes_them_where_layers_are_no_loop():
+    """Traced for an H200: with kernels one h a reader, in a loop XLA's."""
+    x, scale, _ = arrays()
+    with ops.compile_for(device("h200")), kernels.interpreted():
+        assert len(forked_norm(x, scale, EPS, readers=READERS)[1]) == READERS
+        assert len(forked_norm(x, scale, EPS, readers=READERS, looped=True)[1]) == 1

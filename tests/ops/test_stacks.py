@@ -2,6 +2,7 @@
 move to no purpose, read from the program of a loop of three small layers.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -12,6 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import halfbyte as hb
 from halfbyte import devices, ops, program
 from halfbyte.kernels.stacks import hand_back
 from halfbyte.ops.backends import fp8
@@ -52,8 +54,12 @@ def gradients(mesh, recipe, stacked, x, weights):
     return jax.grad(loss, (0, 1))(x, weights)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
-def test_a_loop_with_stacks_has_the_gradients_of_one_without(recipe, monkeypatch):
+# What is made of the product in both directions, and rounded by chance; the rest compiles sooner in bf16.
+QUANTIZED = {role: getattr(hb.recipe("nvfp4_no_rht"), role) for role in ("fprop_x", "wgrad_x", "dgrad_dy")}
+LIGHT = dataclasses.replace(hb.recipe("bf16"), name="light", **QUANTIZED)
+
+
+def test_a_loop_with_stacks_has_the_gradients_of_one_without(monkeypatch):
     """On the CPU no kernel would read them in place: the op is told that one does."""
     monkeypatch.setattr(Middle, "in_place", lambda middle, linears, place: place is not None)
     mesh = make_mesh({"fsdp": 4}, jax.devices("cpu")[:4])
@@ -63,7 +69,7 @@ def test_a_loop_with_stacks_has_the_gradients_of_one_without(recipe, monkeypatch
     weights = {name: jnp.asarray(rng.normal(size=(LAYERS, *s)) / 16, jnp.float32) for name, s in shapes.items()}
     options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     own, stacked = (
-        jax.jit(functools.partial(gradients, mesh, recipe, kept), compiler_options=options)(x, weights)
+        jax.jit(functools.partial(gradients, mesh, LIGHT, kept), compiler_options=options)(x, weights)
         for kept in (False, True)
     )
     assert float(jnp.abs(own[1]["gate"]).max()) > 0

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 from fakes import fake_parity, plan_of, rate
@@ -99,16 +100,22 @@ def test_a_league_as_typed_is_interrupted_resumed_and_shared_by_hosts(tmp_path, 
     assert load_plan(out).screen == Screen(3, "2") and load_plan(out).base.policy == "all_linear"
 
 
-def test_the_field_is_every_preset_that_the_models_shapes_allow(tmp_path, monkeypatch, capfd):
-    """The demo's k has 64 outputs, and blocks of 128 do not cut them; what is named and cannot run is an error, before
-    the first arm is trained."""
+SAME = {"nvfp4_1d_weights": "it is nvfp4_no_2d by another name"}
+WIDE = SAME | dict.fromkeys(("quartet2", "tetrajet2"), "layers/attention/k")  # blocks of 128, and k has 64 outputs
+OF_EXPERTS = dict.fromkeys(("nvfp4_row", "nvfp4_remainder", "halfbyte"), "for experts: fprop")
+
+
+@pytest.mark.parametrize("model, without", [("demo", WIDE), ("moe-demo", WIDE | OF_EXPERTS)])
+def test_the_field_is_every_preset_that_the_model_allows(tmp_path, monkeypatch, capfd, model, without):
+    """What is named and cannot run is an error, before the first arm is trained."""
     monkeypatch.setattr(runner, "train", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert main(["league", "--steps", "4", "--out", str(tmp_path / "all")]) == 75
-    said = capfd.readouterr().out
-    assert "quartet2 is left out: layers/attention/k" in said and "tetrajet2 is left out" in said
+    assert main(["league", "--model", model, "--steps", "4", "--out", str(tmp_path / "all")]) == 75
+    said = " ".join(capfd.readouterr().out.split())
+    assert all(re.search(rf"\b{name} is left out: (recipe {name} )?{why}", said) for name, why in without.items())
     arms = {arm.name for arm in load_plan(tmp_path / "all").arms}
-    assert arms == {*recipe_names(), "bf16-twin", "control-fp4_one_scale"} - {"quartet2", "tetrajet2", "fp4_one_scale"}
-    assert main(["league", "--recipes", "nvfp4,quartet2", "--steps", "4", "--out", str(tmp_path / "two")]) == 2
+    assert arms == {*recipe_names(), "bf16-twin", "control-fp4_one_scale"} - {*without, "fp4_one_scale"}
+    field = ["--recipes", "nvfp4,quartet2", "--steps", "4", "--out", str(tmp_path / "two")]
+    assert main(["league", "--model", model, *field]) == 2
     said = " ".join(capfd.readouterr().err.split())
     assert "arm 'quartet2' cannot run: layers/attention/k" in said and not (tmp_path / "two").exists()
 

@@ -1,6 +1,7 @@
 """Which layouts a search compiles, in which time, and how it ranks them. Oracle: a compiler and a clock of our own."""
 
 import dataclasses
+import functools
 import sys
 from types import SimpleNamespace
 
@@ -17,10 +18,18 @@ MODULE = sys.modules["halfbyte.plan.search"]
 MINUTE = 60.0
 
 
+BY_HAND = functools.cache(by_hand)  # every search asks for the same layouts
+
+
+@pytest.fixture(autouse=True)
+def _once(monkeypatch):
+    monkeypatch.setattr(MODULE, "by_hand", BY_HAND)
+
+
 class Compiler:
     """Takes a minute a step; what it has compiled is kept."""
 
-    def __init__(self, monkeypatch, found=by_hand):
+    def __init__(self, monkeypatch, found=BY_HAND):
         self.now, self.made, self.found = 0.0, [], found
         monkeypatch.setattr(MODULE, "can_compile", lambda: True)
         monkeypatch.setattr(MODULE, "time", SimpleNamespace(monotonic=lambda: self.now))
@@ -63,7 +72,7 @@ def test_a_search_ends_in_time_and_goes_on_where_it_ended(eight, monkeypatch):
 
 def test_what_fails_or_does_not_fit_is_said_and_wins_nothing(eight, monkeypatch):
     def found(config, on):
-        read = by_hand(config, on)
+        read = BY_HAND(config, on)
         if config.precision.reduce_dtype == "bfloat16":
             raise Unreadable("no such thing")
         grown = {**read.memory, "workspace": 2.0**40 if config.remat == "none" else 0.0}

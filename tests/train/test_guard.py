@@ -160,6 +160,7 @@ def test_a_spike_goes_back_skips_and_goes_on_in_bf16(tmp_path, monkeypatch):
     monkeypatch.setattr(Loop, "_compile", lambda self, phase: compiled.append(phase) or compile_phase(self, phase))
     config = tiny(
         recipe="nvfp4",
+        policy=ONE_LINEAR,
         steps=60,
         guard=GuardConfig(spike=1.0005, returns=2),
         on_divergence="bf16",

@@ -32,10 +32,10 @@ def three_losses(recipe, mesh_text):
     return found
 
 
-def test_bf16_on_every_mesh():
-    alone = three_losses("bf16", "")
-    for mesh in ("data=2,fsdp=2", "fsdp=2,tensor=2,context=2"):  # each axis; two of them are compiled, not four
-        np.testing.assert_allclose(three_losses("bf16", mesh), alone, rtol=2e-3, err_msg=mesh)
+def test_bf16_sharded_over_weights_heads_and_sequences():
+    """Over `data`: the gradients of test_accumulation.py, the updates of optim/test_muon.py."""
+    found = three_losses("bf16", "fsdp=2,tensor=2,context=2")
+    np.testing.assert_allclose(found, three_losses("bf16", ""), rtol=2e-3)
 
 
 def test_nvfp4_sharded_over_weights_and_heads():

@@ -28,7 +28,7 @@ import halfbyte as hb
 half = dataclasses.replace(hb.recipe("nvfp4"), name="half", wgrad_x=hb.OperandPolicy(), wgrad_dy=hb.OperandPolicy())
 
 def last_layer(recipe):
-    return hb.Policy("last layer", (hb.Rule("layers/mlp/*", recipe, (-1, None)),))
+    return hb.Policy("last layer", (hb.Rule("layers/mlp/down", recipe, (-1, None)),))
 """
 
 
@@ -112,7 +112,7 @@ def test_values_reach_the_config_of_a_run():
 def test_values_train_without_a_terminal(tmp_path, capfd):
     """One step; the recipe and the policy are values, and the manifest says what ran."""
     made = dataclasses.replace(hb.recipe("nvfp4"), name="mine", fprop_x=hb.OperandPolicy())
-    rules = hb.Policy("last", (hb.Rule("layers/mlp/*", made, (-1, None)),))
+    rules = hb.Policy("last", (hb.Rule("layers/mlp/up", made, (-1, None)),))
     config = tiny(recipe=made, policy=rules, steps=1, checkpoint=CheckpointConfig(every=0))
     result = hb.train(config, tmp_path / "run")
     assert result.step == 1 and capfd.readouterr().out == ""

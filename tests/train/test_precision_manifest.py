@@ -51,6 +51,17 @@ def test_a_run_without_a_mesh_is_described_on_the_mesh_that_it_gets():
     assert default == named and max(named.parts) == 8
 
 
+@pytest.mark.parametrize("where", ["h200", "gb300"])
+def test_who_computes_the_norms_is_written_with_the_reason(where):
+    assert manifest_of("llama3-8b", where, unroll=0).norms == "kernels"
+    assert manifest_of("llama3-8b", where, unroll=0, mesh="fsdp=4,tensor=2").norms == "kernels"
+    looped, wide = manifest_of("llama3-8b", where), manifest_of("llama3.1-405b", where, unroll=0)
+    assert looped.norms.startswith("xla: ") and "stacks" in looped.norms
+    assert "8192" in wide.norms
+    assert looped.norms in precision_manifest.caption(looped)
+    assert "norms" not in precision_manifest.caption(manifest_of("demo", "cpu"))
+
+
 def test_every_operand_is_named():
     site = next(site for site in manifest_of("llama3-8b", "gb300").sites if site.path == "layers/mlp/up")
     assert (site.tokens, site.k, site.n, site.layers) == (32 * 8192, 4096, 14336, (0, 32))

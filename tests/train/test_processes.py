@@ -6,7 +6,9 @@ Oracle: one process with four devices, never interrupted.
 import signal
 
 import pytest
-from runner import Runner, final_checksums, losses
+from disagreeing import WATCHED, stop_and_hear
+from killing import kill_and_hear
+from runner import Runner, final_checksums, losses, wait_for_step
 from tiny import ONE_LINEAR, tiny
 
 from halfbyte.train import CheckpointConfig
@@ -24,16 +26,20 @@ def whole(tmp_path_factory, compile_cache, warm):
     return runner, folder / "whole"
 
 
-def test_killed_restarted_preempted_and_moved(whole, tmp_path):
-    """Two processes, both killed; restarted, one of them told to stop; then one process takes over the four devices."""
+def test_killed_stopped_preempted_and_moved(whole, tmp_path):
+    """Two processes, of which one is killed; started again, of which one stands still; again, of which one is told to
+    stop; then one process takes over the four devices. `make faults` does each by itself, in bf16 and at any step."""
     runner, reference = whole
-    code, output = runner.killed_at(tmp_path / "run", 10, processes=2, devices=2)
-    assert code == -signal.SIGKILL, output
-    code, output = runner.killed_at(tmp_path / "run", 20, number=signal.SIGTERM, processes=2, devices=2)
+    run, shape = tmp_path / "run", {"processes": 2, "devices": 2}
+    for step, flags, disturb in ((10, (), kill_and_hear), (18, WATCHED, stop_and_hear)):
+        ranks = runner.start_all(run, *flags, **shape)
+        wait_for_step(run, step, ranks)
+        disturb(ranks, victim=1)
+    code, output = runner.killed_at(run, 26, number=signal.SIGTERM, **shape)
     assert code == 75, output
     assert "resuming" in output
-    assert losses(tmp_path / "run") == losses(reference)[: len(losses(tmp_path / "run"))]
-    code, output = runner.run(tmp_path / "run", devices=4)
+    assert losses(run) == losses(reference)[: len(losses(run))]
+    code, output = runner.run(run, devices=4)
     assert code == 0, output
-    assert losses(tmp_path / "run") == losses(reference)
-    assert final_checksums(tmp_path / "run") == final_checksums(reference)
+    assert losses(run) == losses(reference)
+    assert final_checksums(run) == final_checksums(reference)

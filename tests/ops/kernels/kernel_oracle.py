@@ -9,13 +9,25 @@ FLT_MAX = np.finfo(np.float32).max
 F = np.float32
 
 
-def tensor_scales(amax):
-    """S, 1/S and S * f32(1/6)."""
+def tensor_scales(amax, top=2688):
+    """S and 1/S."""
     with np.errstate(all="ignore"):
         amax = F(amax)
-        s = F(1) if amax == 0 else np.minimum(F(2688) / amax, FLT_MAX)
+        s = F(1) if amax == 0 else np.minimum(F(top) / amax, FLT_MAX)
         s = F(1) if s == 0 else s
-        return F(s), F(1) / F(s), F(s) * F(1 / 6)
+        return F(s), F(1) / F(s)
+
+
+def lift(amax):
+    """What the errors of four over six are measured times."""
+    return F(2.0**64) if amax < 2.0**-60 else F(2.0**-64) if amax >= 2.0**60 else F(1)
+
+
+def scale_vector(amax, top=2688):
+    """As kernels read it."""
+    s, dec = tensor_scales(amax if np.isfinite(amax) else np.inf, top)
+    gemm = dec if np.isfinite(amax) else F(np.nan)
+    return np.array([amax, s, dec, lift(amax), gemm, 0, 0, 0], np.float32)
 
 
 def round_nearest(a):
@@ -67,10 +79,54 @@ def hadamard_tokens(x):
     return v.astype(ml_dtypes.bfloat16).astype(np.float32).reshape(x.shape)
 
 
-def quantize(x, amax, *, axis, noise=None, block2d=False):
+def round_midpoint(a, byte):
+    """Codes of a neighbour, the upper one if the way to it, in steps, and (byte + 1/2) / 256 are 1 together."""
+    a = np.minimum(a, F(6)).astype(np.float64)
+    code = np.searchsorted(GRID, a, side="right") - 1
+    way = (a - GRID[code]) / np.append(np.diff(GRID), 1)[code]
+    return np.minimum(code + (way + (byte + 0.5) / 256 >= 1), 7).astype(np.uint8)
+
+
+def in_order(values):
+    """[blocks, 16] -> [blocks], one after the other in float32."""
+    total = values[:, 0]
+    for i in range(1, 16):
+        total = total + values[:, i]
+    return total
+
+
+def options(top, amax, rule):
+    """The block scales that a rule tries: NVFP4's one, four over six's two."""
+    s, _ = tensor_scales(amax, TOPS[rule])
+    if rule in ("squared", "absolute"):
+        t = (top / F(6)) * s
+        return [t, t * F(1.5)]
+    return [top * (s * F(h)) for h in {"plain": (1 / 6,), "1716": (17 / 96,), "expected": (17 / 96, 17 / 64)}[rule]]
+
+
+TOPS = {"plain": 2688, "1716": 2688, "squared": 1536, "absolute": 1536, "expected": 1536}
+
+
+def error(blocks, value, enc, amax, rule):
+    """Of blocks [n, 16] of magnitudes under scales [n]."""
+    z = blocks * enc[:, None]
+    if rule == "expected":
+        a = np.minimum(z, F(6)).astype(np.float64)
+        code = np.searchsorted(GRID, a, side="right") - 1
+        upper = GRID[np.minimum(code + 1, 7)]
+        inside = (z.astype(np.float64) - GRID[code]) * (upper - z.astype(np.float64))  # exact
+        each = np.where(z > 6, (z - F(6)) * (z - F(6)), inside.astype(F))
+        return value * value * in_order(each)
+    p = lift(amax)
+    near = ((GRID[round_nearest(z)] * value[:, None]) * (F(amax) * p)) / F(1536)
+    off = np.abs(near - blocks * p)
+    return in_order(off * off if rule == "squared" else off)
+
+
+def quantize(x, amax, *, axis, noise=None, block2d=False, rule="plain", rounding="stochastic"):
     """(codes with signs, scale bytes, carrier) of float32 x with blocks of 16 along `axis` (or 16x16 tiles)."""
     x = np.asarray(x, np.float32)
-    _, dec, mult = tensor_scales(amax)
+    _, dec = tensor_scales(amax, TOPS[rule])
     magnitude = np.abs(x)
     t, n = x.shape
     down, across = (16, 16) if block2d else (1, 16) if axis == 1 else (16, 1)
@@ -80,11 +136,23 @@ def quantize(x, amax, *, axis, noise=None, block2d=False):
         return np.repeat(np.repeat(z, down, 0), across, 1)
 
     with np.errstate(all="ignore"):
-        s8 = np.minimum(top * mult, F(448)).astype(ml_dtypes.float8_e4m3fn)
+        tried = [np.minimum(z, F(448)).astype(ml_dtypes.float8_e4m3fn) for z in options(top, amax, rule)]
+        s8 = tried[0]
+        if len(tried) > 1:
+            blocks = (
+                magnitude.reshape(t, n // 16, 16) if axis == 1 else magnitude.reshape(t // 16, 16, n).swapaxes(1, 2)
+            )
+            values = [z.astype(np.float32).reshape(-1) for z in tried]
+            encodes = [np.minimum(F(1) / (v * dec), FLT_MAX) for v in values]
+            errors = [error(blocks.reshape(-1, 16), v, e, amax, rule) for v, e in zip(values, encodes)]
+            s8 = np.where((errors[1] < errors[0]).reshape(top.shape), tried[1], tried[0])
         value = s8.astype(np.float32)
         enc = np.minimum(F(1) / (value * dec), FLT_MAX)
         y = magnitude * spread(enc)
-    codes = round_nearest(y) if noise is None else round_stochastic(y, noise)
+    if noise is None:
+        codes = round_nearest(y)
+    else:
+        codes = (round_midpoint if rounding == "midpoint" else round_stochastic)(y, noise)
     signed = codes | (np.signbit(x).astype(np.uint8) << 3)
     carrier = np.copysign(GRID[codes] * spread(value), x).astype(ml_dtypes.bfloat16)
     return signed, s8.view(np.uint8), carrier

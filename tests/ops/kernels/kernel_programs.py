@@ -3,8 +3,16 @@
 import jax
 import jax.numpy as jnp
 
-from halfbyte import devices
+from halfbyte import devices, formats
 from halfbyte import kernels as K
+
+RULES = {  # as the oracle names them
+    "plain": formats.NVFP4.scale,
+    "1716": formats.NVFP4_1716.scale,
+    "squared": formats.NVFP4_46_MSE.scale,
+    "absolute": formats.NVFP4_46_MAE.scale,
+    "expected": formats.NVFP4_46_SR.scale,
+}
 
 
 def compiled(fn, device, *args):
@@ -33,6 +41,30 @@ def codes(x, g, u, d, scale, key):
     forward = K.quantize_forward(g, u, rows=K.Rowwise(scale, codes=order), columns=K.Columnwise(scale, codes=order))
     backward = K.quantize_backward(g, u, d, dg=(row, column), du=(row, column), h=column)
     return K.quantize(x, rows=row, columns=column), forward, backward
+
+
+def choosing(x, w, g, u, d, scale, key):
+    """Every pass under a rule with two candidates, by each measure."""
+    made = []
+    for name in ("squared", "absolute", "expected"):
+        rule, drawn = {"rule": RULES[name]}, {"rule": RULES[name], "rounding": "midpoint"}
+        row, column = K.Rowwise(scale, key, **drawn), K.Columnwise(scale, key, **drawn)
+        made += [
+            K.quantize(x, rows=K.Rowwise(scale, **rule)),
+            K.quantize(x, rows=K.Rowwise(scale, **rule), columns=K.Columnwise(scale, packed=True, **rule)),
+            K.quantize(x, rows=row, columns=column),
+            K.quantize_forward(g, u, rows=K.Rowwise(scale, **rule)),
+            K.quantize_backward(g, u, d, dg=(row, column), du=(row, column), h=K.Columnwise(scale, **rule)),
+            *(K.quantize_weight(w, scale, axis=axis, **rule) for axis in (-1, -2)),
+        ]
+    codes = {"rule": RULES["squared"], "codes": K.ScaleOrder.TILED}
+    return made, K.quantize(x, rows=K.Rowwise(scale, **codes), columns=K.Columnwise(scale, **codes))
+
+
+def compiled_choosing(name):
+    like = shapes(topology_of(name))
+    x, scale, key = like(256, 512), like(8, dtype=jnp.float32), like(2, dtype=jnp.uint32)
+    return compiled(choosing, name, x, like(256, 512, dtype=jnp.float32), x, x, x, scale, key)
 
 
 def compiled_codes(name):

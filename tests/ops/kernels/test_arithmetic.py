@@ -6,13 +6,17 @@ import kernel_oracle as oracle
 import ml_dtypes
 import numpy as np
 import pytest
+from kernel_programs import RULES
 
 from halfbyte.kernels import arithmetic, gated
+from halfbyte.kernels.blocks import Quantizer
 from halfbyte.kernels.memory import VectorMemory
+from halfbyte.kernels.scale import entries
 from halfbyte.kernels.vector import Vector
 
 T, N = 64, 256
 KEY = np.array([0x12345678, 0x9ABCDEF0], np.uint32)
+FAR = np.float32(np.inf)
 KINDS = ["normal", "wide", "zero_scales", "ties", "negative_zero", "subnormal", "zeros", "huge"]
 
 
@@ -63,9 +67,9 @@ def noise_words(m, tokens):
     return arithmetic.random_words(m, [k0, k1, counters(m.columns, tokens)], tokens=tokens, stride=N)
 
 
-def scales(amax):
-    _, dec, mult = oracle.tensor_scales(amax)
-    return mult, dec
+def how(amax, rule="plain", rounding="stochastic"):
+    vector = oracle.scale_vector(amax, oracle.TOPS[rule])
+    return Quantizer(RULES[rule], rounding, *(vector[i] for i in entries(RULES[rule])))
 
 
 def same_bits(got, want):
@@ -85,7 +89,7 @@ def test_rows(kind, columns, tokens, stochastic):
     x, m = data(kind), Vector(columns)
     amax = np.abs(x.astype(np.float32)).max()
     random = noise_words(m, tokens) if stochastic else None
-    got = arithmetic.quantize_rows(m, words(x, columns, tokens), *scales(amax), random)
+    got = arithmetic.quantize_rows(m, words(x, columns, tokens), how(amax), random)
     noise = oracle.random_bytes(T, N, KEY) if stochastic else None
     same_bits(array(got, ml_dtypes.bfloat16), oracle.quantize(x, amax, axis=1, noise=noise)[2])
 
@@ -101,13 +105,104 @@ def test_columns(kind, hadamard, stochastic):
     noise = oracle.random_bytes(T, N, KEY) if stochastic else None
     codes, scale_bytes, carrier = oracle.quantize(source, amax, axis=0, noise=noise)
     rows = words(x, 4, 16)
-    got = arithmetic.quantize_columns(m, rows, *scales(amax), random, hadamard=hadamard, packed=False)
+    got = arithmetic.quantize_columns(m, rows, how(amax), random, hadamard=hadamard, packed=False)
     same_bits(array(got, ml_dtypes.bfloat16), carrier)
-    packed = arithmetic.quantize_columns(m, rows, *scales(amax), random, hadamard=hadamard, packed=True)
+    packed = arithmetic.quantize_columns(m, rows, how(amax), random, hadamard=hadamard, packed=True)
     np.testing.assert_array_equal(array(packed[:8], np.uint8), oracle.pack_tokens(codes))
     np.testing.assert_array_equal(array(packed[8:], np.uint8), scale_bytes)
     again = arithmetic.unpack_columns(m, packed[:8], packed[8])
     same_bits(array(again, ml_dtypes.bfloat16), carrier)
+
+
+CHOOSING = ["1716", "squared", "absolute", "expected"]
+
+
+@functools.cache
+def chosen_data(kind: str) -> np.ndarray:
+    """`data`, and blocks whose two errors are equal: on grids of both scales, single numbers, and repeated ones."""
+    x = data(kind).copy()
+    if kind == "ties":
+        x[:, 16:32] = 0
+        x[:, 16] = np.float32(3)
+        x[:, 32:48] = np.float32(1.5)
+        x[16:32] = np.float32(-0.75)
+    return x
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rule", CHOOSING)
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_rows_and_columns_by_another_rule(kind, rule, stochastic):
+    """Scales, and which of two a block takes, in both layouts of lanes; random bytes at midpoints."""
+    x, m = chosen_data(kind), Vector(4)
+    amax = np.abs(x.astype(np.float32)).max()
+    noise = oracle.random_bytes(T, N, KEY) if stochastic else None
+    more = {"noise": noise, "rule": rule, "rounding": "midpoint"}
+    want = oracle.quantize(x, amax, axis=1, **more)[2]
+    for columns, tokens in ((8, 8), (4, 16), (2, 16)):
+        lane = Vector(columns)
+        random = noise_words(lane, tokens) if stochastic else None
+        got = arithmetic.quantize_rows(lane, words(x, columns, tokens), how(amax, rule, "midpoint"), random)
+        same_bits(array(got, ml_dtypes.bfloat16), want)
+    source = oracle.hadamard_tokens(x)
+    amax = np.abs(source).max()
+    codes, scale_bytes, carrier = oracle.quantize(source, amax, axis=0, **more)
+    random = noise_words(m, 16) if stochastic else None
+    for packed in (False, True):
+        flags = {"hadamard": True, "packed": packed}
+        got = arithmetic.quantize_columns(m, words(x, 4, 16), how(amax, rule, "midpoint"), random, **flags)
+        if not packed:
+            same_bits(array(got, ml_dtypes.bfloat16), carrier)
+            continue
+        np.testing.assert_array_equal(array(got[:8], np.uint8), oracle.pack_tokens(codes))
+        np.testing.assert_array_equal(array(got[8:], np.uint8), scale_bytes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rule", ["plain", *CHOOSING])
+def test_blocks_of_float32(kind, rule):
+    """Of a weight, along either axis."""
+    rng = np.random.default_rng(5)
+    w = chosen_data(kind).astype(np.float32) * (1 + rng.random((T, N), np.float32) * np.float32(1e-3))
+    m, amax = Vector(4), np.abs(w).max()
+    view = w.reshape(T // 16, 16, N // 16, 4, 4)
+    rows = arithmetic.float_pairs([[view[:, r, :, :, k] for k in range(4)] for r in range(16)])
+    got = arithmetic.quantize_rows(m, rows, how(amax, rule))
+    same_bits(array(got, ml_dtypes.bfloat16), oracle.quantize(w, amax, axis=1, rule=rule)[2])
+    got = arithmetic.quantize_columns(m, rows, how(amax, rule), hadamard=False, packed=False)
+    same_bits(array(got, ml_dtypes.bfloat16), oracle.quantize(w, amax, axis=0, rule=rule)[2])
+
+
+def test_midpoint_codes_of_every_byte():
+    """Magnitudes a few units from each multiple of 1/512 up to 8, and the smallest and largest."""
+    marks = np.arange(8 * 512 + 1, dtype=np.float32) / np.float32(512)
+    near = [marks.view(np.uint32) + np.uint32(d % 2**32) for d in (-2, -1, 0, 1, 2)]
+    extreme = np.array([0, 1, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0x7F800000], np.uint32)
+    y = np.concatenate([*near, extreme]).view(np.float32)
+    y = y[y >= 0]
+    byte = np.arange(256, dtype=np.uint32)[:, None]
+    one = np.full((256, len(y)), 0xBF803F80, np.uint32)
+    got = arithmetic.draw_pair(Vector(4), one, (y, y), byte | (byte << np.uint32(16)), "midpoint")
+    for half in (0, 16):
+        np.testing.assert_array_equal((got >> np.uint32(9 + half)) & np.uint32(7), oracle.round_midpoint(y, byte))
+
+
+@pytest.mark.parametrize("number", [6, 1536])
+def test_a_quotient_of_three_instructions(number):
+    """Oracle: NumPy's division. The steps that a GPU is given, in float64, where the remainder is exact, and so is what
+    is left of it after the float32 grid is taken out; every bf16, and a binade of float32.
+    """
+    everything = (np.arange(1, 0x7F80, dtype=np.uint32) << np.uint32(16)).view(np.float32)
+    binade = np.arange(0x3F800000, 0x40000000, 7, dtype=np.uint32).view(np.float32)
+    a = np.concatenate([everything, binade, binade * np.float32(2.0**100), binade * np.float32(2.0**-115)])
+    inverse = np.float32(1 / number)
+    guess = a * inverse
+    rest = (a.astype(np.float64) - guess.astype(np.float64) * number) * inverse
+    here, below, above = guess.astype(np.float64), np.nextafter(guess, np.float32(0)), np.nextafter(guess, FAR)
+    up, down = above.astype(np.float64) - here, here - below.astype(np.float64)
+    assert not (np.isclose(rest, up / 2, rtol=1e-9, atol=0) | np.isclose(-rest, down / 2, rtol=1e-9, atol=0)).any()
+    got = np.where(rest > up / 2, above, np.where(-rest > down / 2, below, guess))
+    np.testing.assert_array_equal(got.astype(np.float32), a / np.float32(number))
 
 
 def test_stochastic_codes_where_the_definition_rounds_its_sum():
@@ -120,7 +215,7 @@ def test_stochastic_codes_where_the_definition_rounds_its_sum():
     y = y[y >= 0]
     byte = np.arange(256, dtype=np.uint32)[:, None]
     one, m = np.full((256, len(y)), 0xBF803F80, np.uint32), Vector(4)  # 1 and -1: the magnitude is the scale
-    got = arithmetic.draw_pair(m, one, (y, y[::-1]), byte | (byte[::-1] << np.uint32(16)))
+    got = arithmetic.draw_pair(m, one, (y, y[::-1]), byte | (byte[::-1] << np.uint32(16)), "stochastic")
     assert not (got & np.uint32(0xF000F000)).any()
     np.testing.assert_array_equal((got >> np.uint32(9)) & np.uint32(7), oracle.round_stochastic(y, byte))
     np.testing.assert_array_equal((got >> np.uint32(25)) & np.uint32(7), oracle.round_stochastic(y[::-1], byte[::-1]))
@@ -154,7 +249,7 @@ def test_square(kind):
     rows = [[view[:, r, :, :, k] for k in range(4)] for r in range(16)]
     amax = np.abs(w).max()
     assert np.max(arithmetic.amax_float(m, rows)) == amax
-    got = arithmetic.quantize_square(m, rows, *scales(amax), packed=False)
+    got = arithmetic.quantize_square(m, rows, how(amax), packed=False)
     same_bits(array(got, ml_dtypes.bfloat16), oracle.quantize(w, amax, axis=1, block2d=True)[2])
 
 

@@ -4,6 +4,8 @@ The host runs the same addresses, masks and exchanges as the GPU does; outputs b
 lane writes is seen.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import kernel_oracle as oracle
@@ -15,8 +17,9 @@ from instruments import activation
 from halfbyte import kernels as K
 from halfbyte.formats import random_bytes, tile_scales
 from halfbyte.formats.noise import key_words
+from halfbyte.formats.scales import TWO_LEVEL
 from halfbyte.formats.selftest import VECTORS, load
-from halfbyte.kernels import ScaleOrder
+from halfbyte.kernels import ScaleOrder, arithmetic
 from halfbyte.kernels import codes as kernel_codes
 from halfbyte.kernels.launch import on_host
 from halfbyte.kernels.vector import Vector
@@ -155,12 +158,12 @@ def test_stored_vectors(group, monkeypatch):
     stored, order = load(VECTORS)[group], ScaleOrder.PLAIN
     key = np.stack(key_words(jnp.asarray(stored["key"]))) if group == "nvfp4_stochastic" else None
     for x, codes, scales, amax in zip(*(stored[f] for f in ("x", "codes", "scales", "amax")), strict=True):
-        values, (s, dec, mult) = x.view(ml_dtypes.bfloat16), oracle.tensor_scales(amax.view(np.float32))
-        factors = np.array([0, s, dec, mult, dec, 0, 0, 0], np.float32)
+        values, factors = x.view(ml_dtypes.bfloat16), oracle.scale_vector(amax.view(np.float32))
         with jax.disable_jit():
             if group == "nvfp4_2d":
                 pair = [(8, np.uint8), (1, np.uint8)]
-                got = kernel_codes.weight_rows(values.astype(np.float32), factors, pair, name="")
+                made = functools.partial(arithmetic.quantize_square, packed=True)
+                got = kernel_codes.weight_rows(values.astype(np.float32), factors, pair, made, TWO_LEVEL, name="")
                 same(got, [oracle.pack_tokens(codes), np.repeat(scales, 16, 1)])
                 continue
             elif group == "nvfp4_hadamard":

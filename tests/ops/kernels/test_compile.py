@@ -6,7 +6,7 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 import pytest
-from kernel_programs import compiled, compiled_codes, shapes, topology_of
+from kernel_programs import compiled, compiled_choosing, compiled_codes, shapes, topology_of
 
 from halfbyte import devices, ops
 from halfbyte import kernels as K
@@ -34,12 +34,18 @@ def hidden(g, u, d, key):
     return forward, K.quantize_backward(g, u, d, dg=dg, du=du, h=K.Columnwise(h_column))
 
 
-@pytest.mark.parametrize("name", ["h200", "b200", "gb300"])
+@pytest.mark.parametrize("name", ["h200", "gb300"])  # one of each generation
 def test_passes_compile(name):
     like = shapes(topology_of(name))
     x, key = like(256, 512), like(2, dtype=jnp.uint32)
     text = compiled(linear, name, x, like(512, 512, dtype=jnp.float32), like(256, 512), key)
     assert text.count("__gpu$xla.gpu.triton") >= 8
+
+
+@pytest.mark.parametrize("name", ["h200", "b200", "gb300"])
+def test_passes_that_choose_compile(name):
+    text = compiled_choosing(name)
+    assert text.count("__gpu$xla.gpu.triton") == 21 and text.count('custom_call_target="mosaic_gpu_v2"') == 1
 
 
 def three_linears(x, w, dy, seed):

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import test_mxfp8 as mx
 from instruments import activation
+from kernel_programs import RULES
 
 from halfbyte import devices
 from halfbyte import kernels as K
-from halfbyte.kernels import f8, mxfp8
+from halfbyte.kernels import f8, mxfp8, norm
 from halfbyte.kernels.matmul import LAYOUTS, matmul, unsupported
 from halfbyte.kernels.stacks import Layer
 
@@ -72,6 +73,79 @@ def test_operands(kind):
     got = linear(jnp.asarray(x), jnp.asarray(KEY), jnp.asarray(KEY2))
     for a, b in zip(got, (row, column, oracle.pack_tokens(codes), scales, nearest), strict=True):
         np.testing.assert_array_equal(np.asarray(a).view(np.uint8), b.view(np.uint8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rule", ["1716", "squared", "absolute", "expected"])
+def test_operands_by_another_rule(kind, rule):
+    """Nearest and at midpoints, rows alone, both in one read, packed, and as codes."""
+    x, top = data(kind), oracle.TOPS[rule]
+    turned = oracle.hadamard_tokens(x)
+    near = {"rule": RULES[rule]}
+    drawn, codes = near | {"rounding": "midpoint"}, near | {"codes": K.ScaleOrder.PLAIN}
+
+    @jax.jit
+    def run(x, k0, k1):
+        row, column = K.tensor_scales(*K.maxima(x), top=top)
+        return (
+            *K.quantize(x, rows=K.Rowwise(row, **near)),
+            *K.quantize(x, rows=K.Rowwise(row, **near), columns=K.Columnwise(column, packed=True, **near)),
+            *K.quantize(x, rows=K.Rowwise(row, k0, **drawn), columns=K.Columnwise(column, k1, **drawn)),
+            *K.quantize(x, rows=K.Rowwise(row, **codes), columns=K.Columnwise(column, **codes)),
+        )
+
+    with np.errstate(all="ignore"):
+        noise = [oracle.random_bytes(T, N, k) for k in (KEY, KEY2)]
+        tops = np.abs(x.astype(np.float32)).max(), np.abs(turned).max()
+        row = oracle.quantize(x, tops[0], axis=1, rule=rule)
+        column = oracle.quantize(turned, tops[1], axis=0, rule=rule)
+        more = {"rule": rule, "rounding": "midpoint"}
+        by_chance = [
+            oracle.quantize(a, t, axis=axis, noise=n, **more)[2]
+            for a, t, axis, n in zip((x, turned), tops, (1, 0), noise, strict=True)
+        ]
+    want = [
+        row[2], row[2], oracle.pack_tokens(column[0]), column[1], *by_chance,
+        oracle.pack_tokens(row[0].T).T, row[1], oracle.pack_tokens(column[0]).T, column[1].T,
+    ]  # fmt: skip
+    for a, b in zip(run(jnp.asarray(x), jnp.asarray(KEY), jnp.asarray(KEY2)), want, strict=True):
+        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.ascontiguousarray(b).view(np.uint8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("width", [N, 344])
+def test_weight_in_blocks_along_an_axis(kind, rule, width):
+    w = data(kind)[:, :width].astype(np.float32) * np.float32(1.001)
+    filled = np.pad(w, ((0, 0), (0, -width % 16)))
+
+    def run(w):
+        scale = K.tensor_scale(K.weight_maxima(w), top=oracle.TOPS[rule])
+        return [K.quantize_weight(w, scale, axis=axis, rule=RULES[rule]) for axis in (-1, -2)]
+
+    with np.errstate(all="ignore"):
+        want = [oracle.quantize(filled, np.abs(w).max(), axis=a, rule=rule)[2][:, :width] for a in (1, 0)]
+    for a, b in zip(jax.jit(run)(jnp.asarray(w)), want, strict=True):
+        np.testing.assert_array_equal(np.asarray(a).view(np.uint16), np.ascontiguousarray(b).view(np.uint16))
+
+
+@pytest.mark.parametrize("rule", ["squared", "expected"])
+def test_swiglu_by_another_rule(rule):
+    """Oracle: the carriers of the tensors themselves, by the passes of above."""
+    g, u, d = (jnp.asarray(data(kind)) for kind in ("normal", "wide", "normal"))
+
+    @jax.jit
+    def run(g, u, d):
+        (scale,) = K.tensor_scales(jnp.float32(3.0).view(jnp.int32)[None], top=oracle.TOPS[rule])
+        row, column = K.Rowwise(scale, rule=RULES[rule]), K.Columnwise(scale, rule=RULES[rule])
+        dg, du, h = activation(g, u, d)
+        made = K.quantize_backward(g, u, d, dg=(row, column), du=(row, column), h=column)
+        alone = [a for x in (dg, du) for a in K.quantize(x, rows=row, columns=column)]
+        forward = K.quantize_forward(g, u, rows=row), K.quantize(h, rows=row)
+        return (*made, *forward[0]), (*alone, *K.quantize(h, columns=column), *forward[1])
+
+    for a, b in zip(*run(g, u, d), strict=True):
+        np.testing.assert_array_equal(np.asarray(a).view(np.uint16), np.asarray(b).view(np.uint16))
 
 
 def test_weight():
@@ -245,3 +319,21 @@ def test_a_layer_of_a_stack_is_read_and_written_in_place(layers, tokens, width):
 
     for made, array in zip(write(g, u, *(jnp.zeros_like(s) for s in stacks)), (g, u), strict=True):
         assert not made[0].any() and bool(jnp.array_equal(made[1], array))
+
+
+@pytest.mark.parametrize("shape", [(4096, 2048), (2048, 4096), (1024, 5120), (1024, 8192)], ids=str)
+def test_norm(shape):
+    """The same bits as on the host, forward and backward: sums have one order."""
+    rng = np.random.default_rng(0)
+    x, carry, *gradients = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for _ in range(5))
+    scale = jnp.asarray(1 + 0.1 * rng.standard_normal(shape[1]), jnp.float32)
+
+    def both(x, scale, carry, gradients):
+        h, inverse = norm.forward(x, scale, eps=1e-5)
+        return h, inverse, *norm.backward(x, inverse, scale, carry, gradients)
+
+    got = jax.jit(both)(x, scale, carry, tuple(gradients))
+    with K.interpreted():
+        want = jax.jit(both)(x, scale, carry, tuple(gradients))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
