@@ -194,6 +194,11 @@ class LayerContext:
         return None if self.key is None else site_key(self.key, f"layers/{site}")
 
 
+def in_loop(cfg: LlamaConfig, unroll: int) -> bool:
+    """Whether layers are turns of a loop at all, `unroll` of them each (0: all, and no loop)."""
+    return 0 < unroll < cfg.layers
+
+
 def segments(cfg: LlamaConfig, ctx: Context) -> tuple[Segment, ...]:
     """The segments of the policy, or one in bf16; a policy resolved for another number of layers is a ValueError."""
     resolved = ctx.policy or Policy("bf16", ()).resolve(linear_sites(cfg), cfg.layers)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from halfbyte.models.config import SHARED_SITES, LlamaConfig
-from halfbyte.models.context import BETWEEN, PLAIN, Context, LayerContext, inside
+from halfbyte.models.context import BETWEEN, PLAIN, Context, LayerContext, in_loop, inside
 from halfbyte.models.embedding import embed_tokens, head_weight
 from halfbyte.models.experts import experts_mlp
 from halfbyte.models.linear import MLP_SITES, gated_mlp, linears
@@ -155,7 +155,7 @@ def forked(
     """(x as it goes on, x normed: once, or once for each of its readers)."""
     ctx = here.ctx
     many = 1 if here.watch else readers  # a watch sees one
-    looped = ctx.unroll < cfg.layers
+    looped = in_loop(cfg, ctx.unroll)
     x, h = forked_norm(x, weight, cfg.norm_eps, readers=many, looped=looped, mesh=ctx.mesh, rules=ctx.rules)
     return x, tuple(ctx.constrain(each, *BETWEEN) for each in h)
 

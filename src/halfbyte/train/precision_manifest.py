@@ -19,6 +19,7 @@ from halfbyte import models, ops
 from halfbyte.devices import Device, native_training
 from halfbyte.formats import BF16
 from halfbyte.metrics import Throughput, mixed_peak
+from halfbyte.models.context import in_loop
 from halfbyte.models.flops import FLOPS_FORMULA
 from halfbyte.nn.norm import by_xla
 from halfbyte.ops import tile_kernels
@@ -135,7 +136,7 @@ def build_manifest(config: TrainConfig, resolved: Resolved, recipe: Recipe, *, s
 def _norms(config: TrainConfig, rows: int, seq: int, device: Device) -> str:
     parts, model = _cuts(config), config.model
     shape = rows // parts("batch"), seq // parts("residual_seq"), model.embed
-    looped = 0 < config.unroll < model.layers
+    looped = in_loop(model, config.unroll)
     reason = by_xla(shape, config.precision.compute_dtype, looped=looped, device=device)
     return "kernels" if reason is None else f"{XLA}: {reason}"
 
