@@ -97,9 +97,13 @@ def _entries(amax: jax.Array, top: float) -> dict[int, jax.Array]:
     s = jnp.minimum(_divide(np.float32(top), amax), np.float32(FLT_MAX))
     finite = amax <= np.float32(FLT_MAX)
     s = jnp.where((amax == np.float32(0)) | (s == np.float32(0)) | ~finite, np.float32(1), s)
-    decode = _divide(np.float32(1), s)
-    gemm = jnp.where(finite, decode, np.float32(np.nan))
-    return {AMAX: amax, ENCODE: s, DECODE: decode, LIFT: lift_of(amax), GEMM: gemm}
+    return vector_of(amax, s, _divide(np.float32(1), s))
+
+
+def vector_of(amax: jax.Array, encode: jax.Array, decode: jax.Array) -> dict[int, jax.Array]:
+    """Place in a scale vector -> its value, of tensors with these maxima and scales; the other places hold zero."""
+    owed = jnp.where(amax <= np.float32(FLT_MAX), decode, np.float32(np.nan))
+    return {AMAX: amax, ENCODE: encode, DECODE: decode, LIFT: lift_of(amax), GEMM: owed}
 
 
 def _divide(a: np.float32, b: jax.Array) -> jax.Array:

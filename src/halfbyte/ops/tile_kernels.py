@@ -13,10 +13,9 @@ from halfbyte import kernels
 from halfbyte.devices import Device
 from halfbyte.formats import NVFP4, BlockFormat
 from halfbyte.formats.bits import float_of_bits
-from halfbyte.formats.choices import lift_of
 from halfbyte.formats.noise import key_words
 from halfbyte.kernels import grouped, layout
-from halfbyte.kernels.scale import AMAX, DECODE, ENCODE, GEMM, LIFT, SIZE
+from halfbyte.kernels.scale import GEMM, SIZE, vector_of
 from halfbyte.ops.backends import fused
 from halfbyte.recipe import WEIGHTS, OperandPolicy
 
@@ -39,8 +38,7 @@ def makes(role: str, policy: OperandPolicy, sides: tuple[int, ...], device: Devi
 def scale_table(amax: jax.Array, format: BlockFormat = NVFP4) -> jax.Array:
     """float32 [experts, 8]: the vector of `kernels.tensor_scale` for each amax."""
     scales = jax.vmap(format.tensor_scales)(amax)
-    owed = jnp.where(jnp.isfinite(amax), scales.decode, jnp.float32(jnp.nan))
-    known = {AMAX: amax, ENCODE: scales.encode, DECODE: scales.decode, LIFT: lift_of(amax), GEMM: owed}
+    known = vector_of(amax, scales.encode, scales.decode)
     return jnp.stack([known.get(place, jnp.zeros_like(amax)) for place in range(SIZE)], axis=1)
 
 
