@@ -5,6 +5,7 @@ import json
 import sys
 
 import pytest
+from hlo import condition_of, opening_of
 
 import halfbyte.plan.reading  # noqa: F401 (the module is changed below)
 from halfbyte import models
@@ -18,21 +19,7 @@ from halfbyte.program import Unreadable, read
 from halfbyte.runs import run_config
 from halfbyte.sharding import parse_mesh
 
-STEP = """HloModule jit_step, is_scheduled=true
-
-FileNames
-1 "/lib/halfbyte/ops/tiles.py"
-
-FunctionNames
-1 "one"
-
-FileLocations
-1 {file_name_id=1 function_name_id=1 line=10 end_line=10 column=4 end_column=9}
-
-StackFrames
-1 {file_location_id=1 parent_frame_id=1}
-
-
+LOOP = """\
 %body (b: (s32[], bf16[128,64], bf16[64,32])) -> (s32[], bf16[128,64], bf16[64,32]) {
   %b = (s32[], bf16[128,64]{1,0}, bf16[64,32]{1,0}) parameter(0)
   %i = s32[] get-tuple-element(%b), index=0
@@ -40,11 +27,6 @@ StackFrames
   %w = bf16[64,32]{1,0} get-tuple-element(%b), index=2
   %dot = bf16[128,32]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="dot" stack_frame_id=1}
   ROOT %t = (s32[], bf16[128,64]{1,0}, bf16[64,32]{1,0}) tuple(%i, %x, %w)
-}
-
-%condition (c: (s32[], bf16[128,64], bf16[64,32])) -> pred[] {
-  %c = (s32[], bf16[128,64]{1,0}, bf16[64,32]{1,0}) parameter(0)
-  ROOT %go = pred[] constant(true)
 }
 
 ENTRY %main (x: bf16[1024,64], w: bf16[4,64,32], v: bf16[64,32], y: bf16[128,64]) -> bf16[1024,32] {
@@ -58,6 +40,7 @@ ENTRY %main (x: bf16[1024,64], w: bf16[4,64,32], v: bf16[64,32], y: bf16[128,64]
   ROOT %out = bf16[1024,32]{1,0} custom-call(%x0, %w0), custom_call_target="mosaic_gpu_v2", metadata={op_name="gemm" stack_frame_id=1}
 }
 """  # noqa: E501
+STEP = opening_of("ops/tiles.py", "one") + condition_of("(s32[], bf16[128,64]{1,0}, bf16[64,32]{1,0})") + LOOP
 
 
 @pytest.fixture

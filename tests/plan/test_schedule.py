@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from hlo import condition_of, opening_of
 
 from halfbyte.devices import device
 from halfbyte.plan.rates import LATENCY, Rates
@@ -11,21 +12,7 @@ from halfbyte.plan.simulate import simulate
 from halfbyte.program import Unreadable, read
 
 RATES = Rates(device("gb300"), {"bf16": 1e12, "fp8": 2e12, "fp4": 4e12}, memory=1e12, kernels=1.5e12)
-STEP = """HloModule jit_step, is_scheduled=true
-
-FileNames
-1 "/lib/halfbyte/ops/mlp.py"
-
-FunctionNames
-1 "mlp"
-
-FileLocations
-1 {file_name_id=1 function_name_id=1 line=10 end_line=10 column=4 end_column=9}
-
-StackFrames
-1 {file_location_id=1 parent_frame_id=1}
-
-
+LOOP = """\
 %add (p: f32[], q: f32[]) -> f32[] {
   %p = f32[] parameter(0)
   %q = f32[] parameter(1)
@@ -43,11 +30,6 @@ StackFrames
   ROOT %t = (s32[], bf16[64,128]{1,0}, bf16[512,512]{1,0}) tuple(%i, %a, %dot)
 }
 
-%condition (c: (s32[], bf16[64,128], bf16[512,512])) -> pred[] {
-  %c = (s32[], bf16[64,128]{1,0}, bf16[512,512]{1,0}) parameter(0)
-  ROOT %go = pred[] constant(true)
-}
-
 ENTRY %main (a: bf16[64,128], x: bf16[512,512], w: f32[1024]) -> bf16[512,512] {
   %a0 = bf16[64,128]{1,0} parameter(0)
   %x0 = bf16[512,512]{1,0} parameter(1)
@@ -59,6 +41,7 @@ ENTRY %main (a: bf16[64,128], x: bf16[512,512], w: f32[1024]) -> bf16[512,512] {
   ROOT %out = bf16[512,512]{1,0} get-tuple-element(%loop), index=2
 }
 """  # noqa: E501
+STEP = opening_of("ops/mlp.py", "mlp") + condition_of("(s32[], bf16[64,128]{1,0}, bf16[512,512]{1,0})") + LOOP
 
 
 def of(text=STEP):
