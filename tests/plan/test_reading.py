@@ -7,24 +7,21 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+from hlo import OPENING, condition_of
 
 import halfbyte.plan.reading  # noqa: F401 (the module is changed below)
 from halfbyte.devices import device
-from halfbyte.plan import by_hand, cluster, placed, reading
-from halfbyte.plan.reading import _memory, heard
+from halfbyte.plan import by_hand, cluster, outcome, placed, problems, reading
+from halfbyte.plan.outcome import remarks
+from halfbyte.plan.reading import _memory, block_scaled, fp4_calls, heard
+from halfbyte.plan.schedule import Event
 from halfbyte.program import read
 from halfbyte.runs import run_config
 
 MODULE = sys.modules["halfbyte.plan.reading"]
-STEP = """HloModule jit_step, is_scheduled=true
-
+LOOP = """\
 %body (b: (s32[], bf16[4,64,8], f32[4,8,8])) -> (s32[], bf16[4,64,8], f32[4,8,8]) {
   ROOT %b = (s32[], bf16[4,64,8]{2,1,0}, f32[4,8,8]{2,1,0}) parameter(0)
-}
-
-%condition (c: (s32[], bf16[4,64,8], f32[4,8,8])) -> pred[] {
-  %c = (s32[], bf16[4,64,8]{2,1,0}, f32[4,8,8]{2,1,0}) parameter(0)
-  ROOT %go = pred[] constant(true)
 }
 
 ENTRY %main (w: f32[4,8,8], k: bf16[4,64,8]) -> f32[4,8,8] {
@@ -37,6 +34,7 @@ ENTRY %main (w: f32[4,8,8], k: bf16[4,64,8]) -> f32[4,8,8] {
   ROOT %out = f32[4,8,8]{2,1,0} get-tuple-element(%loop), index=2
 }
 """
+STEP = OPENING + condition_of("(s32[], bf16[4,64,8]{2,1,0}, f32[4,8,8]{2,1,0})") + LOOP
 
 
 def silent(_):
@@ -134,3 +132,30 @@ def test_a_long_compilation_is_heard_of(monkeypatch):
     with heard("it", say):
         assert twice.wait(60)
     assert "compiling it" in said[0] and "compiled" in said[-1]
+
+
+def test_rows_that_fill_tiles_of_128_are_no_misplaced_program():
+    """A width of 64: in its program, compiled for a GB300, XLA multiplies 452,984,832 FLOPs in 18 FP4 GEMMs of which
+    half are needed."""
+    base, on = run_config("demo"), cluster(device("gb300"), 1)
+    model = dataclasses.replace(base.model, embed=64, mlp=192, layers=2, heads=4, head_dim=16)
+    config = dataclasses.replace(base, model=model, seq=64, data="synthetic")
+    expected = block_scaled(config, on.device)
+    needed = 3 * 3 * 2 * 2 * (8 * 64) * 64 * 192
+    assert fp4_calls(expected) == 18 and sum(each.filling for each in expected) == 452_984_832 - needed == needed
+
+    read = by_hand(config, on)
+    event = Event("gemm", "mlp", "mlp", format="fp4", flops=needed)
+    wasteful = dataclasses.replace(read, events=(*read.events, event), filling_flops=needed)
+    assert list(problems(outcome(config, on, wasteful))) == []
+    assert "no multiple of 128 make 45% more" in " ".join(remarks(outcome(config, on, wasteful)))
+    misplaced = dataclasses.replace(wasteful, filling_flops=0)
+    (said,) = problems(outcome(config, on, misplaced))
+    assert "1.450x" in said and "take another --mesh or --batch" in said
+
+
+def test_what_a_size_keeps_from_the_units_is_not_expected_of_them():
+    """gate and up sum over 208 in dgrad, down in fprop: no multiple of 32, so that no unit serves them."""
+    base = run_config("demo")
+    config = dataclasses.replace(base, model=dataclasses.replace(base.model, mlp=208), data="synthetic")
+    assert fp4_calls(block_scaled(config, device("gb300"))) == 0

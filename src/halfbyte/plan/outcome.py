@@ -91,9 +91,13 @@ def outcome(config: TrainConfig, on: Cluster, found: Reading, *, assumed: Sequen
 def problems(found: Outcome) -> Iterator[str]:
     """What is wrong with the program, or does not fit."""
     read = found.reading
-    if read.gemm_flops - read.filling_flops > EXCESS * read.needed_flops:
-        more, where = read.gemm_flops / read.needed_flops, found.config.mesh or "one device"
-        yield f"GEMMs multiply {more:.3f}x of the FLOPs that are needed: it is misplaced on {where}"
+    multiplied = (read.gemm_flops - read.filling_flops) / read.needed_flops
+    if multiplied > EXCESS:
+        where = found.config.mesh or "one device"
+        yield (
+            f"GEMMs multiply {multiplied:.3f}x of the FLOPs that are needed: it is misplaced on {where}; take another "
+            "--mesh or --batch"
+        )
     if read.native != read.native_expected:
         yield f"{read.native} FP4 GEMMs a step run natively, and the manifest says {read.native_expected}"
     if not found.fits:
@@ -128,6 +132,11 @@ def remarks(found: Outcome) -> Iterator[str]:
         yield from of_experts(found)
     elif emulated(found.config, found.reading):
         yield f"{found.config.recipe} on {found.on.device.name} is emulated: no speed-up is predicted; fp8 is"
+    elif (more := found.reading.filling_flops / found.reading.needed_flops) > EXCESS - 1:
+        yield (
+            f"block-scaled GEMMs multiply whole tiles of 128 rows: sizes of this model that are no multiple of 128 "
+            f"make {more:.0%} more FLOPs than it needs"
+        )
     yield from found.assumed
 
 

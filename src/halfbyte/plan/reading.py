@@ -17,10 +17,12 @@ from halfbyte.devices import Device, target_cudnn, topology
 from halfbyte.devices.platform import CUDA_PLUGINS, any_installed
 from halfbyte.inputs.kept import is_kept, kept
 from halfbyte.launch.xla_flags import FLAG_SETS, as_known
+from halfbyte.ops.backends.block_scaled import TILE
 from halfbyte.program import Program, gemms, read
 from halfbyte.sharding import parse_mesh
 from halfbyte.sharding.mesh import whole_sizes
 from halfbyte.train import TrainConfig, abstract_state, phases, run_mesh
+from halfbyte.train.precision_manifest import build_manifest
 from halfbyte.train.preflight import check, shard_bytes
 from halfbyte.train.step import compiler_options
 
@@ -45,7 +47,7 @@ class Reading:
     needed_flops: float
     """Of the GEMMs of linears and routers."""
     filling_flops: float
-    """Of rows that only fill experts' tiles up."""
+    """Of rows that only fill tiles up: experts', and those of block-scaled GEMMs."""
     native: int
     """Block-scaled GEMMs of a step."""
     native_expected: int
@@ -119,7 +121,7 @@ def heard(what: str, say: Callable[[str], None]) -> Iterator[None]:
 
 def by_hand(config: TrainConfig, on: Cluster) -> Reading:
     """What shapes alone say."""
-    native = native_calls(config, on.device)
+    native = fp4_calls(block_scaled(config, on.device))
     return Reading(
         compiled=False,
         events=analytic.step(config, on),
@@ -132,15 +134,47 @@ def by_hand(config: TrainConfig, on: Cluster) -> Reading:
     )
 
 
-def native_calls(config: TrainConfig, device: Device) -> int:
-    """How often a step should call FP4 GEMMs: those of a linear's that the manifest says, in each layer."""
-    total = 0
-    for segment in phases(config)[0].resolved(config).segments:
-        for path, recipe in segment.recipes.items():
-            again, backend = path in AGAIN[config.remat], config.precision.backend
-            forward, backward = analytic.linear_gemms(recipe, device, backend, again=again, experts=path in EXPERTS)
-            total += (segment.stop - segment.start) * (forward + backward).count("fp4")
-    return total * config.accumulate
+@dataclasses.dataclass(frozen=True)
+class BlockScaled:
+    """A GEMM of a linear that the precision manifest gives to block-scaled units: its sizes on a device, two of rows of
+    operands and the summed one, and how often a step calls it.
+    """
+
+    unit: str
+    rows: tuple[int, int]
+    summed: int
+    calls: int
+
+    @property
+    def filling(self) -> int:
+        """FLOPs of a step that only fill tiles of rows up."""
+        a, b = self.rows
+        whole = (a + -a % TILE) * (b + -b % TILE)
+        return self.calls * 2 * (whole - a * b) * self.summed
+
+
+def block_scaled(config: TrainConfig, device: Device) -> list[BlockScaled]:
+    """All of them, as the manifest of a run on `device` has them."""
+    phase, again = phases(config)[0], AGAIN[config.remat]
+    resolved, meshed = phase.resolved(config), dataclasses.replace(config, mesh=config.mesh or "fsdp=1")
+    found = []
+    for site in build_manifest(meshed, resolved, phase.recipe, seq=config.seq, device=device).sites:
+        (first, last), (tokens, inputs, outputs) = site.layers, site.on_device
+        sizes = {"fprop": (tokens, outputs, inputs), "dgrad": (tokens, inputs, outputs),
+                 "wgrad": (inputs, outputs, tokens)}  # fmt: skip
+        for name, gemm in site.gemms.items():
+            if gemm.multiplied_by == "native":
+                *rows, summed = sizes[name]
+                times = (last - first) * config.accumulate
+                if name == "fprop":  # twice where x is multiplied in two pieces, and again where remat says so
+                    times *= (2 if resolved.at(site.path, first).remainder else 1) * (2 if site.path in again else 1)
+                found.append(BlockScaled(gemm.runs_in, (rows[0], rows[1]), summed, times))
+    return found
+
+
+def fp4_calls(found: list[BlockScaled]) -> int:
+    """How often a step calls FP4 GEMMs."""
+    return sum(each.calls for each in found if analytic.UNITS.get(each.unit) == "fp4")
 
 
 def needed(config: TrainConfig) -> float:
@@ -171,14 +205,15 @@ def read_step(made: Any, config: TrainConfig, mesh: Mesh, on: Cluster) -> Readin
     program, state = read(made.as_text()), abstract_state(config, mesh)
     weights, load = shard_bytes(state.params), even_load(config, on.count)
     multiplied = gemms(program, turns=load.turns, branches=load.branches)
+    expected = block_scaled(config, on.device)
     return Reading(
         compiled=True,
         events=schedule(program, dict(mesh.shape), crossing(config.mesh, on), load),
         memory=_memory(made.memory_analysis(), program, config, weights=weights, state=shard_bytes(state)),
         needed_flops=needed(config) / on.count,
-        filling_flops=_filling(config, on),
+        filling_flops=_filling(config, on) + sum(each.filling for each in expected),
         native=sum(each.times for each in multiplied if (each.kind, each.format) == NATIVE),
-        native_expected=native_calls(config, on.device),
+        native_expected=fp4_calls(expected),
         compulsory=_compulsory(config),
     )
 
