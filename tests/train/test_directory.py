@@ -190,6 +190,14 @@ def test_a_refused_resume_leaves_the_config_alone(begun):
     assert (directory / "config.json").read_bytes() == before
 
 
+def test_layers_without_a_loop_sum_in_another_order_and_that_is_no_resume(begun):
+    directory, config = begun
+    unrolled = dataclasses.replace(config, unroll=0)
+    with pytest.raises(ChangedConfig, match="unroll: 1 -> 0"):
+        look(directory, unrolled)
+    take_it(directory, unrolled, allow=True)
+
+
 def test_a_field_that_is_new_since_the_run_began_does_not_change_the_run():
     config = tiny()
     stored = to_dict(config)

@@ -237,7 +237,7 @@ def _policy_text(value: Any) -> str:
 GUARDED = (
     "model", "recipe", "policy", "precision", "optimizer", "loss_scale",
     "data", "batch", "seq", "accumulate", "seed", "z_loss", "balance_loss", "router_z_loss", "balance_rate",
-    "init_from",
+    "init_from", "unroll",
 )  # fmt: skip
 """Fields that may not change when a run resumes, unless the person says so: they change what is computed."""
 COSMETIC = ("model.name", "precision.backend")
