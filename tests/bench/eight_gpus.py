@@ -14,7 +14,6 @@ from halfbyte.program import read
 from halfbyte.runs import run_config
 from halfbyte.train import run_mesh
 
-RECIPES = ("bf16", "fp8", "nvfp4")
 SEQ = 8192
 LEAST = (0.95, 0.95) if jax.__version_info__ < (0, 11) else (0.8, 0.6)  # of the bytes, and of the time on one link
 AS_OPTION = {"on": "COLLECTIVE_PIPELINING_MODE_ON"}  # what a flag's value is called where a compilation is given it

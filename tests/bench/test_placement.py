@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from eight_gpus import RECIPES, check, compile_for, config_of
+from eight_gpus import check, compile_for, config_of
 
 from halfbyte import bench, models
 from halfbyte.bench.placement import AGAIN, reduces_whole
@@ -27,7 +27,7 @@ def test_needed_flops_are_the_models_and_what_remat_repeats():
 
 @pytest.mark.slow
 @pytest.mark.cuda_compiler
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])  # fp8: below
 def test_a_device_multiplies_gathers_and_hides_what_it_should(recipe):
     config = config_of(recipe, batch=16)
     mesh, compiled = compile_for(H200, config, hosts=1)
@@ -43,7 +43,7 @@ def test_a_device_multiplies_gathers_and_hides_what_it_should(recipe):
 @pytest.mark.cuda_compiler
 def test_weights_travel_beside_products_under_tensor_parallelism_too(tmp_path, monkeypatch):
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path))
-    config = dataclasses.replace(config_of("nvfp4", batch=16), mesh="fsdp=4,tensor=2", schedule_by="roofline")
+    config = dataclasses.replace(config_of("fp8", batch=16), mesh="fsdp=4,tensor=2", schedule_by="roofline")
     mesh, compiled = compile_for(H200, config, hosts=1)
     _, program = check(compiled, config, mesh, H200)
     # Sums over `tensor` of the backward pass: of gate's, up's, q's, k's and v's dx, each behind products of wgrad.
