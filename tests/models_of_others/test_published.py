@@ -1,7 +1,7 @@
-"""Models that nobody here wrote (published.py): the sites found are the dots counted in the jaxpr. Four of them are
+"""Models that nobody here wrote (published.py): the sites found are the dots counted in the jaxpr. Three of them are
 trained for 100 steps on a mesh of four devices, with automatic axes, one of them with explicit axes, too: the loss in
-NVFP4 is that in bf16 within noise, which is measured, over seeds. Of the others the same program is lowered with
-explicit axes: what JAX refuses about them, it refuses then.
+NVFP4 is that in bf16 within noise, which is measured, over seeds (NNX, Linen, Equinox: files of their own). Of the
+others the same program is lowered with explicit axes: what JAX refuses about them, it refuses then.
 """
 
 import re
@@ -77,7 +77,7 @@ def four_devices(axes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma", "llama3", "haliax", "equinox"])
+@pytest.mark.parametrize("name", ["gemma", "llama3", "haliax"])
 def test_trained_100_steps_on_four_devices(name, text):
     loss, params = MODELS[name]()
     arms = [(AxisType.Auto, "bf16"), (AxisType.Auto, "nvfp4")] + [(AxisType.Explicit, "nvfp4")] * (name == "llama3")

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from rich.console import Console
-from tiny import tiny
+from tiny import ONE_LINEAR, tiny
 
 from halfbyte.conformance import SelfTestFailed
 from halfbyte.metrics import OneStepLate, read_rows
@@ -48,6 +48,7 @@ def finished(tmp_path_factory):
     TensorBoard."""
     config = tiny(
         recipe="bf16",
+        policy=ONE_LINEAR,
         precision=PrecisionConfig(switch_at=4, switch_to="fp8"),
         validation=ValidationConfig(every=3, batches=1),
         checkpoint=CheckpointConfig(every=2, keep_last=1, keep_every=4),

@@ -25,7 +25,7 @@ FILE = """
 import dataclasses
 import halfbyte as hb
 
-half = dataclasses.replace(hb.recipe("nvfp4"), name="half", wgrad_x=hb.OperandPolicy(), wgrad_dy=hb.OperandPolicy())
+half = dataclasses.replace(hb.recipe("mxfp8"), name="half", wgrad_x=hb.OperandPolicy(), wgrad_dy=hb.OperandPolicy())
 
 def last_layer(recipe):
     return hb.Policy("last layer", (hb.Rule("layers/mlp/down", recipe, (-1, None)),))
@@ -111,7 +111,7 @@ def test_values_reach_the_config_of_a_run():
 @pytest.mark.slow
 def test_values_train_without_a_terminal(tmp_path, capfd):
     """One step; the recipe and the policy are values, and the manifest says what ran."""
-    made = dataclasses.replace(hb.recipe("nvfp4"), name="mine", fprop_x=hb.OperandPolicy())
+    made = dataclasses.replace(hb.recipe("mxfp8"), name="mine", fprop_x=hb.OperandPolicy())
     rules = hb.Policy("last", (hb.Rule("layers/mlp/up", made, (-1, None)),))
     config = tiny(recipe=made, policy=rules, steps=1, checkpoint=CheckpointConfig(every=0))
     result = hb.train(config, tmp_path / "run")
