@@ -111,3 +111,18 @@ def test_a_bench_that_is_stopped_before_its_first_row_was_interrupted(monkeypatc
 
 
 AGREE = conformance.operands_agree
+
+
+@pytest.mark.parametrize("flags, said", [
+    (("--unroll", "-2"), "unroll must be 0 (all layers) or more, got -2"),
+    (("--steps", "0"), "steps must be 1 or more, got 0"),
+    (("--repeats", "0"), "repeats must be 1 or more, got 0"),
+    (("--remat", "none,some"), "remat must be one of"),
+    (("--mesh", "fsdp=3"), "needs 3 devices"),
+    (("--policy", "mpl"), "mpl"),
+    (("--largest-batch", "--memory-gib", "-1"), "memory-gib must be 0"),
+])  # fmt: skip
+def test_what_cannot_be_measured_is_refused_before_anything_takes_long(capfd, monkeypatch, flags, said):
+    monkeypatch.setattr("halfbyte.conformance.operands_agree", lambda recipe: pytest.fail("bits were compared first"))
+    assert main(["bench", "demo", "--recipes", "nvfp4", *flags]) == 2
+    assert said in " ".join(capfd.readouterr().err.split())

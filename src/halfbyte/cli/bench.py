@@ -21,7 +21,7 @@ from halfbyte.cli.flags import words_of
 from halfbyte.cli.interrupting import terminated_as_interrupted
 from halfbyte.cli.result import DONE, FAILED, NOT_PASSED, BadInput, Result
 from halfbyte.cli.screen import console, table
-from halfbyte.inputs import check_output, replace_file
+from halfbyte.inputs import check_output, check_whole, replace_file
 
 COLUMNS = (
     "recipe",
@@ -94,6 +94,7 @@ def run(args: Args) -> Result:
     say, mocked = printer(mock), mock is not None and mock.mocked
     conformance.ask_card(say)  # or `auto` would emulate on a card that trains natively
     chosen = [recipe(name) for name in args.recipes.split(",")]
+    configs = checked_configs(args, [r.name for r in chosen])
     checks: dict[str, dict[str, bool]] = {}
     for r in chosen:
         if r.quantized:
@@ -105,15 +106,14 @@ def run(args: Args) -> Result:
     data |= {"note": launch.MOCK_NOTE} if mocked else {}
     rows: list[bench.Measured] = []
     with until_stopped(data, rows):
-        for remat in args.remat.split(","):
-            for r in chosen:
-                say(f"measuring {r.name}, remat {remat} ...")
-                row = measured(args, config_of(args, r.name, remat), say)
-                say(f"{r.name}: {f'{row.milliseconds:.1f} ms a step' if row.milliseconds else row.note}")
-                rows.append(bench.without_communication(row) if mocked else row)
-                rows[:] = bench.compare(rows) if passed else rows
-                data["rows"] = [dataclasses.asdict(each) for each in rows]
-                write(args, data)
+        for config in configs:
+            say(f"measuring {config.recipe}, remat {config.remat} ...")
+            row = measured(args, config, say)
+            say(f"{config.recipe}: {f'{row.milliseconds:.1f} ms a step' if row.milliseconds else row.note}")
+            rows.append(bench.without_communication(row) if mocked else row)
+            rows[:] = bench.compare(rows) if passed else rows
+            data["rows"] = [dataclasses.asdict(each) for each in rows]
+            write(args, data)
     console().print(table(COLUMNS, (cells(row, mock) for row in rows), title=title(args, mock)))
     if mocked:
         say(f"{launch.MOCK_NOTE}; compare ratios, not milliseconds")
@@ -259,6 +259,20 @@ def seq_of(args: Args) -> int:
 
     preset = run_of(args.model)
     return args.seq or preset.seq or min(preset.model.max_seq, 8192 if preset.model.layers > 4 else 128)
+
+
+def checked_configs(args: Args, recipes: Sequence[str]) -> list[Any]:
+    """What is measured, in order. What cannot be is refused before anything takes long."""
+    from halfbyte.train import run_mesh
+
+    for name in ("steps", "repeats"):
+        check_whole(name, getattr(args, name), least=1)
+    if args.largest_batch:
+        memory_limit(args)
+    configs = [config_of(args, name, remat) for remat in args.remat.split(",") for name in recipes]
+    for config in configs:
+        run_mesh(config)
+    return configs
 
 
 def config_of(args: Args, recipe_name: str, remat: Any) -> Any:
