@@ -57,12 +57,21 @@ def test_the_first_match_wins_and_what_no_rule_matches_is_bf16():
         (Rule("layers/moe/*", NVFP4), "no linear has such a path"),
         (Rule("layers/mlp/*", NVFP4, layers=(8, 12)), r"its layers \(8, 12\) are none of the model's 4"),
         (Rule("head", NVFP4, layers=(0, 2)), "matches nothing"),
-        (Rule("layers/attention/q", NVFP4), "earlier rules decide every linear that it matches"),
+        (Rule("layers/attention/q", NVFP4), "other rules decide every linear that it matches"),
     ],
 )
 def test_a_rule_that_decides_nothing_is_an_error(rule, why):
     with pytest.raises(ValueError, match=why):
         Policy("idle", (Rule("layers/attention/*", FP8), rule)).resolve(PATHS, 4)
+
+
+def test_a_run_is_not_left_in_bf16_in_silence():
+    exceptions = "mlp; layers[-4:]=bf16"
+    assert policy(exceptions, NVFP4).resolve(PATHS, 5).at("layers/mlp/up", 0) == NVFP4
+    with pytest.raises(ValueError, match="leaves nothing to quantize in 4 layers"):
+        policy(exceptions, NVFP4).resolve(PATHS, 4)
+    assert not policy(exceptions, BF16).resolve(PATHS, 4).at("layers/mlp/up", 0).quantized
+    assert policy(f"{exceptions}; mlp/down=fp8", NVFP4).resolve(PATHS, 4).at("layers/mlp/down", 0) == FP8
 
 
 def test_paper_on_a_model_too_small_for_it_is_an_error():

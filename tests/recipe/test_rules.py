@@ -82,6 +82,6 @@ def test_what_cannot_be_read_is_said(text, message):
 def test_a_rule_that_decides_nothing_is_refused():
     with pytest.raises(ValueError, match="matches nothing"):
         policy("mlp/gaet=nvfp4", NVFP4).resolve(PATHS, 8)
-    with pytest.raises(ValueError, match="earlier rules decide"):
+    with pytest.raises(ValueError, match="other rules decide"):
         policy("mlp/down=mxfp8; mlp", NVFP4).resolve(PATHS, 8)
     assert quantized("all_linear; attention/*=bf16") == quantized("mlp")

@@ -141,9 +141,15 @@ class Policy:
             elif rule.implied:
                 continue
             else:
-                why = f"earlier rules decide every linear that it matches ({', '.join(fits)})"
+                why = f"other rules decide every linear that it matches ({', '.join(fits)})"
             raise ValueError(
                 f"policy {self.name!r}: rule {rule.pattern!r} matches nothing: {why}; change or remove the rule"
+            )
+        asked = {rule for rule in self.rules if rule.recipe and rule.recipe.quantized}
+        if asked and not asked & used:
+            raise ValueError(
+                f"policy {self.name!r} leaves nothing to quantize in {num_layers} layers: its other rules decide every "
+                "linear; narrow them, or ask for the recipe bf16"
             )
 
 
