@@ -10,7 +10,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from tiny import MODEL, tiny
+from tiny import MODEL, ONE_LINEAR, tiny
 
 from halfbyte.train import create_state, jit_train_step, open_source, phases, run_mesh
 from halfbyte.train.source import host_part, to_mesh
@@ -20,7 +20,7 @@ MESHES = {"": 1, "data=2,fsdp=2": 4, "fsdp=2,tensor=2": 4, "fsdp=2,tensor=2,cont
 
 
 def three_losses(recipe, mesh_text):
-    config = tiny(model=WIDE, recipe=recipe, mesh=mesh_text, seq=64)
+    config = tiny(model=WIDE, recipe=recipe, policy=ONE_LINEAR, mesh=mesh_text, seq=64)
     mesh = run_mesh(config, jax.devices("cpu")[: MESHES[mesh_text]])
     step = jit_train_step(config, phases(config)[0].resolved(config), mesh)
     state, found = create_state(config, mesh), []
@@ -39,6 +39,7 @@ def test_bf16_sharded_over_weights_heads_and_sequences():
 
 
 def test_nvfp4_sharded_over_weights_and_heads():
+    """The other linears of an MLP on such a mesh: ops/test_mesh.py."""
     np.testing.assert_allclose(three_losses("nvfp4", "fsdp=2,tensor=2"), three_losses("nvfp4", ""), rtol=1e-2)
 
 
