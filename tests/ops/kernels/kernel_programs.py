@@ -1,5 +1,7 @@
 """Kernels compiled for a device that is not here."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -43,10 +45,10 @@ def codes(x, g, u, d, scale, key):
     return K.quantize(x, rows=row, columns=column), forward, backward
 
 
-def choosing(x, w, g, u, d, scale, key):
-    """Every pass under a rule with two candidates, by each measure."""
+def choosing(measures, x, w, g, u, d, scale, key):
+    """Every pass under a rule with two candidates, by each of these measures; codes by the squared error."""
     made = []
-    for name in ("squared", "absolute", "expected"):
+    for name in measures:
         rule, drawn = {"rule": RULES[name]}, {"rule": RULES[name], "rounding": "midpoint"}
         row, column = K.Rowwise(scale, key, **drawn), K.Columnwise(scale, key, **drawn)
         made += [
@@ -61,10 +63,12 @@ def choosing(x, w, g, u, d, scale, key):
     return made, K.quantize(x, rows=K.Rowwise(scale, **codes), columns=K.Columnwise(scale, **codes))
 
 
-def compiled_choosing(name):
+def compiled_choosing(name, measures):
     like = shapes(topology_of(name))
     x, scale, key = like(256, 512), like(8, dtype=jnp.float32), like(2, dtype=jnp.uint32)
-    return compiled(choosing, name, x, like(256, 512, dtype=jnp.float32), x, x, x, scale, key)
+    return compiled(
+        functools.partial(choosing, measures), name, x, like(256, 512, dtype=jnp.float32), x, x, x, scale, key
+    )
 
 
 def compiled_codes(name):
