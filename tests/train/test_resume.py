@@ -15,7 +15,7 @@ import pytest
 from outside import wait_until
 from runner import Runner, final_checksums, finish, losses, wait_for_step
 from states import checkpoint_steps
-from tiny import ONE_LINEAR, tiny
+from tiny import MODEL, ONE_LINEAR, tiny
 
 from halfbyte.checkpoint import remote
 from halfbyte.inputs import compile_cache as sealed
@@ -38,8 +38,8 @@ def whole(tmp_path_factory, compile_cache, warm):
     scale = LossScaleConfig(mode="dynamic", initial=8.0, growth_interval=17)  # doubles before and after the kill
     muon = OptimizerConfig(name="muon", learning_rate=1e-2, warmup=1)
     config = tiny(
-        recipe="nvfp4", policy=ONE_LINEAR, optimizer=muon, steps=STEPS, accumulate=2, checkpoint=save_often,
-        loss_scale=scale,
+        model=MODEL.replace(layers=1), recipe="nvfp4", policy=ONE_LINEAR, optimizer=muon, steps=STEPS, accumulate=2,
+        checkpoint=save_often, loss_scale=scale,
     )  # fmt: skip
     runner = Runner(folder, config, compile_cache, warm)
     code, output = runner.run(folder / "whole")
