@@ -53,9 +53,9 @@ def interpreted(quick_code):
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_4over6_mse"])
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_4over6_mse", "halfbyte"])
 def test_kernels_of_weights_are_compared_as_multiplied_and_as_they_travel(name) -> None:
-    """Square tiles, which kernels also pack, and blocks along an axis, which they do not."""
+    """Square tiles, which kernels also pack, and blocks along an axis, which they do not; of a forward operand."""
     x, dy, w = (jax.random.normal(jax.random.key(i), (128 if i == 2 else 16, 128), jnp.float32) for i in range(3))
     x, dy, chosen = x.astype(jnp.bfloat16), dy.astype(jnp.bfloat16), recipe(name)
     right = definition(chosen, x, dy, w)

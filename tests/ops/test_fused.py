@@ -1,5 +1,6 @@
 """The fused backend against the definition, bit for bit: interpreted on a CPU, compiled on a GPU."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,10 +10,12 @@ import pytest
 from instruments import quick
 
 from halfbyte import devices, ops
+from halfbyte.ops.activation import SILU
 from halfbyte.ops.backends import fused
 from halfbyte.ops.backends.fused import FusedPasses
+from halfbyte.ops.backends.native import NATIVE
 from halfbyte.ops.gemms import GEMMS
-from halfbyte.ops.linear import Linear, LinearPlan
+from halfbyte.ops.linear import Linear, LinearPlan, quantize_part
 from halfbyte.ops.operand import Operand
 from halfbyte.ops.passes import XLA, request
 from halfbyte.ops.problem import Problem
@@ -22,7 +25,7 @@ from halfbyte.recipe import recipe
 
 pytestmark = pytest.mark.usefixtures("interpreted_without_gpu")
 
-NVFP4 = recipe("nvfp4")
+NVFP4, HALFBYTE = recipe("nvfp4"), recipe("halfbyte")
 KEY = jax.random.key(5)
 H200 = devices.device("h200")
 PASSES = FusedPasses()
@@ -37,7 +40,7 @@ def same(found: Operand, expected: Operand) -> bool:
     return bool((a == b).all()) and float(found.factor) == float(expected.factor)
 
 
-PRESETS = ("nvfp4", "nvfp4_unbiased", "nvfp4_4over6_mse", "nvfp4_4over6_mae", "nvfp4_4over6_sr")
+PRESETS = ("nvfp4", "nvfp4_unbiased", "nvfp4_4over6_mse", "nvfp4_4over6_mae", "nvfp4_4over6_sr", "halfbyte")
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -47,6 +50,36 @@ def test_operands_equal_the_definition(name, roles) -> None:
     found = jax.jit(lambda x: PASSES.quantize(x, requests))(X)
     expected = jax.jit(lambda x: XLA.quantize(x, requests))(X)
     assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_forward_operand_that_nobody_asked_for_is_made_and_one_that_was_is_made_once() -> None:
+    rows, again = (request(HALFBYTE, role, KEY) for role in ("fprop_x", "wgrad_x"))
+    (found,), (expected,) = (jitted(functools.partial(p.quantize, requests=[again]))(X) for p in (PASSES, XLA))
+    assert same(found, expected)
+    text = str(jax.make_jaxpr(lambda x: PASSES.quantize(x, [rows, again]))(X))
+    assert text.count("name=quantize_rows_squared") == 1
+
+
+def test_a_forward_operand_of_a_weight_is_quantized_once_more_and_made_again_from_the_master() -> None:
+    w = jax.random.normal(jax.random.key(1), (128, 256), jnp.float32)
+    problem = Problem(HALFBYTE, 256, 128, 256, H200)
+    choice = ops.choose("fused", problem)
+    made = quantize_part(w, HALFBYTE, None, passes=choice.for_weight, packed=False)
+    right = quantize_part(w, HALFBYTE, None)
+    assert choice.for_weight == PASSES and same(made.dgrad, XLA.load(right.dgrad, HALFBYTE.dgrad_w))
+    kept = Linear(LinearPlan(problem, choice, WHOLE, "master"), made, None).kept()
+    assert sum(leaf.size for leaf in jax.tree.leaves(kept) if leaf is not w) <= 18  # the scales of both
+    again = kept.restored(after=w).weight
+    assert same(again.fprop, made.fprop) and same(again.dgrad, made.dgrad)
+
+
+def test_what_it_does_not_make_of_a_forward_operand_is_said() -> None:
+    """Without the transform numbers are float32; h's operands are made of h; what travels is packed."""
+    plain = {role: dataclasses.replace(getattr(HALFBYTE, role), hadamard=False) for role in ("wgrad_x", "wgrad_dy")}
+    assert "forward" in fused.foreign(dataclasses.replace(HALFBYTE, **plain))
+    assert "of h" in PASSES.unfused(SILU, [dataclasses.replace(HALFBYTE, remainder=False)] * 3)
+    assert ops.choose("fused", Problem(HALFBYTE, 256, 128, 256, H200, parts=(2, 1))).for_weight is XLA
+    assert "carrier" in NATIVE.foreign(HALFBYTE)
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-19, 1e-5, 1e19, 1e30])

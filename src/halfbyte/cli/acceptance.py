@@ -253,6 +253,8 @@ LINES = (
          by_hand="halfbyte bench llama3.2-1b --recipes bf16,nvfp4,nvfp4_shared_scales"),
     Line("league-recipes", "recipes after nvfp4 on a GPU: their bits, what they cost",
          by_hand="pytest tests/formats/test_league.py tests/ops/test_league.py tests/ops/test_remainder.py"),
+    Line("halfbyte-kernels", "the kernels of halfbyte on a GPU: their bits, what they cost",
+         by_hand="pytest tests/ops/kernels/test_on_gpu.py -k forward_operand"),
     Line("plan", "a plan is within its band of a step",
          by_hand="halfbyte plan llama3-8b --device h200 --count 1 --layers 16 --batch 2"),
     Line("dockerfile", "the image builds", by_hand="docker build -f deploy/Dockerfile ."),

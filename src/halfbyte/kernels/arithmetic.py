@@ -169,6 +169,11 @@ def multiply_rows(m: Machine, rows: TokenRows, factors: Words) -> list[list[Word
     ]
 
 
+def multiply_floats(m: Machine, rows: TokenRows, factors: Words) -> list[list[Word]]:
+    """Rows of float32 times the one factor that is owed to them; as they are without."""
+    return [[functools.reduce(m.fmul, factors, m.real(x)) for x in row] for row in rows]
+
+
 def code_pair(m: Machine, pair: Pair, grid: Word) -> Word:
     """4-bit codes of a grid pair, one in each half, with the signs of `pair`."""
     return m.or_(m.grid_codes(grid), m.and_(m.shr(signs(m, pair), 12), 0x00080008))

@@ -112,10 +112,11 @@ def quantize_made(
             prefetch(m, len(arrays), tokens, width, grid, 2)
         tensors = make(m, loaded)
         for i in order or range(len(jobs)):
-            (side, which), (scale, key, origin), first = jobs[i], places[i], firsts[i]
+            (side, which), (scale, key, origin, owed_at), first = jobs[i], places[i], firsts[i]
             random = None if key is None else _random(m, key, origin, side.window, at)
             how = quantizer(m, side.rule, side.rounding, scale)
-            _quantize(m, side, at, tensors[which], how, random, known.outputs_begin + first)
+            rows = q.multiply_rows(m, tensors[which], _factors(m, owed_at, 1))
+            _quantize(m, side, at, rows, how, random, known.outputs_begin + first)
 
     run = functools.partial(launch, body, [*arrays, *known.given], known.made, programs=grid[0] * grid[1])
     return tuple(run(lanes=lanes, name=name))
@@ -126,7 +127,13 @@ def _load_all(m: MemoryMachine, count: int, at: Place, size: int, factors_at: in
     rows = [row for i in range(count) for row in load_rows(m, i, at, size)]
     if factors_at is None:
         return rows
-    return q.multiply_rows(m, rows, [m.real(m.load(m.address(factors_at, i, 4))[0]) for i in range(count)])
+    factors = _factors(m, factors_at, count)
+    return q.multiply_rows(m, rows, factors) if size == 2 else q.multiply_floats(m, rows, factors)
+
+
+def _factors(m: MemoryMachine, at: int | None, count: int) -> list[Word]:
+    """The float32 numbers of array number `at`; none without one."""
+    return [] if at is None else [m.real(m.load(m.address(at, i, 4))[0]) for i in range(count)]
 
 
 def _quantize(
@@ -158,11 +165,11 @@ def _random(m: MemoryMachine, key: int, origin: int | None, window: Any, at: Pla
     return q.random_words(m, state, tokens=BLOCK, stride=stride)
 
 
-def _given(known: Arrays, side: Any) -> tuple[Any, Any, Any]:
-    """The numbers of an operand's scale, key and origin."""
+def _given(known: Arrays, side: Any) -> tuple[Any, ...]:
+    """The numbers of an operand's scale, key and origin, and of what is owed to it."""
     key, window = side.key, side.window
     origin = None if key is None or window is None else window.origin
-    return known.take(side.scale), known.take(key), known.take(origin)
+    return known.take(side.scale), known.take(key), known.take(origin), known.take(side.owed)
 
 
 def asked(sides: Sequence[Any]) -> bool:
@@ -239,28 +246,32 @@ def unpack(codes: jax.Array, scales: jax.Array) -> jax.Array:
 
 def weight_rows(
     w: jax.Array,
-    scale: jax.Array,
+    scalars: Sequence[jax.Array],
     outputs: Sequence[tuple[int, DTypeLike]],
     made: Callable[[Machine, TokenRows, Quantizer], TokenRows],
     rule: TwoLevel,
     *,
     name: str,
 ) -> list[jax.Array]:
-    """What is `made` of each 16 rows of float32 w [k, n] with its scale vector: (rows of 16, dtype) for each output."""
+    """What is `made` of each 16 rows of float32 w [k, n] with `scalars`, its scale vector and what is owed to it, if
+    anything is: (rows of 16, dtype) for each output.
+    """
     k, n = w.shape
     grid = programs(k, n, 4)
+    arrays = [w, *scalars]
+    owed_at = 2 if len(scalars) > 1 else None
 
     def body(m: MemoryMachine) -> None:
         at = place(m, k, n, grid)
-        rows = made(m, _floats(m, at), quantizer(m, rule, "rne", 1))
+        rows = made(m, _floats(m, at, owed_at), quantizer(m, rule, "rne", 1))
         for i, (count, dtype) in enumerate(outputs):
             first = sum(rows for rows, _ in outputs[:i])
-            store_rows(m, 2 + i, at, rows[first : first + count], jnp.dtype(dtype).itemsize)
+            store_rows(m, len(arrays) + i, at, rows[first : first + count], jnp.dtype(dtype).itemsize)
 
     shapes = [jax.ShapeDtypeStruct((whole(k) * count // BLOCK, n), dtype) for count, dtype in outputs]
-    return launch(body, [w, scale], shapes, programs=grid[0] * grid[1], lanes=FOUR, name=name)
+    return launch(body, arrays, shapes, programs=grid[0] * grid[1], lanes=FOUR, name=name)
 
 
-def _floats(m: MemoryMachine, at: Place) -> list[list[Word]]:
-    """16 rows of array 0, float32."""
-    return [[m.real(x) for x in row] for row in load_rows(m, 0, at, 4)]
+def _floats(m: MemoryMachine, at: Place, factor_at: int | None) -> list[list[Word]]:
+    """16 rows of array 0, float32, times the factor of array number `factor_at` if there is one."""
+    return [[m.real(x) for x in row] for row in _load_all(m, 1, at, 4, factor_at)]

@@ -84,6 +84,7 @@ class Rowwise:
     rule: TwoLevel = dataclasses.field(default=TWO_LEVEL, metadata=STATIC)
     rounding: str = dataclasses.field(default="stochastic", metadata=STATIC)
     along_tokens = False
+    owed = None
 
     def outputs(self, tokens: int) -> list[tuple[int, DTypeLike]]:
         """(rows, dtype) of each output, for `tokens` token rows."""
@@ -94,7 +95,8 @@ class Rowwise:
 @dataclasses.dataclass(frozen=True)
 class Columnwise:
     """The columnwise operand, as `Rowwise`; `packed` asks for code bytes and scale bytes instead of the carrier, as
-    they lie, `codes` for those that a GEMM reads, transposed.
+    they lie, `codes` for those that a GEMM reads, transposed. With `owed`, float32 [1], it is that of bf16(x owed): x
+    may be a carrier, and owed its tensor's decode scale.
     """
 
     scale: jax.Array
@@ -105,6 +107,7 @@ class Columnwise:
     codes: ScaleOrder | None = dataclasses.field(default=None, metadata=STATIC)
     rule: TwoLevel = dataclasses.field(default=TWO_LEVEL, metadata=STATIC)
     rounding: str = dataclasses.field(default="stochastic", metadata=STATIC)
+    owed: jax.Array | None = None
     along_tokens = True
 
     def outputs(self, tokens: int) -> list[tuple[int, DTypeLike]]:
@@ -113,12 +116,15 @@ class Columnwise:
 
 
 @layout.once("hadamard", "tiling")
-def maxima(x: jax.Array, *, hadamard: bool = True, tiling: Tiling = AMAX_TILING) -> tuple[jax.Array, ...]:
+def maxima(
+    x: jax.Array, *, owed: jax.Array | None = None, hadamard: bool = True, tiling: Tiling = AMAX_TILING
+) -> tuple[jax.Array, ...]:
     """Partial maxima of |x|, and of the transform's bf16 result if `hadamard`: int32 bits, one a program.
 
-    `tensor_scale` finishes them. Integer and NaN-keeping maxima: inf and NaN survive.
+    `tensor_scale` finishes them. Integer and NaN-keeping maxima: inf and NaN survive. With `owed`, float32 [1], those
+    of bf16(x owed).
     """
-    return find_maxima([x], Made(lambda m, words: [words], 1), hadamard=hadamard, tiling=tiling)
+    return find_maxima([x], Made(lambda m, words: [words], 1), hadamard=hadamard, tiling=tiling, owed=owed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,14 +244,17 @@ def quantize_made(
     placed = [i for i in keyed if jobs[i][0].window is not None]
     scalars = [side.scale for side, _ in jobs] + [side.key for side, _ in jobs if side.key is not None]
     scalars += [side.window.origin for side, _ in jobs if side.key is not None and side.window is not None]
+    owing, given = [i for i, (side, _) in enumerate(jobs) if side.owed is not None], len(scalars)
+    scalars += [side.owed for side, _ in jobs if side.owed is not None]
 
     def kernel(program, refs, scalar_refs, out_refs, _):
         tensors = make([ref[r] for ref in refs for r in range(tokens)])
         keys = dict(zip(keyed, scalar_refs[len(jobs) :], strict=False))
-        origins = dict(zip(placed, scalar_refs[len(jobs) + len(keyed) :], strict=True))
+        origins = dict(zip(placed, scalar_refs[len(jobs) + len(keyed) : given], strict=True))
+        owed = dict(zip(owing, scalar_refs[given:], strict=True))
         for i in order or range(len(jobs)):
             side, which = jobs[i]
-            refs_of = (scalar_refs[i], keys.get(i), origins.get(i))
+            refs_of = (scalar_refs[i], keys.get(i), origins.get(i), owed.get(i))
             made = _quantize_tiles(side, tensors[which], refs_of, program, width, tiling)
             first = sum(len(s) for s in shapes[:i])
             places = [
@@ -262,21 +271,26 @@ def quantize_made(
 def _quantize_tiles(
     side: Rowwise | Columnwise,
     tiles: Sequence[jax.Array],
-    refs: tuple[Any, Any, Any],
+    refs: Sequence[Any],
     program: tuple[jax.Array, jax.Array],
     width: int,
     tiling: Tiling,
 ) -> list[jax.Array]:
-    """The output tiles of one operand of one program. `refs` are those of its scale, its key and its origin."""
+    """The output tiles of one operand of one program. `refs` are those of its scale, its key, its origin and what is
+    owed to the tiles.
+    """
     tokens = len(tiles)
-    scale, key, origin = refs
+    scale, key, origin, owed = refs
     given = [scale[entry] for entry in entries(side.rule)]
     read = len(given)
     if key is not None:
         given += random_state((key[0], key[1]), origin, side.window, program, tiles[0].shape, tokens, width)
+    drawn = len(given)
+    given += [] if owed is None else [owed[0]]
 
     def body(m, words, given):
-        how, seed, random = Quantizer(side.rule, side.rounding, *given[:read]), given[read:], None
+        how, seed, random = Quantizer(side.rule, side.rounding, *given[:read]), given[read:drawn], None
+        words = q.multiply_rows(m, words, given[drawn:])
         if seed:
             random = q.random_words(m, seed, tokens=tokens, stride=side.window.width if side.window else width)
         if isinstance(side, Columnwise):

@@ -2,7 +2,8 @@
 
 Under one scale for each 16x16 tile one bf16 carrier serves FPROP and DGRAD, because W and its transpose share codes and
 scales; a weight that travels is packed instead. Blocks of 16 along an axis are of one of the two: along k (axis -2) of
-FPROP, along n (-1) of DGRAD.
+FPROP, along n (-1) of DGRAD. With `owed`, float32 [1], what is quantized is w owed, a float32 product: w may be a
+carrier, and owed its tensor's decode scale.
 """
 
 import functools
@@ -28,23 +29,25 @@ WEIGHTS = ("float32", "bfloat16")  # the dtypes of a weight that kernels read
 
 
 @layout.once("tiling")
-def weight_maxima(w: jax.Array, *, tiling: Tiling = WEIGHT_TILING) -> jax.Array:
+def weight_maxima(w: jax.Array, *, owed: jax.Array | None = None, tiling: Tiling = WEIGHT_TILING) -> jax.Array:
     """Partial maxima of |w| as int32 bits, one a program; `tensor_scale` finishes them."""
     layout.check(w)
     if not layout.divides(w.shape[1]):
         wide = [w.astype(jnp.float32)]
         run = functools.partial(codes.find_maxima, wide, lambda m, rows: [q.amax_float(m, _real(m, rows))], 1)
-        return run(name="weight_maxima")[0]
+        return run(owed=owed, name="weight_maxima")[0]
 
-    def body(m, rows, _):
-        return [[m.bits(q.amax_float(m, rows))] * m.columns]
+    def body(m, rows, factors):
+        return [[m.bits(q.amax_float(m, q.multiply_floats(m, rows, factors)))] * m.columns]
 
-    def kernel(_, arrays, __, ___, tops):
+    def kernel(_, arrays, refs, __, tops):
         tiles = [arrays[0][r].astype(jnp.float32) for r in range(BLOCK)]
-        (tile,) = evaluate(body, tiles, [], outputs=[jnp.int32], columns=tiling.columns)
+        factors = [ref[0] for ref in refs]
+        (tile,) = evaluate(body, tiles, factors, outputs=[jnp.int32], columns=tiling.columns)
         tops[0][0, 0] = jnp.max(tile)
 
-    return layout.call(kernel, [w], [], makes=Results(maxima=1), tiling=tiling, name="weight_maxima")[0]
+    scalars = [] if owed is None else [owed]
+    return layout.call(kernel, [w], scalars, makes=Results(maxima=1), tiling=tiling, name="weight_maxima")[0]
 
 
 def _real(m: Machine, rows: TokenRows) -> list[list[Word]]:
@@ -58,12 +61,14 @@ def quantize_weight(
     *,
     axis: int | None = None,
     rule: TwoLevel = TWO_LEVEL,
+    owed: jax.Array | None = None,
     tiling: Tiling = WEIGHT_TILING,
 ) -> jax.Array:
     """bf16 carrier [k, n] of w under the scales of `tensor_scale`: in tiles, or in blocks along an axis."""
     made = _MADE[axis]
     name = "quantize_weight" + {None: "", -1: "_rows", -2: "_columns"}[axis]
-    return _quantize(w, scale, [(BLOCK, jnp.bfloat16)], made, rule, tiling, name=name)[0]
+    scalars = [scale] if owed is None else [scale, owed]
+    return _quantize(w, scalars, [(BLOCK, jnp.bfloat16)], made, rule, tiling, name=name)[0]
 
 
 def _square(m: Machine, rows: TokenRows, how: Quantizer) -> list[list[Word]]:
@@ -89,14 +94,14 @@ _MADE = {None: _square, -1: _along_n, -2: _along_k}
 def pack_weight(w: jax.Array, scale: jax.Array, *, tiling: Tiling = WEIGHT_TILING) -> tuple[jax.Array, jax.Array]:
     """(uint8 codes [k / 2, n], two rows a byte; E4M3 scales [k / 16, n / 16]) of w."""
     outputs = [(BLOCK // 2, jnp.int8), (1, jnp.int8)]
-    packed, scales = _quantize(w, scale, outputs, _packed_square, TWO_LEVEL, tiling, name="pack_weight")
+    packed, scales = _quantize(w, [scale], outputs, _packed_square, TWO_LEVEL, tiling, name="pack_weight")
     # [k / 16, n] -> [k / 16, n / 16]: the kernel repeats a tile's scale in each of its columns
     return lax.bitcast_convert_type(packed, jnp.uint8), lax.bitcast_convert_type(scales[:, ::BLOCK], jnp.uint8)
 
 
 def _quantize(
     w: jax.Array,
-    scale: jax.Array,
+    scalars: Sequence[jax.Array],
     outputs: Sequence[tuple[int, DTypeLike]],
     made: Callable[[Machine, TokenRows, Quantizer], TokenRows],
     rule: TwoLevel,
@@ -104,20 +109,22 @@ def _quantize(
     *,
     name: str,
 ) -> list[jax.Array]:
+    """What is `made` of w under `scalars`: its scales, and what is owed to it, if anything is."""
     layout.check(w)
     if not layout.divides(w.shape[1]):
-        return codes.weight_rows(w.astype(jnp.float32), scale, outputs, made, rule, name=name)
+        return codes.weight_rows(w.astype(jnp.float32), scalars, outputs, made, rule, name=name)
+    read = len(entries(rule))
 
     def body(m, rows, given):
-        return made(m, rows, Quantizer(rule, "rne", *given))
+        return made(m, q.multiply_floats(m, rows, given[read:]), Quantizer(rule, "rne", *given[:read]))
 
     def kernel(_, arrays, refs, out_refs, __):
         tiles = [arrays[0][r].astype(jnp.float32) for r in range(BLOCK)]
-        given = [refs[0][entry] for entry in entries(rule)]
+        given = [refs[0][entry] for entry in entries(rule)] + [ref[0] for ref in refs[1:]]
         dtypes = [dtype for count, dtype in outputs for _ in range(count)]
         tiles = evaluate(body, tiles, given, outputs=dtypes, columns=tiling.columns)
         places = [(ref, r) for ref, (count, _) in zip(out_refs, outputs, strict=True) for r in range(count)]
         for (ref, r), tile in zip(places, tiles, strict=True):
             ref[r] = tile
 
-    return layout.call(kernel, [w], [scale], makes=Results(outputs), tiling=tiling, name=name)
+    return layout.call(kernel, [w], scalars, makes=Results(outputs), tiling=tiling, name=name)

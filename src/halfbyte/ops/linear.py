@@ -217,24 +217,18 @@ def quantize_part(
             made = Packed.of(quantize(constant, policy.format, block=policy.block, axis=CONTRACTED[role], amax=amax))
         else:
             bits, signs = drawn_keys(policy, role, key)
-            if policy.source == "forward" or signs is not None:  # no kernel makes these
-                given = constant if forward is None else _stands_for(forward)
-                made = defined_weight(given, policy, axis=CONTRACTED[role], key=bits, cut=cut, signs=signs)
+            axis = CONTRACTED[role]
+            if forward is not None:
+                made = passes.weight_again(forward, policy, axis=axis, key=bits, cut=cut, signs=signs, packed=packed)
+            elif signs is not None:  # no kernel makes these
+                made = defined_weight(constant, policy, axis=axis, key=bits, cut=cut, signs=signs)
             else:
-                made = passes.weight(constant, policy, axis=CONTRACTED[role], key=bits, cut=cut, packed=packed)
+                made = passes.weight(constant, policy, axis=axis, key=bits, cut=cut, packed=packed)
         return name_saved(made) if isinstance(made, Packed) else made
 
     fprop = codes("fprop_w")
     source = fprop if recipe.dgrad_w.source == "forward" else None
     return QWeight(w, fprop, None if shares_codes(recipe) else codes("dgrad_w", source), recipe)
-
-
-def _stands_for(made: QuantizedWeight) -> jax.Array:
-    """The numbers of a quantized weight, float32."""
-    if isinstance(made, Packed):
-        return made.unpack().dequantize()
-    numbers = made.values().astype(jnp.float32)
-    return numbers if made.factor is None else numbers * made.factor
 
 
 def weight_operand(
@@ -371,11 +365,12 @@ class Linear:
         """
         kept = self.weight
 
-        def restore(codes: KeptWeight | None) -> KeptWeight | None:
+        def restore(codes: KeptWeight | None, forward: QuantizedWeight | None = None) -> QuantizedWeight | None:
             if not isinstance(codes, WeightScales):
                 return codes
             late, _ = lax.optimization_barrier((codes, after))
-            return self.plan.choice.for_weight.remake_weight(kept.anchor, late)
+            return self.plan.choice.for_weight.remake_weight(kept.anchor, late, forward)
 
-        made = dataclasses.replace(kept, fprop=restore(kept.fprop), dgrad=restore(kept.dgrad))
+        fprop = restore(kept.fprop)
+        made = dataclasses.replace(kept, fprop=fprop, dgrad=restore(kept.dgrad, fprop))
         return dataclasses.replace(self, weight=made)

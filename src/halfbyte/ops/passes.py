@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from halfbyte.formats import Packed
 from halfbyte.kernels.stacks import Layer
@@ -98,6 +99,14 @@ def defined_weight(
     return Packed.of(made.codes)
 
 
+def weight_numbers(made: QuantizedWeight) -> jax.Array:
+    """The numbers that a quantized weight stands for, float32."""
+    if isinstance(made, Packed):
+        return made.unpack().dequantize()
+    numbers = made.values().astype(jnp.float32)
+    return numbers if made.factor is None else numbers * made.factor
+
+
 class Passes:
     """The definition of every pass, in plain JAX."""
 
@@ -139,6 +148,13 @@ class Passes:
         """
         return defined_weight(w, policy, axis=axis, key=key, cut=cut)
 
+    def weight_again(
+        self, forward: QuantizedWeight, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),
+        signs: jax.Array | None = None, packed: bool = True,
+    ) -> QuantizedWeight:  # fmt: skip
+        """A weight whose source is the forward operand, as `weight` makes others."""
+        return defined_weight(weight_numbers(forward), policy, axis=axis, key=key, cut=cut, signs=signs)
+
     def keep_weight(self, made: QuantizedWeight, *, axis: int) -> KeptWeight:
         """What the backward pass keeps of a weight that is summed over `axis`: no transpose, for dgrad reads it as it
         lies.
@@ -147,8 +163,10 @@ class Passes:
         """
         return dataclasses.replace(made, transposed=None) if isinstance(made, EightBit) else made
 
-    def remake_weight(self, w: jax.Array, scales: WeightScales) -> QuantizedWeight:
-        """The weight of which only scales were kept, bit for bit, from its master w."""
+    def remake_weight(
+        self, w: jax.Array, scales: WeightScales, forward: QuantizedWeight | None = None
+    ) -> QuantizedWeight:
+        """The weight of which only scales were kept, bit for bit, from its master w, or from its forward operand."""
         raise AssertionError(f"the {self.name} passes keep their weights as they are")
 
     def load_weight(self, codes: Packed, policy: OperandPolicy, *, axis: int) -> Operand:

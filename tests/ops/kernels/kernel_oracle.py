@@ -158,6 +158,27 @@ def quantize(x, amax, *, axis, noise=None, block2d=False, rule="plain", rounding
     return signed, s8.view(np.uint8), carrier
 
 
+def again(x, w, key):
+    """What `kernel_programs.again` makes."""
+
+    def stands_for(carrier, amax):
+        return carrier.astype(np.float32) * tensor_scales(amax, TOPS["squared"])[1]
+
+    def column(numbers, **how):
+        return quantize(numbers, np.abs(numbers).max(), axis=0, rule="squared", **how)
+
+    with np.errstate(all="ignore"):
+        x_amax, w_amax = (np.abs(a.astype(np.float32)).max() for a in (x, w))
+        x_row = quantize(x, x_amax, axis=1, rule="squared")[2]
+        turned = hadamard_tokens(stands_for(x_row, x_amax).astype(ml_dtypes.bfloat16))
+        codes, scales, _ = column(turned)
+        drawn = column(turned, noise=random_bytes(*x.shape, key), rounding="midpoint")[2]
+        w_column = quantize(w, w_amax, axis=0, rule="squared")[2]
+        numbers = stands_for(w_column, w_amax)
+        w_row = quantize(numbers, np.abs(numbers).max(), axis=1, rule="squared")[2]
+    return x_row, pack_tokens(codes), scales, drawn, w_column, w_row
+
+
 def pack_tokens(codes):
     """Two tokens a byte, the even one in the low nibble."""
     return codes[::2] | (codes[1::2] << 4)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from halfbyte import devices, formats
 from halfbyte import kernels as K
+from halfbyte.kernels.scale import DECODE
 
 RULES = {  # as the oracle names them
     "plain": formats.NVFP4.scale,
@@ -15,6 +16,22 @@ RULES = {  # as the oracle names them
     "absolute": formats.NVFP4_46_MAE.scale,
     "expected": formats.NVFP4_46_SR.scale,
 }
+
+
+def again(x, w, key):
+    """Forward operands by four over six, and what is made of the numbers that they stand for: of x's row the packed
+    column, and one by chance; of w along k that along n.
+    """
+    rule, top = {"rule": RULES["squared"]}, RULES["squared"].top(formats.E2M1)
+    row = K.tensor_scale(K.maxima(x, hadamard=False)[0], top=top)
+    (x_row,), x_owed = K.quantize(x, rows=K.Rowwise(row, **rule)), row[DECODE][None]
+    column = K.tensor_scale(K.maxima(x_row, owed=x_owed)[1], top=top)
+    packed = K.quantize(x_row, columns=K.Columnwise(column, packed=True, owed=x_owed, **rule))
+    drawn = K.quantize(x_row, columns=K.Columnwise(column, key, rounding="midpoint", owed=x_owed, **rule))
+    scale = K.tensor_scale(K.weight_maxima(w), top=top)
+    w_column, w_owed = K.quantize_weight(w, scale, axis=-2, **rule), scale[DECODE][None]
+    scale = K.tensor_scale(K.weight_maxima(w_column, owed=w_owed), top=top)
+    return x_row, *packed, *drawn, w_column, K.quantize_weight(w_column, scale, axis=-1, owed=w_owed, **rule)
 
 
 def compiled(fn, device, *args):

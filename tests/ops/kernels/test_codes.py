@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from instruments import activation
+from kernel_programs import RULES
 
 from halfbyte import kernels as K
 from halfbyte.formats import random_bytes, tile_scales
@@ -163,7 +164,7 @@ def test_stored_vectors(group, monkeypatch):
             if group == "nvfp4_2d":
                 pair = [(8, np.uint8), (1, np.uint8)]
                 made = functools.partial(arithmetic.quantize_square, packed=True)
-                got = kernel_codes.weight_rows(values.astype(np.float32), factors, pair, made, TWO_LEVEL, name="")
+                got = kernel_codes.weight_rows(values.astype(np.float32), [factors], pair, made, TWO_LEVEL, name="")
                 same(got, [oracle.pack_tokens(codes), np.repeat(scales, 16, 1)])
                 continue
             elif group == "nvfp4_hadamard":
@@ -171,6 +172,27 @@ def test_stored_vectors(group, monkeypatch):
             else:
                 got = K.quantize(values, rows=K.Rowwise(factors, key, codes=order))
         same(got, [oracle.pack_tokens(codes.T).T, scales])
+
+
+def test_a_forward_operand_of_subnormal_numbers(monkeypatch):
+    """What it stands for is float32 of every size; outside XLA, as above."""
+    monkeypatch.setattr(kernel_codes, "launch", host_launch)
+    small = (data((32, 96), "normal").astype(np.float32) * np.float32(1e-38)).astype(ml_dtypes.bfloat16)
+    how, rule = {"axis": 0, "rule": "squared"}, {"rule": RULES["squared"]}
+    vector = functools.partial(oracle.scale_vector, top=oracle.TOPS["squared"])
+    carrier = oracle.quantize(small, top(small), axis=1, rule="squared")[2]
+    owed = vector(top(small))[2:3]
+    numbers = carrier.astype(np.float32) * owed
+    assert ((numbers != 0) & (np.abs(numbers) < np.finfo(np.float32).tiny)).mean() > 0.3
+    turned = oracle.hadamard_tokens(numbers.astype(ml_dtypes.bfloat16))
+    with jax.disable_jit():
+        column = K.quantize(carrier, columns=K.Columnwise(vector(top(turned)), packed=True, owed=owed, **rule))
+        weight = K.quantize_weight(carrier.astype(np.float32), vector(top(numbers)), axis=-2, owed=owed, **rule)
+    codes, scales, _ = oracle.quantize(turned, top(turned), **how)
+    same(column, [oracle.pack_tokens(codes), scales])
+    want = oracle.quantize(numbers, top(numbers), **how)[2]
+    np.testing.assert_array_equal(bits(weight), bits(want))
+    assert (codes & 7 != 0).mean() > 0.5 and (want != 0).mean() > 0.5
 
 
 def bits(x):

@@ -96,6 +96,25 @@ def test_a_width_that_no_tile_divides_is_served_by_kernels():
     assert "quantize_rows_stochastic_columns_stochastic_hadamard" in names
 
 
+def test_forward_operands_are_quantized_once_more_by_kernels():
+    """`halfbyte` on an H200: x in two pieces, a column of its first; in the backward pass W along both axes."""
+    like = shapes(topology_of("h200"))
+
+    def program(x, w, dy, seed):
+        key = jax.random.key(seed)
+        y, pull = jax.vjp(lambda x, w: ops.qdot(x, w, recipe=recipe("halfbyte"), key=key), x, w)
+        return y, pull(dy)
+
+    args = like(1024, 512), like(512, 512, dtype=jnp.float32), like(1024, 512), like(dtype=jnp.uint32)
+    with ops.compile_for(devices.device("h200")):
+        text = compiled(program, "h200", *args)
+    names = Counter(re.findall(r'gpu.triton".*?, name = "(\w+)"', text))
+    assert names["maxima"] == 4  # of x, of what its operand stands for, of what it leaves over, of dy
+    assert names["quantize_rows_squared"] == 2 and names["quantize_columns_hadamard_packed_squared"] == 1
+    assert names["weight_maxima"] == names["quantize_weight_columns"] == 2 and names["quantize_weight_rows"] == 1
+    assert re.findall(r'op_name="[^"]*?/(\w+)/mpmd_map', text).count("gemm") == 4 and "__cublas" not in text
+
+
 def test_experts_are_served_by_kernels():
     """Three grouped GEMMs, each tensor quantized in one pass with a table of scales; no loop over tiles multiplies."""
     like = shapes(topology_of("h200"))

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from instruments import activation, quick
+from kernel_programs import again
 
 from halfbyte import kernels
 from halfbyte.kernels import mxfp8
@@ -79,6 +80,17 @@ def test_weight(x):
     scales = kernels.tensor_scale(parts)
     got = kernels.quantize_weight(jnp.asarray(w), scales, tiling=TILING)
     same_bits(got, oracle.quantize(w, np.abs(w).max(), axis=1, block2d=True)[2])
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-30, 1e33])
+@pytest.mark.parametrize("width", [128, 96])  # of tiles, and of none
+def test_a_forward_operand_is_quantized_once_more(x, size, width):
+    x = (x[:, :width].astype(np.float32) * np.float32(size)).astype(ml_dtypes.bfloat16)
+    x[:, 3], x[5, 7] = -0.0, 20000 * x[5, 7]
+    w = x.astype(np.float32) * np.float32(1.001)
+    run = jax.jit(again, compiler_options=quick)
+    for got, want in zip(run(*map(jnp.asarray, (x, w, KEY))), oracle.again(x, w, KEY), strict=True):
+        np.testing.assert_array_equal(np.asarray(got).view(np.uint8), np.ascontiguousarray(want).view(np.uint8))
 
 
 def test_swiglu_operands_are_those_of_the_activation(x):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import test_mxfp8 as mx
 from instruments import activation
-from kernel_programs import RULES
+from kernel_programs import RULES, again
 
 from halfbyte import devices
 from halfbyte import kernels as K
@@ -127,6 +127,16 @@ def test_weight_in_blocks_along_an_axis(kind, rule, width):
         want = [oracle.quantize(filled, np.abs(w).max(), axis=a, rule=rule)[2][:, :width] for a in (1, 0)]
     for a, b in zip(jax.jit(run)(jnp.asarray(w)), want, strict=True):
         np.testing.assert_array_equal(np.asarray(a).view(np.uint16), np.ascontiguousarray(b).view(np.uint16))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [N, 336])
+def test_a_forward_operand_is_quantized_once_more(kind, width):
+    """As `halfbyte` makes wgrad's x and dgrad's W."""
+    x = data(kind)[:, :width]
+    w = x.astype(np.float32) * np.float32(1.001)
+    for got, want in zip(jax.jit(again)(*map(jnp.asarray, (x, w, KEY))), oracle.again(x, w, KEY), strict=True):
+        np.testing.assert_array_equal(np.asarray(got).view(np.uint8), np.ascontiguousarray(want).view(np.uint8))
 
 
 @pytest.mark.parametrize("rule", ["squared", "expected"])

@@ -5,6 +5,9 @@ passes that quantize. Here each tensor is read once for its maxima and once for 
 the Hadamard transform, the random bits and SwiGLU inside (`kernels`). The operands are those of the definition, bit
 for bit; for SwiGLU that holds on the numbers that the kernels compute with the GPU's own exp.
 
+An operand whose source is the forward one is made of that one's carrier, in two further reads: kernels multiply it by
+the tensor's decode scale, which gives the numbers of `QTensor.dequantize`.
+
 The GEMM kernel multiplies its float32 accumulator by the factors before it rounds; XLA would write the float32 sums to
 memory and read them again. A GEMM whose sizes its tiles do not divide is `carrier`'s, over the same operands.
 """
@@ -36,7 +39,10 @@ from halfbyte.recipe import OperandPolicy, Recipe
 LAYOUTS = {FPROP: "nn", DGRAD: "nt", WGRAD: "tn"}  # as the GEMM kernel names them
 FORMATS = (NVFP4, NVFP4_1716, NVFP4_46_MSE, NVFP4_46_MAE, NVFP4_46_SR)  # E2M1 under E4M3 scales of 16, one S a tensor
 WEIGHT = OperandPolicy(NVFP4, block="2d")  # of a tile, one carrier or packed codes for both GEMMs
-WEIGHTS = {WEIGHT, *(OperandPolicy(fmt) for fmt in FORMATS)}  # what its weight kernels make
+WEIGHTS = {  # what its weight kernels make
+    WEIGHT,
+    *(OperandPolicy(fmt, source=source) for fmt in FORMATS for source in ("as_is", "forward")),
+}
 OF_ROWS, OF_TOKENS = ("fprop_x", "dgrad_dy"), ("wgrad_x", "wgrad_dy")
 # Every operand policy that its kernels serve, of rows and of tokens.
 SERVED = {
@@ -49,6 +55,8 @@ SERVED = {
     }
     for role in OF_ROWS + OF_TOKENS
 }
+# The transform reads bfloat16, to which a kernel rounds the forward operand's numbers; without it they are float32.
+SERVED["wgrad_x"] |= {dataclasses.replace(p, source="forward") for p in SERVED["wgrad_x"] if p.hadamard}
 
 
 def rule_of(policy: OperandPolicy) -> TwoLevel:
@@ -75,7 +83,7 @@ def foreign(recipe: Recipe) -> str | None:
         if policy not in served:
             return (
                 f"{role} is {policy}; its kernels make NVFP4 blocks of 16, plain or by four over six, with the "
-                "Hadamard transform for wgrad only"
+                "Hadamard transform for wgrad only, and of a forward operand with it"
             )
     return None
 
@@ -133,13 +141,33 @@ class FusedPasses(GatedPasses):
         if activation != SILU:
             return f"its kernels compute {SILU.name}, not {activation.name}"
         gate, up, down = recipes
+        if down.wgrad_x.source == "forward":
+            return "its kernels make h's operands of h, not one of the other"
         transforms = {gate.wgrad_dy.hadamard, up.wgrad_dy.hadamard, down.wgrad_x.hadamard}
         return None if len(transforms) == 1 else "its kernels transform the columns of dg, du and h alike"
 
     def quantize(self, x: jax.Array, requests: Sequence[Request]) -> list[Made]:
+        """Of x itself, and of forward operands that are made of it first, once each."""
+        wanted = [r for r in requests if r.forward is None]
+        for forward in (r.forward for r in requests if r.forward is not None):
+            wanted += [] if any(forward.same(r) for r in wanted) else [forward]
         flat = x.reshape(-1, x.shape[-1])  # [tokens..., features] -> [tokens, features]
-        tops = _of_all(kernels.maxima(flat, hadamard=_transformed(requests)), requests)
-        return self._in_rounds(lambda **sides: kernels.quantize(flat, **sides), tops, requests, x.shape)
+        tops = _of_all(kernels.maxima(flat, hadamard=_transformed(wanted)), wanted)
+        made = self._in_rounds(lambda **sides: kernels.quantize(flat, **sides), tops, wanted, x.shape)
+
+        def answer(wish: Request) -> Made:
+            return next(o for r, o in zip(wanted, made, strict=True) if r is wish or r.same(wish))
+
+        return [answer(r) if r.forward is None else self._again(answer(r.forward), r) for r in requests]
+
+    def _again(self, forward: Carrier, wanted: Request) -> Made:
+        """The column of the numbers that a forward operand stands for."""
+        shape, owed = forward.array.shape, _decode(forward)
+        flat = forward.array.reshape(-1, shape[-1])  # [tokens..., features] -> [tokens, features]
+        tops = _of_all(kernels.maxima(flat, owed=owed), [wanted])
+        (_, column), scales = self._sides(tops, None, wanted, shape)
+        made = kernels.quantize(flat, columns=dataclasses.replace(column, owed=owed))
+        return self._operands(made, [wanted], scales, shape)[0]
 
     def activate_into(self, g, u, requests, into):
         flat, owed = _matrices(g, u)
@@ -230,6 +258,16 @@ class FusedPasses(GatedPasses):
         codes, scales = kernels.pack_weight(w, scale)
         return Packed(codes, scales, scale[AMAX], scale[DECODE], policy.format, policy.block, axis)
 
+    def weight_again(
+        self, forward: QuantizedWeight, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),
+        signs: jax.Array | None = None, packed: bool = True,
+    ) -> QuantizedWeight:  # fmt: skip
+        if packed or not isinstance(forward, Carrier):
+            return super().weight_again(forward, policy, axis=axis, key=key, cut=cut, signs=signs, packed=packed)
+        (tops,) = whole_maxima([kernels.weight_maxima(forward.array, owed=_decode(forward))], cut)
+        scale = name_saved(kernels.tensor_scale(tops, top=rule_of(policy).top(E2M1)), SCALES)
+        return self.remake_weight(forward.array, WeightScales(scale, policy, axis), forward)
+
     def load_weight(self, codes: Packed, policy: OperandPolicy, *, axis: int) -> Operand:
         """The carrier of packed codes, by the kernel where it takes them."""
         rows, columns = codes.packed.shape
@@ -244,9 +282,16 @@ class FusedPasses(GatedPasses):
             return WeightScales(made.vector, made.policy, axis)
         return made
 
-    def remake_weight(self, w: jax.Array, scales: WeightScales) -> QuantizedWeight:
+    def remake_weight(
+        self, w: jax.Array, scales: WeightScales, forward: QuantizedWeight | None = None
+    ) -> QuantizedWeight:
         vector, policy = scales.vector, scales.policy
-        made = kernels.quantize_weight(w, vector, axis=_blocked(policy, scales.axis), rule=rule_of(policy))
+        axis, rule = _blocked(policy, scales.axis), rule_of(policy)
+        if policy.source == "forward":
+            assert isinstance(forward, Carrier), "what is quantized again is a carrier"
+            made = kernels.quantize_weight(forward.array, vector, axis=axis, rule=rule, owed=_decode(forward))
+        else:
+            made = kernels.quantize_weight(w, vector, axis=axis, rule=rule)
         return Carrier(made, vector[GEMM], policy, vector)
 
     def load(self, kept: Kept, policy: OperandPolicy) -> Operand:
@@ -256,6 +301,15 @@ class FusedPasses(GatedPasses):
         flat = [t.reshape(-1, features) for t in (kept.packed, kept.scales)]
         shape = (*kept.packed.shape[:-2], 2 * kept.packed.shape[-2], features)
         return Carrier(kernels.unpack(*flat).reshape(shape), gemm_factor(kept), policy)
+
+
+def _decode(operand: Carrier) -> jax.Array:
+    """float32 [1]: what a carrier's numbers are times what they stand for; NaN where the tensor held one, as
+    `QTensor.dequantize` has it.
+    """
+    assert operand.vector is not None, "a kernel made it, with the tensor's scales"
+    amax, decode = operand.vector[AMAX], operand.vector[DECODE]
+    return jnp.where(jnp.isnan(amax), jnp.float32(jnp.nan), decode)[None]
 
 
 def _blocked(policy: OperandPolicy, axis: int) -> int | None:

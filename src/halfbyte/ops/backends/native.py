@@ -240,6 +240,8 @@ class NativePasses(FusedPasses):
     one_weight = False
 
     def foreign(self, recipe: Recipe) -> str | None:
+        if recipe.wgrad_x.source == "forward":
+            return f"wgrad_x is {recipe.wgrad_x}, which kernels make of a carrier, and these write codes"
         return fused.foreign(recipe)
 
     def unsupported(self, problem: Problem) -> str | None:
