@@ -86,7 +86,8 @@ def test_maxtext_names_are_accepted(alias, name):
 
 
 def test_all_maxtext_names_are_there():
-    assert set(aliases()) == {"te_nvfp4", "te_nvfp4_no_rht", "te_fp8_currentscaling", "te_mxfp8", "te_no_quant"}
+    scaled = {"te_fp8_currentscaling", "te_fp8_delayedscaling", "te_mxfp8"}
+    assert set(aliases()) == {"te_nvfp4", "te_nvfp4_no_rht", "te_no_quant"} | scaled
 
 
 def test_an_unknown_name_gets_the_nearest():

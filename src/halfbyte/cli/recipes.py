@@ -66,6 +66,8 @@ def show_one(chosen: "Recipe") -> Result:
         console().print("weights of q, k and v share one tensor scale, and those of gate and up another")
     if chosen.remainder:
         console().print("fprop multiplies what rounding x has left over as well, in the same format")
+    if chosen.history:
+        console().print(f"x, W and dy are scaled by the largest magnitude of {chosen.history:,} steps before")
     return Result(describe(chosen))
 
 
@@ -86,8 +88,8 @@ def describe(chosen: "Recipe") -> dict[str, Any]:
         role: {field.name: plain(getattr(policy, field.name)) for field in fields(policy)}
         for role, policy in chosen.operands().items()
     }
-    return {"name": chosen.name, "description": chosen.description, "operands": operands,
-            "shared_scales": chosen.shared_scales, "remainder": chosen.remainder}  # fmt: skip
+    whole = {name: getattr(chosen, name) for name in ("shared_scales", "remainder", "history")}
+    return {"name": chosen.name, "description": chosen.description, "operands": operands, **whole}
 
 
 def change(item: tuple[str, str, object, object]) -> dict[str, Any]:

@@ -74,7 +74,8 @@ def run_linear(
         }  # fmt: skip
         if isinstance(row, InTwo):
             made |= {"fprop_x": row.first, definition.REST: row.rest}
-        dw = back.gradient(back.wgrad(made["wgrad_x"], dy_column)).weight.anchor
+        pair = made["wgrad_x"], dy_column
+        dw = back.gradient(back.wgrad(*pair), *pair).weight.anchor
         return made, {"fprop": matrix(ahead.fprop(row, dtype)), "dgrad": matrix(back.dgrad(dy_row, dtype)), "wgrad": dw}
 
     execution = Execution(backend, sharded=sharded)

@@ -46,6 +46,8 @@ class Context:
     reduce_dtype: what gradients of matrices travel in when they are scattered over fsdp.
     stacked: keep the MLPs' products of looped layers in stacks that kernels read in place; for a pass whose gradient is
     taken.
+    amaxes: float32 [layers, linears, 3], what linears with a history are scaled by (`ops.Remembered`), in the order of
+    `linear_sites`; None: each tensor by its own.
     """
 
     policy: Resolved | None = None
@@ -60,6 +62,7 @@ class Context:
     unroll: int = 1
     reduce_dtype: str = "float32"
     stacked: bool = False
+    amaxes: jax.Array | None = None
 
     @property
     def looped(self) -> bool:

@@ -9,6 +9,7 @@ On a mesh x comes and goes as it lies between blocks, its positions cut over `te
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,18 @@ from halfbyte.sharding import outer_axes
 
 MLP_SITES = ("gate", "up", "down")
 EXPERTS = "layers/mlp/expert_"
+
+
+def remembered(layers: Params, amaxes: jax.Array, segment: Segment, paths: Sequence[str]) -> Params:
+    """Stacked `layers` of a segment with `amaxes` [layers, paths, 3] beside the weights of recipes with a history."""
+
+    def with_amaxes(group: str, name: str, weight: Any) -> Any:
+        path = f"layers/{group}/{name}"
+        if path not in segment.recipes or not segment.recipes[path].history:
+            return weight
+        return ops.Remembered(weight, amaxes[:, paths.index(path)])
+
+    return {group: {name: with_amaxes(group, name, w) for name, w in inner.items()} for group, inner in layers.items()}
 
 
 def quantize_ahead(layers: Params, x: jax.Array, here: LayerContext) -> Params:

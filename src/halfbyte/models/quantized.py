@@ -136,7 +136,7 @@ def _master(weight: Any) -> jax.Array:
 def _only_recipe(resolved: Resolved, path: str) -> Recipe | None:
     found = {segment.recipes.get(path) for segment in resolved.segments}
     recipe = found.pop() if len(found) == 1 else None
-    if recipe is None or not any(getattr(recipe, role).format.quantized for role in WEIGHTS):
+    if recipe is None or recipe.history or not any(getattr(recipe, role).format.quantized for role in WEIGHTS):
         return None
     return None if any(getattr(recipe, role).stochastic for role in WEIGHTS) else recipe
 

@@ -17,8 +17,8 @@ from jax import lax
 from halfbyte.kernels.stacks import hand_back
 from halfbyte.models.config import LlamaConfig, param_specs
 from halfbyte.models.context import Context, LayerContext, Stacks, key_of_layer, segments
-from halfbyte.models.linear import quantize_ahead, stacks_of
-from halfbyte.models.params import Params
+from halfbyte.models.linear import quantize_ahead, remembered, stacks_of
+from halfbyte.models.params import Params, linear_sites
 from halfbyte.models.remat import rematerialized
 from halfbyte.models.unrolled import unstack
 from halfbyte.recipe import Segment
@@ -45,7 +45,10 @@ def through_layers(
 
         layer = rematerialized(body, ctx.remat, looped=ctx.looped)
         here = LayerContext(ctx, specs, segment.recipes, None)
-        weights = quantize_ahead(of_segment(params["layers"], cfg, segment), x, here)
+        weights = of_segment(params["layers"], cfg, segment)
+        if ctx.amaxes is not None:
+            weights = remembered(weights, of_segment(ctx.amaxes, cfg, segment), segment, linear_sites(cfg))
+        weights = quantize_ahead(weights, x, here)
         both, numbers = stacks_of(segment, x, cfg.mlp, ctx), jnp.arange(segment.start, segment.stop, dtype=jnp.int32)
         x, out = _through(layer, x, both, (weights, numbers, of_segment(entries, cfg, segment)), unroll=ctx.unroll)
         made.append(out)

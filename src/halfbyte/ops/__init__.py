@@ -13,4 +13,4 @@ from halfbyte.ops.problem import Problem, compile_for, target
 from halfbyte.ops.qdot import qdot, qdots
 from halfbyte.ops.rewrite import apply_recipe
 from halfbyte.ops.shards import Placement
-from halfbyte.ops.weight import QWeight
+from halfbyte.ops.weight import QWeight, Remembered

@@ -35,7 +35,8 @@ class Site:
         """
         policies = [getattr(self.recipe, role) for role in WEIGHTS]
         codes = all(policy.format.quantized and not policy.stochastic for policy in policies)
-        return codes and not self.recipe.shared_scales and bool(axes_of(self.placement.shards(ndim).stored))
+        own = not self.recipe.shared_scales and not self.recipe.history
+        return codes and own and bool(axes_of(self.placement.shards(ndim).stored))
 
 
 def quantize_stacks(

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from halfbyte.formats import Packed, quantize
 from halfbyte.ops.backends import Choice, check_training, choose
 from halfbyte.ops.gemms import DGRAD, FPROP, WGRAD, Gemm, added_up, finish
-from halfbyte.ops.operand import EightBit, InTwo, Operand, Owed, WeightScales, name_saved, quantize_operand
+from halfbyte.ops.operand import EightBit, InTwo, Operand, Owed, Quantized, WeightScales, name_saved, quantize_operand
 from halfbyte.ops.passes import (
     XLA,
     KeptWeight,
@@ -53,12 +53,22 @@ from halfbyte.ops.shards import (
     travelling_dtype,
 )
 from halfbyte.ops.surroundings import several_devices
-from halfbyte.ops.weight import CONTRACTED, QWeight, Weight, gather_packed, gathered, shares_codes, weight_specs
+from halfbyte.ops.weight import (
+    CONTRACTED,
+    QWeight,
+    Remembered,
+    Weight,
+    gather_packed,
+    gathered,
+    shares_codes,
+    weight_specs,
+)
 from halfbyte.recipe import OperandPolicy, Recipe, as_recipe
 from halfbyte.sharding import on_parts
 
 FLOAT32 = jnp.dtype(jnp.float32)
 WEIGHTS_KEPT = ("master", "codes")
+TENSORS = ("x", "w", "dy")  # of a linear, as a history has them
 _Result = TypeVar("_Result")
 
 
@@ -147,11 +157,14 @@ def with_linears(
         tokens = token_view(x, recipes) if cuts[0] == WHOLE else x
         inside, linears = inside_shape(tokens, cuts[0]), []
         for w, key, recipe, cut in zip(weights, keys, recipes, cuts, strict=True):
+            amaxes = w.amaxes if isinstance(w, Remembered) and recipe.history else None
+            w = w.weight if isinstance(w, Remembered) else w
             plan = plan_linear(inside, w, recipe, execution, cut)
             if not isinstance(w, QWeight):
                 passes, packed = plan.choice.for_weight, plan.problem.gathered
-                w = quantize_part(w, recipe, key, cut=cut.w, passes=passes, packed=packed)
-            linears.append(Linear(plan, w, key))
+                before = None if amaxes is None else amaxes[TENSORS.index("w")]
+                w = quantize_part(w, recipe, key, cut=cut.w, passes=passes, packed=packed, amax=before)
+            linears.append(Linear(plan, w, key, amaxes))
         return op(tokens, tuple(linears), *rest)
 
     if execution.placements is None:
@@ -204,7 +217,7 @@ def quantize_part(
     amax: jax.Array | None = None, packed: bool = True,
 ) -> QWeight:  # fmt: skip
     """The weight, or one device's part of one that is `cut`, quantized by `passes` (`packed`, where it is to travel),
-    or by the definition under a given `amax`.
+    or by the definition under a given `amax`; of a recipe with a history, that of steps before.
     """
     constant = lax.stop_gradient(w)
 
@@ -213,7 +226,9 @@ def quantize_part(
         if not policy.format.quantized:
             return None
         made: QuantizedWeight
-        if amax is not None:  # kernels find a tensor's amax themselves
+        if amax is not None and recipe.history:
+            made = defined_weight(constant, policy, axis=CONTRACTED[role], key=None, cut=cut, amax=amax)
+        elif amax is not None:  # kernels find a tensor's amax themselves
             made = Packed.of(quantize(constant, policy.format, block=policy.block, axis=CONTRACTED[role], amax=amax))
         else:
             bits, signs = drawn_keys(policy, role, key)
@@ -259,7 +274,7 @@ def weight_operand(
     return made[role]
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "key"], meta_fields=["plan"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "key", "amaxes"], meta_fields=["plan"])
 @dataclasses.dataclass(frozen=True)
 class Linear:
     """One linear of a traced program."""
@@ -267,6 +282,7 @@ class Linear:
     plan: LinearPlan
     weight: QWeight
     key: jax.Array | None
+    amaxes: jax.Array | None = None  # as `Remembered` has them
 
     @property
     def passes(self) -> Passes:
@@ -277,7 +293,10 @@ class Linear:
         """The wish for one of its operands."""
         shards = self.plan.shards
         cut = shards.dy if role.endswith("dy") else shards.x
-        return request(self.plan.recipe, role, self.key, kept=kept, cut=cut)
+        wanted = request(self.plan.recipe, role, self.key, kept=kept, cut=cut)
+        if self.amaxes is None:
+            return wanted
+        return dataclasses.replace(wanted, amax=self.amaxes[TENSORS.index(role.partition("_")[2])])
 
     def quantize(self, x: jax.Array, *roles: str, kept: tuple[str, ...] = ()) -> list[Made]:
         """Its operands of x (or dy), in one pass; those in `kept` as residuals."""
@@ -313,9 +332,9 @@ class Linear:
         travels = self._travels
         return self._multiplier(WGRAD, owing=travels != self.plan.weight_dtype)(WGRAD, *sides, travels)
 
-    def gradient(self, dw: Read) -> "Linear":
-        """`wgrad` in the dtype of the weight, where it rests: sums over the axes that it is gathered over; as the
-        cotangent of this linear.
+    def gradient(self, dw: Read, x: Operand, dy: Operand) -> "Linear":
+        """`wgrad` of x and dy in the dtype of the weight, where it rests: sums over the axes that it is gathered over;
+        as the cotangent of this linear.
         """
         shards, dtype = self.plan.shards, self.plan.weight_dtype
         owed = dw.factor if isinstance(dw, Owed) else None  # the same on all devices: of whole tensors
@@ -323,7 +342,14 @@ class Linear:
         dw = scatter_gradient(dw, self._stored, shards.reduce_dtype)
         dw = dw.astype(dtype) if owed is None else dw.astype(dtype) * owed
         turned = self.plan.problem.turned_wgrad
-        return Linear(self.plan, QWeight(dw.T if turned else dw, None, None, self.plan.recipe), None)
+        weight = QWeight(dw.T if turned else dw, None, None, self.plan.recipe)
+        return Linear(self.plan, weight, None, None if self.amaxes is None else self._seen(x, dy))
+
+    def _seen(self, x: Operand, dy: Operand) -> jax.Array:
+        """float32 [3]: the largest magnitudes of whole x, W and dy; on one device, for all of them are summed over."""
+        assert isinstance(x, Quantized) and isinstance(dy, Quantized), "by the definition, which takes a given amax"
+        found, shards = (x.codes.amax, self.weight.fprop.amax, dy.codes.amax), self.plan.shards
+        return alone(jnp.stack(found), (*axes_of(shards.lead), *shards.inputs, *shards.outputs, *shards.idle))
 
     @property
     def _stored(self) -> Cut:

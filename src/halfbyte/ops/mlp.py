@@ -142,7 +142,7 @@ def _recipes(recipe: Recipe | str | Mapping[str, Recipe | str]) -> tuple[Recipe,
     return tuple(as_recipe(recipe[site], f"mlp, {site}") for site in SITES)
 
 
-def _check(x: jax.Array, weights: Sequence[jax.Array | QWeight], recipes: tuple[Recipe, ...]) -> None:
+def _check(x: jax.Array, weights: Sequence[Weight], recipes: tuple[Recipe, ...]) -> None:
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         raise TypeError(f"mlp takes bfloat16 or float32, got x of {x.dtype}; convert with astype first")
     gate, up, down = (w.shape for w in weights)
@@ -265,9 +265,11 @@ def _mlp_bwd(middle, residuals, gradients):
     dh = down.dgrad(dy_row, dy.dtype, owing=_owing(middle, linears))
     made = _operands_of_gradients(middle, g, u, dh, linears)
     (dg_row, dg_column), (du_row, du_column), (h_column,) = made
-    dw = gate.wgrad(x_gate, dg_column), up.wgrad(x_up, du_column), down.wgrad(h_column, dy_column)
+    pairs = (x_gate, dg_column), (x_up, du_column), (h_column, dy_column)
+    dw = tuple(site.wgrad(*pair) for site, pair in zip(linears, pairs, strict=True))
     dx = add_rounded(gate.dgrad(dg_row, dy.dtype, beside=dw), up.dgrad(du_row, dy.dtype, beside=dw))
-    return dx, tuple(site.gradient(each) for site, each in zip(linears, dw, strict=True)), place
+    gradients = (site.gradient(each, *pair) for site, each, pair in zip(linears, dw, pairs, strict=True))
+    return dx, tuple(gradients), place
 
 
 _mlp.defvjp(_mlp_fwd, _mlp_bwd)

@@ -225,22 +225,24 @@ def add_rounded(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def quantize_operand(
     x: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),
-    signs: jax.Array | None = None,
+    signs: jax.Array | None = None, amax: jax.Array | None = None,
 ) -> Carrier | Quantized:  # fmt: skip
     """x under `policy`, blocked and transformed along `axis` (-1 or -2), the axis that the GEMM contracts.
 
     The definition for every backend. Of a tensor that is `cut` over a mesh, x is the local part. `signs` is the key of
-    the signs that both operands of the GEMM share, where they are drawn.
+    the signs that both operands of the GEMM share, where they are drawn. A given `amax` makes the tensor's scale, and
+    larger numbers saturate; what the operand's codes have as theirs is x's own all the same.
     """
     if not policy.format.quantized and not policy.hadamard:
         return Carrier(to_bfloat16(x), None, policy)  # the caller's own array, which is kept once
-    return _quantized_or_transformed(x, policy, axis, key, cut, signs)
+    return _quantized_or_transformed(x, policy, axis, key, cut, signs, amax)
 
 
 @jax.named_scope("quantize")  # a name for profiles: a cast to bfloat16 alone has none
 def _quantized_or_transformed(
-    x: jax.Array, policy: OperandPolicy, axis: int, key: jax.Array | None, cut: Cut, signs: jax.Array | None
-) -> Carrier | Quantized:
+    x: jax.Array, policy: OperandPolicy, axis: int, key: jax.Array | None, cut: Cut, signs: jax.Array | None,
+    given: jax.Array | None,
+) -> Carrier | Quantized:  # fmt: skip
     if (policy.draws_bytes and key is None) or (policy.draws_signs and signs is None):
         raise ValueError(
             "this recipe rounds stochastically and needs a key; pass key=..., or use a recipe "
@@ -255,8 +257,11 @@ def _quantized_or_transformed(
     amax = _amax(x, policy.format, axis, cut) if axes_of(cut) else None
     usual = "rne" if noise is None else "stochastic"
     how = {} if policy.rounding == usual else {"rounding": policy.rounding}
-    grid = to_grid(x, policy.format, block=policy.block, axis=axis, noise=noise, amax=amax, **how)
+    scaled_by = amax if given is None else given
+    grid = to_grid(x, policy.format, block=policy.block, axis=axis, noise=noise, amax=scaled_by, **how)
     codes = store(grid, policy.format, block=policy.block, axis=axis)
+    if given is not None:
+        codes = dataclasses.replace(codes, amax=amax_of(x) if amax is None else amax)
     return Quantized(grid.carrier(), gemm_factor(codes), policy, codes)
 
 

@@ -55,6 +55,7 @@ class Request:
     signs: jax.Array | None = None  # the key of the GEMM's Hadamard signs
     forward: "Request | None" = None  # the operand that is quantized again, where the policy's source is that
     in_two: bool = False  # with what rounding leaves over
+    amax: jax.Array | None = None  # what the tensor is scaled by, where that is not its own
 
     def same(self, other: "Request") -> bool:
         """Whether one operand answers both: equal but for random bits, of which there are none."""
@@ -62,7 +63,7 @@ class Request:
         alike = mine == theirs
         if self.forward is not None and other.forward is not None:
             alike = alike and self.forward.same(other.forward)
-        return alike and self.key is other.key and self.signs is other.signs
+        return alike and self.key is other.key and self.signs is other.signs and self.amax is other.amax
 
 
 def request(recipe: Recipe, role: str, key: jax.Array | None, *, kept: bool = False, cut: Cut = ()) -> Request:
@@ -86,15 +87,16 @@ def quantize_as(x: jax.Array, wanted: Request) -> Carrier | Quantized:
     """The operand that is wanted of x, by the definition."""
     if wanted.forward is not None:
         x = dequantized(quantize_as(x, wanted.forward))
-    return quantize_operand(x, wanted.policy, axis=wanted.axis, key=wanted.key, cut=wanted.cut, signs=wanted.signs)
+    axis, key, signs = wanted.axis, wanted.key, wanted.signs
+    return quantize_operand(x, wanted.policy, axis=axis, key=key, cut=wanted.cut, signs=signs, amax=wanted.amax)
 
 
 def defined_weight(
     w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),
-    signs: jax.Array | None = None,
+    signs: jax.Array | None = None, amax: jax.Array | None = None,
 ) -> Packed:  # fmt: skip
     """The packed codes of a weight, by the definition."""
-    made = quantize_operand(w, policy, axis=axis, key=key, cut=cut, signs=signs)
+    made = quantize_operand(w, policy, axis=axis, key=key, cut=cut, signs=signs, amax=amax)
     assert not isinstance(made, Carrier), "a weight in bf16 is not quantized"
     return Packed.of(made.codes)
 

@@ -70,7 +70,7 @@ def qdots(
     return tuple(y.astype(dtype) for y in made) if placements else made
 
 
-def _check(x: jax.Array, weight: jax.Array | QWeight, recipe: Recipe) -> None:
+def _check(x: jax.Array, weight: Weight, recipe: Recipe) -> None:
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         raise TypeError(f"qdot takes bfloat16 or float32, got x of {x.dtype}; convert with astype first")
     if len(weight.shape) != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[0]:
@@ -117,12 +117,12 @@ def _qdots_bwd(dtype, residuals, gradients):
     operands = [linear.quantize(dy, "dgrad_dy", "wgrad_dy") for linear, dy in zip(linears, inside, strict=True)]
     dtype_of_x = jnp.dtype(linears[0].plan.problem.dtype)
     x_columns = [columns[first] for first in first_wanting(linears, "wgrad_x")]
-    dw = [
-        linear.wgrad(linear.load(x_column, "wgrad_x"), column)
-        for linear, x_column, (_, column) in zip(linears, x_columns, operands, strict=True)
-    ]
+    pairs, dw = [], []
+    for linear, x_column, (_, column) in zip(linears, x_columns, operands, strict=True):
+        pairs.append((linear.load(x_column, "wgrad_x"), column))
+        dw.append(linear.wgrad(*pairs[-1]))
     dx = [linear.dgrad(row, dtype_of_x, beside=dw) for linear, (row, _) in zip(linears, operands, strict=True)]
-    return tuple(dx), tuple(linear.gradient(each) for linear, each in zip(linears, dw, strict=True))
+    return tuple(dx), tuple(linear.gradient(each, *pair) for linear, each, pair in zip(linears, dw, pairs, strict=True))
 
 
 _qdots.defvjp(_qdots_fwd, _qdots_bwd)

@@ -123,6 +123,8 @@ def unserved(recipe: Recipe) -> str | None:
     """Why tiles cannot be quantized one by one under this recipe; None if they can."""
     if recipe.remainder:
         return "fprop multiplies what rounding x has left over as well"
+    if recipe.history:
+        return "its scales come from a history of maxima, which is kept for dense linears alone"
     for role in ROLES:
         policy: OperandPolicy = getattr(recipe, role)
         if policy.format.scale.outer != "tensor" or policy.source == "forward" or policy.draws_signs:

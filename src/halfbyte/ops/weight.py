@@ -56,7 +56,28 @@ class QWeight:
         return self.fprop if role == "fprop_w" or self.dgrad is None else self.dgrad
 
 
-Weight = jax.Array | QWeight
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "amaxes"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Remembered:
+    """A weight, and what its linear is scaled by under a recipe with a history: `amaxes` float32 [3], of x, W and dy in
+    steps before; 0 gives a scale of 1.
+
+    The cotangent of `amaxes` is no gradient: it is the largest magnitudes of this x, W and dy, for steps to come.
+    """
+
+    weight: jax.Array
+    amaxes: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.weight.dtype
+
+
+Weight = jax.Array | QWeight | Remembered
 
 
 def shares_codes(recipe: Recipe) -> bool:

@@ -20,6 +20,11 @@ def blend(base: Recipe, other: Recipe, part: str) -> Recipe:
     """
     if part == "both":
         return other
+    if base.history != other.history:
+        raise ValueError(
+            f"{base.name} with the {part} of {other.name}: a history of maxima (delayed scaling) is that of all three "
+            "tensors of a linear; take both parts of one recipe, or fp8"
+        )
     taken = base.operands() | {role: getattr(other, role) for role in PARTS[part]}
     for again, forward in AGAIN.items():
         if not taken[forward].format.quantized:

@@ -25,6 +25,7 @@ GEMMS = {"fprop": ("fprop_x", "fprop_w"), "dgrad": ("dgrad_dy", "dgrad_w"), "wgr
 WEIGHTS = ("fprop_w", "dgrad_w")
 GRADIENTS = ("dgrad_dy", "wgrad_dy")
 AGAIN = {"dgrad_w": "fprop_w", "wgrad_x": "fprop_x"}  # backward operand -> the forward operand of the same tensor
+SAME_TENSOR = (("fprop_x", "wgrad_x"), ("fprop_w", "dgrad_w"), ("dgrad_dy", "wgrad_dy"))
 BLOCKS = ("1d", "2d")
 SIGNS = ("fixed", "fresh")
 SOURCES = ("as_is", "bfloat16", "forward")
@@ -123,6 +124,8 @@ class Recipe:
     fuse them when they serve expect it.
     `remainder`: fprop also multiplies what rounding x has left over, in the same format: y = Q(x) Q(W) + Q(r) Q(W) with
     r = x - Q(x), the sums added in float32.
+    `history`: x, W and dy are scaled by the largest magnitude that so many steps before have seen (delayed scaling);
+    the trainer keeps those. 0, and wherever no trainer gives them: by the tensor's own.
     """
 
     name: str
@@ -135,6 +138,7 @@ class Recipe:
     description: str = ""
     shared_scales: bool = False
     remainder: bool = False
+    history: int = 0
 
     def __post_init__(self) -> None:
         x = self.fprop_x
@@ -160,6 +164,24 @@ class Recipe:
             self._check_source(role, operand)
         for gemm, (left, right) in GEMMS.items():
             self._check_hadamard(gemm, left, right)
+        self._check_history()
+
+    def _check_history(self) -> None:
+        if type(self.history) is not int or self.history < 0:
+            raise ValueError(
+                f"recipe {self.name!r}: history is a number of steps, got {self.history!r}; 0 scales by the present one"
+            )
+        if not self.history:
+            return
+        pairs = [(getattr(self, first), getattr(self, again)) for first, again in SAME_TENSOR]
+        plain = all(one == OperandPolicy(one.format, source=one.source) == again for one, again in pairs)
+        one_scale = all(one.format.quantized and one.format.block is None for one, _ in pairs)
+        if not plain or not one_scale or self.remainder or self.shared_scales:
+            raise ValueError(
+                f"recipe {self.name!r}: history={self.history} is of one scale each for x, W and dy, so all six "
+                "operands need a format with one scale a tensor (FP8), both of a tensor alike, to nearest, without "
+                "hadamard, remainder or shared_scales; use history=0"
+            )
 
     def _check_source(self, role: str, operand: OperandPolicy) -> None:
         if operand.source != "forward":
@@ -221,6 +243,6 @@ def difference(a: Recipe, b: Recipe) -> list[tuple[str, str, object, object]]:
         for field in dataclasses.fields(OperandPolicy)
         if getattr(left, field.name) != getattr(right, field.name)
     ]
-    of_all = ("weights", "shared_scales"), ("fprop_x", "remainder")
+    of_all = ("weights", "shared_scales"), ("fprop_x", "remainder"), ("all", "history")
     values = [(what, field, getattr(a, field), getattr(b, field)) for what, field in of_all]
     return operands + [change for change in values if change[2] != change[3]]

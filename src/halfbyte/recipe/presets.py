@@ -20,6 +20,7 @@ FP4_ONE_SCALE = BlockFormat("fp4_one_scale", E2M1, None, FP8.scale)
 _ALIASES = {
     "te_no_quant": "bf16",
     "te_fp8_currentscaling": "fp8",
+    "te_fp8_delayedscaling": "fp8_delayed",
     "te_mxfp8": "mxfp8",
     "te_nvfp4": "nvfp4",
     "te_nvfp4_no_rht": "nvfp4_no_rht",

@@ -17,6 +17,7 @@ from halfbyte import models, optim
 from halfbyte.recipe import site_key, step_key
 
 from .config import TrainConfig
+from .delayed import nothing_seen
 
 NUDGE = 2.0**-20  # of a twin's master weights
 
@@ -26,7 +27,8 @@ NUDGE = 2.0**-20  # of a twin's master weights
 class TrainState:
     """step: finished steps. params: float32 master weights. optimizer: counts and moments. scaler: loss scale,
     steps since its last change, steps skipped. seed: of the rounding's random bits, uint32; derived from the config.
-    sentinel: the sum of all bits of the weights as the last step wrote them, uint32; derived from the weights."""
+    sentinel: the sum of all bits of the weights as the last step wrote them, uint32; derived from the weights.
+    delayed: the maxima that delayed scaling remembers; None under recipes that do not."""
 
     step: Any
     params: Any
@@ -34,13 +36,15 @@ class TrainState:
     scaler: dict[str, Any]
     seed: Any
     sentinel: Any
+    delayed: Any = None
 
     def items(self) -> dict[str, Any]:
         """As a checkpoint stores it: the weights apart, so that they can be read alone."""
+        remembered = {} if self.delayed is None else {"delayed": self.delayed}
         return {
             "params": self.params,
             "optimizer": self.optimizer,
-            "progress": {"step": self.step, "scaler": self.scaler},
+            "progress": {"step": self.step, "scaler": self.scaler} | remembered,
         }
 
     @classmethod
@@ -48,7 +52,8 @@ class TrainState:
         """The state back from a checkpoint's items."""
         progress = items["progress"]
         sentinel = jax.jit(bit_sum)(items["params"])
-        return cls(progress["step"], items["params"], items["optimizer"], progress["scaler"], seed, sentinel)
+        step, scaler, delayed = progress["step"], progress["scaler"], progress.get("delayed")
+        return cls(step, items["params"], items["optimizer"], scaler, seed, sentinel, delayed)
 
 
 def bit_sum(params: Any, turn: jax.Array | int = 0) -> jax.Array:
@@ -115,7 +120,8 @@ def state_of(config: TrainConfig, params: Any, rounding_seed: jax.Array) -> Trai
         "skipped": jnp.zeros((), jnp.int32),
     }
     optimizer = make_optimizer(config).init(params)
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer, scaler, rounding_seed, bit_sum(params))
+    begun, delayed = jnp.zeros((), jnp.int32), nothing_seen(config)
+    return TrainState(begun, params, optimizer, scaler, rounding_seed, bit_sum(params), delayed)
 
 
 SEED = jax.ShapeDtypeStruct((), jnp.uint32)
@@ -152,7 +158,8 @@ def state_shardings(shapes: TrainState, config: TrainConfig, mesh: Mesh) -> Trai
 
     optimizer = jax.tree_util.tree_map_with_path(place, shapes.optimizer)
     scaler = dict.fromkeys(shapes.scaler, everywhere)
-    return TrainState(everywhere, of_params, optimizer, scaler, everywhere, everywhere)
+    delayed = jax.tree.map(lambda _: everywhere, shapes.delayed)
+    return TrainState(everywhere, of_params, optimizer, scaler, everywhere, everywhere, delayed)
 
 
 def create_state(config: TrainConfig, mesh: Mesh, params: Any = None) -> TrainState:

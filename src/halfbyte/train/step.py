@@ -24,6 +24,7 @@ from halfbyte.recipe import Resolved, step_key
 from halfbyte.sharding import DEFAULT_RULES, named_sharding
 
 from .config import TrainConfig
+from .delayed import advanced
 from .scaling import next_scaler
 from .scheduling import Scheduling
 from .state import TrainState, abstract_state, bit_sum, make_optimizer, watch_weights
@@ -62,53 +63,69 @@ def gradients(
 ) -> tuple[Any, Metrics]:
     """Float32 gradients of the mean loss over all scored tokens of the step, times `scale`, and sums for the
     metrics."""
+    return gradients_and_seen(config, resolved, mesh, (params, None), batch, key=key, scale=scale)[0]
+
+
+def gradients_and_seen(
+    config: TrainConfig, resolved: Resolved, mesh: Mesh, given: tuple[Any, jax.Array | None], batch: Batch, *,
+    key: jax.Array, scale: jax.Array,
+) -> tuple[tuple[Any, Metrics], jax.Array | None]:  # fmt: skip
+    """(`gradients`, the largest magnitudes that the step has seen) of the weights and the amaxes of delayed scaling;
+    None for None."""
+    params, amaxes = given
     scored = jnp.sum((batch["targets"] >= 0).astype(jnp.float32))
     weight = scale / jnp.maximum(scored, 1.0)
 
     # Codes do not change between microbatches; with one microbatch the model makes them layer by layer.
     once = config.accumulate > 1
     ready = models.quantize_weights(config.model, params, resolved, mesh) if once else params
+    known = ready, amaxes
     apart = APART if once and not config.model.experts and mesh.shape.get(APART, 1) > 1 else None
     batch_over = tuple(axis for axis in DEFAULT_RULES.mesh_axes("batch") if axis != apart)
 
-    def one(params: Any, ready: Any, micro: Batch, key: jax.Array) -> tuple[Any, Metrics]:
-        def loss(params: Any) -> tuple[jax.Array, Metrics]:
-            rules = DEFAULT_RULES.replace(batch=batch_over)
-            context = dataclasses.replace(make_context(config, resolved, mesh, key), stacked=True, rules=rules)
+    def one(params: Any, known: Any, micro: Batch, key: jax.Array) -> tuple[tuple[Any, Metrics], jax.Array | None]:
+        ready, amaxes = known
+
+        def loss(params: Any, amaxes: jax.Array | None) -> tuple[jax.Array, Metrics]:
+            context, rules = make_context(config, resolved, mesh, key), DEFAULT_RULES.replace(batch=batch_over)
+            context = dataclasses.replace(context, stacked=True, rules=rules, amaxes=amaxes)
             weights = models.with_anchors(ready, params)
             extra = {name: getattr(config, name) for name in ("z_loss", "balance_loss", "router_z_loss")}
             total, aux = models.loss_sum(config.model, weights, micro, context, **extra)
             return total * weight, {name: aux[name] for name in (*SUMS, *ROUTED) if name in aux}
 
-        grads, sums = jax.grad(loss, has_aux=True)(params)
-        return lax.with_sharding_constraint(grads, models.param_shardings(config.model, mesh)), sums
+        (grads, seen), sums = jax.grad(loss, argnums=(0, 1), has_aux=True)(params, amaxes)
+        return (lax.with_sharding_constraint(grads, models.param_shardings(config.model, mesh)), sums), seen
 
     if not once:
-        return one(params, ready, batch, jax.random.fold_in(key, 0))
+        return one(params, known, batch, jax.random.fold_in(key, 0))
 
-    def added_up(params: Any, ready: Any, micros: Batch) -> tuple[Any, Metrics]:
-        def add(total: Any, micro: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+    def added_up(params: Any, known: Any, micros: Batch) -> tuple[tuple[Any, Metrics], jax.Array | None]:
+        def add(so_far: Any, micro: tuple[jax.Array, Batch]) -> tuple[Any, None]:
             index, rows = micro
-            return jax.tree.map(jnp.add, total, one(params, ready, rows, jax.random.fold_in(key, index))), None
+            more, found = one(params, known, rows, jax.random.fold_in(key, index))
+            total, seen = so_far
+            return (jax.tree.map(jnp.add, total, more), jax.tree.map(jnp.maximum, seen, found)), None
 
         sums = dict.fromkeys(SUMS, jnp.zeros((), jnp.float32))
         if config.model.experts:
             sums |= dict.fromkeys(ROUTED, jnp.zeros((), jnp.float32))
             sums["load"] = jnp.zeros((config.model.layers, config.model.experts), jnp.float32)
         start = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), params), sums
-        total: tuple[Any, Metrics] = lax.scan(add, start, (jnp.arange(config.accumulate), micros))[0]
-        return total if apart is None else lax.psum(total, apart)
+        nothing = jax.tree.map(jnp.zeros_like, known[1])
+        total, seen = lax.scan(add, (start, nothing), (jnp.arange(config.accumulate), micros))[0]
+        return total if apart is None else lax.psum(total, apart), seen
 
     micros = microbatches(batch, config.accumulate)
     if apart is None:
-        return added_up(params, ready, micros)
+        return added_up(params, known, micros)
     # A gradient of what is the same along an axis is summed over it at once, in every microbatch: so the axis is taken
     # away from all that computes one, and each of its places adds up its own.
-    given = PartitionSpec(), PartitionSpec(), PartitionSpec(None, apart)
+    specs = PartitionSpec(), PartitionSpec(), PartitionSpec(None, apart)
     mapped = jax.shard_map(
-        added_up, mesh=mesh, in_specs=given, out_specs=PartitionSpec(), axis_names={apart}, check_vma=False
+        added_up, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), axis_names={apart}, check_vma=False
     )
-    return mapped(params, ready, micros)
+    return mapped(params, known, micros)
 
 
 def make_train_step(config: TrainConfig, resolved: Resolved, mesh: Mesh) -> TrainStep:
@@ -120,8 +137,10 @@ def make_train_step(config: TrainConfig, resolved: Resolved, mesh: Mesh) -> Trai
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         scale, rate = state.scaler["scale"], rate_at(state.step)
         key = step_key(state.seed, state.step)
+        given = state.params, None if state.delayed is None else state.delayed["amaxes"]
         with ops.tracing(serving(resolved)):
-            grads, sums = gradients(config, resolved, mesh, state.params, batch, key=key, scale=scale)
+            made, seen = gradients_and_seen(config, resolved, mesh, given, batch, key=key, scale=scale)
+        grads, sums = made
         grads = jax.tree.map(lambda g: g * (1.0 / scale), grads)
         norm = optim.global_norm(grads)
         scored = jnp.maximum(sums["tokens"], 1.0)
@@ -140,6 +159,7 @@ def make_train_step(config: TrainConfig, resolved: Resolved, mesh: Mesh) -> Trai
             scaler=next_scaler(config.loss_scale, state.scaler, finite),
             seed=state.seed,
             sentinel=None if state.sentinel is None else bit_sum(params),
+            delayed=keep(advanced(state.delayed, seen), state.delayed),
         )
         metrics = {
             "loss": loss,

@@ -144,6 +144,8 @@ class F8Passes(GatedPasses):
     def unsupported(self, problem: Problem) -> str | None:
         """Needs one NVIDIA GPU with 8-bit units, bfloat16 activations, and sizes that the kernels' tiles divide."""
         reason = problem.without_kernels()
+        if reason is None and problem.recipe.history:
+            reason = "its kernels scale by a tensor's own maximum, not by a history of them"
         if reason is not None:
             return reason
         pairs = ((problem.tokens, problem.inputs), (problem.tokens, problem.outputs), (problem.inputs, problem.outputs))

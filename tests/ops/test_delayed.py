@@ -1,0 +1,137 @@
+"""Delayed scaling of a linear: six steps with a history of three, so that entries leave it, against the oracle.
+
+Oracle: `delayed_oracle`, written from the rule. Tolerances as in `test_qdot`.
+"""
+
+import dataclasses
+import functools
+
+import delayed_oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import KEY, assert_rounded, matrix, tensors
+from instruments import quick
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from shapes import BLOCKS_OF_16
+from test_mlp import assert_same_bits, composed, gradients, inputs
+
+import halfbyte as hb
+from halfbyte import ops
+from halfbyte.ops.tiles import check_tiles
+from halfbyte.ops.weight import Remembered
+from halfbyte.recipe import blend
+from halfbyte.train.delayed import advanced
+
+SHORT = dataclasses.replace(hb.recipe("fp8_delayed"), name="short", history=3)
+# What x, W and dy are multiplied with, step by step: larger than anything seen, smaller, all zero, back again.
+SIZES = ((1, 1, 1), (30, 2, 1000), (1, 0.5, 1e-6), (0, 0, 0), (5, 1, 1e-3), (1, 3, 1e-5))
+
+
+def linear(x, w, dy, amaxes, **options):
+    """y, dx, dw and what was seen."""
+    run = lambda x, w, amaxes: hb.qdot(x, Remembered(w, amaxes), recipe=SHORT, **options)  # noqa: E731
+    y, pullback = jax.vjp(run, x, w, amaxes)
+    return y, *pullback(dy)
+
+
+def steps(dtype):
+    """x, W and dy of each step."""
+    for number, sizes in enumerate(SIZES):
+        made = tensors(BLOCKS_OF_16[1], dtype, seed=number)
+        yield [(t * size).astype(t.dtype) for t, size in zip(made, sizes, strict=True)]
+
+
+def fresh():
+    return {"amaxes": jnp.zeros(3), "history": jnp.zeros((SHORT.history, 3))}
+
+
+@pytest.mark.parametrize("backend, dtype", [("reference", "float32"), ("carrier", "bfloat16")])
+def test_six_steps_are_those_of_the_rule(backend, dtype):
+    theirs, ours = delayed_oracle.Linear(SHORT.history), fresh()
+    run = jax.jit(lambda *given: linear(*given, backend=backend), compiler_options=quick)
+    saturated = 0
+    for x, w, dy in steps(dtype):
+        scales = [np.float32(tensor.scale) for tensor in (theirs.x, theirs.w, theirs.dy)]
+        expected = theirs.step(matrix(x), matrix(w), matrix(dy))
+        *results, seen = run(x, w, dy, ours["amaxes"])
+        for result, want in zip(results, expected.values(), strict=True):
+            assert_rounded(result, want)
+        tops = np.float32([448, 448, 57344])
+        with np.errstate(divide="ignore"):
+            mine = np.where(ours["amaxes"] > 0, tops / np.asarray(ours["amaxes"]), np.float32(1))
+        np.testing.assert_array_equal(mine, scales)
+        np.testing.assert_array_equal(seen, [np.abs(matrix(t)).max() for t in (x, w, dy)])
+        saturated += (np.abs(expected["fprop"].left.carrier) == 448).sum() > 1
+        ours = advanced(ours, seen)
+    assert saturated  # numbers beyond what was seen before
+
+
+@pytest.mark.parametrize("mode", ["fast", "input"])
+@pytest.mark.usefixtures("on_cpu")
+def test_an_mlp_is_three_linears_bit_for_bit(mode):
+    """Gradients, and what is seen of each linear's x, W and dy."""
+    x, *weights = inputs()
+    amaxes = jnp.asarray([[2.0, 0.5, 0.1], [3.0, 0.25, 0.1], [1.0, 0.5, 1.0]])
+    given = x, *(Remembered(w, before) for w, before in zip(weights, amaxes, strict=True))
+    runs = functools.partial(hb.mlp, recipe=SHORT, mode=mode), composed(SHORT)
+    together, apart = (jax.jit(gradients(run), compiler_options=quick)(*given) for run in runs)
+    assert_same_bits(together, apart)
+    seen = [np.asarray(weight.amaxes) for weight in together[1][1:]]
+    assert (seen[0][:2] == [jnp.max(jnp.abs(x)), jnp.max(jnp.abs(weights[0]))]).all() and np.min(seen) > 0
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (2, 2), (1, 4)], ids=lambda s: f"{s[0]}x{s[1]}")
+def test_what_is_seen_and_its_codes_do_not_know_the_mesh(shape):
+    """The largest numbers lie in one corner; the order of sums may differ where the contraction is cut."""
+    grid = Mesh(np.array(jax.devices("cpu")[:4]).reshape(shape), ("fsdp", "tensor"))
+    specs = P("fsdp"), P("fsdp", "tensor"), P("fsdp", None, "tensor")
+    x, w, dy = tensors(BLOCKS_OF_16[4]._replace(lead=(4, 32)), "float32")
+    x, w, dy = (t.at[(0,) * t.ndim].set(60) for t in (x, w, dy))
+    amaxes = jnp.asarray([2.0, 0.5, 1e-2])
+    alone = jax.jit(linear, compiler_options=quick)(x, w, dy, amaxes)
+    placed = jax.device_put((x, w, dy), tuple(NamedSharding(grid, spec) for spec in specs))
+    spread = jax.jit(lambda *t: linear(*t, placement=ops.Placement(grid, *specs)), compiler_options=quick)
+    *found, seen = spread(*placed, amaxes)
+    np.testing.assert_array_equal(seen, [60, 60, 60])
+    np.testing.assert_array_equal(seen, alone[-1])
+    for one, other in zip(found, alone, strict=False):
+        np.testing.assert_allclose(one, other, atol=1e-6 * float(jnp.max(jnp.abs(other))))
+
+
+def test_what_is_not_finite_is_not_hidden_by_a_scale_of_before():
+    x, w, dy = tensors(BLOCKS_OF_16[1], "float32")
+    y, dx, dw, seen = jax.jit(linear, compiler_options=quick)(x.at[0, 0, 0].set(jnp.inf), w, dy, jnp.ones(3))
+    assert jnp.isnan(y).all() and jnp.isnan(dw).all() and jnp.isfinite(dx).all() and jnp.isinf(seen[0])
+    before = {"amaxes": jnp.full(3, 2.0), "history": jnp.full((3, 3), 2.0)}
+    np.testing.assert_array_equal(advanced(before, seen)["amaxes"][0], 2)
+
+
+def test_without_a_history_it_is_fp8():
+    x, w, dy = tensors(BLOCKS_OF_16[1], "float32")
+
+    def run(recipe):
+        y, pullback = jax.vjp(lambda x, w: hb.qdot(x, w, recipe=recipe, key=KEY), x, w)
+        return y, *pullback(dy)
+
+    for one, other in zip(run("fp8_delayed"), run("fp8"), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda: dataclasses.replace(hb.recipe("nvfp4"), history=4), "one scale a tensor"),
+        (lambda: dataclasses.replace(hb.recipe("bf16"), history=4), "one scale a tensor"),
+        (lambda: dataclasses.replace(SHORT, history=-1), "a number of steps"),
+        (lambda: dataclasses.replace(SHORT, wgrad_x=SHORT.wgrad_dy), "both of a tensor alike"),
+        (lambda: dataclasses.replace(SHORT, remainder=True), "remainder"),
+        (lambda: blend(SHORT, hb.recipe("bf16"), "backward"), "all three tensors"),
+        (lambda: check_tiles([SHORT]), "dense linears alone"),
+    ],
+)
+def test_what_has_no_history_is_refused_with_a_way_out(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()
