@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from halfbyte.formats import E2M1, E4M3, E5M2
-from halfbyte.formats.scales import POWER_FLOOR, POWER_UP, TENSOR_ONLY, TWO_LEVEL, Blocks, PowerUp, TwoLevel
+from halfbyte.formats import E1M2, E2M1, E4M3, E5M2
+from halfbyte.formats.scales import POWER_FLOOR, POWER_UP, TENSOR_ONLY, TWO_LEVEL, Blocks, PowerUp, TwoLevel, _two_level
 from halfbyte.formats.views import BlockView
 
 
@@ -36,6 +36,25 @@ def test_powers_rounded_up_are_transformer_engines(element):
     amax = magnitudes(element)
     assert np.isnan(amax).any() and np.isinf(amax).any() and (amax == 0).any()
     np.testing.assert_array_equal(scale_codes(POWER_UP, element, amax), oracle.up_scales(amax, element.name))
+
+
+def test_scales_that_are_subnormal():
+    """S of the largest numbers where they are mapped to less than 4; factors of block scales that are mapped to less
+    than four times the largest of them (four over six).
+    """
+    amax = np.float32([3e38, 3.2e38, 3.4e38, 1.0])
+    for rule, element in ((TENSOR_ONLY, E1M2), (TwoLevel(scale_top=256.0), E2M1)):
+        encode = np.minimum(np.float32(rule.top(element)) / amax, np.finfo(np.float32).max)
+        found = jax.jit(jax.vmap(lambda a, rule=rule, element=element: rule.tensor_scales(a, element)))(amax)
+        np.testing.assert_array_equal(np.asarray(found.encode).view(np.uint32), encode.view(np.uint32))
+        np.testing.assert_array_equal(found.decode, np.float32(1) / encode)
+    bits = jnp.asarray(amax[:3].view(np.uint32))
+    decode, _, table = jax.jit(jax.vmap(lambda b: _two_level(b, TwoLevel(scale_top=256.0), E2M1)))(bits)
+    values = np.nan_to_num(E4M3.magnitudes(), nan=0.0)
+    with np.errstate(divide="ignore"):
+        expected = np.minimum(np.float32(1) / (values * np.asarray(decode)[:, None]), np.finfo(np.float32).max)
+    assert (expected[expected > 0] < 2.0**-126).any()
+    np.testing.assert_array_equal(np.asarray(table).view(np.uint32), expected.view(np.uint32))
 
 
 def test_rules_are_values():

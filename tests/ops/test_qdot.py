@@ -68,7 +68,7 @@ def finite(results):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "fp8"])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "fp8", "halfbyte"])
 def test_what_is_not_finite_is_never_hidden(name, bad):
     """One bad number makes NaN of every result of a GEMM that reads its tensor, and of no other."""
     x, w, dy = tensors(BLOCKS_OF_16[4], "bfloat16")

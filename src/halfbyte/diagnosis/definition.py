@@ -98,7 +98,8 @@ def operands(given: Linear) -> dict[str, Operand]:
             return x
         policy, axis = getattr(given.recipe, forward), TENSORS[forward][1]
         grid = _grid(_transformed(x, policy, axis, None), policy, axis, key_of(forward))
-        return store(grid, policy.format, block=policy.block, axis=axis).dequantize()
+        codes = store(grid, policy.format, block=policy.block, axis=axis)
+        return jnp.where(codes.finite, codes.dequantize(), jnp.float32(jnp.nan))
 
     def made(role: str) -> Operand:
         (name, axis), policy = TENSORS[role], getattr(given.recipe, role)

@@ -111,9 +111,10 @@ def divide_bits(top: float, bits: jax.Array) -> jax.Array:
 
 
 def capped_bits(top: float, bits: jax.Array, *, ieee: bool) -> jax.Array:
-    """min(top / x, the largest float32) from and to bits, for quotients that are not subnormal.
+    """min(top / x, the largest float32) from and to bits.
 
-    `ieee`: on a device that divides normal numbers as IEEE says, a tenth of the instructions.
+    `ieee`: on a device that divides normal numbers as IEEE says, and for quotients of which none is subnormal, a tenth
+    of the instructions.
     """
     if not ieee:
         return jnp.minimum(divide_bits(top, bits), _u32(MAX_BITS))

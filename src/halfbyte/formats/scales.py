@@ -364,10 +364,13 @@ def _two_level(
 
     def compute(amax_bits: jax.Array, *, ieee: bool) -> jax.Array:
         """float32: the encode scale of every code, then 1/S, then the mults."""
-        encode_scale = capped_bits(rule.top(element), amax_bits, ieee=ieee)
+        top = rule.top(element)
+        ieee = ieee and top >= 4  # else S of the largest numbers is subnormal
+        encode_scale = capped_bits(top, amax_bits, ieee=ieee)
         decode_scale = inverse_bits(encode_scale, ieee=ieee)
         reach = multiply_short_bits(jnp.asarray(scales.view(np.uint32)), jnp.broadcast_to(decode_scale, scales.shape))
-        lanes = jnp.pad(capped_bits(1.0, reach, ieee=ieee), (0, 1 + inverse.size))
+        inverses = capped_bits(1.0, reach, ieee=ieee and top >= 4 * scales.max())  # no reach is above 2^126 then
+        lanes = jnp.pad(inverses, (0, 1 + inverse.size))
         mults = [float32_bits(float_of_bits(encode_scale) * jnp.float32(number)) for number in inverse]
         # One array, not several: what two results share would be compiled twice.
         for place, extra in enumerate([decode_scale, *mults], scales.size):

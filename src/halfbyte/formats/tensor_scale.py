@@ -54,6 +54,7 @@ def tensor_scales(amax_bits: jax.Array, top: float) -> tuple[jax.Array, jax.Arra
     """(S, 1/S) for a tensor's amax that is to become `top`."""
 
     def compute(amax_bits: jax.Array, *, ieee: bool) -> jax.Array:
+        ieee = ieee and top >= 4  # else S of the largest numbers is subnormal
         encode_scale = capped_bits(top, amax_bits, ieee=ieee)
         return float_of_bits(jnp.where(jnp.arange(2) == 0, encode_scale, inverse_bits(encode_scale, ieee=ieee)))
 

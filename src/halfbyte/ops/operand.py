@@ -290,8 +290,13 @@ def _amax(x: jax.Array, fmt: BlockFormat, axis: int, cut: Cut) -> jax.Array:
 
 
 def dequantized(operand: Carrier | Quantized) -> jax.Array:
-    """The numbers that an operand stands for, float32."""
-    return operand.codes.dequantize() if isinstance(operand, Quantized) else operand.array.astype(jnp.float32)
+    """The numbers that an operand stands for, float32; NaN where its GEMM would give NaN."""
+    return numbers_of(operand.codes) if isinstance(operand, Quantized) else operand.array.astype(jnp.float32)
+
+
+def numbers_of(codes: QTensor) -> jax.Array:
+    """What a tensor's codes stand for, as the source of another operand, float32; NaN if its amax is not finite."""
+    return jnp.where(codes.finite, codes.dequantize(), jnp.float32(jnp.nan))
 
 
 def left_over(x: jax.Array, operand: Operand) -> jax.Array:

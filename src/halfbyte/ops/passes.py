@@ -30,6 +30,7 @@ from halfbyte.ops.operand import (
     keep,
     left_over,
     load,
+    numbers_of,
     quantize_operand,
 )
 from halfbyte.ops.problem import Problem
@@ -104,7 +105,7 @@ def defined_weight(
 def weight_numbers(made: QuantizedWeight) -> jax.Array:
     """The numbers that a quantized weight stands for, float32."""
     if isinstance(made, Packed):
-        return made.unpack().dequantize()
+        return numbers_of(made.unpack())
     numbers = made.values().astype(jnp.float32)
     return numbers if made.factor is None else numbers * made.factor
 

@@ -32,7 +32,8 @@ def makes(role: str, policy: OperandPolicy, sides: tuple[int, ...], device: Devi
         return False
     if role in WEIGHTS:
         return policy == fused.WEIGHT and inputs % layout.BLOCK == 0 and layout.divides(outputs)
-    return policy in fused.SERVED[role] and layout.divides(outputs if role.endswith("dy") else inputs)
+    served = policy in fused.SERVED[role] and policy.source != "forward"
+    return served and layout.divides(outputs if role.endswith("dy") else inputs)
 
 
 def scale_table(amax: jax.Array, format: BlockFormat = NVFP4) -> jax.Array:

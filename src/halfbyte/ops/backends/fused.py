@@ -304,12 +304,11 @@ class FusedPasses(GatedPasses):
 
 
 def _decode(operand: Carrier) -> jax.Array:
-    """float32 [1]: what a carrier's numbers are times what they stand for; NaN where the tensor held one, as
-    `QTensor.dequantize` has it.
+    """float32 [1]: what makes of a carrier's numbers those that it stands for; NaN if the tensor's amax is not finite,
+    as `numbers_of` has it.
     """
     assert operand.vector is not None, "a kernel made it, with the tensor's scales"
-    amax, decode = operand.vector[AMAX], operand.vector[DECODE]
-    return jnp.where(jnp.isnan(amax), jnp.float32(jnp.nan), decode)[None]
+    return operand.vector[GEMM][None]
 
 
 def _blocked(policy: OperandPolicy, axis: int) -> int | None:
