@@ -10,16 +10,7 @@ import numpy as np
 import pytest
 
 from halfbyte.formats.elements import E4M3
-from halfbyte.formats.exact import (
-    MAX_BITS,
-    capped_bits,
-    divide_bits,
-    inverse_bits,
-    lift,
-    multiply_short_bits,
-    reduce_factor,
-    times,
-)
+from halfbyte.formats.exact import divide_bits, lift, multiply_short_bits, reduce_factor, times
 
 INFINITY = 0x7F80_0000
 divided = jax.jit(divide_bits, static_argnums=0)
@@ -47,20 +38,6 @@ def test_quotients(top):
     with np.errstate(divide="ignore", over="ignore", under="ignore"):
         expected = (np.float32(top) / BITS.view(np.float32)).view(np.uint32)
     np.testing.assert_array_equal(divided(top, BITS), expected)
-
-
-@pytest.mark.parametrize("ieee", [False, True])
-def test_the_scales_of_tensors_and_of_blocks(ieee):
-    """By integers on any device, and by the divisions of a CPU; a quotient that is not to be subnormal is none."""
-    with jax.default_device(jax.devices("cpu")[0] if ieee else None), np.errstate(all="ignore"):
-        for top, bits in ((1.0, BITS[BITS.view(np.float32) < 2.0**126]), (6.0, BITS), (2688.0, BITS)):
-            bits = bits[bits < INFINITY]
-            expected = np.minimum((np.float32(top) / bits.view(np.float32)).view(np.uint32), MAX_BITS)
-            np.testing.assert_array_equal(jax.jit(lambda b, top=top: capped_bits(top, b, ieee=ieee))(bits), expected)
-        large = np.arange(0x7E80_0000 - 999, INFINITY, 1009, np.uint32)  # whose inverses are subnormal
-        normal = np.concatenate([BITS[(BITS >= 0x80_0000) & (BITS < INFINITY)], large])
-        expected = (np.float32(1) / normal.view(np.float32)).view(np.uint32)
-        np.testing.assert_array_equal(jax.jit(lambda b: inverse_bits(b, ieee=ieee))(normal), expected)
 
 
 def test_a_dividend_with_too_many_bits_is_refused():

@@ -10,8 +10,7 @@ which every device executes exactly:
 A quotient starts from a few steps of Newton's iteration and is put right by its remainder. The dividends here (1, and
 what an amax is mapped to: 448, 2688, 57344) have few significant bits, so that dividend * 2**k is zero modulo 2**32,
 and the remainder is minus quotient * divisor, one 32-bit multiplication. Products are of a number with few bits (a
-scale, an element) by any other, and fit in 32 bits. XLA's CPU backend divides a constant by a normal number as IEEE
-says (`ieee`): there `capped_bits` and `inverse_bits` leave it to that, which is a third of the instructions to compile.
+scale, an element) by any other, and fit in 32 bits.
 
 All of it is meant for the handful of scalars and the 128-entry table that a tensor's scale needs; the exceptions are
 `times` and `lift`, which whole tensors go through.
@@ -110,36 +109,6 @@ def divide_bits(top: float, bits: jax.Array) -> jax.Array:
     return jnp.where(bits == _u32(INFINITY_BITS), _u32(0), result)
 
 
-def capped_bits(top: float, bits: jax.Array, *, ieee: bool) -> jax.Array:
-    """min(top / x, the largest float32) from and to bits.
-
-    `ieee`: on a device that divides normal numbers as IEEE says, and for quotients of which none is subnormal, a tenth
-    of the instructions.
-    """
-    if not ieee:
-        return jnp.minimum(divide_bits(top, bits), _u32(MAX_BITS))
-    subnormal = bits < _u32(0x80_0000)
-    quotient = jnp.where(subnormal, jnp.float32(top * 2.0**LIFT), jnp.float32(top)) / jnp.where(
-        subnormal, lifted_integer(bits), float_of_bits(bits)
-    )
-    return jnp.minimum(magnitude_bits(quotient), _u32(MAX_BITS))
-
-
-def inverse_bits(bits: jax.Array, *, ieee: bool) -> jax.Array:
-    """1 / x from and to bits, for normal x; a quotient may be subnormal."""
-    if not ieee:
-        return divide_bits(1.0, bits)
-    # Of x = divisor * 2**103 or * 2**104 it is the integer nearest to 2**46 or 2**45 / divisor, put right by the
-    # remainder, which modulo 2**32 is minus near * divisor. Ties are as impossible as in `_nearest_quotient`.
-    divisor = ((bits & _u32(0x7F_FFFF)) | _u32(0x80_0000)).astype(jnp.int32)
-    above = jnp.where(bits < _u32(0x7F00_0000), jnp.float32(2.0**46), jnp.float32(2.0**45))
-    near = (above / divisor.astype(jnp.float32)).astype(jnp.int32)
-    twice = -2 * near * divisor
-    near = near + (twice > divisor).astype(jnp.int32) - (twice < -divisor).astype(jnp.int32)
-    normal = magnitude_bits(jnp.float32(1) / float_of_bits(bits))
-    return jnp.where(bits > _u32(0x7E80_0000), near.astype(jnp.uint32), normal)
-
-
 def divide(dividend: jax.Array, divisor: jax.Array) -> jax.Array:
     """a / b, rounded to nearest even, from and to bits of non-negative finite floats, with subnormals; 0 for b = 0."""
     (a, a_exponent), (b, b_exponent) = _split(dividend), _split(divisor)
@@ -191,10 +160,6 @@ def reduce_factor(factor: jax.Array) -> jax.Array:
 
 def lift(magnitude: jax.Array) -> jax.Array:
     """magnitude * 2**64 from the bits of a non-negative float32; exact for subnormals, infinity above 2**64."""
+    subnormal = magnitude.astype(jnp.int32).astype(jnp.float32) * jnp.float32(2.0 ** (LIFT - 149))
     normal = float_of_bits(magnitude) * jnp.float32(2.0**LIFT)
-    return jnp.where(magnitude < _u32(0x80_0000), lifted_integer(magnitude), normal)
-
-
-def lifted_integer(bits: jax.Array) -> jax.Array:
-    """A subnormal float32 times 2**64, from its bits, which are an integer in units of 2**-149."""
-    return bits.astype(jnp.int32).astype(jnp.float32) * jnp.float32(2.0 ** (LIFT + MIN_EXPONENT))
+    return jnp.where(magnitude < _u32(0x80_0000), subnormal, normal)

@@ -38,18 +38,9 @@ import numpy as np
 from .bits import float32_bits, float_of_bits
 from .choices import MEASURES, deviation, expected_deviation, normal, take_least, to_nearest
 from .elements import E4M3, E8M0_BIAS, E8M0_DTYPE, E8M0_MAX, E8M0_NAN, Element, decode, decode_e8m0, round_nearest
-from .exact import (
-    INFINITY_BITS,
-    MAX_BITS,
-    capped_bits,
-    divide,
-    inverse_bits,
-    multiply_short_bits,
-    reduce_factor,
-    times,
-)
+from .exact import INFINITY_BITS, MAX_BITS, divide, divide_bits, multiply_short_bits, reduce_factor, times
 from .outer import NEIGHBOURS, OUTERS, outer_maxima
-from .tensor_scale import once, outer_scales, tensor_scales
+from .tensor_scale import encode_scale_bits, once, outer_scales, tensor_scales
 from .views import BlockView
 
 
@@ -264,7 +255,7 @@ class TwoLevel(ScaleRule):
         encode, decode_scale = outer_scales(blocks.amax, self.top(element))
         codes, values = self._rounded(self.unrounded(blocks.largest, encode, candidate, element))
         reach = multiply_short_bits(float32_bits(values), jnp.broadcast_to(float32_bits(decode_scale), values.shape))
-        inverse = capped_bits(1.0, reach, ieee=False)
+        inverse = jnp.minimum(divide_bits(1.0, reach), jnp.uint32(MAX_BITS))
         return BlockScales(codes.astype(jnp.uint8), values, float_of_bits(inverse), decode_scale)
 
     def decode(self, codes: jax.Array) -> jax.Array:
@@ -362,15 +353,12 @@ def _two_level(
     scales = np.nan_to_num(rule.scale.magnitudes(), nan=0.0)
     inverse = np.array([rule.headroom / value for value in rule.candidates(element)], np.float32)
 
-    def compute(amax_bits: jax.Array, *, ieee: bool) -> jax.Array:
+    def compute(amax_bits: jax.Array) -> jax.Array:
         """float32: the encode scale of every code, then 1/S, then the mults."""
-        top = rule.top(element)
-        ieee = ieee and top >= 4  # else S of the largest numbers is subnormal
-        encode_scale = capped_bits(top, amax_bits, ieee=ieee)
-        decode_scale = inverse_bits(encode_scale, ieee=ieee)
+        encode_scale = encode_scale_bits(amax_bits, rule.top(element))
+        decode_scale = divide_bits(1.0, encode_scale)
         reach = multiply_short_bits(jnp.asarray(scales.view(np.uint32)), jnp.broadcast_to(decode_scale, scales.shape))
-        inverses = capped_bits(1.0, reach, ieee=ieee and top >= 4 * scales.max())  # no reach is above 2^126 then
-        lanes = jnp.pad(inverses, (0, 1 + inverse.size))
+        lanes = jnp.pad(jnp.minimum(divide_bits(1.0, reach), jnp.uint32(MAX_BITS)), (0, 1 + inverse.size))
         mults = [float32_bits(float_of_bits(encode_scale) * jnp.float32(number)) for number in inverse]
         # One array, not several: what two results share would be compiled twice.
         for place, extra in enumerate([decode_scale, *mults], scales.size):

@@ -4,7 +4,7 @@ Zero, infinity and NaN give no scale: S is 1 then. `once` keeps what all blocks 
 """
 
 import functools
-from typing import Protocol
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +12,19 @@ import numpy as np
 from jax import lax
 
 from .bits import float32_bits, float_of_bits
-from .exact import INFINITY_BITS, capped_bits, inverse_bits
+from .exact import INFINITY_BITS, MAX_BITS, divide_bits
 
 
-class Compute(Protocol):
-    def __call__(self, amax_bits: jax.Array, *, ieee: bool) -> jax.Array: ...
+def encode_scale_bits(amax_bits: jax.Array, top: float) -> jax.Array:
+    """Bits of S for the bits of an amax that gives one."""
+    return jnp.minimum(divide_bits(top, amax_bits), jnp.uint32(MAX_BITS))
 
 
-def once(compute: Compute, unscaled: np.ndarray, amax_bits: jax.Array) -> jax.Array:
+def once(compute: Callable[[jax.Array], jax.Array], unscaled: np.ndarray, amax_bits: jax.Array) -> jax.Array:
     """compute(amax_bits), or `unscaled` for an amax that gives no scale: zero, infinity, NaN.
 
-    On a CPU, whose divisions are IEEE's, it is computed in a loop of one turn: XLA copies plain scalar arithmetic into
-    every consumer, and would do it again for each block. A loop it leaves whole.
+    On a CPU it is computed in a loop of one turn: XLA copies plain scalar arithmetic into every consumer, and would do
+    it again for each block. A loop it leaves whole.
     """
     usable = (amax_bits != 0) & (amax_bits < jnp.uint32(INFINITY_BITS))
     start = jnp.asarray(unscaled)
@@ -31,11 +32,10 @@ def once(compute: Compute, unscaled: np.ndarray, amax_bits: jax.Array) -> jax.Ar
     def in_a_loop(bits: jax.Array, usable: jax.Array) -> jax.Array:
         turns = usable.astype(jnp.int32)
         # A start that depends on the tensor varies over a mesh as the result does, which shard_map asks for.
-        first = jnp.where(usable, jnp.zeros_like(start), start)
-        return lax.fori_loop(0, turns, lambda _, made: compute(bits, ieee=True), first)
+        return lax.fori_loop(0, turns, lambda _, made: compute(bits), jnp.where(usable, jnp.zeros_like(start), start))
 
     def plain(bits: jax.Array, usable: jax.Array) -> jax.Array:
-        return lax.optimization_barrier(jnp.where(usable, compute(bits, ieee=False), start))
+        return lax.optimization_barrier(jnp.where(usable, compute(bits), start))
 
     return lax.platform_dependent(amax_bits, usable, cpu=in_a_loop, default=plain)
 
@@ -45,18 +45,17 @@ def outer_scales(amax_bits: jax.Array, top: float) -> tuple[jax.Array, jax.Array
     if amax_bits.ndim == 0:
         return tensor_scales(amax_bits, top)
     usable = (amax_bits != 0) & (amax_bits < jnp.uint32(INFINITY_BITS))
-    encode = jnp.where(usable, capped_bits(top, amax_bits, ieee=False), float32_bits(jnp.float32(1)))
-    return float_of_bits(encode), float_of_bits(inverse_bits(encode, ieee=False))
+    encode = jnp.where(usable, encode_scale_bits(amax_bits, top), float32_bits(jnp.float32(1)))
+    return float_of_bits(encode), float_of_bits(divide_bits(1.0, encode))
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def tensor_scales(amax_bits: jax.Array, top: float) -> tuple[jax.Array, jax.Array]:
     """(S, 1/S) for a tensor's amax that is to become `top`."""
 
-    def compute(amax_bits: jax.Array, *, ieee: bool) -> jax.Array:
-        ieee = ieee and top >= 4  # else S of the largest numbers is subnormal
-        encode_scale = capped_bits(top, amax_bits, ieee=ieee)
-        return float_of_bits(jnp.where(jnp.arange(2) == 0, encode_scale, inverse_bits(encode_scale, ieee=ieee)))
+    def compute(amax_bits: jax.Array) -> jax.Array:
+        encode_scale = encode_scale_bits(amax_bits, top)
+        return float_of_bits(jnp.where(jnp.arange(2) == 0, encode_scale, divide_bits(1.0, encode_scale)))
 
     lanes = once(compute, np.ones(2, np.float32), amax_bits)
     return lanes[0], lanes[1]
