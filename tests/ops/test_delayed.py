@@ -130,6 +130,8 @@ def test_without_a_history_it_is_fp8():
         (lambda: dataclasses.replace(SHORT, remainder=True), "remainder"),
         (lambda: blend(SHORT, hb.recipe("bf16"), "backward"), "all three tensors"),
         (lambda: check_tiles([SHORT]), "dense linears alone"),
+        (lambda: hb.apply_recipe(lambda w: w, "fp8_delayed"), "use fp8"),
+        (lambda: hb.dot_general("fp8_delayed"), "use fp8"),
     ],
 )
 def test_what_has_no_history_is_refused_with_a_way_out(make, said):

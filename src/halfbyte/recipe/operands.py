@@ -118,7 +118,7 @@ def _more_than_rounded(policy: OperandPolicy) -> bool:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Six operand policies and a name. Two recipes of equal policies compute the same numbers.
+    """Six operand policies and a name. Two recipes of equal fields compute the same numbers.
 
     `shared_scales`: the weights of q, k and v share one tensor scale, and those of gate and up another, as engines that
     fuse them when they serve expect it.
@@ -181,6 +181,14 @@ class Recipe:
                 f"recipe {self.name!r}: history={self.history} is of one scale each for x, W and dy, so all six "
                 "operands need a format with one scale a tensor (FP8), both of a tensor alike, to nearest, without "
                 "hadamard, remainder or shared_scales; use history=0"
+            )
+
+    def refuse_history(self, where: str) -> None:
+        """ValueError beginning with `where`, in which no trainer keeps one."""
+        if self.history:
+            raise ValueError(
+                f"{where}: recipe {self.name!r} scales by what {self.history:,} steps before have seen, which "
+                "`halfbyte train` alone keeps; use fp8, which scales by a tensor's own maximum"
             )
 
     def _check_source(self, role: str, operand: OperandPolicy) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from halfbyte.checkpoint import Checkpoints, Restored
+from halfbyte.checkpoint import CheckpointMismatch, Checkpoints, Restored
 from halfbyte.inputs.programs import only_named
 from halfbyte.recipe.own import same_program
 
@@ -98,7 +98,12 @@ def begin(
             say(f"weights from {config.init_from}")
             params = initial(mesh)
         return Start(create_state(config, mesh, params), 0, None, resumed=False)
-    restored = store.restore_latest(abstract_state(config, mesh).items())
+    try:
+        restored = store.restore_latest(abstract_state(config, mesh).items())
+    except CheckpointMismatch as error:
+        raise CheckpointMismatch(
+            f"{error}\nbegin anew with another --run-dir; --init-from with this directory takes its weights along"
+        ) from error
     assert restored is not None
     _check_belongs(restored, config, content=content, allow=allow, say=say)
     if restored.step > config.steps:  # its config and manifest would tell of a shorter run than there was

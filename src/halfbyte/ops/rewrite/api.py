@@ -117,6 +117,9 @@ def apply_recipe(
         policy = Policy(f"all weights in {made.name}", (Rule("*", made),))
     if not isinstance(policy, Policy):
         raise TypeError(f"apply_recipe: policy must be a Policy, a Recipe or a recipe's name, got {policy!r}")
+    for rule in policy.rules:
+        if rule.recipe is not None:
+            rule.recipe.refuse_history("apply_recipe")
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     patterns = (layers,) if isinstance(layers, str) else tuple(layers)
     return Rewritten(fn, policy, key, numbers, patterns, backend, show)
