@@ -15,6 +15,8 @@ uint8 [..., n] to float4_e2m1fn [..., n, 2] unpacks them), and E4M3 bytes, one f
 `mxfp8.quantize`, `mxfp8.quantize_forward` and `mxfp8.quantize_backward` give the same for MXFP8, from one read and
 without maxima: a byte a code, an E8M0 byte for 32 of them.
 
+`eden.quantize` gives a carrier of what is transformed in runs of 128, or packed codes of it, under MS-EDEN.
+
 `Rowwise` and `Columnwise` take the scale rule of a format (`rule`, NVFP4's unless given) and a `rounding` for operands
 with a key; `quantize_weight` a rule and an axis.
 
@@ -23,12 +25,12 @@ maxima and `tensor_scales` are those of the carriers. Any width is taken; the la
 16 is filled up with zeros, so that rows have ceil(features / 16) * 8 bytes.
 """
 
-from halfbyte.kernels import f8, mxfp8
+from halfbyte.kernels import eden, f8, mxfp8
 from halfbyte.kernels.gated import backward_maxima, forward_maxima, quantize_backward, quantize_forward
 from halfbyte.kernels.interpret import interpreted
 from halfbyte.kernels.layout import Tiling, unsupported
 from halfbyte.kernels.matmul import GemmTiling, matmul
 from halfbyte.kernels.nvfp4 import Columnwise, Rowwise, Window, maxima, quantize, unpack
-from halfbyte.kernels.scale import amax_bits, scales_and_factors, tensor_scale, tensor_scales
+from halfbyte.kernels.scale import amax_bits, scales_and_factors, tensor_scale, tensor_scales, top_of
 from halfbyte.kernels.scale_order import ScaleOrder
 from halfbyte.kernels.weights import WEIGHTS, pack_weight, quantize_weight, weight_maxima

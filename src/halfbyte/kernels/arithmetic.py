@@ -25,6 +25,7 @@ lane computes the scales of its share of the rows, and the lanes read each other
 import functools
 from collections.abc import Sequence
 
+from halfbyte.formats import E2M1
 from halfbyte.kernels.blocks import (
     MAGNITUDE,
     BlockScales,
@@ -36,9 +37,11 @@ from halfbyte.kernels.blocks import (
     largest,
     nearest,
     own_row_scales,
+    ready,
+    scaled,
     signs,
 )
-from halfbyte.kernels.machine import Machine, Noise, TokenRows, Word, Words
+from halfbyte.kernels.machine import Divisor, Machine, Noise, TokenRows, Word, Words
 
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 COUNTER = 0x9E3779B9  # what a counter is multiplied by
@@ -125,9 +128,14 @@ def _by_tokens(m: Machine, a: Words, b: Words) -> list[Word]:
     return words
 
 
-def round_pair(m: Machine, pair: Pair, encode: tuple[Word, Word]) -> Word:
-    """A pair on the E2M1 grid: both numbers times their encode scales, rounded; signs of zeros are lost."""
-    rounded = [nearest(m, m.fmul(x, e)) for x, e in zip(both(m, pair), encode, strict=True)]
+def round_pair(m: Machine, pair: Pair, encode: tuple[Word, Word], how: Quantizer) -> Word:
+    """A pair on the E2M1 grid: both numbers under their encode scales, rounded; signs of zeros are lost, and all signs
+    if ties go away from zero.
+    """
+    if how.rounding == "away":
+        numbers = [scaled(m, m.fabs(x), e, how) for x, e in zip(both(m, pair), encode, strict=True)]
+        return m.pack_exact(*(nearest(m, m.fmin(y, E2M1.max), "away") for y in numbers))  # 6 also where y is NaN
+    rounded = [nearest(m, scaled(m, x, e, how)) for x, e in zip(both(m, pair), encode, strict=True)]
     return m.clamp_six(m.pack_exact(*rounded))
 
 
@@ -143,11 +151,11 @@ def draw_pair(m: Machine, pair: Pair, encode: tuple[Word, Word], noise: Word, ro
     return m.min_u16x2(m.imad(noise, 2, cut), 0x0FFF0FFF)
 
 
-def grid_pair(m: Machine, pair: Pair, encode: tuple[Word, Word], noise: Word | None, rounding: str) -> Word:
+def grid_pair(m: Machine, pair: Pair, encode: tuple[Word, Word], noise: Word | None, how: Quantizer) -> Word:
     """`round_pair`, or the same of `draw_pair` where there is noise."""
     if noise is None:
-        return round_pair(m, pair, encode)
-    return m.grid_values(m.shr(draw_pair(m, pair, encode, noise, rounding), 9))
+        return round_pair(m, pair, encode, how)
+    return m.grid_values(m.shr(draw_pair(m, pair, encode, noise, how.rounding), 9))
 
 
 def carrier_pair(m: Machine, pair: Pair, grid: Word, scale_pair: Word) -> Word:
@@ -179,14 +187,14 @@ def code_pair(m: Machine, pair: Pair, grid: Word) -> Word:
     return m.or_(m.grid_codes(grid), m.and_(m.shr(signs(m, pair), 12), 0x00080008))
 
 
-def row_scales(m: Machine, rows: PairRows, how: Quantizer) -> tuple[list[Word], list[Word]]:
-    """Encode scale, and pair of equal bf16 scales, of each row's block of 16 columns."""
+def row_scales(m: Machine, rows: PairRows, how: Quantizer) -> tuple[list[Divisor], list[Word]]:
+    """Encode scale (`ready`), and pair of equal bf16 scales, of each row's block of 16 columns."""
     own = own_row_scales(m, rows, how)
     encodes, values = [encode for _, _, encode in own], [m.pack_exact(*value) for _, value, _ in own]
     encode_of, scale_of = [], []
     for k in range(len(rows) // 2):
         lane, i = divmod(k, len(own))
-        encode_of += [m.real(m.from_lane(e, lane)) for e in encodes[i]]
+        encode_of += [ready(m, m.real(m.from_lane(e, lane)), how) for e in encodes[i]]
         value = m.from_lane(values[i], lane)
         scale_of += [m.prmt(value, value, 0x1010), m.prmt(value, value, 0x3232)]
     return encode_of, scale_of
@@ -199,7 +207,7 @@ def quantize_rows(m: Machine, rows: PairRows, how: Quantizer, random: Noise = No
     for t, pairs in enumerate(rows):
         carriers = []
         for k, pair in enumerate(pairs):
-            grid = grid_pair(m, pair, (encode[t], encode[t]), pair_noise(m, random, k, t), how.rounding)
+            grid = grid_pair(m, pair, (encode[t], encode[t]), pair_noise(m, random, k, t), how)
             carriers.append(carrier_pair(m, pair, grid, scale[t]))
         out.append(carriers)
     return out
@@ -220,31 +228,40 @@ def column_pairs(m: Machine, rows: PairRows, k: int, *, hadamard: bool) -> Seque
 
 
 def column_scales(m: Machine, pairs: Sequence[Pair], how: Quantizer) -> BlockScales:
-    """Of the two blocks that are the sides of 16 pairs."""
+    """Of the two blocks that are the sides of 16 pairs; encode scales `ready`."""
     sides = list(zip(*(both(m, pair) for pair in pairs), strict=True)) if how.rule.chooses else []
-    return block_scales(m, largest(m, pairs), how, sides)
+    codes, values, (low, high) = block_scales(m, largest(m, pairs), how, sides)
+    return codes, values, (ready(m, low, how), ready(m, high, how))
 
 
 def quantize_columns(
     m: Machine, rows: PairRows, how: Quantizer, random: Noise = None, *, hadamard: bool, packed: bool
 ) -> list[list[Word]]:
     """Columns in blocks of 16 tokens: 16 rows of carriers, or 8 rows of code bytes and one row of scale bytes."""
-    by_pair, scale_codes = [], []
+    made = []
     for k in range(len(rows[0])):
         words = column_pairs(m, rows, k, hadamard=hadamard)
         codes, values, encode = column_scales(m, words, how)
         scale = m.pack_exact(*values)
-        grids = [grid_pair(m, w, encode, pair_noise(m, random, k, t), how.rounding) for t, w in enumerate(words)]
-        scale_codes.append(codes)
-        if packed:
-            nibbles = [code_pair(m, w, g) for w, g in zip(words, grids, strict=True)]
-            by_pair.append([m.or_(a, m.shl(b, 4)) for a, b in zip(nibbles[::2], nibbles[1::2], strict=True)])
-        else:
-            by_pair.append([carrier_pair(m, w, g, scale) for w, g in zip(words, grids, strict=True)])
+        grids = [grid_pair(m, w, encode, pair_noise(m, random, k, t), how) for t, w in enumerate(words)]
+        made.append((column_words(m, words, grids, scale, packed), codes))
+    return joined_columns(m, made, packed)
+
+
+def column_words(m: Machine, pairs: Sequence[Pair], grids: Words, scale: Word, packed: bool) -> list[Word]:
+    """Of two columns: their carriers, or the codes of two tokens in the bytes of each half."""
     if not packed:
-        return [list(words) for words in zip(*by_pair, strict=True)]
-    code_rows = [_bytes(m, words, 0x6420) for words in zip(*by_pair, strict=True)]
-    return [*code_rows, _bytes(m, scale_codes, 0x5410)]
+        return [carrier_pair(m, w, g, scale) for w, g in zip(pairs, grids, strict=True)]
+    nibbles = [code_pair(m, w, g) for w, g in zip(pairs, grids, strict=True)]
+    return [m.or_(a, m.shl(b, 4)) for a, b in zip(nibbles[::2], nibbles[1::2], strict=True)]
+
+
+def joined_columns(m: Machine, made: Sequence[tuple[Words, Word]], packed: bool) -> list[list[Word]]:
+    """Rows of all columns, from the words and the scale codes of each two."""
+    rows = [list(words) for words in zip(*(words for words, _ in made), strict=True)]
+    if not packed:
+        return rows
+    return [*(_bytes(m, row, 0x6420) for row in rows), _bytes(m, [codes for _, codes in made], 0x5410)]
 
 
 def _bytes(m: Machine, words: Words, selector: int) -> list[Word]:
@@ -292,7 +309,7 @@ def quantize_square(m: Machine, rows: TokenRows, how: Quantizer, *, packed: bool
     of scale bytes, which repeats the tile's.
     """
     code, value, encode = square_scale(m, rows, how)
-    grids = [[(pair, round_pair(m, pair, (encode, encode))) for pair in row] for row in float_pairs(rows)]
+    grids = [[(pair, round_pair(m, pair, (encode, encode), how)) for pair in row] for row in float_pairs(rows)]
     if not packed:
         scale = m.pack_exact(value, value)
         return [[carrier_pair(m, pair, g, scale) for pair, g in row] for row in grids]

@@ -1,4 +1,5 @@
-"""The scales of blocks, under the scale rules of `formats` that the kernels serve: `TwoLevel` and `DividedFirst`.
+"""The scales of blocks, under the scale rules of `formats` that the kernels serve: `TwoLevel`, `DividedFirst`, and
+`ByDivision`, under which the *encode scale* of a block is what its numbers are divided by.
 
 A body handles two blocks at a time, of which a *pair* has a number each: a word of two bf16, or two float32. Under a
 rule with several candidates (`formats.choices`: four over six) a lane needs every number of a block, in order, because
@@ -7,7 +8,8 @@ of the rows, whole.
 
 An error in the input's domain is |v - x| with v = ((q s) A) / top, every operation rounded. q has one bit of mantissa,
 so that v is a power of two times one of two numbers of the block, those of q = 1 and q = 1.5: no element is divided.
-x and A are both times `lift`, a power of two, where squares of theirs would leave float32's range.
+x and A are both times `lift`, a power of two, where squares of theirs would leave float32's range. `ByDivision` has
+v = q (s d) and no lift: an error that leaves the range is the largest number.
 """
 
 import dataclasses
@@ -15,8 +17,10 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from halfbyte.formats import E2M1, DividedFirst, TwoLevel
-from halfbyte.kernels.machine import Machine, TokenRows, Where, Word, Words
+import numpy as np
+
+from halfbyte.formats import E2M1, E4M3, ByDivision, DividedFirst, TwoLevel
+from halfbyte.kernels.machine import Divisor, Machine, TokenRows, Where, Word, Words
 from halfbyte.kernels.ptx import FLT_MAX
 
 Pair: TypeAlias = Any  # a Word of two bf16, or a tuple of two
@@ -24,6 +28,7 @@ PairRows: TypeAlias = Sequence[Sequence[Pair]]
 BlockScales: TypeAlias = tuple[Word, tuple[Word, Word], tuple[Word, Word]]  # codes, values, encode scales of two blocks
 MAGNITUDE = 0x7FFF7FFF  # both halves of a word without their signs
 EXPONENT, HALF = 0x7F800000, 0x00400000  # of a float32: its exponent, and the bit that q = 1.5 has and q = 1 has not
+ONE = 0x3F800000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +91,17 @@ def _chosen(m: Machine, better: Sequence[Where], new: Words, old: Words) -> tupl
 def _scales(m: Machine, amax: Pair, how: Quantizer, candidate: float) -> BlockScales:
     """Of two blocks whose maxima are to become `candidate`."""
     codes = m.e4m3_encode(*(_unrounded(m, top, how, candidate) for top in both(m, amax)))
-    values = m.e4m3_decode(codes)
-    return codes, values, (encode_scale(m, values[0], how.decode), encode_scale(m, values[1], how.decode))
+    low, high = m.e4m3_decode(codes)
+    if how.rule.floor:
+        codes, (low, high) = floored(m, (low, high), how.rule.floor)
+    return codes, (low, high), (encode_scale(m, low, how), encode_scale(m, high, how))
+
+
+def floored(m: Machine, values: tuple[Word, Word], floor: float) -> tuple[Word, tuple[Word, Word]]:
+    """(E4M3 codes, values) of two scales, with `floor` in the place of zero."""
+    bits = int(np.float32(floor).view(np.uint32))
+    low, high = (m.real(m.choose(m.fless(0.0, value), value, bits)) for value in values)
+    return m.e4m3_encode(low, high), (low, high)
 
 
 def _unrounded(m: Machine, top: Word, how: Quantizer, candidate: float) -> Word:
@@ -95,11 +109,26 @@ def _unrounded(m: Machine, top: Word, how: Quantizer, candidate: float) -> Word:
     if isinstance(how.rule, DividedFirst):
         scaled = m.fmul(m.quotient(top, E2M1.max), how.encode)
         return scaled if candidate == E2M1.max else m.fmul(scaled, E2M1.max / candidate)
+    if isinstance(how.rule, ByDivision):
+        part = m.fdiv(top, how.rule.reach(E2M1))
+        part = part if candidate == E2M1.max else m.fmul(part, E2M1.max / candidate)
+        return m.fmin(m.fdiv(part, how.encode), E4M3.max)  # also where it is NaN
     return m.fmul(top, m.fmul(how.encode, how.rule.headroom / candidate))
 
 
-def encode_scale(m: Machine, value: Word, dec: Word) -> Word:
-    return m.fmin(m.reciprocal(m.fmul(value, dec)), FLT_MAX)
+def encode_scale(m: Machine, value: Word, how: Quantizer) -> Word:
+    step = m.fmul(value, how.decode)
+    return step if how.rule.by_step else m.fmin(m.reciprocal(step), FLT_MAX)
+
+
+def ready(m: Machine, encode: Word, how: Quantizer) -> Word | Divisor:
+    """A block's encode scale as `scaled` takes it."""
+    return m.divisor(encode) if how.rule.by_step else encode
+
+
+def scaled(m: Machine, x: Word, encode: Divisor, how: Quantizer) -> Word:
+    """x as it is rounded onto the grid, under the `ready` encode scale of its block."""
+    return m.over(x, encode) if how.rule.by_step else m.fmul(x, encode)
 
 
 def _error(m: Machine, numbers: Words, scale: Word, encode: Word, how: Quantizer) -> Word:
@@ -107,6 +136,8 @@ def _error(m: Machine, numbers: Words, scale: Word, encode: Word, how: Quantizer
     if how.rule.measure == "expected":
         each = [_expected(m, m.fmul(m.fabs(x), encode)) for x in numbers]
         return m.fmul(m.fmul(scale, scale), functools.reduce(m.fadd, each))
+    if how.rule.by_step:
+        return _error_by_step(m, numbers, encode, how)
     amax, top = m.fmul(how.amax, how.lift), how.rule.top(E2M1)
     one, one_and_half = (m.quotient(m.fmul(m.fmul(scale, q), amax), top) for q in (1.0, 1.5))
     down = m.fmul(how.lift, -1.0)
@@ -120,9 +151,28 @@ def _error(m: Machine, numbers: Words, scale: Word, encode: Word, how: Quantizer
     return functools.reduce(m.fadd, [m.fmul(x, x) if squared else m.fabs(x) for x in off])
 
 
-def nearest(m: Machine, y: Word) -> Word:
-    """y on the E2M1 grid without its end, ties to even."""
-    return m.round_grid(y, _binade(m, y))
+def _error_by_step(m: Machine, numbers: Words, step: Word, how: Quantizer) -> Word:
+    by, each = m.divisor(step), []
+    for x in numbers:
+        magnitude = m.fabs(x)
+        q = nearest(m, m.fmin(m.over(magnitude, by), E2M1.max), how.rounding)
+        off = m.fsub(m.fmin(m.fmul(q, step), FLT_MAX), magnitude)
+        each.append(m.fmin(m.fmul(off, off) if how.rule.measure == "squared" else m.fabs(off), FLT_MAX))
+    return functools.reduce(m.fadd, each)
+
+
+def nearest(m: Machine, y: Word, rounding: str = "rne") -> Word:
+    """y on the E2M1 grid without its end, ties to even; for y >= 0 also `away` from zero."""
+    return _away(m, y) if rounding == "away" else m.round_grid(y, _binade(m, y))
+
+
+def _away(m: Machine, y: Word) -> Word:
+    """Half a step more, cut off to one bit of mantissa. Below 1, where steps are those of the binade above, 1 is added
+    in a sum that is cut off too, and taken away again.
+    """
+    one = m.real(m.choose(m.fless(y, 1.0), ONE, 0))
+    cut = m.and_(m.iadd(m.ffma_cut(y, 1.0, one), HALF >> 1), EXPONENT | HALF)
+    return m.fsub(m.real(cut), one)
 
 
 def _binade(m: Machine, y: Word) -> Word:

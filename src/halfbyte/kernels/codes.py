@@ -20,7 +20,7 @@ from halfbyte.kernels import arithmetic as q
 from halfbyte.kernels import nibbles
 from halfbyte.kernels.blocks import Quantizer
 from halfbyte.kernels.launch import Lanes, launch
-from halfbyte.kernels.machine import Machine, MemoryMachine, Noise, TokenRows, Word, Words
+from halfbyte.kernels.machine import Address, Machine, MemoryMachine, Noise, TokenRows, Word, Words
 from halfbyte.kernels.place import BLOCK, WARPS, Place, place, prefetch, programs, whole
 from halfbyte.kernels.rows import load_rows, store_rows
 from halfbyte.kernels.scale import entries
@@ -30,12 +30,29 @@ from halfbyte.kernels.transfer import store_codes, store_turned_codes
 FOUR = Lanes(4)
 
 
-def random_state(m: MemoryMachine, key: int, origin: int | None, window: Any, at: Place) -> tuple[list[Word], int]:
+@dataclasses.dataclass(frozen=True)
+class Vector:
+    """Array number `array`: one vector for all tokens, or a table of `parts` vectors, one for each of so many equal
+    parts of the tokens; `entry` is that of the tokens at a place."""
+
+    array: int
+    parts: int = 1
+    size: int = 0
+
+    def entry(self, m: MemoryMachine, number: int, at: Place) -> Address:
+        if self.parts == 1:
+            return m.address(self.array, number, 4)
+        return m.address(self.array, m.imad(m.divide(at.token, at.tokens // self.parts), self.size, number), 4)
+
+
+def random_state(
+    m: MemoryMachine, key: Vector, origin: Vector | None, window: Any, at: Place
+) -> tuple[list[Word], int]:
     """What `arithmetic.random_words` takes, and its stride: for the whole array of which `window` places this part."""
-    k0, k1 = m.load(m.address(key, 0, 4), 2)
+    k0, k1 = m.load(key.entry(m, 0, at), 2)
     row, column, stride = m.shr(at.token, 2), at.column, at.width
     if window is not None and origin is not None:
-        begin = [m.load(m.address(origin, i, 4))[0] for i in range(3)]
+        begin = [m.load(origin.entry(m, i, at))[0] for i in range(3)]
         sequence, position = m.divide(at.token, window.local_seq), m.remainder(at.token, window.local_seq)
         token = m.iadd(m.imad(m.iadd(begin[0], sequence), window.seq, begin[1]), position)
         row, column, stride = m.shr(token, 2), m.iadd(column, begin[2]), window.width
@@ -72,6 +89,12 @@ class Arrays:
             return None
         self.given.append(array)
         return len(self.sources) + len(self.given) - 1
+
+    def vector(self, array: jax.Array | None) -> Vector | None:
+        number = self.take(array)
+        if array is None or number is None:
+            return None
+        return Vector(number) if array.ndim == 1 else Vector(number, *array.shape)
 
     def make(self, outputs: Sequence[jax.ShapeDtypeStruct]) -> int:
         """The first of these outputs, counted among the outputs alone."""
@@ -114,7 +137,7 @@ def quantize_made(
         for i in order or range(len(jobs)):
             (side, which), (scale, key, origin, owed_at), first = jobs[i], places[i], firsts[i]
             random = None if key is None else _random(m, key, origin, side.window, at)
-            how = quantizer(m, side.rule, side.rounding, scale)
+            how = quantizer(m, side.rule, side.rounding, scale, at)
             rows = q.multiply_rows(m, tensors[which], _factors(m, owed_at, 1))
             _quantize(m, side, at, rows, how, random, known.outputs_begin + first)
 
@@ -154,13 +177,13 @@ def _quantize(
         store_rows(m, output, at, q.quantize_rows(m, rows, how, random), 2)
 
 
-def quantizer(m: MemoryMachine, rule: TwoLevel, rounding: str, scale: int) -> Quantizer:
-    """With what it reads of the scale vector that is array number `scale`."""
-    numbers = [m.real(m.load(m.address(scale, entry, 4))[0]) for entry in entries(rule)]
+def quantizer(m: MemoryMachine, rule: TwoLevel, rounding: str, scale: Vector, at: Place) -> Quantizer:
+    """With what it reads of the scale vector."""
+    numbers = [m.real(m.load(scale.entry(m, entry, at))[0]) for entry in entries(rule)]
     return Quantizer(rule, rounding, *numbers)
 
 
-def _random(m: MemoryMachine, key: int, origin: int | None, window: Any, at: Place) -> list[list[Word]]:
+def _random(m: MemoryMachine, key: Vector, origin: Vector | None, window: Any, at: Place) -> list[list[Word]]:
     state, stride = random_state(m, key, origin, window, at)
     return q.random_words(m, state, tokens=BLOCK, stride=stride)
 
@@ -169,7 +192,7 @@ def _given(known: Arrays, side: Any) -> tuple[Any, ...]:
     """The numbers of an operand's scale, key and origin, and of what is owed to it."""
     key, window = side.key, side.window
     origin = None if key is None or window is None else window.origin
-    return known.take(side.scale), known.take(key), known.take(origin), known.take(side.owed)
+    return known.vector(side.scale), known.vector(key), known.vector(origin), known.take(side.owed)
 
 
 def asked(sides: Sequence[Any]) -> bool:
@@ -215,18 +238,22 @@ def find_maxima(
     def body(m: MemoryMachine) -> None:
         at = place(m, tokens, width, grid)
         found = tops(m, _load_all(m, len(arrays), at, size, factors_at))
-        lane, warp = m.and_(at.thread, 31), m.shr(at.thread, 5)
-        for i, top in enumerate(found):
-            bits = m.bits(top)
-            for bit in (16, 8, 4, 2, 1):
-                bits = m.bits(m.fmax_nan(m.real(bits), m.real(m.swap(bits, bit))))
-            place_of = m.address(known.outputs_begin + i, m.imad(m.program(), WARPS, warp), 4)
-            m.store(place_of, [bits], where=m.less(lane, 1))
+        store_maxima(m, known.outputs_begin, found)
 
     programs_all = grid[0] * grid[1]
     outputs = [jax.ShapeDtypeStruct((programs_all * WARPS,), jnp.int32)] * count
     run = functools.partial(launch, body, [*arrays, *known.given], outputs, programs=programs_all)
     return tuple(run(lanes=Lanes(columns), name=name))
+
+
+def store_maxima(m: MemoryMachine, first: int, found: Words) -> None:
+    """Writes the bits of each of `found`'s maxima over the lanes of a warp, from array number `first` on."""
+    lane, warp = m.and_(m.thread(), 31), m.shr(m.thread(), 5)
+    for i, top in enumerate(found):
+        bits = m.bits(top)
+        for bit in (16, 8, 4, 2, 1):
+            bits = m.bits(m.fmax_nan(m.real(bits), m.real(m.swap(bits, bit))))
+        m.store(m.address(first + i, m.imad(m.program(), WARPS, warp), 4), [bits], where=m.less(lane, 1))
 
 
 def unpack(codes: jax.Array, scales: jax.Array) -> jax.Array:
@@ -252,6 +279,7 @@ def weight_rows(
     rule: TwoLevel,
     *,
     name: str,
+    rounding: str = "rne",
 ) -> list[jax.Array]:
     """What is `made` of each 16 rows of float32 w [k, n] with `scalars`, its scale vector and what is owed to it, if
     anything is: (rows of 16, dtype) for each output.
@@ -263,7 +291,7 @@ def weight_rows(
 
     def body(m: MemoryMachine) -> None:
         at = place(m, k, n, grid)
-        rows = made(m, _floats(m, at, owed_at), quantizer(m, rule, "rne", 1))
+        rows = made(m, _floats(m, at, owed_at), quantizer(m, rule, rounding, Vector(1), at))
         for i, (count, dtype) in enumerate(outputs):
             first = sum(rows for rows, _ in outputs[:i])
             store_rows(m, len(arrays) + i, at, rows[first : first + count], jnp.dtype(dtype).itemsize)

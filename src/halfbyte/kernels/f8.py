@@ -66,7 +66,7 @@ class Cast:
 
 @layout.once("element", "plain", "turned", "tiling")
 def cast(
-    x: jax.Array,
+    x: jax.Array | Layer,
     scale: jax.Array,
     *,
     element: str = "e4m3",

@@ -16,8 +16,7 @@ and five written operands. h, dg and du never reach memory.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,7 @@ from halfbyte.kernels import codes, layout
 from halfbyte.kernels.launch import Lanes
 from halfbyte.kernels.layout import BLOCK, Tiling
 from halfbyte.kernels.machine import Machine, TokenRows, Word, Words
-from halfbyte.kernels.nvfp4 import Columnwise, Made, Rowwise, find_maxima, quantize_made
+from halfbyte.kernels.nvfp4 import Columnwise, Made, Rowwise, TileMaker, find_maxima, quantize_made
 from halfbyte.kernels.stacks import Layer, array_of
 from halfbyte.kernels.tile import evaluate
 
@@ -77,8 +76,8 @@ def backward_made(m: Machine, words: TokenRows) -> list[list[list[Word]]]:
 FORWARD, BACKWARD = Made(forward_made, 1), Made(backward_made, 3)
 
 
-def _tile_maker(made: Made, tiling: Tiling) -> Callable[..., Any]:
-    """A function from the tiles of the inputs to the tiles of the tensors that are `made` of them."""
+def _tile_maker(made: Made, tiling: Tiling) -> TileMaker:
+    """From the tiles of the inputs to the tiles of the tensors that are `made` of them."""
 
     def body(m, words, _):
         return [row for tensor in made.rows(m, words) for row in tensor]
@@ -88,7 +87,7 @@ def _tile_maker(made: Made, tiling: Tiling) -> Callable[..., Any]:
         flat = evaluate(body, tiles, [], outputs=outputs, columns=tiling.columns)
         return [flat[i * BLOCK : (i + 1) * BLOCK] for i in range(made.count)]
 
-    return make
+    return TileMaker(make)
 
 
 def forward_maxima(

@@ -99,7 +99,7 @@ def call(
 ) -> list[jax.Array]:
     """Runs `kernel(program, array_refs, scalar_refs, output_refs, maxima_refs)` over tiles of `rows` tokens. References
     of layers follow those of the outputs. Scalars are vectors; of a table of them, one for each of so many equal parts
-    of the tokens, a program sees its part's.
+    of the tokens, a program sees its part's; of one for each column, [1, columns / 16, 16], those of its columns.
     """
     outputs, maxima, into = makes.outputs, makes.maxima, makes.into
     tokens, width = arrays[0].shape
@@ -134,6 +134,8 @@ def call(
     def vector(s: jax.Array) -> pl.BlockSpec:
         if s.ndim == 1:
             return pl.BlockSpec(s.shape, lambda *_: (0,))
+        if s.ndim == 3:
+            return pl.BlockSpec((None, blocks, BLOCK), lambda *p: (0, order(*p)[1], 0))
         return pl.BlockSpec((None, s.shape[1]), lambda *p: (order(*p)[0] // (groups // s.shape[0]), 0))
 
     one = pl.BlockSpec((1, 1), lambda *p: order(*p))

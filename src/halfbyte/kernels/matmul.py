@@ -264,8 +264,8 @@ def walk(
             own_n = pl.ds(warpgroup * tiling.n, tiling.n) if tiling.split == "n" else slice(None)
 
             def multiply(_, a_tile, b_tile, sums):
-                left_tile = _transposed(a_tile.at[:, own_m], (1, 0)) if turned_a else a_tile.at[own_m]
-                right_tile = _transposed(b_tile.at[own_n], (1, 0)) if turned_b else b_tile.at[:, own_n]
+                left_tile = transposed(a_tile.at[:, own_m], (1, 0)) if turned_a else a_tile.at[own_m]
+                right_tile = transposed(b_tile.at[own_n], (1, 0)) if turned_b else b_tile.at[:, own_n]
                 plgpu.wgmma(sums, left_tile, right_tile)
                 plgpu.wgmma_wait(tiling.in_flight)
                 return sums
@@ -326,7 +326,7 @@ def _transforms(columns: int, dtype: DTypeLike, *widths: int) -> tuple[Any, ...]
     return plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
 
 
-def _transposed(ref: Ref, order: tuple[int, ...]) -> Ref:
+def transposed(ref: Ref, order: tuple[int, ...]) -> Ref:
     """A view of a reference with its dims in `order`: a method since JAX 0.11, a function before."""
     return ref.transpose(order) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, order)
 

@@ -147,6 +147,10 @@ class PtxMemory(Ptx):
         """The value of the lane after this one in its warp; the last lane's is its own."""
         return self._op("shfl.sync.down.b32", "rrrrr", x, 1, 31, 0xFFFFFFFF)
 
+    def from_tile(self, x, tile):
+        """The value of the lane that has this one's place among the lanes of another block of the warp."""
+        return self._op("shfl.sync.idx.b32", "rrrrr", x, tile * self.lanes, ((self.lanes - 1) << 8) | 31, 0xFFFFFFFF)
+
     def share(self, count: int) -> int:
         """Where `count` more bytes of shared memory begin, a multiple of 16."""
         start = self.shared_bytes
@@ -258,6 +262,9 @@ class VectorMemory(Vector):
     def next_lane(self, x):
         lanes = self.bits(x).reshape(*self.shape[:2], 32)
         return lanes[..., np.minimum(np.arange(32) + 1, 31)].reshape(self.shape)
+
+    def from_tile(self, x, tile):
+        return np.broadcast_to(self.bits(x)[:, :, tile : tile + 1], self.shape)
 
     share = PtxMemory.share
 

@@ -6,7 +6,7 @@ bytes, and byte permutations sort eight tokens of each column into one word.
 """
 
 from halfbyte.kernels import arithmetic as q
-from halfbyte.kernels.blocks import Quantizer, own_row_scales
+from halfbyte.kernels.blocks import Quantizer, own_row_scales, ready
 from halfbyte.kernels.machine import Machine, Noise, TokenRows, Word, Words
 
 SIDE_BY_SIDE = 1 + 2**12
@@ -18,11 +18,11 @@ def nibble_pair(m: Machine, word: Word, grid: Word) -> Word:
     return m.with_sign(m.grid_nibbles(grid), word)
 
 
-def coded_pair(m: Machine, word: Word, encode: tuple[Word, Word], noise: Word | None, rounding: str) -> Word:
+def coded_pair(m: Machine, word: Word, encode: tuple[Word, Word], noise: Word | None, how: Quantizer) -> Word:
     """The nibble pair of `word` times its encode scales; with noise, bits below the codes are not zero."""
     if noise is None:
-        return nibble_pair(m, word, q.round_pair(m, word, encode))
-    return m.with_sign(m.shl(q.draw_pair(m, word, encode, noise, rounding), 3), word)
+        return nibble_pair(m, word, q.round_pair(m, word, encode, how))
+    return m.with_sign(m.shl(q.draw_pair(m, word, encode, noise, how.rounding), 3), word)
 
 
 def row_bytes(m: Machine, pairs: Words) -> Word:
@@ -57,9 +57,9 @@ def quantize_rows(m: Machine, rows: TokenRows, how: Quantizer, random: Noise = N
     made = []
     for t, words in enumerate(rows):
         lane, i = divmod(t // 2, len(own))
-        encode = m.real(m.from_lane(own[i][2][t % 2], lane))
+        encode = ready(m, m.real(m.from_lane(own[i][2][t % 2], lane)), how)
         noises = [q.pair_noise(m, random, k, t) for k in range(len(words))]
-        made.append([coded_pair(m, w, (encode, encode), n, how.rounding) for w, n in zip(words, noises, strict=True)])
+        made.append([coded_pair(m, w, (encode, encode), n, how) for w, n in zip(words, noises, strict=True)])
     packed = [row_bytes(m, row) for row in made] if random is None else drawn_row_bytes(m, made)
     return packed, [codes for codes, _, _ in own]
 
@@ -73,7 +73,7 @@ def quantize_columns(
         words = q.column_pairs(m, rows, k, hadamard=hadamard)
         code, _, encode = q.column_scales(m, words, how)
         noises = [q.pair_noise(m, random, k, t) for t in range(len(words))]
-        pairs = [coded_pair(m, w, encode, n, how.rounding) for w, n in zip(words, noises, strict=True)]
+        pairs = [coded_pair(m, w, encode, n, how) for w, n in zip(words, noises, strict=True)]
         columns += column_words(m, pairs)
         codes.append(code)
     return columns, codes[0] if len(codes) == 1 else m.prmt(codes[0], codes[1], 0x5410)

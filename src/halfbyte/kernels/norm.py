@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from halfbyte.kernels import layout
 from halfbyte.kernels.launch import Lanes, launch
-from halfbyte.kernels.machine import Address, MemoryMachine, Word, Words
+from halfbyte.kernels.machine import Address, Machine, MemoryMachine, Word, Words
 from halfbyte.kernels.memory import SHARED
 
 SPAN = 8  # columns of a lane that lie side by side: 16 bytes
@@ -46,23 +46,19 @@ def _forward_rows(width: int) -> int:
 @layout.once("eps")
 def forward(x: jax.Array, scale: jax.Array, *, eps: float) -> tuple[jax.Array, jax.Array]:
     """h, bf16 as x [tokens, width], and r, float32 [tokens]; `scale` float32 [width]."""
-    tokens, width = _checked(x)
+    tokens, width = checked(x)
     rows = _forward_rows(width)
 
     def body(m: MemoryMachine) -> None:
         first = m.imad(m.program(), rows, 0)
         numbers = [m.iadd(first, r) for r in range(rows)]
-        words = [_load(m, 0, number, width) for number in numbers]
-        squares = [_squares(m, [v for span in row for v in _halves(m, span)]) for row in words]
-        means = [m.fmul(total, 1 / width) for total in _over_lanes(m, squares, m.share(16 * rows), 0)]
-        inverses = [m.reciprocal(m.sqrt(m.fadd(mean, eps))) for mean in means]
-        for number, inverse in zip(numbers, inverses, strict=True):
-            m.store(m.address(3, number, 4), [m.bits(inverse)], where=m.less(m.thread(), 1))
+        words = [load_row(m, 0, number, width) for number in numbers]
+        inverses = inverses_of(m, words, eps)
+        store_inverses(m, 3, numbers, inverses)
         for k in range(width // STEP):
             weights = _weights(m, 1, k)
             for number, row, inverse in zip(numbers, words, inverses, strict=True):
-                normed = [m.fmul(m.fmul(v, inverse), s) for v, s in zip(_halves(m, row[k]), weights, strict=True)]
-                m.store(_place(m, 2, number, k, width), _packed(m, normed))
+                m.store(_place(m, 2, number, k, width), normed(m, row[k], inverse, weights))
 
     outputs = [jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((tokens,), jnp.float32)]
     made = launch(body, [x, scale], outputs, programs=tokens // rows, lanes=Lanes(SPAN, 4), name="rms_norm")
@@ -76,7 +72,7 @@ def backward(
     """dx, bf16 as x, and parts of ds, float32 [tokens / 32, width], to be summed over the first dim. `carry` is x's
     gradient from elsewhere, `gradients` those of h's readers; r is `inverse`.
     """
-    tokens, width = _checked(x)
+    tokens, width = checked(x)
     arrays = [x, inverse, scale, carry, *gradients]
     dx, parts = len(arrays), len(arrays) + 1
 
@@ -86,7 +82,7 @@ def backward(
         def turn(i: Word, sums: Words) -> list[Word]:
             row = m.iadd(m.imad(m.program(), BACKWARD_ROWS, 0), i)
             r = m.real(m.load(m.address(1, row, 4))[0])
-            values, carried, *each = (_load(m, array, row, width) for array in (0, *range(3, dx)))
+            values, carried, *each = (load_row(m, array, row, width) for array in (0, *range(3, dx)))
             g = functools.reduce(functools.partial(_added, m), each)
             dot: Word = 0.0
             added: list[Word] = []
@@ -116,7 +112,26 @@ def backward(
     return made[0], made[1]
 
 
-def _checked(x: jax.Array) -> tuple[int, int]:
+def inverses_of(m: MemoryMachine, rows: Sequence[Spans], eps: float) -> list[Word]:
+    """r of each of these rows, whose words lie in the lanes as `load_row` has them."""
+    width = STEP * len(rows[0])
+    squares = [_squares(m, [v for span in row for v in _halves(m, span)]) for row in rows]
+    means = [m.fmul(total, 1 / width) for total in _over_lanes(m, squares, m.share(16 * len(rows)), 0)]
+    return [m.reciprocal(m.sqrt(m.fadd(mean, eps))) for mean in means]
+
+
+def store_inverses(m: MemoryMachine, array: int, numbers: Words, inverses: Words) -> None:
+    """Writes r of the rows of these numbers."""
+    for number, inverse in zip(numbers, inverses, strict=True):
+        m.store(m.address(array, number, 4), [m.bits(inverse)], where=m.less(m.thread(), 1))
+
+
+def normed(m: Machine, words: Words, inverse: Word, weights: Words) -> list[Word]:
+    """h of a row's words, for which `weights` has a number for each half."""
+    return _packed(m, [m.fmul(m.fmul(v, inverse), s) for v, s in zip(_halves(m, words), weights, strict=True)])
+
+
+def checked(x: jax.Array) -> tuple[int, int]:
     reason = unsupported(*x.shape)
     if reason:
         raise ValueError(reason)
@@ -130,7 +145,7 @@ def _place(m: MemoryMachine, array: int, row: Word, k: int, width: int, size: in
     return m.address(array, m.imad(row, width, column), size)
 
 
-def _load(m: MemoryMachine, array: int, row: Word, width: int) -> list[list[Word]]:
+def load_row(m: MemoryMachine, array: int, row: Word, width: int) -> list[list[Word]]:
     """The lane's words of a row of bf16."""
     return [m.load(_place(m, array, row, k, width), 4) for k in range(width // STEP)]
 
@@ -141,7 +156,7 @@ def _weights(m: MemoryMachine, array: int, k: int) -> list[Word]:
     return [m.real(w) for half in (0, 4) for w in m.load(at, 4, offset=4 * half)]
 
 
-def _halves(m: MemoryMachine, words: Words) -> list[Word]:
+def _halves(m: Machine, words: Words) -> list[Word]:
     return [half(w) for w in words for half in (m.low, m.high)]
 
 
@@ -152,7 +167,7 @@ def _halves_again(m: MemoryMachine, words: Words) -> list[Word]:
     return [m.real(m.prmt(w, 0, selector)) for w in words for selector in (0x1044, 0x3244)]
 
 
-def _packed(m: MemoryMachine, values: Words) -> list[Word]:
+def _packed(m: Machine, values: Words) -> list[Word]:
     return [m.pack_round(lo, hi) for lo, hi in zip(values[::2], values[1::2], strict=True)]
 
 

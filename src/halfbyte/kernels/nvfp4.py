@@ -153,7 +153,7 @@ def find_maxima(
 
     def body(m, words, factors):
         tensors = made.rows(m, q.multiply_rows(m, words, factors))[: made.count]
-        return [top for rows in tensors for top in _tops(m, rows, hadamard)]
+        return [top for rows in tensors for top in tops_of(m, rows, hadamard)]
 
     if not layout.divides(arrays[0].shape[1]):
 
@@ -180,7 +180,7 @@ def find_maxima(
     return tuple(layout.call(kernel, arrays, scalars, makes=makes, tiling=tiling, name=name))
 
 
-def _tops(m: Machine, rows: TokenRows, hadamard: bool) -> list[list[Word]]:
+def tops_of(m: Machine, rows: TokenRows, hadamard: bool) -> list[list[Word]]:
     """The lane's amax, and that of the transform: bits of float32, one equal word for each of the lane's columns."""
     word = q.magnitudes(m, [w for row in rows for w in row])
     out = [[m.and_(m.max_u16x2(word, m.shl(word, 16)), 0xFFFF0000)] * m.columns]
@@ -211,21 +211,31 @@ def quantize(
         layout.check(x)
         jobs = [(side, 0) for side in sides]
         run = functools.partial(codes.quantize_made, [x], lambda m, rows: [rows], jobs)
-        return run(lanes=_lanes(sides), name=_name(*sides))
+        return run(lanes=_lanes(sides), name=name_of(*sides))
     alone = columns is None
     return quantize_made(
         [x],
-        lambda tiles: [tiles],
+        TileMaker(lambda tiles: [tiles]),
         [(side, 0) for side in sides],
         tokens=ROW_TOKENS if alone else BLOCK,
         tiling=tiling or (ROW_TILING if alone and x.shape[1] % (32 * ROW_TILING.columns) == 0 else BOTH_TILING),
-        name=_name(*sides),
+        name=name_of(*sides),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class TileMaker:
+    """`make(tiles of the arrays)` returns the tiles of tensors. Scalars `beside` the arrays, as `layout.call` takes
+    them, are further arguments, as references.
+    """
+
+    make: Callable[..., Sequence[list[jax.Array]]]
+    beside: Sequence[jax.Array] = ()
 
 
 def quantize_made(
     arrays: Sequence[jax.Array | Layer],
-    make: Callable[[list[jax.Array]], Sequence[list[jax.Array]]],
+    maker: TileMaker,
     jobs: Sequence[tuple[Rowwise | Columnwise, int]],
     *,
     tokens: int = BLOCK,
@@ -233,7 +243,7 @@ def quantize_made(
     tiling: Tiling,
     name: str,
 ) -> tuple[jax.Array, ...]:
-    """The operands of `jobs`: (operand, which of the tensors whose tiles `make(tiles of the arrays)` returns).
+    """The operands of `jobs`: (operand, which of the tensors that `maker` makes).
 
     Jobs run in `order`, each stored before the next begins, which keeps few registers alive.
     """
@@ -246,12 +256,14 @@ def quantize_made(
     scalars += [side.window.origin for side, _ in jobs if side.key is not None and side.window is not None]
     owing, given = [i for i, (side, _) in enumerate(jobs) if side.owed is not None], len(scalars)
     scalars += [side.owed for side, _ in jobs if side.owed is not None]
+    made_with = len(scalars)
+    scalars += maker.beside
 
     def kernel(program, refs, scalar_refs, out_refs, _):
-        tensors = make([ref[r] for ref in refs for r in range(tokens)])
+        tensors = maker.make([ref[r] for ref in refs for r in range(tokens)], *scalar_refs[made_with:])
         keys = dict(zip(keyed, scalar_refs[len(jobs) :], strict=False))
         origins = dict(zip(placed, scalar_refs[len(jobs) + len(keyed) : given], strict=True))
-        owed = dict(zip(owing, scalar_refs[given:], strict=True))
+        owed = dict(zip(owing, scalar_refs[given:made_with], strict=True))
         for i in order or range(len(jobs)):
             side, which = jobs[i]
             refs_of = (scalar_refs[i], keys.get(i), origins.get(i), owed.get(i))
@@ -310,7 +322,7 @@ def _lanes(sides: Sequence[Rowwise | Columnwise]) -> Lanes:
     return CODES if any(side.key is not None for side in sides) else BOTH_CODES
 
 
-def _name(*sides: Rowwise | Columnwise) -> str:
+def name_of(*sides: Rowwise | Columnwise) -> str:
     parts = ["quantize"]
     for side in sides:
         name = "columns" if isinstance(side, Columnwise) else "rows"

@@ -141,6 +141,8 @@ class Ptx:
     fmax_nan = instruction("max.NaN.f32", "fff")
 
     sqrt = instruction("sqrt.rn.f32", "ff")
+    fdiv = instruction("div.rn.f32", "fff")
+    number = instruction("cvt.rn.f32.u32", "fr")  # of an unsigned word
 
     def reciprocal(self, a):
         """1 / a, correctly rounded, for 0 <= a < 2**126; NaN for 0.
@@ -164,6 +166,27 @@ class Ptx:
         inverse = float(np.float32(1 / number))
         guess = self.fmul(a, inverse)
         return self.ffma(self.ffma(guess, -number, a), inverse, guess)
+
+    def divisor(self, b):
+        """0 <= b < 2**127 as `over` takes it: a power of two; minus b times that, in [1, 2), less for a subnormal b;
+        and the reciprocal of b times that.
+        """
+        lift = self.real(self.imad(self.and_(b, 0x7F800000), -1, 0x7F000000))
+        scaled = self.fmul(b, lift)
+        inverse = self.choose(self.fless(0.0, scaled), self.reciprocal(scaled), 0)
+        return lift, self.fmul(scaled, -1.0), self.real(inverse)
+
+    def over(self, a, divisor):
+        """a / b, correctly rounded if that lies in [2**-60, 2**60]; small if it is smaller, 0 for b = 0 and a < 2, NaN
+        for an infinite a. The steps of `div.rn` without its branch: the first guess is two units off at most, the
+        second a neighbour of the quotient, of which the exact remainder makes the quotient itself (Markstein).
+        """
+        lift, minus, inverse = divisor
+        a = self.fmul(a, lift)
+        guess = self.fmul(a, inverse)
+        for _ in range(2):
+            guess = self.ffma(self.ffma(guess, minus, a), inverse, guess)
+        return guess
 
     def sigmoid(self, a):
         """1 / (1 + exp(-a)) to a few units in the last place."""

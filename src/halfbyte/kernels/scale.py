@@ -1,6 +1,5 @@
 """The scales of one tensor, from the maxima that the programs of an amax pass left behind."""
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from halfbyte.formats import E2M1, E4M3, TwoLevel
+from halfbyte.formats import E2M1, E4M3, ByDivision, TwoLevel
 from halfbyte.formats.choices import lift_of
 from halfbyte.kernels import layout
 from halfbyte.kernels.interpret import is_interpreted
@@ -22,12 +21,20 @@ plgpu = later("jax.experimental.pallas.triton")
 AMAX, ENCODE, DECODE, LIFT, GEMM = range(5)
 SIZE = 8
 NVFP4_TOP = E2M1.max * E4M3.max
+Top = float | tuple[float, float]  # what amax is mapped to, or, under `ByDivision`, the two numbers that divide it
 
 
-def tensor_scale(maxima: jax.Array, *, top: float = NVFP4_TOP) -> jax.Array:
+def top_of(rule: TwoLevel) -> Top:
+    """What makes a tensor's scales of its amax."""
+    return (rule.scale_top, rule.reach(E2M1)) if isinstance(rule, ByDivision) else rule.top(E2M1)
+
+
+def tensor_scale(maxima: jax.Array, *, top: Top = NVFP4_TOP) -> jax.Array:
     """float32 [8]: amax, S = top / amax with its guards, 1 / S, what errors are lifted by, the factor that a GEMM owes.
 
-    `top` is 2688 for NVFP4, 1536 for four over six, the element's largest value for FP8. The GEMM's factor is 1 / S, or
+    `top` is 2688 for NVFP4, 1536 for four over six, the element's largest value for FP8. Two numbers (a, b) give
+    d = (amax / a) / b in the place of 1 / S, 1 where amax is zero or not finite, and in that of S what is divided by:
+    d, infinity where that is zero. The GEMM's factor is 1 / S, or
     NaN if amax is not finite; the rest is zero. `maxima` holds the bits of float32 magnitudes as int32, in any shape:
     integer maxima keep inf and NaN. Divisions are exact (`div.rn`), also where XLA's are not.
     """
@@ -35,7 +42,7 @@ def tensor_scale(maxima: jax.Array, *, top: float = NVFP4_TOP) -> jax.Array:
 
 
 @layout.once("top", "tops")
-def tensor_scales(*maxima: jax.Array, top: float = NVFP4_TOP, tops: tuple[float, ...] = ()) -> tuple[jax.Array, ...]:
+def tensor_scales(*maxima: jax.Array, top: Top = NVFP4_TOP, tops: tuple[Top, ...] = ()) -> tuple[jax.Array, ...]:
     """`tensor_scale` of several tensors in one launch, all under one top, or under `tops`, one each."""
     return _launch(maxima, tops or [top] * len(maxima))[: len(maxima)]
 
@@ -47,7 +54,7 @@ def entries(rule: TwoLevel) -> tuple[int, ...]:
 
 
 @layout.once("tops")
-def scales_and_factors(*maxima: jax.Array, tops: tuple[float, ...]) -> list[tuple[jax.Array, jax.Array]]:
+def scales_and_factors(*maxima: jax.Array, tops: tuple[Top, ...]) -> list[tuple[jax.Array, jax.Array]]:
     """Of each tensor `tensor_scale` under its own top, and its last entry as a scalar of its own, for a GEMM that reads
     a scalar from memory; in one launch.
     """
@@ -55,7 +62,7 @@ def scales_and_factors(*maxima: jax.Array, tops: tuple[float, ...]) -> list[tupl
     return [(vector, factor.reshape(())) for vector, factor in zip(made[:n], made[n:], strict=True)]
 
 
-def _launch(maxima: Sequence[jax.Array], tops: Sequence[float]) -> tuple[jax.Array, ...]:
+def _launch(maxima: Sequence[jax.Array], tops: Sequence[Top]) -> tuple[jax.Array, ...]:
     """The scale vectors of all tensors, then their GEMM factors [1]."""
     counts = [math.prod(m.shape) for m in maxima]
     n = len(counts)
@@ -92,8 +99,12 @@ def _read(ref: Any, count: int) -> jax.Array:
     return plgpu.load(ref.at[jnp.minimum(lax.iota(jnp.int32, padded), count - 1)])
 
 
-def _entries(amax: jax.Array, top: float) -> dict[int, jax.Array]:
+def _entries(amax: jax.Array, top: Top) -> dict[int, jax.Array]:
     """Place in the scale vector -> its value, each repeated over the vector."""
+    if isinstance(top, tuple):
+        d = _divide(_divide(amax, np.float32(top[0])), np.float32(top[1]))
+        d = jnp.where((amax == np.float32(0)) | ~(amax <= np.float32(FLT_MAX)), np.float32(1), d)
+        return vector_of(amax, jnp.where(d == np.float32(0), np.float32(np.inf), d), d)
     s = jnp.minimum(_divide(np.float32(top), amax), np.float32(FLT_MAX))
     finite = amax <= np.float32(FLT_MAX)
     s = jnp.where((amax == np.float32(0)) | (s == np.float32(0)) | ~finite, np.float32(1), s)
@@ -106,21 +117,24 @@ def vector_of(amax: jax.Array, encode: jax.Array, decode: jax.Array) -> dict[int
     return {AMAX: amax, ENCODE: encode, DECODE: decode, LIFT: lift_of(amax), GEMM: owed}
 
 
-def _divide(a: np.float32, b: jax.Array) -> jax.Array:
+def _divide(a: jax.Array | np.float32, b: jax.Array | np.float32) -> jax.Array:
+    """a / b; one of them is an array [8], the other may be a number."""
+    made = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
+    both = [jnp.full(made.shape, x, made.dtype) if isinstance(x, np.float32) else x for x in (a, b)]
     if is_interpreted():
-        return jax.pure_callback(functools.partial(_divide_numpy, a), jax.ShapeDtypeStruct(b.shape, b.dtype), b)
+        return jax.pure_callback(_divide_numpy, made, *both)
     return plgpu.elementwise_inline_asm(
         "div.rn.f32 $0, $1, $2;",
-        args=[jnp.full(b.shape, a, jnp.float32), b],
+        args=both,
         constraints="=f,f,f",
         pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(b.shape, jnp.float32)],
+        result_shape_dtypes=[made],
     )[0]
 
 
-def _divide_numpy(a: np.float32, b: Any) -> np.ndarray:
+def _divide_numpy(a: jax.Array, b: jax.Array) -> np.ndarray:
     with np.errstate(all="ignore"):
-        return np.asarray(a / np.asarray(b), np.float32)
+        return np.asarray(np.asarray(a) / np.asarray(b), np.float32)
 
 
 def amax_bits(amax: jax.Array) -> jax.Array:

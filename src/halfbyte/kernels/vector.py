@@ -98,11 +98,23 @@ class Vector:
     def quotient(self, a, number):
         return self.real(a) / np.float32(number)
 
+    def fdiv(self, a, b):
+        return self.real(a) / self.real(b)
+
+    def divisor(self, b):
+        return self.real(b)
+
+    def over(self, a, divisor):
+        return np.where(divisor == 0, np.float32(0), self.real(a) / divisor)
+
+    def number(self, a):
+        return self.bits(a).astype(np.float32)
+
     def fabs(self, a):
         return np.abs(self.real(a))
 
     def fmin(self, a, b):
-        return np.minimum(self.real(a), self.real(b))
+        return np.fmin(self.real(a), self.real(b))
 
     def fmax(self, a, b):
         return np.maximum(self.real(a), self.real(b))

@@ -1,4 +1,4 @@
-"""The quantization of a weight [k, n], float32 or bf16, once a step, to nearest.
+"""The quantization of a weight [k, n], float32 or bf16, once a step, to nearest, ties as `rounding` says.
 
 Under one scale for each 16x16 tile one bf16 carrier serves FPROP and DGRAD, because W and its transpose share codes and
 scales; a weight that travels is packed instead. Blocks of 16 along an axis are of one of the two: along k (axis -2) of
@@ -22,6 +22,7 @@ from halfbyte.kernels.blocks import Quantizer
 from halfbyte.kernels.layout import BLOCK, Results, Tiling
 from halfbyte.kernels.machine import Machine, TokenRows, Word
 from halfbyte.kernels.scale import entries
+from halfbyte.kernels.stacks import Layer, array_of
 from halfbyte.kernels.tile import evaluate
 
 WEIGHT_TILING = Tiling(4, 4)
@@ -29,11 +30,11 @@ WEIGHTS = ("float32", "bfloat16")  # the dtypes of a weight that kernels read
 
 
 @layout.once("tiling")
-def weight_maxima(w: jax.Array, *, owed: jax.Array | None = None, tiling: Tiling = WEIGHT_TILING) -> jax.Array:
+def weight_maxima(w: jax.Array | Layer, *, owed: jax.Array | None = None, tiling: Tiling = WEIGHT_TILING) -> jax.Array:
     """Partial maxima of |w| as int32 bits, one a program; `tensor_scale` finishes them."""
     layout.check(w)
     if not layout.divides(w.shape[1]):
-        wide = [w.astype(jnp.float32)]
+        wide = [array_of(w).astype(jnp.float32)]
         run = functools.partial(codes.find_maxima, wide, lambda m, rows: [q.amax_float(m, _real(m, rows))], 1)
         return run(owed=owed, name="weight_maxima")[0]
 
@@ -54,13 +55,14 @@ def _real(m: Machine, rows: TokenRows) -> list[list[Word]]:
     return [[m.real(x) for x in row] for row in rows]
 
 
-@layout.once("axis", "rule", "tiling")
+@layout.once("axis", "rule", "rounding", "tiling")
 def quantize_weight(
-    w: jax.Array,
+    w: jax.Array | Layer,
     scale: jax.Array,
     *,
     axis: int | None = None,
     rule: TwoLevel = TWO_LEVEL,
+    rounding: str = "rne",
     owed: jax.Array | None = None,
     tiling: Tiling = WEIGHT_TILING,
 ) -> jax.Array:
@@ -68,7 +70,7 @@ def quantize_weight(
     made = _MADE[axis]
     name = "quantize_weight" + {None: "", -1: "_rows", -2: "_columns"}[axis]
     scalars = [scale] if owed is None else [scale, owed]
-    return _quantize(w, scalars, [(BLOCK, jnp.bfloat16)], made, rule, tiling, name=name)[0]
+    return _quantize(w, scalars, [(BLOCK, jnp.bfloat16)], made, (rule, rounding), tiling, name=name)[0]
 
 
 def _square(m: Machine, rows: TokenRows, how: Quantizer) -> list[list[Word]]:
@@ -91,32 +93,39 @@ _MADE = {None: _square, -1: _along_n, -2: _along_k}
 
 
 @layout.once("tiling")
-def pack_weight(w: jax.Array, scale: jax.Array, *, tiling: Tiling = WEIGHT_TILING) -> tuple[jax.Array, jax.Array]:
+def pack_weight(
+    w: jax.Array | Layer, scale: jax.Array, *, tiling: Tiling = WEIGHT_TILING
+) -> tuple[jax.Array, jax.Array]:
     """(uint8 codes [k / 2, n], two rows a byte; E4M3 scales [k / 16, n / 16]) of w."""
     outputs = [(BLOCK // 2, jnp.int8), (1, jnp.int8)]
-    packed, scales = _quantize(w, [scale], outputs, _packed_square, TWO_LEVEL, tiling, name="pack_weight")
+    packed, scales = _quantize(w, [scale], outputs, _packed_square, (TWO_LEVEL, "rne"), tiling, name="pack_weight")
     # [k / 16, n] -> [k / 16, n / 16]: the kernel repeats a tile's scale in each of its columns
     return lax.bitcast_convert_type(packed, jnp.uint8), lax.bitcast_convert_type(scales[:, ::BLOCK], jnp.uint8)
 
 
 def _quantize(
-    w: jax.Array,
+    w: jax.Array | Layer,
     scalars: Sequence[jax.Array],
     outputs: Sequence[tuple[int, DTypeLike]],
     made: Callable[[Machine, TokenRows, Quantizer], TokenRows],
-    rule: TwoLevel,
+    how: tuple[TwoLevel, str],
     tiling: Tiling,
     *,
     name: str,
 ) -> list[jax.Array]:
-    """What is `made` of w under `scalars`: its scales, and what is owed to it, if anything is."""
+    """What is `made` of w under `scalars`: its scales, and what is owed to it, if anything is; by a rule and a
+    rounding.
+    """
+    rule, rounding = how
     layout.check(w)
     if not layout.divides(w.shape[1]):
-        return codes.weight_rows(w.astype(jnp.float32), scalars, outputs, made, rule, name=name)
+        return codes.weight_rows(
+            array_of(w).astype(jnp.float32), scalars, outputs, made, rule, name=name, rounding=rounding
+        )
     read = len(entries(rule))
 
     def body(m, rows, given):
-        return made(m, q.multiply_floats(m, rows, given[read:]), Quantizer(rule, "rne", *given[:read]))
+        return made(m, q.multiply_floats(m, rows, given[read:]), Quantizer(rule, rounding, *given[:read]))
 
     def kernel(_, arrays, refs, out_refs, __):
         tiles = [arrays[0][r].astype(jnp.float32) for r in range(BLOCK)]

@@ -1,11 +1,13 @@
 """Kernels compiled for a device that is not here."""
 
 import functools
+import re
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
 
-from halfbyte import devices, formats
+from halfbyte import devices, formats, ops
 from halfbyte import kernels as K
 from halfbyte.kernels.scale import DECODE
 
@@ -32,6 +34,23 @@ def again(x, w, key):
     w_column, w_owed = K.quantize_weight(w, scale, axis=-2, **rule), scale[DECODE][None]
     scale = K.tensor_scale(K.weight_maxima(w_column, owed=w_owed), top=top)
     return x_row, *packed, *drawn, w_column, K.quantize_weight(w_column, scale, axis=-1, owed=w_owed, **rule)
+
+
+def quartet2(x, w, key, signs):
+    """Quartet II's operands: x's row, packed the column of what that stands for, both of x as a gradient; w's column,
+    and the row of what that stands for.
+    """
+    forward, backward = formats.NVFP4_QUARTET.scale, formats.NVFP4_EDEN.scale
+    how = {"rule": forward, "rounding": "away"}
+
+    def runs(a, axis, source=None, **more):
+        of = {"axis": axis, "forward": None if source is None else K.eden.Forward(source, **how)}
+        scale = K.tensor_scale(K.eden.maxima(a, signs, **of), top=K.top_of(backward))
+        return K.eden.quantize(a, signs, K.eden.Drawn(scale, key, backward), **of, **more)
+
+    row, column = K.tensor_scales(K.maxima(x, hadamard=False)[0], K.weight_maxima(w), top=K.top_of(forward))
+    x_made = *K.quantize(x, rows=K.Rowwise(row, **how)), *runs(x, -2, row, packed=True), *runs(x, -1), *runs(x, -2)
+    return *x_made, K.quantize_weight(w, column, axis=-2, **how), *runs(w, -1, column)
 
 
 def compiled(fn, device, *args):
@@ -86,6 +105,39 @@ def compiled_choosing(name, measures):
     return compiled(
         functools.partial(choosing, measures), name, x, like(256, 512, dtype=jnp.float32), x, x, x, scale, key
     )
+
+
+def experts(x, w, dy, counts, seed):
+    """A grouped linear, forward and backward."""
+    key = jax.random.key(seed)
+    y, pull = jax.vjp(lambda x, w: ops.grouped_qdot(x, w, counts, recipe="nvfp4", key=key), x, w)
+    return y, pull(dy)
+
+
+def compiled_experts(name):
+    like = shapes(topology_of(name))
+    args = like(1024, 256), like(4, 256, 384, dtype=jnp.float32), like(1024, 384)
+    with ops.compile_for(devices.device(name)):
+        return compiled(experts, name, *args, like(4, dtype=jnp.int32), like(dtype=jnp.uint32))
+
+
+def blackwell_experts(name, target, folder, monkeypatch):
+    """Three launches of our GEMM with block scales, each tensor quantized to codes in one pass after that for its
+    maxima, nothing else that multiplies; and in the assembler's own words."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(folder))
+    text = compiled_experts(name)
+    made = Counter(re.findall(r'gpu.triton".*?, name = "(\w+)"', text))
+    assert made == {"maxima": 2, "weight_maxima": 1, "pack_weight": 1}
+    launched = re.findall(r'custom-call\(.*op_name="[^"]*?/(\w+)/mpmd_map', text)
+    passes = (
+        "quantize_rows_codes_columns_hadamard_codes",
+        "quantize_rows_stochastic_codes_columns_stochastic_hadamard_codes",
+    )
+    assert Counter(launched) == {"gemm": 3, **dict.fromkeys(passes, 1)}
+    assert not re.search(r"__cublas|__cudnn|gemm_fusion| dot\(", text)
+    written = [file.read_text() for file in folder.glob("gemm*.ptx")]
+    assert written and all(f".target {target}" in ptx for ptx in written)
+    assert all("tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.scale_vec::4X" in ptx for ptx in written)
 
 
 def compiled_codes(name):

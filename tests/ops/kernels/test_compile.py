@@ -1,15 +1,17 @@
 """Every quantize kernel compiles for Hopper and Blackwell, the GEMM for Hopper, with no GPU at hand."""
 
+import math
 import re
 from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import pytest
-from kernel_programs import compiled, compiled_choosing, compiled_codes, shapes, topology_of
+from kernel_programs import compiled, compiled_choosing, compiled_codes, compiled_experts, shapes, topology_of
 
 from halfbyte import devices, ops
 from halfbyte import kernels as K
+from halfbyte.nn.norm import forked_norm_in_passes
 from halfbyte.recipe import recipe
 
 pytestmark = pytest.mark.cuda_compiler
@@ -85,6 +87,30 @@ def one_linear(x, w, dy, seed):
     return y, pull(dy)
 
 
+def normed_mlp(x, scale, gate, up, down, dy, seed):
+    def program(x, scale, *weights):
+        x, (h,) = forked_norm_in_passes(x, scale, 1e-5)
+        y, _ = ops.mlp_in_stacks(h, weights, None, recipe="nvfp4", key=jax.random.key(seed))
+        return x + y
+
+    y, pull = jax.vjp(program, x, scale, gate, up, down)
+    return y, pull(dy)
+
+
+def test_what_passes_norm_themselves_is_never_written():
+    like = shapes(topology_of("h200"))
+    weights = [like(*shape, dtype=jnp.float32) for shape in ((1024,), (1024, 512), (1024, 512), (512, 1024))]
+    x = like(256, 1024)
+    with ops.compile_for(devices.device("h200")):
+        text = compiled(normed_mlp, "h200", x, *weights, x, like(dtype=jnp.uint32))
+    names = Counter(re.findall(r'gpu.triton".*?, name = "(\w+)"', text))
+    assert names["norm_quantize_rows_columns_hadamard_packed"] == 1 and names["maxima"] == 1  # of dy
+    by_hand = Counter(re.findall(r'custom-call\(.*op_name="[^"]*?/(rms_norm\w*)/mpmd_map', text))
+    assert by_hand == {"rms_norm_maxima": 1, "rms_norm_backward": 1}
+    written = re.findall(r" = bf16\[256,1024\]\S* fusion\(.*", text)
+    assert len(written) == 2, written  # x + y, and the sum of gate's and up's dx
+
+
 def test_a_width_that_no_tile_divides_is_served_by_kernels():
     like = shapes(topology_of("h200"))
     args = like(1024, 512), like(512, 1376, dtype=jnp.float32), like(1024, 1376), like(dtype=jnp.uint32)
@@ -115,18 +141,28 @@ def test_forward_operands_are_quantized_once_more_by_kernels():
     assert re.findall(r'op_name="[^"]*?/(\w+)/mpmd_map', text).count("gemm") == 4 and "__cublas" not in text
 
 
-def test_experts_are_served_by_kernels():
-    """Three grouped GEMMs, each tensor quantized in one pass with a table of scales; no loop over tiles multiplies."""
+def test_no_pass_over_a_tensor_of_quartet2_is_left_to_xla():
+    """On an H200: of x a row and a column, of dy both, of W the column, and in the backward pass the row of it."""
     like = shapes(topology_of("h200"))
 
-    def experts(x, w, dy, counts, seed):
+    def program(x, w, dy, seed):
         key = jax.random.key(seed)
-        y, pull = jax.vjp(lambda x, w: ops.grouped_qdot(x, w, counts, recipe="nvfp4", key=key), x, w)
+        y, pull = jax.vjp(lambda x, w: ops.qdot(x, w, recipe=recipe("quartet2"), key=key), x, w)
         return y, pull(dy)
 
-    args = like(1024, 256), like(4, 256, 384, dtype=jnp.float32), like(1024, 384)
+    args = like(1024, 512), like(512, 512, dtype=jnp.float32), like(1024, 512), like(dtype=jnp.uint32)
     with ops.compile_for(devices.device("h200")):
-        text = compiled(experts, "h200", *args, like(4, dtype=jnp.int32), like(dtype=jnp.uint32))
+        text = compiled(program, "h200", *args)
+    names = Counter(re.findall(r'gpu.triton".*?, name = "(\w+)"', text))
+    assert names["maxima"] == names["quantize_rows_squared"] == names["quantize_weight_columns"] == names["unpack"] == 1
+    assert text.count('custom_call_target="mosaic_gpu_v2"') == 11  # three GEMMs; maxima and operand of four in runs
+    made = re.findall(r"= \w+\[([\d,]*)\]\S* (?:fusion|copy|transpose|reduce|convert)\(", text)
+    assert made and all(math.prod(map(int, filter(None, m.split(",")))) <= 128 for m in made)
+
+
+def test_experts_are_served_by_kernels():
+    """Three grouped GEMMs, each tensor quantized in one pass with a table of scales; no loop over tiles multiplies."""
+    text = compiled_experts("h200")
     kernels = Counter(re.findall(r'gpu.triton".*?, name = "(\w+)"', text))
     assert kernels["quantize_rows_columns_hadamard"] == 1 and kernels["quantize_weight"] == 1
     assert kernels["quantize_rows_stochastic_columns_stochastic_hadamard"] == 1

@@ -6,9 +6,11 @@ import kernel_oracle as oracle
 import ml_dtypes
 import numpy as np
 import pytest
+import test_eden as eden
 import test_mxfp8 as mx
+import test_normed as fused_norm
 from instruments import activation
-from kernel_programs import RULES, again
+from kernel_programs import RULES, again, quartet2
 
 from halfbyte import devices
 from halfbyte import kernels as K
@@ -136,6 +138,16 @@ def test_a_forward_operand_is_quantized_once_more(kind, width):
     x = data(kind)[:, :width]
     w = x.astype(np.float32) * np.float32(1.001)
     for got, want in zip(jax.jit(again)(*map(jnp.asarray, (x, w, KEY))), oracle.again(x, w, KEY), strict=True):
+        np.testing.assert_array_equal(np.asarray(got).view(np.uint8), np.ascontiguousarray(want).view(np.uint8))
+
+
+@pytest.mark.parametrize("kind", eden.KINDS)
+@pytest.mark.parametrize("width", [384, 1152])
+def test_operands_of_quartet2(kind, width):
+    x = eden.data((256, width), kind)
+    w = x.astype(np.float32) * np.float32(1.001)
+    given = x, w, KEY, eden.signs(3)
+    for got, want in zip(jax.jit(quartet2)(*map(jnp.asarray, given)), oracle.quartet2(*given), strict=True):
         np.testing.assert_array_equal(np.asarray(got).view(np.uint8), np.ascontiguousarray(want).view(np.uint8))
 
 
@@ -347,3 +359,15 @@ def test_norm(shape):
         want = jax.jit(both)(x, scale, carry, tuple(gradients))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+@pytest.mark.parametrize("packed, rule", [(True, "plain"), (False, "plain"), (True, "squared")])
+@pytest.mark.parametrize("shape", [(4096, 2048), (2048, 4096), (1024, 8192)], ids=str)
+def test_norm_in_the_passes_that_quantize(shape, packed, rule):
+    """Oracle: the separate kernels."""
+    x, scale = fused_norm.data(shape)
+    how = {"keys": fused_norm.KEYS, "packed": packed, "rule": rule}
+    got, want = (
+        jax.jit(lambda x, s, fn=fn: fn(x, s, **how))(x, scale) for fn in (fused_norm.in_one, fused_norm.separate)
+    )
+    fused_norm.same(got, want)
