@@ -128,7 +128,8 @@ def test_tensor(name, golden_count):
 def test_stacked_tensors(run, block, transform, golden_count):
     """Tensors of one shape as one batch: each has its own amax, and the careful path of one is not seen by another."""
     cases = [(n, s) for n in TENSORS for s, b, t in sides(n) if (b, t) == (block, transform) and stacks(n)]
-    found = run(np.stack([side_of(name, side) for name, side in cases]), block, transform)
+    made = run(np.stack([side_of(name, side) for name, side in cases]), block, transform)
+    found = {field: np.asarray(arrays) for field, arrays in made.items()}
     for i, (name, side) in enumerate(cases):
         answers = expected(load(name), side, block)
         golden_count(name, compare({f: a[i] for f, a in found.items()}, answers, f"{name} {side}"))

@@ -1,5 +1,7 @@
 """Random bytes. Oracle: the definition in NumPy, word by word. (Their statistics: tests/recipe/test_random_bits.py.)"""
 
+import functools
+
 import format_oracle as oracle
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from halfbyte.formats.noise import hash_words, philox4x32
 KEY = np.array([0xDEAD_BEEF, 0x0BAD_CAFE], np.uint32)
 
 
+@functools.cache
 def drawn(shape, generator=Generator.COUNTER_HASH):
     return np.asarray(jax.jit(lambda k: random_bytes(jax.random.wrap_key_data(k), shape, generator=generator))(KEY))
 

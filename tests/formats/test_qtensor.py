@@ -15,7 +15,7 @@ CASES = [(NVFP4, "1d"), (NVFP4, "2d"), (MXFP4, "1d"), (MXFP6, "1d"), (MXFP8_E5M2
 
 
 @functools.cache
-def compiled(fmt, block="1d"):
+def compiled(fmt, block):
     def run(x):
         q = quantize(x, fmt, block=block)
         return q, q.dequantize(), Packed.of(q).unpack(), q.packed
@@ -51,10 +51,10 @@ def test_dequantize(hard_tensors, fmt, block):
 
 
 def test_packed_bytes(hard_tensors):
-    made, *_, packed = compiled(NVFP4)(hard_tensors)
+    made, *_, packed = compiled(NVFP4, "1d")(hard_tensors)
     codes = np.asarray(made.codes)
     np.testing.assert_array_equal(packed, codes[..., ::2] | codes[..., 1::2] << 4)
-    made, *_, packed = compiled(FP8)(hard_tensors)
+    made, *_, packed = compiled(FP8, "1d")(hard_tensors)
     np.testing.assert_array_equal(packed, made.codes)
 
 
@@ -72,7 +72,7 @@ def test_packing_an_odd_axis():
 
 
 def test_a_pytree_that_jit_takes_and_gives(hard_tensors):
-    made, *_ = compiled(NVFP4)(hard_tensors)
+    made, *_ = compiled(NVFP4, "1d")(hard_tensors)
     leaves, structure = jax.tree.flatten(made)
     assert len(leaves) == 4
     again = jax.tree.unflatten(structure, leaves)

@@ -6,7 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from halfbyte import formats
 from halfbyte.formats import E1M2, E2M1, E4M3, E5M2
+from halfbyte.formats.quantize import to_grid
 from halfbyte.formats.scales import POWER_FLOOR, POWER_UP, TENSOR_ONLY, TWO_LEVEL, Blocks, PowerUp, TwoLevel, _two_level
 from halfbyte.formats.views import BlockView
 
@@ -55,6 +57,24 @@ def test_scales_that_are_subnormal():
         expected = np.minimum(np.float32(1) / (values * np.asarray(decode)[:, None]), np.finfo(np.float32).max)
     assert (expected[expected > 0] < 2.0**-126).any()
     np.testing.assert_array_equal(np.asarray(table).view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize("fmt", [formats.NVFP4, formats.NVFP4_46_MSE, formats.NVFP4_46_SR], ids=lambda fmt: fmt.name)
+def test_the_largest_numbers_have_the_codes_of_the_same_a_million_times_smaller(fmt):
+    """Four over six with headroom has encode scales there that are subnormal, which a CPU flushes."""
+    x = np.random.default_rng(0).uniform(-1, 1, (16, 64)).astype(np.float32) * np.finfo(np.float32).max
+    x[:, ::16] = np.finfo(np.float32).max
+    noise = np.random.default_rng(1).integers(0, 256, x.shape, np.uint8)
+    rounding = "midpoint" if fmt is formats.NVFP4_46_SR else "rne"
+
+    @jax.jit
+    def codes(x):
+        grid = to_grid(x, fmt, noise=noise, rounding=rounding)
+        return grid.codes, grid.scales.codes
+
+    large, small = codes(x), codes(x * np.float32(2.0**-20))
+    np.testing.assert_array_equal(large[0], small[0])
+    np.testing.assert_array_equal(large[1], small[1])
 
 
 def test_rules_are_values():

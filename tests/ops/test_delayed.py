@@ -110,13 +110,13 @@ def test_what_is_not_finite_is_not_hidden_by_a_scale_of_before():
 
 
 def test_without_a_history_it_is_fp8():
-    x, w, dy = tensors(BLOCKS_OF_16[1], "float32")
-
-    def run(recipe):
+    @functools.partial(jax.jit, static_argnums=0, compiler_options=quick)
+    def run(recipe, x, w, dy):
         y, pullback = jax.vjp(lambda x, w: hb.qdot(x, w, recipe=recipe, key=KEY), x, w)
         return y, *pullback(dy)
 
-    for one, other in zip(run("fp8_delayed"), run("fp8"), strict=True):
+    given = tensors(BLOCKS_OF_16[1], "float32")
+    for one, other in zip(run("fp8_delayed", *given), run("fp8", *given), strict=True):
         np.testing.assert_array_equal(one, other)
 
 

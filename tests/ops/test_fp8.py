@@ -44,8 +44,8 @@ def same(found: Operand, expected: Operand) -> bool:
 @pytest.mark.parametrize("roles", [("fprop_x", "wgrad_x"), ("dgrad_dy", "wgrad_dy"), ("fprop_x",)])
 def test_operands_equal_the_definition(roles) -> None:
     requests = [request(FP8, role, None) for role in roles]
-    found = jax.jit(lambda x: PASSES.quantize(x, requests))(X)
-    expected = jax.jit(lambda x: XLA.quantize(x, requests))(X)
+    found = jax.jit(lambda x: PASSES.quantize(x, requests), compiler_options=quick)(X)
+    expected = jax.jit(lambda x: XLA.quantize(x, requests), compiler_options=quick)(X)
     assert all(same(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -194,9 +194,9 @@ def test_weights_of_all_layers_at_once_are_those_of_each() -> None:
     """What `quantize_stacks` does for passes that batch; the layers' maxima differ."""
     stack = normal(9, 3, 128, 256) * jnp.float32([1.0, 0.01, 30.0])[:, None, None]
     make = functools.partial(PASSES.weight, policy=recipe("fp8").fprop_w, axis=-2, key=None)
-    at_once = jax.vmap(make)(stack)
+    at_once, alone_of = jax.jit(jax.vmap(make), compiler_options=quick)(stack), jax.jit(make, compiler_options=quick)
     for layer, w in enumerate(stack):
-        alone, found = make(w), jax.tree.map(lambda leaf, i=layer: leaf[i], at_once)
+        alone, found = alone_of(w), jax.tree.map(lambda leaf, i=layer: leaf[i], at_once)
         for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
             np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
 

@@ -10,12 +10,14 @@ import pytest
 from instruments import quick
 
 from halfbyte import devices, ops
+from halfbyte.kernels.stacks import Layer
 from halfbyte.ops.activation import SILU
-from halfbyte.ops.backends import fused
+from halfbyte.ops.backends import fused, served
 from halfbyte.ops.backends.fused import FusedPasses
 from halfbyte.ops.backends.native import NATIVE
+from halfbyte.ops.execution import LinearPlan
 from halfbyte.ops.gemms import GEMMS
-from halfbyte.ops.linear import Linear, LinearPlan, quantize_part
+from halfbyte.ops.linear import Linear, quantize_part
 from halfbyte.ops.operand import Operand
 from halfbyte.ops.passes import XLA, request
 from halfbyte.ops.problem import Problem
@@ -23,13 +25,15 @@ from halfbyte.ops.shards import WHOLE
 from halfbyte.ops.weight import QWeight
 from halfbyte.recipe import recipe
 
-pytestmark = pytest.mark.usefixtures("interpreted_without_gpu")
+# Recipes share operands: programs of one text are compiled once.
+pytestmark = pytest.mark.usefixtures("interpreted_without_gpu", "quick_compiles")
 
-NVFP4, HALFBYTE = recipe("nvfp4"), recipe("halfbyte")
+NVFP4, HALFBYTE, QUARTET2 = recipe("nvfp4"), recipe("halfbyte"), recipe("quartet2")
 KEY = jax.random.key(5)
 H200 = devices.device("h200")
 PASSES = FusedPasses()
 X = jax.random.normal(jax.random.key(0), (2, 16, 128), jnp.float32).astype(jnp.bfloat16)
+RUNS = jax.random.normal(jax.random.key(0), (2, 128, 128), jnp.float32).astype(jnp.bfloat16)  # of 128 tokens
 
 
 jitted = functools.partial(jax.jit, compiler_options=quick)
@@ -40,16 +44,22 @@ def same(found: Operand, expected: Operand) -> bool:
     return bool((a == b).all()) and float(found.factor) == float(expected.factor)
 
 
-PRESETS = ("nvfp4", "nvfp4_unbiased", "nvfp4_4over6_mse", "nvfp4_4over6_mae", "nvfp4_4over6_sr", "halfbyte")
+PRESETS = (
+    "nvfp4", "nvfp4_unbiased", "nvfp4_4over6_mse", "nvfp4_4over6_mae", "nvfp4_4over6_sr", "halfbyte", "quartet2",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("roles", [("fprop_x", "wgrad_x"), ("dgrad_dy", "wgrad_dy"), ("fprop_x",)])
-def test_operands_equal_the_definition(name, roles) -> None:
-    requests = [request(recipe(name), role, KEY) for role in roles]
-    found = jax.jit(lambda x: PASSES.quantize(x, requests))(X)
-    expected = jax.jit(lambda x: XLA.quantize(x, requests))(X)
-    assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+@pytest.mark.parametrize("asked", [[("fprop_x", "wgrad_x"), ("fprop_x",)], [("dgrad_dy", "wgrad_dy")]])
+def test_operands_equal_the_definition(name, asked) -> None:
+    """Two of one tensor, and one alone; the definition makes the latter once for both."""
+
+    def operands(passes, x):
+        return [made for roles in asked for made in passes.quantize(x, [request(recipe(name), r, KEY) for r in roles])]
+
+    x = RUNS if name == "quartet2" else X
+    found, expected = (jitted(functools.partial(operands, passes))(x) for passes in (PASSES, XLA))
+    assert len(found) == sum(map(len, asked)) and all(same(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_a_forward_operand_that_nobody_asked_for_is_made_and_one_that_was_is_made_once() -> None:
@@ -60,44 +70,62 @@ def test_a_forward_operand_that_nobody_asked_for_is_made_and_one_that_was_is_mad
     assert text.count("name=quantize_rows_squared") == 1
 
 
-def test_a_forward_operand_of_a_weight_is_quantized_once_more_and_made_again_from_the_master() -> None:
+@pytest.mark.parametrize("given", [HALFBYTE, QUARTET2], ids=str)
+def test_a_forward_operand_of_a_weight_is_quantized_once_more_and_made_again_from_the_master(given) -> None:
     w = jax.random.normal(jax.random.key(1), (128, 256), jnp.float32)
-    problem = Problem(HALFBYTE, 256, 128, 256, H200)
+    problem = Problem(given, 256, 128, 256, H200)
     choice = ops.choose("fused", problem)
-    made = quantize_part(w, HALFBYTE, None, passes=choice.for_weight, packed=False)
-    right = quantize_part(w, HALFBYTE, None)
-    assert choice.for_weight == PASSES and same(made.dgrad, XLA.load(right.dgrad, HALFBYTE.dgrad_w))
-    kept = Linear(LinearPlan(problem, choice, WHOLE, "master"), made, None).kept()
-    assert sum(leaf.size for leaf in jax.tree.leaves(kept) if leaf is not w) <= 18  # the scales of both
-    again = kept.restored(after=w).weight
+    made = jitted(lambda w: quantize_part(w, given, KEY, passes=choice.for_weight, packed=False))(w)
+    right = jitted(lambda w: XLA.load(quantize_part(w, given, KEY).dgrad, given.dgrad_w))(w)
+    assert choice.for_weight == PASSES and same(made.dgrad, right)
+    made = dataclasses.replace(made, anchor=w)
+    kept = Linear(LinearPlan(problem, choice, WHOLE, "master"), made, KEY).kept()
+    assert sum(leaf.size for leaf in jax.tree.leaves(kept) if leaf is not w) <= 19  # the scales of both, and the key
+    again = jitted(lambda kept, w: kept.restored(after=w).weight)(kept, w)
     assert same(again.fprop, made.fprop) and same(again.dgrad, made.dgrad)
 
 
 def test_what_it_does_not_make_of_a_forward_operand_is_said() -> None:
     """Without the transform numbers are float32; h's operands are made of h; what travels is packed."""
     plain = {role: dataclasses.replace(getattr(HALFBYTE, role), hadamard=False) for role in ("wgrad_x", "wgrad_dy")}
-    assert "forward" in fused.foreign(dataclasses.replace(HALFBYTE, **plain))
+    assert "forward" in served.foreign(dataclasses.replace(HALFBYTE, **plain))
     assert "of h" in PASSES.unfused(SILU, [dataclasses.replace(HALFBYTE, remainder=False)] * 3)
     assert ops.choose("fused", Problem(HALFBYTE, 256, 128, 256, H200, parts=(2, 1))).for_weight is XLA
     assert "carrier" in NATIVE.foreign(HALFBYTE)
+    mixed = dataclasses.replace(QUARTET2, fprop_x=HALFBYTE.fprop_x)
+    assert "wgrad_x" in served.foreign(mixed) and served.foreign(QUARTET2) is None
+    assert "128" in PASSES.unfused(SILU, [QUARTET2] * 3) and "128" in PASSES.unnormed([QUARTET2])
+    assert ops.choose("fused", Problem(QUARTET2, 256, 128, 256, H200, parts=(2, 1))).for_weight is XLA
+    assert "multiple of 16 tokens" in PASSES.unsupported(Problem(QUARTET2, 24, 128, 256, H200, training=False))
 
 
-@pytest.mark.parametrize("size", [1e-30, 1e-19, 1e-5, 1e19, 1e30])
-def test_a_choice_does_not_depend_on_the_size_of_a_tensor(size) -> None:
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_a_tensor_of_quartet2_that_is_not_finite_gives_nan_as_the_definition_does(bad) -> None:
+    """Its row has the definition's numbers all the same."""
+    x = RUNS.at[0, 3, 5].set(bad)
+    wanted = [request(QUARTET2, role, KEY) for role in ("fprop_x", "wgrad_x")]
+    found, expected = (jitted(functools.partial(passes.quantize, requests=wanted))(x) for passes in (PASSES, XLA))
+    assert all(np.isnan(float(o.factor)) for o in (*found, *expected))
+    a, b = (np.asarray(made[0].values().astype(jnp.float32)) for made in (found, expected))
+    assert (a == b).all()
+
+
+@pytest.mark.parametrize("passes", [PASSES, XLA], ids=["fused", "xla"])
+def test_a_choice_does_not_depend_on_the_size_of_a_tensor(passes) -> None:
     """Where squares of its numbers leave float32's range the definition and the kernels choose as elsewhere."""
-    mse = recipe("nvfp4_4over6_mse")
-    power = 2.0 ** int(np.log2(size))
-    for passes in (PASSES, XLA):
-        made = [passes.quantize(x, [request(mse, "fprop_x", KEY)])[0] for x in (X, (X * power).astype(X.dtype))]
-        assert bool((made[0].values() == made[1].values()).all())
+    chosen = jitted(lambda x: passes.quantize(x, [request(recipe("nvfp4_4over6_mse"), "fprop_x", KEY)])[0].values())
+    for size in (1e-30, 1e-19, 1e-5, 1e19, 1e30):
+        power = 2.0 ** int(np.log2(size))
+        assert bool((chosen(X) == chosen((X * power).astype(X.dtype))).all()), size
 
 
-def test_a_kept_operand_is_packed_as_the_definition_packs_it_and_loads_back() -> None:
-    requests = [request(NVFP4, "fprop_x", KEY), request(NVFP4, "wgrad_x", KEY, kept=True)]
+@pytest.mark.parametrize("given", [NVFP4, QUARTET2], ids=str)
+def test_a_kept_operand_is_packed_as_the_definition_packs_it_and_loads_back(given) -> None:
+    requests = [request(given, "fprop_x", KEY), request(given, "wgrad_x", KEY, kept=True)]
 
     def both(passes):
-        kept = passes.quantize(X, requests)[1]
-        return kept, passes.load(kept, NVFP4.wgrad_x)
+        kept = passes.quantize(RUNS, requests)[1]
+        return kept, passes.load(kept, given.wgrad_x)
 
     (a, found), (b, expected) = (jitted(functools.partial(both, passes))() for passes in (PASSES, XLA))
     assert (a.packed == b.packed).all() and (a.scales == b.scales).all() and a.amax == b.amax
@@ -123,10 +151,14 @@ def test_a_weight_in_blocks_along_an_axis_equals_the_definition(name, width) -> 
         if width % 16 and axis == -1:
             continue
         policy = getattr(given, role)
-        found = PASSES.weight(w, policy, axis=axis, key=None, packed=False)
-        assert same(found, XLA.load(XLA.weight(w, policy, axis=axis, key=None), policy))
-        kept = PASSES.keep_weight(found, axis=axis)
-        again = PASSES.remake_weight(w, kept)
+
+        def made(w, policy=policy, axis=axis):
+            found = PASSES.weight(w, policy, axis=axis, key=None, packed=False)
+            again = PASSES.remake_weight(w, PASSES.keep_weight(found, axis=axis))
+            return found, again, XLA.load(XLA.weight(w, policy, axis=axis, key=None), policy)
+
+        found, again, right = jitted(made)(w)
+        assert same(found, right)
         assert (again.array == found.array).all() and same(again, found)
 
 
@@ -182,3 +214,21 @@ def test_it_serves_nvfp4_on_one_hopper_gpu() -> None:
 
 def test_it_serves_widths_that_no_tile_divides() -> None:
     assert fused.BACKEND.unable(Problem(NVFP4, 256, 96, 1376, H200)) is None
+
+
+def test_a_weight_is_read_where_it_lies_among_those_of_other_layers() -> None:
+    """The same carrier, and the master kept as where it lies."""
+    stack = jax.random.normal(jax.random.key(1), (3, 128, 256), jnp.float32)
+    problem = Problem(NVFP4, 256, 128, 256, H200)
+    plan = LinearPlan(problem, ops.choose("fused", problem), WHOLE, "master")
+
+    def made(stack, number, layer):
+        given = stack[number] if layer is None else layer
+        w = dataclasses.replace(quantize_part(given, NVFP4, None, passes=PASSES, packed=False), anchor=stack[number])
+        kept = Linear(plan, w, None, layer=layer).kept()
+        return kept.weight, w.fprop, kept.restored(after=stack).weight.fprop
+
+    layer = Layer(stack, jnp.int32(1))
+    (anchored, found, again), (sliced, expected, _) = (made(stack, 1, at) for at in (layer, None))
+    assert same(found, expected) and same(again, expected)
+    assert anchored.anchor is layer and sliced.anchor.shape == (128, 256)

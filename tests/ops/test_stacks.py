@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import halfbyte as hb
 from halfbyte import devices, ops, program
-from halfbyte.kernels.stacks import hand_back
+from halfbyte.kernels.stacks import Layer, hand_back
 from halfbyte.ops.backends import fp8
 from halfbyte.ops.mlp import Middle
 from halfbyte.ops.shards import empty_stack
@@ -122,3 +122,31 @@ def test_a_step_copies_no_layer_fills_no_stack_and_transposes_no_gradient(recipe
     if recipe != "bf16":  # whose slices of g and u are part of XLA's own fusions, or copies, as it likes
         assert found["slice"] < 3 * product, found
         assert found["update"] + found["fill"] < 4 * product, found  # 9 more if they were copied into filled stacks
+
+
+def test_a_loops_weights_are_not_copied_for_the_kernels() -> None:
+    """Compiled for an H200: no kernel reads a slice, which XLA would write first."""
+    device = devices.topology(H200, hosts=1, per_host=1).devices[0]
+
+    def like(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.SingleDeviceSharding(device))
+
+    def loss(stack, x, stacked):
+        def body(x, layer):
+            w, number = layer
+            key = jax.random.fold_in(jax.random.key(1), number)
+            lies = (Layer(lax.stop_gradient(stack), number),) if stacked else None
+            execution = ops.Execution("fused", layers=lies)
+            return ops.qdots(x, [w], recipes=[hb.recipe("nvfp4")], keys=[key], execution=execution)[0], None
+
+        return lax.scan(body, x, (stack, jnp.arange(3)))[0].astype(jnp.float32).sum()
+
+    def copied(stacked):
+        with ops.compile_for(H200):
+            step = jax.jit(jax.grad(functools.partial(loss, stacked=stacked)), compiler_options=ops.GPU_OPTIONS)
+            text = step.lower(like(3, 256, 256, dtype=jnp.float32), like(512, 256)).compile().as_text()
+        found = program.moves(program.read(text)).get("slice")
+        return 0 if found is None else found.total
+
+    assert copied(True) < 1000  # numbers of layers and their keys
+    assert copied(False) >= 2 * 3 * 256 * 256 * 4  # read and written

@@ -38,7 +38,16 @@ import numpy as np
 from .bits import float32_bits, float_of_bits
 from .choices import MEASURES, deviation, expected_deviation, normal, take_least, to_nearest
 from .elements import E4M3, E8M0_BIAS, E8M0_DTYPE, E8M0_MAX, E8M0_NAN, Element, decode, decode_e8m0, round_nearest
-from .exact import INFINITY_BITS, MAX_BITS, divide, divide_bits, multiply_short_bits, reduce_factor, times
+from .exact import (
+    INFINITY_BITS,
+    LIFT,
+    MAX_BITS,
+    divide,
+    divide_bits,
+    multiply_short_bits,
+    reduce_factor,
+    times,
+)
 from .outer import NEIGHBOURS, OUTERS, outer_maxima
 from .tensor_scale import encode_scale_bits, once, outer_scales, tensor_scales
 from .views import BlockView
@@ -212,6 +221,25 @@ class TwoLevel(ScaleRule):
 
     def amax_bits(self, largest: jax.Array, view: BlockView) -> jax.Array:
         return outer_maxima(largest, view, self.outer)
+
+    @property
+    def _may_be_subnormal(self) -> bool:
+        """Whether a block's encode scale, top / (s amax), can be: for an amax of FLT_MAX, where top < 4 s."""
+        if not self.chooses:
+            return False
+        largest = min(self.scale.max, self.scale_top * self.headroom * max(self.among) / min(self.among))
+        return max(self.among) * self.scale_top < 4 * largest
+
+    def scaled(self, magnitude: jax.Array, scales: BlockScales, view: BlockView) -> jax.Array:
+        plain = super().scaled(magnitude, scales, view)
+        if not self._may_be_subnormal:
+            return plain
+        # Of numbers of 2**126 and more: they lowered, the scale lifted, by bits, for XLA would move constants together.
+        bits, down = float32_bits(scales.encode), jnp.uint32(LIFT << 23)
+        lowered = float_of_bits(jnp.maximum(magnitude, down) - down)
+        units = float32_bits(bits.astype(jnp.int32).astype(jnp.float32))  # of 2**-149
+        lifted = float_of_bits(units - jnp.uint32((149 - LIFT) << 23))
+        return jnp.where(view.spread(bits < jnp.uint32(0x80_0000)), lowered * view.spread(lifted), plain)
 
     def find(self, blocks: Blocks, element: Element) -> BlockScales:
         if self.by_table and self.outer == "tensor":

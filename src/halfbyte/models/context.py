@@ -5,7 +5,7 @@ the backward pass.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from halfbyte import ops
+from halfbyte.kernels.stacks import Layer
 from halfbyte.models.config import LlamaConfig
 from halfbyte.models.params import linear_sites
 from halfbyte.models.spec import ParamSpec
@@ -69,6 +70,11 @@ class Context:
         """Whether layers are turns of a loop, one each: their passes cannot meet in one piece of program."""
         return self.unroll == 1
 
+    @property
+    def on_mesh(self) -> bool:
+        """Whether there is more than one device."""
+        return self.mesh is not None and self.mesh.size > 1
+
     def __post_init__(self) -> None:
         if self.remat not in REMAT:
             raise ValueError(f"remat must be one of {', '.join(REMAT)}, got {self.remat!r}")
@@ -108,6 +114,22 @@ class Stacks:
 
 
 @dataclasses.dataclass(frozen=True)
+class Masters:
+    """The weights of all layers as they rest, by group and name, [layers, ...] each; those of this layer as it was
+    given them; and which layer it is.
+    """
+
+    stacks: dict[str, dict[str, Any]]
+    own: dict[str, dict[str, Any]]
+    at: jax.Array
+
+    def place(self, group: str, name: str, weight: Any) -> Layer | None:
+        """Where that weight lies; None for one that was made of it."""
+        lies = isinstance(weight, jax.Array) and weight is self.own[group][name]
+        return Layer(self.stacks[group][name], self.at) if lies else None
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerContext:
     """A `Context` inside one layer of one segment: recipes by path, and the layer's key.
 
@@ -122,6 +144,7 @@ class LayerContext:
     watch: Watch | None = None
     stacks: Stacks | None = None
     routed: list[Load] | None = None
+    masters: Masters | None = None
 
     def recipe(self, group: str, name: str) -> Recipe:
         """The recipe of linear `name` of `group`."""
@@ -166,7 +189,7 @@ class LayerContext:
     @property
     def on_mesh(self) -> bool:
         """Whether there is more than one device."""
-        return self.ctx.mesh is not None and self.ctx.mesh.size > 1
+        return self.ctx.on_mesh
 
     def divides(self, x: jax.Array, *axes: Axes) -> bool:
         """Whether the mesh cuts the positions and sequences of x evenly, wherever they have these logical axes: a
@@ -181,16 +204,19 @@ class LayerContext:
         plain = not any(recipe.quantized for recipe in recipes) and self.ctx.backend != "reference"
         return "auto" if plain else self.ctx.backend
 
-    def execution(self, x: jax.Array, group: str, names: Sequence[str]) -> ops.Execution:
-        """How the linears `names` of `group` are computed: on a mesh each where it lies, if that divides x. Without a
-        loop a layer's weights are slices, copies of the master, and better kept as codes.
+    def execution(self, x: jax.Array, group: str, names: Sequence[str], weights: Mapping[str, Any]) -> ops.Execution:
+        """How the linears `names` of `group` with these weights are computed: on a mesh each where it lies, if that
+        divides x. Without a loop codes are kept for the backward pass, as XLA keeps what bf16's are cast to.
         """
         placed = None
         if self.on_mesh and self.divides(x, *(axes for name in names for axes in self.ends(group, name))):
             placed = tuple(self.placement(group, name) for name in names)
         backend = self.backend(*(self.recipe(group, name) for name in names))
         kept = "master" if self.ctx.looped else "codes"
-        return ops.Execution(backend, placed, weights_kept=kept, sharded=self.on_mesh)
+        layers = None
+        if self.masters is not None:
+            layers = tuple(self.masters.place(group, name, weights[name]) for name in names)
+        return ops.Execution(backend, placed, weights_kept=kept, sharded=self.on_mesh, layers=layers)
 
     def site_key(self, site: str) -> jax.Array | None:
         """The key of one site of this layer, None if the step has none."""

@@ -10,6 +10,7 @@ come from their tokens' devices and go back there (`ops.exchange`).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -55,7 +56,7 @@ def experts_mlp(cfg: LlamaConfig, weights: Params, h: jax.Array, here: LayerCont
     matrices = tuple(weights[name] for name in EXPERT_SITES)
 
     def run(x: jax.Array, weights: Matrices, keys: Keys, tiles: Tiles, first: jax.Array | int = 0) -> jax.Array:
-        amaxes = _shared_amaxes(weights[:2], recipes)
+        amaxes, tiles = _shared_amaxes(weights[:2], recipes), dataclasses.replace(tiles, backend=here.ctx.backend)
 
         def dot(x: jax.Array, n: int) -> jax.Array:
             how: dict[str, Any] = {"recipe": recipes[n], "key": keys[n], "amax": amaxes[n], "first": first}

@@ -64,6 +64,14 @@ def _site(here: LayerContext, group: str, name: str) -> ops.Site:
     return ops.Site(recipe, here.backend(recipe), here.placement(group, name))
 
 
+def norm_outside(x: jax.Array, weights: Params, here: LayerContext, group: str, names: Sequence[str]) -> str | None:
+    """Why the linears `names` of `group` are handed x normed, or None if their passes norm it themselves."""
+    if here.watch is not None or here.ctx.remat != "none":
+        return "what is normed is read, or kept"
+    given, recipes = [weights[name] for name in names], [here.recipe(group, name) for name in names]
+    return ops.norm_outside(x, given, recipes=recipes, execution=here.execution(x, group, names, weights))
+
+
 def linears(
     x: jax.Array, weights: Params, here: LayerContext, group: str, names: Sequence[str],
     copies: Sequence[jax.Array] = (),
@@ -83,7 +91,7 @@ def linears(
         [weights[name] for name in names],
         recipes=recipes,
         keys=[here.site_key(f"{group}/{name}") for name in names],
-        execution=here.execution(x, group, names),
+        execution=here.execution(x, group, names, weights),
         copies=copies,
     )
     return tuple(given(name, y) for name, y in zip(names, made, strict=True))
@@ -108,7 +116,7 @@ def gated_mlp(
         recipe=recipes,
         key=here.site_key(op_of(sites[0])[0]),
         middle=ops.Middle(activation, "input" if place is None and here.ctx.remat == "quantized" else "fast"),
-        execution=here.execution(x, "mlp", sites),
+        execution=here.execution(x, "mlp", sites, weights),
     )
     if stacks is not None and kept is not None:
         stacks.both = kept[:2]

@@ -21,7 +21,7 @@ from halfbyte.models.config import SHARED_SITES, LlamaConfig
 from halfbyte.models.context import BETWEEN, PLAIN, Context, LayerContext, in_loop, inside
 from halfbyte.models.embedding import embed_tokens, head_weight
 from halfbyte.models.experts import experts_mlp
-from halfbyte.models.linear import MLP_SITES, gated_mlp, linears
+from halfbyte.models.linear import MLP_SITES, gated_mlp, linears, norm_outside
 from halfbyte.models.params import Params
 from halfbyte.models.quantized import share_scales
 from halfbyte.models.remat import flattened, streamed
@@ -29,7 +29,7 @@ from halfbyte.models.walk import through_layers
 from halfbyte.nn.attention import attention
 from halfbyte.nn.loss import Spread, cross_entropy
 from halfbyte.nn.loss import token_nll as chunked_nll
-from halfbyte.nn.norm import forked_norm, rms_norm
+from halfbyte.nn.norm import by_xla, forked_norm, forked_norm_in_passes, rms_norm
 from halfbyte.nn.rope import apply_rope, rope_frequencies, rope_tables
 from halfbyte.nn.routing import Load
 from halfbyte.ops.activation import ACTIVATIONS
@@ -142,21 +142,26 @@ def block(
 ) -> jax.Array:
     """One transformer block, [batch, seq, embed] -> the same. `attend(q, k, v)` is given rotated q and k."""
     ctx = here.ctx
-    x, h = forked(cfg, x, weights["attention"]["norm"], here, readers=len(QKV))
+    x, h = forked(cfg, x, weights["attention"], here, ("attention", QKV))
     x = x + attention_block(cfg, weights["attention"], h, tables, here, attend)
-    x, h = forked(cfg, streamed(ctx.constrain(x, *BETWEEN)), weights["mlp"]["norm"], here)
+    x, h = forked(cfg, streamed(ctx.constrain(x, *BETWEEN)), weights["mlp"], here, ("mlp", MLP_SITES[:2]))
     y = mlp_block(cfg, weights["mlp"], h[0], here)
     return pinned(ctx.constrain(x + y, *BETWEEN))
 
 
 def forked(
-    cfg: LlamaConfig, x: jax.Array, weight: jax.Array, here: LayerContext, readers: int = 1
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """(x as it goes on, x normed: once, or once for each of its readers)."""
-    ctx = here.ctx
-    many = 1 if here.watch else readers  # a watch sees one
-    looped = in_loop(cfg, ctx.unroll)
-    x, h = forked_norm(x, weight, cfg.norm_eps, readers=many, looped=looped, mesh=ctx.mesh, rules=ctx.rules)
+    cfg: LlamaConfig, x: jax.Array, weights: Params, here: LayerContext, sites: tuple[str, Sequence[str]]
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    """(x as it goes on, x normed: once, or once for each of its readers, the linears `sites`; the first as `Normed` if
+    they norm x in the passes that quantize it).
+    """
+    ctx, (group, names), weight = here.ctx, sites, weights["norm"]
+    many = 1 if here.watch or group == "mlp" else len(names)  # a watch sees one; an MLP is one op
+    how: dict[str, Any] = {"looped": in_loop(cfg, ctx.unroll), "mesh": ctx.mesh, "rules": ctx.rules}
+    dense = all(name in weights for name in names)
+    if dense and by_xla(x.shape, x.dtype, **how) is None and norm_outside(x, weights, here, group, names) is None:
+        return forked_norm_in_passes(x, weight, cfg.norm_eps, readers=many)
+    x, h = forked_norm(x, weight, cfg.norm_eps, readers=many, **how)
     return x, tuple(ctx.constrain(each, *BETWEEN) for each in h)
 
 

@@ -22,7 +22,7 @@ from halfbyte.formats import amax_of
 from halfbyte.models.config import EXPERT_SITES, SHARED_SITES, LlamaConfig, param_specs
 from halfbyte.models.context import LayerContext
 from halfbyte.models.params import Params
-from halfbyte.models.spec import ParamSpec
+from halfbyte.models.spec import ParamSpec, flatten, nest
 from halfbyte.recipe import WEIGHTS, Recipe, Resolved
 from halfbyte.sharding import DEFAULT_RULES, Rules, named_sharding
 
@@ -72,6 +72,26 @@ def quantize_weights(
         for group, inner in params["layers"].items()
     }
     return {**params, "layers": layers}
+
+
+def rounded_weights(
+    cfg: LlamaConfig, params: Params, resolved: Resolved, mesh: Mesh | None = None, rules: Rules = DEFAULT_RULES
+) -> Params:
+    """`params`, or some of its stacked weights, as the numbers that fprop reads: those of their codes, or as they are
+    in layers that do not quantize them. For recipes that round a weight to nearest by itself.
+    """
+    declared = flatten(param_specs(cfg))
+
+    def visit(path: str, weight: jax.Array) -> jax.Array:
+        sharding = None if mesh is None else named_sharding(declared[path].axes[1:], mesh, rules)
+        parts = []
+        for segment in resolved.segments:
+            part, policy = weight[segment.start : segment.stop], segment.recipes[path].fprop_w
+            each = functools.partial(ops.rounded_weight, policy=policy, sharding=sharding)
+            parts.append(jax.vmap(each)(part) if policy.format.quantized else part)
+        return jnp.concatenate(parts)
+
+    return nest({path: visit(path, weight) for path, weight in flatten(params).items()})
 
 
 def share_scales(weights: Params, here: LayerContext, group: str) -> Params:

@@ -16,7 +16,7 @@ from jax import lax
 
 from halfbyte.kernels.stacks import hand_back
 from halfbyte.models.config import LlamaConfig, param_specs
-from halfbyte.models.context import Context, LayerContext, Stacks, key_of_layer, segments
+from halfbyte.models.context import Context, LayerContext, Masters, Stacks, key_of_layer, segments
 from halfbyte.models.linear import quantize_ahead, remembered, stacks_of
 from halfbyte.models.params import Params, linear_sites
 from halfbyte.models.remat import rematerialized
@@ -34,36 +34,38 @@ def through_layers(
     gets its layer's.
     """
     specs, made = param_specs(cfg), []
+    masters = None if ctx.on_mesh else lax.stop_gradient(params["layers"])  # all layers: part of a stack is a copy
     for segment in segments(cfg, ctx):
+        here = LayerContext(ctx, specs, segment.recipes, None)
+        weights = of_segment(params["layers"], cfg, segment)
 
         def body(carry: tuple[jax.Array, Any], layer: Any, segment: Segment = segment) -> Any:
             (x, both), (weights, number, entry) = carry, layer
             stacks = None if both is None else Stacks(both, number - segment.start)
-            here = LayerContext(ctx, specs, segment.recipes, key_of_layer(ctx, number), stacks=stacks)
+            at = None if masters is None else Masters(masters, weights, number)
+            here = LayerContext(ctx, specs, segment.recipes, key_of_layer(ctx, number), stacks=stacks, masters=at)
             x, out = visit(x, weights, here, entry)
             return (x, None if stacks is None else stacks.both), out
 
         layer = rematerialized(body, ctx.remat, looped=ctx.looped)
-        here = LayerContext(ctx, specs, segment.recipes, None)
-        weights = of_segment(params["layers"], cfg, segment)
         if ctx.amaxes is not None:
             weights = remembered(weights, of_segment(ctx.amaxes, cfg, segment), segment, linear_sites(cfg))
         weights = quantize_ahead(weights, x, here)
         both, numbers = stacks_of(segment, x, cfg.mlp, ctx), jnp.arange(segment.start, segment.stop, dtype=jnp.int32)
-        x, out = _through(layer, x, both, (weights, numbers, of_segment(entries, cfg, segment)), unroll=ctx.unroll)
+        x, out = _through(layer, x, both, (weights, numbers, of_segment(entries, cfg, segment)), ctx=ctx)
         made.append(out)
     return x, made
 
 
-def _through(layer: Any, x: jax.Array, both: Any, layers: Any, *, unroll: int) -> tuple[jax.Array, Any]:
+def _through(layer: Any, x: jax.Array, both: Any, layers: Any, *, ctx: Context) -> tuple[jax.Array, Any]:
     """A segment's layers: a loop, or one layer after another if `unroll` covers them all."""
     weights, numbers, entries = layers
-    count = numbers.shape[0]
+    count, unroll = numbers.shape[0], ctx.unroll
     if unroll < count or count == 1:
         (x, both), stacked = lax.scan(layer, (x, both), layers, unroll=unroll)
         return (x if both is None else hand_back(x, both)), stacked
     traced_once, made = jax.jit(layer), []
-    for (weight, entry), number in zip(unstack((weights, entries), count), numbers, strict=True):
+    for (weight, entry), number in zip(unstack((weights, entries), count, cut=ctx.on_mesh), numbers, strict=True):
         (x, _), out = traced_once((x, None), (weight, number, entry))
         made.append(out)
     return x, jax.tree.map(lambda *parts: jnp.stack(parts), *made)

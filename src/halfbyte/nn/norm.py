@@ -10,7 +10,8 @@ made again by two products, the same to the last bit:
 `forked_norm` is how a block calls it: the norm between a stream and those who read it normed. Kernels of our own
 (`kernels/norm.py`) read and write each row once, with what comes back from every reader and along the stream in the
 same pass; XLA takes two passes forward and two to four backward. Kernels sum squares in an order of their own, the same
-on every GPU.
+on every GPU. Where the passes that quantize h for its readers norm x themselves (`kernels/normed.py`), h is never
+written: they are handed what it is made of, an `ops.Normed`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from jax.typing import DTypeLike
 
 from halfbyte.devices import Device
 from halfbyte.kernels import norm as kernels
+from halfbyte.kernels import normed
 from halfbyte.ops.operand import SCALES, pinned
+from halfbyte.ops.passes import Normed
 from halfbyte.ops.problem import target
 from halfbyte.ops.surroundings import several_devices
 from halfbyte.sharding import DEFAULT_RULES, Rules, axis_size, on_parts
@@ -116,6 +119,17 @@ def forked_norm(
     return _forked(Fork(eps, readers, mesh, rules), x, scale)
 
 
+def forked_norm_in_passes(
+    x: jax.Array, scale: jax.Array, eps: float, *, readers: int = 1
+) -> tuple[jax.Array, tuple[jax.Array | Normed, ...]]:
+    """`forked_norm` by kernels on one device, for readers whose passes norm x themselves: the first h is `Normed`, the
+    others are there for their gradients. To whoever reads one as an array all the same it has the same bits, by XLA.
+    """
+    x, h, inverse, maxima = _forked_in_passes(Fork(eps, readers, None, DEFAULT_RULES), x, scale)
+    made_of = jax.tree.map(lax.stop_gradient, (x, inverse, scale.astype(jnp.float32), maxima))
+    return x, (Normed(h[0], *made_of), *h[1:])
+
+
 def by_xla(
     shape: tuple[int, ...], dtype: DTypeLike, *, looped: bool, device: Device | None = None, mesh: Mesh | None = None,
     rules: Rules = DEFAULT_RULES,
@@ -150,7 +164,8 @@ def _forked_fwd(fork, x, scale):
 
     h, inverse = fork.on_parts(local, (x, scale), (stream, PartitionSpec()), (stream, row))
     inverse = checkpoint_name(inverse, SCALES)
-    return (x, (h,) * fork.readers), (x, scale, inverse)
+    # x is there for the kernel: a compiler would add it up once more for whoever reads it further on.
+    return (lax.optimization_barrier(x), (h,) * fork.readers), (x, scale, inverse)
 
 
 def _forked_bwd(fork, residuals, gradients):
@@ -173,3 +188,19 @@ def _matrix(x: jax.Array) -> jax.Array:
 
 
 _forked.defvjp(_forked_fwd, _forked_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _forked_in_passes(fork, x, scale):
+    """`_forked`, r and the maxima of h."""
+    return _in_passes_fwd(fork, x, scale)[0]
+
+
+def _in_passes_fwd(fork, x, scale):
+    inverse, *maxima = normed.statistics(_matrix(x), scale.astype(jnp.float32), eps=fork.eps)
+    inverse = checkpoint_name(inverse.reshape(x.shape[:-1]), SCALES)
+    h = _scaled(x, inverse[..., None], scale)
+    return (lax.optimization_barrier(x), (h,) * fork.readers, inverse, tuple(maxima)), (x, scale, inverse)
+
+
+_forked_in_passes.defvjp(_in_passes_fwd, lambda fork, residuals, gradients: _forked_bwd(fork, residuals, gradients[:2]))

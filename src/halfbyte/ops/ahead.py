@@ -14,7 +14,8 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from halfbyte.ops.linear import Execution, LinearPlan, plan_linear, quantize_part
+from halfbyte.ops.execution import Execution, LinearPlan, plan_linear
+from halfbyte.ops.linear import quantize_part
 from halfbyte.ops.shards import Placement, axes_of, size_of
 from halfbyte.ops.weight import QWeight, weight_specs
 from halfbyte.recipe import WEIGHTS, Recipe

@@ -19,8 +19,8 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
+from halfbyte.ops.execution import Execution
 from halfbyte.ops.first_order import first_order
-from halfbyte.ops.linear import Execution
 from halfbyte.ops.mlp import mlp_in_stacks
 from halfbyte.ops.qdot import qdot, qdots
 from halfbyte.ops.surroundings import explicit_sharding, in_auto_axes, own_key, replica_key, vary_alike

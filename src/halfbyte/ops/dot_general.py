@@ -80,7 +80,7 @@ class DotGeneral:
         weight: str = "right",
     ) -> None:
         recipe = as_recipe(recipe, "dot_general")
-        recipe.refuse_history("dot_general")
+        recipe.refuse_foreign("dot_general")
         if recipe.stochastic and key is None:
             raise ValueError(
                 f"dot_general: recipe {recipe.name!r} rounds stochastically and needs key=: a Linen stream's name, "

@@ -21,7 +21,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from halfbyte.formats import Packed, quantize
-from halfbyte.ops.backends import Choice, check_training, choose
+from halfbyte.kernels.stacks import Layer, array_of
+from halfbyte.ops.backends import check_training
+from halfbyte.ops.execution import Execution, LinearPlan, plan_linear
 from halfbyte.ops.gemms import DGRAD, FPROP, WGRAD, Gemm, added_up, finish
 from halfbyte.ops.operand import EightBit, InTwo, Operand, Owed, Quantized, WeightScales, name_saved, quantize_operand
 from halfbyte.ops.passes import (
@@ -36,11 +38,9 @@ from halfbyte.ops.passes import (
     drawn_keys,
     request,
 )
-from halfbyte.ops.problem import Problem, target
 from halfbyte.ops.shards import (
     WHOLE,
     Cut,
-    Placement,
     Shards,
     alone,
     axes_of,
@@ -49,10 +49,8 @@ from halfbyte.ops.shards import (
     inside_shape,
     on_mesh,
     scatter_gradient,
-    size_of,
     travelling_dtype,
 )
-from halfbyte.ops.surroundings import several_devices
 from halfbyte.ops.weight import (
     CONTRACTED,
     QWeight,
@@ -67,78 +65,8 @@ from halfbyte.recipe import OperandPolicy, Recipe, as_recipe
 from halfbyte.sharding import on_parts
 
 FLOAT32 = jnp.dtype(jnp.float32)
-WEIGHTS_KEPT = ("master", "codes")
 TENSORS = ("x", "w", "dy")  # of a linear, as a history has them
 _Result = TypeVar("_Result")
-
-
-@dataclasses.dataclass(frozen=True)
-class Execution:
-    """How linears are computed, beside what: who serves them, how each lies on a mesh, what is kept of their weights.
-
-    `sharded` without placements: the compiler lays the arrays out over several devices, and kernels, which read one
-    device's, are left out.
-    """
-
-    backend: str = "auto"
-    placements: tuple[Placement, ...] | None = None
-    weights_kept: str = "master"
-    sharded: bool = False
-
-    def __post_init__(self) -> None:
-        if self.weights_kept not in WEIGHTS_KEPT:
-            raise ValueError(f"weights_kept must be one of {', '.join(WEIGHTS_KEPT)}, got {self.weights_kept!r}")
-
-    def shards(self, count: int, ndim: int) -> tuple[Shards, ...]:
-        """How `count` linears of an x of `ndim` dims are cut."""
-        return (WHOLE,) * count if self.placements is None else tuple(p.shards(ndim) for p in self.placements)
-
-
-ALONE = Execution()
-
-
-@dataclasses.dataclass(frozen=True)
-class LinearPlan:
-    """What is settled before tracing."""
-
-    problem: Problem
-    choice: Choice
-    shards: Shards
-    weights_kept: str
-
-    @property
-    def recipe(self) -> Recipe:
-        return self.problem.recipe
-
-    @property
-    def weight_dtype(self) -> jnp.dtype:
-        return jnp.dtype(self.problem.weight_dtype)
-
-
-def plan_linear(
-    x: jax.ShapeDtypeStruct, w: Weight | jax.ShapeDtypeStruct, recipe: Recipe, execution: Execution = ALONE,
-    shards: Shards = WHOLE,
-) -> LinearPlan:  # fmt: skip
-    """The plan of x [tokens..., inputs], as it is inside, times w, an array or a QWeight as it rests.
-
-    It asks for all three GEMMs, or for fprop alone if the tokens cannot be blocked for wgrad (a decoder's single token,
-    say).
-    """
-    parts = size_of(shards.stored[0]), size_of(shards.stored[1])
-    problem = Problem(
-        recipe,
-        math.prod(x.shape[:-1]),
-        w.shape[0] * parts[0],
-        w.shape[1] * parts[1],
-        target(),
-        dtype=x.dtype.name,
-        weight_dtype=w.dtype.name,
-        sharded=(execution.sharded and execution.placements is None) or several_devices(),
-        parts=parts,
-    )
-    if problem.unblockable() is not None:
-        problem = dataclasses.replace(problem, training=False)
-    return LinearPlan(problem, choose(execution.backend, problem), shards, execution.weights_kept)
 
 
 def with_linears(
@@ -150,21 +78,26 @@ def with_linears(
 
     The first linear is one that reads x; all see as many tokens.
     """
-    cuts = execution.shards(len(recipes), given[0].ndim)
+    cuts, layers = execution.shards(len(recipes), given[0].ndim), execution.layers or (None,) * len(recipes)
 
     def local(given: Sequence[Any], weights: Sequence[Weight], keys: Sequence[jax.Array | None]) -> _Result:
         x, *rest = given
         tokens = token_view(x, recipes) if cuts[0] == WHOLE else x
         inside, linears = inside_shape(tokens, cuts[0]), []
-        for w, key, recipe, cut in zip(weights, keys, recipes, cuts, strict=True):
+        for w, key, recipe, cut, layer in zip(weights, keys, recipes, cuts, layers, strict=True):
             amaxes = w.amaxes if isinstance(w, Remembered) and recipe.history else None
             w = w.weight if isinstance(w, Remembered) else w
             plan = plan_linear(inside, w, recipe, execution, cut)
             if not isinstance(w, QWeight):
                 passes, packed = plan.choice.for_weight, plan.problem.gathered
                 before = None if amaxes is None else amaxes[TENSORS.index("w")]
-                w = quantize_part(w, recipe, key, cut=cut.w, passes=passes, packed=packed, amax=before)
-            linears.append(Linear(plan, w, key, amaxes))
+                layer = layer if passes.reads_stacks else None
+                read = w if layer is None else layer
+                made = quantize_part(read, recipe, key, cut=cut.w, passes=passes, packed=packed, amax=before)
+                w = dataclasses.replace(made, anchor=w)
+            else:
+                layer = None
+            linears.append(Linear(plan, w, key, amaxes, layer))
         return op(tokens, tuple(linears), *rest)
 
     if execution.placements is None:
@@ -213,13 +146,15 @@ def quantize_weight(
 
 
 def quantize_part(
-    w: jax.Array, recipe: Recipe, key: jax.Array | None, *, cut: Cut = ((), ()), passes: Passes = XLA,
+    w: jax.Array | Layer, recipe: Recipe, key: jax.Array | None, *, cut: Cut = ((), ()), passes: Passes = XLA,
     amax: jax.Array | None = None, packed: bool = True,
 ) -> QWeight:  # fmt: skip
     """The weight, or one device's part of one that is `cut`, quantized by `passes` (`packed`, where it is to travel),
-    or by the definition under a given `amax`; of a recipe with a history, that of steps before.
+    which may read it where it lies, or by the definition under a given `amax`; of a recipe with a history, that of
+    steps before.
     """
     constant = lax.stop_gradient(w)
+    array = array_of(constant)
 
     def codes(role: str, forward: QuantizedWeight | None = None) -> QuantizedWeight | None:
         policy: OperandPolicy = getattr(recipe, role)
@@ -227,16 +162,17 @@ def quantize_part(
             return None
         made: QuantizedWeight
         if amax is not None and recipe.history:
-            made = defined_weight(constant, policy, axis=CONTRACTED[role], key=None, cut=cut, amax=amax)
+            made = defined_weight(array, policy, axis=CONTRACTED[role], key=None, cut=cut, amax=amax)
         elif amax is not None:  # kernels find a tensor's amax themselves
-            made = Packed.of(quantize(constant, policy.format, block=policy.block, axis=CONTRACTED[role], amax=amax))
+            made = Packed.of(quantize(array, policy.format, block=policy.block, axis=CONTRACTED[role], amax=amax))
         else:
             bits, signs = drawn_keys(policy, role, key)
             axis = CONTRACTED[role]
             if forward is not None:
-                made = passes.weight_again(forward, policy, axis=axis, key=bits, cut=cut, signs=signs, packed=packed)
+                drawn = bits, signs
+                made = passes.weight_again(constant, forward, policy, axis=axis, drawn=drawn, cut=cut, packed=packed)
             elif signs is not None:  # no kernel makes these
-                made = defined_weight(constant, policy, axis=axis, key=bits, cut=cut, signs=signs)
+                made = defined_weight(array, policy, axis=axis, key=bits, cut=cut, signs=signs)
             else:
                 made = passes.weight(constant, policy, axis=axis, key=bits, cut=cut, packed=packed)
         return name_saved(made) if isinstance(made, Packed) else made
@@ -274,7 +210,9 @@ def weight_operand(
     return made[role]
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "key", "amaxes"], meta_fields=["plan"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["weight", "key", "amaxes", "layer"], meta_fields=["plan"]
+)
 @dataclasses.dataclass(frozen=True)
 class Linear:
     """One linear of a traced program."""
@@ -283,6 +221,7 @@ class Linear:
     weight: QWeight
     key: jax.Array | None
     amaxes: jax.Array | None = None  # as `Remembered` has them
+    layer: Layer | None = None  # where the weight lies among others, for passes that read it there
 
     @property
     def passes(self) -> Passes:
@@ -382,8 +321,9 @@ class Linear:
             for role, made in (("fprop_w", weight.fprop), ("dgrad_w", weight.dgrad))
         )
         read = not recipe.dgrad_w.format.quantized or (fprop_again and not recipe.fprop_w.format.quantized)
+        anchor = weight.anchor if read or self.layer is None else self.layer
         read = read or any(isinstance(c, WeightScales) for c in (fprop, dgrad))
-        return dataclasses.replace(self, weight=QWeight(weight.anchor if read else None, fprop, dgrad, recipe))
+        return dataclasses.replace(self, weight=QWeight(anchor if read else None, fprop, dgrad, recipe), layer=None)
 
     def restored(self, *, after: jax.Array) -> "Linear":
         """The linear of `kept`, bit for bit, and not before `after` is there: a compiler that sees all layers would
@@ -391,12 +331,15 @@ class Linear:
         """
         kept = self.weight
 
-        def restore(codes: KeptWeight | None, forward: QuantizedWeight | None = None) -> QuantizedWeight | None:
+        def restore(
+            role: str, codes: KeptWeight | None, forward: QuantizedWeight | None = None
+        ) -> QuantizedWeight | None:
             if not isinstance(codes, WeightScales):
                 return codes
             late, _ = lax.optimization_barrier((codes, after))
-            return self.plan.choice.for_weight.remake_weight(kept.anchor, late, forward)
+            drawn, cut = drawn_keys(codes.policy, role, self.key), self.plan.shards.w
+            return self.plan.choice.for_weight.remake_weight(kept.anchor, late, forward, drawn=drawn, cut=cut)
 
-        fprop = restore(kept.fprop)
-        made = dataclasses.replace(kept, fprop=fprop, dgrad=restore(kept.dgrad, fprop))
+        fprop = restore("fprop_w", kept.fprop)
+        made = dataclasses.replace(kept, fprop=fprop, dgrad=restore("dgrad_w", kept.dgrad, fprop))
         return dataclasses.replace(self, weight=made)

@@ -23,9 +23,11 @@ from jax.sharding import PartitionSpec
 
 from halfbyte.kernels.stacks import Layer, array_of
 from halfbyte.ops.activation import SILU, Activation
-from halfbyte.ops.linear import ALONE, Execution, Linear, with_linears
+from halfbyte.ops.execution import ALONE, Execution
+from halfbyte.ops.linear import Linear, with_linears
 from halfbyte.ops.operand import Owed, add_rounded, name_saved
-from halfbyte.ops.passes import GatedPasses, Made, Passes, Read
+from halfbyte.ops.passes import GatedPasses, Made, Normed, Passes, Read, as_array
+from halfbyte.ops.qdot import qdots
 from halfbyte.ops.shards import Placement, axes_of, gather, gathered_in
 from halfbyte.ops.sharing import first_wanting, once_each, operands_of_x
 from halfbyte.ops.surroundings import own_key
@@ -92,20 +94,23 @@ def mlp(
 
 
 def mlp_in_stacks(
-    x: jax.Array, weights: tuple[Weight, Weight, Weight], place: Place | None, *, recipe: Recipes,
+    x: jax.Array | Normed, weights: tuple[Weight, Weight, Weight], place: Place | None, *, recipe: Recipes,
     key: jax.Array | tuple[jax.Array | None, ...] | None = None, middle: Middle = SWIGLU, execution: Execution = ALONE,
 ) -> tuple[jax.Array, Place | None]:  # fmt: skip
     """(`mlp` with the weights of gate, up and down, `place` with g and u written there); `key`: one for all, or a tuple
     of one each. The backward pass reads g and u at the cotangent of `place`: those of its stacks
     [layers, *x.shape[:-1], hidden] must be the stacks, as `stacks.hand_back` gives them. On a mesh both lie as gate's
     result, which must be cut over all axes. Where no kernel would read them there, or without a place, it stays as it
-    came, and they are kept as usual.
+    came, and they are kept as usual. `Normed` as for `qdots`.
     """
+    x, normed = as_array(x)
     recipes = _recipes(recipe)
     _check(x, weights, recipes)
     if not isinstance(key, tuple):
         own = own_key(key, recipes, (x, *weights))
         key = tuple(None if own is None else site_key(own, site) for site in SITES)
+    if any(made.mean for made in recipes):
+        return _composed(x if normed is None else normed, weights, recipes, key, middle, execution), place
     specs: tuple[Any, Any] = (), ()
     if execution.placements is not None:
         first, _, last = placed = execution.placements
@@ -114,12 +119,36 @@ def mlp_in_stacks(
         specs = (first.x, at), (last.y, at)
 
     def products(tokens: jax.Array, linears: tuple[Linear, ...], place: Place | None) -> tuple[jax.Array, Place | None]:
-        y, place = _mlp(middle, tokens, linears, place)
+        y, place = _mlp(middle, tokens, linears, place, normed)
         return y if y.ndim == x.ndim else y.reshape(x.shape), place  # [tokens..., embed] -> [..., embed]
 
     given = (x, place)
     y, place = with_linears(products, given, weights, key, recipes=recipes, execution=execution, specs=specs)
     return y.astype(x.dtype), place
+
+
+def _composed(
+    x: jax.Array | Normed, weights: tuple[Weight, Weight, Weight], recipes: tuple[Recipe, ...],
+    keys: tuple[jax.Array | None, ...], middle: Middle, execution: Execution,
+) -> jax.Array:  # fmt: skip
+    """The MLP as three linears around the activation, for those with a path beside their GEMMs."""
+
+    def linears(x: jax.Array | Normed, first: int, last: int) -> tuple[jax.Array, ...]:
+        part = execution.part(first, last)
+        return qdots(x, weights[first:last], recipes=recipes[first:last], keys=keys[first:last], execution=part)
+
+    return linears(_activated(middle.activation, *linears(x, 0, 2)), 2, 3)[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _activated(activation: Activation, g: jax.Array, u: jax.Array) -> jax.Array:
+    return activation.forward(g, u)
+
+
+_activated.defvjp(
+    lambda activation, g, u: (activation.forward(g, u), (g, u)),
+    lambda activation, kept, dh: activation.backward(*kept, dh),
+)
 
 
 def _check_placements(placements: Sequence[Placement], ndim: int) -> None:
@@ -216,21 +245,22 @@ def _taken(beside: tuple[Any, ...], stacks: tuple[jax.Array, jax.Array], lead: t
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(middle: Middle, x: jax.Array, linears: tuple[Linear, ...], place: Place | None):
+def _mlp(middle: Middle, x: jax.Array, linears: tuple[Linear, ...], place: Place | None, normed: Normed | None):
     """y = h Wd with h = a(g) u, g = x Wg, u = x Wu."""
     (gate, up, down), owing = linears, _owing(middle, linears)
-    (x_gate,), (x_up,) = operands_of_x(gathered_in(x, gate.plan.shards), (gate, up), ("fprop_x",))
+    inside = gathered_in(x, gate.plan.shards)
+    (x_gate,), (x_up,) = operands_of_x(inside, (gate, up), ("fprop_x",), normed=normed)
     g, u = gate.fprop(x_gate, x.dtype, owing=owing), up.fprop(x_up, x.dtype, owing=owing)
     h, place = _operand_of_h(middle, g, u, linears, place)
     return down.fprop(h, x.dtype), place
 
 
-def _mlp_fwd(middle, x, linears, place):
+def _mlp_fwd(middle, x, linears, place, normed):
     (gate, up, down), owing = linears, _owing(middle, linears)
     kept = tuple(site.kept(fprop_again=middle.mode == "input") for site in linears)
     roles = ("fprop_x",) if middle.mode == "input" else ("fprop_x", "wgrad_x")
     (x_gate, *gate_column), (x_up, *up_column) = operands_of_x(
-        gathered_in(x, gate.plan.shards), (gate, up), roles, kept=("wgrad_x",)
+        gathered_in(x, gate.plan.shards), (gate, up), roles, kept=("wgrad_x",), normed=normed
     )
     g, u = gate.fprop(x_gate, x.dtype, owing=owing), up.fprop(x_up, x.dtype, owing=owing)
     h, place = _operand_of_h(middle, g, u, linears, place)
@@ -269,7 +299,7 @@ def _mlp_bwd(middle, residuals, gradients):
     dw = tuple(site.wgrad(*pair) for site, pair in zip(linears, pairs, strict=True))
     dx = add_rounded(gate.dgrad(dg_row, dy.dtype, beside=dw), up.dgrad(du_row, dy.dtype, beside=dw))
     gradients = (site.gradient(each, *pair) for site, each, pair in zip(linears, dw, pairs, strict=True))
-    return dx, tuple(gradients), place
+    return dx, tuple(gradients), place, None  # how x is made is no way for its gradient
 
 
 _mlp.defvjp(_mlp_fwd, _mlp_bwd)

@@ -238,16 +238,21 @@ def quantize_operand(
     return _quantized_or_transformed(x, policy, axis, key, cut, signs, amax)
 
 
-@jax.named_scope("quantize")  # a name for profiles: a cast to bfloat16 alone has none
-def _quantized_or_transformed(
-    x: jax.Array, policy: OperandPolicy, axis: int, key: jax.Array | None, cut: Cut, signs: jax.Array | None,
-    given: jax.Array | None,
-) -> Carrier | Quantized:  # fmt: skip
+def check_keys(policy: OperandPolicy, key: jax.Array | None, signs: jax.Array | None) -> None:
+    """ValueError where what an operand draws has no key."""
     if (policy.draws_bytes and key is None) or (policy.draws_signs and signs is None):
         raise ValueError(
             "this recipe rounds stochastically and needs a key; pass key=..., or use a recipe "
             "without stochastic rounding (nvfp4_no_sr)"
         )
+
+
+@jax.named_scope("quantize")  # a name for profiles: a cast to bfloat16 alone has none
+def _quantized_or_transformed(
+    x: jax.Array, policy: OperandPolicy, axis: int, key: jax.Array | None, cut: Cut, signs: jax.Array | None,
+    given: jax.Array | None,
+) -> Carrier | Quantized:  # fmt: skip
+    check_keys(policy, key, signs)
     x = pinned(to_bfloat16(x) if policy.source == "bfloat16" else x)
     if policy.hadamard:
         x = transform_runs(x, axis=axis, **_transform(policy, signs))

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from halfbyte.formats import Packed
-from halfbyte.kernels.stacks import Layer
+from halfbyte.kernels.stacks import Layer, array_of
 from halfbyte.ops.activation import Activation
 from halfbyte.ops.operand import (
     Carrier,
@@ -40,6 +40,7 @@ from halfbyte.recipe import AGAIN, OperandPolicy, Recipe, role_key, signs_key
 ROWS, COLUMNS = -1, -2  # the axis that is blocked: features, for fprop and dgrad; tokens, for wgrad
 QuantizedWeight = Packed | Carrier | EightBit  # read by several GEMMs
 KeptWeight = QuantizedWeight | WeightScales
+DrawnKeys = tuple[jax.Array | None, jax.Array | None]  # of random bytes, and of signs
 Read = Any  # an array, or Owed where the passes take it
 Made = Any  # an Operand, or Kept where the request says so
 
@@ -67,6 +68,34 @@ class Request:
         return alike and self.key is other.key and self.signs is other.signs and self.amax is other.amax
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Normed:
+    """h = norm(x) for passes that compute it where they read it: x, the norm's r of each row and its weight, and the
+    maxima of h and of its transform along tokens (`kernels.normed`). `array` is h, which has the gradient, and which no
+    program computes unless somebody reads it.
+    """
+
+    array: jax.Array
+    x: jax.Array
+    inverse: jax.Array
+    scale: jax.Array
+    maxima: tuple[jax.Array, jax.Array]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.array.dtype
+
+
+def as_array(x: jax.Array | Normed) -> tuple[jax.Array, Normed | None]:
+    """(x as an array, how it is made where that is known)."""
+    return (x.array, x) if isinstance(x, Normed) else (x, None)
+
+
 def request(recipe: Recipe, role: str, key: jax.Array | None, *, kept: bool = False, cut: Cut = ()) -> Request:
     """The operand `role` of a linear under `recipe`; `key` is the linear's own."""
     policy = getattr(recipe, role)
@@ -76,7 +105,7 @@ def request(recipe: Recipe, role: str, key: jax.Array | None, *, kept: bool = Fa
     return Request(policy, axis, bits, kept, cut, signs, forward, in_two=recipe.remainder and role == "fprop_x")
 
 
-def drawn_keys(policy: OperandPolicy, role: str, key: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
+def drawn_keys(policy: OperandPolicy, role: str, key: jax.Array | None) -> DrawnKeys:
     """(the key of its random bytes, that of its GEMM's signs), from the linear's own; None where none are drawn."""
     if key is None:
         return None, None
@@ -115,6 +144,8 @@ class Passes:
 
     name = "xla"
     batches_weights = False  # `weight` under vmap is one launch for all layers; else layer by layer, for memory's sake
+    reads_stacks = False  # `weight` and `remake_weight` take a weight where it lies among others, a `stacks.Layer`;
+    # but runs of 128 are read of a copy
     one_weight = True  # one operand of a weight serves fprop and dgrad, where they share its codes
 
     def unsupported(self, problem: Problem) -> str | None:
@@ -134,8 +165,18 @@ class Passes:
         made = [quantize_as(x, r) for r in requests]
         return [keep(operand) if r.kept else operand for operand, r in zip(made, requests, strict=True)]
 
-    def operands(self, x: jax.Array, requests: Sequence[Request]) -> list[Made]:
-        """What is requested of x, what rounding leaves over included."""
+    def unnormed(self, recipes: Sequence[Recipe]) -> str | None:
+        """Why linears of these recipes are handed their x normed, or None if these passes norm it themselves."""
+        return f"the {self.name} passes read what is normed"
+
+    def quantize_normed(self, h: Normed, requests: Sequence[Request], shape: tuple[int, ...]) -> list[Made]:
+        """What is requested of h as an array of `shape` [tokens..., features]; only where `unnormed` is None."""
+        raise AssertionError(f"the {self.name} passes do not norm")
+
+    def operands(self, x: jax.Array, requests: Sequence[Request], normed: Normed | None = None) -> list[Made]:
+        """What is requested of x, what rounding leaves over included; x is not read if it is given as `normed`."""
+        if normed is not None:
+            return self.quantize_normed(normed, requests, x.shape)
         made = self.quantize(x, requests)
         return [
             InTwo(first, *self.quantize(left_over(x, first), [r])) if r.in_two else first
@@ -143,20 +184,20 @@ class Passes:
         ]
 
     def weight(
-        self, w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),
+        self, w: jax.Array | Layer, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),
         packed: bool = True,
     ) -> QuantizedWeight:  # fmt: skip
         """A weight, quantized once and read by several GEMMs: what a kernel multiplies, or packed codes; always those
         where `packed` says that the weight is to travel.
         """
-        return defined_weight(w, policy, axis=axis, key=key, cut=cut)
+        return defined_weight(array_of(w), policy, axis=axis, key=key, cut=cut)
 
     def weight_again(
-        self, forward: QuantizedWeight, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),
-        signs: jax.Array | None = None, packed: bool = True,
+        self, w: jax.Array | Layer, forward: QuantizedWeight, policy: OperandPolicy, *, axis: int, drawn: DrawnKeys,
+        cut: Cut = (), packed: bool = True,
     ) -> QuantizedWeight:  # fmt: skip
-        """A weight whose source is the forward operand, as `weight` makes others."""
-        return defined_weight(weight_numbers(forward), policy, axis=axis, key=key, cut=cut, signs=signs)
+        """A weight whose source is the forward operand, itself of w, as `weight` makes others."""
+        return defined_weight(weight_numbers(forward), policy, axis=axis, key=drawn[0], cut=cut, signs=drawn[1])
 
     def keep_weight(self, made: QuantizedWeight, *, axis: int) -> KeptWeight:
         """What the backward pass keeps of a weight that is summed over `axis`: no transpose, for dgrad reads it as it
@@ -167,9 +208,12 @@ class Passes:
         return dataclasses.replace(made, transposed=None) if isinstance(made, EightBit) else made
 
     def remake_weight(
-        self, w: jax.Array, scales: WeightScales, forward: QuantizedWeight | None = None
-    ) -> QuantizedWeight:
-        """The weight of which only scales were kept, bit for bit, from its master w, or from its forward operand."""
+        self, w: jax.Array | Layer, scales: WeightScales, forward: QuantizedWeight | None = None, *,
+        drawn: DrawnKeys = (None, None), cut: Cut = (),
+    ) -> QuantizedWeight:  # fmt: skip
+        """The weight of which only scales were kept, bit for bit, from its master w, or from its forward operand; with
+        what `weight` or `weight_again` made it with.
+        """
         raise AssertionError(f"the {self.name} passes keep their weights as they are")
 
     def load_weight(self, codes: Packed, policy: OperandPolicy, *, axis: int) -> Operand:

@@ -17,10 +17,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
-from halfbyte.ops.linear import ALONE, Execution, Linear, with_linears
+from halfbyte.ops.execution import ALONE, Execution
+from halfbyte.ops.linear import Linear, with_linears
 from halfbyte.ops.operand import add_rounded
+from halfbyte.ops.passes import Normed, as_array
 from halfbyte.ops.shards import Placement, gather, gathered_in
 from halfbyte.ops.sharing import first_wanting, once_each, operands_of_x
+from halfbyte.ops.side import beside, split
 from halfbyte.ops.surroundings import anywhere, own_key
 from halfbyte.ops.weight import QWeight, Weight
 from halfbyte.recipe import Recipe
@@ -47,22 +50,54 @@ def qdot(
 
 
 def qdots(
-    x: jax.Array, weights: Sequence[Weight], *, recipes: Sequence[Recipe], keys: Sequence[jax.Array | None],
+    x: jax.Array | Normed, weights: Sequence[Weight], *, recipes: Sequence[Recipe], keys: Sequence[jax.Array | None],
     execution: Execution = ALONE, out_dtype: jnp.dtype | None = None, copies: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """`qdot` of one x with each of `weights`. The gradient of x is rounded after each of its sums. With `copies`, x
     once more for each further linear, each has its own gradient, for JAX to add up as it does those of separate dots.
+    `Normed` only where `norm_outside` is None.
     """
+    array, _ = as_array(x)
     for w, recipe in zip(weights, recipes, strict=True):
-        _check(x, w, recipe)
-    dtype, placements = jnp.dtype(out_dtype or x.dtype), execution.placements or ()
+        _check(array, w, recipe)
+    dtype = jnp.dtype(out_dtype or x.dtype)
+    if any(recipe.mean for recipe in recipes):
+        return _beside_means(array, weights, recipes, keys, execution, dtype, copies)
+    return _products(x, weights, recipes, keys, execution, dtype, copies)
+
+
+def _beside_means(
+    x: jax.Array, weights: Sequence[Weight], recipes: Sequence[Recipe], keys: Sequence[jax.Array | None],
+    execution: Execution, dtype: jnp.dtype, copies: Sequence[jax.Array],
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """The products under recipes with a side path: one mean of x for all linears, or where some have none, or an x of
+    their own, each by itself.
+    """
+    if len(recipes) > 1 and (copies or not all(recipe.mean for recipe in recipes)):
+        xs = (x, *copies) if copies else _forked(x, len(recipes))
+        made: list[jax.Array] = []
+        for at, (each, w, recipe, key) in enumerate(zip(xs, weights, recipes, keys, strict=True)):
+            alone = execution.part(at, at + 1)
+            made += qdots(each, (w,), recipes=(recipe,), keys=(key,), execution=alone, out_dtype=dtype)
+        return tuple(made)
+    outer = execution.placements[0].outer if execution.placements else ()
+    rest, mean = split(outer, x)
+    sums = _products(rest, weights, recipes, keys, execution, jnp.dtype(jnp.float32), ())
+    return tuple(beside(y, mean, w, dtype) for y, w in zip(sums, weights, strict=True))
+
+
+def _products(
+    x: jax.Array | Normed, weights: Sequence[Weight], recipes: Sequence[Recipe], keys: Sequence[jax.Array | None],
+    execution: Execution, dtype: jnp.dtype, copies: Sequence[jax.Array],
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    (x, normed), placements = as_array(x), execution.placements or ()
     if any((p.mesh, p.x) != (placements[0].mesh, placements[0].x) for p in placements):
         raise ValueError("placements: linears of one x have one mesh and one x, got " + "; ".join(map(str, placements)))
     specs = tuple(p.x for p in placements[:1]) * (1 + len(copies)), tuple(p.y for p in placements)
 
     def products(tokens: jax.Array, linears: tuple[Linear, ...], *others: jax.Array) -> tuple[jax.Array, ...]:
         each = (tokens, *(t.reshape(tokens.shape) for t in others)) if others else _forked(tokens, len(linears))
-        results = _qdots(dtype, each, linears)
+        results = _qdots(dtype, each, linears, normed)
         # [tokens..., outputs] -> [..., outputs]
         return tuple(y if y.ndim == x.ndim else y.reshape(*x.shape[:-1], y.shape[-1]) for y in results)
 
@@ -94,16 +129,18 @@ _forked.defvjp(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _qdots(dtype: jnp.dtype, xs: tuple[jax.Array, ...], linears: tuple[Linear, ...]) -> tuple[jax.Array, ...]:
+def _qdots(
+    dtype: jnp.dtype, xs: tuple[jax.Array, ...], linears: tuple[Linear, ...], normed: Normed | None
+) -> tuple[jax.Array, ...]:
     """y = Q(x) Q(W) of each; `xs` are all the same x."""
-    operands = operands_of_x(gathered_in(xs[0], linears[0].plan.shards), linears, ("fprop_x",))
+    operands = operands_of_x(gathered_in(xs[0], linears[0].plan.shards), linears, ("fprop_x",), normed=normed)
     return tuple(linear.fprop(row, dtype) for linear, (row,) in zip(linears, operands, strict=True))
 
 
-def _qdots_fwd(dtype, xs, linears):
+def _qdots_fwd(dtype, xs, linears, normed):
     kept = tuple(linear.kept() for linear in linears)
     inside = gathered_in(xs[0], linears[0].plan.shards)
-    operands = operands_of_x(inside, linears, ("fprop_x", "wgrad_x"), kept=("wgrad_x",))
+    operands = operands_of_x(inside, linears, ("fprop_x", "wgrad_x"), kept=("wgrad_x",), normed=normed)
     results = tuple(linear.fprop(row, dtype) for linear, (row, _) in zip(linears, operands, strict=True))
     columns = once_each(linears, "wgrad_x", [column for _, column in operands])
     return results, (columns, kept)
@@ -122,7 +159,8 @@ def _qdots_bwd(dtype, residuals, gradients):
         pairs.append((linear.load(x_column, "wgrad_x"), column))
         dw.append(linear.wgrad(*pairs[-1]))
     dx = [linear.dgrad(row, dtype_of_x, beside=dw) for linear, (row, _) in zip(linears, operands, strict=True)]
-    return tuple(dx), tuple(linear.gradient(each, *pair) for linear, each, pair in zip(linears, dw, pairs, strict=True))
+    gradients = (linear.gradient(each, *pair) for linear, each, pair in zip(linears, dw, pairs, strict=True))
+    return tuple(dx), tuple(gradients), None  # how x is made is no way for its gradient
 
 
 _qdots.defvjp(_qdots_fwd, _qdots_bwd)

@@ -20,11 +20,11 @@ from jax import lax
 
 from halfbyte.formats import amax_of, random_bytes, to_grid, transform_runs
 from halfbyte.formats.bits import float32_bits, float_of_bits
-from halfbyte.kernels import grouped
+from halfbyte.kernels import ScaleOrder, block_scaled, grouped
 from halfbyte.ops import tile_kernels
 from halfbyte.ops.gemms import Contraction, dot, finish
 from halfbyte.ops.linear import quantize_part, weight_operand
-from halfbyte.ops.operand import pinned, to_bfloat16
+from halfbyte.ops.operand import BlockScaled, pinned, to_bfloat16
 from halfbyte.ops.problem import target
 from halfbyte.recipe import ROLES, OperandPolicy, Recipe, role_key
 
@@ -33,17 +33,21 @@ LARGEST = 128
 """Rows of a tile, at most."""
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["counts", "experts", "first"], meta_fields=["tile"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["counts", "experts", "first"], meta_fields=["tile", "backend"]
+)
 @dataclasses.dataclass(frozen=True)
 class Tiles:
     """Where experts lie: `counts` int32 [experts] rows of each; of each tile its expert (the number of experts where it
-    has none) and its first row, counted within the expert.
+    has none) and its first row, counted within the expert. Of another `backend` than "auto" the products are XLA's, or
+    those of carriers.
     """
 
     counts: jax.Array
     experts: jax.Array
     first: jax.Array
     tile: int
+    backend: str = "auto"
 
     @classmethod
     def of(cls, counts: jax.Array, rows: int, tile: int) -> "Tiles":
@@ -125,6 +129,8 @@ def unserved(recipe: Recipe) -> str | None:
         return "fprop multiplies what rounding x has left over as well"
     if recipe.history:
         return "its scales come from a history of maxima, which is kept for dense linears alone"
+    if recipe.mean:
+        return "its mean is one of all tokens, and an expert sees some"
     for role in ROLES:
         policy: OperandPolicy = getattr(recipe, role)
         if policy.format.scale.outer != "tensor" or policy.source == "forward" or policy.draws_signs:
@@ -146,10 +152,28 @@ def check_tiles(recipes: Sequence[Recipe | None], backend: str = "auto") -> None
 
 @dataclasses.dataclass(frozen=True)
 class TileOperand:
-    """`array` [rows, features] or [experts, inputs, outputs]; `factor` float32 [experts], None for 1."""
+    """`array` [rows, features] or [experts, inputs, outputs]; `factor` float32 [experts], None for 1. With `scales`,
+    those of blocks in tiles, the array has codes, contraction last, as `kernels.block_scaled` reads them."""
 
     array: jax.Array
     factor: jax.Array | None
+    scales: jax.Array | None = None
+
+    @property
+    def codes(self) -> block_scaled.Codes:
+        """What a block-scaled GEMM reads."""
+        assert self.scales is not None
+        return block_scaled.Codes(self.array, self.scales)
+
+    def values(self, role: str, policy: OperandPolicy) -> jax.Array:
+        """The numbers that are multiplied, in the shape that `array` has without `scales`."""
+        if self.scales is None:
+            return self.array
+        *experts, rows, half = self.array.shape
+        shape = math.prod(experts) * rows, 2 * half
+        tall = BlockScaled(self.array.reshape(-1, half), self.scales, None, policy, shape, -1)
+        made = tall.values().reshape(*experts, rows, 2 * half).astype(jnp.bfloat16)
+        return jnp.swapaxes(made, -1, -2) if _axis(role) == -2 else made
 
 
 def grouped_tiles(
@@ -172,8 +196,10 @@ def grouped_operands(
     """The six operands of `grouped_tiles` by role, as its GEMMs read them, for whoever looks at them."""
     static, keys = _keys(recipe, key, w.shape[0])
     forward, backward = ("fprop_x", "wgrad_x"), ("dgrad_dy", "wgrad_dy")
-    rows = [*_rows(static, x, tiles, keys, *forward), *_rows(static, dy, tiles, keys, *backward)]
-    weights = {role: _weights(static, w, keys, role, amax) for role in ("fprop_w", "dgrad_w")}
+    codes = _as_codes(static, x, w, tiles)
+    made = functools.partial(_rows, static, codes=codes)
+    rows = [*made(x, tiles, keys, *forward), *made(dy, tiles, keys, *backward)]
+    weights = {role: _weights(static, w, keys, role, amax, codes=codes) for role in ("fprop_w", "dgrad_w")}
     return dict(zip(forward + backward, rows, strict=True)) | weights
 
 
@@ -195,32 +221,50 @@ Static = tuple[Recipe | None, str | None]
 def _grouped(
     static: Static, x: jax.Array, w: jax.Array, tiles: Tiles, keys: jax.Array | None, amax: jax.Array | None
 ) -> jax.Array:
-    (left,), right = _rows(static, x, tiles, keys, "fprop_x"), _weights(static, w, keys, "fprop_w", amax)
-    return fprop(left, right, tiles, x.dtype)
+    codes = _as_codes(static, x, w, tiles)
+    (left,) = _rows(static, x, tiles, keys, "fprop_x", codes=codes)
+    return fprop(left, _weights(static, w, keys, "fprop_w", amax, codes=codes), tiles, x.dtype)
 
 
 def _grouped_fwd(static, x, w, tiles, keys, amax):
-    left, kept = _rows(static, x, tiles, keys, "fprop_x", "wgrad_x")
-    y = fprop(left, _weights(static, w, keys, "fprop_w", amax), tiles, x.dtype)
+    codes = _as_codes(static, x, w, tiles)
+    left, kept = _rows(static, x, tiles, keys, "fprop_x", "wgrad_x", codes=codes)
+    y = fprop(left, _weights(static, w, keys, "fprop_w", amax, codes=codes), tiles, x.dtype)
     return y, (kept, w, tiles, keys, amax)
 
 
 def _grouped_bwd(static, residuals, dy):
     kept, w, tiles, keys, amax = residuals
-    row, column = _rows(static, dy, tiles, keys, "dgrad_dy", "wgrad_dy")
-    dx = dgrad(row, _weights(static, w, keys, "dgrad_w", amax), tiles, dy.dtype)
+    codes = kept.scales is not None
+    row, column = _rows(static, dy, tiles, keys, "dgrad_dy", "wgrad_dy", codes=codes)
+    dx = dgrad(row, _weights(static, w, keys, "dgrad_w", amax, codes=codes), tiles, dy.dtype)
     return dx, wgrad(kept, column, tiles, w.dtype), None, None, None
 
 
 _grouped.defvjp(_grouped_fwd, _grouped_bwd)
-jax.tree_util.register_dataclass(TileOperand, data_fields=["array", "factor"], meta_fields=[])
+jax.tree_util.register_dataclass(TileOperand, data_fields=["array", "factor", "scales"], meta_fields=[])
+
+
+def _axis(role: str) -> int:
+    """That a GEMM sums over, of the operand as it lies."""
+    return -2 if role.startswith("wgrad") or role == "fprop_w" else -1
+
+
+def _as_codes(static: Static, x: jax.Array, w: jax.Array, tiles: Tiles) -> bool:
+    """Whether all operands are codes, for block-scaled units."""
+    recipe = static[0]
+    if recipe is None or tiles.backend != "auto" or tiles.tile != block_scaled.SIDE:
+        return False
+    return tile_kernels.unscaled(recipe, w.shape[1:], target(), dtypes=(x.dtype, w.dtype)) is None
 
 
 def _key(static: Static, words: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(words, impl=static[1])
 
 
-def _rows(static: Static, x: jax.Array, tiles: Tiles, keys: jax.Array | None, *roles: str) -> list[TileOperand]:
+def _rows(
+    static: Static, x: jax.Array, tiles: Tiles, keys: jax.Array | None, *roles: str, codes: bool
+) -> list[TileOperand]:
     """x [rows, features] as operands `roles`: each expert under its own tensor scale and with its own random bytes."""
     if static[0] is None:
         return [TileOperand(x, None)] * len(roles)
@@ -229,7 +273,9 @@ def _rows(static: Static, x: jax.Array, tiles: Tiles, keys: jax.Array | None, *r
     if x.dtype == jnp.bfloat16 and all(
         tile_kernels.makes(role, policy, (x.shape[1], x.shape[1]), target()) for role, policy in policies.items()
     ):
-        return [TileOperand(*made) for made in tile_kernels.rows(x, policies, bits, tiles)]
+        order = ScaleOrder.TILED if codes else None
+        return [TileOperand(*made) for made in tile_kernels.rows(x, policies, bits, tiles, order=order)]
+    assert not codes, f"kernels make codes of {', '.join(roles)}"
     return [_defined(x, policy, role, bits.get(role), tiles) for role, policy in policies.items()]
 
 
@@ -243,7 +289,7 @@ def _bits(static: Static, keys: jax.Array | None, role: str) -> jax.Array:
 
 def _defined(x: jax.Array, policy: OperandPolicy, role: str, bits: jax.Array | None, tiles: Tiles) -> TileOperand:
     """One operand in plain JAX."""
-    axis = -2 if role.startswith("wgrad") else -1
+    axis = _axis(role)
     if not policy.format.quantized and not policy.hadamard:
         return TileOperand(to_bfloat16(x), None)
     x = pinned(to_bfloat16(x) if policy.source == "bfloat16" else x)
@@ -285,13 +331,17 @@ def _noise(words: jax.Array, shape: tuple[int, ...], tiles: Tiles) -> jax.Array:
     return jax.vmap(one)(tiles.per_tile(words), tiles.first)
 
 
-def _weights(static: Static, w: jax.Array, keys: jax.Array | None, role: str, amax: jax.Array | None) -> TileOperand:
+def _weights(
+    static: Static, w: jax.Array, keys: jax.Array | None, role: str, amax: jax.Array | None, *, codes: bool
+) -> TileOperand:
     """w [experts, inputs, outputs] as operand `role`, each expert quantized as a weight of its own."""
     recipe = static[0]
     if recipe is None:
         return TileOperand(w, None)
     if not getattr(recipe, role).format.quantized:
         return TileOperand(to_bfloat16(w), None)
+    if codes:
+        return TileOperand(*tile_kernels.weight_codes(w, amax, _axis(role)))
     if w.dtype == jnp.float32 and tile_kernels.makes(role, getattr(recipe, role), w.shape[1:], target()):
         return TileOperand(*tile_kernels.weights(w, amax))
 
@@ -338,7 +388,10 @@ def dgrad(dy: TileOperand, w: TileOperand, tiles: Tiles, dtype: jnp.dtype) -> ja
 
 def _by_expert(left: TileOperand, right: TileOperand, tiles: Tiles, axes: Contraction, dtype: jnp.dtype) -> jax.Array:
     """Each tile times its expert's matrix, one rounding to `dtype`."""
-    alpha, outputs = _alpha(left, right), right.array.shape[1:][1 - axes[1][0]]
+    alpha = _alpha(left, right)
+    if left.scales is not None:
+        return block_scaled.rows(left.codes, right.codes, _ones(alpha, tiles), tiles.experts, dtype=dtype)
+    outputs = right.array.shape[1:][1 - axes[1][0]]
     if _multiplied_by_kernels(left, right, right.array.shape[1:], tiles) and dtype == jnp.bfloat16:
         factor, layout = _ones(alpha, tiles), "nt" if axes[1] == (1,) else "nn"
         return grouped.rows(left.array, right.array, factor, tiles.experts, layout=layout)
@@ -354,7 +407,10 @@ def _by_expert(left: TileOperand, right: TileOperand, tiles: Tiles, axes: Contra
 
 def wgrad(x: TileOperand, dy: TileOperand, tiles: Tiles, dtype: jnp.dtype) -> jax.Array:
     """dW [experts, inputs, outputs] = x^T dy of each expert's rows; zero where it has none."""
-    alpha, sides = _alpha(x, dy), (x.array.shape[1], dy.array.shape[1])
+    alpha = _alpha(x, dy)
+    if x.scales is not None:
+        return block_scaled.contraction(x.codes, dy.codes, _ones(alpha, tiles), tiles.counts)
+    sides = x.array.shape[1], dy.array.shape[1]
     if _multiplied_by_kernels(x, dy, sides, tiles) and dtype == jnp.float32:
         return grouped.contraction(x.array, dy.array, _ones(alpha, tiles), tiles.counts)
 

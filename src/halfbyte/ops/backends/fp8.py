@@ -25,6 +25,7 @@ from jax.stages import Compiled, Lowered
 from halfbyte import kernels
 from halfbyte.formats import FP8, FP8_E5M2, BlockFormat
 from halfbyte.kernels import f8
+from halfbyte.kernels.stacks import Layer
 from halfbyte.ops.activation import SILU, Activation
 from halfbyte.ops.backends.backend import Backend
 from halfbyte.ops.backends.carrier import f8_matrix
@@ -139,6 +140,7 @@ class F8Passes(GatedPasses):
 
     name = "fp8"
     keeps_in_stacks = True
+    reads_stacks = True
     batches_weights = True
 
     def unsupported(self, problem: Problem) -> str | None:
@@ -203,7 +205,7 @@ class F8Passes(GatedPasses):
         return tuple([_order(m, r) for r in requests] for m, requests in zip(pairs, (dg, du, h), strict=True))
 
     def weight(
-        self, w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),
+        self, w: jax.Array | Layer, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),
         packed: bool = True,
     ) -> EightBit:  # fmt: skip
         """Both orders: W^T is what fprop reads, W what dgrad reads."""

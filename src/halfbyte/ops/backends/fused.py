@@ -6,7 +6,8 @@ the Hadamard transform, the random bits and SwiGLU inside (`kernels`). The opera
 for bit; for SwiGLU that holds on the numbers that the kernels compute with the GPU's own exp.
 
 An operand whose source is the forward one is made of that one's carrier, in two further reads: kernels multiply it by
-the tensor's decode scale, which gives the numbers of `QTensor.dequantize`.
+the tensor's decode scale, which gives the numbers of `QTensor.dequantize`. Under MS-EDEN it is made of the tensor
+itself (`kernels/eden.py`), and is a pass of its own, like every operand that is transformed in runs of 128.
 
 The GEMM kernel multiplies its float32 accumulator by the factors before it rounds; XLA would write the float32 sums to
 memory and read them again. A GEMM whose sizes its tiles do not divide is `carrier`'s, over the same operands.
@@ -16,76 +17,40 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import TypedDict
 
 import jax
 import jax.numpy as jnp
 
 from halfbyte import kernels
-from halfbyte.formats import E2M1, NVFP4, NVFP4_46_MAE, NVFP4_46_MSE, NVFP4_46_SR, NVFP4_1716, Packed, TwoLevel
-from halfbyte.kernels import Columnwise, Rowwise, Window
+from halfbyte.formats import Packed
+from halfbyte.formats.hadamard import fresh_signs
+from halfbyte.kernels import Columnwise, Rowwise, Window, eden, normed, top_of
 from halfbyte.kernels.layout import BLOCK
 from halfbyte.kernels.matmul import unsupported as gemm_unsupported
 from halfbyte.kernels.scale import AMAX, DECODE, GEMM, SIZE
+from halfbyte.kernels.stacks import Layer, array_of
 from halfbyte.ops.activation import SILU, Activation
 from halfbyte.ops.backends.backend import Backend
+from halfbyte.ops.backends.served import FORMATS, WEIGHT, WEIGHTS, apart, foreign, in_runs, rule_of, scaling
 from halfbyte.ops.gemms import DGRAD, FPROP, WGRAD, Gemm, result_shape
-from halfbyte.ops.operand import SCALES, Carrier, Kept, Operand, Owed, WeightScales, gemm_factor, key_pair, name_saved
-from halfbyte.ops.passes import ROWS, GatedPasses, KeptWeight, Made, QuantizedWeight, Read, Request
+from halfbyte.ops.operand import (
+    SCALES,
+    Carrier,
+    Kept,
+    Operand,
+    Owed,
+    WeightScales,
+    check_keys,
+    gemm_factor,
+    key_pair,
+    name_saved,
+)
+from halfbyte.ops.passes import ROWS, DrawnKeys, GatedPasses, KeptWeight, Made, Normed, QuantizedWeight, Read, Request
 from halfbyte.ops.problem import Problem
 from halfbyte.ops.shards import Cut, axes_of, offsets, whole_maxima, whole_shape
 from halfbyte.recipe import OperandPolicy, Recipe
 
 LAYOUTS = {FPROP: "nn", DGRAD: "nt", WGRAD: "tn"}  # as the GEMM kernel names them
-FORMATS = (NVFP4, NVFP4_1716, NVFP4_46_MSE, NVFP4_46_MAE, NVFP4_46_SR)  # E2M1 under E4M3 scales of 16, one S a tensor
-WEIGHT = OperandPolicy(NVFP4, block="2d")  # of a tile, one carrier or packed codes for both GEMMs
-WEIGHTS = {  # what its weight kernels make
-    WEIGHT,
-    *(OperandPolicy(fmt, source=source) for fmt in FORMATS for source in ("as_is", "forward")),
-}
-OF_ROWS, OF_TOKENS = ("fprop_x", "dgrad_dy"), ("wgrad_x", "wgrad_dy")
-# Every operand policy that its kernels serve, of rows and of tokens.
-SERVED = {
-    role: {
-        OperandPolicy(fmt, rounding=rounding, hadamard=hadamard, source=source)
-        for fmt in FORMATS
-        for rounding in ("rne", "stochastic", "midpoint")
-        for hadamard in ((False,) if role in OF_ROWS else (False, True))
-        for source in ("as_is", "bfloat16")
-    }
-    for role in OF_ROWS + OF_TOKENS
-}
-# The transform reads bfloat16, to which a kernel rounds the forward operand's numbers; without it they are float32.
-SERVED["wgrad_x"] |= {dataclasses.replace(p, source="forward") for p in SERVED["wgrad_x"] if p.hadamard}
-
-
-def rule_of(policy: OperandPolicy) -> TwoLevel:
-    """The scale rule of a format that is served."""
-    assert isinstance(policy.format.scale, TwoLevel)
-    return policy.format.scale
-
-
-class Scaling(TypedDict):
-    """What a policy says to a kernel about scales and rounding."""
-
-    rule: TwoLevel
-    rounding: str
-
-
-def scaling(policy: OperandPolicy) -> Scaling:
-    return {"rule": rule_of(policy), "rounding": policy.rounding}
-
-
-def foreign(recipe: Recipe) -> str | None:
-    """Needs x and dy in NVFP4, the Hadamard transform for wgrad only."""
-    for role, served in SERVED.items():
-        policy = getattr(recipe, role)
-        if policy not in served:
-            return (
-                f"{role} is {policy}; its kernels make NVFP4 blocks of 16, plain or by four over six, with the "
-                "Hadamard transform for wgrad only, and of a forward operand with it"
-            )
-    return None
 
 
 def unsupported(problem: Problem, gemm: Gemm) -> str | None:
@@ -119,6 +84,7 @@ class FusedPasses(GatedPasses):
 
     name = "fused"
     keeps_in_stacks = True
+    reads_stacks = True
     packs_weights = False  # also those that do not travel
 
     def unsupported(self, problem: Problem) -> str | None:
@@ -141,19 +107,48 @@ class FusedPasses(GatedPasses):
         if activation != SILU:
             return f"its kernels compute {SILU.name}, not {activation.name}"
         gate, up, down = recipes
+        if reason := apart(recipes):
+            return reason
         if down.wgrad_x.source == "forward":
             return "its kernels make h's operands of h, not one of the other"
         transforms = {gate.wgrad_dy.hadamard, up.wgrad_dy.hadamard, down.wgrad_x.hadamard}
         return None if len(transforms) == 1 else "its kernels transform the columns of dg, du and h alike"
 
+    def unnormed(self, recipes: Sequence[Recipe]) -> str | None:
+        return "what rounding leaves over is read off it" if any(r.remainder for r in recipes) else apart(recipes)
+
     def quantize(self, x: jax.Array, requests: Sequence[Request]) -> list[Made]:
-        """Of x itself, and of forward operands that are made of it first, once each."""
-        wanted = [r for r in requests if r.forward is None]
-        for forward in (r.forward for r in requests if r.forward is not None):
-            wanted += [] if any(forward.same(r) for r in wanted) else [forward]
         flat = x.reshape(-1, x.shape[-1])  # [tokens..., features] -> [tokens, features]
-        tops = _of_all(kernels.maxima(flat, hadamard=_transformed(wanted)), wanted)
-        made = self._in_rounds(lambda **sides: kernels.quantize(flat, **sides), tops, wanted, x.shape)
+        beside = [r for r in requests if not in_runs(r.policy)]
+        if beside or any(r.forward is not None for r in requests):
+            tops = kernels.maxima(flat, hadamard=_transformed(_of_tensor(beside)))
+        made = iter(self._made(functools.partial(kernels.quantize, flat), tops, beside, x.shape) if beside else ())
+
+        def run(wanted: Request) -> Made:
+            forward = None
+            if wanted.axis != ROWS and x.shape[-2] % eden.POINTS:
+                raise ValueError(
+                    f"a Hadamard transform of {eden.POINTS} tokens does not divide the {x.shape[-2]} of a sequence "
+                    "that this device has; take another mesh"
+                )
+            if wanted.forward is not None:
+                policy = wanted.forward.policy
+                scale = kernels.tensor_scale(*_of_all(tops[:1], [wanted]), top=top_of(rule_of(policy)))
+                forward = eden.Forward(scale, **scaling(policy))
+            scale = _scale_of_runs(flat, wanted, forward)
+            return self._operands(_runs(flat, wanted, scale, forward, x.shape), [wanted], [scale], x.shape)[0]
+
+        return [run(r) if in_runs(r.policy) else next(made) for r in requests]
+
+    def quantize_normed(self, h: Normed, requests: Sequence[Request], shape: tuple[int, ...]) -> list[Made]:
+        flat = h.x.reshape(-1, h.x.shape[-1])  # [tokens..., features] -> [tokens, features]
+        run = functools.partial(normed.quantize, flat, h.inverse.reshape(-1), h.scale)
+        return self._made(run, h.maxima, requests, shape)
+
+    def _made(self, run, maxima: Sequence[jax.Array], requests: Sequence[Request], shape: tuple) -> list[Made]:
+        """Of the tensor itself, and of forward operands that are made of it first, once each."""
+        wanted = _of_tensor(requests)
+        made = self._in_rounds(run, _of_all(maxima, wanted), wanted, shape)
 
         def answer(wish: Request) -> Made:
             return next(o for r, o in zip(wanted, made, strict=True) if r is wish or r.same(wish))
@@ -195,7 +190,7 @@ class FusedPasses(GatedPasses):
         """((row, column) as a kernel takes them, their scales), from the maxima of a tensor and of its transform."""
         wanted = [r for r in (row, column) if r is not None]
         own = [tops[-1 if r.policy.hadamard else 0] for r in wanted]
-        scales = kernels.tensor_scales(*own, tops=tuple(rule_of(r.policy).top(E2M1) for r in wanted))
+        scales = kernels.tensor_scales(*own, tops=tuple(top_of(rule_of(r.policy)) for r in wanted))
         sides = (
             None if row is None else self._rowwise(row, scales[0], shape),
             None if column is None else self._columnwise(column, scales[-1], shape),
@@ -245,28 +240,32 @@ class FusedPasses(GatedPasses):
         return operands
 
     def weight(
-        self, w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),
+        self, w: jax.Array | Layer, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),
         packed: bool = True,
     ) -> QuantizedWeight:  # fmt: skip
         if packed and policy != WEIGHT:  # no kernel packs blocks along an axis
             return super().weight(w, policy, axis=axis, key=key, cut=cut, packed=packed)
         (tops,) = whole_maxima([kernels.weight_maxima(w)], cut)
-        scale = name_saved(kernels.tensor_scale(tops, top=rule_of(policy).top(E2M1)), SCALES)
+        scale = name_saved(kernels.tensor_scale(tops, top=top_of(rule_of(policy))), SCALES)
         if not packed:
-            made = kernels.quantize_weight(w, scale, axis=_blocked(policy, axis), rule=rule_of(policy))
+            made = kernels.quantize_weight(w, scale, axis=_blocked(policy, axis), **scaling(policy))
             return Carrier(made, scale[GEMM], policy, scale)
         codes, scales = kernels.pack_weight(w, scale)
         return Packed(codes, scales, scale[AMAX], scale[DECODE], policy.format, policy.block, axis)
 
     def weight_again(
-        self, forward: QuantizedWeight, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),
-        signs: jax.Array | None = None, packed: bool = True,
+        self, w: jax.Array | Layer, forward: QuantizedWeight, policy: OperandPolicy, *, axis: int, drawn: DrawnKeys,
+        cut: Cut = (), packed: bool = True,
     ) -> QuantizedWeight:  # fmt: skip
         if packed or not isinstance(forward, Carrier):
-            return super().weight_again(forward, policy, axis=axis, key=key, cut=cut, signs=signs, packed=packed)
-        (tops,) = whole_maxima([kernels.weight_maxima(forward.array, owed=_decode(forward))], cut)
-        scale = name_saved(kernels.tensor_scale(tops, top=rule_of(policy).top(E2M1)), SCALES)
-        return self.remake_weight(forward.array, WeightScales(scale, policy, axis), forward)
+            return super().weight_again(w, forward, policy, axis=axis, drawn=drawn, cut=cut, packed=packed)
+        if in_runs(policy):
+            wanted = Request(policy, axis, drawn[0], cut=cut, signs=drawn[1])
+            scale = name_saved(_scale_of_runs(array_of(w), wanted, _forward(forward)), SCALES)
+        else:
+            (tops,) = whole_maxima([kernels.weight_maxima(forward.array, owed=_decode(forward))], cut)
+            scale = name_saved(kernels.tensor_scale(tops, top=top_of(rule_of(policy))), SCALES)
+        return self.remake_weight(w, WeightScales(scale, policy, axis), forward, drawn=drawn, cut=cut)
 
     def load_weight(self, codes: Packed, policy: OperandPolicy, *, axis: int) -> Operand:
         """The carrier of packed codes, by the kernel where it takes them."""
@@ -283,15 +282,20 @@ class FusedPasses(GatedPasses):
         return made
 
     def remake_weight(
-        self, w: jax.Array, scales: WeightScales, forward: QuantizedWeight | None = None
-    ) -> QuantizedWeight:
+        self, w: jax.Array | Layer, scales: WeightScales, forward: QuantizedWeight | None = None, *,
+        drawn: DrawnKeys = (None, None), cut: Cut = (),
+    ) -> QuantizedWeight:  # fmt: skip
         vector, policy = scales.vector, scales.policy
-        axis, rule = _blocked(policy, scales.axis), rule_of(policy)
-        if policy.source == "forward":
-            assert isinstance(forward, Carrier), "what is quantized again is a carrier"
-            made = kernels.quantize_weight(forward.array, vector, axis=axis, rule=rule, owed=_decode(forward))
+        axis, how = _blocked(policy, scales.axis), scaling(policy)
+        if policy.source != "forward":
+            made = kernels.quantize_weight(w, vector, axis=axis, **how)
+            return Carrier(made, vector[GEMM], policy, vector)
+        assert isinstance(forward, Carrier), "what is quantized again is a carrier"
+        if in_runs(policy):
+            wanted = Request(policy, scales.axis, drawn[0], cut=cut, signs=drawn[1])
+            (made,) = _runs(array_of(w), wanted, vector, _forward(forward), w.shape)
         else:
-            made = kernels.quantize_weight(w, vector, axis=axis, rule=rule)
+            made = kernels.quantize_weight(forward.array, vector, axis=axis, owed=_decode(forward), **how)
         return Carrier(made, vector[GEMM], policy, vector)
 
     def load(self, kept: Kept, policy: OperandPolicy) -> Operand:
@@ -311,6 +315,34 @@ def _decode(operand: Carrier) -> jax.Array:
     return operand.vector[GEMM][None]
 
 
+def _forward(operand: Carrier) -> eden.Forward:
+    """A forward operand as the kernels of runs make it again."""
+    assert operand.vector is not None, "a kernel made it, with the tensor's scales"
+    return eden.Forward(operand.vector, **scaling(operand.policy))
+
+
+def _scale_of_runs(x: jax.Array, wanted: Request, forward: eden.Forward | None) -> jax.Array:
+    """The scales of x's runs, transformed."""
+    check_keys(wanted.policy, wanted.key, wanted.signs)
+    found = eden.maxima(x, _signs(wanted), axis=wanted.axis, forward=forward)
+    return kernels.tensor_scale(*_of_all([found], [wanted]), top=top_of(rule_of(wanted.policy)))
+
+
+def _runs(
+    x: jax.Array, wanted: Request, scale: jax.Array, forward: eden.Forward | None, shape: tuple[int, ...]
+) -> tuple[jax.Array, ...]:
+    """What a kernel makes of x's runs."""
+    key, window, rule = key_pair(wanted.key), _window(wanted, shape), rule_of(wanted.policy)
+    assert key is not None, "scales are rounded by chance"
+    drawn = eden.Drawn(scale, key, rule, window)
+    return eden.quantize(x, _signs(wanted), drawn, axis=wanted.axis, forward=forward, packed=wanted.kept)
+
+
+def _signs(wanted: Request) -> jax.Array:
+    assert wanted.signs is not None, "signs are drawn"
+    return fresh_signs(wanted.signs, eden.POINTS)
+
+
 def _blocked(policy: OperandPolicy, axis: int) -> int | None:
     """The axis of a weight along which its blocks lie; None for tiles."""
     return None if policy.block == "2d" else axis
@@ -323,6 +355,14 @@ def _matrices(*tensors: Read) -> tuple[list[jax.Array], jax.Array | None]:
     if not any(isinstance(t, Owed) for t in tensors):
         return flat, None
     return flat, jnp.stack([t.factor if isinstance(t, Owed) else jnp.float32(1) for t in tensors])
+
+
+def _of_tensor(requests: Sequence[Request]) -> list[Request]:
+    """What is to be made of the tensor itself: operands, and those of which others are made."""
+    wanted = [r for r in requests if r.forward is None]
+    for forward in (r.forward for r in requests if r.forward is not None):
+        wanted += [] if any(forward.same(r) for r in wanted) else [forward]
+    return wanted
 
 
 def _transformed(requests: Sequence[Request]) -> bool:

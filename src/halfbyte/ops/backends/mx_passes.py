@@ -17,6 +17,7 @@ from halfbyte.formats import MXFP8, MXFP8_E5M2, Packed, tile_scales
 from halfbyte.kernels import ScaleOrder
 from halfbyte.kernels.mxfp8 import BLOCK, MxOperand
 from halfbyte.kernels.mxfp8 import unsupported as kernels_unsupported
+from halfbyte.kernels.stacks import Layer, array_of
 from halfbyte.ops.activation import SILU, Activation
 from halfbyte.ops.backends.block_scaled import uncalled
 from halfbyte.ops.operand import BlockScaled, Operand, gemm_factor, name_saved
@@ -84,14 +85,14 @@ class MxPasses(GatedPasses):
         ]
 
     def weight(
-        self, w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),
+        self, w: jax.Array | Layer, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),
         packed: bool = True,
     ) -> QuantizedWeight:  # fmt: skip
         """Packed codes, blocked along `axis`. One read makes those of fprop and of dgrad: asked for either, both are
         made, and XLA finds that the two calls are one.
         """
         both = tuple(MxOperand(along, element=_element(policy)) for along in (True, False))
-        made = kernels.mxfp8.quantize(w, operands=both)
+        made = kernels.mxfp8.quantize(array_of(w), operands=both)
         codes, scales = [a.T for a in made[:2]] if axis == -2 else made[2:]
         (factor,) = _factors([made[1]], cut)  # what is left of its amax
         return Packed(codes, scales, factor, jnp.float32(1), policy.format, policy.block, axis)

@@ -32,7 +32,8 @@ from halfbyte.devices import native_training
 from halfbyte.formats import E5M2, BlockFormat, Packed, QTensor, pack, tile_scales
 from halfbyte.kernels import Columnwise, Rowwise, ScaleOrder
 from halfbyte.kernels.scale import GEMM
-from halfbyte.ops.backends import fused
+from halfbyte.kernels.stacks import Layer
+from halfbyte.ops.backends import served
 from halfbyte.ops.backends.backend import Backend
 from halfbyte.ops.backends.block_scaled import SCOPE, block_scaled_dot, pays, uncalled
 from halfbyte.ops.backends.fused import FusedPasses
@@ -62,6 +63,8 @@ def unsupported(problem: Problem, gemm: Gemm) -> str | None:
     if problem.device.capability is None:
         name = problem.device.name
         return f"jax.nn.scaled_matmul has no implementation for {name}; it needs an NVIDIA GPU (use carrier)"
+    if problem.recipe.mean:
+        return "the mean of tokens beside a GEMM wants its float32 sums, and block-scaled calls were not tried with it"
     left, right = (getattr(problem.recipe, role).format for role in gemm.roles)
     if left.unit is None or left.block is None or left.unit != right.unit:
         return f"{gemm} multiplies {left} by {right}; block-scaled units take one block-scaled format on both sides"
@@ -182,7 +185,7 @@ def block_scaled(operand: Operand, axis: int) -> Operand:
 def packed_weight(codes: Packed, policy: OperandPolicy, axis: int) -> BlockScaled:
     """A packed weight [inputs, outputs] as the operand of a GEMM that sums over `axis`: -2 for fprop, -1 for dgrad."""
     if codes.block == "2d" and codes.axis == -2:
-        return _of_squares(_ordered(codes.packed, axis), codes, policy, axis)
+        return _of_squares(ordered(codes.packed, axis), codes, policy, axis)
     tensor = codes.unpack()
     made = block_scaled(Quantized(tensor.carrier(), gemm_factor(codes), policy, tensor), axis)
     assert isinstance(made, BlockScaled)
@@ -197,23 +200,27 @@ def gathered_weight(codes: Packed, policy: OperandPolicy, axis: int, shards: Sha
     if codes.block != "2d" or codes.axis != -2 or axes_of(shards.stored[:1]) or not axes_of(shards.stored):
         return None
     cut = shards.stored[::-1] if axis == -2 else shards.stored
-    ordered = gather(_ordered(codes.packed, axis), cut)
+    whole_codes = gather(ordered(codes.packed, axis), cut)
     whole = dataclasses.replace(codes, scales=None if codes.scales is None else gather(codes.scales, shards.stored))
-    return _of_squares(ordered, whole, policy, axis)
+    return _of_squares(whole_codes, whole, policy, axis)
 
 
-def _ordered(packed: jax.Array, axis: int) -> jax.Array:
+def ordered(packed: jax.Array, axis: int) -> jax.Array:
     """Codes uint8 [inputs / 2, outputs] as rows with the contraction last."""
     return packed.T if axis == -2 else _paired_along_rows(packed)
 
 
-def _of_squares(ordered: jax.Array, codes: Packed, policy: OperandPolicy, axis: int) -> BlockScaled:
+def of_squares(scales: jax.Array, block: int, axis: int) -> jax.Array:
+    """Scales [inputs / block, outputs / block], one a square, on each row of their squares, tiled."""
+    return tile_scales(jnp.repeat(scales.T if axis == -2 else scales, block, axis=0))
+
+
+def _of_squares(rows: jax.Array, codes: Packed, policy: OperandPolicy, axis: int) -> BlockScaled:
     """The operand of ordered codes and of the scales [inputs / 16, outputs / 16] of `codes`."""
     assert codes.scales is not None and policy.format.block is not None
-    rows = codes.scales.T if axis == -2 else codes.scales
-    scales = tile_scales(jnp.repeat(rows, policy.format.block, axis=0))  # one scale a tile, on each of its rows
+    scales = of_squares(codes.scales, policy.format.block, axis)
     shape = tuple(n * policy.format.block for n in codes.scales.shape)
-    return BlockScaled(ordered, scales, gemm_factor(codes), policy, shape, axis)
+    return BlockScaled(rows, scales, gemm_factor(codes), policy, shape, axis)
 
 
 def _paired_along_rows(packed: jax.Array) -> jax.Array:
@@ -242,11 +249,14 @@ class NativePasses(FusedPasses):
     def foreign(self, recipe: Recipe) -> str | None:
         if recipe.wgrad_x.source == "forward":
             return f"wgrad_x is {recipe.wgrad_x}, which kernels make of a carrier, and these write codes"
-        return fused.foreign(recipe)
+        return served.foreign(recipe) or served.apart([recipe])
 
     def unsupported(self, problem: Problem) -> str | None:
         """Needs what our own call needs, and what the kernels need."""
         return uncalled(problem) or self.foreign(problem.recipe) or super().unsupported(problem)
+
+    def unnormed(self, recipes: Sequence[Recipe]) -> str | None:
+        return "the passes that norm write carriers"
 
     def _rowwise(self, row: Request, scale: jax.Array, shape: tuple[int, ...]) -> Rowwise:
         return dataclasses.replace(super()._rowwise(row, scale, shape), codes=ScaleOrder.TILED)
@@ -267,7 +277,7 @@ class NativePasses(FusedPasses):
         return [name_saved(o) if r.kept else o for o, r in zip(found, requests, strict=True)]
 
     def weight(
-        self, w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),
+        self, w: jax.Array | Layer, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),
         packed: bool = True,
     ) -> QuantizedWeight:  # fmt: skip
         """Packed codes, whether the weight travels or not: GEMMs read it in two orders, made where they are read."""

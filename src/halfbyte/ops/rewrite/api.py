@@ -119,7 +119,7 @@ def apply_recipe(
         raise TypeError(f"apply_recipe: policy must be a Policy, a Recipe or a recipe's name, got {policy!r}")
     for rule in policy.rules:
         if rule.recipe is not None:
-            rule.recipe.refuse_history("apply_recipe")
+            rule.recipe.refuse_foreign("apply_recipe")
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     patterns = (layers,) if isinstance(layers, str) else tuple(layers)
     return Rewritten(fn, policy, key, numbers, patterns, backend, show)

@@ -19,7 +19,7 @@ from jax.sharding import AxisType
 
 from halfbyte.ops.activation import SILU
 from halfbyte.ops.contraction import refusal
-from halfbyte.ops.linear import Execution, plan_linear
+from halfbyte.ops.execution import Execution, plan_linear
 from halfbyte.ops.mlp import fused_passes
 from halfbyte.ops.problem import Problem, target
 from halfbyte.ops.rewrite.origin import (
