@@ -32,7 +32,7 @@ def test_unknown_run_names_the_nearest():
         ('{"name": "x", "stepz": 3}', "no field stepz; did you mean steps"),
         ('{"name": "x", "optimizer": {"learning_rte": 3}}', "no field optimizer.learning_rte"),
         ('{"name": "x", "steps": "many"}', "steps must be int, got 'many'"),
-        ('{"name": "x"}', "missing 1 required"),
+        ('{"name": "x"}', "config lacks model"),
     ],
 )
 def test_bad_config_files(tmp_path, text, words):
@@ -53,6 +53,8 @@ def test_bad_config_files(tmp_path, text, words):
         ({"seq": 100_000}, "max_seq 512"),
         ({"seed": -1}, "seed"),
         ({"z_loss": -1.0}, "z_loss"),
+        ({"remat": "half"}, "remat must be one of none, dots, full, quantized, got 'half'"),
+        ({"on_divergence": "fp9"}, "on_divergence must be one of stop, fp8, bf16, got 'fp9'"),
     ],
 )
 def test_bad_values(changes, words):

@@ -40,6 +40,14 @@ def test_native_on_blackwell_emulated_on_hopper():
         assert {gemm.execution for gemm in native[path].gemms.values()} == {"plain"}
 
 
+@pytest.mark.parametrize(
+    "name, words, where", [("averis", "its mean", "fprop wgrad"), ("halfbyte", "leaves over", "fprop")]
+)
+def test_what_happens_to_x_beside_its_operand_is_written(name, words, where):
+    (site,) = (site for site in manifest_of("llama3-8b", "h200", recipe=name).sites if site.path == "layers/mlp/up")
+    assert {gemm for gemm, found in site.gemms.items() if words in found.left} == set(where.split())
+
+
 def test_a_run_without_a_mesh_is_described_on_the_mesh_that_it_gets():
     """fsdp over all devices, which cuts weights where they rest, here over the eight of the test run."""
     config = run_config("llama3-8b")
@@ -55,6 +63,9 @@ def test_a_run_without_a_mesh_is_described_on_the_mesh_that_it_gets():
 def test_who_computes_the_norms_is_written_with_the_reason(where):
     assert manifest_of("llama3-8b", where, unroll=0).norms == "kernels"
     assert manifest_of("llama3-8b", where, unroll=0, mesh="fsdp=4,tensor=2").norms == "kernels"
+    alone = manifest_of("llama3-8b", where, unroll=0, mesh="fsdp=1", remat="none", batch=4).norms
+    inside = "kernels; in the passes that quantize: mlp, layers 0 to 31"
+    assert alone == (inside if where == "h200" else "kernels")
     looped, wide = manifest_of("llama3-8b", where), manifest_of("llama3.1-405b", where, unroll=0)
     assert looped.norms.startswith("xla: ") and "stacks" in looped.norms
     assert "8192" in wide.norms
@@ -136,6 +147,44 @@ def test_native_linears_are_compared_under_their_own_recipes(monkeypatch):
         **{f"layers/mlp/{name}, layers 31 to 31": "nvfp4_no_sr" for name in ("gate", "up", "down")},
     }
     assert "native mxfp8, nvfp4, nvfp4_no_sr GEMMs" in said[0]
+
+
+def test_experts_on_blackwell_are_native_and_compared_at_their_own_sizes(monkeypatch):
+    """Where a kernel serves; `carrier` by name is the loop of tiles."""
+    config = run_config("qwen3-30b-a3b")
+    manifest, said, asked = manifest_of("qwen3-30b-a3b", "gb300", policy=config.policy), [], []
+    sites = {site.path: site for site in manifest.sites if "expert_" in site.path}
+    assert len(sites) == 3 and {site.backend for site in sites.values()} == {"tiles"}
+    gemms = [gemm for site in sites.values() for gemm in site.gemms.values()]
+    assert {(gemm.multiplied_by, gemm.made_by, gemm.runs_in) for gemm in gemms} == {
+        ("native", ("native", "native"), "nvfp4")
+    }
+
+    def agree(recipe, *, sides, site):
+        asked.append((recipe.name, sides, site.split(",")[0].rpartition("_")[2]))
+        return dict.fromkeys(GEMMS, 0.0)
+
+    monkeypatch.setattr(session, "native_experts_agree", agree)
+    started = SimpleNamespace(config=config, preflight=SimpleNamespace(manifests=[manifest]), say=said.append)
+    session.check_native_gemms(started)
+    assert asked == [("nvfp4", (2048, 768), "up"), ("nvfp4", (768, 2048), "down")]  # gate is as up is
+    assert said[0].startswith("comparing") and len(said) == 2  # before a program that has never run anywhere
+    assert "native nvfp4 GEMMs of experts against carrier passed" in said[1]
+
+
+@pytest.mark.parametrize(
+    "device, backend, recipe, passed",
+    [("gb300", "carrier", "nvfp4", None), ("gb300", "auto", "mxfp8", "NVFP4 kernels"), ("h200", "auto", "nvfp4", None)],
+)
+def test_experts_that_no_kernel_serves_natively_say_so(device, backend, recipe, passed):
+    config = run_config("qwen3-30b-a3b")
+    precision = PrecisionConfig(backend=backend)
+    manifest = manifest_of("qwen3-30b-a3b", device, policy=config.policy, recipe=recipe, precision=precision)
+    sites = [site for site in manifest.sites if "expert_" in site.path]
+    multipliers = {gemm.multiplied_by for site in sites for gemm in site.gemms.values()}
+    assert multipliers == {"fused" if device == "h200" else "xla"}
+    for site in sites:
+        assert site.passed_over == {} if passed is None else passed in site.passed_over["native"]
 
 
 @pytest.mark.parametrize("remat, asked", [("none", [("nvfp4", "fused"), ("fp8", "fp8")]), ("quantized", [])])

@@ -3,45 +3,55 @@
 Oracle: one process with four devices, never interrupted.
 """
 
+import re
 import signal
 
 import pytest
 from disagreeing import WATCHED, stop_and_hear
 from killing import kill_and_hear
-from runner import Runner, final_checksums, losses, wait_for_step
+from outside import wait_until
+from runner import Runner, final_checksums, finish, losses
 from tiny import MODEL, ONE_LINEAR, tiny
 
-from halfbyte.train import CheckpointConfig
+BEGUN = 8
+ON = ("--steps", "100000", "--checkpoint.every", "100000")  # no end before a signal, and no save that it could meet
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, compile_cache, warm):
-    """(runner, directory of an uninterrupted run on 1 process x 4 devices): nvfp4, accumulation, fsdp and tensor."""
-    folder = tmp_path_factory.mktemp("processes")
-    saves, model = CheckpointConfig(every=4, keep_last=2), MODEL.replace(layers=1)
-    config = tiny(
-        model=model, recipe="nvfp4", policy=ONE_LINEAR, steps=32, accumulate=2, mesh="fsdp=2,tensor=2", checkpoint=saves
-    )
-    runner = Runner(folder, config, compile_cache, warm)
-    code, output = runner.run(folder / "whole", devices=4)
-    assert code == 0, output
-    return runner, folder / "whole"
+def runner(tmp_path_factory, compile_cache, warm):
+    """Of nvfp4, accumulation, fsdp and tensor; the learning rate does not depend on the number of steps."""
+    model = MODEL.replace(layers=1)
+    config = tiny(model=model, recipe="nvfp4", policy=ONE_LINEAR, steps=BEGUN, accumulate=2, mesh="fsdp=2,tensor=2")
+    return Runner(tmp_path_factory.mktemp("processes"), config, compile_cache, warm)
 
 
-def test_killed_stopped_preempted_and_moved(whole, tmp_path):
-    """Two processes, of which one is killed; started again, of which one stands still; again, of which one is told to
-    stop; then one process takes over the four devices. `make faults` does each by itself, in bf16 and at any step."""
-    runner, reference = whole
+def test_killed_stopped_preempted_and_moved(runner, tmp_path):
+    """One process begins; two go on, of which one is killed; started again, of which one stands still; again, of which
+    one is told to stop; then one process takes over the four devices. `make faults` does each by itself, in bf16 and at
+    any step."""
     run, shape = tmp_path / "run", {"processes": 2, "devices": 2}
-    for step, flags, disturb in ((6, (), kill_and_hear), (10, WATCHED, stop_and_hear)):
-        ranks = runner.start_all(run, *flags, **shape)
-        wait_for_step(run, step, ranks)
+    assert runner.run(run, devices=4)[0] == 0
+    for flags, disturb in (((), kill_and_hear), (WATCHED, stop_and_hear)):
+        ranks = runner.start_all(run, *ON, *flags, **shape)
+        has_stepped(ranks)
         disturb(ranks, victim=1)
-    code, output = runner.killed_at(run, 14, number=signal.SIGTERM, **shape)
+    ranks = runner.start_all(run, *ON, **shape)
+    has_stepped(ranks)
+    ranks[1].process.send_signal(signal.SIGTERM)
+    code, output = finish(ranks)
     assert code == 75, output
-    assert "resuming" in output
-    assert losses(run) == losses(reference)[: len(losses(run))]
-    code, output = runner.run(run, devices=4)
+    assert f"resuming {run} after step {BEGUN}" in output
+    reached = len(losses(run))
+    steps = ("--steps", str(reached + 4))
+    code, output = runner.run(run, *steps, devices=4)
     assert code == 0, output
-    assert losses(run) == losses(reference)
-    assert final_checksums(run) == final_checksums(reference)
+    assert f"resuming {run} after step {reached}" in output
+    assert runner.run(tmp_path / "whole", *steps, devices=4)[0] == 0
+    assert losses(run) == losses(tmp_path / "whole")
+    assert final_checksums(run) == final_checksums(tmp_path / "whole")
+
+
+def has_stepped(ranks):
+    """Wait until these very processes have trained: what an earlier start has left says nothing about them."""
+    stepped = wait_until(lambda: bool(re.search(r"^step +\d+/\d+ +loss", ranks[0].output, re.M)), ranks, 1800)
+    assert stepped, ranks[0].output

@@ -9,11 +9,12 @@ import re
 import shutil
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
-from outside import wait_until
-from runner import Runner, final_checksums, finish, losses, wait_for_step
+from outside import Gate, wait_until
+from runner import Runner, final_checksums, finish, losses
 from states import checkpoint_steps
 from tiny import MODEL, ONE_LINEAR, tiny
 
@@ -71,29 +72,34 @@ def machines(whole, tmp_path, monkeypatch):
         return remote.local_directory(URL)
 
     yield server, elsewhere
-    server.stop()
+    server.close()
 
 
-def test_killed_told_to_stop_and_damaged_in_a_store(whole, machines):
+def test_killed_told_to_stop_and_damaged_in_a_store(whole, machines, tmp_path):
     (runner, reference), (server, elsewhere) = whole, machines
 
     # Killed with the second copy under way: the head is the first one's.
-    elsewhere()
-    started = runner.start(URL)
-    assert wait_until(lambda: copied(server, 1), [started], 600), started.output
-    server.faults += [0.05] * 50
-    assert wait_until(lambda: copied(server, 2), [started], 600), started.output
+    run = elsewhere()
+    gate = Gate(run, 2 * EVERY, tmp_path / "first")
+    started = runner.start(URL, gate=gate)
+    assert wait_until(lambda: committed(server), [started], 600), started.output
+    coming, killed = hold_the_second_object(server)
+    gate.open()
+    assert wait_until(coming.is_set, [started], 600), started.output
     started.process.send_signal(signal.SIGKILL)
-    assert started.wait(60) == -signal.SIGKILL
-    server.faults.clear()
+    assert started.wait(600) == -signal.SIGKILL
+    killed.set()
+    assert committed(server) == {EVERY} and arriving(server)
     named = json.loads(server.objects["killed/head.json"][0])["files"].values()
     assert {f"killed/{name}" for name in named} < set(server.objects)
 
     # Started elsewhere it goes on; told to stop it saves, and nothing is lost.
     run = elsewhere()
-    started = runner.start(URL)
-    wait_for_step(run, 38, [started])
+    gate = Gate(run, 3 * EVERY, tmp_path / "second")
+    started = runner.start(URL, gate=gate)
+    gate.wait([started], 600)
     started.process.send_signal(signal.SIGTERM)
+    gate.open()
     code, output = finish([started])
     assert code == 75, output
     assert "resuming" in output and "stopped by SIGTERM after step" in output and f"--run-dir {URL}" in output
@@ -110,10 +116,30 @@ def test_killed_told_to_stop_and_damaged_in_a_store(whole, machines):
     assert (run / "damaged" / str(STEPS)).is_dir()
 
 
-def copied(server, count):
-    """Whether something of so many checkpoints is in the store; a quick run is ahead of it, and some are left out."""
+def hold_the_second_object(server):
+    """Of a checkpoint that the head does not name: (the event that it has come, the event that lets it in)."""
+    coming, go_on = threading.Event(), threading.Event()
+
+    def hold(key):
+        if "/checkpoints/" in key and arriving(server):
+            coming.set()
+            go_on.wait(600)
+
+    server.before_put = hold
+    return coming, go_on
+
+
+def committed(server):
+    """The steps of the checkpoints that the store's head names."""
+    head = json.loads(server.objects.get("killed/head.json", (b"{}",))[0])
+    return {int(path.split("/")[1]) for path in head.get("files", {}) if path.startswith("checkpoints/")}
+
+
+def arriving(server):
+    """Whether something of a checkpoint is there that is newer than the head's."""
     found = (re.search(r"/checkpoints/(\d+)/", name) for name in list(server.objects))
-    return len({match[1] for match in found if match}) >= count
+    newest = max((int(match[1]) for match in found if match), default=0)
+    return newest > max(committed(server))
 
 
 def as_if_never_stopped(runner, run, reference):

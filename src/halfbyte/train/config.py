@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from halfbyte.inputs import check_real, check_run_name, check_whole
+from halfbyte.inputs import check_choices, check_real, check_run_name, check_whole
 from halfbyte.inputs.programs import Pinned
-from halfbyte.models import REMAT, LlamaConfig
+from halfbyte.models import LlamaConfig
 from halfbyte.optim import OptimizerConfig, check_warmup
 from halfbyte.recipe import Policy, Recipe, pin, policy, read_policy, recipe, spell_policy, spell_recipe
 from halfbyte.sharding import parse_mesh
@@ -35,17 +35,31 @@ class PrecisionConfig:
     """The recipe from then on."""
     switch_part: Literal["forward", "backward", "both"] = "both"
     """Which GEMMs change: forward is fprop, backward is dgrad and wgrad."""
+    reset_at: float = 0.0
+    """From this step (1 or more) or fraction of the run on, set weights that swing between two codes onto one
+    (OsciReset); 0: never."""
+    reset_every: int = 200
+    """Steps of a period of that."""
+    reset_over: int = 50
+    """Steps of a period that are looked at, its first ones."""
+    reset_ratio: float = 8.0
+    """A weight swings whose code has moved this many times as far as itself."""
     twin: int = 0
     """A run that is equal but for rounding: other random bits, and master weights that begin a millionth away; 0: none.
     What two of them differ by is noise."""
 
     def __post_init__(self) -> None:
+        check_choices(self, group="precision.")
         object.__setattr__(self, "switch_to", _recipe_text(self.switch_to))
         with suppress(Pinned):  # a program that a stored config names is refused where it would run
             recipe(self.switch_to)
         wanted = "0 (never), a fraction or a step"
         check_real("precision.switch_at", self.switch_at, holds=self.switch_at >= 0, wanted=wanted)
         check_whole("precision.twin", self.twin, zero="none")
+        check_real("precision.reset_at", self.reset_at, holds=self.reset_at >= 0, wanted=wanted)
+        check_real("precision.reset_ratio", self.reset_ratio, holds=self.reset_ratio > 1, wanted="a number above 1")
+        check_whole("precision.reset_over", self.reset_over, least=1)
+        check_whole("precision.reset_every", self.reset_every, least=self.reset_over + 2)
 
 
 LARGEST_SCALE, SMALLEST_SCALE = 2.0**24, 2.0**-24
@@ -62,6 +76,7 @@ class LossScaleConfig:
     """Steps without overflow before the scale doubles."""
 
     def __post_init__(self) -> None:
+        check_choices(self, group="loss_scale.")
         power_of_two = 0 < self.initial <= LARGEST_SCALE and math.frexp(self.initial)[0] == 0.5
         check_real("loss_scale.initial", self.initial, holds=power_of_two, wanted="a power of two, at most 2**24")
         check_whole("loss_scale.growth_interval", self.growth_interval, least=1)
@@ -198,8 +213,7 @@ class TrainConfig:
         object.__setattr__(self, "policy", _policy_text(self.policy))  # the rules, not the file, are what a run is
         with suppress(Pinned):
             policy(self.policy, recipe(self.recipe))
-        if self.remat not in REMAT:
-            raise ValueError(f"remat must be one of {', '.join(REMAT)}, got {self.remat!r}")
+        check_choices(self)
         for name in ("steps", "batch", "accumulate"):
             check_whole(name, getattr(self, name), least=1)
         if self.batch % self.accumulate:

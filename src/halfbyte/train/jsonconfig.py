@@ -25,7 +25,8 @@ def to_dict(config: Any) -> dict[str, Any]:
 def from_dict(kind: type[Config], values: Mapping[str, Any], *, where: str = "") -> Config:
     """The dataclass `kind` from a nested dict. Unknown fields and wrong types are ValueErrors that name the path."""
     hints = typing.get_type_hints(kind)
-    names = {field.name for field in dataclasses.fields(kind) if field.init}  # type: ignore[arg-type]
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    names = {field.name for field in fields if field.init}
     for name in values:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
@@ -33,6 +34,9 @@ def from_dict(kind: type[Config], values: Mapping[str, Any], *, where: str = "")
                 f"config has no field {where}{name}" + (f"; did you mean {where}{near[0]}?" if near else "")
             )
     built = {name: _value(hints[name], value, f"{where}{name}") for name, value in values.items()}
+    needed = [field.name for field in fields if field.init and field.default is field.default_factory]  # both missing
+    if lacking := [f"{where}{name}" for name in needed if name not in values]:
+        raise ValueError(f"config lacks {' and '.join(lacking)}")
     try:
         return kind(**built)
     except TypeError as error:

@@ -28,10 +28,12 @@ from halfbyte.recipe import GEMMS, OperandPolicy, Recipe, Resolved
 from halfbyte.sharding import DEFAULT_RULES, default_shape, parse_mesh, whole_sizes
 
 from .config import TrainConfig
+from .oscillation import says
 
 FOUR_BITS = 4
 PLAIN = str(BF16.unit)
 XLA = "xla"
+NORMED = {"attention": ("q", "k", "v"), "mlp": ("gate", "up")}  # the linears that read a norm of a layer
 BY_XLA = ("carrier", "reference")  # backends whose GEMMs are XLA's
 TILES = "tiles"  # of experts: tiles of rows, each multiplied with its expert's matrix
 
@@ -87,7 +89,9 @@ class Manifest:
     share_4bit: float
     share_by_multiplier: dict[str, float]
     norms: str
-    """Who computes the norms of a layer: kernels, or xla and why."""
+    """Who computes the norms of a layer: kernels, of which some may be passes that quantize, or xla and why."""
+    hook: str | None
+    """What is done to weights after steps, beside the optimizer."""
 
     def to_json(self) -> dict[str, Any]:
         """As written to manifest.json."""
@@ -129,16 +133,40 @@ def build_manifest(config: TrainConfig, resolved: Resolved, recipe: Recipe, *, s
         step_flops=total,
         share_4bit=four_bit,
         share_by_multiplier=by_multiplier,
-        norms=_norms(config, rows, seq, device),
+        norms=_norms(config, resolved, rows, seq, device),
+        hook=says(config),
     )
 
 
-def _norms(config: TrainConfig, rows: int, seq: int, device: Device) -> str:
+def _norms(config: TrainConfig, resolved: Resolved, rows: int, seq: int, device: Device) -> str:
     parts, model = _cuts(config), config.model
     shape = rows // parts("batch"), seq // parts("residual_seq"), model.embed
     looped = in_loop(model, config.unroll)
     reason = by_xla(shape, config.precision.compute_dtype, looped=looped, device=device)
-    return "kernels" if reason is None else f"{XLA}: {reason}"
+    if reason is not None:
+        return f"{XLA}: {reason}"
+    inside = _norms_in_passes(config, resolved, rows, seq, device)
+    return f"kernels; in the passes that quantize: {'; '.join(inside)}" if inside else "kernels"
+
+
+def _norms_in_passes(config: TrainConfig, resolved: Resolved, rows: int, seq: int, device: Device) -> list[str]:
+    """Before which linears of which layers the passes that quantize norm, as a block decides it."""
+    sites = {site.path: site for site in models.gemm_sites(config.model, rows, seq)}
+    mesh = whole_sizes(parse_mesh(config.mesh) or default_shape(jax.devices()))
+    if config.remat != "none" or math.prod(mesh.values()) > 1:
+        return []
+    found = []
+    for group, names in NORMED.items():
+        paths = [f"layers/{group}/{name}" for name in names]
+        for segment in resolved.segments if all(path in sites for path in paths) else ():
+            recipes = [segment.recipes[path] for path in paths]
+            problems = [_problem(sites[path], r, config, device) for path, r in zip(paths, recipes, strict=True)]
+            choices = (
+                [ops.choose(config.precision.backend, p) for p in problems] if all(r.quantized for r in recipes) else []
+            )
+            if choices and ops.handed_normed(choices, recipes) is None:
+                found.append(f"{group}, layers {segment.start} to {segment.stop - 1}")
+    return found
 
 
 def _cuts(config: TrainConfig) -> Callable[..., int]:
@@ -152,16 +180,23 @@ def _cuts(config: TrainConfig) -> Callable[..., int]:
     return cut
 
 
-def native_sites(manifest: Manifest, resolved: Resolved) -> list[tuple[str, Recipe, tuple[int, int, int]]]:
-    """(path and layers, recipe, sizes on a device) of each linear that the native backend serves."""
+def native_sites(
+    manifest: Manifest, resolved: Resolved, *, experts: bool = False
+) -> list[tuple[str, Recipe, tuple[int, int, int]]]:
+    """(path and layers, recipe, sizes on a device) of each linear that the native backend serves; or of each whose
+    `experts` have native GEMMs."""
     found = []
     for site in manifest.sites:
-        if site.backend == "native":
+        if (site.backend == TILES and _by_units(site)) if experts else site.backend == "native":
             first, last = site.layers
             layered = site.path.startswith("layers/")
             where = f"{site.path}, layers {first} to {last - 1}" if layered else site.path
             found.append((where, resolved.at(site.path, first if layered else None), site.on_device))
     return found
+
+
+def _by_units(site: Site) -> bool:
+    return any(gemm.multiplied_by == "native" for gemm in site.gemms.values())
 
 
 def _spans(site: models.GemmSite, resolved: Resolved, layers: int) -> list[tuple[int, int, Recipe]]:
@@ -185,8 +220,13 @@ def _describe(
     if site.experts:
         check_tiles([chosen], config.precision.backend)
         rows = problem.tokens * problem.inputs * problem.outputs // (site.k * site.n)  # of all its experts, on average
-        gemms, own = gemms_of(problem, None, sides=(site.k, site.n)), (rows, site.k, site.n)
-        return Site(site.path, layers, site.tokens, site.k, site.n, chosen.name, TILES, gemms, flops, {}, own)
+        dtypes = problem.dtype, problem.weight_dtype
+        reason = tile_kernels.unscaled(chosen, (site.k, site.n), device, dtypes=dtypes)
+        scaled, wanted = config.precision.backend == "auto", chosen.quantized and native_training(device, "nvfp4")
+        gemms = gemms_of(problem, None, sides=(site.k, site.n), scaled=scaled and reason is None)
+        passed = {"native": reason} if scaled and wanted and reason else {}
+        own = rows, site.k, site.n
+        return Site(site.path, layers, site.tokens, site.k, site.n, chosen.name, TILES, gemms, flops, passed, own)
     try:
         choice = ops.choose(config.precision.backend, problem) if chosen.quantized else None
     except ValueError as error:
@@ -199,27 +239,31 @@ def _describe(
 
 
 def gemms_of(
-    problem: ops.Problem, choice: ops.Choice | None, *, ahead: bool = False, sides: tuple[int, int] | None = None
-) -> dict[str, Gemm]:
+    problem: ops.Problem, choice: ops.Choice | None, *, ahead: bool = False, sides: tuple[int, int] | None = None,
+    scaled: bool = False,
+) -> dict[str, Gemm]:  # fmt: skip
     """The GEMMs of a linear that `choice` serves (None: XLA, in bf16, or the tiles of experts whose matrices have these
-    `sides`); weights may be made `ahead` of their use."""
-    return {gemm.name: _gemm(gemm, problem, choice, ahead=ahead, sides=sides) for gemm in problem.gemms}
+    `sides`, multiplied as codes if `scaled`); weights may be made `ahead` of their use."""
+    return {gemm.name: _gemm(gemm, problem, choice, ahead=ahead, sides=sides, scaled=scaled) for gemm in problem.gemms}
 
 
 def _gemm(
-    gemm: ops.Gemm, problem: ops.Problem, choice: ops.Choice | None, *, ahead: bool, sides: tuple[int, int] | None
-) -> Gemm:
+    gemm: ops.Gemm, problem: ops.Problem, choice: ops.Choice | None, *, ahead: bool, sides: tuple[int, int] | None,
+    scaled: bool,
+) -> Gemm:  # fmt: skip
     policies = [getattr(problem.recipe, role) for role in gemm.roles]
     backend, makers = XLA, tuple(XLA for _ in gemm.roles)
     if choice is not None:
         backend, makers = choice.multiplier(gemm).name, tuple(choice.maker(role, ahead=ahead) for role in gemm.roles)
+    elif scaled:
+        backend, makers = "native", tuple("native" for _ in gemm.roles)
     elif sides is not None:
         backend = "fused" if tile_kernels.multiplies(*sides, device=problem.device) else "reference"
         made = [tile_kernels.makes(role, getattr(problem.recipe, role), sides, problem.device) for role in gemm.roles]
         makers = tuple("fused" if own else XLA for own in made)
     runs_in = _multiplier((policies[0], policies[1]), backend, problem.device)
     return Gemm(
-        left=str(policies[0]),
+        left=f"{policies[0]}{_beside(gemm, problem.recipe)}",
         right=str(policies[1]),
         bits=max(policy.format.element.bits if policy.format.element else 16 for policy in policies),
         runs_in=runs_in,
@@ -227,6 +271,13 @@ def _gemm(
         multiplied_by=XLA if backend in BY_XLA else backend,
         made_by=makers,
     )
+
+
+def _beside(gemm: ops.Gemm, recipe: Recipe) -> str:
+    """What a recipe does with x that its operand's policy does not say."""
+    if recipe.mean and "x" in {role.partition("_")[2] for role in gemm.roles}:
+        return " of x less its mean over tokens, which passes beside in float32"
+    return " and of what that leaves over" if recipe.remainder and gemm is ops.gemms.FPROP else ""
 
 
 def _problem(site: models.GemmSite, chosen: Recipe, config: TrainConfig, device: Device) -> ops.Problem:

@@ -13,6 +13,7 @@ from halfbyte.devices import Device
 from halfbyte.sharding import DEFAULT_RULES, axis_size, default_shape, format_mesh, make_mesh, parse_mesh
 
 from .config import TrainConfig
+from .oscillation import says
 from .precision import phases
 from .precision_manifest import Manifest, build_manifest
 from .state import TrainState, abstract_state
@@ -68,6 +69,9 @@ def check(config: TrainConfig, mesh: Mesh, *, seq: int, device: Device, memory: 
     models.check_mesh(config.model, mesh, batch=config.batch // config.accumulate, seq=seq)
     if mesh.size > 1 and (config.radar or config.telemetry):
         models.refuse_experts(config.model, "radar and telemetry on a mesh")
+    if config.radar or config.telemetry:
+        for phase in phases(config):
+            phase.resolved(config).refuse_means("radar and telemetry")
     estimate = estimate_memory(config, mesh, seq=seq)
     remarks = []
     if memory is not None and estimate.floor > memory:
@@ -81,6 +85,8 @@ def check(config: TrainConfig, mesh: Mesh, *, seq: int, device: Device, memory: 
             f"memory may not suffice: about {estimate.total / GIB:.1f} of {memory / GIB:.1f} GiB; "
             "try --remat full, --remat quantized, more --accumulate, or a larger mesh"
         )
+    if said := says(config):
+        remarks.append(said)
     manifests = tuple(
         build_manifest(config, phase.resolved(config), phase.recipe, seq=seq, device=device) for phase in phases(config)
     )

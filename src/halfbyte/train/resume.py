@@ -2,13 +2,13 @@
 Never step 0 in silence."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
 
-from halfbyte.checkpoint import CheckpointMismatch, Checkpoints, Restored
+from halfbyte.checkpoint import CheckpointMismatch, Checkpoints, DamagedCheckpoint, Restored
 from halfbyte.inputs.programs import only_named
 from halfbyte.recipe.own import same_program
 
@@ -16,6 +16,7 @@ from .config import COSMETIC, GUARDED, TrainConfig
 from .guard import Return
 from .identity import versions
 from .jsonconfig import differences, flatten, from_dict, to_dict
+from .oscillation import as_stored, as_wanted
 from .state import TrainState, abstract_state, create_state, seed_of
 
 Initial = Callable[[Mesh], Any]  # makes the weights that a run begins with, on its mesh
@@ -98,8 +99,9 @@ def begin(
             say(f"weights from {config.init_from}")
             params = initial(mesh)
         return Start(create_state(config, mesh, params), 0, None, resumed=False)
+    wanted = abstract_state(config, mesh)
     try:
-        restored = store.restore_latest(abstract_state(config, mesh).items())
+        restored = store.restore_latest((_as_stored(wanted, store) if allow else wanted).items())
     except CheckpointMismatch as error:
         raise CheckpointMismatch(
             f"{error}\nbegin anew with another --run-dir; --init-from with this directory takes its weights along"
@@ -117,8 +119,18 @@ def begin(
     return _start(config, mesh, restored)
 
 
+def _as_stored(wanted: TrainState, store: Checkpoints) -> TrainState:
+    """The state that is wanted, with what the newest checkpoint remembers of weights that swing, wanted or not."""
+    try:
+        names = store.record(store.steps()[-1]).leaves["progress"]
+    except DamagedCheckpoint:  # restoring says so
+        return wanted
+    return replace(wanted, oscillation=as_stored(wanted.params, names))
+
+
 def _start(config: TrainConfig, mesh: Mesh, restored: Restored) -> Start:
     state = TrainState.from_items(restored.items, seed=seed_of(config, mesh))
+    state = replace(state, oscillation=as_wanted(config, state.params, state.oscillation))
     extra = restored.extra
     returns = tuple(_return(back) for back in extra.get("returns", ()))
     _check_position(restored.step, extra.get("data"), sum(back.skipped for back in returns))

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from halfbyte import models
 from halfbyte.checkpoint import Checkpoints
-from halfbyte.conformance import check_stacks, native_sites_agree
+from halfbyte.conformance import check_stacks, native_experts_agree, native_sites_agree
 from halfbyte.devices import Energy, energy, lookup
 from halfbyte.inputs import replace_file
 from halfbyte.metrics import (
@@ -149,15 +149,25 @@ def _peak_text(session: Session) -> str:
 
 def check_native_gemms(session: Session) -> None:
     """Compare each native GEMM direction with `carrier`, under the recipe and at the sizes of each native linear on one
-    device, where the device has native units.
+    device, where the device has native units; of experts with the matrices of each.
     """
     for phase, manifest in zip(phases(session.config), session.preflight.manifests, strict=True):
-        sites = native_sites(manifest, phase.resolved(session.config))
+        resolved = phase.resolved(session.config)
+        sites = native_sites(manifest, resolved)
         if sites:
-            found = native_sites_agree(sites).values()
-            worst = ", ".join(f"{name} {max(each[name] for each in found):.2g}" for name in GEMMS)
-            names = ", ".join(dict.fromkeys(recipe.name for _, recipe, _ in sites))
-            session.say(f"self-test of native {names} GEMMs against carrier passed ({worst})")
+            _say_agreed(session, "GEMMs", sites, list(native_sites_agree(sites).values()))
+        experts = native_sites(manifest, resolved, experts=True)
+        if experts:
+            session.say("comparing native GEMMs of experts with carrier ...")
+            each = {(recipe, sizes[1:]): path for path, recipe, sizes in experts}
+            found = [native_experts_agree(r, sides=sides, site=path) for (r, sides), path in each.items()]
+            _say_agreed(session, "GEMMs of experts", experts, found)
+
+
+def _say_agreed(session: Session, what: str, sites: Sequence[Any], found: Sequence[dict[str, float]]) -> None:
+    worst = ", ".join(f"{name} {max(each[name] for each in found):.2g}" for name in GEMMS)
+    names = ", ".join(dict.fromkeys(recipe.name for _, recipe, _ in sites))
+    session.say(f"self-test of native {names} {what} against carrier passed ({worst})")
 
 
 def check_stacks_of_loops(session: Session, every: Sequence[Phase]) -> None:

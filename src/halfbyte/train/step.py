@@ -31,6 +31,7 @@ from .state import TrainState, abstract_state, bit_sum, make_optimizer, watch_we
 
 Batch = dict[str, jax.Array]
 NOT_AHEAD = dict(zip(GATHERS_AHEAD, ("COLLECTIVE_PIPELINING_MODE_OFF", False), strict=True))  # as options of XLA
+UNFILLED = "xla_gpu_enable_dus_accumulator_zero_init_elimination"
 Metrics = dict[str, jax.Array]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 BATCH_KEYS = ("tokens", "targets", "segments", "positions")
@@ -160,6 +161,7 @@ def make_train_step(config: TrainConfig, resolved: Resolved, mesh: Mesh) -> Trai
             seed=state.seed,
             sentinel=None if state.sentinel is None else bit_sum(params),
             delayed=keep(advanced(state.delayed, seen), state.delayed),
+            oscillation=state.oscillation,
         )
         metrics = {
             "loss": loss,
@@ -225,7 +227,8 @@ def compiler_options(
 ) -> dict[str, Any] | None:
     """What XLA is told for this program, beside what every program for a GPU is. On a single GPU its own
     rematerialization, which begins at 80% of the memory, is put out of reach: in a step that fills the card it computed
-    slices and casts again and saved nothing. A backend may have options of its own.
+    slices and casts again and saved nothing. Stacks that a loop writes whole are not filled with zeros first. A backend
+    may have options of its own.
 
     Where a layer is made again from its input alone and activations are gathered too, XLA would not only gather weights
     a turn of the loop ahead but activations as well, and compute all that they are made of twice: attention's linears.
@@ -233,11 +236,12 @@ def compiler_options(
     if mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return None
     memory = {"xla_gpu_memory_limit_slop_factor": 300} if mesh.size == 1 else {}
+    unfilled = {UNFILLED: True} if known_to_xla(UNFILLED) else {}
     gathered = any(mesh.shape.get(axis, 1) > 1 for axis in ("tensor", "context"))
     routed = mesh.size > 1 and bool(config.model.experts)  # all devices know all logits
     twice = config.remat == "full" and (gathered or routed)
     ahead = {flag: off for flag, off in NOT_AHEAD.items() if twice and known_to_xla(flag)}
-    options: dict[str, Any] = {**ops.GPU_OPTIONS, **memory, **ahead}
+    options: dict[str, Any] = {**ops.GPU_OPTIONS, **memory, **unfilled, **ahead}
     for backend in serving(resolved):
         options |= backend.compiler_options
     return options | dict(more)

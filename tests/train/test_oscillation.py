@@ -1,0 +1,182 @@
+"""OsciReset: which weights are set, when, and that nothing of it is lost.
+
+Oracles: `oscillation_oracle`, written from the authors' text; one device; a run that nobody interrupted.
+"""
+
+import dataclasses
+import functools
+import io
+
+import jax
+import numpy as np
+import oscillation_oracle
+import pytest
+from rich.console import Console
+from tiny import MODEL, ONE_LINEAR, tiny
+
+from halfbyte.devices import device
+from halfbyte.train import PrecisionConfig, abstract_state, check, create_state, phases, run_mesh, train
+from halfbyte.train.oscillation import RESET, compile_hook, due
+from halfbyte.train.state import bit_sum
+
+WIDE = dataclasses.replace(MODEL, embed=64, mlp=128)
+AS_RULED = PrecisionConfig(reset_at=8, reset_every=8, reset_over=5, reset_ratio=8)  # 8, then 9 to 13; 14 sets
+RULES = {"nvfp4": functools.partial(oscillation_oracle.nvfp4, tile=16)}
+RULES |= {
+    "nvfp4_1d_weights": functools.partial(oscillation_oracle.nvfp4, tile=1),
+    "tetrajet2": oscillation_oracle.tetra,
+}
+
+
+def swinging(config, recipe):
+    return tiny(model=WIDE, recipe=recipe, policy=f"{ONE_LINEAR}; layers[-1:]=bf16", steps=24, precision=config)
+
+
+def same(a, b):
+    """Whether two results have the same weights."""
+    pairs = zip(jax.tree.leaves(a.params), jax.tree.leaves(b.params), strict=True)
+    return all(np.array_equal(x, y) for x, y in pairs)
+
+
+def weights(step):
+    """Of layers [2, 128, 64]: most move a little each step, some swing about where a code ends."""
+    random = np.random.default_rng(7)
+    base = random.normal(size=(2, 128, 64)).astype(np.float32)
+    quarter = random.random(base.shape)
+    swing = np.where(quarter < 0.3, 1e-3, 0) * (-1) ** step + np.where(quarter > 0.9, 0, 1e-5) * step
+    return (base * (1 + swing)).astype(np.float32)
+
+
+def hooked(config, devices=1, mesh=""):
+    """(the layers' weights after each step as the hook leaves them, the last state) of a run whose update of step n
+    gives `weights(n)`."""
+    config = dataclasses.replace(config, mesh=mesh)
+    on = run_mesh(config, jax.devices("cpu")[:devices])
+    resolved, state, found = phases(config)[0].resolved(config), create_state(config, on), []
+    programs = {}
+    for step in range(1, config.steps + 1):
+        where = state.params["layers"]["mlp"]["down"].sharding
+        mlp = {**state.params["layers"]["mlp"], "down": jax.device_put(weights(step), where)}
+        params = {**state.params, "layers": {**state.params["layers"], "mlp": mlp}}
+        state = dataclasses.replace(state, params=params, sentinel=jax.jit(bit_sum)(params))
+        what = due(config, step)
+        if what is not None:
+            if what not in programs:
+                programs[what] = compile_hook(config, resolved, on, what, state)
+            state, _ = programs[what](state)
+            assert int(state.sentinel) == int(jax.jit(bit_sum)(state.params))
+        found.append(np.asarray(state.params["layers"]["mlp"]["down"]))
+    return found, state
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_weights_that_swing_are_set_and_no_others(name):
+    config = swinging(AS_RULED, name)
+    found, _ = hooked(config)
+    rule = oscillation_oracle.OsciReset(RULES[name], start=8, period=8, iters=5, threshold=8)
+    count = []
+    for step, ours in enumerate(found, 1):
+        want = rule.after(step, weights(step)[0])
+        np.testing.assert_array_equal(ours[0], want, err_msg=str(step))
+        np.testing.assert_array_equal(ours[1], weights(step)[1])  # in bf16
+        count.append(int((want != weights(step)[0]).sum()))
+    assert [step for step, n in enumerate(count, 1) if n] == [14, 22] and max(count) < 0.3 * want.size
+    assert [step for step in range(1, 25) if due(config, step) == RESET] == [14, 22]
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2", "fsdp=4"])
+def test_no_mesh_changes_a_bit(mesh):
+    config = swinging(AS_RULED, "nvfp4")
+    (alone, state), (spread, on_mesh) = hooked(config), hooked(config, 4, mesh)
+    np.testing.assert_array_equal(spread, alone)
+    for one, other in zip(jax.tree.leaves(on_mesh.oscillation), jax.tree.leaves(state.oscillation), strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert one.sharding == on_mesh.params["layers"]["mlp"]["down"].sharding
+
+
+@pytest.mark.usefixtures("one_device")
+def test_a_resumed_run_is_the_same_run_and_sets_weights(tmp_path):
+    """Stopped inside of a period, between two of its sums."""
+    precision = PrecisionConfig(reset_at=2, reset_every=5, reset_over=3, reset_ratio=1.25)
+    config = tiny(recipe="nvfp4", policy=ONE_LINEAR, steps=8, precision=precision)
+    out = io.StringIO()
+    run = functools.partial(train, console=Console(file=out, width=100))
+    whole = run(config, tmp_path / "whole")
+    assert "OSCIRESET after step 6: " in out.getvalue() and "OSCIRESET after step 5" not in out.getvalue()
+    run(config, tmp_path / "stopped", until=4)
+    resumed = run(config, tmp_path / "stopped")
+    without = run(dataclasses.replace(config, precision=PrecisionConfig()), tmp_path / "without")
+    assert same(whole, resumed) and whole.loss == resumed.loss and not same(whole, without)
+
+
+def test_a_run_without_it_has_nothing_of_it():
+    mesh = run_mesh(tiny(), jax.devices("cpu")[:1])
+    state = abstract_state(tiny(recipe="nvfp4"), mesh)
+    assert state.oscillation is None and set(state.items()["progress"]) == {"step", "scaler"}
+    assert due(tiny(), 5) is None
+
+
+EXPERTS = {"model": dataclasses.replace(MODEL, experts=4, experts_per_token=2, norm_topk=True), "policy": "experts"}
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        (EXPERTS, "serves dense linears"),
+        ({"recipe": "fp8_delayed"}, "not the weight's own doing"),
+        ({"recipe": "nvfp4_shared_scales"}, "not the weight's own doing"),
+        ({"recipe": "nvfp4_sr_everywhere"}, "not the weight's own doing"),
+        ({"recipe": "nvfp4_rht_everywhere"}, "not the weight's own doing"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_with_a_way_out(changes, said):
+    config = dataclasses.replace(swinging(AS_RULED, "nvfp4"), **changes)
+    with pytest.raises(ValueError, match=said):
+        abstract_state(config, run_mesh(config, jax.devices("cpu")[:1]))
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"recipe": "bf16"}, "quantize no weight"),
+        ({"precision": dataclasses.replace(AS_RULED, reset_at=20)}, "before the first weights could be set"),
+        ({}, "are set onto one"),
+    ],
+    ids=str,
+)
+def test_a_run_that_has_no_weights_to_set_says_so_and_goes_on_without(changes, said):
+    """The bf16 run beside another, or a short round of a league."""
+    config = dataclasses.replace(swinging(AS_RULED, "nvfp4"), **changes)
+    mesh = run_mesh(config, jax.devices("cpu")[:1])
+    found = check(config, mesh, seq=config.seq, device=device("cpu"), memory=None)
+    assert any(said in remark for remark in found.remarks) and said in found.manifests[0].hook
+    assert (abstract_state(config, mesh).oscillation is None) == bool(changes)
+
+
+@pytest.mark.usefixtures("one_device")
+def test_a_run_may_begin_or_end_it_where_a_change_is_allowed(tmp_path):
+    """With what a period begins with, and without."""
+    precision = PrecisionConfig(reset_at=2, reset_every=5, reset_over=3, reset_ratio=1.25)
+    with_it = tiny(recipe="nvfp4", policy=ONE_LINEAR, steps=8, precision=precision)
+    without, out = dataclasses.replace(with_it, precision=PrecisionConfig()), io.StringIO()
+    run = functools.partial(train, console=Console(file=out, width=100))
+    for name, first, second in (("ends", with_it, without), ("begins", without, with_it)):
+        run(first, tmp_path / name, until=4)
+        out.truncate(0)
+        run(second, tmp_path / name, allow_change=True)
+        assert ("OSCIRESET after step 6: " in out.getvalue()) == (name == "begins")
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        ({"reset_at": -1.0}, "reset_at must be 0"),
+        ({"reset_ratio": 1.0}, "above 1"),
+        ({"reset_over": 0}, "reset_over must be 1"),
+        ({"reset_every": 51}, "reset_every must be 52"),
+    ],
+)
+def test_fields_that_mean_nothing_are_refused(fields, said):
+    with pytest.raises(ValueError, match=said):
+        PrecisionConfig(**fields)
