@@ -3,6 +3,7 @@ be slow, cut answers off, and be gone. Beside it `moto`'s server is tried where 
 """
 
 import hashlib
+import socket
 import threading
 import time
 import urllib.parse
@@ -11,16 +12,20 @@ from xml.sax.saxutils import escape
 
 
 class S3:
-    """A bucket of any name. `faults` are taken one a request: seconds to wait, "refuse" (503), or "cut"."""
+    """A bucket of any name. `faults` are taken one a request: seconds to wait, "refuse" (503), or "cut". `before_put`
+    is called with the key of an object that has arrived whole, before it is there."""
 
     def __init__(self):
-        self.objects, self.faults, self.lock, self.port, self.conditional = {}, [], threading.Lock(), 0, 0
+        self.objects, self.faults, self.lock, self.conditional = {}, [], threading.Lock(), 0
+        self.before_put = lambda key: None
+        self._kept = socket.socket()  # the port stays ours while the server is gone: it is bound, and nobody listens
+        self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self._kept.bind(("127.0.0.1", 0))
+        self.port = self._kept.getsockname()[1]
         self.start()
 
     def start(self):
-        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), type("Handler", (_Handler,), {"s3": self}))
-        self._server.daemon_threads = True
-        self.port = self._server.server_address[1]
+        self._server = _Server(("127.0.0.1", self.port), type("Handler", (_Handler,), {"s3": self}))
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
     def stop(self):
@@ -28,11 +33,20 @@ class S3:
         self._server.shutdown()
         self._server.server_close()
 
+    def close(self):
+        """Gone for good."""
+        self.stop()
+        self._kept.close()
+
     @property
     def environment(self):
         """What a process needs to find it."""
         known = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_EC2_METADATA_DISABLED": "true"}
         return known | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}"}
+
+
+class _Server(ThreadingHTTPServer):
+    allow_reuse_port = daemon_threads = True
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -65,9 +79,11 @@ class _Handler(BaseHTTPRequestHandler):
         return fault in ("refuse", "cut")
 
     def do_PUT(self):
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if self._is_faulty():
+        length = int(self.headers.get("Content-Length", 0))
+        body = self.rfile.read(length)
+        if len(body) < length or self._is_faulty():  # the first: whoever sent it was killed
             return
+        self.s3.before_put(self._key())
         key, tag = self._key(), f'"{hashlib.md5(body).hexdigest()}"'
         with self.s3.lock:
             now = self.s3.objects.get(key)

@@ -3,13 +3,13 @@
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from stored import abstract, filled, same, tree
 
-from halfbyte.checkpoint import Checkpoints, DamagedCheckpoint, GoneCheckpoint
+from halfbyte.checkpoint import Checkpoints, DamagedCheckpoint, GoneCheckpoint, beside
 
 # Orbax leaves a coroutine behind where what it was to read is gone.
 pytestmark = [
@@ -33,7 +33,8 @@ def writing(tmp_path, until):
         assert writer.wait() == 0
 
 
-def test_readers_get_a_whole_checkpoint_and_speak_of_no_damage(writing):
+def test_readers_get_a_whole_checkpoint_and_speak_of_no_damage(writing, monkeypatch):
+    monkeypatch.setattr(beside, "STILL", 3000)  # a writer that stands still while it deletes, on a busy machine
     said = []
     for _ in range(12):
         store = Checkpoints(writing, say=said.append)
@@ -75,14 +76,22 @@ def test_what_was_deleted_is_gone_and_what_lacks_a_file_is_damaged(tmp_path):
     store.close()
 
 
-def test_what_is_half_deleted_when_it_is_opened_is_gone(tmp_path, until):
-    """Its run has removed a file and stands still for a moment, on a busy machine."""
+def test_what_is_half_deleted_when_it_is_opened_is_gone(tmp_path, monkeypatch):
+    """Its run has removed a file and stands still for a moment, on a busy machine; for good, it is damaged."""
     filled(tmp_path, steps=(1, 2)).close()
-    store = Checkpoints(tmp_path)
-    (tmp_path / "1" / "_CHECKPOINT_METADATA").unlink()
-    deleting = threading.Timer(0.5, shutil.rmtree, [tmp_path / "1"])
-    deleting.start()
+    store, pauses = Checkpoints(tmp_path), []
+
+    def pause(seconds):
+        pauses.append(seconds)
+        if len(pauses) == beside.STILL // 2:
+            shutil.rmtree(tmp_path / "1")
+
+    monkeypatch.setattr(beside, "time", SimpleNamespace(sleep=pause))
+    for step in (1, 2):
+        (tmp_path / str(step) / "_CHECKPOINT_METADATA").unlink()
     with pytest.raises(GoneCheckpoint):
         store.restore(1, abstract(tree(1)))
-    deleting.join()
+    assert sum(pauses) == pytest.approx(beside.PAUSE_S * beside.STILL / 2)
+    with pytest.raises(DamagedCheckpoint):
+        store.restore(2, abstract(tree(2)))
     store.close()

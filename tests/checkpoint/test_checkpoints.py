@@ -126,7 +126,7 @@ def test_saving_returns_before_anything_is_written(tmp_path, monkeypatch):
     store = Checkpoints(tmp_path / "checkpoints")
     go_on, begin = threading.Event(), store._orbax.save_checkpointables_async
     monkeypatch.setattr(
-        store._orbax, "save_checkpointables_async", lambda *words, **more: go_on.wait(30) and begin(*words, **more)
+        store._orbax, "save_checkpointables_async", lambda *words, **more: go_on.wait(600) and begin(*words, **more)
     )
     store.save(10, tree(10), extra={})
     assert store.is_saving()

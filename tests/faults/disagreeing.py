@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from random import Random
 
-from outside import Started, free_port
+from outside import Started, free_port, stop
 from reference import Bench, at_random_step, is_sentence, kind
 
 
@@ -25,7 +25,7 @@ WATCHED = ("--watchdog-s", "30")
 def stop_and_hear(ranks: list[Started], victim: int) -> None:
     """Stop one of two ranks that are watched: the other names it and ends, and so does the one that was stopped once it
     wakes up and finds the others gone."""
-    ranks[victim].process.send_signal(signal.SIGSTOP)
+    stop(ranks[victim].process)
     code = ranks[1 - victim].wait()
     ranks[victim].process.send_signal(signal.SIGCONT)
     codes = code, ranks[victim].wait()

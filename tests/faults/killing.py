@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from random import Random
 
-from outside import Started, last_step, stop, wait_until
+from outside import Gate, Started, last_step, stop, wait_until
 from reference import Bench, at_random_step, is_sentence, kind, refused
 from states import checkpoint_steps
 
@@ -29,7 +29,14 @@ EACH_STEP = ("--checkpoint.every", "1")
 
 def unfinished(folder: Path) -> list[Path]:
     """What a save that is not committed has made so far."""
-    return [path for path in (folder / "checkpoints").glob("*tmp*/**/*") if path.is_file()]
+    saves = (folder / "checkpoints").glob("*tmp*")
+    return [Path(at, name) for save in saves for at, _, names in os.walk(save) for name in names]  # as they come and go
+
+
+def saving_each_step(bench: Bench, folder: Path) -> tuple[Started, Gate]:
+    """A run that saves after each step, and the gate that keeps it from its end until it was caught in a save."""
+    gate = Gate(folder, 3 * bench.steps // 4, folder.with_name(f"{folder.name}-gate"))
+    return bench.trainer.start(folder, *EACH_STEP, **gate.request), gate
 
 
 def stop_in_a_save(bench: Bench, folder: Path, one: Started, random: Random) -> int:
@@ -47,13 +54,13 @@ def stop_in_a_save(bench: Bench, folder: Path, one: Started, random: Random) -> 
         one.process.send_signal(signal.SIGCONT)  # it was committed meanwhile
         return False
 
-    assert wait_until(caught, [one], 60), f"no save was ever seen under way: {one.output[-400:]}"
+    assert wait_until(caught, [one]), f"no save was ever seen under way: {one.output[-400:]}"
     return len(unfinished(folder))
 
 
 @kind(times=4)
 def kill_during_a_save(bench: Bench, folder: Path, random: Random) -> str:
-    one = bench.trainer.start(folder, *EACH_STEP)
+    one, _ = saving_each_step(bench, folder)
     files, before = stop_in_a_save(bench, folder, one, random), checkpoint_steps(folder)
     one.process.kill()
     one.wait()
@@ -153,10 +160,11 @@ def sighup(bench: Bench, folder: Path, random: Random) -> str:
 
 @kind(times=2)
 def sigterm_during_a_save(bench: Bench, folder: Path, random: Random) -> str:
-    one = bench.trainer.start(folder, *EACH_STEP)
+    one, gate = saving_each_step(bench, folder)
     files = stop_in_a_save(bench, folder, one, random)
     one.process.send_signal(signal.SIGTERM)
     one.process.send_signal(signal.SIGCONT)
+    gate.open()
     code = one.wait()
     assert code == 75, f"ended with {code}: {one.output[-800:]}"
     none_lost(folder)

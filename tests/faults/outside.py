@@ -227,6 +227,26 @@ def wait_until(condition: Callable[[], bool], started: list[Started], limit_s: f
     return False
 
 
+class Gate:
+    """Where a run in `folder` waits, before it commits the checkpoint of `step`, until the gate is opened: by then it
+    has written all of that checkpoint, and it trains on to the next save at most, however long one looks at it."""
+
+    def __init__(self, folder: Path, step: int, place: Path):
+        self.log, self.way = Path(f"{place}.log"), Path(f"{place}.open")
+        self.line = rf"os\.rename \S+ /checkpoints/{step}\n"
+        self.request = {"under": str(folder), "log": str(self.log), "hold": self.line, "gate": str(self.way)}
+
+    def wait(self, started: list[Started], limit_s: float = LIMIT_S) -> None:
+        """Until the first of these processes is there."""
+        reached = wait_until(
+            lambda: self.log.exists() and bool(re.search(self.line, self.log.read_text())), started, limit_s
+        )
+        assert reached, f"it ended before {self.line}: {started[0].output[-800:]}"
+
+    def open(self) -> None:
+        self.way.touch()
+
+
 def flip(path: Path, at: float, bit: int) -> None:
     """Flip one bit of a file, `at` as a part of its length."""
     content = bytearray(path.read_bytes())
@@ -304,12 +324,20 @@ def change_memory(pid: int, pattern: bytes, offset: int, value: bytes) -> int:
 
 
 def stop(process: Any) -> None:
-    """Stop a process, and wait until all of it stands still."""
+    """Stop a process, and wait until all of its threads stand still."""
     process.send_signal(signal.SIGSTOP)
-    status = Path(f"/proc/{process.pid}/stat")
+    while not stands_still(process.pid):
+        time.sleep(0.001)
+
+
+def stands_still(pid: int) -> bool:
+    """Whether no thread of a process runs, or there is no such process."""
     with contextlib.suppress(OSError):
-        while status.read_text().rpartition(")")[2].split()[0] not in "TtZX":
-            time.sleep(0.001)
+        for thread in list(Path(f"/proc/{pid}/task").iterdir()):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                if (thread / "stat").read_text().rpartition(")")[2].split()[0] not in "TtZX":
+                    return False
+    return True
 
 
 def peak_memory(process: Any) -> int:

@@ -36,7 +36,7 @@ def test_who_asks_waits_until_enough_are_free_and_comes_before_those_behind_it(c
             pass
         assert not has_first.is_set() and not has_second.is_set()
     for thread in (first, second):
-        thread.join(30)
+        thread.join(600)
     assert has_first.is_set() and has_second.is_set() and places.free == 2
 
 
@@ -45,8 +45,8 @@ def test_who_waits_for_something_else_lends_its_cores_and_gets_them_back():
     with places.taken(2):
         with places.idle():
             other, has = started(places, 2)
-            assert has.wait(30)
-            other.join(30)
+            assert has.wait(600)
+            other.join(600)
         assert places.free == 0
     assert places.free == 2
 
@@ -58,6 +58,6 @@ def test_what_needs_no_core_does_not_wait():
         while len(places.queue) < 1:
             pass
         other, has = started(places, 0)
-        assert has.wait(30)
-        other.join(30)
-    behind.join(30)
+        assert has.wait(600)
+        other.join(600)
+    behind.join(600)

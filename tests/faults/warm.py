@@ -7,17 +7,22 @@ stopped, killed and looked into like any other; no thread of JAX has begun befor
 A command may be watched by Python's audit events: `log` is a file that gets a line for each operation that makes,
 moves, writes or removes something under `under`, or runs or reads something from there, *before* it happens; with
 `die_at` N the process is killed (SIGKILL) before the Nth operation that changes something: a kill at any place between
-two operations, without waiting for chance. The program knows nothing of it.
+two operations, without waiting for chance. An operation whose line `hold` (a regular expression) finds is not done
+before the file `gate` is there: its line in the log proves that the process has come so far, and will not go further
+than it can without it. The program knows nothing of it.
 """
 
 import gc
 import importlib
+import itertools
 import json
 import os
+import re
 import selectors
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -118,21 +123,25 @@ def become(request: dict[str, Any], handles: list[int]) -> None:
         os.chdir(request["cwd"])
     sys.argv = ["halfbyte", *request["words"]]
     if request.get("log"):
-        watch(Path(request["under"]), Path(request["log"]), int(request.get("die_at", 0)))
+        hold, gate = re.compile(request.get("hold", "(?!)")), request.get("gate", "")
+        watch(Path(request["under"]), Path(request["log"]), int(request.get("die_at", 0)), hold, gate)
 
 
-def watch(under: Path, log: Path, die_at: int) -> None:
+def watch(under: Path, log: Path, die_at: int, hold: re.Pattern[str], gate: str) -> None:
     """Keep what touches `under`, one line an operation, in the order in which they are about to happen."""
-    place, count = str(under), [0]
+    place, changes = str(under), itertools.count(1)  # threads count together, and each knows its own number
     lines = open(log, "a", buffering=1)  # noqa: SIM115 (for the life of the process)
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         what = kind_of(event, arguments)
         if what and (paths := [path for path in map(path_of, arguments) if path.startswith(place)]):
-            count[0] += what == "change"
-            lines.write(f"{what} {event} {' '.join(path[len(place) :] for path in paths)}\n")
-            if count[0] == die_at and what == "change":
+            number = next(changes) if what == "change" else 0
+            line = f"{what} {event} {' '.join(path[len(place) :] for path in paths)}\n"
+            lines.write(line)
+            if number and number == die_at:
                 os.kill(os.getpid(), signal.SIGKILL)
+            while hold.search(line) and not os.path.exists(gate):
+                time.sleep(0.005)
 
     sys.addaudithook(hook)
 

@@ -1,5 +1,6 @@
 """A supervisor over small scripts in place of ranks. Oracle: what each start leaves on the disk."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,24 @@ def test_signals_go_to_the_ranks_and_nothing_is_started_again(tmp_path, monkeypa
     found, _ = supervisor(tmp_path, monkeypatch, behave)
     assert found.run() == 75
     assert starts(tmp_path) == 1
+
+
+def test_a_signal_while_ranks_are_being_started_goes_to_all_of_them(tmp_path, monkeypatch, until):
+    behave = "import signal; signal.signal(signal.SIGTERM, lambda *_: os._exit(75)); "
+    behave += "(folder / f'up-{rank}').touch(); time.sleep(600)"
+    found, _ = supervisor(tmp_path, monkeypatch, behave, ranks=2)
+    begin, begun = subprocess.Popen, []
+
+    def one_by_one(*words, **options):
+        begun.append(begin(*words, **options))
+        until(lambda: len(list(tmp_path.glob("up-*"))) == len(begun))
+        if len(begun) == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return begun[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", one_by_one)
+    assert found.run() == 75
+    assert starts(tmp_path, 0) == starts(tmp_path, 1) == 1
 
 
 def test_the_command_and_its_directory():

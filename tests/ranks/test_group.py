@@ -5,7 +5,11 @@ Real processes are in tests/train/test_processes.py and in the fault harness.
 
 import threading
 import time
+from types import SimpleNamespace
 
+import pytest
+
+import halfbyte.ranks.group as group_module
 from halfbyte.ranks import Beat, Disagreement, Group, Limits, judge
 
 
@@ -136,6 +140,29 @@ def test_a_silent_rank_is_named_and_a_dead_coordinator_too(until):
     until(lambda: ends[1])
     assert "rank 0, the coordinator" in ends[1][0].sentence
     pair[1].close()
+
+
+@pytest.mark.parametrize("lives", [False, True])
+def test_a_rank_that_has_gone_is_named_also_where_its_last_beat_is_seen_late(monkeypatch, lives):
+    """A process that stood still sees it when it asks who is to blame. One that lives beats on, and is not blamed."""
+    now, beat = [0.0], lambda: groups[1]._put("beat/1", groups[1]._beat().to_json())
+
+    def monotonic():
+        now[0] += 1e-6
+        return now[0]
+
+    def sleep(seconds):
+        now[0] += seconds
+        if lives:
+            beat()
+
+    monkeypatch.setattr(group_module, "time", SimpleNamespace(monotonic=monotonic, sleep=sleep))
+    groups, _ = make_groups(2, Store())
+    groups[1].at("step", 12)
+    beat()
+    end = groups[0].explain(RuntimeError("connection reset by peer"))
+    gone = "rank 1 has gone after step 12, at: step; every rank ends, the last checkpoint is intact"
+    assert end.sentence == ("rank 0: RuntimeError: connection reset by peer" if lives else gone)
 
 
 def test_the_furthest_behind_is_blamed_and_nobody_during_a_pause():

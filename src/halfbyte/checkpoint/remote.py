@@ -187,7 +187,7 @@ class Mirror(contextlib.AbstractContextManager["Mirror"]):
         self.holder = {"host": _machine(), "pid": os.getpid(), "name": uuid.uuid4().hex}
         self._known: dict[str, tuple[tuple[int, int], str]] = {}  # path -> (when and how large, its object)
         self._end, self._lock, self._saying = threading.Event(), threading.Lock(), threading.Lock()
-        self._failing, self.lost = "", False
+        self._failing, self._answered, self.lost = "", 0.0, False
         self._claim()
         self._tried = [self._head.copy]
         for name in set(self.bucket.names()) - {*self._head.files.values(), HEAD}:
@@ -200,9 +200,11 @@ class Mirror(contextlib.AbstractContextManager["Mirror"]):
         head, seen = Head.read(self.bucket)
         if head.holder and not self._is_dead_here(head.holder):
             who = f"pid {head.holder.get('pid')} on {head.holder.get('host')}"
-            self._say(f"{self.bucket.url} was last held by {who}; waiting {LEASE:.0f} s to see whether it lives")
-            time.sleep(LEASE)
-            head, now = Head.read(self.bucket)
+            self._say(f"{self.bucket.url} was last held by {who}; waiting up to {LEASE:.0f} s to see whether it lives")
+            until, now = time.monotonic() + LEASE, seen
+            while now == seen and time.monotonic() < until:
+                time.sleep(BEAT)
+                head, now = Head.read(self.bucket)
             if now != seen and head.holder:
                 raise RunDirectoryHeld(
                     f"{self.bucket.url} is held by another process ({who}); wait for it, stop it, or give another "
@@ -244,6 +246,7 @@ class Mirror(contextlib.AbstractContextManager["Mirror"]):
 
     def _try(self, work: Callable[[], None]) -> bool:
         """Whether `work` was done; said, once, if the store does not answer."""
+        begun = time.monotonic()
         try:
             work()
         except HeadTaken as error:
@@ -256,18 +259,21 @@ class Mirror(contextlib.AbstractContextManager["Mirror"]):
         except FileNotFoundError:  # an old checkpoint was being removed; the next copy finds it gone
             return False
         except (OSError, ValueError) as error:
-            return self._answers(one_line(error))
-        return self._answers("")
+            self._answers(one_line(error), begun)
+            return False
+        self._answers("", begun)
+        return True
 
-    def _answers(self, failing: str) -> bool:
-        """Whether the store does; said when that changes."""
+    def _answers(self, failing: str, begun: float) -> None:
+        """Say when that changes; what one thread began to ask before the store answered another is no news."""
         with self._saying:
+            if failing and begun < self._answered:
+                return
             if failing and not self._failing:
                 self._say(f"STORE: {failing}; training goes on, the copy is tried again every {BEAT:.0f} s")
             if self._failing and not failing:
                 self._say(f"STORE: {self.bucket.url} answers again")
-            self._failing = failing
-        return not failing
+            self._failing, self._answered = failing, self._answered if failing else time.monotonic()
 
     def _beat(self) -> None:
         with self._lock:

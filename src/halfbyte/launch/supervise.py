@@ -49,11 +49,11 @@ class Supervisor:
     say: Callable[[str], None]
     restarts: int = 0
     _running: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    _told: signal.Signals | None = None
+    _told: list[signal.Signals] = field(default_factory=list)
 
     def run(self) -> int:
         """Supervise to the end; the group's exit code."""
-        old = {number: signal.signal(number, self._forward) for number in SIGNALS}
+        old = {number: signal.signal(number, self._hear) for number in SIGNALS}
         try:
             return self._run()
         finally:
@@ -65,7 +65,7 @@ class Supervisor:
         fruitless, before = 0, self.progress()
         while True:
             code, rank = self._once()
-            if code in (DONE, BAD_INPUT, NOT_PASSED) or self._told is not None:
+            if code in (DONE, BAD_INPUT, NOT_PASSED) or self._told:
                 return code
             reached = self.progress()
             fruitless, before = (0 if reached > before else fruitless + 1), max(before, reached)
@@ -88,9 +88,9 @@ class Supervisor:
     def _sleep(self, seconds: float) -> bool:
         """False if a signal came."""
         until = time.monotonic() + seconds
-        while time.monotonic() < until and self._told is None:
+        while time.monotonic() < until and not self._told:
             time.sleep(0.1)
-        return self._told is None
+        return not self._told
 
     def _once(self) -> tuple[int, int]:
         """Start the ranks and wait for all; (exit code of the group, the rank that ended it)."""
@@ -102,8 +102,11 @@ class Supervisor:
             for rank in range(self.ranks)
         ]
         first: tuple[int, int] | None = None
-        deadline = float("inf")
+        deadline, forwarded = float("inf"), 0
         while any(process.poll() is None for process in self._running):
+            for number in self._told[forwarded:]:
+                self._forward(number)
+                forwarded += 1
             ended = [(process.returncode, rank) for rank, process in enumerate(self._running) if process.poll()]
             if ended and first is None:
                 first, deadline = ended[0], time.monotonic() + self.policy.grace_s
@@ -119,8 +122,11 @@ class Supervisor:
         place = {"coordinator": f"{LOOPBACK}:{port}", "processes": str(self.ranks), "process": str(rank)}
         return [word for name, value in place.items() for word in (f"--distributed.{name}", value)]
 
-    def _forward(self, number: int, frame: FrameType | None) -> None:
-        self._told = signal.Signals(number)
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        """Only noted: a signal may come while the ranks are being started, and those that are up are not known yet."""
+        self._told.append(signal.Signals(number))
+
+    def _forward(self, number: signal.Signals) -> None:
         for process in self._running:
             if process.poll() is None:
                 process.send_signal(number)

@@ -196,16 +196,29 @@ class Group:
             time.sleep(0.2)
         if self._end is not None:
             return self._end
-        gone = [rank for rank, seconds in self._silence().items() if seconds > EXPLAIN_S / 2]
+        gone = self._gone()
         if not self._reachable():
             return End(0, self._coordinator_gone(), FAILED)
-        if gone:
-            beat = self._beats().get(gone[0])
+        if gone is not None:
+            beat = self._beats().get(gone)
             where = f" after step {beat.step}, at: {beat.doing}" if beat else ""
             return self._write_end(
-                End(gone[0], f"rank {gone[0]} has gone{where}; every rank ends, the last checkpoint is intact", FAILED)
+                End(gone, f"rank {gone} has gone{where}; every rank ends, the last checkpoint is intact", FAILED)
             )
         return self.fail(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", FAILED)
+
+    def _gone(self) -> int | None:
+        """A rank that gives no more signs of life; None once all others have given one. One whose last was seen a
+        moment ago may be gone all the same, where this process stood still until then: its next is waited for."""
+        first, longest = self._beats(), max(EXPLAIN_S / 2, 3 * self._interval)
+        while True:
+            silence, beats = self._silence(), self._beats()
+            silent = [rank for rank, seconds in silence.items() if rank != self.rank and seconds > longest]
+            if silent:
+                return silent[0]
+            if all(beats[rank].count > first[rank].count for rank in first.keys() & beats.keys() - {self.rank}):
+                return None
+            time.sleep(self._interval)
 
     def runtime_died(self) -> None:
         """JAX's runtime gave up on this process: say why and leave. Called on a thread of C++."""
