@@ -106,6 +106,16 @@ def use_cache(folder):
 
 
 @pytest.fixture(scope="module")
+def one_cache(quick_compiles):
+    """For studies, whose runs keep what they compile in a directory of the study: here the test run's serves them all.
+    Gives the directories that were named instead."""
+    named = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("halfbyte.train.run.use_compile_cache", lambda directory, *, say: named.append(Path(directory)))
+        yield named
+
+
+@pytest.fixture(scope="module")
 def one_device():
     """For runs that are not about meshes. A run over eight costs half as much again: replicas save in slices, each
     with a program of its own. Gives all there are, for the one test of a room that is."""
@@ -143,8 +153,9 @@ BLACKWELL = {
         "bench/test_operand_traffic.py",
         "program/test_blackwell_program.py",
         "ops/test_blackwell.py",
+        "ops/kernels/test_block_scaled_gemms.py",
     ),
-    "gb300": ("bench/test_405b.py", "ops/kernels/test_blackwell_codes.py"),
+    "gb300": ("bench/test_405b.py", "bench/test_experts_on_blackwell.py", "ops/kernels/test_blackwell_codes.py"),
     "rtx-pro-6000": ("ops/test_workstation.py",),
 }
 

@@ -29,16 +29,22 @@ def config_of(recipe, *, batch):
     )  # fmt: skip
 
 
-def compile_for(device, config, *, hosts):
-    """(mesh, compiled step) for eight of `device` in `hosts`, with the flags that `train` sets there."""
+def compile_for(device, config, *, hosts, options=None):
+    """(mesh, compiled step) for eight of `device` in `hosts`, with the flags that `train` sets there, and `options`."""
     mesh = run_mesh(config, np.array(topology(device, hosts=hosts, per_host=8 // hosts).devices))
     with ops.compile_for(device), target_cudnn():
-        return mesh, bench.compile_step(config, mesh, seq=SEQ, options=recommended())
+        return mesh, bench.compile_step(config, mesh, seq=SEQ, options=recommended() | (options or {}))
 
 
 def recommended():
     """The flags that `train` sets, as options of a compilation."""
     return {each.name: AS_OPTION.get(each.value) or json.loads(each.value) for each in as_known(EVERY_GPU)}
+
+
+def kernels_kept(folder):
+    """Of a step that is compiled twice, the second time in the order of a roofline, each kernel is compiled once."""
+    kept = str(folder / "kernels")
+    return {"xla_gpu_kernel_cache_file": kept, "xla_gpu_enable_llvm_module_compilation_parallelism": True}
 
 
 def check(compiled, config, mesh, device):

@@ -13,7 +13,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from eight_gpus import recommended
+from eight_gpus import kernels_kept, recommended
 
 from halfbyte import models, ops
 from halfbyte.bench import (
@@ -32,7 +32,7 @@ from halfbyte.plan.reading import read_step
 from halfbyte.program import read
 from halfbyte.runs import run_config
 from halfbyte.sharding import parse_mesh
-from halfbyte.train import PrecisionConfig, abstract_state, check, run_mesh
+from halfbyte.train import abstract_state, check, run_mesh
 from halfbyte.train.preflight import estimate_memory
 
 
@@ -64,13 +64,12 @@ def test_one_device_cannot_hold_it(where):
         check(config, alone, seq=config.seq, device=gb300, memory=gb300.memory_bytes)
 
 
-OLD = {"mesh": "dcn.data=128,fsdp=16,tensor=4", "batch": 2048, "remat": "full", "policy": "mlp", "schedule_by": "xla"}
-WIDE = PrecisionConfig(reduce_dtype="float32")
+MANY = {"mesh": "dcn.data=128,fsdp=16,tensor=4", "batch": 2048}
 
 
 @pytest.mark.slow
 @pytest.mark.cuda_compiler
-@pytest.mark.parametrize("changes", [{}, OLD | {"precision": WIDE}], ids=["preset", "8192"])
+@pytest.mark.parametrize("changes", [{}, MANY], ids=["preset", "8192"])
 def test_a_device_multiplies_its_part_and_no_more(where, changes, tmp_path, monkeypatch):
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path))
     config, gb300, _ = where
@@ -78,7 +77,7 @@ def test_a_device_multiplies_its_part_and_no_more(where, changes, tmp_path, monk
     hosts = math.prod(parse_mesh(config.mesh).values()) // 4
     mesh = run_mesh(config, np.array(topology(gb300, hosts=hosts, per_host=4).devices))
     with ops.compile_for(gb300), target_cudnn():
-        compiled = compile_step(config, mesh, seq=config.seq, options=None if changes else recommended())
+        compiled = compile_step(config, mesh, seq=config.seq, options=recommended() | kernels_kept(tmp_path))
     program, found = read(compiled.as_text()), placement(compiled, config, mesh)
 
     needed, layers = needed_flops(config), config.model.layers
@@ -86,15 +85,15 @@ def test_a_device_multiplies_its_part_and_no_more(where, changes, tmp_path, monk
     native, calls = native_calls(program, config)
     assert flops_by_format(native)["fp4"] == pytest.approx(in_four_bits, rel=0.02)
     assert found.excess <= 1.02
-    assert sum(gemm.times for gemm in native) == calls == (3 * 3 + 2 + (0 if changes else 3 * 4)) * layers
+    assert sum(gemm.times for gemm in native) == calls == (3 * 3 + 2 + 3 * 4) * layers
     # wgrad's results are in what they travel in; sums that are partial over `tensor` are float32.
     wide = sum(gemm.times for gemm in native if gemm.result.dtype == "f32")
-    assert wide == ((3 + 3) * layers if changes else 0)
+    assert wide == ((3 + 4) * layers if changes else 0)  # down, o; dx of gate, up, q, k and v
 
     mlp = 3 * config.model.embed * config.model.mlp * layers // mesh.shape["tensor"]
     assert not found.wide_gathers and not found.whole_reduces
     # Half a byte an element for the forward pass, the same for the backward pass, and a scale for every 256 elements.
-    assert mlp < found.gathered["u8"] and (not changes or found.gathered["u8"] <= 1.02 * mlp)
+    assert mlp < found.gathered["u8"]
 
     assert estimate_memory(config, mesh, seq=config.seq).floor < found.bytes_needed < gb300.memory_bytes
     operands = operand_traffic(program, config, mesh.shape)
@@ -102,8 +101,9 @@ def test_a_device_multiplies_its_part_and_no_more(where, changes, tmp_path, monk
     sizes = f"{found.bytes_needed / 2**30:.1f} GiB, {operands.moved / 1e9:.0f} GB for operands ({operands.excess:.2f}x)"
     shares = [measure(program, dict(mesh.shape), gb300) for measure in (hidden, hidden_time)]
     print(f"405B on {config.mesh}: {found.excess:.3f}x the FLOPs, {sizes}, hidden {shares}")
-    if not changes:  # 0.41 and 0.25 by XLA's own guess of times, in float32
-        assert shares[0] >= 0.95 and shares[1] >= 0.90
+    # By XLA's own guess of times, in float32: 0.41 and 0.25 on 128, 0.15 and 0.09 on 8,192.
+    assert shares[0] >= (0.90 if changes else 0.95) and shares[1] >= (0.80 if changes else 0.90)
+    if not changes:
         is_read_as_a_plan_needs_it(compiled, config, mesh)
 
 

@@ -4,6 +4,7 @@ Oracle: the compiled programs themselves. The batch found needs at most the limi
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 
@@ -11,12 +12,21 @@ import pytest
 from tiny import tiny
 
 from halfbyte import bench
-from halfbyte.bench.fitting import FARTHEST, MOST, bytes_needed, compile_step, search
+from halfbyte.bench import fitting
+from halfbyte.bench.fitting import FARTHEST, MOST, bytes_needed, search
 from halfbyte.cli.main import main
 from halfbyte.train import run_mesh
 
 SEQ = 32
 TINY_RUN = tiny(recipe="bf16", remat="full")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_once():
+    """A batch that two tests or two searches ask about is compiled for the first."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fitting, "compile_step", functools.cache(fitting.compile_step))
+        yield
 
 
 @pytest.mark.parametrize("limit", [99, 100, 101, 5_000, 123_456])
@@ -43,7 +53,7 @@ def test_a_need_that_does_not_grow_is_followed_in_steps_and_in_whole_units(unit)
 @pytest.mark.slow
 def test_the_batch_found_runs_and_the_next_needs_more() -> None:
     mesh = run_mesh(TINY_RUN)
-    limit = bytes_needed(compile_step(dataclasses.replace(TINY_RUN, batch=2 * mesh.size), mesh, seq=SEQ))
+    limit = bytes_needed(fitting.compile_step(dataclasses.replace(TINY_RUN, batch=2 * mesh.size), mesh, seq=SEQ))
     said: list[str] = []
     row = bench.measure_largest(TINY_RUN, seq=SEQ, limit=limit, say=said.append)
     assert row.batch >= 2 * mesh.size and row.milliseconds is not None

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from eight_gpus import check, compile_for, config_of
+from eight_gpus import check, compile_for, config_of, kernels_kept
 
 from halfbyte import bench, models
 from halfbyte.bench.placement import AGAIN, reduces_whole
@@ -44,7 +44,7 @@ def test_a_device_multiplies_gathers_and_hides_what_it_should(recipe):
 def test_weights_travel_beside_products_under_tensor_parallelism_too(tmp_path, monkeypatch):
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path))
     config = dataclasses.replace(config_of("fp8", batch=16), mesh="fsdp=4,tensor=2", schedule_by="roofline")
-    mesh, compiled = compile_for(H200, config, hosts=1)
+    mesh, compiled = compile_for(H200, config, hosts=1, options=kernels_kept(tmp_path))
     _, program = check(compiled, config, mesh, H200)
     # Sums over `tensor` of the backward pass: of gate's, up's, q's, k's and v's dx, each behind products of wgrad.
     sums = [each for each in overlap(program, dict(mesh.shape)) if scatters_tokens(each.collective)]

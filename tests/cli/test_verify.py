@@ -1,13 +1,17 @@
 """`halfbyte verify` on a real run, whole and damaged. Oracle: the damage that was done."""
 
+import dataclasses
 import shutil
 import tracemalloc
 
 import pytest
 
 from halfbyte import metrics
+from halfbyte.checkpoint import Checkpoints
+from halfbyte.cli import verify
 from halfbyte.cli.main import main
 from halfbyte.cli.verify import check_metrics
+from halfbyte.train.identity import hash_of, load_identity, save_identity
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:coroutine.*was never awaited:RuntimeWarning"),
@@ -40,6 +44,30 @@ def test_damage_is_named_and_nothing_is_moved(run, capsys):
     assert text.count("NOT WHOLE") >= 2
     assert (run / "checkpoints" / "4").is_dir()
     assert not (run / "damaged").exists()
+
+
+def test_checkpoints_from_before_an_allowed_change_are_whole_if_the_newest_is_of_the_config(run, capsys, monkeypatch):
+    states = [verify.EARLIER, verify.GOOD]
+    found = lambda store, step, opened: verify.Finding("checkpoint", states.pop(0), "")  # noqa: E731
+    monkeypatch.setattr(Checkpoints, "steps", lambda store: [4, 4])
+    monkeypatch.setattr(verify, "_check_one", found)
+    assert main(["verify", str(run)]) == 0 and "of an earlier config" in capsys.readouterr().out
+    changed = (run / "config.json").read_text().replace('"seed": 0', '"seed": 1')
+    monkeypatch.undo()
+    (run / "config.json").write_text(changed)  # and sealed, by whoever knows how: no checkpoint is of this config
+    known = load_identity(run)
+    save_identity(run, dataclasses.replace(known, files={**known.files, "config.json": hash_of(run / "config.json")}))
+    assert main(["verify", str(run)]) == 3
+    text = " ".join(capsys.readouterr().out.split())
+    assert "made with another config: seed: 0 -> 1" in text and "goes on from: no checkpoint" in text
+
+
+def test_a_config_that_cannot_be_read_stands_before_the_checkpoint(run, capsys):
+    (run / "config.json").write_text("{}")
+    assert main(["verify", str(run)]) == 3
+    text = " ".join(capsys.readouterr().out.split())
+    assert "config lacks name and model" in text
+    assert "the run goes on from: checkpoint 4, once config.json, run.json is as it was" in text
 
 
 def test_not_a_run(tmp_path, capsys):

@@ -1,10 +1,17 @@
 """The self-test of native GEMMs. No native unit is here: `reference` takes its place, then a broken one."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from halfbyte import ops
-from halfbyte.conformance import SelfTestFailed, native_gemms, native_gemms_agree, native_sites_agree
+from halfbyte.conformance import (
+    SelfTestFailed,
+    native_experts_agree,
+    native_gemms,
+    native_gemms_agree,
+    native_sites_agree,
+)
 from halfbyte.recipe import recipe
 
 
@@ -22,6 +29,34 @@ def test_native_self_test_passes_and_fails(monkeypatch):
     monkeypatch.setattr(ops, "qdot", broken)
     with pytest.raises(SelfTestFailed, match=r"dgrad off by 1.*nothing else is used.*--precision.backend carrier"):
         native_gemms_agree(recipe("nvfp4"), candidate="native")
+
+
+@pytest.mark.usefixtures("quick_code")
+def test_experts_are_compared_with_a_loop_of_carriers(monkeypatch):
+    """On a GPU with a grouped kernel that one, here XLA's loop of tiles; then one that moves a row to another expert,
+    and one that gives NaN."""
+    how = {"sides": (32, 48), "counts": (17, 0, 5, 33)}
+    assert set(native_experts_agree(recipe("nvfp4"), **how)) == {"fprop", "dgrad", "wgrad"}
+    real = ops.grouped_qdot
+
+    def broken(fault):
+        def run(x, w, groups, *, backend, **options):
+            return real(*(x, w, groups) if backend == "carrier" else fault(x, w, groups), backend=backend, **options)
+
+        return run
+
+    faults = {
+        r"dgrad off by \S+, fprop off by \S+, wgrad off by": lambda x, w, groups: (
+            x,
+            w,
+            groups + jnp.array([1, 0, -1, 0], jnp.int32),
+        ),
+        "fprop off by inf": lambda x, w, groups: (x.at[3, 3].set(jnp.nan), w, groups),
+    }
+    for match, fault in faults.items():
+        monkeypatch.setattr(ops, "grouped_qdot", broken(fault))
+        with pytest.raises(SelfTestFailed, match=f"of experts .* at gate .*{match}.*--precision.backend carrier"):
+            native_experts_agree(recipe("nvfp4"), site="gate", **how)
 
 
 def test_linears_are_compared_at_their_own_sizes_once_each_and_named(monkeypatch):

@@ -1,10 +1,10 @@
 """`halfbyte data ...` as a person types it: exit codes, --json, one paragraph for bad input."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -72,30 +72,32 @@ def test_a_damaged_set_fails_verification(made, capfd):
     shard.write_bytes(whole)
 
 
+# Half way, with a shard written and no manifest yet; the first line for a test run that was itself started in the
+# background and ignores SIGINT, as its children would too.
+STANDS_STILL = """if True:
+    import os, signal, sys
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    from halfbyte.cli.main import main
+
+    def hook(event, arguments):
+        if event == "open" and "manifest.json" in str(arguments[0]) and ".partial-" in str(arguments[0]):
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    sys.addaudithook(hook)
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_preparation_leaves_nothing(tmp_path, number):
-    (tmp_path / "a.txt").write_bytes(b"words and words, line after line\n" * 400_000)
-    argv = [
-        "data",
-        "prepare",
-        str(tmp_path / "a.txt"),
-        "--tokenizer",
-        "bytes",
-        "--out",
-        str(tmp_path / "set"),
-        "--workers",
-        "1",
-    ]
-    # A test run that was itself started in the background ignores SIGINT, and its children would too.
-    program = (
-        "import signal, sys; from halfbyte.cli.main import main; "
-        "signal.signal(signal.SIGINT, signal.default_int_handler); sys.exit(main(sys.argv[1:]))"
-    )
-    work = subprocess.Popen([sys.executable, "-c", program, *argv], stderr=subprocess.PIPE, text=True)
-    while work.poll() is None and not list(tmp_path.glob(".set.partial-*/tokenizer.json")):
-        time.sleep(0.01)
-    assert work.poll() is None, "the preparation ended before it could be stopped"
+    (tmp_path / "a.txt").write_bytes(b"words and words, line after line\n" * 1000)
+    files = [str(tmp_path / "a.txt"), "--out", str(tmp_path / "set")]
+    argv = ["data", "prepare", *files, "--tokenizer", "bytes", "--workers", "1"]
+    work = subprocess.Popen([sys.executable, "-c", STANDS_STILL, *argv], stderr=subprocess.PIPE, text=True)
+    os.waitid(os.P_PID, work.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    assert list(tmp_path.glob(".set.partial-*/*.array_record")), "it does not stand still where it should"
     work.send_signal(number)
+    work.send_signal(signal.SIGCONT)
     assert "was interrupted" in work.communicate(timeout=1800)[1]
     assert work.returncode == 1
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]

@@ -2,15 +2,18 @@
 against NumPy and ml_dtypes."""
 
 import dataclasses
+import io
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from radar_model import CONFIG, batch_of
+from rich.console import Console
 
 from halfbyte import models
-from halfbyte.diagnosis.inspection import inspect
+from halfbyte.cli.inspect import describe as as_data
+from halfbyte.diagnosis.inspection import Inspection, inspect
 from halfbyte.diagnosis.inspection_page import html, terminal
 from halfbyte.diagnosis.tensors import describe, in_rows
 from halfbyte.formats import FP8, NVFP4
@@ -51,6 +54,16 @@ def test_a_planted_outlier_channel_is_named_first_and_kept_in_bf16():
     page = html(found, title="<x>", lines=[], policy=text, wanted=12.0)
     assert "&lt;x&gt;" in page and "layers[1]" in page and "<script" not in page
     assert terminal(found, 12.0).row_count == 7 * 3
+
+
+def test_what_the_run_leaves_in_bf16_is_shown_as_such():
+    found = Inspection([], {(0, "mlp/up", "fprop"): 9.0, (1, "mlp/up", "fprop"): 8.0}, frozenset({(0, "mlp/up")}), 1, 4)
+    console = Console(width=100, file=io.StringIO())
+    console.print(terminal(found, 12.0))
+    (row,) = (line for line in console.file.getvalue().splitlines() if "mlp/up" in line)
+    assert row.split()[-4:] == ["9.0", "│", "(8.0)", "│"] and "in brackets: bf16 here" in console.file.getvalue()
+    assert "(8.0)</td>" in html(found, title="t", lines=[], policy="mlp", wanted=12.0)
+    assert [gemm["quantized"] for gemm in as_data(found, "mlp")["gemms"]] == [False, True]
 
 
 def test_numbers_of_one_operand_against_numpy():

@@ -30,8 +30,9 @@ TOGETHER = (("mxfp6", "wide_backend"), ("four_over_six", "gelu_erf"))
 
 
 def applied(tree: pathlib.Path, *patches: pathlib.Path) -> pathlib.Path:
-    # With its bytecode, which holds while a file has its time: what the patch leaves alone is not compiled again.
-    shutil.copytree(SOURCE, tree / "src", ignore=shutil.ignore_patterns("*.egg-info"))
+    # With its bytecode, which holds while a file has its time: what the patch leaves alone is not compiled again. But
+    # for what another process is writing just now, under a name that is gone when it is done.
+    shutil.copytree(SOURCE, tree / "src", ignore=shutil.ignore_patterns("*.egg-info", "*.pyc.*"))
     for patch in patches:
         subprocess.run(["git", "apply", "--whitespace=nowarn", str(patch)], cwd=tree, check=True)
     return tree / "src"

@@ -72,6 +72,12 @@ def test_two_seeds_say_that_there_is_no_interval(tmp_path):
     assert "nothing about another seed" in first["is"] and first["low"] <= first["mean"] <= first["high"]
 
 
+def test_a_look_that_the_plan_has_after_three_seeds_is_said_so_in_a_study_of_two(tmp_path):
+    data = analyse(fake_parity(tmp_path, plan_of(seeds=2), skip={(name, 1) for name in GAPS}), tmp_path)
+    assert "1 of the 3 seeds of the first look are there" in data["verdict"]
+    assert data["next"] == ["some runs are not there: the same command goes on; the next look is after 3 seeds"]
+
+
 def test_half_of_the_arms_missing_is_said(tmp_path):
     skip = {(name, 2) for name in GAPS}
     data = analyse(fake_parity(tmp_path, skip=skip), tmp_path)

@@ -14,7 +14,7 @@ from halfbyte.train import CheckpointConfig, Diverged, jsonconfig
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _quick(quick_compiles, one_device):
+def _quick(one_cache, one_device):
     """Compiling is most of what these tests cost."""
 
 
@@ -43,7 +43,7 @@ def losses(out, arm, seed):
 
 
 @pytest.mark.slow
-def test_a_whole_parity(config_file, tmp_path, monkeypatch, capfd):
+def test_a_whole_parity(config_file, tmp_path, monkeypatch, capfd, one_cache):
     """Interrupted after two runs, resumed with a diverging arm, then judged: every run once, in pairs."""
     real, calls = runner.train, []
 
@@ -92,6 +92,7 @@ def test_a_whole_parity(config_file, tmp_path, monkeypatch, capfd):
     assert "VERDICT: CANNOT TELL nvfp4: single run: no interval over seeds; branches into bf16 of 2 steps" in said
     branches = json.loads((tmp_path / "branches" / "branches.json").read_text())["branches"]
     assert [row["step"] for row in branches] == [6] and abs(branches[0]["gap"]) < 0.1
+    assert set(one_cache) == {out / "compiled", tmp_path / "branches" / "compiled"}
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ def test_bad_input_exits_2(config_file, tmp_path, capfd, flags, message):
 
     assert parity(config_file, tmp_path / "p", *flags) == 2
     assert re.search(message, " ".join(capfd.readouterr().err.split()))
-    assert not (tmp_path / "p" / "arms").exists()
+    assert not (tmp_path / "p" / "plan.json").exists()
 
 
 def test_arms_that_differ_in_more_than_the_recipe_are_refused(config_file, tmp_path, capfd):

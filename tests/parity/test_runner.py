@@ -50,7 +50,7 @@ def test_a_signal_near_the_end_of_a_run_ends_the_parity(tmp_path, monkeypatch):
         group.at("finish")
         request, group.request_stop = group.request_stop, lambda name: (request(name), heard.set())
         os.kill(os.getpid(), signal.SIGINT)
-        assert heard.wait(60)
+        assert heard.wait(600)
 
     train, begun = trains(plan, meanwhile=interrupt)
     stopped, said = run(plan, tmp_path, monkeypatch, train)
@@ -86,7 +86,7 @@ def test_a_signal_while_a_run_compiles_ends_the_process_with_a_report(tmp_path, 
     def compile_for_ever(group, folder):
         group.at("compile")
         os.kill(os.getpid(), signal.SIGTERM)
-        assert over.wait(60)
+        assert over.wait(600)
 
     train, begun = trains(plan, meanwhile=compile_for_ever)
     stopped, _ = run(plan, tmp_path, monkeypatch, train, leave=left.append)
@@ -104,7 +104,7 @@ def test_a_report_that_cannot_be_written_does_not_keep_the_process(monkeypatch):
 
     with runner.Stop(said.append, full):
         os.kill(os.getpid(), signal.SIGTERM)
-        assert over.wait(60)
+        assert over.wait(600)
     assert left[0] == 75 and "no space left on device" in said[1]
 
 

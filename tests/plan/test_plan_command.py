@@ -160,8 +160,12 @@ def test_what_does_not_fit_says_by_how_much_and_what_helps(capfd):
     (("--mesh", "fspd=128"), "did you mean 'fsdp'"),
     (("--recipe", "nvfp5"), "nvfp5"),
     (("--tokens", "many"), "15T"),
-    (("--batch", "-1"), "0 or more"),
+    (("--batch", "-1"), "batch must be 0 (the preset's) or more"),
     (("--batch", "33"), "no multiple of 128"),
+    (("--layers", "-3"), "layers must be 0 (all) or more, got -3"),
+    (("--reduce-dtype", "int8"), "precision.reduce_dtype must be one of float32, bfloat16, got 'int8'"),
+    (("--price", "6"), "takes its --tokens"),
+    (("--search", "--versus", "fp8", "--html", "page.html"), "without --versus and --html"),
     (("--search", "--minutes", "nan"), "minutes must be 0 or more"),
 ])  # fmt: skip
 def test_impossible_questions_are_one_paragraph(capfd, flags, said):
@@ -191,6 +195,12 @@ def test_an_axis_that_leaves_a_rack_crosses_it():
     on = cluster(device("gb300"), 128)
     assert crossing("fsdp=128", on) == crossing("dcn.fsdp=2,fsdp=64", on) == {"fsdp": (64, 2)}
     assert crossing("dcn.data=2,fsdp=16,tensor=4", on) == {"data": (1, 2), "fsdp": (16, 1), "tensor": (4, 1)}
+
+
+def test_every_recipe_is_looked_up_before_the_first_is_compiled(capfd, monkeypatch):
+    monkeypatch.setattr("halfbyte.plan.reading", lambda *_, **__: pytest.fail("compiled"))
+    code, _, err = plan(capfd, "llama3-8b", "--device", "h200", "--count", "8", "--versus", "nvfp5")
+    assert code == 2 and "nvfp5" in err
 
 
 def test_a_search_ranks_layouts_and_says_where_the_preset_is(capfd):

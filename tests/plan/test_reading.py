@@ -107,14 +107,14 @@ def test_two_that_ask_at_once_compile_once(eight, compilations, monkeypatch):
     def compiled(*step):
         compilations.append(step)
         begun.set()
-        assert go.wait(60)
+        assert go.wait(600)
         return by_hand(*step)
 
     monkeypatch.setattr(MODULE, "compiled", compiled)
     said = []
     with ThreadPoolExecutor() as pool:
         first = pool.submit(reading, *eight, say=silent)
-        assert begun.wait(60)
+        assert begun.wait(600)
         second = pool.submit(reading, *eight, say=lambda text: (said.append(text), go.set()))
         assert first.result() == second.result()
     assert len(compilations) == 1 and "waiting" in said[0]
@@ -130,7 +130,7 @@ def test_a_long_compilation_is_heard_of(monkeypatch):
             twice.set()
 
     with heard("it", say):
-        assert twice.wait(60)
+        assert twice.wait(600)
     assert "compiling it" in said[0] and "compiled" in said[-1]
 
 

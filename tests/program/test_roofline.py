@@ -30,6 +30,9 @@ PAIRS = "replica_groups={{0,1},{2,3},{4,5},{6,7}}"
 SCATTER = f"bf16[64,128]{{1,0}} reduce-scatter(%b), {PAIRS}, dimensions={{0}}, to_apply=%add"
 GATHER = "bf16[256,128]{1,0} all-gather(%a), replica_groups={{0,2,4,6},{1,3,5,7}}, dimensions={0}"
 
+GATHER_OF_TWO = "bf16[128,128]{1,0} all-gather(%a), replica_groups={{0,2},{1,3},{4,6},{5,7}}, dimensions={0}"
+GRADIENT = "bf16[64,128]{1,0} all-reduce(%a), replica_groups={{0,4},{1,5},{2,6},{3,7}}, to_apply=%add"
+
 
 def test_weights_have_the_link_after_what_a_layer_waits_for():
     """A sum over `tensor` takes one second, a gather over `fsdp` three; where both travel, it comes a second later."""
@@ -61,7 +64,12 @@ ENTRY %main (a: bf16[64,128], b: bf16[128,128]) -> bf16[64,128] {{
     alone, beside = gather(("g", GATHER)), gather(("s", SCATTER), ("g", GATHER))
     assert alone["g"] == pytest.approx(3e6, abs=20) and beside["s"] == pytest.approx(1e6, abs=20)
     assert beside["g"] == pytest.approx(4e6, abs=40)
+    # What goes over `data` as well is no weight.
     assert gather(("s", SCATTER), ("g", GATHER), data=2)["g"] == pytest.approx(3e6, abs=20)
+    # A gather over half as many takes one second; a turn in which gradients travel over `data` leaves it at that.
+    pair, gradient = GATHER_OF_TWO, ("r", GRADIENT)
+    assert gather(("s", SCATTER), ("g", pair), data=2)["g"] == pytest.approx(2e6, abs=40)
+    assert gather(("s", SCATTER), ("g", pair), gradient, data=2)["g"] == pytest.approx(1e6, abs=20)
 
 
 def test_a_program_of_every_kind_is_told_whole():

@@ -181,7 +181,7 @@ def below_peak(machine: Machine) -> Outcome:
 
 
 def native_gemms(machine: Machine) -> Outcome:
-    """Native NVFP4 and MXFP8 GEMMs against the carrier, all three directions."""
+    """Native NVFP4 and MXFP8 GEMMs against the carrier, all three directions; NVFP4 ones of experts too."""
     reason = machine.without_native()
     if reason:
         return Outcome(NOT_HERE, reason)
@@ -190,6 +190,8 @@ def native_gemms(machine: Machine) -> Outcome:
         for name in ("nvfp4", "mxfp8"):
             agreed = conformance.native_gemms_agree(recipe(name))
             found |= {f"{name} {gemm}": value for gemm, value in agreed.items()}
+        agreed = conformance.native_experts_agree(recipe("nvfp4"), sides=(512, 256))
+        found |= {f"experts' nvfp4 {gemm}": value for gemm, value in agreed.items()}
     except conformance.SelfTestFailed as error:
         return Outcome(MISSED, str(error))
     return Outcome(HELD, ", ".join(f"{name} off by {value:.2g}" for name, value in found.items()), found)
@@ -255,6 +257,8 @@ LINES = (
          by_hand="pytest tests/formats/test_league.py tests/ops/test_league.py tests/ops/test_remainder.py"),
     Line("halfbyte-kernels", "the kernels of halfbyte on a GPU: their bits, what they cost",
          by_hand="pytest tests/ops/kernels/test_on_gpu.py -k forward_operand"),
+    Line("quartet2-kernels", "the kernels of quartet2 on a GPU: their bits, what they cost",
+         by_hand="pytest tests/ops/kernels/test_on_gpu.py -k quartet2"),
     Line("plan", "a plan is within its band of a step",
          by_hand="halfbyte plan llama3-8b --device h200 --count 1 --layers 16 --batch 2"),
     Line("dockerfile", "the image builds", by_hand="docker build -f deploy/Dockerfile ."),

@@ -45,7 +45,7 @@ def run(args: Args) -> Result:
 
     note(f"reading {args.run}")
     from halfbyte.diagnosis.inspection import compiled_soon, inspect
-    from halfbyte.diagnosis.inspection_page import html, terminal
+    from halfbyte.diagnosis.inspection_page import decibels, html, terminal
     from halfbyte.inputs import check_output, replace_file
     from halfbyte.interchange.opening import forward_recipe, restore_params
     from halfbyte.recipe import read_policy
@@ -70,8 +70,9 @@ def run(args: Args) -> Result:
     policy = found.policy(text, args.snr)
     screen = console()
     screen.print(terminal(found, args.snr))
-    for layer, site, gemm, value in found.worst()[:3]:
-        screen.print(f"layer {layer} {site} {gemm}: {value:.1f} dB", markup=False)
+    for row in found.worst()[:3]:
+        layer, site, gemm, _ = row
+        screen.print(f"layer {layer} {site} {gemm}: {decibels(found, row)} dB", markup=False)
     verdict = "every GEMM reaches" if policy == text else "to reach"
     screen.print(f"{verdict} {args.snr:g} dB: --policy {policy!r}", markup=False, soft_wrap=True)
     lines = [f"{directory}, step {restored.step}, recipe {chosen.name}, policy {text}, {found.batches} batches"]
@@ -105,6 +106,7 @@ def first_batches(opened: "RunDirectory", many: int) -> Any:
 def describe(found: Any, policy: str) -> dict[str, Any]:
     """An inspection as plain data."""
     gemms = [
-        {"layer": layer, "site": site, "gemm": gemm, "snr_db": value} for layer, site, gemm, value in found.worst()
+        {"layer": layer, "site": site, "gemm": gemm, "snr_db": value, "quantized": (layer, site) in found.quantized}
+        for layer, site, gemm, value in found.worst()
     ]
     return {"policy": policy, "step": found.step, "batches": found.batches, "gemms": gemms, "operands": found.operands}

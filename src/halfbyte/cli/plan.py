@@ -16,7 +16,7 @@ import tyro
 
 from halfbyte.cli.result import DONE, NOT_PASSED, BadInput, Result
 from halfbyte.cli.screen import console, table
-from halfbyte.inputs import check_output, check_real, replace_file
+from halfbyte.inputs import check_output, check_real, check_whole, replace_file
 
 SHOWN = 12  # layouts in the table of --search
 
@@ -74,13 +74,14 @@ def run(args: Args) -> Result:
             check_output(getattr(args, flag), flag=f"--{flag}")
     known = plan.overheads(args.parity) if args.parity else {}
     tokens = plan.tokens_of(args.tokens) if args.tokens else 0.0
+    _check_together(args)
     on = plan.cluster(device(args.device), args.count)
     say: Callable[[str], None] = lambda text: console().print(text, soft_wrap=True)  # noqa: E731
     if args.search:
         return _search(args, on, say)
     found: dict[str, Any] = {}
-    for name in dict.fromkeys([args.recipe, *filter(None, args.versus.split(","))]):
-        config, assumed = config_of(args, name, on)
+    names = dict.fromkeys([args.recipe, *filter(None, args.versus.split(","))])
+    for name, (config, assumed) in {name: config_of(args, name, on) for name in names}.items():  # all, then compiled
         found[name] = plan.outcome(config, on, plan.reading(config, on, say=say), assumed=assumed)
     data = _data(args, on, found)
     if tokens:
@@ -95,14 +96,23 @@ def run(args: Args) -> Result:
     return Result(data, NOT_PASSED if any(row["problems"] for row in data["recipes"].values()) else DONE)
 
 
+def _check_together(args: Args) -> None:
+    """BadInput for flags that would be given for nothing."""
+    idle = [name for name in ("versus", "tokens", "price", "parity", "csv", "html", "trace") if getattr(args, name)]
+    if args.search and idle:
+        raise BadInput(f"search: it compares layouts of one recipe, without --{' and --'.join(idle)}; leave one out")
+    if args.price and not args.tokens:
+        raise BadInput("price: what a run costs takes its --tokens (15T, 300B)")
+
+
 def config_of(args: Args, recipe: str, on: Any) -> tuple[Any, tuple[str, ...]]:
     """The preset's run with the flags of this command on `on`, and what was assumed."""
     from halfbyte.cli.base_config import run_of
     from halfbyte.plan import placed
 
     preset: Any = run_of(args.model)
-    if args.batch < 0 or args.layers < 0:
-        raise BadInput("batch and layers must be 0 or more")
+    check_whole("batch", args.batch, zero="the preset's")
+    check_whole("layers", args.layers, zero="all")
     check_real("price", args.price, holds=args.price >= 0, wanted="0 or more")
     check_real("minutes", args.minutes, holds=args.minutes >= 0, wanted="0 or more")
     model = dataclasses.replace(preset.model, layers=args.layers or preset.model.layers)

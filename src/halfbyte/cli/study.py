@@ -144,9 +144,11 @@ def check_arms(plan: "Plan") -> None:
 def conduct(args: Study, plan: "Plan", directory: Path, *, within: float = math.inf) -> Result:
     """Settle the plan, run what is not done yet and begins `within` so many seconds, the screening round first, and
     write the report."""
-    from halfbyte.parity.plan import load_plan, settle
+    from halfbyte.parity.plan import load_plan, settle, share
     from halfbyte.parity.screening import screened
 
+    if args.host:
+        share(plan.jobs(), args.host)  # refused before a plan is written that other flags would have to agree with
     if not args.report:
         check_validation(plan.base)
     if not args.report and load_plan(directory) is None:
@@ -203,7 +205,7 @@ def load(directory: Path) -> "Plan":
 
     plan = load_plan(directory)
     if plan is None:
-        raise ValueError(f"{directory} holds no plan.json; run a parity there first")
+        raise ValueError(f"{directory} holds no plan.json; run it without --report first")
     return plan
 
 

@@ -4,11 +4,12 @@ halfbyte verify runs/demo
 
 Every checkpoint is read in full: its files against their list, each array against its checksum, every value for being
 finite, its step and run against where it lies, its config against config.json. Then every file that run.json seals
-(config.json, tokenizer.json, data.json, imported weights), metrics.jsonl, and the data set if it can be reached.
-Nothing is changed or moved. Exit code 3 if something is not whole; a run that trains meanwhile may be verified, and its
-newest checkpoint may then be missing from the list."""
+(config.json, tokenizer.json, data.json, imported weights), metrics.jsonl, and the data set if it can be reached. A
+checkpoint from before a change by --allow-change is whole, of an earlier config: the run goes on from it with that flag
+alone; the newest one must be of config.json. Nothing is changed or moved. Exit code 3 if something is not whole; a run
+that trains meanwhile may be verified, and its newest checkpoint may then be missing from the list."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +20,7 @@ from halfbyte.cli.result import DONE, NOT_PASSED, Result
 if TYPE_CHECKING:
     from halfbyte.train.reading import RunDirectory
 
-GOOD, BAD, UNKNOWN = "whole", "NOT WHOLE", "not checked"
+GOOD, EARLIER, BAD, UNKNOWN = "whole", "whole, of an earlier config", "NOT WHOLE", "not checked"
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,16 @@ def run(args: Args) -> Result:
     directory = Path(args.run)
     if not (directory / "config.json").exists():
         raise ValueError(f"{directory} holds no run: there is no config.json")
-    opened, findings = open_parts(directory)
+    opened, sealed = open_parts(directory)
     checkpoints = check_checkpoints(directory, opened)
-    findings += [*checkpoints, check_metrics(directory), check_data(opened)]
+    findings = [*sealed, *checkpoints, check_metrics(directory), check_data(opened)]
     rows = [(finding.part, finding.state, finding.detail) for finding in findings]
     console().print(table(("part", "state", "detail"), rows, title=f"verify {directory}"))
     bad = [finding for finding in findings if finding.state == BAD]
     good = [finding.part for finding in findings if finding.state == GOOD and finding.part.startswith("checkpoint")]
-    print(f"{len(bad)} parts are not whole; the run goes on from: {good[-1] if good else 'no checkpoint'}")
+    first = ", ".join(finding.part for finding in sealed if finding.state == BAD)
+    after = f", once {first} is as it was" if first and good else ""
+    print(f"{len(bad)} parts are not whole; the run goes on from: {good[-1] if good else 'no checkpoint'}{after}")
     data = {"run_dir": str(directory), "parts": [vars(finding) for finding in findings], "not_whole": len(bad)}
     return Result(data, NOT_PASSED if bad else DONE)
 
@@ -95,6 +98,8 @@ def check_checkpoints(directory: Path, opened: "RunDirectory | None") -> list[Fi
         store.reload()
         found = [_check_one(store, step, opened) for step in store.steps()]
     store.close()
+    agrees = bool(found) and found[-1].state == GOOD  # the newest, with config.json; else that one is the stranger
+    found = [replace(each, state=BAD) if each.state == EARLIER and not agrees else each for each in found]
     return found or [Finding("checkpoints", UNKNOWN, "there are none")]
 
 
@@ -121,7 +126,7 @@ def _check_one(store: Any, step: int, opened: "RunDirectory | None") -> Finding:
     except (DamagedCheckpoint, UnreadableCheckpoint, CheckpointMismatch, ValueError) as error:
         return Finding(part, BAD, str(error))
     if changed:
-        return Finding(part, BAD, f"made with another config: {'; '.join(changed[:3])}")
+        return Finding(part, EARLIER, f"made with another config: {'; '.join(changed[:3])}")
     arrays = sum(map(len, record.leaves.values()))
     return Finding(part, GOOD, f"{arrays} arrays, checksums and values verified")
 

@@ -6,17 +6,21 @@ multiplies. What may differ is the order of accumulation and the rounding of the
 one: each element must agree to 2^-7 of the row's largest.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from halfbyte import ops
+from halfbyte.kernels.block_scaled import SIDE
 from halfbyte.recipe import Recipe
 
 TOLERANCE = 2.0**-7
 SIZES = (256, 128, 384)
 MOST_TOKENS = 4096  # enough for every path through a kernel, and a second on any GPU
+EXPERTS = (1537, 0, 1, 640, 128, 129, 15, 900)  # rows of each: none, whole and broken tiles
+TILES = 4 * 160  # of a result at least, so that each of a GPU's multiprocessors walks over several
 
 
 class SelfTestFailed(Exception):
@@ -43,13 +47,56 @@ def native_gemms_agree(
 
         return jax.jit(run)(x, w, dy)
 
-    expected, found = directions("carrier"), directions(candidate)
+    where = f"{recipe.name}{f' at {site}' if site else ''} (sizes {sizes})"
+    return _agreed(directions("carrier"), directions(candidate), f"{candidate} GEMMs under {where}")
+
+
+def native_experts_agree(
+    recipe: Recipe, *, sides: tuple[int, int], site: str = "", candidate: str = "auto",
+    counts: Sequence[int] | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """The same of experts whose matrices have `sides` (inputs, outputs), `counts` rows each: what serves them, beside a
+    loop of `carrier` linears over experts. They differ in size by 10^4, so that no one's number is another's. A program
+    that does not run is a failure too.
+    """
+    (inputs, outputs), most = sides, TILES * SIDE * SIDE // min(sides) + 1
+    many = np.asarray((max(EXPERTS[0], most), *EXPERTS[1:]) if counts is None else counts, np.int32)
+    keys = jax.random.split(jax.random.key(8), 4)
+    rows = int(many.sum()) + 3  # of which the last have no expert
+    sizes = np.repeat(np.float32(10.0) ** (np.arange(len(many) + 1, dtype=np.float32) % 5), np.append(many, 3))[:, None]
+    x = (sizes * jax.random.normal(keys[0], (rows, inputs))).astype(jnp.bfloat16)
+    w = jax.random.normal(keys[1], (len(many), inputs, outputs), jnp.float32)
+    dy = (jax.random.normal(keys[2], (rows, outputs)) / sizes).astype(jnp.bfloat16)
+
+    def directions(backend: str, *groups: jax.Array) -> dict[str, jax.Array]:
+        def run(x: jax.Array, w: jax.Array, dy: jax.Array, *groups: jax.Array) -> dict[str, jax.Array]:
+            def linear(x: jax.Array, w: jax.Array) -> jax.Array:
+                return ops.grouped_qdot(x, w, *(groups or (many,)), recipe=recipe, key=keys[3], backend=backend)
+
+            y, pull = jax.vjp(linear, x, w)
+            dx, dw = pull(dy)
+            return {"fprop": y, "dgrad": dx, "wgrad": dw}
+
+        return jax.jit(run)(x, w, dy, *groups)
+
+    what = f"native GEMMs of experts under {recipe.name}{f' at {site}' if site else ''} (matrices of {sides})"
+    try:
+        found = jax.block_until_ready(directions(candidate, jnp.asarray(many)))
+    except jax.errors.JaxRuntimeError as error:
+        raise SelfTestFailed(
+            f"self-test of {what} did not run ({' '.join(str(error).split())[:300]}); train with --precision.backend "
+            "carrier, which emulates the recipe, and report this device"
+        ) from None
+    return _agreed(directions("carrier"), found, what)
+
+
+def _agreed(expected: dict[str, jax.Array], found: dict[str, jax.Array], what: str) -> dict[str, float]:
+    """The deviation of each, none beyond the tolerance."""
     deviations = {name: deviation(found[name], expected[name]) for name in expected}
     wrong = [f"{name} off by {value:.3g}" for name, value in deviations.items() if not value <= TOLERANCE]
     if wrong:
-        where = f" at {site}" if site else ""
         raise SelfTestFailed(
-            f"self-test of {candidate} GEMMs under {recipe.name}{where} (sizes {sizes}) failed: "
+            f"self-test of {what} failed: "
             f"{', '.join(wrong)} of the largest element (limit {TOLERANCE:g}); nothing else is used in its place; "
             "train with --precision.backend carrier, which emulates the recipe, and report this device"
         )

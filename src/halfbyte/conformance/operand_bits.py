@@ -10,16 +10,20 @@ import jax
 import jax.numpy as jnp
 
 from halfbyte import ops
+from halfbyte.kernels import norm
 from halfbyte.kernels.stacks import Layer
+from halfbyte.nn.norm import forked_norm_in_passes
 from halfbyte.ops.activation import SILU, Activation
 from halfbyte.ops.linear import quantize_part, weight_operand
 from halfbyte.ops.mlp import fused_passes
 from halfbyte.ops.operand import EightBit, Operand
-from halfbyte.ops.passes import XLA, GatedPasses, Passes, Request, request
+from halfbyte.ops.passes import XLA, GatedPasses, Normed, Passes, Request, request
 from halfbyte.ops.weight import CONTRACTED
 from halfbyte.recipe import Recipe
 
 from .native_gemms import SelfTestFailed
+
+EPS = 1e-5  # of a norm
 
 
 def operands_agree(chosen: Recipe, *, tokens: int = 256, features: int = 512) -> dict[str, bool]:
@@ -36,6 +40,7 @@ def operands_agree(chosen: Recipe, *, tokens: int = 256, features: int = 512) ->
     counts = {
         (passes, for_weight): differing(chosen, passes, for_weight, x, dy, w, right)
         + differing_in_stacks(chosen, passes, x, dy)
+        + differing_when_normed(chosen, passes, tokens=tokens)
         for passes, for_weight in set(makers.values())
     }
     return {name: counts[made] == 0 for name, made in makers.items()}
@@ -88,6 +93,26 @@ def differing_in_stacks(chosen: Recipe, passes: Passes, x: jax.Array, dy: jax.Ar
     return wrong + sum(distance(a, b) for a, b in zip(found, made(x, dy, x), strict=True))
 
 
+def differing_when_normed(chosen: Recipe, passes: Passes, *, tokens: int, width: int = 1024) -> int:
+    """How many numbers of the operands of a norm's result that `passes` norm themselves differ from the definition's of
+    the result that the norm's own kernel writes; 0 for passes that do not norm.
+    """
+    if passes.unnormed([chosen]) is not None:
+        return 0
+    x = jax.random.normal(jax.random.key(4), (tokens, width), jnp.bfloat16)
+    scale, (requests, _) = jnp.linspace(0.5, 2, width), (each for _, each in _requests(chosen, x, x))
+
+    @jax.jit
+    def inside(x: jax.Array) -> list[Operand]:
+        _, (h,) = forked_norm_in_passes(x[None], scale, EPS)
+        assert isinstance(h, Normed)
+        return passes.operands(x, requests, h)
+
+    h, _ = jax.jit(functools.partial(norm.forward, eps=EPS))(x, scale)
+    right = [jax.jit(functools.partial(XLA.quantize, requests=[each]))(h)[0] for each in requests]
+    return sum(distance(a, b) for a, b in zip(inside(x), right, strict=True))
+
+
 def check_stacks(
     recipes: Sequence[Recipe], backend: str, activation: Activation, *, tokens: int = 256, features: int = 512
 ) -> bool:
@@ -116,11 +141,14 @@ def _requests(chosen: Recipe, x: jax.Array, dy: jax.Array) -> list[tuple[jax.Arr
 
 
 def _weights(chosen: Recipe, passes: Passes, w: jax.Array, *, packed: bool) -> list[Operand]:
-    def operand(w: jax.Array, role: str) -> Operand:
+    """For fprop and dgrad; read where it lies among those of other layers, if these passes do that."""
+    given = Layer(jnp.stack([-2 * w, w]), jnp.int32(1)) if passes.reads_stacks and not packed else w
+
+    def operand(w: jax.Array | Layer, role: str) -> Operand:
         made = quantize_part(w, chosen, jax.random.key(2), passes=passes, packed=packed)
         return weight_operand(made, role)
 
-    return [jax.jit(operand, static_argnums=1)(w, role) for role in CONTRACTED]
+    return [jax.jit(operand, static_argnums=1)(given, role) for role in CONTRACTED]
 
 
 def distance(found: Operand, right: Operand) -> int:

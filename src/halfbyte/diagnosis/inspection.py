@@ -40,7 +40,7 @@ def compiled_soon(model: models.LlamaConfig) -> Iterator[None]:
 @dataclasses.dataclass(frozen=True)
 class Inspection:
     """Numbers by layer, site and operand, means over the batches; `gemms`: (layer, site, GEMM) -> signal to noise of
-    its result in decibels."""
+    its result in decibels, of those that are not among the `quantized` as nvfp4 would have it."""
 
     operands: list[dict[str, Any]]
     gemms: dict[tuple[int, str, str], float]

@@ -11,6 +11,7 @@ from halfbyte import report as page
 from .inspection import SNRS, Inspection
 
 WORST_ROWS = 12
+IF_NVFP4 = "in brackets: bf16 here, as nvfp4 would have it"
 LOW, HIGH = 8.0, 22.0  # decibels between which cells are tinted
 
 
@@ -37,18 +38,21 @@ def noise_figure(gemms: Noise, wanted: float) -> str:
     alarms = [[value is not None and value < wanted for value in row] for row in values]
     drawn = page.heat_map(rows, [str(at) for at in layers], values, label="signal to noise by layer", shade=shade,
                           alarms=alarms, form="{:.1f}")  # fmt: skip
-    note = f"decibels, quantized result against bf16; red: below the wanted {wanted:g} dB; columns are layers"
+    note = (
+        f"decibels, quantized result against bf16, of linears that stay in bf16 as nvfp4 would have it; red: below the "
+        f"wanted {wanted:g} dB; columns are layers"
+    )
     return page.figure("Signal to noise", drawn, note)
 
 
 def html(found: Inspection, *, title: str, lines: list[str], policy: str, wanted: float) -> str:
     """The page."""
-    worst = [(layer, site, gemm, f"{value:.1f}") for layer, site, gemm, value in found.worst()[:WORST_ROWS]]
+    worst = [(*row[:3], decibels(found, row)) for row in found.worst()[:WORST_ROWS]]
     body = [
         *(page.paragraph(line, soft=True) for line in lines),
         page.section("Recommendation", page.code(f"--policy {policy!r}")),
         page.section("Noise of every GEMM", noise_figure(found.gemms, wanted)),
-        page.section("Noisiest first", page.table(("layer", "linear", "GEMM", "dB"), worst)),
+        page.section("Noisiest first", page.table(("layer", "linear", "GEMM", f"dB ({IF_NVFP4})"), worst)),
         page.section("Operands", page.table(OPERANDS, [operand_row(o) for o in found.operands])),
     ]
     return page.html_page(title, body)
@@ -82,22 +86,32 @@ def scale_range(o: dict[str, Any]) -> str:
     return f"{len(codes)} codes {min(codes)}..{max(codes)}, {100 * codes.get(0, 0) / total:.1f}% zero"
 
 
+def decibels(found: Inspection, row: tuple[int, str, str, float]) -> str:
+    """The number of one GEMM, in brackets where its linear is not quantized."""
+    layer, site, _, value = row
+    return f"{value:.1f}" if (layer, site) in found.quantized else f"({value:.1f})"
+
+
 def terminal(found: Inspection, wanted: float) -> Table:
     """The heat map as a table of coloured numbers."""
     rows, layers, values = gemm_rows(found.gemms)
-    made = Table(title=f"signal to noise, dB, of every GEMM against bf16; red: below {wanted:g}", title_justify="left")
+    title = f"signal to noise, dB, of every GEMM against bf16; red: below {wanted:g}; {IF_NVFP4}"
+    made = Table(title=title, title_justify="left")
     made.add_column("linear, GEMM")
     for layer in layers:
         made.add_column(str(layer), justify="right")
     for name, line in zip(rows, values, strict=True):
-        made.add_row(name, *(_cell(value, wanted) for value in line))
+        site, gemm = name.rsplit(" ", 1)
+        cells = zip(layers, line, strict=True)
+        made.add_row(
+            name, *(_cell(found, (at, site, gemm, value), wanted) if value is not None else "" for at, value in cells)
+        )
     return made
 
 
-def _cell(value: float | None, wanted: float) -> Text:
-    if value is None:
-        return Text("")
+def _cell(found: Inspection, row: tuple[int, str, str, float], wanted: float) -> Text:
+    value = row[3]
     style = (
         "bold white on red" if value < wanted else "green" if value > HIGH else "yellow" if tint(value) > 0.4 else ""
     )
-    return Text(f"{value:.1f}", style=style)
+    return Text(decibels(found, row), style=style)

@@ -31,7 +31,7 @@ class Telemetry(Recorder):
         self.seconds = 0.0  # that it has taken
 
     def observe(self, moment: Moment) -> list[str]:
-        """Write a line; say nothing."""
+        """Write a line; say nothing, or why there is none."""
         if not quantized_gemms(moment.resolved):
             return []
         began = time.perf_counter()
@@ -41,13 +41,16 @@ class Telemetry(Recorder):
             replay = self._replays[moment.resolved] = Replay(moment.config.model, context)
         batch = part_of(moment.batch, MOST_TOKENS) if moment.mesh.size == 1 else moment.batch
         key = step_of(moment.config.rounding_seed, moment.step - 1)
-        operands = [
-            summarise(layer, given.site, role, [numbers])
-            for layer, linears in replay.layers(moment.params, batch, key)
-            for given in linears
-            if given.recipe.quantized
-            for role, numbers in jax.device_get(own_numbers(dataclasses.replace(given.fullest(), site=""))).items()
-        ]
+        try:
+            operands = [
+                summarise(layer, given.site, role, [numbers])
+                for layer, linears in replay.layers(moment.params, batch, key)
+                for given in linears
+                if given.recipe.quantized
+                for role, numbers in jax.device_get(own_numbers(dataclasses.replace(given.fullest(), site=""))).items()
+            ]
+        except ValueError as reason:  # a recipe of which more than its GEMMs would have to be replayed
+            return [f"telemetry before step {moment.step}: NOT SEEN, {reason}"]
         self._write({"step": moment.step, "operands": operands})
         self.seconds += time.perf_counter() - began
         return []

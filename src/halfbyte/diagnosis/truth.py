@@ -23,8 +23,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from halfbyte.ops.linear import Execution, token_view, weight_operand, with_linears
+from halfbyte.ops.execution import Execution
 from halfbyte.ops.linear import Linear as Traced
+from halfbyte.ops.linear import token_view, weight_operand, with_linears
 from halfbyte.ops.operand import Carrier, InTwo, Operand
 from halfbyte.ops.passes import XLA, request
 from halfbyte.ops.tiles import TileOperand, dgrad, fprop, grouped_operands, wgrad
@@ -108,8 +109,9 @@ def judge(given: Linear, *, backend: str, sharded: bool = False) -> dict[str, di
     """
     if given.tiles is None:
         return _judged(given, *run_linear(given, backend=backend, sharded=sharded), unpacked_weights(given))
-    found, results = run_experts(given)
-    numbers = jax.lax.map(lambda expert: _judged_expert(given, found, results, expert), jnp.arange(given.w.shape[0]))
+    found, results = run_experts(given, backend=backend)
+    operands = {role: (made.values(role, getattr(given.recipe, role)), made.factor) for role, made in found.items()}
+    numbers = jax.lax.map(lambda expert: _judged_expert(given, operands, results, expert), jnp.arange(given.w.shape[0]))
     some = given.tiles.counts > 0
 
     def over_experts(name: str, each: jax.Array) -> jax.Array:
@@ -120,10 +122,10 @@ def judge(given: Linear, *, backend: str, sharded: bool = False) -> dict[str, di
     return {gemm: {name: over_experts(name, each) for name, each in told.items()} for gemm, told in numbers.items()}
 
 
-def run_experts(given: Linear) -> tuple[dict[str, TileOperand], dict[str, jax.Array]]:
+def run_experts(given: Linear, *, backend: str) -> tuple[dict[str, TileOperand], dict[str, jax.Array]]:
     """`run_linear` of all experts."""
-    tiles, dtype = given.tiles, given.x.dtype
-    assert tiles is not None
+    assert given.tiles is not None
+    tiles, dtype = dataclasses.replace(given.tiles, backend=backend), given.x.dtype
     how: dict[str, Any] = {"recipe": given.recipe, "key": given.key, "amax": given.amax}
     made = grouped_operands(given.x, given.w, given.dy.astype(dtype), tiles, **how)
     return made, {
@@ -134,9 +136,11 @@ def run_experts(given: Linear) -> tuple[dict[str, TileOperand], dict[str, jax.Ar
 
 
 def _judged_expert(
-    given: Linear, found: dict[str, TileOperand], results: dict[str, jax.Array], expert: jax.Array
-) -> dict[str, dict[str, jax.Array]]:
-    """One expert of them beside its own definition; its rows are filled up to whole tiles."""
+    given: Linear, found: dict[str, tuple[jax.Array, jax.Array | None]], results: dict[str, jax.Array],
+    expert: jax.Array,
+) -> dict[str, dict[str, jax.Array]]:  # fmt: skip
+    """One expert of them beside its own definition; its rows are filled up to whole tiles. `found`: the numbers and
+    factors of each operand."""
     assert given.tiles is not None
     tile, count = given.tiles.tile, given.tiles.counts[expert]
 
@@ -144,9 +148,8 @@ def _judged_expert(
         return array[expert] if array.ndim == 3 else given.own_rows(array, expert, -(-count // tile) * tile)
 
     def operand(role: str) -> Carrier:
-        made = found[role]
-        factor = None if made.factor is None else made.factor[expert]
-        return Carrier(own(made.array), factor, getattr(given.recipe, role))
+        values, factor = found[role]
+        return Carrier(own(values), None if factor is None else factor[expert], getattr(given.recipe, role))
 
     mine = {name: own(result) for name, result in results.items()}
     return _judged(given.of_expert(expert), {role: operand(role) for role in found}, mine, {}, rows=count)

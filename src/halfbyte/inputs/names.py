@@ -5,7 +5,7 @@ import re
 import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 LONGEST_NAME = 255 - 40
 """Bytes of one part of a path: file systems take 255, and a name in the making carries a prefix and a suffix."""
@@ -47,6 +47,15 @@ def check_run_name(name: str) -> None:
             f"name must be 1 to 100 of the characters A-Z a-z 0-9 . _ -, without '..', and begin with a letter or a "
             f"digit, got {name[:120]!r}; where a run is written is said by --run-dir"
         )
+
+
+def check_choices(config: Any, *, group: str = "") -> None:
+    """ValueError unless each field of a dataclass that is annotated by a Literal holds one of its choices. `group` is
+    what comes before the field's name."""
+    for name, hint in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if get_origin(hint) is Literal and value not in get_args(hint):
+            raise ValueError(f"{group}{name} must be one of {', '.join(get_args(hint))}, got {value!r}")
 
 
 def check_output(path: str | os.PathLike[str], *, flag: str) -> Path:

@@ -76,7 +76,7 @@ def grow(plan: Branches, out: Path, step: int, name: str, *, say: Say, stop: Sto
     end = step + plan.steps
     folder = out / f"step-{step}-to-{end}" / _plain(name)
     config = dataclasses.replace(
-        plan.config, recipe=name, precision=dataclasses.replace(plan.config.precision, switch_at=0.0),
+        plan.config, recipe=name, precision=dataclasses.replace(plan.config.precision, switch_at=0.0, reset_at=0.0),
         steps=max(plan.config.steps, end), validation=dataclasses.replace(plan.config.validation, every=0),
         log=dataclasses.replace(plan.config.log, tensorboard=False, wandb=""),
         compile_cache=str((out / "compiled").absolute()),

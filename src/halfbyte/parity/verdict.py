@@ -92,7 +92,7 @@ def judge_study(
     for arm, found in results.items():
         if lost := sum(found.get(seed) == math.inf for seed in planned):
             final[arm] = judge(arm, _pairs(found, planned), margin, diverged=lost)
-    latest = {arm: _before_the_first_look(arm, results[arm], margin, seeds[: looks[0]]) for arm in results}
+    latest = {arm: _before_the_first_look(arm, results[arm], margin, seeds[: looks[0]], of=looks[0]) for arm in results}
     for place, (count, alpha) in enumerate(zip(looks, spending(looks), strict=True)):
         here = {
             arm: _pairs(found, seeds[:count])
@@ -125,16 +125,16 @@ def _pairs(found: Results, seeds: Sequence[int]) -> dict[int, float]:
     return {seed: found[seed] for seed in seeds if seed in found and math.isfinite(found[seed])}
 
 
-def _before_the_first_look(arm: str, found: Results, margin: Margin, seeds: Sequence[int]) -> Verdict:
-    """What can be said while runs of the first look are missing: the gap, and no word."""
+def _before_the_first_look(arm: str, found: Results, margin: Margin, seeds: Sequence[int], *, of: int) -> Verdict:
+    """What can be said while runs of the first look, after `of` seeds, are missing: the gap, and no word."""
     pairs = _pairs(found, seeds)
     verdict = judge(arm, pairs, margin)
     over = sum(seed in found for seed in seeds)
     if len(pairs) >= FEWEST_SEEDS:
         shown = margin.show(sum(pairs.values()) / len(pairs))
         verdict = Verdict(arm, Word.CANNOT_TELL, f"{shown} over {len(pairs)}", verdict.interval)
-    waits = f"; {over} of the {len(seeds)} seeds of the first look are there" if over < len(seeds) else ""
-    return replace(verdict, reason=f"{verdict.reason}{waits}", seeds=len(seeds) if waits else None)
+    waits = f"; {over} of the {of} seeds of the first look are there" if over < len(seeds) else ""
+    return replace(verdict, reason=f"{verdict.reason}{waits}", seeds=of if waits else None)
 
 
 def noise_floor(twins: Results) -> float | None:

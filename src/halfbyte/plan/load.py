@@ -41,7 +41,8 @@ class Load:
 
     def unread(self, gemm: Gemm) -> float:
         """Bytes of a GEMM's operands that lie in tiles without rows."""
-        in_tiles = (array for array in (gemm.left, gemm.right) if array.dims[0] == gemm.rows)
+        at = -1 if gemm.format == "fp4" and len(gemm.result.dims) == 3 else 0  # codes lie with what is summed last
+        in_tiles = (a for a in (gemm.left, gemm.right) if len(a.dims) == 2 and a.dims[at] == gemm.rows)
         return (1.0 - self.share(gemm)) * sum(array.bytes for array in in_tiles)
 
     def turns(self, program: Program, loop: Instruction) -> int:

@@ -14,7 +14,7 @@ from .calibration import BAND, FITTED, ZEROS, is_blackwell, residual
 from .cluster import Cluster, batch_shards
 from .load import even_load
 from .rates import Rates
-from .reading import Reading
+from .reading import Reading, are_experts_native
 from .schedule import Event, walk
 from .simulate import Timeline, seconds_of, simulate
 
@@ -144,7 +144,10 @@ def of_experts(found: Outcome) -> Iterator[str]:
     """What a plan of experts is counted from."""
     more = even_load(found.config, found.on.count).filled - 1
     yield f"an even load of all experts is assumed; tiles that are not full make their rows {more:.1%} more"
-    yield "experts are multiplied in bfloat16 under every recipe, whose codes are exact in it: no GEMM is faster"
+    if are_experts_native(found.config, found.on.device):
+        yield "experts' codes are multiplied by a kernel that no card has run; it is counted at the rate of bfloat16"
+        return
+    yield "experts are multiplied in bfloat16, in which codes of every recipe are exact: no GEMM is faster"
     if is_blackwell(found.on.device):
         yield "experts' tiles are multiplied one after another, each by a GEMM of XLA's: a step is not faster than this"
 

@@ -19,10 +19,11 @@ from halfbyte.inputs.kept import is_kept, kept
 from halfbyte.launch.xla_flags import FLAG_SETS, as_known
 from halfbyte.ops.backends.block_scaled import TILE
 from halfbyte.program import Program, gemms, read
+from halfbyte.recipe import Resolved
 from halfbyte.sharding import parse_mesh
 from halfbyte.sharding.mesh import whole_sizes
 from halfbyte.train import TrainConfig, abstract_state, phases, run_mesh
-from halfbyte.train.precision_manifest import build_manifest
+from halfbyte.train.precision_manifest import TILES, Manifest, build_manifest, native_sites
 from halfbyte.train.preflight import check, shard_bytes
 from halfbyte.train.step import compiler_options
 
@@ -154,11 +155,9 @@ class BlockScaled:
 
 
 def block_scaled(config: TrainConfig, device: Device) -> list[BlockScaled]:
-    """All of them, as the manifest of a run on `device` has them."""
-    phase, again = phases(config)[0], AGAIN[config.remat]
-    resolved, meshed = phase.resolved(config), dataclasses.replace(config, mesh=config.mesh or "fsdp=1")
-    found = []
-    for site in build_manifest(meshed, resolved, phase.recipe, seq=config.seq, device=device).sites:
+    """All calls of a library for them, as the manifest of a run on `device` has them."""
+    manifest, resolved, again, found = *_manifest(config, device), AGAIN[config.remat], []
+    for site in (each for each in manifest.sites if each.backend != TILES):
         (first, last), (tokens, inputs, outputs) = site.layers, site.on_device
         sizes = {"fprop": (tokens, outputs, inputs), "dgrad": (tokens, inputs, outputs),
                  "wgrad": (inputs, outputs, tokens)}  # fmt: skip
@@ -170,6 +169,17 @@ def block_scaled(config: TrainConfig, device: Device) -> list[BlockScaled]:
                     times *= (2 if resolved.at(site.path, first).remainder else 1) * (2 if site.path in again else 1)
                 found.append(BlockScaled(gemm.runs_in, (rows[0], rows[1]), summed, times))
     return found
+
+
+def are_experts_native(config: TrainConfig, device: Device) -> bool:
+    """Whether experts are multiplied in their own format, by our kernel: no call of a library."""
+    return bool(native_sites(*_manifest(config, device), experts=True))
+
+
+def _manifest(config: TrainConfig, device: Device) -> tuple[Manifest, Resolved]:
+    phase, meshed = phases(config)[0], dataclasses.replace(config, mesh=config.mesh or "fsdp=1")
+    resolved = phase.resolved(config)
+    return build_manifest(meshed, resolved, phase.recipe, seq=config.seq, device=device), resolved
 
 
 def fp4_calls(found: list[BlockScaled]) -> int:

@@ -145,6 +145,7 @@ def site(source: str) -> str:
         ("ops/mlp", "mlp"),
         ("ops/tiles", "experts"),
         ("kernels/grouped", "experts"),
+        ("kernels/block_scaled", "experts"),
         ("models/experts", "experts"),
         ("nn/routing", "router"),
         ("ops/qdot", "attention linears"),

@@ -43,7 +43,7 @@ class Gemm:
 
     @property
     def format(self) -> str:
-        """What the hardware multiplies: fp4, fp8, or the operands' own type. Our kernel's operands are bf16."""
+        """What the hardware multiplies: fp4, fp8, or the operands' own type."""
         return next((name for start, name in NARROW.items() if self.dtype.startswith(start)), self.dtype)
 
     @property
@@ -55,7 +55,7 @@ class Gemm:
     def rows(self) -> int:
         """Of our kernel over many experts, the rows that it has room for; 0 for any other GEMM."""
         grouped = self.kind == "mosaic" and 3 in (len(self.right.dims), len(self.result.dims))
-        return self.left.dims[0] if grouped else 0
+        return self.left.dims[_rows_at(self.left, self.result)] if grouped else 0
 
     @property
     def flops(self) -> int:
@@ -173,15 +173,20 @@ def _cublas_k(found: Instruction, left: Array) -> int:
     return math.prod(left.dims[int(dim)] for dim in dims)
 
 
+def _rows_at(left: Array, result: Array) -> int:
+    """The dim of rows in the left operand of a GEMM over experts: the last where 4-bit codes are summed over them."""
+    return 1 if len(result.dims) == 3 and left.dtype.startswith("f4") else 0
+
+
 def _inner(found: Instruction, left: Array, right: Array, result: Array) -> int:
     """The contracted size of two matrices, in whatever orders the kernel takes them: (mk)(kn)(mn) is a square. Of rows
     times a matrix of each expert's, their width; of an expert's rows, how many there are on average, filled up.
     """
     ranks = len(left.dims), len(right.dims), len(result.dims)
-    if ranks == (2, 3, 2):  # [rows, k] x [experts, k, n] -> [rows, n]
+    if ranks == (2, 3, 2):  # [rows, k] x [experts, k, n] (codes: [experts, n, k]) -> [rows, n]
         return left.dims[1]
-    if ranks == (2, 2, 3):  # [rows, m] x [rows, n] -> [experts, m, n]
-        return -(-left.dims[0] // result.dims[0])
+    if ranks == (2, 2, 3):  # [rows, m] x [rows, n] (codes: [m, rows] x [n, rows]) -> [experts, m, n]
+        return -(-left.dims[_rows_at(left, result)] // result.dims[0])
     if not result.elements or any(len(array.dims) != 2 for array in (left, right, result)):
         raise Unreadable(f"{found.name}: {left} x {right} -> {result} are not three matrices")
     square = left.elements * right.elements * result.elements

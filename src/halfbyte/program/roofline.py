@@ -17,7 +17,8 @@ from .text import Instruction, Program
 from .traffic import bytes_of
 
 LAUNCH, ARRIVAL, FAR_ARRIVAL = 2e-6, 15e-6, 40e-6  # seconds at least: of a kernel, of a collective, over a network
-WEIGHTS, TOKENS = "fsdp", ("tensor", "context", "expert")  # axes over which weights travel, and what is made of tokens
+WEIGHTS, COPIES = "fsdp", "data"  # axes over which weights travel, and along which they are the same
+TOKENS = ("tensor", "context", "expert")  # over which travels what is made of tokens
 
 
 @dataclass(frozen=True)
@@ -64,19 +65,20 @@ def costs(program: Program, mesh: Mapping[str, int], roofline: Roofline) -> dict
 def _travels(sent: list[Collective], mesh: Mapping[str, int], roofline: Roofline) -> dict[str, float]:
     """Seconds of every collective. A layer waits for what is made of its tokens, and weights that are under way have
     the link when that is through: XLA, which knows of no link, would else put all of them where a layer stands still,
-    beside what it stands still for. With `data` in the mesh gradients travel in those turns as well, and weights that
-    are thought late leave them no room.
+    beside what it stands still for. Not so in turns in which gradients travel over `data` as well: weights that are
+    thought late leave them no room.
     """
     found = {each.instruction.name: roofline.sends(each, mesh) for each in sent}
-    if mesh.get("data", 1) > 1:
-        return found
+    copies = [each for each in sent if COPIES in each.axes and WEIGHTS not in each.axes]  # of gradients
+    crowded = {each.instruction.computation for each in copies}
     first: dict[str, float] = {}
     for each in sent:
-        if set(each.axes) & set(TOKENS):
+        if set(each.axes) & set(TOKENS) and each not in copies:
             place = each.instruction.computation
             first[place] = first.get(place, 0.0) + found[each.instruction.name]
     for each in sent:
-        if WEIGHTS in each.axes:
+        weights = WEIGHTS in each.axes and COPIES not in each.axes  # over both: a tensor's maxima
+        if weights and each.instruction.computation not in crowded:
             found[each.instruction.name] += first.get(each.instruction.computation, 0.0)
     return found
 

@@ -31,7 +31,9 @@ def validation_results(
         raise ValueError(f"{loaded.directory} is a folder without data of its own; name files to score")
     dataset = loaded.run.source().dataset
     if dataset is None:
-        raise ValueError("the run was trained on synthetic tokens: there is no validation text; name files to score")
+        raise ValueError(
+            "the run has no data set (imported, or synthetic tokens), so no validation text; name files to score"
+        )
     for source in data.validation_sources(dataset):
         yield _of_source(dataset, source, scorer, limit=limit, progress=progress)
 
