@@ -290,6 +290,7 @@ def test_what_inspect_suggests_joins_as_a_candidate(tmp_path):
     "flags, message",
     [
         (["--budget", "12"], "budget must be a time"),
+        (["--budget", "59s", "--steps", "0"], "The least is --budget 1m"),
         (["--candidates", "nvfp5"], "no recipe named"),
         (["--baseline", "bf17"], "no recipe named"),
         (["--margin", "0.5"], "with its unit"),

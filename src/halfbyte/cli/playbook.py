@@ -87,9 +87,11 @@ def check(args: Args) -> None:
     """ValueError at the first thing that cannot work, before anything is written."""
     from halfbyte.cli.eval import open_tasks
     from halfbyte.parity.plan import share
-    from halfbyte.playbook import seconds_of
+    from halfbyte.playbook import check_budget, seconds_of
 
     seconds_of(args.budget)
+    if not (args.steps or args.tokens):
+        check_budget(args.budget)
     if args.seeds < 0 or args.limit < 0:
         raise BadInput(f"--seeds and --limit must be 0 or more, got {args.seeds} and {args.limit}")
     candidates = [text for text in args.candidates.split(",") if text.strip()]

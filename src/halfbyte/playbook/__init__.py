@@ -3,7 +3,7 @@
 Every stage leaves one record; size of the study, decision, table and page are functions of the records alone.
 """
 
-from .budget import FEWEST_STEPS, Size, could_tell, seconds_of, size_of
+from .budget import FEWEST_STEPS, Size, check_budget, could_tell, seconds_of, size_of
 from .decision import CANNOT_TELL, DO_NOT, SWITCH, Decision, decide
 from .page import write_page
 from .records import STAGES, Records

@@ -15,6 +15,7 @@ from halfbyte.parity.statistics import ALPHA, FEWEST_SEEDS, reach
 
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 FEWEST_STEPS, MOST_SEEDS = 30, 12
+LEAST = 60.0  # seconds: no machine is done with a stage that compiles much before
 RESERVE = 0.08  # of the budget, for what comes after the study and for what nobody foresaw
 ROUND = 5  # steps
 # Of what compiling an arm takes: its radar, in a candidate's first run; reading the program back, in later ones. The
@@ -29,6 +30,17 @@ def seconds_of(text: str, what: str = "budget") -> float:
     if not 0 < seconds < 1e9:
         raise ValueError(f"{what} must be a time such as 30m or 2h, got {text!r}")
     return seconds
+
+
+def check_budget(text: str) -> None:
+    """ValueError if no stage could end in this budget."""
+    if seconds_of(text) < LEAST:
+        raise ValueError(
+            f"--budget {text} has no room for a single stage: what comes before the study takes minutes, most of it "
+            "compiling. The least is --budget 1m: what comes before the study is run whatever it takes, and the page "
+            "says what budget a study would need here. A study of a size that you name is run whatever the budget: "
+            "--seeds 1 --steps 30"
+        )
 
 
 @dataclass(frozen=True)
