@@ -97,7 +97,7 @@ def test_runs_are_paired_by_seed_and_the_interval_is_over_seeds(seeds, capfd):
 def test_two_seeds_have_no_interval_over_seeds(seeds, capfd):
     base, other = seeds
     assert main(["compare", *map(str, (*base[:2], *other[:2])), "--png", ""]) == 0
-    assert "single run: no interval over seeds" in capfd.readouterr().out
+    assert "2 seeds: no interval over fewer than 3" in capfd.readouterr().out
 
 
 def test_a_run_without_a_baseline_of_its_seed_has_no_gap(seeds, capfd):

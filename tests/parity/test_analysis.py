@@ -12,7 +12,7 @@ from halfbyte.parity.cells import run_directory
 from halfbyte.parity.plan import load_plan, settle
 from halfbyte.parity.radar_view import radar_section
 from halfbyte.parity.report import overhead_text
-from halfbyte.parity.statistics import reach
+from halfbyte.parity.statistics import over_seeds, reach
 from halfbyte.parity.verdict import SINGLE, Verdict, Word
 from halfbyte.train.identity import load_identity, save_identity
 
@@ -66,7 +66,7 @@ def test_seeds_without_a_token_overhead_are_counted(gap, count, above, tmp_path)
 def test_two_seeds_say_that_there_is_no_interval(tmp_path):
     data = analyse(fake_parity(tmp_path, plan_of(seeds=2)), tmp_path)
     assert set(verdicts(data).values()) == {"CANNOT TELL"}
-    assert "single run: no interval over seeds" in data["verdict"]
+    assert "2 seeds: no interval over fewer than 3" in data["verdict"] and "single run" not in data["verdict"]
     assert "--seeds 3" in data["next"][0]
     (first, *_) = next(arm for arm in data["arms"] if arm["name"] == "nvfp4")["within_run"]
     assert "nothing about another seed" in first["is"] and first["low"] <= first["mean"] <= first["high"]
@@ -88,7 +88,7 @@ def test_a_diverged_candidate_fails_and_a_diverged_baseline_is_no_pair(tmp_path)
     data = analyse(fake_parity(tmp_path / "a", diverged={("nvfp4", 1)}), tmp_path / "a")
     assert "FAIL nvfp4: diverged in 1 of 3 seeds" in data["verdict"] and data["complete"]
     data = analyse(fake_parity(tmp_path / "b", diverged={("bf16", 1), ("nvfp4", 1)}), tmp_path / "b")
-    assert "CANNOT TELL nvfp4: single run" in data["verdict"]
+    assert "CANNOT TELL nvfp4: 2 seeds: no interval" in data["verdict"]
 
 
 def test_a_pass_is_withheld_where_the_broken_recipe_does_not_fail(tmp_path):
@@ -297,9 +297,11 @@ def test_candidates_are_told_apart_or_said_not_to_be():
 
 def test_many_candidates_are_named_by_verdict_in_one_line():
     words = [Word.PASS, Word.CANNOT_TELL, Word.FAIL, Word.PASS, Word.CANNOT_TELL]
-    reasons = ["", f"{SINGLE} (+0.1% over 1)", "", "", "across"]
-    found = [Verdict(*row, None) for row in zip("abcde", words, reasons, strict=True)]
+    reasons, intervals = ["", "a few", "", "", "across"], [None, over_seeds([0.1]), None, None, None]
+    found = [Verdict(*row) for row in zip("abcde", words, reasons, intervals, strict=True)]
     assert verdict_line(found) == f"VERDICT: PASS a, d; FAIL c; CANNOT TELL b, e ({SINGLE})"
+    two = [dataclasses.replace(found[1], interval=over_seeds([0.1, 0.2]))]
+    assert verdict_line([*found[2:], *two * 2]).endswith("e, b, b (2 seeds: no interval over fewer than 3)")
     assert verdict_line(found[2:]) == "VERDICT: FAIL c: ; PASS d: ; CANNOT TELL e: across"
 
 

@@ -107,10 +107,11 @@ def test_single_numbers_against_scipy():
 
 
 def test_fewer_than_three_seeds_have_no_interval_and_the_verdict_says_so():
-    for gaps in ({0: 0.001}, {0: 0.001, 1: 0.0012}):
+    said = ("single run: no interval over seeds", "2 seeds: no interval over fewer than 3")
+    for gaps, why in zip(({0: 0.001}, {0: 0.001, 1: 0.0012}), said, strict=True):
         found = judge("nvfp4", gaps, Margin(0.5, relative=True))
         assert found.word is Word.CANNOT_TELL
-        assert "single run: no interval over seeds" in found.line()
+        assert why in found.line()
         assert found.interval.low is None
 
 

@@ -234,11 +234,13 @@ def print_summary(screen: Any, runs: Sequence[Mapping[str, Any]]) -> None:
 def print_arms(screen: Any, arms: Sequence[Mapping[str, Any]], baseline: str) -> None:
     """The gap of each arm over its seeds, or why there is none."""
     from halfbyte.cli.screen import table
-    from halfbyte.parity.verdict import SINGLE
+    from halfbyte.parity.verdict import no_interval
 
     def cells(found: Mapping[str, Any], digits: int) -> tuple[str, str]:
-        bounds = SINGLE if found["low"] is None else f"{found['low']:+.{digits}f} to {found['high']:+.{digits}f}"
-        return f"{found['mean']:+.{digits}f}", bounds
+        mean = f"{found['mean']:+.{digits}f}"
+        if found["low"] is None:
+            return mean, no_interval(found["count"])
+        return mean, f"{found['low']:+.{digits}f} to {found['high']:+.{digits}f}"
 
     rows = [
         (arm["name"], len(arm["seeds"]), *cells(arm["gap"], 4), *cells(arm["relative_percent"], 3))

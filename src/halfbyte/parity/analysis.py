@@ -22,7 +22,7 @@ from .controls import controls, displaced, displaced_name, seen, withheld
 from .plan import Plan
 from .radar_view import radar_of
 from .statistics import FEWEST_SEEDS, Interval, fit_line, moving_block_bootstrap, over_seeds, t_quantile
-from .verdict import SINGLE, Verdict, Word, judge_study
+from .verdict import Verdict, Word, judge_study, no_interval
 
 GRID = 24  # points of the fitted curve
 DRAWN = 240  # points of a drawn curve
@@ -134,8 +134,10 @@ def verdict_line(found: Sequence[Verdict]) -> str:
     if len(found) <= MOST_SPELLED:
         return "VERDICT: " + "; ".join(verdict.line() for verdict in found)
     by_word = {word: [v.arm for v in found if v.word is word] for word in Word}
-    single = f" ({SINGLE})" if any(v.reason.startswith(SINGLE) for v in found) else ""
-    return "VERDICT: " + "; ".join(f"{word.value} {', '.join(arms)}" for word, arms in by_word.items() if arms) + single
+    waiting = [v.interval for v in found if v.word is Word.CANNOT_TELL and v.interval is not None]
+    few = {interval.count for interval in waiting if interval.low is None}
+    why = f" ({', '.join(map(no_interval, sorted(few)))})" if few else ""
+    return "VERDICT: " + "; ".join(f"{word.value} {', '.join(arms)}" for word, arms in by_word.items() if arms) + why
 
 
 def verdict_json(found: Verdict) -> dict[str, Any]:

@@ -125,7 +125,7 @@ def rank_rows(data: Data) -> list[tuple[str, ...]]:
     return [
         (str(place), row["arm"],
          f"diverged in {row['diverged']}" if row["diverged"] else interval_text(row, found[row["arm"]]["unit"]),
-         "{} to {}".format(*row["places"]) if row["low"] is not None else "one run: not known",
+         "{} to {}".format(*row["places"]) if row["low"] is not None else f"not known over {row['count']}",
          found[row["arm"]]["verdict"]["word"], "" if row["cost"] is None else f"{row['cost']:.2f}x",
          ", ".join(found[row["arm"]]["execution"]))
         for place, row in enumerate(data["ranking"], 1)

@@ -32,6 +32,11 @@ class Word(enum.Enum):
 SINGLE = "single run: no interval over seeds"
 
 
+def no_interval(count: int) -> str:
+    """Why a gap over so many seeds has no interval."""
+    return SINGLE if count == 1 else f"{count} seeds: no interval over fewer than {FEWEST_SEEDS}"
+
+
 @dataclass(frozen=True)
 class Verdict:
     """`interval` is in the margin's unit, at the level that decided; `seeds`: the plan's next look, where the word is
@@ -65,7 +70,8 @@ def judge(
     own = over_seeds(values, 1 - 2 * alpha)
     wide = over_seeds(values, 1 - 2 * alpha / share) if share > 1 else own
     if wide.low is None or wide.high is None or own.low is None or own.high is None:
-        return Verdict(arm, Word.CANNOT_TELL, f"{SINGLE} ({margin.show(own.mean)} over {own.count})", own)
+        shown = f"{margin.show(own.mean)} over {own.count}"
+        return Verdict(arm, Word.CANNOT_TELL, f"{no_interval(own.count)} ({shown})", own)
     p = equivalence_p(wide, margin.value)
     if -margin.value < wide.low and wide.high < margin.value:
         return Verdict(arm, Word.PASS, f"{_where(wide, margin)}, inside ±{margin}", wide, p)

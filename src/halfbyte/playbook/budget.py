@@ -109,9 +109,10 @@ def could_tell(size: Size, margin: Margin, candidates: int) -> str:
     if not size.seeds:
         return "no study fits the budget: nothing can be told about the loss"
     if size.seeds < FEWEST_SEEDS:
+        seeds = "1 seed" if size.seeds == 1 else f"{size.seeds} seeds"
         return (
-            f"{size.seeds} seed of {size.steps} steps: a gap and its curve, and no verdict, because one seed has no "
-            "interval; a recipe that is plainly broken will be seen"
+            f"{seeds} of {size.steps} steps: a gap and its curve, and no verdict, because fewer than {FEWEST_SEEDS} "
+            "seeds have no interval; a recipe that is plainly broken will be seen"
         )
     spread = margin.value / reach(1.0, size.seeds, alpha=ALPHA / candidates)
     return (
