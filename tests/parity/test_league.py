@@ -12,6 +12,7 @@ from halfbyte.parity import runner
 from halfbyte.parity.analysis import analyse
 from halfbyte.parity.between import ranking
 from halfbyte.parity.plan import Screen, load_plan, settle
+from halfbyte.parity.report import print_report, rank_rows, write_report
 from halfbyte.parity.screening import FOLDER, round_of, screened
 from halfbyte.parity.statistics import over_seeds
 from halfbyte.recipe import recipe_names
@@ -41,6 +42,17 @@ def test_places_that_noise_leaves_open_and_single_runs():
     assert [(row["arm"], row["diverged"]) for row in lost] == [("b", 0), ("c", 0), ("a", 1), ("d", 1)]
     many = ranking(gaps, of=40, costs={})  # the others were dropped, and still count
     assert many[0]["high"] > ranking(gaps, of=3, costs={})[0]["high"]
+
+
+@pytest.mark.parametrize("names, ranked", [(NAMES[:1], ["nvfp4"]), (NAMES[:2], ["nvfp4", "mxfp4"])])
+def test_one_or_two_recipes_are_ranked_on_the_page(tmp_path, capsys, names, ranked):
+    plan = fake_parity(tmp_path, plan_of(candidates=names, seeds=2), gaps=PUT_IN)
+    data = analyse(plan, tmp_path)
+    text = write_report(plan, tmp_path, data)["html"].read_text()
+    assert ">Ranking<" in text and [row[1] for row in rank_rows(data)] == ranked
+    assert {row[3] for row in rank_rows(data)} == {"not known over 2"}
+    print_report(data)
+    assert ("its place may be" in capsys.readouterr().out) == (len(names) > 1)  # one alone is in the table above
 
 
 def screen(folder, keep, *, noise=3.0, steps=20):

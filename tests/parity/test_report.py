@@ -24,8 +24,9 @@ def report(tmp_path_factory):
 
 def test_the_page_has_all_parts_in_order(report):
     text = report[1]["html"].read_text()
-    parts = ["INCOMPLETE: 14 of 15 runs", "VERDICT: PASS nvfp4", "Scope: tiny", "Gap over seeds", "Curves", "Controls"]
-    parts += ["By source of text", "Tokens", "Gradient truth", "Cost", "Precision", "How it was judged", "Provenance"]
+    parts = ["INCOMPLETE: 14 of 15 runs", "VERDICT: PASS nvfp4", "Scope: tiny", "Gap over seeds", "Ranking"]
+    parts += ["Curves", "Controls", "By source of text", "Tokens", "Gradient truth", "Cost", "Precision"]
+    parts += ["How it was judged", "Provenance"]
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
     assert text.count("VERDICT:") == 1

@@ -46,7 +46,7 @@ def sections(plan: Plan, directory: Path, data: Data) -> list[str]:
     return [
         *head(data),
         page.section("Gap over seeds", gap_figure(plan, data), arm_table(data)),
-        page.section("Ranking", *rank_parts(plan, data)) if data["plan"]["candidates"] > 2 and data["ranking"] else "",
+        page.section("Ranking", *rank_parts(plan, data)) if data["ranking"] else "",
         page.figures("Curves", curve_figures(plan, data)),
         page.section("Controls", *control_lines(plan, data)),
         page.section("By source of text", source_table(data)),
@@ -152,8 +152,8 @@ def rank_parts(plan: Plan, data: Data) -> list[str]:
         lines=[(plan.margin.value, f"margin +{plan.margin}")],
     )  # fmt: skip
     note = (
-        f"All {plan.to_json()['candidates']} intervals hold at once in 90% of studies; the places are those that the "
-        "paired differences to all others leave open, at a level that all pairs share. Step times are this machine's: "
+        "All intervals of the plan's candidates hold at once in 90% of studies; the places are those that the paired "
+        "differences to all others leave open, at a level that all pairs share. Step times are this machine's: "
         "emulated arithmetic, and runs that share a device, say nothing about hardware with 4-bit units."
     )
     unit = "%" if plan.margin.relative else "nats"
@@ -337,7 +337,7 @@ def print_report(data: Data) -> None:
         rows.append((arm["name"], mean or "-", gap, seeds, word, ", ".join(arm["execution"])))
     gap_head = f"gap, {data['arms'][0]['unit']} [90% over seeds]"
     console.print(_table(("arm", "loss", gap_head, "seeds", "verdict", "runs"), rows))
-    if data["plan"]["candidates"] > 2 and data["ranking"]:
+    if data["plan"]["candidates"] > 1 and data["ranking"]:
         console.print(_table(rank_heads(data), rank_rows(data)))
     checks = data["controls"]
     if checks["noise_floor"] is not None:
