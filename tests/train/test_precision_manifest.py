@@ -174,15 +174,20 @@ def test_experts_on_blackwell_are_native_and_compared_at_their_own_sizes(monkeyp
 
 @pytest.mark.parametrize(
     "device, backend, recipe, passed",
-    [("gb300", "carrier", "nvfp4", None), ("gb300", "auto", "mxfp8", "NVFP4 kernels"), ("h200", "auto", "nvfp4", None)],
-)
+    [
+        ("gb300", "carrier", "nvfp4", None), ("gb300", "auto", "mxfp8", "NVFP4 kernels"),
+        ("h200", "auto", "nvfp4", None), ("h200", "auto", "fp8", None),
+    ],
+)  # fmt: skip
 def test_experts_that_no_kernel_serves_natively_say_so(device, backend, recipe, passed):
+    """Kernels of Hopper multiply carriers of fp8 too, though the card has its unit."""
     config = run_config("qwen3-30b-a3b")
     precision = PrecisionConfig(backend=backend)
     manifest = manifest_of("qwen3-30b-a3b", device, policy=config.policy, recipe=recipe, precision=precision)
     sites = [site for site in manifest.sites if "expert_" in site.path]
     multipliers = {gemm.multiplied_by for site in sites for gemm in site.gemms.values()}
     assert multipliers == {"fused" if device == "h200" else "xla"}
+    assert {(gemm.runs_in, gemm.execution) for site in sites for gemm in site.gemms.values()} == {("bf16", "emulated")}
     for site in sites:
         assert site.passed_over == {} if passed is None else passed in site.passed_over["native"]
 

@@ -261,7 +261,8 @@ def _gemm(
         backend = "fused" if tile_kernels.multiplies(*sides, device=problem.device) else "reference"
         made = [tile_kernels.makes(role, getattr(problem.recipe, role), sides, problem.device) for role in gemm.roles]
         makers = tuple("fused" if own else XLA for own in made)
-    runs_in = _multiplier((policies[0], policies[1]), backend, problem.device)
+    carriers = sides is not None and not scaled  # tiles of experts, whatever the format
+    runs_in = PLAIN if carriers else _multiplier((policies[0], policies[1]), backend, problem.device)
     return Gemm(
         left=f"{policies[0]}{_beside(gemm, problem.recipe)}",
         right=str(policies[1]),
