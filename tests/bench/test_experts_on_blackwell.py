@@ -7,7 +7,10 @@ import pytest
 
 from halfbyte import bench, devices, models, ops, runs
 from halfbyte.bench.placement import EXPERTS
+from halfbyte.plan import cluster
 from halfbyte.plan.load import even_load
+from halfbyte.plan.reading import read_step
+from halfbyte.plan.schedule import walk
 from halfbyte.program import gemms, read
 from halfbyte.train import run_mesh
 
@@ -28,8 +31,8 @@ def test_a_step_holds_the_kernel_and_no_loop_of_tiles():
     gb300 = devices.device("gb300")
     mesh = run_mesh(CONFIG, np.array(devices.topology(gb300, hosts=1, per_host=1).devices))
     with ops.compile_for(gb300), devices.target_cudnn():
-        program = read(bench.compile_step(CONFIG, mesh, seq=CONFIG.seq).as_text())
-    load = even_load(CONFIG, 1)
+        compiled = bench.compile_step(CONFIG, mesh, seq=CONFIG.seq)
+    program, load = read(compiled.as_text()), even_load(CONFIG, 1)
     found = gemms(program, turns=load.turns, branches=load.branches)
     ours = [gemm for gemm in found if gemm.kind == "mosaic"]
     assert {gemm.format for gemm in ours} == {"fp4"} and {gemm.rows for gemm in ours} == {ROOM}
@@ -37,3 +40,8 @@ def test_a_step_holds_the_kernel_and_no_loop_of_tiles():
     assert sum(gemm.flops for gemm in ours) == needed * ROOM // PAIRS
     assert not [gemm for gemm in found if gemm.kind != "mosaic" and TILES in str(gemm.instruction.source)]
     assert not [each for each in program.instructions.values() if each.opcode == "while" and TILES in str(each.source)]
+
+    planned = read_step(compiled, CONFIG, mesh, cluster(gb300, 1))
+    assert planned.native == planned.native_expected == sum(gemm.times for gemm in ours) == 24  # as the manifest has it
+    experts = [each for each, _ in walk(planned.events) if each.what == "gemm" and each.purpose == "experts"]
+    assert {each.format for each in experts} == {"grouped fp4"}

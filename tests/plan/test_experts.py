@@ -11,13 +11,17 @@ import halfbyte.plan.reading  # noqa: F401 (the module is changed below)
 from halfbyte import models
 from halfbyte.cli.main import main
 from halfbyte.devices import device
-from halfbyte.plan import by_hand, cluster, placed
+from halfbyte.plan import by_hand, cluster, outcome, placed
 from halfbyte.plan.load import Load, even_load
+from halfbyte.plan.outcome import remarks
 from halfbyte.plan.schedule import schedule, walk
 from halfbyte.plan.search import layouts
+from halfbyte.plan.simulate import seconds_of
 from halfbyte.program import Unreadable, read
 from halfbyte.runs import run_config
 from halfbyte.sharding import parse_mesh
+from halfbyte.train import phases
+from halfbyte.train.precision_manifest import build_manifest
 
 LOOP = """\
 %body (b: (s32[], bf16[128,64], bf16[64,32])) -> (s32[], bf16[128,64], bf16[64,32]) {
@@ -71,6 +75,68 @@ def test_room_that_no_row_fills_is_not_multiplied():
     assert kernel.moved == 2 * (384 * 64 + 4 * 64 * 32 + 1024 * 32)  # y is written whole
     tile, times = found["dot"]
     assert (tile.flops, times, tile.purpose) == (2 * 128 * 64 * 32, 3, "experts")
+
+
+def test_codes_of_experts_are_counted_in_fp4():
+    """Our kernel of Blackwell, in a program: two codes a byte, an expert's matrix with what is summed last."""
+    codes = LOOP.replace("bf16[1024,64]", "f4e2m1fn[1024,64]").replace("bf16[4,64,32]", "f4e2m1fn[4,32,64]")
+    program = read(STEP.replace(LOOP, codes))
+    (found,) = (each for each, _ in walk(schedule(program, {}, {}, Load(300, 384))) if each.name == "out")
+    assert (found.flops, found.format) == (2 * 384 * 64 * 32, "grouped fp4")
+    assert found.moved == (384 * 64 + 4 * 64 * 32) / 2 + 2 * 1024 * 32
+
+
+# Parts of the dense peak of a GB300 that GEMMs reach, FP4 its part of that (docs/plan.md)
+REACHED = {"fp4": 0.609 * 0.722, "bf16": 0.609}
+
+
+@pytest.mark.parametrize("recipe, backend, mlp, unit", [
+    ("nvfp4", "auto", 768, "fp4"), ("nvfp4_no_rht", "auto", 768, "fp4"),
+    ("nvfp4", "carrier", 768, "bf16"), ("nvfp4", "auto", 704, "bf16"),  # tiles by name; no multiple of 128
+    ("mxfp8", "auto", 768, "bf16"), ("bf16", "auto", 768, "bf16"),
+])  # fmt: skip
+def test_experts_run_at_the_rate_of_the_unit_that_the_manifest_names(recipe, backend, mlp, unit):
+    on, base = cluster(device("gb300"), 8), run_config("qwen3-30b-a3b")
+    config, _ = placed(dataclasses.replace(
+        base, recipe=recipe, model=dataclasses.replace(base.model, mlp=mlp),
+        precision=dataclasses.replace(base.precision, backend=backend),
+    ), on)  # fmt: skip
+    (phase,) = phases(config)
+    manifest = build_manifest(config, phase.resolved(config), phase.recipe, seq=config.seq, device=on.device)
+    said = [gemm for site in manifest.sites if "/expert_" in site.path for gemm in site.gemms.values()]
+    assert len(said) == 9 and {gemm.runs_in for gemm in said} == {{"fp4": "nvfp4"}.get(unit, unit)}
+
+    planned = outcome(config, on, by_hand(config, on))
+    experts = [each for each, _ in walk(planned.reading.events) if each.purpose == "experts"]
+    assert len(experts) == 3 * 4 and {each.format for each in experts} == {f"grouped {unit}"}  # full remat
+    peak = {"fp4": 15e15, "bf16": 2.5e15}[unit]
+    each = experts[0]
+    assert seconds_of(each, planned.rates) == pytest.approx(each.flops / (REACHED[unit] * peak))
+    native = 12 * config.model.layers if unit == "fp4" else 0
+    assert planned.reading.native == planned.reading.native_expected == native
+    remark = " ".join(remarks(planned))
+    assert ("counted at 6,595 TFLOP/s, the rate of dense FP4 GEMMs" in remark) == (unit == "fp4")
+    assert ("experts are multiplied in bfloat16" in remark) == (unit == "bf16")
+
+
+def test_mfu_of_experts_in_fp4_is_of_their_own_peak():
+    on = cluster(device("gb300"), 8)
+    config, _ = placed(run_config("qwen3-30b-a3b"), on)
+    planned = outcome(config, on, by_hand(config, on))
+    ideal = sum(
+        times * each.flops / (15e15 if each.purpose == "experts" else 2.5e15)  # attention's linears are bf16
+        for each, times in walk(planned.reading.events) if each.what in ("gemm", "attention")
+    )  # fmt: skip
+    assert planned.mfu == pytest.approx(ideal / planned.shared.seconds)
+
+
+def test_the_manifest_is_built_once(capfd, no_plugin, monkeypatch):
+    built = []
+    monkeypatch.setattr(
+        "halfbyte.plan.linears.build_manifest", lambda *a, **k: built.append(a) or build_manifest(*a, **k)
+    )
+    assert main(["plan", "qwen3-30b-a3b", "--device", "gb300", "--count", "8", "--recipe", "nvfp4", "--json"]) == 0
+    assert "kernel that no card has run" in capfd.readouterr()[0] and len(built) == 1
 
 
 def test_a_loop_of_anything_else_must_say_how_often_it_turns():

@@ -12,8 +12,9 @@ from hlo import OPENING, condition_of
 import halfbyte.plan.reading  # noqa: F401 (the module is changed below)
 from halfbyte.devices import device
 from halfbyte.plan import by_hand, cluster, outcome, placed, problems, reading
+from halfbyte.plan.linears import fp4_calls, linear_gemms
 from halfbyte.plan.outcome import remarks
-from halfbyte.plan.reading import _memory, block_scaled, fp4_calls, heard
+from halfbyte.plan.reading import _memory, heard
 from halfbyte.plan.schedule import Event
 from halfbyte.program import read
 from halfbyte.runs import run_config
@@ -140,7 +141,7 @@ def test_rows_that_fill_tiles_of_128_are_no_misplaced_program():
     base, on = run_config("demo"), cluster(device("gb300"), 1)
     model = dataclasses.replace(base.model, embed=64, mlp=192, layers=2, heads=4, head_dim=16)
     config = dataclasses.replace(base, model=model, seq=64, data="synthetic")
-    expected = block_scaled(config, on.device)
+    expected = linear_gemms(config, on.device)
     needed = 3 * 3 * 2 * 2 * (8 * 64) * 64 * 192
     assert fp4_calls(expected) == 18 and sum(each.filling for each in expected) == 452_984_832 - needed == needed
 
@@ -158,4 +159,4 @@ def test_what_a_size_keeps_from_the_units_is_not_expected_of_them():
     """gate and up sum over 208 in dgrad, down in fprop: no multiple of 32, so that no unit serves them."""
     base = run_config("demo")
     config = dataclasses.replace(base, model=dataclasses.replace(base.model, mlp=208), data="synthetic")
-    assert fp4_calls(block_scaled(config, device("gb300"))) == 0
+    assert fp4_calls(linear_gemms(config, device("gb300"))) == 0

@@ -7,29 +7,24 @@ other people's programs, of which no more is known.
 """
 
 import dataclasses
-import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
-from halfbyte import models, ops
+from halfbyte import models
 from halfbyte.bench.operand_traffic import compulsory_bytes
-from halfbyte.bench.placement import AGAIN
-from halfbyte.devices import Device
-from halfbyte.recipe import GEMMS, Recipe
 from halfbyte.sharding import parse_mesh
 from halfbyte.sharding.mesh import whole_sizes
 from halfbyte.train import TrainConfig, phases
 from halfbyte.train.oscillation import first_step, looked_at
-from halfbyte.train.precision_manifest import gemms_of
 
 from .cluster import Cluster, crossing, span
+from .linears import LinearGemm
 from .load import even_load, pairs_of
 from .rates import GROUPED
 from .schedule import Event
 
 BF16, FLOAT32 = 2, 4
-LARGE = 8192
-UNITS = {"nvfp4": "fp4", "mxfp4": "fp4", "fp8": "fp8", "mxfp8": "fp8"}
+CODES = {"fp4": 0.5, "fp8": 1.0}  # bytes of a weight's element that travels
 # Counted in the compiled programs of llama3-8b on 8 GB200: bytes that are no operand's, in units of a layer's residual
 # stream [tokens, embed] in bfloat16; of the logits in float32; of a parameter.
 STREAMS, LOGITS, PARAMETER = 57.0, 3.75, 28.0
@@ -59,10 +54,10 @@ def sizes_of(config: TrainConfig) -> Sizes:
     )
 
 
-def step(config: TrainConfig, on: Cluster) -> tuple[Event, ...]:
-    """The events of a step of `config` on `on`."""
+def step(config: TrainConfig, on: Cluster, linears: Sequence[LinearGemm]) -> tuple[Event, ...]:
+    """The events of a step of `config` on `on`, whose GEMMs of `linears` run in the units of the manifest."""
     sizes, layers = sizes_of(config), config.model.layers
-    forward, backward = _layer(config, on, sizes)
+    forward, backward = _layer(config, on, sizes, linears)
     rest = [
         *_head(config, sizes),
         _pass("optimizer", PARAMETER * _parameters(config, sizes)),
@@ -134,48 +129,27 @@ def _expert_weights(config: TrainConfig) -> float:
     return sum(spec.size for spec in specs if spec.kind == "experts") / config.model.layers
 
 
-@functools.lru_cache
-def formats_of(recipe: Recipe, device: Device, backend: str) -> Mapping[str, str]:
-    """What multiplies each GEMM of a linear under `recipe` on `device`, as the precision manifest has it: fp4, fp8 or
-    bf16 (the last also for what is emulated). Sizes do not matter here, so they are such that every block fits."""
-    if not recipe.quantized:
-        return dict.fromkeys(GEMMS, "bf16")
-    problem = ops.Problem(recipe, LARGE, LARGE, LARGE, device)
-    found = gemms_of(problem, ops.choose(backend, problem))
-    return {name: UNITS.get(gemm.runs_in, "bf16") for name, gemm in found.items()}
-
-
-def linear_gemms(
-    recipe: Recipe, device: Device, backend: str, *, again: bool, experts: bool
-) -> tuple[list[str], list[str]]:
-    """The formats of a linear's GEMMs (forward, backward): fprop twice where x is multiplied in two pieces, and in the
-    backward pass where remat repeats it. Those of experts are all of bfloat16 carriers."""
-    formats = dict.fromkeys(GEMMS, f"{GROUPED}bf16") if experts else formats_of(recipe, device, backend)
-    fprop = [formats["fprop"]] * (2 if recipe.remainder else 1)
-    return fprop, [*(fprop if again else ()), formats["dgrad"], formats["wgrad"]]
-
-
-def _layer(config: TrainConfig, on: Cluster, sizes: Sizes) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
+def _layer(
+    config: TrainConfig, on: Cluster, sizes: Sizes, linears: Sequence[LinearGemm]
+) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
     """(a layer forward, a layer backward with what remat repeats); the mean layer where they differ."""
     segments, layers = phases(config)[0].resolved(config).segments, config.model.layers
-    again, parts, filled = AGAIN[config.remat], on.count, even_load(config, on.count).filled
+    parts, filled = on.count, even_load(config, on.count).filled
     forward: list[Event] = []
     backward: list[Event] = []
     travels = 0.0
-    for site in models.gemm_sites(config.model, config.batch, config.seq)[:-1]:
-        each, name = site.flops / 3 / layers / parts, "mlp" if "/mlp/" in site.path else "attention linears"
-        if site.experts:
-            each, name = each * filled, "experts"
-        for segment in segments:
-            part = (segment.stop - segment.start) / layers
-            recipe, backend = segment.recipes[site.path], config.precision.backend
-            fprop, behind = linear_gemms(
-                recipe, on.device, backend, again=site.path in again, experts=bool(site.experts)
-            )
-            if not site.experts:
-                travels += part * site.k * site.n / sizes.tensor * {"fp4": 0.5, "fp8": 1.0}.get(fprop[0], 2.0)
-            forward += [Event("gemm", site.path, name, format=format, flops=part * each) for format in fprop]
-            backward += [Event("gemm", site.path, name, format=format, flops=part * each) for format in behind]
+    for each in (gemm for gemm in linears if gemm.path.startswith("layers/")):
+        flops, name, format = each.flops / layers / parts, "attention linears", each.format
+        if each.experts:
+            flops, name, format = flops * filled, "experts", f"{GROUPED}{format}"
+        elif "/mlp/" in each.path:
+            name = "mlp"
+        event = Event("gemm", each.path, name, format=format, flops=flops)
+        forward += [event] * each.forward
+        backward += [event] * each.backward
+        if each.gemm == "fprop" and not each.experts:
+            _, outputs, inputs = each.sizes
+            travels += each.layers / layers * inputs * outputs * CODES.get(format, BF16)
     quantized = any(r.quantized for s in segments for r in s.recipes.values())
     bytes_moved = EXCESS * _compulsory(config) / layers if quantized else _plain(config, sizes)
     maker = "kernel" if quantized else ""

@@ -21,6 +21,7 @@ from halfbyte.train import TrainConfig
 
 from .analytic import step
 from .cluster import cluster
+from .linears import linear_gemms
 from .rates import GROUPED, Rates
 from .schedule import Event
 from .simulate import simulate
@@ -123,7 +124,7 @@ def _work_of(row: Row) -> tuple[tuple[Event, ...], float]:
     """(the events of a row's step, the FLOPs of a device as MaxText counts them)."""
     config, on = config_of(row), cluster(device(row.device), row.count)
     tokens = config.batch * config.seq / row.count
-    return step(config, on), tokens * models.flops_per_token(config.model, config.seq)
+    return step(config, on, linear_gemms(config, on.device)), tokens * models.flops_per_token(config.model, config.seq)
 
 
 def fit(rows: Sequence[Row]) -> Fitted:

@@ -13,8 +13,8 @@ from halfbyte.train import TrainConfig
 from .calibration import BAND, FITTED, ZEROS, is_blackwell, residual
 from .cluster import Cluster, batch_shards
 from .load import even_load
-from .rates import Rates
-from .reading import Reading, are_experts_native
+from .rates import GROUPED, Rates
+from .reading import Reading
 from .schedule import Event, walk
 from .simulate import Timeline, seconds_of, simulate
 
@@ -74,7 +74,7 @@ class Outcome:
         """Of the dense peaks of the formats that multiply, each for its FLOPs."""
         peaks = self.on.device.gemm_peaks
         ideal = sum(
-            times * each.flops / peaks.get(each.format, peaks["bf16"])
+            times * each.flops / peaks.get(each.format.removeprefix(GROUPED), peaks["bf16"])
             for each, times in walk(self.reading.events)
             if each.what in ("gemm", "attention")
         )
@@ -144,8 +144,12 @@ def of_experts(found: Outcome) -> Iterator[str]:
     """What a plan of experts is counted from."""
     more = even_load(found.config, found.on.count).filled - 1
     yield f"an even load of all experts is assumed; tiles that are not full make their rows {more:.1%} more"
-    if are_experts_native(found.config, found.on.device):
-        yield "experts' codes are multiplied by a kernel that no card has run; it is counted at the rate of bfloat16"
+    if any(each.format == f"{GROUPED}fp4" for each, _ in walk(found.reading.events)):
+        rate = found.rates.reached(f"{GROUPED}fp4") / 1e12
+        yield (
+            f"experts are multiplied in FP4 by a kernel that no card has run; it is counted at {rate:,.0f} TFLOP/s, "
+            "the rate of dense FP4 GEMMs"
+        )
         return
     yield "experts are multiplied in bfloat16, in which codes of every recipe are exact: no GEMM is faster"
     if is_blackwell(found.on.device):

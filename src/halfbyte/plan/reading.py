@@ -13,26 +13,24 @@ from jax.sharding import Mesh
 from halfbyte import bench, models, ops
 from halfbyte.bench.operand_traffic import compulsory_bytes
 from halfbyte.bench.placement import AGAIN, EXPERTS
-from halfbyte.devices import Device, target_cudnn, topology
+from halfbyte.devices import target_cudnn, topology
 from halfbyte.devices.platform import CUDA_PLUGINS, any_installed
 from halfbyte.inputs.kept import is_kept, kept
 from halfbyte.launch.xla_flags import FLAG_SETS, as_known
-from halfbyte.ops.backends.block_scaled import TILE
 from halfbyte.program import Program, gemms, read
-from halfbyte.recipe import Resolved
 from halfbyte.sharding import parse_mesh
 from halfbyte.sharding.mesh import whole_sizes
 from halfbyte.train import TrainConfig, abstract_state, phases, run_mesh
-from halfbyte.train.precision_manifest import TILES, Manifest, build_manifest, native_sites
 from halfbyte.train.preflight import check, shard_bytes
 from halfbyte.train.step import compiler_options
 
 from . import analytic
 from .cluster import Cluster, crossing
+from .linears import fp4_calls, linear_gemms
 from .load import even_load
 from .schedule import Event, from_json, schedule, walk
 
-NATIVE = ("block-scaled", "fp4")
+NATIVE = ("block-scaled", "mosaic")  # who multiplies codes as they are: a library, or our kernel of experts
 BEAT = 15.0  # seconds between two signs of life
 AS_OPTIONS = {"true": True, "false": False, "on": "COLLECTIVE_PIPELINING_MODE_ON"}
 
@@ -50,7 +48,7 @@ class Reading:
     filling_flops: float
     """Of rows that only fill tiles up: experts', and those of block-scaled GEMMs."""
     native: int
-    """Block-scaled GEMMs of a step."""
+    """Native FP4 GEMMs of a step, experts' too."""
     native_expected: int
     compulsory: float | None
     """Bytes that operands must move; None where nobody can say."""
@@ -122,10 +120,11 @@ def heard(what: str, say: Callable[[str], None]) -> Iterator[None]:
 
 def by_hand(config: TrainConfig, on: Cluster) -> Reading:
     """What shapes alone say."""
-    native = fp4_calls(block_scaled(config, on.device))
+    linears = linear_gemms(config, on.device)
+    native = fp4_calls(linears)
     return Reading(
         compiled=False,
-        events=analytic.step(config, on),
+        events=analytic.step(config, on, linears),
         memory=analytic.memory(config),
         needed_flops=needed(config) / on.count,
         filling_flops=_filling(config, on),
@@ -133,58 +132,6 @@ def by_hand(config: TrainConfig, on: Cluster) -> Reading:
         native_expected=native,
         compulsory=_compulsory(config),
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockScaled:
-    """A GEMM of a linear that the precision manifest gives to block-scaled units: its sizes on a device, two of rows of
-    operands and the summed one, and how often a step calls it.
-    """
-
-    unit: str
-    rows: tuple[int, int]
-    summed: int
-    calls: int
-
-    @property
-    def filling(self) -> int:
-        """FLOPs of a step that only fill tiles of rows up."""
-        a, b = self.rows
-        whole = (a + -a % TILE) * (b + -b % TILE)
-        return self.calls * 2 * (whole - a * b) * self.summed
-
-
-def block_scaled(config: TrainConfig, device: Device) -> list[BlockScaled]:
-    """All calls of a library for them, as the manifest of a run on `device` has them."""
-    manifest, resolved, again, found = *_manifest(config, device), AGAIN[config.remat], []
-    for site in (each for each in manifest.sites if each.backend != TILES):
-        (first, last), (tokens, inputs, outputs) = site.layers, site.on_device
-        sizes = {"fprop": (tokens, outputs, inputs), "dgrad": (tokens, inputs, outputs),
-                 "wgrad": (inputs, outputs, tokens)}  # fmt: skip
-        for name, gemm in site.gemms.items():
-            if gemm.multiplied_by == "native":
-                *rows, summed = sizes[name]
-                times = (last - first) * config.accumulate
-                if name == "fprop":  # twice where x is multiplied in two pieces, and again where remat says so
-                    times *= (2 if resolved.at(site.path, first).remainder else 1) * (2 if site.path in again else 1)
-                found.append(BlockScaled(gemm.runs_in, (rows[0], rows[1]), summed, times))
-    return found
-
-
-def are_experts_native(config: TrainConfig, device: Device) -> bool:
-    """Whether experts are multiplied in their own format, by our kernel: no call of a library."""
-    return bool(native_sites(*_manifest(config, device), experts=True))
-
-
-def _manifest(config: TrainConfig, device: Device) -> tuple[Manifest, Resolved]:
-    phase, meshed = phases(config)[0], dataclasses.replace(config, mesh=config.mesh or "fsdp=1")
-    resolved = phase.resolved(config)
-    return build_manifest(meshed, resolved, phase.recipe, seq=config.seq, device=device), resolved
-
-
-def fp4_calls(found: list[BlockScaled]) -> int:
-    """How often a step calls FP4 GEMMs."""
-    return sum(each.calls for each in found if analytic.UNITS.get(each.unit) == "fp4")
 
 
 def needed(config: TrainConfig) -> float:
@@ -215,15 +162,15 @@ def read_step(made: Any, config: TrainConfig, mesh: Mesh, on: Cluster) -> Readin
     program, state = read(made.as_text()), abstract_state(config, mesh)
     weights, load = shard_bytes(state.params), even_load(config, on.count)
     multiplied = gemms(program, turns=load.turns, branches=load.branches)
-    expected = block_scaled(config, on.device)
+    linears = linear_gemms(config, on.device)
     return Reading(
         compiled=True,
         events=schedule(program, dict(mesh.shape), crossing(config.mesh, on), load),
         memory=_memory(made.memory_analysis(), program, config, weights=weights, state=shard_bytes(state)),
         needed_flops=needed(config) / on.count,
-        filling_flops=_filling(config, on) + sum(each.filling for each in expected),
-        native=sum(each.times for each in multiplied if (each.kind, each.format) == NATIVE),
-        native_expected=fp4_calls(expected),
+        filling_flops=_filling(config, on) + sum(each.filling for each in linears),
+        native=sum(each.times for each in multiplied if each.kind in NATIVE and each.format == "fp4"),
+        native_expected=fp4_calls(linears),
         compulsory=_compulsory(config),
     )
 
