@@ -15,7 +15,7 @@ from halfbyte.train.claim import Claim
 from halfbyte.train.directory import check_data, look_at, set_rows_aside, settle, take
 from halfbyte.train.identity import load_identity
 from halfbyte.train.jsonconfig import to_dict
-from halfbyte.train.reading import open_directory
+from halfbyte.train.reading import ChangedFile, open_directory
 from halfbyte.train.resume import ChangedConfig, guarded_changes
 
 
@@ -53,6 +53,14 @@ def test_every_flipped_bit_of_the_config_is_noticed(begun):
         (directory / "config.json").write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         with pytest.raises(ValueError, match=r"config|run directory"):
             look(directory, config)
+
+
+def test_a_config_that_is_none_any_more_is_held_against_its_seal(begun):
+    directory, _ = begun
+    text = (directory / "config.json").read_text()
+    (directory / "config.json").write_text(text.replace('"steps"', '"stepz"'))
+    with pytest.raises(ChangedFile, match=r"config\.json is not what this run wrote"):
+        open_directory(directory, check=False).config  # noqa: B018 (it is read when asked for)
 
 
 def test_a_damaged_identity_is_named(begun):

@@ -77,6 +77,14 @@ def test_a_config_file_and_a_run_directory_give_their_config_back(tmp_path):
     assert resumed.run_dir == str(tmp_path)
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"stepz": 3}', '{"steps": "x"}', '{"model": {"layers": 0}}'])
+def test_a_damaged_config_of_a_run_directory_is_named(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match="config.json") as refused:
+        parse(["--run-dir", str(tmp_path)])
+    assert f"{tmp_path}/config.json" in str(refused.value) and "restore it from a copy" in str(refused.value)
+
+
 def test_scaled_rope_survives_flags():
     assert parse(["llama3.1-405b"]).run.model.rope_scaling == run_config("llama3.1-405b").model.rope_scaling
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from halfbyte.inputs import read_json, read_toml, read_yaml, replace_file
+from halfbyte.inputs import UnreadableFile, read_json, read_toml, read_yaml, replace_file
 from halfbyte.inputs.programs import only_named
 
 Config = TypeVar("Config")
@@ -87,7 +87,7 @@ def read_values(path: Path) -> dict[str, Any]:
     read = read_toml if suffix == ".toml" else read_yaml if suffix in (".yaml", ".yml") else read_json
     values = read(path, most=MOST_CONFIG)
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-        raise ValueError(f"{path} must hold one JSON object or table of fields, got {type(values).__name__}")
+        raise UnreadableFile(f"{path} must hold one JSON object or table of fields, got {type(values).__name__}")
     return values
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfbyte.checkpoint.remote import local_directory
-from halfbyte.inputs import MOST_JSON, printable
-from halfbyte.inputs.programs import only_named
+from halfbyte.inputs import MOST_JSON, UnreadableFile, printable
+from halfbyte.inputs.programs import NotNamed, only_named
 
 from . import jsonconfig
 from .claim import IMPORTED
@@ -31,6 +31,7 @@ SEALED = (CONFIG, "tokenizer.json", "data.json", IMPORTED)
 """What readers take from a run beside its checkpoints, which have checksums of their own, and ORIGIN: the files of the
 folder that it was imported, or begun, from."""
 SLOW = 1 << 28  # bytes that take a while to hash
+RESTORE = "If the file was edited or damaged, restore it from a copy; a new run needs another directory"
 UNREAD = ("wandb",)
 """Directories that others fill, with links, and that nobody reads here."""
 
@@ -49,10 +50,16 @@ class RunDirectory:
 
     @cached_property
     def config(self) -> TrainConfig:
-        """The run's config. Programs that it names run only if the command names them too, and compiled ones that it
-        would load are left alone."""
-        with only_named():
-            return jsonconfig.from_dict(TrainConfig, {**self.values, "compile_cache": ""})
+        """The run's config; ValueError, naming the file, if its fields make none. Programs that it names run only if
+        the command names them too, and compiled ones that it would load are left alone."""
+        try:
+            with only_named():
+                return jsonconfig.from_dict(TrainConfig, {**self.values, "compile_cache": ""})
+        except NotNamed:
+            raise
+        except ValueError as error:
+            self.refuse_changes()
+            raise ValueError(f"{self.path / CONFIG}: {error}. {RESTORE}") from None
 
     def files(self) -> list[str]:
         """The names of what a seal covers, or should: those that are there, and those that the seal has."""
@@ -113,7 +120,7 @@ def open_directory(directory: Path, *, check: bool = True, say: Callable[[str], 
         what = "there is no such directory" if not directory.is_dir() else f"it holds no {CONFIG}"
         raise ValueError(f"{directory} is not a run: {what}; `halfbyte train --run-dir {directory}` makes one")
     refuse_strange_files(directory)
-    run = RunDirectory(directory, jsonconfig.read_values(directory / CONFIG), load_identity(directory))
+    run = RunDirectory(directory, _values(directory), load_identity(directory))
     if strange := [name for name in (run.identity.files if run.identity else ()) if not _may_be_sealed(name)]:
         raise ValueError(f"{directory}: run.json seals {strange[0][:200]!r}, which is no file that a run seals")
     if check:
@@ -124,6 +131,13 @@ def open_directory(directory: Path, *, check: bool = True, say: Callable[[str], 
             f"{directory}: no seal covers {', '.join(unsealed[:4])} ({why}): whether they are as written is not known"
         )
     return run
+
+
+def _values(directory: Path) -> dict[str, Any]:
+    try:
+        return jsonconfig.read_values(directory / CONFIG)
+    except UnreadableFile as error:
+        raise UnreadableFile(f"{error}. {RESTORE}") from None
 
 
 def config_values(path: Path) -> dict[str, Any]:
