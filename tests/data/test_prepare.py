@@ -207,6 +207,29 @@ def test_input_without_text_is_refused(tmp_path):
         prepare([path, tmp_path / "b.txt"], tokenizer="bytes", out=tmp_path / "set")
 
 
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+@pytest.mark.parametrize(
+    "content", [b"", b" \n\t\n", b"\xef\xbb\xbf\n", b" \n" * (5 << 19)], ids=["empty", "blank", "mark", "5MiB"]
+)
+def test_a_text_file_without_text_is_named(tmp_path, content, tokenizer):
+    (tmp_path / "blank.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=r"no text for training in 1 file\(s\), blank.txt: every document is empty"):
+        prepare(tmp_path / "blank.txt", tokenizer=tokenizer, out=tmp_path / "set")
+    assert not (tmp_path / "set").exists()
+
+
+def test_a_blank_file_among_others_is_passed_over(tmp_path):
+    """The shards are those of the others alone, and it is named."""
+    (tmp_path / "a.txt").write_text("Some text, and some more of it.\n\n")
+    (tmp_path / "b.txt").write_text("\n \n")
+    both, one = (
+        prepare(names, tokenizer="bytes", out=tmp_path / f"set-{len(names)}", val_fraction=0.0)
+        for names in ([tmp_path / "a.txt", tmp_path / "b.txt"], [tmp_path / "a.txt"])
+    )
+    assert (both.blank, one.blank) == (("b.txt",), ())
+    assert both.manifest.shards == one.manifest.shards and both.manifest.splits == one.manifest.splits
+
+
 def test_text_that_is_not_utf8_is_named(tmp_path):
     (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
     with pytest.raises(ValueError, match="latin.txt: not UTF-8 text at byte 2"):

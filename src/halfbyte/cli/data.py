@@ -17,6 +17,7 @@ import tyro
 from halfbyte.cli.interrupting import terminated_as_interrupted
 from halfbyte.cli.next_steps import program
 from halfbyte.cli.result import Result
+from halfbyte.inputs import printable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +120,8 @@ def run_prepare(args: Prepare) -> Result:
         made = prepare(args.files, seq_len=args.seq_len, overwrite=args.overwrite, **shared)
     if made.fresh:
         print(f"prepared {made.directory} in {made.seconds:.1f} s")
+        if made.blank:
+            print(f"passed over, without text: {printable(', '.join(made.blank))}")
     else:
         print(f"{made.directory} is up to date: it holds exactly this request, and every file is intact")
     print_totals(made.manifest)

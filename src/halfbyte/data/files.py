@@ -116,8 +116,16 @@ def sha256_of(path: Path) -> str:
 
 
 def chunks(file: InputFile) -> Iterator[Chunk]:
-    """The file as chunks: about 1 MiB of whole lines (jsonl), or at most 4 MiB cut after a line or a space (text)."""
-    return _line_chunks(file) if file.kind == "jsonl" else _text_chunks(file)
+    """The file as chunks: about 1 MiB of whole lines (jsonl), or at most 4 MiB cut after a line or a space (text). A
+    blank text is an empty one."""
+    if file.kind == "jsonl":
+        return _line_chunks(file)
+    return iter([Chunk(file.name, "text", b"", 0, True, True, file.size)]) if is_blank(file) else _text_chunks(file)
+
+
+def is_blank(file: InputFile) -> bool:
+    """Whether a text file holds white space alone, or nothing; it is read up to the first block that has more."""
+    return file.kind == "text" and not any(block.strip() for block, _ in _blocks(file))
 
 
 def _line_chunks(file: InputFile) -> Iterator[Chunk]:

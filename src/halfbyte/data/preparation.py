@@ -17,7 +17,7 @@ from typing import Any, Unpack
 from halfbyte.data import asking
 from halfbyte.data.dataset import open_dataset
 from halfbyte.data.encoding import Encoder, parts_of, summarize, text_key
-from halfbyte.data.files import Chunk, InputFile, chunks, sha256_of
+from halfbyte.data.files import Chunk, InputFile, chunks, is_blank, sha256_of
 from halfbyte.data.manifest import FILE, SHARD_SUFFIX, TOKENIZER_FILE, Manifest, canonical, read_manifest
 from halfbyte.data.parallel import ChunkRunner, Runner
 from halfbyte.data.parts import SUMMARY, TOKENS, Parts
@@ -31,6 +31,7 @@ from halfbyte.data.tokenizer import Tokenizer, bpe_size, train_bpe
 BPE_BYTES = 100_000_000
 MOST_SEQ = 1 << 24
 MOST_WORKERS = 1024
+MOST_NAMED = 4  # files in a message
 NO_RULE = SplitRule()
 
 
@@ -42,6 +43,7 @@ class Prepared:
     manifest: Manifest
     fresh: bool  # False: an identical request had been prepared before, nothing was written
     seconds: float
+    blank: tuple[str, ...] = ()  # text files that hold none
 
 
 def prepare(
@@ -89,7 +91,8 @@ def prepare(
         manifest = job.write(staging, inputs, held_out, made, rule, request)
         if not publish(staging, out, replace=overwrite):  # another process was first: with the same request, or raise
             return Prepared(out, _made_meanwhile(out, request, progress), False, time.monotonic() - begun)
-    return Prepared(out, manifest, True, time.monotonic() - begun)
+    blank = tuple(file.name for file in [*inputs, *held_out] if is_blank(file))
+    return Prepared(out, manifest, True, time.monotonic() - begun, blank)
 
 
 def prepare_part(
@@ -299,7 +302,10 @@ class _Job:
                     sinks.take(runs)
         shards, splits = sinks.finish()
         if not any(totals.rows for totals in splits[TRAIN].values()):
-            raise ValueError(f"no text for training in {len(inputs)} file(s): every document is empty")
+            named = ", ".join(file.name for file in inputs[:MOST_NAMED]) + ", ..." * (len(inputs) > MOST_NAMED)
+            raise ValueError(
+                f"no text for training in {len(inputs)} file(s), {named}: every document is empty or blank"
+            )
         manifest = Manifest(
             seq_len=request["seq_len"],
             vocab_size=tokenizer.vocab_size,
