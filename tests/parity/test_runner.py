@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from fakes import fake_parity, fake_run, plan_of
 
+from halfbyte.checkpoint import RunDirectoryHeld, RunLock
 from halfbyte.parity import runner
 from halfbyte.parity.analysis import analyse
 from halfbyte.parity.cells import run_directory, status_of
@@ -39,6 +40,18 @@ def run(plan, folder, monkeypatch, train, **options):
     monkeypatch.setattr(runner, "train", train)
     said = []
     return runner.run_jobs(plan, folder, plan.jobs(), say=said.append, **options), said
+
+
+def test_a_run_that_is_held_is_said_with_a_flag_that_a_study_has(tmp_path, monkeypatch):
+    plan = settle(tmp_path, PLAN)
+
+    def train(config, folder, **_):
+        with RunLock(folder), RunLock(folder):
+            pass
+
+    with pytest.raises(RunDirectoryHeld, match=r"is held by another process \(pid .*give --out another") as refused:
+        run(plan, tmp_path, monkeypatch, train)
+    assert "--run-dir" not in str(refused.value)
 
 
 def test_a_signal_near_the_end_of_a_run_ends_the_parity(tmp_path, monkeypatch):

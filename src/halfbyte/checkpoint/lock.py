@@ -16,7 +16,11 @@ ATTEMPTS = 100
 
 
 class RunDirectoryHeld(ValueError):
-    """Another living process writes into this run directory."""
+    """Another living process writes into this run directory. `why` says which; what to do depends on who asked."""
+
+    def __init__(self, why: str, do: str):
+        super().__init__(f"{why}; {do}")
+        self.why = why
 
 
 class RunLock(contextlib.AbstractContextManager["RunLock"]):
@@ -50,8 +54,8 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
             holder = file.read(200).strip() or "unknown"
             file.close()
             raise RunDirectoryHeld(
-                f"run directory {self.path.parent} is held by another process ({holder}); "
-                f"wait for it, stop it, or give {self._flag} another directory"
+                f"run directory {self.path.parent} is held by another process ({holder})",
+                f"wait for it, stop it, or give {self._flag} another directory",
             ) from None
 
     def _is_at_its_place(self, file: TextIO) -> bool:

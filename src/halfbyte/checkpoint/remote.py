@@ -37,6 +37,7 @@ from .record import one_line
 
 HEAD, SIDECAR = "head.json", "store.json"
 BEAT, LEASE = 5.0, 30.0  # seconds: a holder writes its head so often; one that stays the same for so long is dead
+WAIT = "wait for it, stop it, or give another --run-dir"
 LOOK, ROWS = 0.5, 60.0  # seconds between two looks for a new checkpoint, and between two copies of the rows
 PATIENCE = 600.0  # seconds that the end of a run waits for a store that does not answer
 _LEFT_OUT = re.compile(r"^(?:profile|wandb)/|(?:^|/)[^/]*\.tmp[^/]*(?:/|$)")
@@ -206,18 +207,15 @@ class Mirror(contextlib.AbstractContextManager["Mirror"]):
                 time.sleep(BEAT)
                 head, now = Head.read(self.bucket)
             if now != seen and head.holder:
-                raise RunDirectoryHeld(
-                    f"{self.bucket.url} is held by another process ({who}); wait for it, stop it, or give another "
-                    "--run-dir"
-                )
+                raise RunDirectoryHeld(f"{self.bucket.url} is held by another process ({who})", WAIT)
             seen = now
         if head.copy not in _sidecar(self.home).get("copies", [""]):
-            raise RunDirectoryHeld(f"{self.bucket.url} was changed by another process a moment ago; start again")
+            raise RunDirectoryHeld(f"{self.bucket.url} was changed by another process a moment ago", "start again")
         head.holder, self._seen = self.holder, seen
         try:
             self._commit(head)
         except HeadTaken as error:
-            raise RunDirectoryHeld(f"{error}; wait for it, stop it, or give another --run-dir") from None
+            raise RunDirectoryHeld(str(error), WAIT) from None
 
     def _is_dead_here(self, holder: Mapping[str, Any]) -> bool:
         """Whether the holder was a process of this machine that has ended."""

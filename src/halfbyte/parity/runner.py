@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
+from halfbyte.checkpoint import RunDirectoryHeld
 from halfbyte.inputs import replace_file
 from halfbyte.metrics import read_rows
 from halfbyte.metrics.display import clock
@@ -36,6 +37,7 @@ Observers = Callable[[TrainConfig, Path], Sequence[Any]]
 LINES_A_RUN = 8
 AT_WORK = ("step", "validation", "save", "finish")  # what a stop waits for; a compiler or a probe is left alone
 PATIENCE_S = 0.5
+HELD = "wait for it, stop it, or give --out another directory (several hosts share one: --host INDEX/HOSTS)"
 
 
 class Stop:
@@ -61,7 +63,8 @@ class Stop:
 
     @contextlib.contextmanager
     def group(self, config: TrainConfig) -> Iterator[Group]:
-        """This process alone, for one run."""
+        """This process alone, for one run. A run of a study that another process holds is said in the study's words:
+        it has no --run-dir."""
         group = Group(limits=Limits(progress=config.watchdog_s)).open()
         group.begin_steps()
         self._group = group
@@ -69,6 +72,8 @@ class Stop:
             group.request_stop(self.asked)
         try:
             yield group
+        except RunDirectoryHeld as held:
+            raise RunDirectoryHeld(held.why, HELD) from None
         finally:
             self._group = None
             group.close()
