@@ -17,7 +17,8 @@ from halfbyte.nn.routing import rebalanced, route
 from halfbyte.recipe import policy, recipe
 from halfbyte.sharding import make_mesh
 from halfbyte.train import preflight
-from halfbyte.train.precision_manifest import build_manifest, table
+from halfbyte.train.manifest_table import table
+from halfbyte.train.precision_manifest import build_manifest
 from halfbyte.train.state import TrainState, abstract_state, create_state
 from halfbyte.train.step import make_train_step
 

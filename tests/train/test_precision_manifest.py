@@ -12,7 +12,7 @@ from halfbyte.ops.activation import SILU
 from halfbyte.recipe import GEMMS, recipe
 from halfbyte.runs import run_config
 from halfbyte.train import PrecisionConfig, build_manifest, phases, precision_manifest, run_mesh, session, table
-from halfbyte.train.precision_manifest import makers, served
+from halfbyte.train.manifest_table import caption, makers, served
 
 
 def manifest_of(name, where, **changes):
@@ -69,8 +69,8 @@ def test_who_computes_the_norms_is_written_with_the_reason(where):
     looped, wide = manifest_of("llama3-8b", where), manifest_of("llama3.1-405b", where, unroll=0)
     assert looped.norms.startswith("xla: ") and "stacks" in looped.norms
     assert "8192" in wide.norms
-    assert looped.norms in precision_manifest.caption(looped)
-    assert "norms" not in precision_manifest.caption(manifest_of("demo", "cpu"))
+    assert looped.norms in caption(looped)
+    assert "norms" not in caption(manifest_of("demo", "cpu"))
 
 
 def test_every_operand_is_named():

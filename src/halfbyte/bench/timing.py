@@ -19,7 +19,8 @@ from halfbyte import ops
 from halfbyte.devices import energy, lookup
 from halfbyte.program import Unreadable, read
 from halfbyte.train import TrainConfig, abstract_state, build_manifest, create_state, phases, run_mesh
-from halfbyte.train.precision_manifest import Manifest, makers, served
+from halfbyte.train.manifest_table import makers, served
+from halfbyte.train.precision_manifest import Manifest
 from halfbyte.train.preflight import shard_bytes
 from halfbyte.train.step import batch_sharding
 

@@ -121,7 +121,8 @@ def format_rows(device: dict[str, Any]) -> list[dict[str, Any]]:
     from halfbyte.devices import UNITS, native_inference, native_training
     from halfbyte.ops import Problem, choose
     from halfbyte.recipe import recipe, recipe_names
-    from halfbyte.train.precision_manifest import gemms_of, makers, served
+    from halfbyte.train.manifest_table import makers, served
+    from halfbyte.train.precision_manifest import gemms_of
 
     entry, rows = device["table"], []
     for name in UNITS:

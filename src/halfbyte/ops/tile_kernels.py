@@ -33,13 +33,22 @@ def multiplies(*sides: int, device: Device) -> bool:
 
 
 def unscaled(
-    recipe: Recipe, sides: tuple[int, ...], device: Device, *, dtypes: Sequence[DTypeLike] = DTYPES
-) -> str | None:
-    """Why codes of experts whose matrices have `sides` are not multiplied by block-scaled units, or None. `dtypes` are
-    those of rows and weights before they are quantized."""
+    recipe: Recipe | None, sides: tuple[int, ...], device: Device, *, backend: str = "auto",
+    tile: int = block_scaled.SIDE, dtypes: Sequence[DTypeLike] = DTYPES,
+) -> str | None:  # fmt: skip
+    """Why experts whose matrices have `sides` are not multiplied as codes by block-scaled units, or None: the step and
+    the manifest both ask here. `tile` is the number of a tile's rows, `dtypes` are those of rows and weights before
+    they are quantized.
+    """
     reason = block_scaled.unsupported(*sides, capability=device.capability)
     if reason is not None:
         return reason
+    if recipe is None:
+        return "nothing is quantized"
+    if backend != "auto":
+        return f"backend {backend} was asked for, whose operands are no codes"
+    if tile != block_scaled.SIDE:
+        return f"block-scaled GEMM kernels of experts read tiles of {block_scaled.SIDE} rows, and these have {tile}"
     if any(jnp.dtype(given) != taken for given, taken in zip(dtypes, DTYPES, strict=True)):
         return f"kernels that write codes for experts read rows and weights in {' and '.join(map(str, DTYPES))}"
     for role in ROLES:

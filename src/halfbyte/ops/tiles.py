@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from halfbyte.devices import Device
 from halfbyte.formats import amax_of, random_bytes, to_grid, transform_runs
 from halfbyte.formats.bits import float32_bits, float_of_bits
 from halfbyte.kernels import ScaleOrder, block_scaled, grouped
@@ -81,13 +82,13 @@ def whole_tiles(counts: jax.Array, tile: int) -> jax.Array:
     return (counts + (tile - 1)) // tile * tile
 
 
-def tile_rows(rows: int, experts: int, recipes: Sequence[Recipe | None]) -> int:
+def tile_rows(rows: int, experts: int, recipes: Sequence[Recipe | None], *, device: Device | None = None) -> int:
     """Rows of a tile: whole runs of every operand, and more of them while experts stay several tiles long; on a GPU, as
-    many as its kernels take.
+    many as its kernels take. Without `device` that of programs traced now.
     """
     policies = [getattr(recipe, role) for recipe in recipes if recipe is not None for role in ROLES]
     tile = math.lcm(4, *(policy.run for policy in policies))  # random bytes are drawn four rows at a time
-    if target().capability is not None:
+    if (device or target()).capability is not None:
         return math.lcm(tile, LARGEST)
     while 2 * tile <= LARGEST and 8 * tile * experts <= rows:
         tile *= 2
@@ -252,10 +253,9 @@ def _axis(role: str) -> int:
 
 def _as_codes(static: Static, x: jax.Array, w: jax.Array, tiles: Tiles) -> bool:
     """Whether all operands are codes, for block-scaled units."""
-    recipe = static[0]
-    if recipe is None or tiles.backend != "auto" or tiles.tile != block_scaled.SIDE:
-        return False
-    return tile_kernels.unscaled(recipe, w.shape[1:], target(), dtypes=(x.dtype, w.dtype)) is None
+    recipe, sides, dtypes = static[0], w.shape[1:], (x.dtype, w.dtype)
+    reason = tile_kernels.unscaled(recipe, sides, target(), backend=tiles.backend, tile=tiles.tile, dtypes=dtypes)
+    return reason is None
 
 
 def _key(static: Static, words: jax.Array) -> jax.Array:

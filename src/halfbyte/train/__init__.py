@@ -19,9 +19,10 @@ from .config import (
 
 if TYPE_CHECKING:
     from .loop import Diverged, RunResult
+    from .manifest_table import table
     from .observing import Moment, Observer
     from .precision import Phase, phases, resolve
-    from .precision_manifest import Manifest, build_manifest, table
+    from .precision_manifest import Manifest, build_manifest
     from .preflight import MemoryEstimate, check, estimate_memory, run_mesh
     from .run import train
     from .source import Source, open_source
@@ -31,9 +32,10 @@ if TYPE_CHECKING:
 # Names of modules that take half a second to import: a config, and the help of a command, need none of them.
 _LATER = {
     "loop": ("Diverged", "RunResult"),
+    "manifest_table": ("table",),
     "observing": ("Moment", "Observer"),
     "precision": ("Phase", "phases", "resolve"),
-    "precision_manifest": ("Manifest", "build_manifest", "table"),
+    "precision_manifest": ("Manifest", "build_manifest"),
     "preflight": ("MemoryEstimate", "check", "estimate_memory", "run_mesh"),
     "run": ("train",),
     "source": ("Source", "open_source"),

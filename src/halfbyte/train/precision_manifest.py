@@ -7,24 +7,23 @@ step makes.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
-from rich import box
-from rich.table import Table
 
 from halfbyte import models, ops
 from halfbyte.devices import Device, native_training
 from halfbyte.formats import BF16
 from halfbyte.metrics import Throughput, mixed_peak
+from halfbyte.models.config import EXPERT_SITES
 from halfbyte.models.context import in_loop
 from halfbyte.models.flops import FLOPS_FORMULA
 from halfbyte.nn.norm import by_xla
 from halfbyte.ops import tile_kernels
-from halfbyte.ops.tiles import check_tiles
-from halfbyte.recipe import GEMMS, OperandPolicy, Recipe, Resolved
+from halfbyte.ops.tiles import check_tiles, tile_rows
+from halfbyte.recipe import OperandPolicy, Recipe, Resolved
 from halfbyte.sharding import DEFAULT_RULES, default_shape, parse_mesh, whole_sizes
 
 from .config import TrainConfig
@@ -113,7 +112,11 @@ def build_manifest(config: TrainConfig, resolved: Resolved, recipe: Recipe, *, s
     sites = []
     for site in models.gemm_sites(config.model, rows, seq):
         for first, last, chosen in _spans(site, resolved, config.model.layers):
-            sites.append(_describe(site, (first, last), chosen, config, device))
+            if site.experts:
+                beside = _expert_recipes(resolved, first, last)
+                sites.append(_describe_experts(site, (first, last), chosen, beside, config, device))
+            else:
+                sites.append(_describe(site, (first, last), chosen, config, device))
     tokens = config.batch * seq
     total = models.flops_per_token(config.model, seq) * tokens
     by_multiplier: dict[str, float] = {}
@@ -217,16 +220,6 @@ def _describe(
 ) -> Site:
     problem = _problem(site, chosen, config, device)
     flops = 6.0 * (layers[1] - layers[0]) * site.tokens * site.k * site.n * config.accumulate
-    if site.experts:
-        check_tiles([chosen], config.precision.backend)
-        rows = problem.tokens * problem.inputs * problem.outputs // (site.k * site.n)  # of all its experts, on average
-        dtypes = problem.dtype, problem.weight_dtype
-        reason = tile_kernels.unscaled(chosen, (site.k, site.n), device, dtypes=dtypes)
-        scaled, wanted = config.precision.backend == "auto", chosen.quantized and native_training(device, "nvfp4")
-        gemms = gemms_of(problem, None, sides=(site.k, site.n), scaled=scaled and reason is None)
-        passed = {"native": reason} if scaled and wanted and reason else {}
-        own = rows, site.k, site.n
-        return Site(site.path, layers, site.tokens, site.k, site.n, chosen.name, TILES, gemms, flops, passed, own)
     try:
         choice = ops.choose(config.precision.backend, problem) if chosen.quantized else None
     except ValueError as error:
@@ -236,6 +229,29 @@ def _describe(
     backend = XLA if choice is None else choice.name
     own = problem.tokens, problem.inputs, problem.outputs
     return Site(site.path, layers, site.tokens, site.k, site.n, chosen.name, backend, gemms, flops, passed_over, own)
+
+
+def _expert_recipes(resolved: Resolved, first: int, last: int) -> list[Recipe]:
+    """Of the linears that share the tiles of these layers."""
+    segments = (segment for segment in resolved.segments if first <= segment.start < last)
+    return [segment.recipes[f"layers/mlp/{name}"] for segment in segments for name in EXPERT_SITES]
+
+
+def _describe_experts(
+    site: models.GemmSite, layers: tuple[int, int], chosen: Recipe, beside: Sequence[Recipe], config: TrainConfig,
+    device: Device,
+) -> Site:  # fmt: skip
+    problem, backend, sides = _problem(site, chosen, config, device), config.precision.backend, (site.k, site.n)
+    check_tiles([chosen], backend)
+    rows = problem.tokens * problem.inputs * problem.outputs // (site.k * site.n)  # of all its experts, on average
+    tile, dtypes = tile_rows(rows, site.experts, beside, device=device), (problem.dtype, problem.weight_dtype)
+    reason = tile_kernels.unscaled(chosen, sides, device, backend=backend, tile=tile, dtypes=dtypes)
+    gemms = gemms_of(problem, None, sides=sides, scaled=reason is None)
+    wanted = backend == "auto" and chosen.quantized and native_training(device, "nvfp4")
+    passed = {"native": reason} if wanted and reason else {}
+    flops = 6.0 * (layers[1] - layers[0]) * site.tokens * site.k * site.n * config.accumulate
+    own = rows, site.k, site.n
+    return Site(site.path, layers, site.tokens, site.k, site.n, chosen.name, TILES, gemms, flops, passed, own)
 
 
 def gemms_of(
@@ -311,82 +327,3 @@ def _execution(policies: tuple[OperandPolicy, OperandPolicy], runs_in: str) -> s
     if not any(policy.format.quantized for policy in policies):
         return "plain"
     return "native" if runs_in != PLAIN else "emulated"
-
-
-def _cell(gemm: Gemm) -> str:
-    """The formats of both operands; one name if they are the same."""
-    left, right = gemm.left.split()[0], gemm.right.split()[0]
-    return left if left == right else f"{left}×{right}"
-
-
-def served(backend: str, gemms: Mapping[str, Gemm]) -> str:
-    """The backend of a linear, and which of its GEMMs XLA multiplies although that backend serves it."""
-    left = [name for name, gemm in gemms.items() if gemm.multiplied_by == XLA]
-    return backend if backend in (*BY_XLA, XLA, TILES) or not left else f"{backend}; {' '.join(left)} by xla"
-
-
-def makers(gemms: Mapping[str, Gemm]) -> str:
-    """Whose passes make the operands of a linear: one name, or the GEMMs of each."""
-    made: dict[str, list[str]] = {}
-    for name, gemm in gemms.items():
-        made.setdefault("+".join(dict.fromkeys(gemm.made_by)), []).append(name)
-    return next(iter(made)) if len(made) == 1 else "; ".join(f"{' '.join(names)}: {by}" for by, names in made.items())
-
-
-def table(manifest: Manifest) -> Table:
-    """The manifest for people; manifest.json has every operand of every GEMM in full."""
-    rows = Table(
-        title=f"precision manifest: recipe {manifest.recipe}, policy {manifest.policy}, {manifest.device}",
-        title_style="bold",
-        title_justify="left",
-        caption=caption(manifest),
-        caption_justify="left",
-        caption_style="",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        show_edge=False,
-    )
-    for name in ("linear", "layers", "k×n", "fprop", "dgrad", "wgrad", "runs", "FLOPs"):
-        rows.add_column(name, justify="right" if name == "FLOPs" else "left", no_wrap=True)
-    for site in manifest.sites:
-        in_layers = site.path.startswith("layers/")
-        executions = sorted({gemm.execution for gemm in site.gemms.values()} - {"plain"})
-        rows.add_row(
-            site.path.removeprefix("layers/"),
-            f"{site.layers[0]}-{site.layers[1] - 1}" if in_layers else "-",
-            f"{site.k}×{site.n}",
-            *(_cell(site.gemms[gemm]) for gemm in GEMMS),
-            f"{', '.join(executions)} ({served(site.backend, site.gemms)})" if executions else site.backend,
-            f"{100 * site.flops / manifest.step_flops:.1f}%",
-            style="" if executions else "dim",
-        )
-    return rows
-
-
-def caption(manifest: Manifest) -> str:
-    """The operands of each quantized recipe with the passes that make them, and the totals."""
-    lines = []
-    quantized = (site for site in manifest.sites if any(gemm.execution != "plain" for gemm in site.gemms.values()))
-    for site in {site.recipe: site for site in quantized}.values():
-        for gemm, found in site.gemms.items():
-            left, right = found.made_by
-            lines.append(f"{site.recipe} {gemm}: {found.left} ({left})  ×  {found.right} ({right})")
-    lines += sorted(
-        {
-            f"{backend} does not serve {site.path.removeprefix('layers/')}: {reason}"
-            for site in manifest.sites
-            for backend, reason in site.passed_over.items()
-            if not manifest.device.startswith("cpu")
-        }
-    )
-    multipliers = ", ".join(f"{name} {100 * share:.1f}%" for name, share in manifest.share_by_multiplier.items())
-    lines += [] if manifest.device.startswith("cpu") else [f"norms of a layer: {manifest.norms}"]
-    tokens, tiled = manifest.sites[0].tokens, any(site.backend == TILES for site in manifest.sites)
-    return "\n".join(
-        [
-            *lines,
-            *(["routers of experts are float32 and never quantized"] if tiled else []),
-            f"{tokens:,} tokens a GEMM; the rest up to 100% of FLOPs is attention, in bf16",
-            f"{100 * manifest.share_4bit:.1f}% of FLOPs in 4 bits; multiplied in {multipliers}",
-        ]
-    )

@@ -44,8 +44,9 @@ from .directory import Found, Taken, check_data, look_at, settle
 from .goodput import Goodput
 from .guard import Return
 from .identity import fingerprint
+from .manifest_table import table
 from .precision import Phase, phases, with_fallback
-from .precision_manifest import Manifest, build_manifest, native_sites, table
+from .precision_manifest import Manifest, build_manifest, native_sites
 from .preflight import GIB, Preflight, check, memory_of, run_mesh
 from .source import Source, open_source
 

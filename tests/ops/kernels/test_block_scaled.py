@@ -260,3 +260,5 @@ def test_what_is_not_served_has_a_reason(device, sides, recipe, reason):
     found = tile_kernels.unscaled(*asked)
     assert found is None if reason is None else reason in found
     assert tile_kernels.unscaled(*asked, dtypes=("float32", "float32")) is not None
+    assert tile_kernels.unscaled(*asked, backend="carrier") is not None
+    assert tile_kernels.unscaled(*asked, tile=256) is not None and tile_kernels.unscaled(None, *asked[1:]) is not None
