@@ -6,6 +6,7 @@ Oracles: `oscillation_oracle`, written from the authors' text; one device; a run
 import dataclasses
 import functools
 import io
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -15,8 +16,9 @@ from rich.console import Console
 from tiny import MODEL, ONE_LINEAR, tiny
 
 from halfbyte.devices import device
-from halfbyte.train import PrecisionConfig, abstract_state, check, create_state, phases, run_mesh, train
+from halfbyte.train import PrecisionConfig, abstract_state, check, create_state, loop, phases, run_mesh, train
 from halfbyte.train.oscillation import RESET, compile_hook, due
+from halfbyte.train.precision import with_fallback
 from halfbyte.train.state import bit_sum
 
 WIDE = dataclasses.replace(MODEL, embed=64, mlp=128)
@@ -107,6 +109,39 @@ def test_a_resumed_run_is_the_same_run_and_sets_weights(tmp_path):
     resumed = run(config, tmp_path / "stopped")
     without = run(dataclasses.replace(config, precision=PrecisionConfig()), tmp_path / "without")
     assert same(whole, resumed) and whole.loss == resumed.loss and not same(whole, without)
+
+
+SWITCHED = {"switch_at": 12, "switch_to": "bf16"}
+
+
+def test_a_phase_without_codes_is_left_alone_and_a_period_that_it_cuts_too():
+    """Periods begin after 4, 12 and 20 steps and set weights 6 steps later; bf16 from the 13th, or up to the 12th."""
+    ruled = dataclasses.replace(AS_RULED, reset_at=4)
+    away = swinging(dataclasses.replace(ruled, **SWITCHED), "nvfp4")
+    back = swinging(dataclasses.replace(ruled, **SWITCHED | {"switch_to": "nvfp4"}), "bf16")
+    steps = range(1, 25)
+    assert [step for step in steps if due(away, step)] == [4, 5, 6, 7, 8, 9, 10, 12]
+    assert [step for step in steps if due(back, step)] == [20, 21, 22, 23, 24]
+    # a run that has fallen back to bf16 after 6 steps is one that quantizes nothing from there on
+    fallen = with_fallback(phases(swinging(ruled, "nvfp4")), 6, "bf16")
+    assert [step for step in steps if due(swinging(ruled, "nvfp4"), step, fallen)] == [4, 5, 6]
+
+
+@pytest.mark.parametrize("at, first", [(4, "are set onto one"), (8, "none is quantized through a period")])
+def test_the_manifest_says_in_which_phase_no_weights_are_set(at, first):
+    config = swinging(dataclasses.replace(AS_RULED, reset_at=at, **SWITCHED), "nvfp4")
+    mesh = run_mesh(config, jax.devices("cpu")[:1])
+    found = check(config, mesh, seq=config.seq, device=device("cpu"), memory=None)
+    assert first in found.manifests[0].hook and "in this phase, which quantizes none" in found.manifests[1].hook
+    assert abstract_state(config, mesh).oscillation is not None  # as its checkpoints have it
+
+
+def test_the_loop_asks_for_the_phases_that_it_runs():
+    """Nothing but these is touched after a step of a phase without codes: no hook is compiled, and none is run."""
+    config = swinging(dataclasses.replace(AS_RULED, reset_at=4), "nvfp4")
+    fallen = with_fallback(phases(config), 6, "bf16")
+    for step in range(7, 25):
+        loop.Loop._after_the_update(SimpleNamespace(config=config, step=step, phases=fallen))
 
 
 def test_a_run_without_it_has_nothing_of_it():

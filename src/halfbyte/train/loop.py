@@ -212,7 +212,7 @@ class Loop:
 
     def _after_the_update(self) -> None:
         """Look at weights that swing, or set them, where a step of the run is followed by that."""
-        what = hook_due(self.config, self.step)
+        what = hook_due(self.config, self.step, self.phases)
         if what is None:
             return
         phase = phase_at(self.phases, self.step - 1)

@@ -8,13 +8,14 @@ read moves much further than the weight does. From step `precision.reset_at` on,
     after step n + 1                      w := Q(w)  where  D >= `reset_ratio` d  and  d > 0
 
 Q(w) is what fprop's operand of the whole weight stands for. A layer that is not quantized has Q(w) = w, and is never
-set. Moments stay as they are. It is a program of its own, which the loop runs after a step: a step's own is none other
+set; a phase that quantizes none is left alone, and so is the rest of a period that such a phase has cut. Moments stay
+as they are. It is a program of its own, which the loop runs after a step: a step's own is none other
 for it. What it remembers, w', d and D, lies where the weights lie, and in the checkpoints.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from halfbyte.optim import span
 from halfbyte.recipe import Resolved
 
 from .config import TrainConfig
-from .precision import phases
+from .precision import Phase, phases
 
 BEGIN, TRACK, RESET = "begin", "track", "reset"
 NAME, KEPT = "oscillation", ("last", "moved", "rounded")  # as a state and its checkpoints have it
@@ -55,14 +56,20 @@ def idle(config: TrainConfig) -> str | None:
     return None if looked_at(config) else "the run's recipe and policy quantize no weight"
 
 
-def says(config: TrainConfig) -> str | None:
-    """What becomes of `precision.reset_at` in this run, in a sentence; None for a run without."""
+def says(config: TrainConfig, resolved: Resolved | None = None) -> str | None:
+    """What becomes of `precision.reset_at` in this run, or in one phase of it, in a sentence; None for a run
+    without."""
     if not config.precision.reset_at:
         return None
     if why := idle(config):
         return f"precision.reset_at: no weights will be set, {why}"
-    every = config.precision.reset_every
-    return f"weights that swing between two codes are set onto one, every {every} steps from step {_start(config)} on"
+    if resolved is not None and not quantizes(config, resolved):
+        return "precision.reset_at: no weights will be set in this phase, which quantizes none"
+    start, every = _start(config), config.precision.reset_every
+    first = start + config.precision.reset_over + 1
+    if all(due(config, step) is None for step in range(first, config.steps + 1, every)):
+        return f"precision.reset_at: no weights will be set, none is quantized through a period from step {start} on"
+    return f"weights that swing between two codes are set onto one, every {every} steps from step {start} on"
 
 
 @functools.lru_cache(maxsize=8)
@@ -71,13 +78,29 @@ def looked_at(config: TrainConfig) -> frozenset[str]:
     return frozenset(path for phase in phases(config) for path in sites(config, phase.resolved(config)))
 
 
-def due(config: TrainConfig, step: int) -> str | None:
-    """What is to be done after this step."""
+def quantizes(config: TrainConfig, resolved: Resolved) -> bool:
+    """Whether a weight that is looked at is quantized in this phase."""
+    found = (segment.recipes.get(path) for segment in resolved.segments for path in looked_at(config))
+    return any(made is not None and made.fprop_w.format.quantized for made in found)
+
+
+@functools.lru_cache(maxsize=8)
+def _has_codes(config: TrainConfig, phase: Phase) -> bool:
+    return quantizes(config, phase.resolved(config))
+
+
+def due(config: TrainConfig, step: int, now: Sequence[Phase] = ()) -> str | None:
+    """What is to be done after this step of a run whose phases are those of `now`, or of its config."""
     start = first_step(config)
     if start is None or step < start:
         return None
     at, n = (step - start) % config.precision.reset_every, config.precision.reset_over
-    return BEGIN if at == 0 else TRACK if at <= n else RESET if at == n + 1 else None
+    if at > n + 1:
+        return None
+    of_period = [phase for phase in now or phases(config) if phase.start < step and phase.stop >= step - at]
+    if not all(_has_codes(config, phase) for phase in of_period):
+        return None
+    return BEGIN if at == 0 else TRACK if at <= n else RESET
 
 
 def sites(config: TrainConfig, resolved: Resolved) -> list[str]:

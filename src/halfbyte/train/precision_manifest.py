@@ -137,7 +137,7 @@ def build_manifest(config: TrainConfig, resolved: Resolved, recipe: Recipe, *, s
         share_4bit=four_bit,
         share_by_multiplier=by_multiplier,
         norms=_norms(config, resolved, rows, seq, device),
-        hook=says(config),
+        hook=says(config, resolved),
     )
 
 
