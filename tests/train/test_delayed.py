@@ -18,6 +18,8 @@ from halfbyte.checkpoint import CheckpointMismatch, Checkpoints
 from halfbyte.models import linear_sites
 from halfbyte.recipe import spell_recipe
 from halfbyte.train import PrecisionConfig, abstract_state, create_state, jit_train_step, open_source, phases, run_mesh
+from halfbyte.train.jsonconfig import to_dict
+from halfbyte.train.resume import begin
 from halfbyte.train.source import to_mesh
 from halfbyte.train.state import TrainState
 
@@ -109,6 +111,45 @@ def test_a_resumed_run_is_the_same_run(tmp_path):
     with pytest.raises(CheckpointMismatch, match="history"):  # never a run that forgets
         store.restore(3, other_run)
     store.close()
+
+
+def other(**changes):
+    return dataclasses.replace(RUN, **changes)
+
+
+LONGER = spell_recipe(dataclasses.replace(hb.recipe("fp8_delayed"), name="longer", history=6))
+
+
+@pytest.mark.parametrize(
+    "before, after, history",
+    [
+        (RUN, other(recipe="bf16"), None),
+        (other(recipe="bf16"), RUN, (4, 0.0)),
+        (RUN, other(recipe=LONGER), (6, 0.0)),
+        (RUN, other(z_loss=1e-4), (4, 2.0)),
+    ],
+    ids=["out", "in", "another length", "the same"],
+)
+def test_a_change_that_is_allowed_drops_the_history_or_begins_it_anew(tmp_path, before, after, history):
+    """As a branch of `parity --branch` does; where it is of the same length, it is kept."""
+    mesh, store = run_mesh(RUN, jax.devices("cpu")[:1]), Checkpoints(tmp_path)
+    state = create_state(before, mesh)
+    state = dataclasses.replace(state, delayed=jax.tree.map(lambda a: a + 2, state.delayed))
+    extra = {"config": to_dict(before), "data": {"next_index": 3}, "data_set": "synthetic"}
+    assert store.save(3, state.items(), extra=extra) and store.wait()
+    begun = functools.partial(begin, after, mesh, store, content="synthetic", say=lambda text: None)
+    with pytest.raises(ValueError, match=r"another configuration|does not fit|history"):
+        begun(allow=False)
+    found, wanted = begun(allow=True).state, abstract_state(after, mesh)
+    store.close()
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for one, shaped in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert (one.shape, one.dtype, one.sharding) == (shaped.shape, shaped.dtype, shaped.sharding)
+    assert (found.delayed is None) == (history is None)
+    if history:
+        length, value = history
+        assert len(found.delayed["history"]) == length
+        assert all(np.array_equal(leaf, np.full(leaf.shape, value)) for leaf in found.delayed.values())
 
 
 ONE = dataclasses.replace(RUN, policy=ONE_LINEAR)

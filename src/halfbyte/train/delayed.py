@@ -12,8 +12,13 @@ A pass learns a only while it runs, that of dy in the backward pass: it comes ba
 (`ops.Remembered`).
 """
 
+import functools
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from halfbyte.models import linear_sites
 
@@ -21,6 +26,7 @@ from .config import TrainConfig
 from .precision import phases
 
 Delayed = dict[str, jax.Array]
+NAME = "delayed"  # as a state and its checkpoints have it
 
 
 def history_of(config: TrainConfig) -> int:
@@ -51,3 +57,23 @@ def advanced(delayed: Delayed | None, seen: jax.Array | None) -> Delayed | None:
     largest = jnp.max(history, axis=0)
     amaxes = jnp.where(jnp.isfinite(largest) & (largest > 0), largest, delayed["amaxes"])
     return {"amaxes": amaxes, "history": history}
+
+
+def as_stored(leaves: Mapping[str, Mapping[str, Any]], where: NamedSharding) -> Any:
+    """What a checkpoint with these leaves remembers, in its own shapes; None if nothing."""
+    found = {name.removeprefix(f"{NAME}/"): leaf for name, leaf in leaves.items() if name.startswith(f"{NAME}/")}
+    shaped = {n: jax.ShapeDtypeStruct(tuple(leaf["shape"]), leaf["dtype"], sharding=where) for n, leaf in found.items()}
+    return shaped or None
+
+
+def as_wanted(config: TrainConfig, found: Delayed | None, where: NamedSharding) -> Delayed | None:
+    """What a run goes on with that had `found` before its config was changed: the same where it remembers as much,
+    else nothing, or what a run begins with.
+    """
+    begin = functools.partial(nothing_seen, config)
+    wanted = jax.eval_shape(begin)
+    if wanted is None:
+        return None
+    shapes = {name: leaf.shape for name, leaf in (found or {}).items()}
+    same = shapes == {name: leaf.shape for name, leaf in wanted.items()}
+    return found if same else jax.jit(begin, out_shardings=where)()

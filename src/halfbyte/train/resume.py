@@ -6,17 +6,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from halfbyte.checkpoint import CheckpointMismatch, Checkpoints, DamagedCheckpoint, Restored
 from halfbyte.inputs.programs import only_named
 from halfbyte.recipe.own import same_program
 
+from . import delayed, oscillation
 from .config import COSMETIC, GUARDED, TrainConfig
 from .guard import Return
 from .identity import versions
 from .jsonconfig import differences, flatten, from_dict, to_dict
-from .oscillation import as_stored, as_wanted
 from .state import TrainState, abstract_state, create_state, seed_of
 
 Initial = Callable[[Mesh], Any]  # makes the weights that a run begins with, on its mesh
@@ -120,17 +120,21 @@ def begin(
 
 
 def _as_stored(wanted: TrainState, store: Checkpoints) -> TrainState:
-    """The state that is wanted, with what the newest checkpoint remembers of weights that swing, wanted or not."""
+    """The state that is wanted, with what the newest checkpoint remembers of maxima and of weights that swing, wanted
+    or not."""
     try:
-        names = store.record(store.steps()[-1]).leaves["progress"]
+        leaves = store.record(store.steps()[-1]).leaves["progress"]
     except DamagedCheckpoint:  # restoring says so
         return wanted
-    return replace(wanted, oscillation=as_stored(wanted.params, names))
+    maxima = delayed.as_stored(leaves, wanted.step.sharding)
+    return replace(wanted, delayed=maxima, oscillation=oscillation.as_stored(wanted.params, leaves))
 
 
 def _start(config: TrainConfig, mesh: Mesh, restored: Restored) -> Start:
     state = TrainState.from_items(restored.items, seed=seed_of(config, mesh))
-    state = replace(state, oscillation=as_wanted(config, state.params, state.oscillation))
+    maxima = delayed.as_wanted(config, state.delayed, NamedSharding(mesh, PartitionSpec()))
+    moved = oscillation.as_wanted(config, state.params, state.oscillation)
+    state = replace(state, delayed=maxima, oscillation=moved)
     extra = restored.extra
     returns = tuple(_return(back) for back in extra.get("returns", ()))
     _check_position(restored.step, extra.get("data"), sum(back.skipped for back in returns))
