@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from halfbyte.checkpoint import together
-from halfbyte.launch.supervise import free_port
+from halfbyte.launch.supervise import held_port
 
 PROGRAM = """if True:
     import json, resource, sys
@@ -37,14 +37,15 @@ PROGRAM = """if True:
 def test_a_save_that_one_process_cannot_write_is_given_up_by_all(tmp_path):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     command = [sys.executable, "-c", PROGRAM]
-    rest = [str(free_port()), str(tmp_path / "checkpoints")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    started = [subprocess.Popen([*command, str(rank), *rest], env=environment, **pipes) for rank in range(2)]
-    try:
-        output = [process.communicate(timeout=1800) for process in started]
-    finally:
-        for process in started:
-            process.kill()
+    with held_port() as port:
+        rest = [str(port), str(tmp_path / "checkpoints")]
+        started = [subprocess.Popen([*command, str(rank), *rest], env=environment, **pipes) for rank in range(2)]
+        try:
+            output = [process.communicate(timeout=1800) for process in started]
+        finally:
+            for process in started:
+                process.kill()
     answers = [json.loads(text.splitlines()[-1]) if text else error for text, error in output]
     for found, said, steps in answers:
         assert found == [True, False, False, True, True]

@@ -34,10 +34,14 @@ def keep_bytecode(folder: Path) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nobody listens on, and that the system gives to nobody else while this process lives: it stays bound,
+    as in `launch.supervise.held_port`."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    port = holder.getsockname()[1]
+    holder.detach()
+    return port
 
 
 def environment() -> dict[str, str]:

@@ -1,6 +1,7 @@
 """A supervisor over small scripts in place of ranks. Oracle: what each start leaves on the disk."""
 
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,8 @@ import pytest
 
 from halfbyte.cli.launch import parse, with_run_directory
 from halfbyte.launch import supervise
-from halfbyte.launch.supervise import Policy, Supervisor, newest_checkpoint
+from halfbyte.launch.start import _check_port_is_free
+from halfbyte.launch.supervise import Policy, Supervisor, held_port, newest_checkpoint
 
 RANK = """
 import os, pathlib, sys, time
@@ -47,6 +49,35 @@ os._exit(0) if start else os.kill(os.getpid(), 9)
     assert found.run() == 0
     assert starts(tmp_path, 0) == starts(tmp_path, 1) == 2
     assert "rank 1 ended with signal SIGKILL; RESTART 1" in said[0]
+
+
+def test_a_held_port_is_the_coordinators_and_nobody_elses():
+    with held_port() as port:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        _check_port_is_free(f"127.0.0.1:{port}")
+        with socket.socket() as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does
+            server.bind(("127.0.0.1", port))
+            server.listen()
+            socket.create_connection(("127.0.0.1", port)).close()
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # that connection lingers
+        other.bind(("127.0.0.1", port))
+
+
+def test_nobody_takes_the_port_before_the_first_rank_listens(tmp_path, monkeypatch):
+    behave = """
+import socket
+port = int(sys.argv[sys.argv.index("--distributed.coordinator") + 1].rpartition(":")[2])
+try:
+    socket.socket().bind(("127.0.0.1", port))
+except OSError:
+    sys.exit(0)
+sys.exit(3)
+"""
+    found, _ = supervisor(tmp_path, monkeypatch, behave, ranks=2)
+    assert found.run() == 0
 
 
 @pytest.mark.parametrize("code", [2, 3])

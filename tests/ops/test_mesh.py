@@ -7,7 +7,6 @@ is sharded differ by the order of their sums, so those are compared with the ora
 import functools
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 
@@ -24,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import halfbyte as hb
 from halfbyte import ops
+from halfbyte.launch.supervise import held_port
 
 MESHES = [(1, 1), (4, 1), (2, 2), (1, 4)]
 BOTH_WAYS = [(1, 1), (2, 2)]
@@ -71,30 +71,22 @@ def test_the_amax_is_of_the_whole_tensor():
             assert operands((2, 2))[f"parts {role}.2"] == 30, tensor
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def test_two_processes_of_two_devices(tmp_path):
     """fsdp lies over the processes, tensor inside each."""
-    port, out = free_port(), tmp_path / "operands.npz"
+    out = tmp_path / "operands.npz"
     source = pathlib.Path(hb.__file__).parents[1]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(source)}
     command = [sys.executable, mesh_program.__file__]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(port), str(out)],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        outputs = [rank.communicate(timeout=1800)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with held_port() as port:
+        ranks = [
+            subprocess.Popen([*command, str(rank), str(port), str(out)], env=environment, **pipes) for rank in range(2)
+        ]
+        try:
+            outputs = [rank.communicate(timeout=1800)[0] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
     with np.load(out) as saved:
         assert_equal(dict(saved), {name: value for name, value in operands((1, 1)).items() if "parts" in name})

@@ -5,6 +5,7 @@ change; anything else is a fault, and the group is started again after a pause t
 that brought no new checkpoint.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -94,7 +95,10 @@ class Supervisor:
 
     def _once(self) -> tuple[int, int]:
         """Start the ranks and wait for all; (exit code of the group, the rank that ended it)."""
-        port = free_port()
+        with held_port() as port:
+            return self._started_on(port)
+
+    def _started_on(self, port: int) -> tuple[int, int]:
         environment = {**os.environ, SUPERVISOR: str(os.getpid())}
         self._running = [
             # A group of its own: a terminal's Ctrl-C comes to a rank once, from here.
@@ -161,11 +165,15 @@ def newest_checkpoint(directory: Path) -> int:
         return 0
 
 
-def free_port() -> int:
-    """A port of this machine that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
+@contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """A port of this machine on which, while this holds it, only a process that was told of it listens. It is bound
+    here and nobody listens, so the system gives it to nobody else; a server that reuses addresses, as the coordinator
+    does, may have it."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((LOOPBACK, 0))
+        yield int(holder.getsockname()[1])
 
 
 def _name(code: int) -> str:
