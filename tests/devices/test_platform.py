@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from halfbyte.devices.platform import idle_card
+from halfbyte.devices import platform as asked
 
 
 @pytest.mark.parametrize(
@@ -20,8 +20,10 @@ from halfbyte.devices.platform import idle_card
         ("cpu", True, True, {}, "the driver is too old"),
     ],
 )
-def test_a_card_that_stands_idle_is_said(platform, driver, plugin, environ, words):
-    said = idle_card(environ, platform, driver=lambda: driver, installed=lambda names: plugin)
+def test_a_card_that_stands_idle_is_said(monkeypatch, platform, driver, plugin, environ, words):
+    monkeypatch.setattr(asked, "has_nvidia_driver", lambda: driver)
+    monkeypatch.setattr(asked, "any_installed", lambda names: plugin)
+    said = asked.idle_card(environ, platform)
     assert (said is None) if words is None else (words in said and "NVIDIA card is here" in said)
 
 

@@ -18,6 +18,7 @@ from halfbyte.devices import (
     lookup,
     native_inference,
     native_training,
+    platform,
     settle_platform,
 )
 from halfbyte.devices.cudnn import is_here
@@ -184,9 +185,11 @@ def test_entries_are_values():
         ({"JAX_PLATFORMS": "tpu"}, False, True, False, None),  # the person decides
     ],
 )
-def test_platform_is_settled_only_where_jax_would_shout(environ, driver, cuda, other, result):
+def test_platform_is_settled_only_where_jax_would_shout(monkeypatch, environ, driver, cuda, other, result):
     def installed(names):
         return cuda if any("cuda" in name for name in names) else other
 
-    assert settle_platform(environ, driver=lambda: driver, installed=installed) == result
+    monkeypatch.setattr(platform, "has_nvidia_driver", lambda: driver)
+    monkeypatch.setattr(platform, "any_installed", installed)
+    assert settle_platform(environ) == result
     assert environ.get("JAX_PLATFORMS") == (result or environ.get("JAX_PLATFORMS"))

@@ -3,7 +3,7 @@
 import contextlib
 import ctypes
 import os
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from glob import glob
 from importlib import import_module
 from importlib.util import find_spec
@@ -23,18 +23,13 @@ def any_installed(names: tuple[str, ...]) -> bool:
     return any(find_spec(name) is not None for name in names)
 
 
-def settle_platform(
-    environ: MutableMapping[str, str],
-    *,
-    driver: Callable[[], bool] = has_nvidia_driver,
-    installed: Callable[[tuple[str, ...]], bool] = any_installed,
-) -> str | None:
+def settle_platform(environ: MutableMapping[str, str]) -> str | None:
     """Sets JAX_PLATFORMS=cpu if a CUDA plugin is the only accelerator plugin and there is no GPU; what it set, or None.
 
     Without it JAX prints a page of tracebacks about missing CUDA libraries on every start. A JAX_PLATFORMS that is
     already set is never touched.
     """
-    if "JAX_PLATFORMS" in environ or driver() or not installed(CUDA_PLUGINS) or installed(OTHER_PLUGINS):
+    if "JAX_PLATFORMS" in environ or not is_compiler_alone() or any_installed(OTHER_PLUGINS):
         return None
     environ["JAX_PLATFORMS"] = "cpu"
     return "cpu"
@@ -45,17 +40,11 @@ def is_compiler_alone() -> bool:
     return any_installed(CUDA_PLUGINS) and not has_nvidia_driver()
 
 
-def idle_card(
-    environ: Mapping[str, str],
-    platform: str,
-    *,
-    driver: Callable[[], bool] = has_nvidia_driver,
-    installed: Callable[[tuple[str, ...]], bool] = any_installed,
-) -> str | None:
+def idle_card(environ: Mapping[str, str], platform: str) -> str | None:
     """What to tell a person whose NVIDIA card stands idle because JAX runs on `platform`; None if all is well."""
-    if platform != "cpu" or not driver():
+    if platform != "cpu" or not has_nvidia_driver():
         return None
-    if not installed(CUDA_PLUGINS):
+    if not any_installed(CUDA_PLUGINS):
         return (
             "an NVIDIA card is here, and JAX runs on the CPU: its CUDA plugin is not installed; "
             "pip install 'halfbyte[cuda12]' (or cuda13: docs/install.md), or `make train GPU=1`"

@@ -24,7 +24,7 @@ class Device:
 
     name: str
     description: str
-    platform: str
+    platform: str = "cuda"
     kind: str = ""
     capability: tuple[int, int] | None = None
     sms: int | None = None
@@ -85,7 +85,6 @@ _TABLE = (
     Device(
         name="h100",
         description="NVIDIA H100 SXM 80 GB",
-        platform="cuda",
         kind="NVIDIA H100 80GB HBM3",
         capability=(9, 0),
         sms=132,
@@ -107,7 +106,6 @@ _TABLE = (
     Device(
         name="h200",
         description="NVIDIA H200 SXM 141 GB",
-        platform="cuda",
         kind="NVIDIA H200",
         capability=(9, 0),
         sms=132,
@@ -129,7 +127,6 @@ _TABLE = (
     Device(
         name="b200",
         description="NVIDIA B200 (HGX, 1,000 W) 180 GB",
-        platform="cuda",
         kind="NVIDIA B200",
         capability=(10, 0),
         sms=148,
@@ -153,7 +150,6 @@ _TABLE = (
     Device(
         name="gb200",
         description="NVIDIA GB200 (one Blackwell GPU of an NVL72 rack, 1,200 W) 186 GB",
-        platform="cuda",
         kind="NVIDIA GB200",
         capability=(10, 0),
         sms=152,
@@ -177,7 +173,6 @@ _TABLE = (
     Device(
         name="b300",
         description="NVIDIA B300 (HGX, Blackwell Ultra) 288 GB",
-        platform="cuda",
         kind="NVIDIA B300 SXM6 AC",
         capability=(10, 3),
         sms=158,
@@ -201,7 +196,6 @@ _TABLE = (
     Device(
         name="gb300",
         description="NVIDIA GB300 (one Blackwell Ultra GPU of an NVL72 rack, 1,400 W) 288 GB",
-        platform="cuda",
         kind="NVIDIA GB300",
         capability=(10, 3),
         sms=152,
@@ -225,7 +219,6 @@ _TABLE = (
     Device(
         name="rtx-5090",
         description="NVIDIA GeForce RTX 5090 32 GB",
-        platform="cuda",
         kind="NVIDIA GeForce RTX 5090",
         capability=(12, 0),
         sms=170,
@@ -242,7 +235,6 @@ _TABLE = (
     Device(
         name="rtx-pro-6000",
         description="NVIDIA RTX PRO 6000 Blackwell 96 GB",
-        platform="cuda",
         kind="NVIDIA RTX PRO 6000 Blackwell",
         capability=(12, 0),
         sms=188,
@@ -255,7 +247,6 @@ _TABLE = (
     Device(
         name="spark",
         description="NVIDIA DGX Spark (GB10) 128 GB, shared with the CPU",
-        platform="cuda",
         kind="NVIDIA GB10",
         capability=(12, 1),
         sms=48,
