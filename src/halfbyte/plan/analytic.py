@@ -58,26 +58,22 @@ def step(config: TrainConfig, on: Cluster, linears: Sequence[LinearGemm]) -> tup
     """The events of a step of `config` on `on`, whose GEMMs of `linears` run in the units of the manifest."""
     sizes, layers = sizes_of(config), config.model.layers
     forward, backward = _layer(config, on, sizes, linears)
-    rest = [
+    return (
+        Event("loop", "forward", times=layers, body=forward),
         *_head(config, sizes),
+        Event("loop", "backward", times=layers, body=backward),
         _pass("optimizer", PARAMETER * _parameters(config, sizes)),
-    ]
-    return (Event("loop", "forward", times=layers, body=forward), *rest[:-1],
-            Event("loop", "backward", times=layers, body=backward), rest[-1])  # fmt: skip
+    )
 
 
 def memory(config: TrainConfig) -> dict[str, float]:
     """Bytes of a device by category, from shapes alone."""
     sizes, model = sizes_of(config), config.model
     parameters = _parameters(config, sizes)
-    stream = sizes.tokens / config.accumulate * model.embed * BF16
-    inside = (
-        sizes.tokens
-        / config.accumulate
-        * BF16
-        * (2 * (model.heads + 2 * model.kv_heads) * model.head_dim + 3 * model.active_mlp)
-    )
-    attended = sizes.tokens / config.accumulate * 2 * BF16 * (model.heads + model.kv_heads) * model.head_dim
+    numbers = sizes.tokens / config.accumulate * BF16  # bytes of one number a token
+    stream = numbers * model.embed
+    inside = numbers * (2 * (model.heads + 2 * model.kv_heads) * model.head_dim + 3 * model.active_mlp)
+    attended = numbers * 2 * (model.heads + model.kv_heads) * model.head_dim
     kept = {"full": stream, "quantized": 2 * stream + attended, "dots": stream + inside, "none": stream + 2 * inside}
     wide = {"bfloat16": 2, "float32": 4}
     specs = models.declared(model).values()

@@ -138,11 +138,6 @@ def fit(rows: Sequence[Row]) -> Fitted:
     return Fitted(*(round(float(value), 3) for value in found.x))
 
 
-def left_out() -> list[tuple[Row, float]]:
-    """(row, what numbers fitted to all others predict of it)."""
-    return [(row, predicted(row, fit([other for other in ROWS if other != row]))) for row in ROWS]
-
-
 # The worst errors of steps that were not used: of published rows, each left out of its own fit; and of the steps on an
 # H200 in docs/evidence, whole and mocked. docs/plan.md has every one.
 RESIDUAL = {"blackwell": 0.242, "hopper": 0.072}

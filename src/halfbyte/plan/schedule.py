@@ -29,7 +29,6 @@ PURPOSES = (
     ("norm and residual", re.compile(r"nn/norm|models/llama")),
 )
 MOVED = {"update": "stacks", "slice": "stacks", "fill": "fills", "copy": "copies", "transpose": "transposes"}
-OPERANDS = ("quantize", "mlp")
 
 
 @dataclass(frozen=True)
