@@ -210,7 +210,9 @@ class TrainConfig:
         check_run_name(self.name)
         object.__setattr__(self, "recipe", _recipe_text(self.recipe))
         parse_mesh(self.mesh)
-        object.__setattr__(self, "policy", _policy_text(self.policy))  # the rules, not the file, are what a run is
+        given: Any = self.policy  # the rules, not the file, are what a run is
+        rules = spell_policy(given) if isinstance(given, Policy) else pin(read_policy(given))
+        object.__setattr__(self, "policy", rules)
         with suppress(Pinned):
             policy(self.policy, recipe(self.recipe))
         check_choices(self)
@@ -242,10 +244,6 @@ class TrainConfig:
 def _recipe_text(value: Any) -> str:
     """What the config holds of a recipe: its name, its file with the file's hash, or itself, spelled out."""
     return spell_recipe(value) if isinstance(value, Recipe) else pin(value)
-
-
-def _policy_text(value: Any) -> str:
-    return spell_policy(value) if isinstance(value, Policy) else pin(read_policy(value))
 
 
 GUARDED = (

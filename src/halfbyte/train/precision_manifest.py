@@ -190,16 +190,13 @@ def native_sites(
     `experts` have native GEMMs."""
     found = []
     for site in manifest.sites:
-        if (site.backend == TILES and _by_units(site)) if experts else site.backend == "native":
+        by_units = any(gemm.multiplied_by == "native" for gemm in site.gemms.values())
+        if (site.backend == TILES and by_units) if experts else site.backend == "native":
             first, last = site.layers
             layered = site.path.startswith("layers/")
             where = f"{site.path}, layers {first} to {last - 1}" if layered else site.path
             found.append((where, resolved.at(site.path, first if layered else None), site.on_device))
     return found
-
-
-def _by_units(site: Site) -> bool:
-    return any(gemm.multiplied_by == "native" for gemm in site.gemms.values())
 
 
 def _spans(site: models.GemmSite, resolved: Resolved, layers: int) -> list[tuple[int, int, Recipe]]:

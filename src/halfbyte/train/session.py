@@ -66,6 +66,8 @@ class Session:
     source: Source
     preflight: Preflight
     console: Console
+    say: Say
+    """Prints one line, on the main process only."""
     is_main: bool
     energy: Energy
 
@@ -81,18 +83,15 @@ class Session:
             self.config, phase.resolved(self.config), phase.recipe, seq=self.source.seq, device=device
         )
 
-    def say(self, text: str) -> None:
-        """Print one line, on the main process only."""
-        if self.is_main:
-            self.console.print(text, soft_wrap=True, markup=False, highlight=False)
-
 
 def open_session(config: TrainConfig, directory: Path, *, console: Console, allow_change: bool) -> Session:
     """Check config, data, mesh and memory. Raises ValueError at the first thing that is wrong."""
     is_main = jax.process_index() == 0
-    say: Say = (
-        (lambda text: console.print(text, soft_wrap=True, markup=False, highlight=False)) if is_main else _nothing
-    )
+
+    def say(text: str) -> None:
+        if is_main:
+            console.print(text, soft_wrap=True, markup=False, highlight=False)
+
     found = look_at(directory, config, allow_change=allow_change, say=say)
     mesh = run_mesh(config)
     source = open_source(config)
@@ -101,11 +100,7 @@ def open_session(config: TrainConfig, directory: Path, *, console: Console, allo
     device = lookup(jax.local_devices()[0])
     preflight = check(config, mesh, seq=source.seq, device=device, memory=memory_of(jax.local_devices()[0]))
     counted = energy(jax.local_devices())
-    return Session(config, found, content, allow_change, mesh, source, preflight, console, is_main, counted)
-
-
-def _nothing(text: str) -> None:
-    pass
+    return Session(config, found, content, allow_change, mesh, source, preflight, console, say, is_main, counted)
 
 
 def show_start(session: Session) -> None:
