@@ -11,12 +11,10 @@ layers of Qwen3-30B-A3B, 8 x 4096 tokens, policy `experts`, by recipe, in a loop
 milliseconds, shares by kind, the longest kernels.
 """
 
-import argparse
 import dataclasses
 import importlib.util
 import itertools
 import json
-import statistics
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -29,6 +27,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tyro
+from kernel_timing import Case, run_cases, write
 
 from halfbyte import bench, kernels, ops
 from halfbyte.bench.fitting import bytes_needed
@@ -200,7 +200,7 @@ def check(out: Path) -> dict[str, Any]:
         ran = {what: run(*args) for what, (run, args) in done.items() if what != "alone"}
         found[name] = compared(given, ran | {"alone": done["alone"][0]})
         print(json.dumps({"recipe": name, "seconds": round(time.perf_counter() - begun), **found[name]}), flush=True)
-        write(out, "check", found)
+        write(out, {"check": found})
 
     begun = time.perf_counter()
     with ThreadPoolExecutor(16) as pool:
@@ -212,17 +212,6 @@ def check(out: Path) -> dict[str, Any]:
         for name in list(compiling):
             finish(name)
     return found
-
-
-def seconds(fn: Callable[..., Any], *args: Any, calls: int = 8) -> float:
-    """Of one call: the median of three runs of so many."""
-    jax.block_until_ready(fn(*args))
-    took = []
-    for _ in range(3):
-        begun = time.perf_counter()
-        jax.block_until_ready([fn(*args) for _ in range(calls)][-1])
-        took.append((time.perf_counter() - begun) / calls)
-    return statistics.median(took)
 
 
 TRIED = {
@@ -250,13 +239,11 @@ def speed(out: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"rows": rows, "true rows": PEAK_ROWS, "largest group": int(counts.max())}
     if importlib.util.find_spec("tokamax") is None:
         found["tokamax"] = "not installed here"
-    with ThreadPoolExecutor(16) as pool:
-        compiling = {name: pool.submit(compiled, *job) for name, job in jobs.items()}
-    ready = list(compiling.items())  # all are: who compiles beside a clock disturbs it
-    for name, job in (*ready[:1], *ready):  # the first one warms the card up
-        found[name] = rate(2 * PEAK_ROWS * WIDTH * HIDDEN, job.result, jobs[name][1])
-        print(name, found[name], flush=True)
-        write(out, "speed", found)
+    work = 2.0 * PEAK_ROWS * WIDTH * HIDDEN
+    cases = [Case(name, (), "", fn, [args], work, "TFLOP/s") for name, (fn, args) in jobs.items()]
+    for row in run_cases(cases, 16):
+        found[row["kernel"]] = row["error"] if "error" in row else round(row["rate"], 1)
+    write(out, {"speed": found})
     return found
 
 
@@ -306,26 +293,16 @@ def raggeds(x: jax.Array, w: jax.Array, dy: jax.Array, sizes: jax.Array) -> Iter
         yield "tokamax fprop, drawn groups", (tokamax.ragged_dot, (x, w, sizes))
 
 
-def compiled(fn: Callable[..., Any], args: tuple[jax.Array, ...]) -> Any:
-    return jax.jit(fn).lower(*args).compile()
-
-
-def rate(flops: int, ready: Callable[[], Any], args: tuple[jax.Array, ...]) -> float | str:
-    """TFLOP/s, or what went wrong."""
-    try:
-        return round(flops / seconds(ready(), *args) / 1e12, 1)
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error)[:300]}"
-
-
-def step(out: Path, recipes: list[str], unrolls: list[int]) -> dict[str, Any]:
-    """Of each recipe: milliseconds a step, shares by kind, and the longest kernels."""
+def step(out: Path, recipes: str = "bf16", unroll: str = "1,0") -> dict[str, Any]:
+    """Of each of `recipes` and each `unroll` (layers a turn of the loop; 0: all, no loop), several with commas:
+    milliseconds a step, shares by kind, and the longest kernels.
+    """
     command.prepare(STEP)
     found: dict[str, Any] = {}
-    for recipe_name, unroll in itertools.product(recipes, unrolls):
-        one = found[f"{recipe_name}, unroll {unroll}"] = captured(recipe_name, unroll)
-        write(out, "step", found)
-        print(recipe_name, "unroll", unroll, {name: each for name, each in one.items() if name != "longest"})
+    for recipe_name, turns in itertools.product(recipes.split(","), unroll.split(",")):
+        one = found[f"{recipe_name}, unroll {turns}"] = captured(recipe_name, int(turns))
+        write(out, {"step": found})
+        print(recipe_name, "unroll", turns, {name: each for name, each in one.items() if name != "longest"})
         print(*one["longest"], sep="\n", flush=True)
     return found
 
@@ -378,25 +355,6 @@ def longest(trace: Path, program_text: str) -> list[tuple[float, int, str, str, 
     return [(round(took[key], 2), calls[key] // STEPS, *key) for key in first]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("check", "speed", "step"))
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--recipes", default="bf16", help="of step, several with commas")
-    parser.add_argument("--unroll", default="1,0", help="of step: layers a turn of the loop; 0: all, no loop")
-    args = parser.parse_args()
-    if args.what == "step":
-        found = step(args.out, args.recipes.split(","), [int(text) for text in args.unroll.split(",")])
-    else:
-        found = check(args.out) if args.what == "check" else speed(args.out)
-    write(args.out, args.what, found)
-    print(json.dumps(found, indent=1))
-
-
-def write(out: Path, what: str, found: dict[str, Any]) -> None:
-    about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
-    out.write_text(json.dumps({**about, what: found}, indent=1) + "\n", encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    commands = {"check": check, "speed": speed, "step": step}
+    print(json.dumps(tyro.extras.subcommand_cli_from_dict(commands, description=__doc__), indent=1))

@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-from league_grid import BATCH, SEQ, VOCABULARY, Job, outcome, refuse_other_plan, run_all, write
+from league_grid import BATCH, SEQ, VOCABULARY, Job, outcome, refuse_other_plan, run_all, run_of, write
 
 from halfbyte.models import LlamaConfig, count_params
-from halfbyte.optim import OptimizerConfig
 from halfbyte.parity.arms import BASELINE, CANDIDATE, TWIN, Arm
 from halfbyte.parity.statistics import equivalence_p, over_seeds
-from halfbyte.train import CheckpointConfig, LogConfig, TrainConfig, ValidationConfig
 
 FOLDER = Path(__file__).parents[1] / "docs" / "evidence" / "experts"
 STEPS, RATE, MARGIN, SEEDS = 1500, 2e-3, 0.005, (0, 1, 2)
@@ -35,16 +33,6 @@ ARMS = (
 )
 
 
-def base_run(data: str, steps: int) -> TrainConfig:
-    """What all arms share."""
-    return TrainConfig(
-        name="experts", model=MODEL, data=data, steps=steps, batch=BATCH, seq=SEQ,
-        optimizer=OptimizerConfig(learning_rate=RATE, schedule="cosine", warmup=0.05, final=0.1),
-        validation=ValidationConfig(every=-(-steps // 2), batches=0), checkpoint=CheckpointConfig(every=0, keep_last=1),
-        log=LogConfig(every=max(1, steps // 40), tensorboard=False),
-    )  # fmt: skip
-
-
 def plan() -> dict[str, Any]:
     """Everything that is fixed before the first step, as data."""
     about = {"margin": MARGIN, "seeds": SEEDS, "steps": STEPS, "batch": BATCH, "seq": SEQ, "learning_rate": RATE}
@@ -57,7 +45,7 @@ def plan() -> dict[str, Any]:
 def run(data: str, out: Path, slots: int = 7, minutes: float = 9.0, steps: int = STEPS) -> None:
     """Fewer `steps`, to see that a run starts; they are not collected."""
     refuse_other_plan(FOLDER, plan())
-    base = base_run(data, steps)
+    base = run_of("experts", MODEL, rate=RATE, data=data, steps=steps, validated=-(-steps // 2))
     jobs = [
         Job(out / f"{arm.name}-{seed}", arm.configure(base, seed), "experts")
         for arm in ARMS

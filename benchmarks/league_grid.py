@@ -113,15 +113,20 @@ def steps_of(cell: str) -> int:
     return round(parameters(size) * int(ratio) / (BATCH * SEQ))
 
 
-def base_run(cell: str, *, rate: float, data: str) -> TrainConfig:
-    """What all arms of a cell share."""
-    size, steps = cell.split("@")[0], steps_of(cell)
+def run_of(name: str, model: LlamaConfig, *, rate: float, data: str, steps: int, validated: int) -> TrainConfig:
+    """What all arms of a study share; `validated` so many steps apart."""
     return TrainConfig(
-        name=f"league-{cell.replace('@', '-')}", model=model_of(size), data=data, steps=steps, batch=BATCH, seq=SEQ,
+        name=name, model=model, data=data, steps=steps, batch=BATCH, seq=SEQ,
         optimizer=OptimizerConfig(learning_rate=rate, schedule="cosine", warmup=0.05, final=0.1),
-        validation=ValidationConfig(every=steps, batches=0), checkpoint=CheckpointConfig(every=0, keep_last=1),
+        validation=ValidationConfig(every=validated, batches=0), checkpoint=CheckpointConfig(every=0, keep_last=1),
         log=LogConfig(every=max(1, steps // 40), tensorboard=False),
     )  # fmt: skip
+
+
+def base_run(cell: str, *, rate: float, data: str) -> TrainConfig:
+    """What all arms of a cell share."""
+    name, model, steps = f"league-{cell.replace('@', '-')}", model_of(cell.split("@")[0]), steps_of(cell)
+    return run_of(name, model, rate=rate, data=data, steps=steps, validated=steps)
 
 
 def plan() -> dict[str, Any]:
