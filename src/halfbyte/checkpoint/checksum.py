@@ -9,7 +9,6 @@ enters, so that swapped elements change it too. Sums of integers do not depend o
 word on every mesh.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,8 +92,3 @@ def inspect(tree: Any) -> dict[str, Inspected]:
         name: Inspected("".join(f"{int(word):08x}" for word in words), int(count))
         for name, (words, count) in found.items()
     }
-
-
-def disagreements(stored: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
-    """Names whose checksum is not the stored one, sorted."""
-    return sorted(name for name in stored if found.get(name) != stored[name])

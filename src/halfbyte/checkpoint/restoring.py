@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from .beside import GoneCheckpoint, looked_up, reading
-from .checksum import disagreements, inspect, named_leaves
+from .checksum import inspect, named_leaves
 from .files import MOST_AROUND, check_file_list, check_readable
 from .record import (
     DamagedCheckpoint,
@@ -184,7 +184,7 @@ def _verify(record: Record, loaded: Mapping[str, Any]) -> None:
     for item, flat in loaded.items():
         stored = {name: leaf["checksum"] for name, leaf in record.leaves[item].items()}
         found = {name.replace(".", "/"): facts for name, facts in inspect(flat).items()}
-        wrong = disagreements(stored, {name: facts.checksum for name, facts in found.items()})
+        wrong = sorted(name for name in stored if name not in found or found[name].checksum != stored[name])
         if wrong:
             raise DamagedCheckpoint(
                 f"checksum differs in {', '.join(f'{item}/{name}' for name in wrong[:4])} ({len(wrong)} arrays)"
