@@ -25,11 +25,6 @@ def float_of_bits(bits: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def power_of_two_below(x: jax.Array) -> jax.Array:
-    """The largest power of two <= x, for positive normal float32 x."""
-    return float_of_bits(lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7F80_0000))
-
-
 def copy_sign(magnitude: jax.Array, bits: jax.Array) -> jax.Array:
     """magnitude (non-negative float32) with the sign of the float whose bits are given; -0.0 keeps its sign."""
     return float_of_bits(lax.bitcast_convert_type(magnitude, jnp.uint32) | (bits & jnp.uint32(SIGN)))

@@ -25,7 +25,7 @@ from .bits import EXPONENT, float32_bits, float_of_bits
 from .choices import deviation, in_order
 from .elements import Element
 from .exact import INFINITY_BITS, divide, reduce_factor, times
-from .outer import NEIGHBOURS, block_axis, group_sums, step
+from .outer import NEIGHBOURS, block_axis, per_group, step
 from .scales import Blocks, BlockScales, TwoLevel
 from .views import BlockView
 
@@ -104,7 +104,7 @@ class Eden(ByDivision):
         self, scales: BlockScales, scaled: jax.Array, rounded: jax.Array, view: BlockView, uniform: jax.Array
     ) -> BlockScales:
         """The scales to decode with, from z, q and a uniform number in [0, 1) for each block."""
-        square, cross = (group_sums(in_order(t, view), view) for t in (scaled * scaled, scaled * rounded))
+        square, cross = (per_group(in_order(t, view), view, jnp.add) for t in (scaled * scaled, scaled * rounded))
         ratio = float_of_bits(divide(float32_bits(square), float32_bits(cross)))
         wanted = scales.values * jnp.where(cross == 0, jnp.float32(1), ratio)
         below, gap = _grid_below(self.scale, jnp.minimum(wanted, jnp.float32(self.scale.max)))

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from .bits import EXPONENT, MAGNITUDE, SIGN, copy_sign, float32_bits, float_of_bits, power_of_two_below
+from .bits import EXPONENT, MAGNITUDE, SIGN, copy_sign, float32_bits, float_of_bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,8 @@ def round_stochastic_e2m1(magnitude: jax.Array, noise: jax.Array) -> Rounded:
     bias is -step / 512 on average, at most step / 256, and a < 1/512 always gives 0, as in the hardware's convert.
     """
     magnitude = jnp.where(magnitude <= jnp.float32(6), magnitude, jnp.float32(6))
-    step = jnp.maximum(power_of_two_below(magnitude), jnp.float32(1)) * jnp.float32(0.5)
+    binade = float_of_bits(float32_bits(magnitude) & jnp.uint32(EXPONENT))
+    step = jnp.maximum(binade, jnp.float32(1)) * jnp.float32(0.5)
     shifted = magnitude + step * (noise.astype(jnp.int32).astype(jnp.float32) * jnp.float32(1 / 256))
     shifted = jnp.minimum(shifted, jnp.float32(6))
     half = (shifted >= jnp.float32(0.5)).astype(jnp.uint32)

@@ -73,13 +73,11 @@ def multiply_high_low(a: int, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     return a1 * b1 + (cross >> 16) + (middle >> 16), jnp.uint32(a) * b
 
 
-def philox4x32(
-    counter: tuple[jax.Array, ...], key: tuple[jax.Array, jax.Array], *, rounds: int = 10
-) -> tuple[jax.Array, ...]:
+def philox4x32(counter: tuple[jax.Array, ...], key: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
     """Four uint32 words for each 128-bit counter (Salmon et al., 2011)."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(rounds):
+    for _ in range(10):
         high0, low0 = multiply_high_low(0xD251_1F53, c0)
         high1, low1 = multiply_high_low(0xCD9E_8D57, c2)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
@@ -110,11 +108,8 @@ class _Numbers(NamedTuple):
 def _index(shape: tuple[int, ...], axis: int, offset: Offset) -> jax.Array:
     """uint32 [shape]: the place along `axis`; from an iota, so that every shard makes its own."""
     place = lax.broadcasted_iota(jnp.uint32, shape, axis)
-    return place if _is_zero(offset) else place + jnp.asarray(offset).astype(jnp.uint32)
-
-
-def _is_zero(offset: Offset) -> bool:
-    return isinstance(offset, int) and offset == 0
+    begins = isinstance(offset, int) and offset == 0
+    return place if begins else place + jnp.asarray(offset).astype(jnp.uint32)
 
 
 def _rows(shape: tuple[int, ...], offset: Sequence[Offset], whole: tuple[int, ...]) -> jax.Array:

@@ -29,12 +29,8 @@ def block_axis(view: BlockView) -> int:
     return inside - 1
 
 
-def group_sums(values: jax.Array, view: BlockView) -> jax.Array:
-    """Sums over each 128 neighbours of what blocks have, in order, one a block again."""
-    return _per_group(values, view, jnp.add)
-
-
-def _per_group(values: jax.Array, view: BlockView, join: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+def per_group(values: jax.Array, view: BlockView, join: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+    """What blocks have, joined in order over each 128 neighbours (their sums, their maxima), one a block again."""
     axis = block_axis(view)
     count = NEIGHBOURS // view.shape[axis + 1]
     size = values.shape[axis]
@@ -66,5 +62,5 @@ def outer_maxima(largest: jax.Array, view: BlockView, outer: str) -> jax.Array:
     if outer == "tensor":
         return jnp.max(largest)
     if outer == "128":
-        return _per_group(largest, view, jnp.maximum)
+        return per_group(largest, view, jnp.maximum)
     return jnp.broadcast_to(jnp.max(largest, axis=contracted(view), keepdims=True), largest.shape)
