@@ -11,7 +11,6 @@ import pytest
 
 from halfbyte.cli.main import main
 from halfbyte.data import open_dataset, prepare
-from halfbyte.data.shards import OpenReaders
 
 PANIC = {
     "version": "1.0",
@@ -60,14 +59,6 @@ def test_a_replaced_shard_is_another_file(tmp_path, text):
     prepare(text, tokenizer="bytes", out=tmp_path / "set", seq_len=16, val_fraction=0.0, overwrite=True)
     after = open_dataset(first).read_rows("train")
     assert before.tobytes() != after.tobytes()
-
-
-def test_readers_that_are_not_used_are_put_away(prepared, monkeypatch):
-    monkeypatch.setattr("halfbyte.data.shards.most_open", lambda: 2)
-    readers, shards = OpenReaders(), sorted(prepared.glob("*.array_record"))
-    for shard in shards * 2:
-        assert readers.get(shard).num_records() > 0
-    assert len(readers._open) == 2 and len(shards) > 2
 
 
 @pytest.mark.parametrize("target", ["there", "dangling"])

@@ -209,7 +209,7 @@ HOSTILE = {
 def test_a_hostile_table_is_one_paragraph(tmp_path, capfd, monkeypatch, kind):
     monkeypatch.setattr(tables, "MOST_TEXT", 2000)
     monkeypatch.setattr(tables, "FREE_EXPANSION", 1 << 20 if kind == "bomb" else 64 << 20)
-    monkeypatch.setattr(tables, "EXPANSION", 10)
+    monkeypatch.setattr(tables, "MOST_EXPANSION", 10)
     (tmp_path / "in").mkdir()
     given = HOSTILE[kind](tmp_path / "in")
     assert main(["data", "prepare", str(given), "--tokenizer", "bytes", "--out", str(tmp_path / "out")]) == 2

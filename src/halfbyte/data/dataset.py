@@ -158,14 +158,10 @@ def _check_listing(directory: Path, manifest: Manifest) -> None:
 def _check_sizes(directory: Path, manifest: Manifest) -> None:
     for shard in manifest.shards:
         size = (directory / shard.file).stat().st_size
-        if size < shard.bytes:
-            raise ValueError(
-                f"{directory / shard.file}: shard truncated, {size} of {shard.bytes} bytes; {_again(directory)}"
-            )
-        if size > shard.bytes:
-            raise ValueError(
-                f"{directory / shard.file}: shard changed, {size} bytes instead of {shard.bytes}; {_again(directory)}"
-            )
+        if size != shard.bytes:
+            what = "shard truncated" if size < shard.bytes else "shard changed"
+            said = f"{what}, {size} bytes instead of {shard.bytes}"
+            raise ValueError(f"{directory / shard.file}: {said}; {_again(directory)}")
 
 
 def _check_tokenizer(directory: Path, manifest: Manifest) -> None:

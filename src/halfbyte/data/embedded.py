@@ -4,10 +4,8 @@ Addresses on the State of the Union, public domain (see demo/PROVENANCE.md), wit
 them. Some addresses are held out, whole, for validation.
 """
 
-import contextlib
 import hashlib
 import sys
-from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 
@@ -42,26 +40,14 @@ def demo_dataset(cache_dir: str | Path | None = None, *, seq_len: int = 128) -> 
         except ValueError as error:
             print(f"the cached demo data set is damaged and is prepared again: {error}", file=sys.stderr)
             overwrite = True
-    with _writable(root):
-        prepare(
-            [train],
-            tokenizer=tokenizer,
-            out=place,
-            seq_len=seq_len,
-            validation=[validation],
-            default_source=SOURCE,
-            workers=1,
-            overwrite=overwrite,
-        )
-    return open_dataset(place)
-
-
-@contextlib.contextmanager
-def _writable(root: Path) -> Iterator[None]:
     try:
-        yield
+        prepare(
+            [train], tokenizer=tokenizer, out=place, seq_len=seq_len, validation=[validation], default_source=SOURCE,
+            workers=1, overwrite=overwrite,
+        )  # fmt: skip
     except OSError as error:
         raise ValueError(
             f"the demo data set cannot be written into {root} ({error.strerror}); "
             "set HALFBYTE_CACHE to a directory that can be written"
         ) from error
+    return open_dataset(place)

@@ -23,18 +23,14 @@ from halfbyte.data.splitting import TRAIN, VALIDATION
 MOST_TOKENS = 50_000_000  # of training text; beyond it, rows at even distances are counted, which costs no accuracy
 
 
-def ngram_baselines(
-    data: Dataset | Mixture, *, source: str | None = None, max_rows: int | None = None
-) -> dict[str, float]:
-    """{"unigram", "bigram"}: nats a token on the validation targets (those that are not -1), all or of one source.
-
-    `max_rows` scores only the first rows, as a validation that stops early does. A mixture is counted as if every row
-    were read once; weights do not enter.
+def ngram_baselines(data: Dataset | Mixture) -> dict[str, float]:
+    """{"unigram", "bigram"}: nats a token on the validation targets (those that are not -1). A mixture is counted as if
+    every row were read once; weights do not enter.
     """
     mixture = as_mixture(data)
     vocab = mixture.vocab_size
-    contexts, words = _pairs(mixture, TRAIN, None, None)
-    held_contexts, held_words = _pairs(mixture, VALIDATION, source, max_rows)
+    contexts, words = _pairs(mixture, TRAIN)
+    held_contexts, held_words = _pairs(mixture, VALIDATION)
     if len(held_words) == 0:
         raise ValueError(
             f"{mixture.datasets[0].directory}: no validation targets to score; prepare with a validation split"
@@ -44,10 +40,10 @@ def ngram_baselines(
     return {"unigram": float(-np.log(unigram[held_words]).mean()), "bigram": float(-np.log(bigram).mean())}
 
 
-def _pairs(mixture: Mixture, split: str, source: str | None, max_rows: int | None) -> tuple[np.ndarray, np.ndarray]:
+def _pairs(mixture: Mixture, split: str) -> tuple[np.ndarray, np.ndarray]:
     """(context, target) of every scored target, int64."""
     contexts, words = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    for rows in _blocks(mixture, split, source, max_rows):
+    for rows in _blocks(mixture, split):
         batch = rows_to_batch(rows)
         scored = batch["targets"] != IGNORE
         contexts.append(batch["tokens"][scored].astype(np.int64))
@@ -55,15 +51,11 @@ def _pairs(mixture: Mixture, split: str, source: str | None, max_rows: int | Non
     return np.concatenate(contexts), np.concatenate(words)
 
 
-def _blocks(mixture: Mixture, split: str, source: str | None, max_rows: int | None) -> Iterator[np.ndarray]:
-    chosen = [d for d in mixture.datasets if d.num_rows(split, source)]
-    tokens = sum(d.manifest.tokens(split) for d in chosen)
+def _blocks(mixture: Mixture, split: str) -> Iterator[np.ndarray]:
+    tokens = sum(d.manifest.tokens(split) for d in mixture.datasets)
     stride = -(-tokens // MOST_TOKENS) if split == TRAIN and tokens else 1
-    left = max_rows if max_rows is not None else sum(d.num_rows(split, source) for d in chosen)
-    for dataset in chosen:
-        for rows in dataset.rows(split, source).blocks(stride):
-            yield rows[:left]
-            left = max(0, left - len(rows))
+    for dataset in mixture.datasets:
+        yield from dataset.rows(split).blocks(stride)
 
 
 def _bigram(pairs: np.ndarray, contexts: np.ndarray, words: np.ndarray, unigram: np.ndarray) -> np.ndarray:

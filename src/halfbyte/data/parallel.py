@@ -29,7 +29,9 @@ class ChunkRunner:
         if engine == "ray" and workers is not None:
             raise ValueError(f"workers {workers} with engine ray: the cluster has its own number of them; leave it out")
         self._engine = engine
-        self._here = workers or (1 if total_bytes < SMALL_INPUT else _cores())
+        # All cores where the system does not say which this process may use (macOS).
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._here = workers or (1 if total_bytes < SMALL_INPUT else cores)
         self._pool: RayPool | ProcessPool | None = None
 
     def __enter__(self) -> Runner:
@@ -80,11 +82,6 @@ class ProcessPool:
 
     def close(self) -> None:
         self._executor.shutdown(cancel_futures=True)
-
-
-def _cores() -> int:
-    """Cores this process may use; where the system does not say (macOS), all of them."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _begin_worker() -> None:

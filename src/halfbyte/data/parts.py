@@ -44,7 +44,8 @@ class Parts:
         self.request = {**settings, "files": [[file.name, file.size] for file in files]}
         self._numbers = {file.path: number for number, file in enumerate(files)}
         self._digest = functools.cache(sha256_of)
-        if _begun(self.folder) and canonical(_request_in(self.folder)) != canonical(self.request):
+        begun = self.folder.exists() and any(not path.name.startswith(".") for path in self.folder.iterdir())
+        if begun and canonical(_request_in(self.folder)) != canonical(self.request):
             raise ValueError(
                 f"{self.folder}: holds parts of another request (other settings, or files of other names and sizes); "
                 "remove it, or give the arguments that its parts had"
@@ -101,11 +102,6 @@ def _naming(place: Path) -> Iterator[None]:
         yield
     except (RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
         raise ValueError(f"{place}: damaged ({error}); remove it, and it is made again") from error
-
-
-def _begun(folder: Path) -> bool:
-    """Whether a part has said in it whose it is; another that begins just now has made the folder alone."""
-    return folder.exists() and any(not path.name.startswith(".") for path in folder.iterdir())
 
 
 def _request_in(folder: Path) -> Any:

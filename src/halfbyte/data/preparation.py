@@ -20,7 +20,7 @@ from halfbyte.data.encoding import Encoder, parts_of, summarize, text_key
 from halfbyte.data.files import Chunk, InputFile, chunks, is_blank, sha256_of
 from halfbyte.data.manifest import FILE, SHARD_SUFFIX, TOKENIZER_FILE, Manifest, canonical, read_manifest
 from halfbyte.data.parallel import ChunkRunner, Runner
-from halfbyte.data.parts import SUMMARY, TOKENS, Parts
+from halfbyte.data.parts import SUMMARY, TOKENS
 from halfbyte.data.progress import Meter
 from halfbyte.data.shards import SHARD_BYTES
 from halfbyte.data.sinks import Sinks
@@ -72,26 +72,26 @@ def prepare(
     begun = time.monotonic()
     _check_numbers(seq_len=seq_len, workers=workers, shard_bytes=shard_bytes)
     asked = asking.asked(files, tokenizer, out, reading)
-    out, inputs, held_out, given = asked.out, asked.inputs, asked.held_out, asked.tokenizer
+    out, given = asked.out, asked.tokenizer
     clear_left(out)
     request: dict[str, Any] = asked.settings | {
         "seq_len": seq_len,
         "shard_bytes": shard_bytes,
         "bpe_bytes": None if given else bpe_bytes,
-        "inputs": _fingerprints(inputs, progress=progress),
-        "validation": _fingerprints(held_out, progress=progress),
+        "inputs": _fingerprints(asked.inputs, progress=progress),
+        "validation": _fingerprints(asked.held_out, progress=progress),
     }
     _check_apart(request)
     if (existing := _existing(out, request, overwrite=overwrite, progress=progress)) is not None:
         return Prepared(out, existing, False, time.monotonic() - begun)
     with Staging(out) as staging, ChunkRunner(workers, asked.size, engine=engine) as run:
-        job = _Job(run, asked.parts, asked.settings, progress)
-        rule = job.split_rule(inputs, always=given is None)
-        made = given or job.train_tokenizer(inputs, rule, bpe_size(str(tokenizer)) or 0, bpe_bytes)
-        manifest = job.write(staging, inputs, held_out, made, rule, request)
+        job = _Job(run, asked, progress)
+        rule = job.split_rule(always=given is None)
+        made = given or job.train_tokenizer(rule, bpe_size(str(tokenizer)) or 0, bpe_bytes)
+        manifest = job.write(staging, made, rule, request)
         if not publish(staging, out, replace=overwrite):  # another process was first: with the same request, or raise
             return Prepared(out, _made_meanwhile(out, request, progress), False, time.monotonic() - begun)
-    blank = tuple(file.name for file in [*inputs, *held_out] if is_blank(file))
+    blank = tuple(file.name for file in asked.inputs + asked.held_out if is_blank(file))
     return Prepared(out, manifest, True, time.monotonic() - begun, blank)
 
 
@@ -112,8 +112,7 @@ def prepare_part(
     if asked.tokenizer is None:
         raise ValueError(f"--part with --tokenizer {tokenizer}: it is trained on all files; name a tokenizer.json")
     with ChunkRunner(workers, asked.size // part[1], engine=how.get("engine", "processes")) as run:
-        job = _Job(run, asked.parts, asked.settings, how.get("progress", False))
-        return job.make_part(part, asked.inputs, asked.held_out, asked.tokenizer)
+        return _Job(run, asked, how.get("progress", False)).make_part(part, asked.tokenizer)
 
 
 def _made_meanwhile(out: Path, request: dict[str, Any], progress: bool) -> Manifest:
@@ -160,7 +159,9 @@ def _existing(out: Path, request: dict[str, Any], *, overwrite: bool, progress: 
         return None
     if not out.is_dir():
         raise ValueError(f"{out}: exists and is no directory; choose another --out")
-    if not (out / FILE).is_file() or (strangers := _strangers(out)):
+    ours = (FILE, TOKENIZER_FILE)
+    strangers = sorted(p.name for p in out.iterdir() if p.name not in ours and p.suffix != SHARD_SUFFIX)
+    if not (out / FILE).is_file() or strangers:  # while there are any, nothing there is replaced
         other = f", it also holds {strangers[0]}" if (out / FILE).is_file() else ""
         raise ValueError(f"{out}: exists and is not a prepared data set alone{other}; choose another --out")
     if overwrite:
@@ -176,26 +177,22 @@ def _existing(out: Path, request: dict[str, Any], *, overwrite: bool, progress: 
     return open_dataset(out, progress=progress).manifest
 
 
-def _strangers(out: Path) -> list[str]:
-    """Names in `out` that no preparation has written; while there are any, nothing there is replaced."""
-    return sorted(p.name for p in out.iterdir() if p.name not in (FILE, TOKENIZER_FILE) and p.suffix != SHARD_SUFFIX)
-
-
 class _Job:
     """The steps of one preparation; `run` maps over chunks in order, `parts` has what others have made."""
 
-    def __init__(self, run: Runner, parts: Parts, settings: Mapping[str, Any], progress: bool):
-        self.run, self.parts, self.progress = run, parts, progress
-        self.default_source, self.fraction = settings["default_source"], settings["val_fraction"]
+    def __init__(self, run: Runner, asked: asking.Asked, progress: bool):
+        self.run, self.progress, self.size = run, progress, asked.size
+        self.inputs, self.held_out, self.parts = asked.inputs, asked.held_out, asked.parts
+        self.default_source, self.fraction = asked.settings["default_source"], asked.settings["val_fraction"]
         self.text_keys: dict[Path, int] = {}
         self.total_text = 0
 
-    def split_rule(self, inputs: Sequence[InputFile], *, always: bool) -> SplitRule:
+    def split_rule(self, *, always: bool) -> SplitRule:
         """The rule of the request, after a first reading of every file; without one if nothing asks for it."""
         if self.fraction == 0.0 and not always:
             return SplitRule()
-        with Meter("reading", sum(f.size for f in inputs), shown=self.progress) as meter:
-            summaries = merge_summaries(self._summaries(inputs, meter))
+        with Meter("reading", sum(f.size for f in self.inputs), shown=self.progress) as meter:
+            summaries = merge_summaries(self._summaries(self.inputs, meter))
         self.total_text = sum(summary.size for summary in summaries.values())
         return SplitRule(self.fraction, summaries)
 
@@ -231,33 +228,29 @@ class _Job:
         yield from self.parts.read(stage, file, rule=rule)
         meter.advance(file.size)
 
-    def make_part(
-        self, part: tuple[int, int], inputs: Sequence[InputFile], held_out: Sequence[InputFile], tokenizer: Tokenizer
-    ) -> bool:
+    def make_part(self, part: tuple[int, int], tokenizer: Tokenizer) -> bool:
         """Keep what is asked of every N-th file: summaries, and, once those of all files are there, tokens."""
         self.parts.begin()
-        mine = [file for number, file in enumerate([*inputs, *held_out]) if number % part[1] == part[0] - 1]
+        mine = [*self.inputs, *self.held_out][part[0] - 1 :: part[1]]
         if self.fraction:
             with Meter("reading", sum(f.size for f in mine), shown=self.progress) as meter:
                 for file in (file for file in mine if not self.parts.has(SUMMARY, file)):
                     self.parts.write(SUMMARY, file, self._summaries([file], meter), rule=NO_RULE)
-        if self.fraction and not all(self.parts.has(SUMMARY, file) for file in inputs):
+        if self.fraction and not all(self.parts.has(SUMMARY, file) for file in self.inputs):
             return False
-        rule = self.split_rule(inputs, always=False)
-        tokenizer.save(self.parts.folder / TOKENIZER_FILE)
-        encoder = self._encoder(self.parts.folder, tokenizer, rule)
+        encoder = self._encoder(self.parts.folder, tokenizer, self.split_rule(always=False))
         with Meter("tokenizing", sum(f.size for f in mine), shown=self.progress) as meter:
             for file in (file for file in mine if not self.parts.has(TOKENS, file)):
-                way = encoder if file in inputs else encoder.held_out()
+                way = encoder if file in self.inputs else encoder.held_out()
                 found = self.run(way.encode, self._chunks([file], meter))
                 self.parts.write(TOKENS, file, (runs for _, runs in found), rule=way.rule)
         return True
 
-    def train_tokenizer(self, inputs: Sequence[InputFile], rule: SplitRule, size: int, limit: int) -> Tokenizer:
+    def train_tokenizer(self, rule: SplitRule, size: int, limit: int) -> Tokenizer:
         """A BPE of `size` from the training side of the documents, or of a fixed sample of them."""
         share = min(1.0, limit / max(self.total_text, 1))
-        with Meter("training the tokenizer", sum(f.size for f in inputs), shown=self.progress) as meter:
-            return train_bpe(self._sample(self._chunks(inputs, meter), rule, share), size)
+        with Meter("training the tokenizer", sum(f.size for f in self.inputs), shown=self.progress) as meter:
+            return train_bpe(self._sample(self._chunks(self.inputs, meter), rule, share), size)
 
     def _sample(self, stream: Iterable[Chunk], rule: SplitRule, share: float) -> Iterator[str]:
         """Documents at even distances: one is taken each time the running sum of `share` passes a whole number."""
@@ -280,32 +273,24 @@ class _Job:
                 )
 
     def _encoder(self, folder: Path, tokenizer: Tokenizer, rule: SplitRule) -> Encoder:
+        """How chunks become tokens, with the tokenizer in a file of the folder."""
         file = str(folder / TOKENIZER_FILE)
+        tokenizer.save(file)
         return Encoder(file, tokenizer.eos, tokenizer.bos, self.default_source, rule, TRAIN)
 
-    def write(
-        self,
-        staging: Path,
-        inputs: Sequence[InputFile],
-        held_out: Sequence[InputFile],
-        tokenizer: Tokenizer,
-        rule: SplitRule,
-        request: dict,
-    ) -> Manifest:
+    def write(self, staging: Path, tokenizer: Tokenizer, rule: SplitRule, request: dict) -> Manifest:
         """Shards, tokenizer and manifest in the staging directory."""
-        tokenizer.save(staging / TOKENIZER_FILE)
         encoder = self._encoder(staging, tokenizer, rule)
         sinks = Sinks(staging, request["seq_len"], tokenizer.vocab_size, request["shard_bytes"])
-        with Meter("tokenizing", sum(f.size for f in [*inputs, *held_out]), shown=self.progress) as meter:
-            for files, way in ((inputs, encoder), (held_out, encoder.held_out())):
+        with Meter("tokenizing", self.size, shown=self.progress) as meter:
+            for files, way in ((self.inputs, encoder), (self.held_out, encoder.held_out())):
                 for runs in self._results(TOKENS, way.encode, files, meter, way.rule):
                     sinks.take(runs)
         shards, splits = sinks.finish()
         if not any(totals.rows for totals in splits[TRAIN].values()):
-            named = ", ".join(file.name for file in inputs[:MOST_NAMED]) + ", ..." * (len(inputs) > MOST_NAMED)
-            raise ValueError(
-                f"no text for training in {len(inputs)} file(s), {named}: every document is empty or blank"
-            )
+            count, first = len(self.inputs), ", ".join(file.name for file in self.inputs[:MOST_NAMED])
+            named = first + ", ..." * (count > MOST_NAMED)
+            raise ValueError(f"no text for training in {count} file(s), {named}: every document is empty or blank")
         manifest = Manifest(
             seq_len=request["seq_len"],
             vocab_size=tokenizer.vocab_size,

@@ -17,34 +17,30 @@ class Meter:
 
     def __init__(self, label: str, total: int, *, shown: bool):
         self.label, self.total, self.done = printable(label), max(total, 1), 0
-        self._bar: rich.progress.Progress | None = None
         self._lines = shown and not sys.stderr.isatty()
         self._begun = self._said = time.monotonic()
-        if shown and sys.stderr.isatty():
-            self._bar = rich.progress.Progress(
-                rich.progress.TextColumn("{task.description}", markup=False),
-                rich.progress.BarColumn(),
-                rich.progress.DownloadColumn(binary_units=True),
-                rich.progress.TransferSpeedColumn(),
-                rich.progress.TimeRemainingColumn(),
-                console=rich.console.Console(stderr=True),
-            )
-            self._task = self._bar.add_task(self.label, total=self.total)
+        self._bar = rich.progress.Progress(
+            rich.progress.TextColumn("{task.description}", markup=False),
+            rich.progress.BarColumn(),
+            rich.progress.DownloadColumn(binary_units=True),
+            rich.progress.TransferSpeedColumn(),
+            rich.progress.TimeRemainingColumn(),
+            console=rich.console.Console(stderr=True),
+            disable=not shown or self._lines,
+        )
+        self._task = self._bar.add_task(self.label, total=self.total)
 
     def advance(self, amount: int) -> None:
         self.done += amount
-        if self._bar is not None:
-            self._bar.update(self._task, advance=amount)
-        elif self._lines and time.monotonic() - self._said >= SECONDS_BETWEEN_LINES:
+        self._bar.update(self._task, advance=amount)
+        if self._lines and time.monotonic() - self._said >= SECONDS_BETWEEN_LINES:
             self._said = time.monotonic()
             seconds = self._said - self._begun
             print(f"{self.label}: {100 * self.done / self.total:.0f}% after {seconds:.0f} s", file=sys.stderr)
 
     def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
+        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.stop()

@@ -5,10 +5,9 @@ sha256 in the manifest notices it before the first step.
 """
 
 import bisect
-import collections
 import contextlib
+import functools
 import resource
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -105,7 +104,10 @@ class Rows:
         return np.frombuffer(b"".join(parts), self.dtype)
 
     def _reader(self, shard: int) -> array_record_module.ArrayRecordReader:
-        return READERS.get(self.directory / self.shards[shard].file)
+        path = self.directory / self.shards[shard].file
+        with _naming(path):
+            found = path.stat()
+            return _kept_open(path, found.st_ino, found.st_mtime_ns)
 
 
 def open_shard(path: Path) -> array_record_module.ArrayRecordReader:
@@ -114,38 +116,18 @@ def open_shard(path: Path) -> array_record_module.ArrayRecordReader:
         return array_record_module.ArrayRecordReader(str(path), "readahead_buffer_size:0,max_parallelism:0")
 
 
-class OpenReaders:
-    """The shards that are open, over all data sets of the process: the most recently read, as many as half of the
-    process's file handles allow. A data set of thousands of shards needs no more handles than one of a hundred.
-
-    A reader that is put away while another thread reads from it lives until that read is done. A file that was
-    replaced is another file.
-    """
-
-    def __init__(self) -> None:
-        self._open: collections.OrderedDict[tuple, array_record_module.ArrayRecordReader] = collections.OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, path: Path) -> array_record_module.ArrayRecordReader:
-        with _naming(path), self._lock:
-            found = path.stat()
-            key = (path, found.st_ino, found.st_mtime_ns)
-            if key in self._open:
-                self._open.move_to_end(key)
-                return self._open[key]
-            while len(self._open) >= most_open():
-                self._open.popitem(last=False)
-            self._open[key] = open_shard(path)
-            return self._open[key]
-
-
-READERS = OpenReaders()
-
-
 def most_open() -> int:
     """Half of the file handles that this process may have, at most 4,096."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 4096 if soft == resource.RLIM_INFINITY else max(1, min(4096, soft // 2))
+
+
+@functools.lru_cache(maxsize=most_open())
+def _kept_open(path: Path, inode: int, changed_ns: int) -> array_record_module.ArrayRecordReader:
+    """A shard that is open, over all data sets of the process: the most recently read ones are. A data set of thousands
+    of shards needs no more handles than one of a hundred. A file that was replaced, by inode and time, is another file;
+    a reader that is put away while another thread reads from it lives until that read is done."""
+    return open_shard(path)
 
 
 @contextlib.contextmanager

@@ -14,14 +14,13 @@ from typing import Any
 
 from array_record.python import array_record_module
 
+from halfbyte.data.compression import FREE_EXPANSION, MOST_EXPANSION
 from halfbyte.inputs import read_json
 
 MOST_TEXT = 64 << 20
 """Bytes of one row's text, as of a line of jsonl."""
 BATCH = 1 << 20
 MOST_ROWS = 1024
-EXPANSION = 1000
-FREE_EXPANSION = 64 << 20
 SOURCE = "source"
 
 Block = tuple[bytes, int]
@@ -52,9 +51,9 @@ def _batch_rows(group: Any, name: str, wanted: list[str]) -> int:
     """Rows to read at once, about a MiB of text by what the file says of itself; ValueError where that is no text."""
     found = [group.column(i) for i in range(group.num_columns) if group.column(i).path_in_schema in wanted]
     size, stored = (sum(getattr(c, f"total_{kind}_size") for c in found) for kind in ("uncompressed", "compressed"))
-    if size > FREE_EXPANSION + EXPANSION * stored:
+    if size > FREE_EXPANSION + MOST_EXPANSION * stored:
         raise ValueError(
-            f"{name}: column {wanted[0]!r} expands more than {EXPANSION} fold ({size >> 20} MiB from {stored:,}); "
+            f"{name}: column {wanted[0]!r} expands more than {MOST_EXPANSION} fold ({size >> 20} MiB from {stored:,}); "
             "no text does: leave the file out"
         )
     if size > MOST_TEXT * group.num_rows:

@@ -112,17 +112,14 @@ def _growth(part: Any) -> float:
         pattern = part["pattern"]
         exact = pattern.get("String") if isinstance(pattern, dict) else pattern
         found = len(exact.encode("utf-8", "replace")) if isinstance(exact, str) else 0
-        written = len(content.encode("utf-8", "replace"))
-        grown *= max(1.0, written / found) if found else 1.0 + written  # an expression may match between any two
+        size = len(content.encode("utf-8", "replace"))
+        grown *= max(1.0, size / found) if found else 1.0 + size  # an expression may match between any two
     if isinstance(charsmap, str):  # of SentencePiece: a table, and the texts that it writes, each with a zero behind it
         with contextlib.suppress(ValueError):
-            grown *= max(map(len, base64.b64decode(charsmap)[4 + _table(charsmap) :].split(b"\0")), default=1) or 1
+            written = base64.b64decode(charsmap)
+            size = int.from_bytes(written[:4], "little")  # of the table, as it says itself
+            grown *= max(map(len, written[4 + size :].split(b"\0")), default=1) or 1
     return grown
-
-
-def _table(charsmap: str) -> int:
-    """Bytes of the table that a SentencePiece charsmap begins with, as it says itself."""
-    return int.from_bytes(base64.b64decode(charsmap[:8])[:4], "little")
 
 
 @contextlib.contextmanager
@@ -163,20 +160,14 @@ def load_tokenizer(path: str | Path, *, eos: str | None = None, bos: str | None 
 
 def byte_tokenizer() -> Tokenizer:
     """Id = byte value; 256 is `<|endoftext|>`."""
-    vocabulary = {_spelling(byte): byte for byte in range(256)}
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())  # a byte is spelled as itself, or by one from 256 upward
+    others = (letter for letter in letters if ord(letter) > 255)
+    vocabulary = {chr(byte) if chr(byte) in letters else next(others): byte for byte in range(256)}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([tokenizers.AddedToken(END_OF_TEXT, special=True, normalized=False)])
     return Tokenizer(tokenizer.to_str(pretty=True))
-
-
-def _spelling(byte: int) -> str:
-    """The character that byte-level BPE writes for a byte: itself if printable Latin-1, else from 256 upward."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    if byte in printable:
-        return chr(byte)
-    return chr(256 + [b for b in range(256) if b not in printable].index(byte))
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
