@@ -105,8 +105,8 @@ def test_acceptance_without_a_gpu_says_what_is_missing(few_vectors, tmp_path, ca
 
 
 def test_a_missed_line_exits_3(few_vectors, tmp_path, capfd, monkeypatch):
-    wrong = dataclasses.replace(acceptance.LINES[0], check=lambda machine: acceptance.Outcome("missed", "0.5x"))
-    broken = dataclasses.replace(acceptance.LINES[1], check=lambda machine: int("x"))
+    wrong = dataclasses.replace(acceptance.LINES[4], check=lambda gpus: acceptance.Outcome("missed", "0.5x"))
+    broken = dataclasses.replace(acceptance.LINES[5], check=lambda gpus: int("x"))
     monkeypatch.setattr(acceptance, "LINES", [wrong, broken])
     out = tmp_path / "answers.json"
     assert main(["doctor", "--accept", "--vectors", str(few_vectors), "--out", str(out), "--json"]) == 3
@@ -124,7 +124,7 @@ def test_a_mocked_step_is_compared_with_a_real_one(monkeypatch, mocked, outcome)
         return [{"recipe": "bf16", "milliseconds": mocked if "--mock-gpus" in arguments else 100.0}]
 
     monkeypatch.setattr(acceptance, "bench_rows", rows)
-    found = acceptance.mocked_beside_real(acceptance.Machine(("NVIDIA H200",) * 8))
+    found = acceptance.mocked_beside_real(["NVIDIA H200"] * 8)
     assert found.outcome == outcome and f"bf16 {100 / mocked:.3f}x" in found.figure
     assert "fsdp=8" in asked[0] and asked[1][-2:] == ("--mock-gpus", "8")
 
@@ -137,6 +137,6 @@ def test_flags_are_compared(monkeypatch, serial, outcome):
         return [{"recipe": "bf16", "milliseconds": 100.0}, {"recipe": "nvfp4", "milliseconds": times[arguments[-1]]}]
 
     monkeypatch.setattr(acceptance, "bench_rows", rows)
-    found = acceptance.flags_overlap(acceptance.Machine(("NVIDIA H200",) * 8))
+    found = acceptance.flags_overlap(["NVIDIA H200"] * 8)
     assert found.outcome == outcome
     assert f"nvfp4: recommended 100.0 ms, four 105.0 ms, serial {serial:.1f}" in found.figure

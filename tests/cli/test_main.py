@@ -12,7 +12,7 @@ import pytest
 
 import halfbyte.cli
 from halfbyte.cli import main as cli
-from halfbyte.cli.result import Result
+from halfbyte.cli.flags import help_text
 
 COMMAND = '''"""Say hello to someone.
 
@@ -51,7 +51,7 @@ def hello(tmp_path, monkeypatch):
     (tmp_path / "not_a_command.py").write_text('"""Something else."""\nx = 1\n')
     monkeypatch.setattr("halfbyte.cli.__path__", [str(tmp_path), *halfbyte.cli.__path__])
     monkeypatch.setattr(cli, "PACKAGE", tmp_path)
-    monkeypatch.setattr(cli, "find_commands", lambda folder=tmp_path, find=cli.find_commands: find(folder))
+    monkeypatch.setattr(cli, "HERE", tmp_path)
     yield
     sys.modules.pop("halfbyte.cli.hello", None)
 
@@ -126,15 +126,8 @@ def test_a_value_of_the_wrong_type_exits_2(hello, capfd):
 
 
 def test_examples_in_a_docstring_keep_their_lines():
-    shown = cli.help_text("Do it.\n\nhalfbyte do A\nhalfbyte do B   again\n\nSome text\nthat is filled.\n")
+    shown = help_text("Do it.\n\nhalfbyte do A\nhalfbyte do B   again\n\nSome text\nthat is filled.\n")
     assert shown == "Do it.\n\nhalfbyte do A\n\nhalfbyte do B   again\n\nSome text\nthat is filled."
-
-
-def test_what_a_command_may_return():
-    assert cli.as_result(None) == Result({})
-    assert cli.as_result({"a": 1}) == Result({"a": 1})
-    with pytest.raises(TypeError, match="returns Result, a dict or None, got int"):
-        cli.as_result(3)
 
 
 def test_json_holds_what_training_returns():

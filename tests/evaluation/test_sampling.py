@@ -67,10 +67,10 @@ def test_greedy_is_the_likeliest_and_needs_no_luck():
     [
         ({"temperature": -1.0}, "temperature must be 0"),
         ({"temperature": float("nan")}, "temperature must be 0"),
-        ({"top_p": 0.0}, "top_p must lie in"),
-        ({"top_p": 1.5}, "top_p must lie in"),
+        ({"top_p": 0.0}, "top_p must be above 0"),
+        ({"top_p": 1.5}, "top_p must be above 0"),
         ({"top_k": -1}, "top_k must be 0"),
-        ({"seed": -1}, "seed must be between"),
+        ({"seed": -1}, "seed must be 0 or more"),
     ],
 )
 def test_impossible_settings_are_refused(values, message):

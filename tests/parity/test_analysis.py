@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 from fakes import GAPS, fake_parity, fake_run, plan_of
@@ -44,6 +45,8 @@ def test_gaps_by_source_tokens_and_curve(tmp_path):
     assert mxfp4["token_overhead"]["mean"] > 5
     fit = mxfp4["gap_curve"]["fit"]
     assert fit["slope"]["mean"] > 0 and fit["low"][-1] < fit["y"][-1] < fit["high"][-1]
+    rise = (fit["y"][-1] - fit["y"][0]) / math.log(fit["x"][-1] / fit["x"][0])
+    assert fit["slope"]["mean"] == pytest.approx(rise)
     assert mxfp4["interval"]["count"] == 3 and mxfp4["within_run"] is None
 
 

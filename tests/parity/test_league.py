@@ -8,11 +8,12 @@ import pytest
 from fakes import fake_parity, plan_of, rate
 
 from halfbyte.cli.main import main
+from halfbyte.cli.study import show
 from halfbyte.parity import runner
 from halfbyte.parity.analysis import analyse
 from halfbyte.parity.between import ranking
 from halfbyte.parity.plan import Screen, load_plan, settle
-from halfbyte.parity.report import print_report, rank_rows, write_report
+from halfbyte.parity.report import rank_rows, write_report
 from halfbyte.parity.screening import FOLDER, round_of, screened
 from halfbyte.parity.statistics import over_seeds
 from halfbyte.recipe import recipe_names
@@ -51,7 +52,7 @@ def test_one_or_two_recipes_are_ranked_on_the_page(tmp_path, capsys, names, rank
     text = write_report(plan, tmp_path, data)["html"].read_text()
     assert ">Ranking<" in text and [row[1] for row in rank_rows(data)] == ranked
     assert {row[3] for row in rank_rows(data)} == {"not known over 2"}
-    print_report(data)
+    show(data)
     assert ("its place may be" in capsys.readouterr().out) == (len(names) > 1)  # one alone is in the table above
 
 

@@ -8,8 +8,9 @@ import subprocess
 import pytest
 from fakes import GAPS, fake_parity
 
+from halfbyte.cli.study import show
 from halfbyte.parity.analysis import analyse
-from halfbyte.parity.report import print_report, write_report
+from halfbyte.parity.report import write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -49,7 +50,7 @@ def test_json_and_markdown_beside_it(report):
 
 
 def test_the_terminal_has_one_verdict_line_and_the_scope_under_it(report, capsys):
-    print_report(report[0])
+    show(report[0])
     lines = capsys.readouterr().out.splitlines()
     (at,) = [place for place, line in enumerate(lines) if line.startswith("VERDICT:")]
     assert lines[at + 1].startswith("Scope: ")

@@ -15,7 +15,6 @@ from halfbyte.parity.margin import Margin
 from halfbyte.parity.statistics import (
     block_draws,
     equivalence_p,
-    fit_line,
     middle,
     moving_block_bootstrap,
     over_seeds,
@@ -132,12 +131,6 @@ def test_a_gap_at_the_margin_cannot_be_decided_by_more_seeds():
 def test_differences_must_be_finite():
     with pytest.raises(ValueError, match="finite differences"):
         over_seeds([0.1, float("nan")])
-
-
-def test_a_fitted_line_against_scipy():
-    x, y = np.array([1.0, 2, 4, 8, 9]), np.array([0.1, 0.24, 0.41, 0.7, 0.95])
-    line, known = fit_line(x, y), importlib.import_module("scipy.stats").linregress(x, y)
-    assert (line.slope, line.intercept) == pytest.approx((known.slope, known.intercept))
 
 
 def test_a_bootstrap_of_a_long_run_is_drawn_in_parts_and_says_the_same(monkeypatch):

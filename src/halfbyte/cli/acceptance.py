@@ -9,8 +9,8 @@ import contextlib
 import json
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -28,25 +28,9 @@ STEP = ("llama3-8b", "--layers", "4", "--unroll", "1", "--seq", "8192", "--steps
 TIME_LIMIT = 1800
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What lines may need: GPUs as the driver lists them; the rest as JAX and the device table know it."""
-
-    gpus: tuple[str, ...] = ()
-
-    @property
-    def device(self) -> Any:
-        """The table's entry of the first device; JAX starts here."""
-        return lookup(jax.devices()[0])
-
-    def without_gpus(self, count: int) -> str | None:
-        """Why something that needs `count` GPUs cannot run, or None."""
-        here = len(self.gpus)
-        return None if here >= count else f"needs {count} NVIDIA GPU{'s' * (count > 1)}, here {here}"
-
-    def without_native(self) -> str | None:
-        """Why no native 4-bit GEMM can run, or None."""
-        return None if native_training(self.device, "nvfp4") else f"{self.device.name} has no NVFP4 units"
+def device() -> Any:
+    """The table's entry of the first device; JAX starts here."""
+    return lookup(jax.devices()[0])
 
 
 @dataclass(frozen=True)
@@ -58,52 +42,49 @@ class Outcome:
     values: Any = None
 
 
-Check = Callable[[Machine], Outcome]
+Check = Callable[[Sequence[str]], Outcome]
+"""Given the GPUs, as the driver lists them."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One claim. `check` answers it here; without one, `by_hand` is the command for a person to run and look at."""
+    """One claim. `check` answers it on a machine of so many `gpus`; without one, `by_hand` is the command for a person
+    to run and look at."""
 
     name: str
     claim: str
     check: Check | None = None
+    gpus: int = 0
     by_hand: str = ""
 
-    def answer(self, machine: Machine) -> Outcome:
+    def answer(self, gpus: Sequence[str]) -> Outcome:
         """What this machine says. An error is an answer too: it is missed, with the error."""
         if self.check is None:
             return Outcome(BY_HAND, self.by_hand)
+        if len(gpus) < self.gpus:
+            return Outcome(NOT_HERE, f"needs {self.gpus} NVIDIA GPU{'s' * (self.gpus > 1)}, here {len(gpus)}")
         try:
-            return self.check(machine)
+            return self.check(gpus)
         except (RuntimeError, ValueError, OSError, subprocess.SubprocessError) as error:
             last = (str(error).strip().splitlines() or ["without a message"])[-1]
             return Outcome(MISSED, f"{type(error).__name__}: {last[:200]}")
 
 
-def answers(machine: Machine) -> Iterator[tuple[Line, Outcome, float]]:
+def answers(gpus: Sequence[str]) -> Iterator[tuple[Line, Outcome, float]]:
     """Every line, what it came to, and its seconds."""
     for line in LINES:
         began = time.monotonic()
-        found = line.answer(machine)
+        found = line.answer(gpus)
         yield line, found, time.monotonic() - began
 
 
-def to_json(answered: list[tuple[Line, Outcome, float]]) -> list[dict[str, Any]]:
-    """What is sent."""
-    return [
-        {"name": line.name, "claim": line.claim, **asdict(found), "seconds": round(seconds, 1)}
-        for line, found, seconds in answered
-    ]
-
-
-def this_machine() -> Machine:
-    """The machine, found before JAX starts; one without a GPU shows itself to JAX as several devices."""
-    gpus = tuple(visible_gpus())
+def gpus_here() -> list[str]:
+    """The GPUs, found before JAX starts; a machine without one shows itself to JAX as several devices."""
+    gpus = visible_gpus()
     if not gpus:
         with contextlib.suppress(RuntimeError):  # if JAX has started, it keeps the devices that it has
             jax.config.update("jax_num_cpu_devices", CPUS)
-    return Machine(gpus)
+    return gpus
 
 
 # Whole steps, in processes of their own
@@ -120,13 +101,10 @@ def bench_rows(*arguments: str) -> list[dict[str, Any]]:
     return rows
 
 
-def mocked_beside_real(machine: Machine) -> Outcome:
+def mocked_beside_real(gpus: Sequence[str]) -> Outcome:
     """Compute only against whole steps of the same mesh."""
-    reason = machine.without_gpus(2)
-    if reason:
-        return Outcome(NOT_HERE, reason)
-    count = str(len(machine.gpus))
-    mesh = (*STEP, "--recipes", "bf16,nvfp4", "--batch", str(2 * len(machine.gpus)), "--mesh", f"fsdp={count}")
+    count = str(len(gpus))
+    mesh = (*STEP, "--recipes", "bf16,nvfp4", "--batch", str(2 * len(gpus)), "--mesh", f"fsdp={count}")
     real, mocked = bench_rows(*mesh), bench_rows(*mesh, "--mock-gpus", count)
     ratios = {a["recipe"]: a["milliseconds"] / b["milliseconds"] for a, b in zip(real, mocked, strict=True)}
     told = ", ".join(f"{name} {ratio:.3f}x" for name, ratio in ratios.items())
@@ -134,12 +112,9 @@ def mocked_beside_real(machine: Machine) -> Outcome:
     return Outcome(HELD if held else MISSED, f"whole steps take {told} of compute only", ratios)
 
 
-def flags_overlap(machine: Machine) -> Outcome:
+def flags_overlap(gpus: Sequence[str]) -> Outcome:
     """The recommended flags against fewer collectives at a time and against XLA's own."""
-    reason = machine.without_gpus(2)
-    if reason:
-        return Outcome(NOT_HERE, reason)
-    shape = (*STEP, "--recipes", "bf16,nvfp4", "--batch", str(2 * len(machine.gpus)))
+    shape = (*STEP, "--recipes", "bf16,nvfp4", "--batch", str(2 * len(gpus)))
     sets = {name: bench_rows(*shape, "--flags", name) for name in ("recommended", "four", "serial", "none")}
     times: dict[str, dict[str, float]] = {}
     for name, rows in sets.items():
@@ -155,20 +130,17 @@ def flags_overlap(machine: Machine) -> Outcome:
 # In this process
 
 
-def known_by_name(machine: Machine) -> Outcome:
+def known_by_name(gpus: Sequence[str]) -> Outcome:
     """Whether the board's name is in the table."""
-    reason = machine.without_gpus(1)
-    if reason:
-        return Outcome(NOT_HERE, reason)
-    known = bool(machine.device.peak)
-    return Outcome(HELD if known else MISSED, f"{machine.gpus[0]!r} is {machine.device.name}", machine.gpus[0])
+    known = bool(device().peak)
+    return Outcome(HELD if known else MISSED, f"{gpus[0]!r} is {device().name}", gpus[0])
 
 
-def below_peak(machine: Machine) -> Outcome:
+def below_peak(gpus: Sequence[str]) -> Outcome:
     """A large bf16 GEMM stays below the table's peak."""
-    peak = machine.device.peak.get("bf16")
-    if machine.without_gpus(1) or peak is None:
-        return Outcome(NOT_HERE, machine.without_gpus(1) or f"the table knows no peak of {machine.device.name}")
+    peak = device().peak.get("bf16")
+    if peak is None:
+        return Outcome(NOT_HERE, f"the table knows no peak of {device().name}")
     size, times = 8192, 20
     a = jnp.ones((size, size), jnp.bfloat16)
     product = jax.jit(lambda a: jax.lax.fori_loop(0, times, lambda _, b: jnp.dot(a, b), a))
@@ -180,11 +152,10 @@ def below_peak(machine: Machine) -> Outcome:
     return Outcome(HELD if 0.3 * peak < rate <= peak else MISSED, told, rate)
 
 
-def native_gemms(machine: Machine) -> Outcome:
+def native_gemms(gpus: Sequence[str]) -> Outcome:
     """Native NVFP4 and MXFP8 GEMMs against the carrier, all three directions; NVFP4 ones of experts too."""
-    reason = machine.without_native()
-    if reason:
-        return Outcome(NOT_HERE, reason)
+    if not native_training(device(), "nvfp4"):
+        return Outcome(NOT_HERE, f"{device().name} has no NVFP4 units")
     found: dict[str, float] = {}
     try:
         for name in ("nvfp4", "mxfp8"):
@@ -200,15 +171,15 @@ def native_gemms(machine: Machine) -> Outcome:
 def operand_bits(recipe_name: str) -> Check:
     """Operands of every backend that serves here against the definition, bit for bit."""
 
-    def check(machine: Machine) -> Outcome:
+    def check(gpus: Sequence[str]) -> Outcome:
         found = conformance.operands_agree(recipe(recipe_name))
         told = ", ".join(f"{name} {'equal' if same else 'DIFFER'}" for name, same in found.items())
-        return Outcome(HELD if all(found.values()) else MISSED, f"{told} on {machine.device.name}", found)
+        return Outcome(HELD if all(found.values()) else MISSED, f"{told} on {device().name}", found)
 
     return check
 
 
-def mesh_codes(machine: Machine) -> Outcome:
+def mesh_codes(gpus: Sequence[str]) -> Outcome:
     """Operands of tensors that are cut over the devices that are here."""
     devices = jax.devices()
     if len(devices) < 2:
@@ -216,32 +187,26 @@ def mesh_codes(machine: Machine) -> Outcome:
     cut = devices[: 1 << (len(devices).bit_length() - 1)]
     found = {name: conformance.operands_on_mesh(recipe(name), cut, features=128) for name in ("nvfp4", "fp8")}
     wrong = sum(sum(each.values()) for each in found.values())
-    told = f"{wrong} numbers differ on {len(cut)} x {machine.device.name}, nvfp4 and fp8, tokens and features cut"
+    told = f"{wrong} numbers differ on {len(cut)} x {device().name}, nvfp4 and fp8, tokens and features cut"
     return Outcome(HELD if wrong == 0 else MISSED, told, found)
 
 
 LINES = (
-    Line("mesh-mock", "compute only is a lower bound of a real mesh's step", mocked_beside_real),
-    Line("mesh-flags", "no set of flags is more than 2% faster than the recommended", flags_overlap),
-    Line("device-name", "the board's name is in the device table", known_by_name),
-    Line("device-peak", "a large GEMM stays below the table's peak", below_peak),
+    Line("mesh-mock", "compute only is a lower bound of a real mesh's step", mocked_beside_real, gpus=2),
+    Line("mesh-flags", "no set of flags is more than 2% faster than the recommended", flags_overlap, gpus=2),
+    Line("device-name", "the board's name is in the device table", known_by_name, gpus=1),
+    Line("device-peak", "a large GEMM stays below the table's peak", below_peak, gpus=1),
     Line("native-gemms", "native NVFP4 and MXFP8 GEMMs equal the carrier's", native_gemms),
     Line("kernel-bits", "operands of nvfp4 equal the definition, bit for bit", operand_bits("nvfp4")),
     Line("fp8-bits", "operands of fp8 equal the definition, bit for bit", operand_bits("fp8")),
     Line("mesh-codes", "codes do not depend on the mesh", mesh_codes),
     Line("context-attention", "cuDNN's parts of attention add up", by_hand="pytest tests/ops/test_attention.py"),
-    Line(
-        "largest-batch", "the largest batches of docs/speed.md fit",
-        by_hand="halfbyte bench llama3.2-1b --remat none,quantized --unroll 1 --seq 4096 --largest-batch",
-    ),
-    Line(
-        "kernel-codes", "kernels that write codes, at any width",
-        by_hand="python benchmarks/gpu_kernels.py --only codes --out codes.json",
-    ),
-    Line(
-        "mesh-order", "a mesh's step is no slower in the order of the roofline",
-        by_hand="halfbyte bench llama3-8b --batch 16 --unroll 1 --remat quantized, and the same with --schedule-by xla",
-    ),
+    Line("largest-batch", "the largest batches of docs/speed.md fit",
+         by_hand="halfbyte bench llama3.2-1b --remat none,quantized --unroll 1 --seq 4096 --largest-batch"),
+    Line("kernel-codes", "kernels that write codes, at any width",
+         by_hand="python benchmarks/gpu_kernels.py --only codes --out codes.json"),
+    Line("mesh-order", "a mesh's step is no slower in the order of the roofline",
+         by_hand="halfbyte bench llama3-8b --batch 16 --unroll 1 --remat quantized, and again with --schedule-by xla"),
     Line("experts", "a GPU's experts are those of the CPU", by_hand="pytest tests/ops/test_grouped.py"),
     Line("experts-mesh", "experts train on a mesh of GPUs", by_hand="halfbyte train moe-demo --mesh expert=8"),
     Line("gemm-pair", "what GemmTiling.pair is worth", by_hand="python benchmarks/gpu_kernels.py --only gemm"),

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from rich.console import Console
 
 from halfbyte.cli.next_steps import as_text, next_steps, program
+from halfbyte.cli.screen import PlainConsole
 from halfbyte.data import ngram_baselines
 from halfbyte.evaluation import WRITING_RULES, Generator, LanguageModel, Sampling
 from halfbyte.models import Context
@@ -18,16 +18,14 @@ FILES = "config.json, manifest.json, metrics.jsonl, tensorboard/, checkpoints/"
 
 
 def report(
-    config: TrainConfig, result: RunResult, console: Console, *, sample: bool, started: Sequence[str]
+    config: TrainConfig, result: RunResult, console: PlainConsole, *, sample: bool, started: Sequence[str]
 ) -> dict[str, Any]:
     """Prints what was reached, writes report.html, and returns both as data."""
-
-    def say(text: str) -> None:
-        console.print(text, soft_wrap=True)
-
+    say = console.say
     data: dict[str, Any] = {}
     dataset = open_source(config).dataset
-    written = sampled(config, result, dataset) if sample else None
+    alone = dataset is not None and jax.process_count() == 1  # one process holds the model, the data has a tokenizer
+    written = sample_text(config, result.params, dataset) if sample and alone else None
     say("")
     if dataset is not None and config.validation.batches == 0 and result.validation:
         data["baselines"] = show_baselines(dataset, result, say)
@@ -43,22 +41,16 @@ def report(
     return data
 
 
-def sampled(config: TrainConfig, result: RunResult, dataset: Any) -> tuple[str, str] | None:
-    """Prompt and text where one process holds the model and the data has a tokenizer."""
-    return None if dataset is None or jax.process_count() > 1 else sample_text(config, result.params, dataset)
-
-
 def sample_text(config: TrainConfig, params: Any, dataset: Any) -> tuple[str, str]:
     """(prompt, a few words after it), in bf16, drawn with the seed of the run."""
     mesh = params["embed"].sharding.mesh
     context = Context(mesh=mesh if mesh.size > 1 else None, rules=WRITING_RULES)
     model = LanguageModel(config.model, params, dataset.tokenizer(), context, config.seq or dataset.seq_len)
-    tokens = min(60, config.model.max_seq - len(model.tokenizer.encode("The", bos=True)))
-    found = Generator(model, Sampling(temperature=0.7, top_p=0.9)).write("The", max_tokens=tokens, seed=config.seed)
+    found = Generator(model, Sampling(temperature=0.7, top_p=0.9)).write("The", max_tokens=60, seed=config.seed)
     return found.prompt, found.text
 
 
-def show_sample(written: tuple[str, str], console: Console) -> None:
+def show_sample(written: tuple[str, str], console: PlainConsole) -> None:
     """The prompt apart from what the model wrote after it; its lines as one."""
     prompt, text = written
     console.print(f"sample, after {prompt!r}: ", style="bold", end="")

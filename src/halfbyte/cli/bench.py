@@ -10,6 +10,8 @@ import contextlib
 import dataclasses
 import json
 import os
+import platform
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,27 +21,14 @@ import tyro
 
 from halfbyte.cli.flags import words_of
 from halfbyte.cli.interrupting import terminated_as_interrupted
-from halfbyte.cli.result import DONE, FAILED, NOT_PASSED, BadInput, Result
+from halfbyte.cli.result import DONE, FAILED, NOT_PASSED, Result
 from halfbyte.cli.screen import console, table
 from halfbyte.inputs import check_output, check_whole, replace_file
 
 COLUMNS = (
-    "recipe",
-    "remat",
-    "batch",
-    "ms",
-    "tokens/s",
-    "J a step",
-    "tokens/J",
-    "TFLOP/s",
-    "MFU",
-    "vs bf16",
-    "temp GiB",
-    "activations",
-    "peak GiB",
-    "GEMM FLOPs in",
-    "linears",
-)
+    "recipe", "remat", "batch", "ms", "tokens/s", "J a step", "tokens/J", "TFLOP/s", "MFU", "vs bf16", "temp GiB",
+    "activations", "peak GiB", "GEMM FLOPs in", "linears",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -108,7 +97,10 @@ def run(args: Args) -> Result:
     with until_stopped(data, rows):
         for config in configs:
             say(f"measuring {config.recipe}, remat {config.remat} ...")
-            row = measured(args, config, say)
+            if args.largest_batch:
+                row = bench.measure_largest(config, seq=seq_of(args), limit=memory_limit(args), say=say)
+            else:
+                row = bench.measure(config, seq=seq_of(args), steps=args.steps, repeats=args.repeats)
             say(f"{config.recipe}: {f'{row.milliseconds:.1f} ms a step' if row.milliseconds else row.note}")
             rows.append(bench.without_communication(row) if mocked else row)
             rows[:] = bench.compare(rows) if passed else rows
@@ -167,7 +159,7 @@ def sets_of(args: Args) -> list[str]:
     names = list(FLAG_SETS) if args.flags == "all" else args.flags.split(",")
     unknown = [name for name in names if name not in FLAG_SETS]
     if unknown:
-        raise BadInput(f"no set of flags is called {', '.join(unknown)}; there are {', '.join(FLAG_SETS)}, and all")
+        raise ValueError(f"no set of flags is called {', '.join(unknown)}; there are {', '.join(FLAG_SETS)}, and all")
     return names
 
 
@@ -178,7 +170,7 @@ def run_flag_sets(args: Args) -> Result:
 
     names = sets_of(args)
     if not visible_gpus():
-        raise BadInput("--flags compares flags that XLA has for NVIDIA GPUs, and this machine has none")
+        raise ValueError("--flags compares flags that XLA has for NVIDIA GPUs, and this machine has none")
     what = "compute only: " if args.mock_gpus else ""
     command = [*supervise.ENTRY, "bench", *words_of(args, without=("flags", "out"))]
     found: list[SetResult] = []
@@ -230,16 +222,6 @@ def write(args: Args, data: dict[str, Any]) -> None:
         replace_file(path, json.dumps(data, indent=1) + "\n")
 
 
-def measured(args: Args, config: Any, say: Callable[[str], None]) -> Any:
-    """The row of one recipe under one remat: at the batch that was asked for, or at the largest that fits."""
-    from halfbyte import bench
-
-    if not args.largest_batch:
-        return bench.measure(config, seq=seq_of(args), steps=args.steps, repeats=args.repeats)
-    limit = memory_limit(args)
-    return bench.measure_largest(config, seq=seq_of(args), limit=limit, say=say)
-
-
 def memory_limit(args: Args) -> int:
     """Bytes of a device that a step may fill."""
     import jax
@@ -247,10 +229,10 @@ def memory_limit(args: Args) -> int:
     from halfbyte.train.preflight import memory_of
 
     if args.memory_gib < 0:
-        raise BadInput(f"memory-gib must be 0 (as the device has) or more, got {args.memory_gib}")
+        raise ValueError(f"memory-gib must be 0 (as the device has) or more, got {args.memory_gib}")
     limit = int(args.memory_gib * 2**30) or memory_of(jax.local_devices()[0])
     if limit is None:
-        raise BadInput("this device does not say how much memory its allocator has; give --memory-gib")
+        raise ValueError("this device does not say how much memory its allocator has; give --memory-gib")
     return limit
 
 
@@ -280,8 +262,7 @@ def config_of(args: Args, recipe_name: str, remat: Any) -> Any:
     from halfbyte.cli.base_config import run_of
 
     preset = run_of(args.model)
-    if args.layers < 0:
-        raise BadInput(f"layers must be 0 (all) or more, got {args.layers}")
+    check_whole("layers", args.layers, zero="all")
     model = dataclasses.replace(preset.model, layers=args.layers or preset.model.layers)
     optimizer = dataclasses.replace(preset.optimizer, mu_dtype=args.state, nu_dtype=args.state)
     return dataclasses.replace(
@@ -326,9 +307,6 @@ def title(args: Args, mock: Any = None) -> str:
 
 def versions() -> dict[str, str]:
     """Device, versions and commit: what a figure is worth without its circumstances."""
-    import platform
-    import subprocess
-
     import jax
     import jaxlib
 

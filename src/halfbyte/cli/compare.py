@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from halfbyte.cli.eval import EVALUATIONS, cell
 from halfbyte.cli.result import BAD_INPUT, DONE, Result
-from halfbyte.inputs import check_output, read_json
+from halfbyte.cli.screen import console, say, table
+from halfbyte.inputs import check_output, check_whole
 
 if TYPE_CHECKING:
     from halfbyte.evaluation.curves import Curve
@@ -40,14 +42,13 @@ class Args:
 
 
 def run(args: Args) -> Result:
-    from halfbyte.cli.screen import console, say
     from halfbyte.evaluation import curves, pictures
     from halfbyte.parity.pairing import Run, facts_of, pair_up
 
     if len(args.runs) < 2:
         raise ValueError(f"compare takes two or more runs, got {len(args.runs)}; the first is the baseline")
-    if args.last < 0 or args.smooth < 0:
-        raise ValueError(f"--last and --smooth must be 0 or more, got {args.last} and {args.smooth}")
+    check_whole("--last", args.last)
+    check_whole("--smooth", args.smooth)
     if args.png:
         check_output(args.png, flag="--png")
     folders = [Path(name) for name in args.runs]
@@ -172,8 +173,9 @@ def config_of(folder: Path) -> Mapping[str, Any]:
 
 def device_of(folder: Path) -> str | None:
     """The device that a run's precision manifest names."""
-    path = folder / "manifest.json"
-    found = read_json(path) if path.is_file() else None
+    from halfbyte.parity.cells import manifest_of
+
+    found = manifest_of(folder)
     return found.get("device") if isinstance(found, dict) else None
 
 
@@ -183,13 +185,12 @@ def config_differences(folders: Sequence[Path]) -> dict[str, list[Any]]:
 
     configs = [flatten(config_of(folder)) for folder in folders]
     names = sorted(set().union(*configs))
-    table = {name: [config.get(name) for config in configs] for name in names}
-    return {name: values for name, values in table.items() if any(value != values[0] for value in values)}
+    fields = {name: [config.get(name) for config in configs] for name in names}
+    return {name: values for name, values in fields.items() if any(value != values[0] for value in values)}
 
 
 def evaluations(folders: Sequence[Path]) -> dict[str, list[Any]]:
     """Task and metric -> its newest value in each run, for tasks that more than one run has."""
-    from halfbyte.cli.eval import EVALUATIONS
     from halfbyte.metrics import number, read_rows
 
     found = []
@@ -203,8 +204,8 @@ def evaluations(folders: Sequence[Path]) -> dict[str, list[Any]]:
                     newest[f"{row.get('task')} {name}"] = {f: None if v is None else number(v) for f, v in told.items()}
         found.append(newest)
     names = sorted(set().union(*found))
-    table = {name: [newest.get(name) for newest in found] for name in names}
-    return {name: values for name, values in table.items() if sum(value is not None for value in values) > 1}
+    fields = {name: [newest.get(name) for newest in found] for name in names}
+    return {name: values for name, values in fields.items() if sum(value is not None for value in values) > 1}
 
 
 # Printing
@@ -215,8 +216,6 @@ SPEEDS = ("run", "device", "step", "tok/s/device", "TFLOP/s/device", "MFU", "tok
 
 
 def print_summary(screen: Any, runs: Sequence[Mapping[str, Any]]) -> None:
-    from halfbyte.cli.screen import table
-
     ends = []
     for r in runs:
         seed = "" if r["seed"] is None else r["seed"]
@@ -233,7 +232,6 @@ def print_summary(screen: Any, runs: Sequence[Mapping[str, Any]]) -> None:
 
 def print_arms(screen: Any, arms: Sequence[Mapping[str, Any]], baseline: str) -> None:
     """The gap of each arm over its seeds, or why there is none."""
-    from halfbyte.cli.screen import table
     from halfbyte.parity.verdict import no_interval
 
     def cells(found: Mapping[str, Any], digits: int) -> tuple[str, str]:
@@ -322,8 +320,6 @@ def print_plots(screen: Any, loaded: "Sequence[Curve]", width: int, baselines: "
 
 
 def print_fields(screen: Any, title: str, fields: Mapping[str, Sequence[Any]], loaded: "Sequence[Curve]") -> None:
-    from halfbyte.cli.screen import table
-
     screen.print("")
     if fields:
         rows = [(name, *map(_shown, values)) for name, values in fields.items()]
@@ -332,8 +328,6 @@ def print_fields(screen: Any, title: str, fields: Mapping[str, Sequence[Any]], l
 
 
 def _shown(value: Any) -> str:
-    from halfbyte.cli.eval import cell
-
     if isinstance(value, Mapping) and value["value"] is not None:
         return cell(value["value"], value["error"])
     return "-" if value is None else str(value)

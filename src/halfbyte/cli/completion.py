@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from halfbyte.cli.flags import flags_in
 from halfbyte.cli.result import Result
 
 BASH = """\
@@ -67,7 +68,7 @@ def words_by_command() -> dict[str, list[str]]:
         inside = re.search(r"\{([a-z][a-z,-]+)\}", text) if "subcommands" in text else None
         found[name] = inside[1].split(",") if inside else flags_in(text)
         for sub in found[name] if inside else ():
-            found[f"{name} {sub}"] = flags_in(help_of(name, module, [sub]))
+            found[f"{name} {sub}"] = sorted({"--json", *flags_in(help_of(name, module, [sub]))})
     return found
 
 
@@ -78,7 +79,3 @@ def help_of(name: str, module: ModuleType, words: list[str]) -> str:
     with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
         parse_flags(name, module, [*words, "--help"])
     return shown.getvalue()
-
-
-def flags_in(text: str) -> list[str]:
-    return sorted({"--help", "--json", *re.findall(r"(?<![\w.-])--[a-z][a-z0-9.-]*[a-z0-9]", text)})

@@ -17,7 +17,9 @@ import tyro
 from halfbyte.cli.interrupting import terminated_as_interrupted
 from halfbyte.cli.next_steps import program
 from halfbyte.cli.result import Result
-from halfbyte.inputs import printable
+from halfbyte.cli.screen import console, table
+from halfbyte.cli.screen import shown as safe
+from halfbyte.inputs import check_whole, printable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,10 +162,8 @@ def run_show(args: Show) -> Result:
 def run_sample(args: Sample) -> Result:
     import numpy as np
 
-    from halfbyte.cli.screen import shown as safe
     from halfbyte.data import open_dataset
     from halfbyte.data.packing import unpack
-    from halfbyte.inputs import check_whole, printable
 
     check_whole("--rows", args.rows, least=1)
     check_whole("--seed", args.seed)
@@ -201,26 +201,14 @@ def facts(directory: Path, manifest: Any) -> dict[str, Any]:
 
 
 def print_totals(manifest: Any) -> None:
-    import rich.box
-    import rich.table
-
-    from halfbyte.cli.screen import PlainConsole
-
-    heading = f"rows of {manifest.seq_len} tokens, vocabulary {manifest.vocab_size:,}"
-    table = rich.table.Table(
-        "split", "source", title=heading, title_justify="left", box=rich.box.SIMPLE_HEAD, pad_edge=False
-    )
-    for column in ("documents", "MB", "tokens", "rows", "B/token"):
-        table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
+    rows = []
     for split, sources in manifest.splits.items():
-        for source in (name for name in manifest.sources if name in sources):
-            table.add_row(split, source, *_cells([sources[source]]))
+        rows += [(split, name, *_cells([sources[name]])) for name in manifest.sources if name in sources]
         if len(sources) > 1:
-            table.add_row(split, "all", *_cells(sources.values()), style="bold")
-    console = PlainConsole()
-    if not console.is_terminal:
-        console.width = 120  # a file or a pipe has no edge to fold at
-    console.print(table)
+            rows.append((split, "all", *_cells(sources.values())))
+    heading = f"rows of {manifest.seq_len} tokens, vocabulary {manifest.vocab_size:,}"
+    columns = ("split", "source", "documents", "MB", "tokens", "rows", "B/token")
+    console().print(table(columns, rows, title=heading, numbers=2))
 
 
 def _cells(totals: Iterable[Any]) -> list[str]:

@@ -4,6 +4,7 @@ Exits with 3 if a quantizer does not give the stored bits inside jit on this mac
 that format means anything. `--accept` also answers every line of docs/unverified.md that this machine can, writes the
 answers to a file to send, and exits with 3 if one is missed."""
 
+import contextlib
 import json
 import os
 import platform
@@ -12,13 +13,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import halfbyte
 from halfbyte.cli.result import DONE, NOT_PASSED, Result
 from halfbyte.cli.screen import console, table
 from halfbyte.devices.platform import idle_card
 from halfbyte.inputs import check_output, replace_file
 
 PACKAGES = (
-    "halfbyte", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "numpy", "ml_dtypes", "optax",
+    "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "numpy", "ml_dtypes", "optax",
     "orbax-checkpoint", "grain", "tokenizers",
 )  # fmt: skip
 GIB = 2**30
@@ -52,7 +54,7 @@ def run(args: Args) -> Result:
     passed = all(check["passed"] for check in checks) and not any(line["outcome"] == "missed" for line in lines)
     data: dict[str, Any] = {
         "versions": versions(),
-        "devices": [_public(d) for d in devices],
+        "devices": [{key: value for key, value in each.items() if key != "table"} for each in devices],
         "warning": warning,
         "formats": formats,
         "checks": checks,
@@ -67,29 +69,26 @@ def run(args: Args) -> Result:
 
 def accept() -> list[dict[str, Any]]:
     """Answers every line, prints them as they come and then in one table, and gives them as plain data."""
-    from halfbyte.cli.acceptance import LINES, answers, this_machine, to_json
+    from halfbyte.cli.acceptance import LINES, answers, gpus_here
 
     out, answered = console(), []
-    for line, found, seconds in answers(this_machine()):
+    for line, found, seconds in answers(gpus_here()):
         answered.append((line, found, seconds))
         out.print(f"[{len(answered)}/{len(LINES)}] {line.name}: {found.outcome} ({seconds:.0f} s)")
     rows = [(line.name, found.outcome, line.claim, found.figure) for line, found, _ in answered]
     out.print(table(["line", "outcome", "claim", "figure, reason or command"], rows, title="docs/unverified.md, here"))
-    return to_json(answered)
+    return [
+        {"name": line.name, "claim": line.claim, **asdict(found), "seconds": round(seconds, 1)}
+        for line, found, seconds in answered
+    ]
 
 
 def versions() -> dict[str, str]:
     """Version of Python and of every package that numbers depend on; packages that are not installed are left out."""
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "halfbyte": halfbyte.__version__}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    if "halfbyte" not in found:  # run from a source tree
-        import halfbyte
-
-        found["halfbyte"] = halfbyte.__version__
     return found
 
 
@@ -102,16 +101,13 @@ def find_devices() -> list[dict[str, Any]]:
     kinds: dict[tuple[str, str], list[Any]] = {}
     for found in jax.devices():
         kinds.setdefault((found.platform, found.device_kind), []).append(found)
-    return [
-        {
-            "kind": kind,
-            "platform": platform_name,
-            "count": len(members),
-            "table": lookup(members[0]),
-            "memory_bytes": (members[0].memory_stats() or {}).get("bytes_limit"),  # a CPU does not say
-        }
-        for (platform_name, kind), members in kinds.items()
-    ]
+    rows = []
+    for (platform_name, kind), members in kinds.items():
+        entry = lookup(members[0])
+        memory = (members[0].memory_stats() or {}).get("bytes_limit")  # a CPU does not say
+        row = {"kind": kind, "platform": platform_name, "count": len(members), "memory_bytes": memory, "table": entry}
+        rows.append({**row, "name": entry.name, "capability": entry.capability})
+    return rows
 
 
 def format_rows(device: dict[str, Any]) -> list[dict[str, Any]]:
@@ -165,16 +161,8 @@ def run_self_test(vectors: Path | None) -> list[dict[str, Any]]:
     from halfbyte.formats.selftest import VECTORS, self_test
 
     checks = self_test(vectors or VECTORS)
-    rows = [
-        (
-            c.name,
-            c.what,
-            c.tensors,
-            c.compared,
-            "pass" if c.passed else f"FAIL: {c.wrong} differ; first {c.first_wrong}",
-        )
-        for c in checks
-    ]
+    results = ["pass" if c.passed else f"FAIL: {c.wrong} differ; first {c.first_wrong}" for c in checks]
+    rows = [(c.name, c.what, c.tensors, c.compared, result) for c, result in zip(checks, results, strict=True)]
     title = "Self-test: stored vectors, inside jit, on the default device"
     console().print(table(["quantizer", "what", "tensors", "numbers", "result"], rows, title=title))
     failed = [check.name for check in checks if not check.passed]
@@ -195,9 +183,3 @@ def _geometry(device: dict[str, Any]) -> tuple[str, str, str]:
 
 def _tflops(flops: float | None) -> str:
     return f"{flops / 1e12:,.0f} TFLOP/s" if flops else "n/a"
-
-
-def _public(device: dict[str, Any]) -> dict[str, Any]:
-    """A device without its table entry, which is not JSON."""
-    entry = device["table"]
-    return {**{k: v for k, v in device.items() if k != "table"}, "name": entry.name, "capability": entry.capability}

@@ -9,15 +9,15 @@ continuation, gold), last words (context, continuation), minimal pairs (sentence
 stands for every task in it. Results are added to RUN/evaluations.jsonl."""
 
 import datetime
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from halfbyte.cli.result import Result
-from halfbyte.cli.screen import note, say
+from halfbyte.cli.screen import console, note, progress, say, table
+from halfbyte.inputs import check_whole
 
 if TYPE_CHECKING:
     from halfbyte import evaluation
@@ -64,9 +64,9 @@ def run(args: Args) -> Result:
     from halfbyte.evaluation import SCORING_RULES, Scorer
     from halfbyte.interchange.opening import open_model
     from halfbyte.metrics import append_row
+    from halfbyte.runs.scores import results
 
-    if args.limit < 0:
-        raise ValueError(f"--limit must be 0 (all examples) or more, got {args.limit}")
+    check_whole("--limit", args.limit, zero="all examples")
     tasks = open_tasks(args.files, unchecked=args.unchecked)
     loaded = open_model(
         args.run, recipe_name=args.recipe, mesh=args.mesh, rules=SCORING_RULES, step=args.step,
@@ -80,15 +80,15 @@ def run(args: Args) -> Result:
             f"scales come from all tokens of a batch ({args.batch_tokens:,}): other batches, other last digits; "
             "--scales window scores each window alone"
         )
-    results = []
-    for result in evaluate(args, loaded, scorer, tasks):
-        results.append(result)
+    found = []
+    for result in results(loaded, scorer, tasks, limit=args.limit, stride=args.stride or None, progress=progress):
+        found.append(result)
         if save:
-            append_row(loaded.directory / EVALUATIONS, {**settings(args, loaded, scorer), **plain(result.to_json())})
-    print_table(results)
+            append_row(loaded.directory / EVALUATIONS, {**settings(args, loaded, scorer), **plain(asdict(result))})
+    print_table(found)
     if save:
         say(f"added to {loaded.directory / EVALUATIONS}")
-    return Result({**settings(args, loaded, scorer), "results": [result.to_json() for result in results]})
+    return Result({**settings(args, loaded, scorer), "results": [asdict(result) for result in found]})
 
 
 def open_tasks(arguments: tuple[str, ...], *, unchecked: bool = False) -> "list[evaluation.TaskFile]":
@@ -110,32 +110,6 @@ def open_tasks(arguments: tuple[str, ...], *, unchecked: bool = False) -> "list[
     return tasks
 
 
-def evaluate(args: Args, loaded: "LoadedRun", scorer: Any, tasks: Any) -> "Iterator[evaluation.Result]":
-    """The result of each task in turn, or of the validation split if there is none."""
-    from halfbyte.cli.screen import progress
-    from halfbyte.evaluation import chosen, examples, first_windows, run_task
-    from halfbyte.runs.validation import validation_results
-
-    if not tasks:
-        yield from validation_results(loaded, scorer, limit=args.limit, progress=progress)
-    read = {}  # every file is read before any is scored: a malformed line costs seconds, not the hour before it
-    for task in tasks:
-        items = chosen(list(examples(task)), args.limit)
-        if task.file.kind == "text":
-            items = [first_windows(loaded.model.tokenizer, items[0], args.limit, scorer.window)]
-        read[task.file.path] = items
-    for task in tasks:
-        with progress(task.name) as watch:
-            yield run_task(
-                task.name,
-                task.format.kind,
-                read[task.file.path],
-                scorer,
-                stride=args.stride or None,
-                watch=watch,
-            )
-
-
 def settings(args: Args, loaded: "LoadedRun", scorer: Any) -> dict[str, Any]:
     """What the numbers depend on beside the task."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -146,8 +120,6 @@ def settings(args: Args, loaded: "LoadedRun", scorer: Any) -> dict[str, Any]:
 
 def print_table(results: "list[evaluation.Result]") -> None:
     """One table of tasks, one of text."""
-    from halfbyte.cli.screen import console, table
-
     text = [result for result in results if result.kind in ("text", "validation")]
     tasks = [result for result in results if result not in text]
     for heading, chosen, names in (("examples", tasks, TASK_METRICS), ("tokens", text, TEXT_METRICS)):

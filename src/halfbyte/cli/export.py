@@ -16,6 +16,8 @@ import tyro
 
 from halfbyte.cli.interrupting import terminated_as_interrupted
 from halfbyte.cli.result import Result
+from halfbyte.cli.screen import progress, say
+from halfbyte.inputs import check_output, check_whole
 
 if TYPE_CHECKING:
     from halfbyte.interchange import Exported
@@ -50,8 +52,6 @@ class Args:
 
 
 def run(args: Args) -> Result:
-    from halfbyte.cli.screen import progress, say
-    from halfbyte.inputs import check_output
     from halfbyte.interchange import export_model, open_for_export
     from halfbyte.interchange.writing import GB, check_target
 
@@ -67,7 +67,8 @@ def run(args: Args) -> Result:
             source.model, out, to=args.format, dtype=args.dtype or source.dtype, resolved=resolved, input_amax=scales,
             shard_bytes=int(args.max_shard_gb * GB), replace=args.overwrite, watch=watch,
         )  # fmt: skip
-    say(summary(args, out, made))
+    kind = "hf" if args.format == "hf" else f"{args.format}, {made.quantized} linears in NVFP4"
+    say(f"{out}: {kind}, {made.nbytes / 1e6:,.1f} MB of tensors")
     for line in warnings(made):
         say(line)
     worst = max((m.ratio for m in made.mismatches), default=1.0)
@@ -84,14 +85,8 @@ def input_amaxes(args: Args, source: Any, resolved: Any) -> dict[str, float]:
 
     if args.format == "hf":
         raise ValueError("--calibrate is for the NVFP4 formats; --format hf has no activation scales")
-    if args.batches < 1:
-        raise ValueError(f"--batches must be 1 or more, got {args.batches}")
+    check_whole("--batches", args.batches, least=1)
     return calibrate(source, Path(args.calibrate), resolved, batches=args.batches)
-
-
-def summary(args: Args, out: Path, made: "Exported") -> str:
-    kind = "hf" if args.format == "hf" else f"{args.format}, {made.quantized} linears in NVFP4"
-    return f"{out}: {kind}, {made.nbytes / 1e6:,.1f} MB of tensors"
 
 
 def warnings(made: "Exported") -> list[str]:

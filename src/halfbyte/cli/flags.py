@@ -33,10 +33,12 @@ KNOWN_AS = {
 GROUP = {"save": "checkpoint", "eval": "validation", "log": "log", "logging": "log"}
 
 
-def read_flags(kind: Any, argv: list[str], *, prog: str, description: str, **settings: Any) -> Any:
-    """The arguments as `kind`. What is wrong with them is said in one paragraph; then SystemExit with 2."""
+def read_flags(kind: Any, argv: list[str], *, prog: str, doc: str | None, **settings: Any) -> Any:
+    """The arguments as `kind`; `doc` is what --help says. What is wrong with them is said in one paragraph; then
+    SystemExit with 2."""
     import tyro
 
+    description = f"{help_text(doc or '')}\n\n--json: one JSON object on stdout, everything else on stderr."
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -48,6 +50,12 @@ def read_flags(kind: Any, argv: list[str], *, prog: str, description: str, **set
             raise
         say_error(message)
         raise SystemExit(BAD_INPUT) from None
+
+
+def help_text(doc: str) -> str:
+    """A docstring as the parser should show it: text is filled, but each example command keeps a line of its own."""
+    lines = [f"\n{line.strip()}\n" if line.lstrip().startswith("halfbyte ") else line for line in doc.splitlines()]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
 
 
 def words_of(args: Any, *, without: Sequence[str] = ()) -> list[str]:
@@ -86,14 +94,13 @@ def explained(complaint: str, kind: Any, argv: list[str], prog: str, settings: d
         words = re.split(r",?\s+", found[1])
         unknown = [word for word in words if word.startswith("-")] or words[:1]
         known = ["--json", *known_flags(kind, argv, settings)]
-        lines = [f"unknown flag {flag}; {suggestion(flag, known)}" for flag in unknown]
+        lines = []
+        for flag in unknown:
+            near = nearest(flag.partition("=")[0], known)
+            meant = f"did you mean {' or '.join(near)}?" if near else "nothing here is called like that."
+            lines.append(f"unknown flag {flag}; {meant}")
         return printable(" ".join([*lines, f"`{prog} --help` lists all of them."]))
     return ""
-
-
-def suggestion(flag: str, known: list[str]) -> str:
-    near = nearest(flag.partition("=")[0], known)
-    return f"did you mean {' or '.join(near)}?" if near else "nothing here is called like that."
 
 
 def known_flags(kind: Any, argv: list[str], settings: dict[str, Any]) -> list[str]:
@@ -104,7 +111,12 @@ def known_flags(kind: Any, argv: list[str], settings: dict[str, Any]) -> list[st
     first = [word for word in argv[:1] if not word.startswith("-")]
     with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
         tyro.cli(kind, args=[*first, "--help"], **settings)
-    return sorted(set(re.findall(r"(?<![\w.-])--[a-z][a-z0-9.-]*[a-z0-9]", shown.getvalue())))
+    return flags_in(shown.getvalue())
+
+
+def flags_in(text: str) -> list[str]:
+    """Every flag that a help text names."""
+    return sorted(set(re.findall(r"(?<![\w.-])--[a-z][a-z0-9.-]*[a-z0-9]", text)))
 
 
 def nearest(flag: str, known: list[str]) -> list[str]:

@@ -14,6 +14,7 @@ import tyro
 
 from halfbyte.cli.result import Result
 from halfbyte.cli.screen import note, shown
+from halfbyte.inputs import check_whole
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,7 @@ def run(args: Args) -> Result:
     from halfbyte.interchange.opening import open_model
 
     sampling = Sampling(args.temperature, args.top_p, args.top_k, args.seed)
-    if args.samples < 1:
-        raise ValueError(f"--samples must be 1 or more, got {args.samples}")
+    check_whole("--samples", args.samples, least=1)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     loaded = open_model(
         args.run, recipe_name=args.recipe, mesh=args.mesh, rules=WRITING_RULES, step=args.step,
@@ -57,10 +57,9 @@ def run(args: Args) -> Result:
     )  # fmt: skip
     note(loaded.describe())
     generator = Generator(loaded.model, sampling)
-    room = max(1, loaded.model.config.max_seq - len(loaded.model.tokenizer.encode(prompt, bos=True)))
     texts = []
     for number in range(args.samples):
-        made = write_one(generator, prompt, max_tokens=min(args.max_tokens, room), seed=args.seed + number)
+        made = write_one(generator, prompt, max_tokens=args.max_tokens, seed=args.seed + number)
         texts.append({**asdict(made), "tokens_per_s": made.tokens_per_s, "seed": args.seed + number})
     data: dict[str, Any] = {"run": args.run, "step": loaded.step, "recipe": loaded.recipe, "sampling": asdict(sampling)}
     return Result({**data, "samples": texts})

@@ -15,6 +15,7 @@ import tyro
 
 from halfbyte.cli.interrupting import terminated_as_interrupted
 from halfbyte.cli.result import Result
+from halfbyte.cli.screen import progress, say
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,6 @@ class Args:
 
 def run(args: Args) -> Result:
     from halfbyte import models
-    from halfbyte.cli.screen import progress, say
     from halfbyte.interchange import import_folder
 
     folder = Path(args.folder)

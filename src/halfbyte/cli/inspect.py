@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from halfbyte.cli.result import Result
+from halfbyte.cli.screen import console, note, progress
+from halfbyte.inputs import check_output, check_whole, replace_file
 
 if TYPE_CHECKING:
     from halfbyte.train.reading import RunDirectory
@@ -41,20 +43,16 @@ class Args:
 
 
 def run(args: Args) -> Result:
-    from halfbyte.cli.screen import console, note, progress
-
     note(f"reading {args.run}")
     from halfbyte.diagnosis.inspection import compiled_soon, inspect
     from halfbyte.diagnosis.inspection_page import decibels, html, terminal
-    from halfbyte.inputs import check_output, replace_file
     from halfbyte.interchange.opening import forward_recipe, restore_params
     from halfbyte.recipe import read_policy
     from halfbyte.sharding import DEFAULT_RULES
     from halfbyte.train import resolve
     from halfbyte.train.reading import open_directory
 
-    if args.batches < 1:
-        raise ValueError(f"--batches must be 1 or more, got {args.batches}")
+    check_whole("--batches", args.batches, least=1)
     directory = Path(args.run)
     opened = open_directory(directory)
     config = opened.config

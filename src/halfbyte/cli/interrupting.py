@@ -41,18 +41,14 @@ def _interrupt() -> None:
     _thread.interrupt_main()
 
 
-@contextlib.contextmanager
-def terminated_as_interrupted() -> Iterator[None]:
+def terminated_as_interrupted() -> contextlib.AbstractContextManager[None]:
     """SIGTERM and SIGHUP end the work as Ctrl-C does: what is half made is removed, and what is made is kept."""
-    with _handling((signal.SIGTERM, signal.SIGHUP), signal.default_int_handler):
-        yield
+    return _handling((signal.SIGTERM, signal.SIGHUP), signal.default_int_handler)
 
 
-@contextlib.contextmanager
-def resumable() -> Iterator[None]:
+def resumable() -> contextlib.AbstractContextManager[None]:
     """A signal while nothing has begun yet is a preemption like any other: exit 75, which schedulers put back."""
-    with _handling(STOPPING, _leave):
-        yield
+    return _handling(STOPPING, _leave)
 
 
 @contextlib.contextmanager

@@ -8,8 +8,7 @@ When a rank dies, hangs or is preempted the group ends, and is started again aft
 that bring no new checkpoint are bounded. SIGTERM, SIGINT and SIGHUP go to every rank; then nothing is started again."""
 
 import datetime
-import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ import tyro
 
 from halfbyte.cli.flags import read_flags
 from halfbyte.cli.result import Result
+from halfbyte.cli.screen import note
+from halfbyte.inputs import check_real, check_whole
 
 
 @dataclass(frozen=True)
@@ -34,26 +35,20 @@ class Args:
     """Once one rank has ended, the others have this long before they are killed."""
 
     def __post_init__(self) -> None:
-        if self.ranks < 1:
-            raise ValueError(f"--ranks must be 1 or more, got {self.ranks}")
-        if self.restarts < 0 or not 0 <= self.pause_s < 1e6 or not 0 <= self.grace_s < 1e6:
-            raise ValueError(
-                f"--restarts, --pause-s and --grace-s must be 0 or more, got {self.restarts}, {self.pause_s} and "
-                f"{self.grace_s}"
-            )
+        check_whole("--ranks", self.ranks, least=1)
+        check_whole("--restarts", self.restarts)
+        check_real("--pause-s", self.pause_s, holds=0 <= self.pause_s < 1e6, wanted="0 or more seconds, below 1e6")
+        check_real("--grace-s", self.grace_s, holds=0 <= self.grace_s < 1e6, wanted="0 or more seconds, below 1e6")
 
 
 def parse(argv: list[str]) -> Args:
     """Flags before `--`; the command of the ranks after it."""
-    import dataclasses
-
     at = argv.index("--") if "--" in argv else len(argv)
     own, command = argv[:at], argv[at + 1 :]
-    description = f"{__doc__}\n\n--json: one JSON object on stdout, everything else on stderr."
-    args = read_flags(Args, own, prog="halfbyte launch", description=description)
+    args = read_flags(Args, own, prog="halfbyte launch", doc=__doc__)
     if not command or command[0] != "train":
         raise ValueError("write the command after --, as in: halfbyte launch -- train demo --run-dir runs/demo")
-    return dataclasses.replace(args, command=tuple(command))
+    return replace(args, command=tuple(command))
 
 
 def run(args: Args) -> Result:
@@ -62,7 +57,10 @@ def run(args: Args) -> Result:
 
     command, directory = with_run_directory(args.command)
     policy = Policy(restarts=args.restarts, pause_s=args.pause_s, grace_s=args.grace_s)
-    supervisor = Supervisor(command, args.ranks, policy, lambda: newest_checkpoint(directory), _say)
+    supervisor = Supervisor(
+        command, args.ranks, policy, progress=lambda: newest_checkpoint(directory),
+        say=lambda text: note(f"halfbyte launch: {text}"),
+    )  # fmt: skip
     code = supervisor.run()
     data: dict[str, Any] = {"run_dir": str(directory), "restarts": supervisor.restarts, "exit_code": code}
     return Result(data, code if code >= 0 else 128 - code)
@@ -81,7 +79,3 @@ def with_run_directory(command: tuple[str, ...]) -> tuple[list[str], Path]:
     name = split_name(words[1:])[0] or "demo"
     directory = Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     return [*words, "--run-dir", str(directory)], directory
-
-
-def _say(text: str) -> None:
-    print(f"halfbyte launch: {text}", file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ A command is a module of this folder that defines `run`. Nothing is registered: 
         tasks: tuple[str, ...] = ()
         \"\"\"Task files (jsonl).\"\"\"
 
-    def run(args: Args) -> Result:                        # Result(data, code), or a dict, or None
+    def run(args: Args) -> Result:                        # Result(data, code)
         from halfbyte.evaluation import score             # heavy imports inside, so that --help stays instant
         table = score(...)
         print(table)                                      # people read stdout
@@ -43,7 +43,6 @@ import importlib
 import json
 import math
 import os
-import re
 import signal
 import sys
 import threading
@@ -95,7 +94,9 @@ def entry() -> None:
     if code == BROKEN_PIPE:  # what is still buffered must not be tried again when Python shuts down
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if any(not thread.daemon and thread is not threading.main_thread() for thread in threading.enumerate()):
-        _end_in(LEFT_THREADS_S, code)
+        timer = threading.Timer(LEFT_THREADS_S, lambda: os._exit(code))
+        timer.daemon = True
+        timer.start()
     if "halfbyte.ranks" in sys.modules:  # where it was needed; it loads JAX
         _leave_the_group(code)
     sys.exit(code)
@@ -106,12 +107,6 @@ def _leave_the_group(code: int) -> None:
 
     if is_connected():
         leave_and_exit(code)
-
-
-def _end_in(seconds: float, code: int) -> None:
-    timer = threading.Timer(seconds, lambda: os._exit(code))
-    timer.daemon = True
-    timer.start()
 
 
 def open_standard_streams() -> None:
@@ -145,9 +140,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(name, commands[name], [flag for flag in flags if flag != "--json"], as_json=as_json)
 
 
-def find_commands(folder: Path = HERE) -> dict[str, Path]:
-    """Command name -> its file, for every module of `folder` that defines `run` at top level."""
-    files = {file: ast.parse(file.read_text(encoding="utf-8")).body for file in folder.glob("*.py")}
+def find_commands() -> dict[str, Path]:
+    """Command name -> its file, for every module of this folder that defines `run` at top level."""
+    files = {file: ast.parse(file.read_text(encoding="utf-8")).body for file in HERE.glob("*.py")}
     functions = {file: {n.name for n in body if isinstance(n, ast.FunctionDef)} for file, body in files.items()}
     found = {file.stem.rstrip("_").replace("_", "-"): file for file in files if "run" in functions[file]}
     rank = {name: place for place, name in enumerate(ORDER)}
@@ -200,7 +195,7 @@ def run_command(name: str, file: Path, flags: list[str], *, as_json: bool) -> in
         stdout = stack.enter_context(_stdout_to_stderr()) if as_json else sys.stdout
         try:
             module = importlib.import_module(f"halfbyte.cli.{file.stem}")
-            result = as_result(module.run(parse_flags(name, module, flags)))
+            result: Result = module.run(parse_flags(name, module, flags))
         except SystemExit as stop:  # the parser has said what is wrong, or printed its help
             return stop.code if isinstance(stop.code, int) else (DONE if stop.code is None else FAILED)
         except KeyboardInterrupt:
@@ -221,23 +216,7 @@ def parse_flags(name: str, module: ModuleType, flags: list[str]) -> Any:
         return module.parse(flags)
     from halfbyte.cli.flags import read_flags
 
-    description = f"{help_text(module.__doc__ or '')}\n\n--json: one JSON object on stdout, everything else on stderr."
-    return read_flags(module.Args, flags, prog=f"halfbyte {name}", description=description)
-
-
-def help_text(doc: str) -> str:
-    """A docstring as the parser should show it: text is filled, but each example command keeps a line of its own."""
-    lines = [f"\n{line.strip()}\n" if line.lstrip().startswith("halfbyte ") else line for line in doc.splitlines()]
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
-
-
-def as_result(returned: Any) -> Result:
-    """What `run` returned, as a Result: None and a mapping are a success."""
-    if isinstance(returned, Result):
-        return returned
-    if returned is None or isinstance(returned, Mapping):
-        return Result(returned or {})
-    raise TypeError(f"a command returns Result, a dict or None, got {type(returned).__name__}")
+    return read_flags(module.Args, flags, prog=f"halfbyte {name}", doc=module.__doc__)
 
 
 def plain(value: Any) -> Any:
@@ -257,14 +236,9 @@ def report(error: Exception) -> int:
     machine = isinstance(error, OSError) and error.errno in MACHINE_CODES
     if not (ours or machine) or os.environ.get("HALFBYTE_TRACEBACK"):
         traceback.print_exception(error)
-    if ours:
-        say_error(_paragraph(error))
-        return BAD_INPUT
-    if machine:
-        say_error(f"failed: {_paragraph(error)}")
-        return FAILED
-    say_error(f"failed: {type(error).__name__}: {_paragraph(error)}")
-    return FAILED
+    kind = "" if ours else "failed: " if machine else f"failed: {type(error).__name__}: "
+    say_error(kind + _paragraph(error))
+    return BAD_INPUT if ours else FAILED
 
 
 def is_bad_input(error: BaseException) -> bool:

@@ -3,8 +3,6 @@
 import re
 from collections.abc import Callable, Sequence
 
-from halfbyte.cli.result import BadInput
-
 ARGUMENT = re.compile(r"([a-z][a-z0-9_]*)=(.*)", re.DOTALL)
 Translation = Callable[[str], str]
 
@@ -89,13 +87,13 @@ KEYS: dict[str, Translation] = {
 
 
 def refuse_maxtext(argv: Sequence[str]) -> None:
-    """BadInput with a line for each argument if some are MaxText's `key=value` (or its YAML file)."""
+    """ValueError with a line for each argument if some are MaxText's `key=value` (or its YAML file)."""
     found = maxtext_arguments(argv)
     if not found:
         return
     width = max(len(word) for word in found)
-    lines = [f"  {word:<{width}}   {translated(word)}" for word in found]
-    raise BadInput("\n".join(["these are MaxText's arguments; here they are:", *lines, f"together: {together(found)}"]))
+    lines = [f"  {word:<{width}}   {translated(word)}\n" for word in found]
+    raise ValueError(f"these are MaxText's arguments; here they are:\n{''.join(lines)}together: {together(found)}")
 
 
 def maxtext_arguments(argv: Sequence[str]) -> list[str]:

@@ -45,34 +45,17 @@ def next_steps(config: TrainConfig, directory: Path, *, started: Sequence[str] =
     changed = (*again, *in_precision(config, other), "--run-dir", f"{run}-{other}", *started)
     pair = (run, f"{run}-{other}") if plain else (f"{run}-{other}", run)
     own = programs(config)
-    prepare = ("--tokenizer", f"bpe:{config.model.vocab_size}", "--seq-len", str(config.seq or 2048))
+    recipe = own[:2] if own[:1] == ("--recipe",) else ()
+    write = ("generate", run, "--prompt", "We the people", "--temperature", "0.8", *recipe)
+    longer = ("train", "--run-dir", run, "--steps", str(2 * config.steps), *own, *started)
+    size, length = f"bpe:{config.model.vocab_size}", str(config.seq or 2048)
+    prepare = ("data", "prepare", "FILES", "--tokenizer", size, "--seq-len", length, "--out", "data/own")
     return [
         Step(f"this run in {other}, all else equal, and the two side by side", (changed, ("compare", *pair))),
         Step("is that gap noise? paired runs, and a verdict", (parity(config, run, plain=plain),)),
-        Step(
-            "let it write",
-            (
-                (
-                    "generate",
-                    run,
-                    "--prompt",
-                    "We the people",
-                    "--temperature",
-                    "0.8",
-                    *(own[:2] if own[:1] == ("--recipe",) else ()),
-                ),
-            ),
-        ),
-        Step(
-            "go on where it stopped", (("train", "--run-dir", run, "--steps", str(2 * config.steps), *own, *started),)
-        ),
-        Step(
-            "the same run on text of your own (FILES)",
-            (
-                ("data", "prepare", "FILES", *prepare, "--out", "data/own"),
-                (*again, "--data", "data/own", *own, *started),
-            ),
-        ),
+        Step("let it write", (write,)),
+        Step("go on where it stopped", (longer,)),
+        Step("the same run on text of your own (FILES)", (prepare, (*again, "--data", "data/own", *own, *started))),
     ]
 
 

@@ -13,6 +13,7 @@ passes. Ctrl-C keeps what is done and writes the report; the same command goes o
 Exit code 0: every candidate passed; 3: not; 75: stopped or over its time."""
 
 import dataclasses
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +21,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from halfbyte.cli.result import NOT_PASSED, PREEMPTED, BadInput, Result
+from halfbyte.cli.result import NOT_PASSED, PREEMPTED, Result
 from halfbyte.cli.screen import say
 from halfbyte.cli.study import Study, conduct, plan_of
+from halfbyte.inputs import replace_file
 
 if TYPE_CHECKING:
     from halfbyte.parity.plan import Plan
@@ -51,7 +53,7 @@ def run(args: Args) -> Result:
 
     within = seconds_of(args.within, "within") if args.within else math.inf
     if args.branch and args.within:
-        raise BadInput("--within is for a whole study; branches are as long as --branch-steps says")
+        raise ValueError("--within is for a whole study; branches are as long as --branch-steps says")
     if args.branch:
         return run_branch_test(args)
     found = conduct(args, *make_plan(args), within=within)
@@ -79,9 +81,6 @@ def looks_of(args: Args) -> tuple[int, ...]:
 
 def run_branch_test(args: Args) -> Result:
     """Branches of one run, and their gaps."""
-    import json
-
-    from halfbyte.inputs import replace_file
     from halfbyte.parity.branching import plan_branches, run_branches, verdict_line
     from halfbyte.parity.margin import parse_margin
 

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from halfbyte.cli.result import DONE, NOT_PASSED, BadInput, Result
-from halfbyte.cli.screen import console, table
+from halfbyte.cli.result import DONE, NOT_PASSED, Result
+from halfbyte.cli.screen import console, say, table
 from halfbyte.inputs import check_output, check_real, check_whole, replace_file
 
 SHOWN = 12  # layouts in the table of --search
@@ -76,9 +76,8 @@ def run(args: Args) -> Result:
     tokens = plan.tokens_of(args.tokens) if args.tokens else 0.0
     _check_together(args)
     on = plan.cluster(device(args.device), args.count)
-    say: Callable[[str], None] = lambda text: console().print(text, soft_wrap=True)  # noqa: E731
     if args.search:
-        return _search(args, on, say)
+        return _search(args, on)
     found: dict[str, Any] = {}
     names = dict.fromkeys([args.recipe, *filter(None, args.versus.split(","))])
     for name, (config, assumed) in {name: config_of(args, name, on) for name in names}.items():  # all, then compiled
@@ -91,18 +90,18 @@ def run(args: Args) -> Result:
             data["budget"][name] = plan.budget(each, tokens=tokens, price=args.price, overhead=overhead)
     if known:
         data["break_even"] = plan.break_even(found[args.recipe], list(found.values()), known)
-    _show(data, say)
+    _show(data)
     _write(args, data, found)
     return Result(data, NOT_PASSED if any(row["problems"] for row in data["recipes"].values()) else DONE)
 
 
 def _check_together(args: Args) -> None:
-    """BadInput for flags that would be given for nothing."""
+    """ValueError for flags that would be given for nothing."""
     idle = [name for name in ("versus", "tokens", "price", "parity", "csv", "html", "trace") if getattr(args, name)]
     if args.search and idle:
-        raise BadInput(f"search: it compares layouts of one recipe, without --{' and --'.join(idle)}; leave one out")
+        raise ValueError(f"search: it compares layouts of one recipe, without --{' and --'.join(idle)}; leave one out")
     if args.price and not args.tokens:
-        raise BadInput("price: what a run costs takes its --tokens (15T, 300B)")
+        raise ValueError("price: what a run costs takes its --tokens (15T, 300B)")
 
 
 def config_of(args: Args, recipe: str, on: Any) -> tuple[Any, tuple[str, ...]]:
@@ -117,14 +116,9 @@ def config_of(args: Args, recipe: str, on: Any) -> tuple[Any, tuple[str, ...]]:
     check_real("minutes", args.minutes, holds=args.minutes >= 0, wanted="0 or more")
     model = dataclasses.replace(preset.model, layers=args.layers or preset.model.layers)
     changes: dict[str, Any] = {"policy": args.policy, "remat": args.remat, "seq": args.seq or preset.seq or 8192}
-    config = dataclasses.replace(
-        preset,
-        model=model,
-        recipe=recipe,
-        data="synthetic",
-        schedule_by=args.schedule_by,
-        **{name: value for name, value in changes.items() if value},
-    )
+    changes = {name: value for name, value in changes.items() if value}
+    changes |= {"model": model, "recipe": recipe, "data": "synthetic", "schedule_by": args.schedule_by}
+    config = dataclasses.replace(preset, **changes)
     if args.reduce_dtype:
         precision = dataclasses.replace(config.precision, reduce_dtype=args.reduce_dtype)
         config = dataclasses.replace(config, precision=precision)
@@ -148,7 +142,7 @@ def _data(args: Args, on: Any, found: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _show(data: Mapping[str, Any], say: Callable[[str], None]) -> None:
+def _show(data: Mapping[str, Any]) -> None:
     from halfbyte import plan
 
     title = f"{data['model']} on {data['count']} {data['device']}"
@@ -193,14 +187,14 @@ def _write(args: Args, data: Mapping[str, Any], found: Mapping[str, Any]) -> Non
             replace_file(path, content())
 
 
-def _search(args: Args, on: Any, say: Callable[[str], None]) -> Result:
+def _search(args: Args, on: Any) -> Result:
     from halfbyte import plan
     from halfbyte.plan.search import command, coverage, front, pipelines, rank
 
     config, _ = config_of(args, args.recipe, on)
     found = plan.search(config, on, minutes=args.minutes, say=say)
     if not found:
-        raise BadInput(f"search: no layout of {args.model} fits {on.count} {on.device.name}; take a larger --count")
+        raise ValueError(f"search: no layout of {args.model} fits {on.count} {on.device.name}; take a larger --count")
     listed, place, known = [_layout(c) for c in found], rank(config, found), coverage(found)
     rows = [(*list(row.values())[:4], f"{row['step_time_s']:.3f}", f"{row['gib']:.0f}", row["known_from"])
             for row in listed[:SHOWN]]  # fmt: skip

@@ -12,15 +12,15 @@ made from the records. Stopped at any point, the same command goes on.
 Exit code 0: the page is there, whatever it says."""
 
 import dataclasses
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from halfbyte.cli.interrupting import terminated_as_interrupted
-from halfbyte.cli.result import PREEMPTED, BadInput, Result
+from halfbyte.cli.result import PREEMPTED, Result
 from halfbyte.cli.screen import say
 from halfbyte.cli.study import Study, base_run, check_validation, plan_of
 
@@ -56,6 +56,7 @@ class Args(Study):
 
 
 def run(args: Args) -> Result:
+    from halfbyte.checkpoint import RunLock
     from halfbyte.cli.bench import Args as BenchArgs
     from halfbyte.cli.bench import prepare
     from halfbyte.cli.stages import Work
@@ -70,17 +71,10 @@ def run(args: Args) -> Result:
             raise ValueError(f"{out} holds no records; run a playbook there first")
         return conduct(work)
     check(args)
-    with alone(work):
+    with RunLock(out, flag="--out") if work.is_first else nullcontext():  # each stage is run once
         asked = {name: value for name, value in dataclasses.asdict(args).items() if name not in ELSEWHERE}
         work.records.settle(asked)
         return conduct(work)
-
-
-def alone(work: "Work") -> AbstractContextManager[Any]:
-    """One process at a time is a playbook's first host: each stage is run once."""
-    from halfbyte.checkpoint import RunLock
-
-    return RunLock(work.out, flag="--out") if work.is_first else nullcontext()
 
 
 def check(args: Args) -> None:
@@ -93,7 +87,7 @@ def check(args: Args) -> None:
     if not (args.steps or args.tokens):
         check_budget(args.budget)
     if args.seeds < 0 or args.limit < 0:
-        raise BadInput(f"--seeds and --limit must be 0 or more, got {args.seeds} and {args.limit}")
+        raise ValueError(f"--seeds and --limit must be 0 or more, got {args.seeds} and {args.limit}")
     candidates = [text for text in args.candidates.split(",") if text.strip()]
     plan = plan_of(dataclasses.replace(args, seeds=args.seeds or 1), args.model, candidates)
     check_validation(plan.base)
@@ -141,7 +135,7 @@ def finish(work: "Work", stopped: str) -> Result:
     for line in (decision.sentence, *decision.because, decision.speed):
         say(line)
     say(f"page: {files['html']}  ({files['json'].name}, {files['md'].name} beside it)")
-    data = {**decision.to_json(), "page": str(files["html"]), "seconds": work.records.seconds()}
+    data = {**dataclasses.asdict(decision), "page": str(files["html"]), "seconds": work.records.seconds()}
     if stopped:
         say(f"stopped by {stopped}; the same command goes on")
         return Result({**data, "stopped": stopped}, PREEMPTED)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from halfbyte.cli.result import BadInput, Result
+from halfbyte.cli.result import Result
 from halfbyte.cli.screen import console, table
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def run(args: Args) -> Result:
     from halfbyte.recipe import recipe
 
     if len(args.names) > 2:
-        raise BadInput(f"give none, one or two recipes, got {len(args.names)}; two are compared, one is shown in full")
+        raise ValueError(f"give none, one or two recipes, got {len(args.names)}; two are compared, one shown in full")
     chosen = [recipe(name) for name in args.names]
     if not chosen:
         return show_all()

@@ -11,10 +11,6 @@ NOT_PASSED = 3
 PREEMPTED = 75
 
 
-class BadInput(ValueError):
-    """Input that cannot be served, said in one paragraph. Rooms below raise plain ValueError; both exit with 2."""
-
-
 @dataclass(frozen=True)
 class Result:
     """`data` is printed by `--json` (anything `json.dumps` takes); `code` is one of the five exit codes above."""

@@ -29,6 +29,10 @@ class PlainConsole(Console):
         """A reader that went away is the program's to handle; rich would end it with exit code 1."""
         raise BrokenPipeError
 
+    def say(self, text: str) -> None:
+        """Print a line, which the terminal folds."""
+        self.print(text, soft_wrap=True)
+
     def render_str(self, text: str, **settings: Any) -> Text:
         return super().render_str(printable(text), **{**settings, "markup": False})
 
@@ -53,11 +57,16 @@ def shown(text: str) -> str:
     return printable(text) if sys.stdout.isatty() else text
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> Table:
-    """A plain table: a rule under the head, no side borders, the first column in bold."""
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None, numbers: int | None = None
+) -> Table:
+    """A plain table: a rule under the head, no side borders, the first column in bold; columns from `numbers` on are
+    flush right."""
     made = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
     for place, column in enumerate(columns):
-        made.add_column(column, style="bold" if place == 0 else "", no_wrap=place == 0)
+        right = numbers is not None and place >= numbers
+        style = "bold" if place == 0 else ""
+        made.add_column(column, style=style, justify="right" if right else "left", no_wrap=place == 0 or right)
     for row in rows:
         made.add_row(*map(str, row))
     return made
@@ -68,8 +77,6 @@ def progress(name: str) -> Iterator[Any]:
     """A bar on stderr if that is a terminal; yields the function that sets it to (done, of all)."""
     import rich.progress
     from rich.markup import escape
-
-    from halfbyte.inputs import printable
 
     columns = (*rich.progress.Progress.get_default_columns(), rich.progress.MofNCompleteColumn())
     screen = Console(stderr=True)

@@ -80,7 +80,6 @@ class Work:
 
     def arms(self) -> list[Arm]:
         """The baseline and the candidates."""
-
         return standard_arms(self.args.baseline, self.candidates(), controls=False)
 
     def config(self, arm: Arm) -> TrainConfig:
@@ -108,7 +107,6 @@ def doctor(work: Work) -> Found:
 
 def preflight(work: Work) -> Found:
     """What `halfbyte train` checks before it compiles, for every arm."""
-
     here, source, mesh = jax.local_devices()[0], open_source(work.base), run_mesh(work.base)
     device, memory, rows = lookup(here), memory_of(here), {}
     for arm in work.arms():
@@ -140,7 +138,6 @@ def run_words(args: Any) -> str:
 
 def trace(work: Work) -> Found:
     """A short run of the first candidate: a trace of some steps, telemetry, and a checkpoint to inspect."""
-
     arm, folder = work.arms()[1], work.out / "trace"
     config = of_steps(work.config(arm), TRACE_STEPS)
     unseen = bool(config.model.experts) and run_mesh(config).size > 1  # telemetry looks at experts on one device
@@ -212,7 +209,7 @@ def plan(work: Work) -> Found:
             for arm in standard_arms(work.args.baseline, work.candidates(), controls=work.args.controls)}  # fmt: skip
     costs = costs_of({"bench": measurements, "trace": short}, like, radar=work.args.radar >= 0)
     before = work.records.seconds()
-    left = left_of(work, before)
+    left = hosts_of(work) * time_for_the_study(work, before)
     steps = steps_of(work.args, work.args.model, work.base)
     size = size_of(left, costs, steps=steps, seeds=work.args.seeds, fixed=bool(work.args.steps or work.args.tokens))
     tells = could_tell(size, parse_margin(work.args.margin), len(work.arms()) - 1)
@@ -232,11 +229,6 @@ def time_for_the_study(work: Work, before: float) -> float:
 
 def hosts_of(work: Work) -> int:
     return int(work.args.host.partition("/")[2] or 1)
-
-
-def left_of(work: Work, before: float) -> float:
-    """The same of all hosts together."""
-    return hosts_of(work) * time_for_the_study(work, before)
 
 
 def study_command(work: Work, seeds: int, steps: int, **changes: Any) -> tuple[str, Any]:
@@ -276,7 +268,7 @@ def reopen_study(work: Work) -> None:
     had = study and not study["complete"] and study.get("within_s")
     if had and time_for_the_study(work, size["before_s"]) > had + 1:
         work.records.reopen("parity")
-    if not size["seeds"] and left_of(work, size["before_s"]) > size["left_s"] + 1:
+    if not size["seeds"] and hosts_of(work) * time_for_the_study(work, size["before_s"]) > size["left_s"] + 1:
         work.records.reopen("plan")
 
 

@@ -4,13 +4,13 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from halfbyte.cli.result import PREEMPTED, Result
-from halfbyte.cli.screen import say
+from halfbyte.cli.screen import console, say, table
 
 if TYPE_CHECKING:
     from halfbyte.parity.plan import Plan
@@ -149,14 +149,17 @@ def conduct(args: Study, plan: "Plan", directory: Path, *, within: float = math.
 
     if args.host:
         share(plan.jobs(), args.host)  # refused before a plan is written that other flags would have to agree with
+    settled = load_plan(directory)
     if not args.report:
         check_validation(plan.base)
-    if not args.report and load_plan(directory) is None:
-        check_arms(plan)
-    plan = load(directory) if args.report else settle(directory, plan)
-    say(describe(plan, directory))
-    stopped = None if args.report else run_all(args, plan, directory, within=within)
-    return finish(screened(plan, directory), directory, stopped=stopped)
+        if settled is None:
+            check_arms(plan)
+        settled = settle(directory, plan)
+    if settled is None:
+        raise ValueError(f"{directory} holds no plan.json; run it without --report first")
+    say(describe(settled, directory))
+    stopped = None if args.report else run_all(args, settled, directory, within=within)
+    return finish(screened(settled, directory), directory, stopped=stopped)
 
 
 def run_all(args: Study, plan: "Plan", directory: Path, *, within: float) -> str | None:
@@ -200,15 +203,6 @@ def watchers(args: Study, plan: "Plan") -> Any:
     return observers
 
 
-def load(directory: Path) -> "Plan":
-    from halfbyte.parity.plan import load_plan
-
-    plan = load_plan(directory)
-    if plan is None:
-        raise ValueError(f"{directory} holds no plan.json; run it without --report first")
-    return plan
-
-
 def describe(plan: "Plan", directory: Path) -> str:
     arms = ", ".join(f"{arm.name} ({arm.kind})" for arm in plan.arms)
     looks = f"looked at after {' and '.join(map(str, plan.looks))} seeds, "
@@ -222,11 +216,11 @@ def describe(plan: "Plan", directory: Path) -> str:
 def finish(plan: "Plan", directory: Path, *, stopped: str | None) -> Result:
     """Write the report, print its head."""
     from halfbyte.parity.analysis import analyse
-    from halfbyte.parity.report import print_report, write_report
+    from halfbyte.parity.report import write_report
 
     data = analyse(plan, directory)
     files = write_report(plan, directory, data)
-    print_report(data)
+    show(data)
     say(f"report: {files['html']}  ({files['json'].name}, {files['md'].name} beside it)")
     if stopped:
         say(
@@ -235,3 +229,32 @@ def finish(plan: "Plan", directory: Path, *, stopped: str | None) -> Result:
         )
         return Result({**data, "stopped": stopped}, PREEMPTED)
     return Result({**data, "report": str(files["html"])})
+
+
+def show(data: Mapping[str, Any]) -> None:
+    """The table, the verdict line and the scope line, for a terminal."""
+    from halfbyte.parity.report import rank_heads, rank_rows, told
+
+    screen, unit, checks = console(), data["arms"][0]["unit"], data["controls"]
+    rows = []
+    for arm in data["arms"]:
+        word, mean, gap, seeds = told(arm)
+        rows.append((arm["name"], mean or "-", gap, seeds, word, ", ".join(arm["execution"])))
+    screen.print("")
+    screen.print(table(("arm", "loss", f"gap, {unit} [90% over seeds]", "seeds", "verdict", "runs"), rows))
+    if data["plan"]["candidates"] > 1 and data["ranking"]:
+        screen.print(table(rank_heads(data), rank_rows(data)))
+    if checks["noise_floor"] is not None:
+        screen.print(f"noise floor (twin of the baseline): {checks['noise_floor']:.4f} {unit}")
+    if checks["sensitive"] is False:
+        screen.print("the recipe that is broken on purpose did NOT fail: this comparison cannot see a broken recipe")
+    if checks["near_seen"] is False:
+        screen.print("a twin with a gap of twice the margin did NOT fail: this comparison cannot see such a gap")
+    if not data["complete"]:
+        screen.print(f"INCOMPLETE: {data['runs']['done']} of {data['runs']['planned']} runs are done", style="bold")
+    screen.print("")
+    screen.print(data["verdict"], style="bold", soft_wrap=True)
+    for line in (data["scope"], *data["notes"], *data["between"], *data["sees"]):
+        screen.print(line, soft_wrap=True)
+    for line in data["next"]:
+        screen.print(f"next: {line}", soft_wrap=True)

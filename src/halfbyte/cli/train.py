@@ -25,7 +25,7 @@ from halfbyte.cli.flags import read_flags
 from halfbyte.cli.maxtext import refuse_maxtext
 from halfbyte.cli.next_steps import program
 from halfbyte.cli.result import BAD_INPUT, DONE, FAILED, NOT_PASSED, PREEMPTED, Result
-from halfbyte.cli.screen import MayClose
+from halfbyte.cli.screen import MayClose, PlainConsole
 from halfbyte.devices.platform import idle_card
 from halfbyte.inputs import check_output
 from halfbyte.launch.cluster import DistributedConfig
@@ -33,8 +33,6 @@ from halfbyte.profiling import ProfileConfig
 from halfbyte.train.config import TrainConfig
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from halfbyte.launch import Setting
     from halfbyte.ranks import End, Group
     from halfbyte.train import Observer, RunResult
@@ -46,6 +44,8 @@ SWITCHES = (
     "--model.no-norm-topk", "--validation.at-end", "--validation.no-at-end",
 )  # fmt: skip
 """Flags without a value: the word behind one may be the run's name."""
+LOST_A_PEER = re.compile(r"gloo|nccl|coordination|UNAVAILABLE|by peer|DEADLINE|Barrier", re.I)
+"""What a collective raises when the other side is gone."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,7 @@ def parse(argv: list[str]) -> Args:
     argv = from_store(argv)
     name, rest = split_name(argv)
     default = Args(run=base_config(name, rest))
-    description = f"{__doc__}\n\n--json: one JSON object on stdout, everything else on stderr."
-    return read_flags(Args, rest, prog=f"halfbyte train {name or 'RUN'}", description=description, default=default)
+    return read_flags(Args, rest, prog=f"halfbyte train {name or 'RUN'}", doc=__doc__, default=default)
 
 
 def from_store(argv: list[str]) -> list[str]:
@@ -149,22 +148,20 @@ def run(args: Args) -> Result:
     import jax
 
     from halfbyte import launch
-    from halfbyte.cli.screen import PlainConsole
     from halfbyte.ranks import Signals
 
     with Signals(_stopped_early, afterwards=signal.SIG_IGN) as signals:  # what comes later changes no exit code
         output = MayClose(sys.stdout, on_close=lambda: signals.on_signal("a closed pipe"))
         console = PlainConsole(file=cast(TextIO, output))
-        say = _printer(console)
         for applied in launch.apply(gpu_settings(args), os.environ):
-            say(str(applied))
-        started = launch.start(args.distributed, watchdog_s=args.run.watchdog_s, say=say)
+            console.say(str(applied))
+        group = launch.start(args.distributed, watchdog_s=args.run.watchdog_s, say=console.say)
         if warning := idle_card(os.environ, jax.devices()[0].platform):
-            say(f"WARNING: {warning}")
-        signals.on_signal = started.group.request_stop
-        with mirrored(args, started.group, say):
-            result = ending(started.group, lambda: _train(args, console, started.group))
-        started.group.close(result.code)
+            console.say(f"WARNING: {warning}")
+        signals.on_signal = group.request_stop
+        with mirrored(args, group, console.say):
+            result = ending(group, lambda: _train(args, console, group))
+        group.close(result.code)
         return result
 
 
@@ -224,16 +221,11 @@ def failure(group: "Group", error: BaseException) -> "End":
         return group.fail_as(str(error), BAD_INPUT)
     if is_bad_input(error):
         return group.fail(str(error), BAD_INPUT)
-    if lost_a_peer(error):
+    if LOST_A_PEER.search(str(error)):
         return group.explain(error)
     if not isinstance(error, KeyboardInterrupt):
         traceback.print_exception(error)
     return group.fail(f"failed: {type(error).__name__}: {error}", FAILED)
-
-
-def lost_a_peer(error: BaseException) -> bool:
-    """True for what a collective raises when the other side is gone."""
-    return re.search(r"gloo|nccl|coordination|UNAVAILABLE|by peer|DEADLINE|Barrier", str(error), re.I) is not None
 
 
 def leave_together(group: "Group", end: "End") -> None:
@@ -244,11 +236,7 @@ def leave_together(group: "Group", end: "End") -> None:
     leave(end)
 
 
-def _printer(console: "Console") -> Any:
-    return lambda text: console.print(text, soft_wrap=True)
-
-
-def _train(args: Args, console: "Console", group: "Group") -> Result:
+def _train(args: Args, console: PlainConsole, group: "Group") -> Result:
     from halfbyte.checkpoint import remote
     from halfbyte.conformance import SelfTestFailed
     from halfbyte.train import Diverged, train
@@ -274,7 +262,7 @@ def _train(args: Args, console: "Console", group: "Group") -> Result:
         return Result({"run_dir": str(directory), "error": str(stop)}, code)
     if result.stopped:
         if main:
-            _printer(console)(
+            console.say(
                 f"stopped by {result.stopped} after step {result.step}, checkpoint written; "
                 f"go on with: {program()} train --run-dir {shlex.quote(remote.shown(directory))}"
             )

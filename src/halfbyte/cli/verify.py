@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from halfbyte.cli.result import DONE, NOT_PASSED, Result
+from halfbyte.cli.screen import console, table
 
 if TYPE_CHECKING:
     from halfbyte.train.reading import RunDirectory
@@ -42,8 +43,6 @@ class Finding:
 
 def run(args: Args) -> Result:
     """Verify every part and show a table."""
-    from halfbyte.cli.screen import console, table
-
     directory = Path(args.run)
     if not (directory / "config.json").exists():
         raise ValueError(f"{directory} holds no run: there is no config.json")

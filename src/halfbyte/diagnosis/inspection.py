@@ -13,10 +13,9 @@ import numpy as np
 from halfbyte import models
 from halfbyte.recipe import Resolved, recipe
 from halfbyte.train import TrainConfig
-from halfbyte.train.step import make_context
 
 from .definition import TENSORS
-from .radar import part_of, step_of
+from .radar import looking_context, part_of, step_of
 from .recommendation import recommend
 from .replay import Replay
 from .tensors import gemm_numbers, operand_numbers
@@ -71,8 +70,7 @@ def inspect(
 ) -> Inspection:  # fmt: skip
     """Replay one step on each batch and look at what its linears were given. `say` is told how far it is, `watch` gets
     (linears done, of)."""
-    context = dataclasses.replace(make_context(config, resolved, None, None), mesh=None, remat="none", unroll=1)  # type: ignore[arg-type]
-    replay = Replay(config.model, context)
+    replay = Replay(config.model, looking_context(config, resolved, None))
     sums: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
     noises: dict[tuple[int, str, str], list[float]] = {}
     shown, done = list(batches), itertools.count(1)

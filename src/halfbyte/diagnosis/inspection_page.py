@@ -58,17 +58,8 @@ def html(found: Inspection, *, title: str, lines: list[str], policy: str, wanted
     return page.html_page(title, body)
 
 
-OPERANDS = (
-    "layer",
-    "linear",
-    "operand",
-    "amax",
-    "crest",
-    "to zero",
-    "saturated",
-    *(f"{way}, dB" for way in SNRS),
-    "scales",
-)
+RANGES = ("amax", "crest", "to zero", "saturated")
+OPERANDS = ("layer", "linear", "operand", *RANGES, *(f"{way}, dB" for way in SNRS), "scales")
 
 
 def operand_row(o: dict[str, Any]) -> tuple[Any, ...]:

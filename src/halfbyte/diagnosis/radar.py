@@ -87,15 +87,11 @@ def part_of(batch: Mapping[str, Any], most: int = MOST_TOKENS) -> dict[str, Any]
 
 def judged(gemms: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
     """(the GEMMs, each with whether it is not what its recipe gives; alarms as text)."""
-    marked = [{**gemm, "alarm": _is_wrong(gemm)} for gemm in gemms]
+    right = [g["error"] <= 1 and g["wrong"] == 0 and math.isfinite(g["gain"]) for g in gemms]  # NaN passes nothing
+    marked = [{**gemm, "alarm": not held} for gemm, held in zip(gemms, right, strict=True)]
     kinds = dict.fromkeys(gemm["gemm"] for gemm in marked)
     found = {kind: [g for g in marked if g["gemm"] == kind] for kind in kinds}
     return marked, [_alarm(kind, these) for kind, these in found.items() if any(g["alarm"] for g in these)]
-
-
-def _is_wrong(gemm: Mapping[str, Any]) -> bool:
-    """A number that is not finite passes no comparison."""
-    return not (gemm["error"] <= 1 and gemm["wrong"] == 0 and math.isfinite(gemm["gain"]))
 
 
 def _alarm(kind: str, gemms: Sequence[Mapping[str, Any]]) -> str:

@@ -25,10 +25,8 @@ from .truth import BF16, agreement, run_linear
 CODES = 256
 TINY = 1e-30
 RUNS = (32, 16, 1)  # numbers along the contraction that are laid out in a row: a block of any format, if they fit
-FIRST_SIZE, GROWTH = (
-    12,
-    4,
-)  # tensors are padded to 2**12, 2**16, 2**20, ... numbers, and share the programs of that size
+# Tensors are padded to 2**12, 2**16, 2**20, ... numbers, and share the programs of that size.
+FIRST_SIZE, GROWTH = 12, 4
 TILE = 16
 
 WAYS = {

@@ -90,9 +90,11 @@ class Generator:
     def write(
         self, prompt: str, *, max_tokens: int, seed: int | None = None, show: Callable[[str], None] | None = None
     ) -> Generated:
-        """The continuation of `prompt`; `show` gets it in pieces as it is made. A prompt begins a document."""
+        """The continuation of `prompt`: `max_tokens` at most, or as many as the model holds; `show` gets it in pieces
+        as it is made. A prompt begins a document."""
         tokenizer = self.model.tokenizer
         ids = tokenizer.encode(prompt, bos=True)
+        max_tokens = min(max_tokens, max(1, self.model.config.max_seq - len(ids)))
         found: list[int] = []
         shown, begun, ended = "", 0.0, False
         for token in self.tokens(ids, max_tokens=max_tokens, seed=seed):

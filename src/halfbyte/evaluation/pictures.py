@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from halfbyte.evaluation.curves import Curve, Gap, aligned, gap, smooth
+from halfbyte.evaluation.curves import Curve, aligned, gap, smooth
 from halfbyte.inputs import printable
 
 # Colours that stay apart for colour-blind readers (Okabe and Ito), and their nearest terminal colours.
@@ -34,7 +34,8 @@ class Line:
 def text_plot(lines: Sequence[Line], *, title: str, width: int = 70, height: int = 14, zero: bool = False) -> Text:
     """Lines as braille characters with labelled axes and a legend. `zero` draws the line y = 0."""
     title = printable(title)
-    shown = [Line(printable(line.name), *_finite(line.x, line.y)) for line in lines]
+    good = [np.isfinite(line.x) & np.isfinite(line.y) for line in lines]
+    shown = [Line(printable(line.name), line.x[at], line.y[at]) for line, at in zip(lines, good, strict=True)]
     everything = np.concatenate([line.y for line in shown])
     if not len(everything):
         return Text(f"{title}: nothing to draw")
@@ -47,11 +48,6 @@ def text_plot(lines: Sequence[Line], *, title: str, width: int = 70, height: int
     for number, line in enumerate(shown):
         _trace(canvas, colour, line, number % len(TERMINAL), (left, right, low, high))
     return _assembled(canvas, colour, shown, title=title, limits=(left, right, low, high))
-
-
-def _finite(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    good = np.isfinite(x) & np.isfinite(y)
-    return x[good], y[good]
 
 
 def _limits(values: np.ndarray, zero: bool) -> tuple[float, float]:
@@ -167,12 +163,7 @@ def _draw_gap(axes: Any, curve: Curve, baseline: Curve, *, colour: str, width: i
     tokens, mine, base, _ = aligned(curve, baseline)
     end = gap(curve, baseline, last=last)
     axes.plot(tokens, mine - base, color=colour, alpha=0.2, linewidth=0.8)
-    axes.plot(tokens, smooth(mine - base, width), color=colour, linewidth=1.6, label=_gap_label(curve, end))
+    told = "nothing in common" if end is None else f"{end.value:+.4f} over the last {end.points} steps of this run"
+    axes.plot(tokens, smooth(mine - base, width), color=colour, linewidth=1.6, label=f"{curve.name}: {told}")
     if end is not None:
         axes.plot((end.first_tokens, end.last_tokens), (end.value, end.value), color=colour, linewidth=3, alpha=0.5)
-
-
-def _gap_label(curve: Curve, end: Gap | None) -> str:
-    if end is None:
-        return f"{curve.name}: nothing in common"
-    return f"{curve.name}: {end.value:+.4f} over the last {end.points} steps of this run"

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from halfbyte.inputs import check_real, check_whole
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -22,14 +24,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}; 1 keeps every token")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be 0 (all tokens) or more, got {self.top_k}")
-        if not 0 <= self.seed < 2**31:
-            raise ValueError(f"seed must be between 0 and 2^31 - 1, got {self.seed}")
+        check_real("temperature", self.temperature, holds=self.temperature >= 0, wanted="0 (greedy) or more")
+        check_real("top_p", self.top_p, holds=0 < self.top_p <= 1, wanted="above 0 and at most 1 (all tokens)")
+        check_whole("top_k", self.top_k, zero="all tokens")
+        check_whole("seed", self.seed)
 
 
 def draw(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:

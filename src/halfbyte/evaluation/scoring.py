@@ -10,7 +10,7 @@ also under bf16, whose sums are cut otherwise for another shape. `scales="window
 always of the shape that its length is padded to, so that a score is a function of its request alone.
 """
 
-import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from jax import lax
 
 from halfbyte import models
 from halfbyte.evaluation.language_model import LanguageModel
+from halfbyte.inputs import check_whole
 from halfbyte.models.embedding import head_weight
 from halfbyte.sharding import axis_size, named_sharding
 
@@ -69,7 +70,8 @@ def token_scores(
     hidden, targets = models.hidden_states(config, params, batch, ctx), batch["targets"]
     head = head_weight(params).astype(hidden.dtype)
     rows, seq, width = hidden.shape
-    size = _slice_size(rows, seq, config.vocab_size)
+    most = max(1, LOGIT_BYTES // (4 * rows * config.vocab_size))
+    size = next(size for size in range(min(most, seq), 0, -1) if seq % size == 0)
 
     def visit(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         x, target = part
@@ -88,12 +90,6 @@ def token_scores(
     )
     nll, greedy = lax.map(visit, parts)
     return tuple(jnp.moveaxis(x, 0, 1).reshape(rows, seq) for x in (nll, greedy))  # type: ignore[return-value]
-
-
-def _slice_size(rows: int, seq: int, vocab: int) -> int:
-    """The largest divisor of `seq` whose logits fit LOGIT_BYTES."""
-    most = max(1, LOGIT_BYTES // (4 * rows * vocab))
-    return next(size for size in range(min(most, seq), 0, -1) if seq % size == 0)
 
 
 class Scorer:
@@ -118,51 +114,42 @@ class Scorer:
             )
         if not 1 <= self.window <= model.config.max_seq:
             raise ValueError(f"seq {self.window}: windows lie between 1 and the model's max_seq {model.config.max_seq}")
-        if batch_tokens < 1:
-            raise ValueError(f"batch_tokens must be 1 or more, got {batch_tokens}")
+        check_whole("batch_tokens", batch_tokens, least=1)
         self.compiled: set[tuple[int, int]] = set()
-        self._program = jax.jit(functools.partial(_row_scores, model.config, ctx=model.context))
-        self._sums = jax.jit(functools.partial(_window_sums, model.config, ctx=model.context))
+        self._program, self._sums = jax.jit(self._row_scores), jax.jit(self._window_sums)
+
+    def _row_scores(self, params: models.Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """(summed nll, all scored tokens greedy) of each row."""
+        nll, greedy = token_scores(self.model.config, params, batch, self.model.context)
+        return jnp.sum(nll, axis=1), jnp.all(greedy | (batch["targets"] < 0), axis=1)
+
+    def _window_sums(self, params: models.Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """(summed nll, number of targets) of each window."""
+        nll, _ = token_scores(self.model.config, params, batch, self.model.context)
+        return jnp.sum(nll, axis=1), jnp.sum(batch["targets"] >= 0, axis=1)
 
     def score(self, requests: Sequence[Request], *, watch: Watch | None = None) -> list[Score]:
         """A score for each request, in order. `watch` is told (requests done, of all) after each batch."""
-        scores: list[Score | None] = [None] * len(requests)
-        pending: tuple[list[int], Any] | None = None
-        for numbers, batch in self._batches([request.within(self.window) for request in requests]):
-            running = (numbers, self._program(self.model.params, self._place(batch)))
-            self._collect(pending, requests, scores, watch)  # while the device works on the next
-            pending = running
-        self._collect(pending, requests, scores, watch)
-        return [score for score in scores if score is not None]
+        within = [request.within(self.window) for request in requests]
+        running = ((at, self._program(self.model.params, self._place(batch))) for at, batch in self._batches(within))
+        scores: dict[int, Score] = {}
+        for numbers, found in _one_behind(running):
+            for number, nll, greedy in zip(numbers, *jax.device_get(found)):  # rows after the last number are padding
+                scores[number] = Score(float(nll), within[number].scored, bool(greedy))
+            if watch is not None:
+                watch(len(scores), len(requests))
+        return [scores[number] for number in range(len(requests))]
 
     def score_packed(self, batches: Iterable[Batch]) -> Iterator[Score]:
         """The score of each window of packed batches, as the loader yields them.
 
         Windows without a target are left out; `greedy` is not looked at, and False.
         """
-        pending: Any = None
-        for batch in batches:
-            running = self._sums(self.model.params, self._place({key: batch[key] for key in PACKED}))
-            yield from _window_scores(pending)  # while the device works on the next
-            pending = running
-        yield from _window_scores(pending)
-
-    def _collect(
-        self,
-        pending: tuple[list[int], Any] | None,
-        requests: Sequence[Request],
-        scores: list[Score | None],
-        watch: Watch | None,
-    ) -> None:
-        if pending is None:
-            return
-        numbers, found = pending
-        nll, greedy = (np.asarray(part) for part in jax.device_get(found))
-        for row, number in enumerate(numbers):
-            scored = min(requests[number].scored, self.window)
-            scores[number] = Score(float(nll[row]), scored, bool(greedy[row]))
-        if watch is not None:
-            watch(sum(score is not None for score in scores), len(scores))
+        placed = (self._place({key: batch[key] for key in PACKED}) for batch in batches)
+        for found in _one_behind(self._sums(self.model.params, batch) for batch in placed):
+            for nll, tokens in zip(*jax.device_get(found), strict=True):
+                if tokens:
+                    yield Score(float(nll), int(tokens), False)
 
     def _batches(self, requests: Sequence[Request]) -> Iterator[tuple[list[int], Batch]]:
         """(request numbers, padded batch): one shape a padded length, filled in order."""
@@ -220,26 +207,6 @@ def pad_batch(requests: Sequence[Request], rows: int, length: int) -> Batch:
     return {"tokens": tokens, "targets": targets}
 
 
-def _row_scores(
-    config: models.LlamaConfig, params: models.Params, batch: Batch, *, ctx: models.Context
-) -> tuple[jax.Array, jax.Array]:
-    """(summed nll, all scored tokens greedy) of each row."""
-    nll, greedy = token_scores(config, params, batch, ctx)
-    return jnp.sum(nll, axis=1), jnp.all(greedy | (batch["targets"] < 0), axis=1)
-
-
-def _window_sums(
-    config: models.LlamaConfig, params: models.Params, batch: Batch, *, ctx: models.Context
-) -> tuple[jax.Array, jax.Array]:
-    """(summed nll, number of targets) of each window."""
-    nll, _ = token_scores(config, params, batch, ctx)
-    return jnp.sum(nll, axis=1), jnp.sum(batch["targets"] >= 0, axis=1)
-
-
-def _window_scores(found: Any) -> Iterator[Score]:
-    """What `_window_sums` found, None for nothing, as scores."""
-    if found is None:
-        return
-    for nll, tokens in zip(*(np.asarray(part) for part in jax.device_get(found)), strict=True):
-        if tokens:
-            yield Score(float(nll), int(tokens), False)
+def _one_behind(running: Iterable[Any]) -> Iterator[Any]:
+    """What was dispatched, each after the next was: the device works on that one while the host reads."""
+    return (before for before, _ in itertools.pairwise(itertools.chain(running, [None])))

@@ -11,8 +11,7 @@ over windows, those of a validation split too: sqrt(sum of (nll_w - mean * token
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -42,10 +41,6 @@ class Result:
     truncated: int = 0
     groups: dict[str, dict[str, Metric]] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        """As `--json` prints it and the run directory keeps it."""
-        return asdict(self)
-
 
 def run_task(
     name: str,
@@ -59,8 +54,11 @@ def run_task(
     """Every example scored. `stride` is for text: how far each window starts after the last, and what it scores."""
     if not items:
         raise ValueError(f"{name}: there is no example to score")
-    make = text_requests if kind == "text" else task_requests
-    requests = [make(scorer.model.tokenizer, example, scorer.window, stride or scorer.window) for example in items]
+    tokenizer, window = scorer.model.tokenizer, scorer.window
+    if kind == "text":
+        requests = [text_requests(tokenizer, example, window, stride or window) for example in items]
+    else:
+        requests = [[encode_pair(tokenizer, *pair) for pair in example.texts] for example in items]
     flat = [request for made in requests for request in made]
     found = iter(scorer.score(flat, watch=watch))
     scores = [[next(found) for _ in made] for made in requests]
@@ -76,7 +74,7 @@ def run_task(
         tokens=sum(score.tokens for example in scores for score in example),
         metrics=metrics(list(zip(items, scores, strict=True))),
         chance=None if kind in ("text", "word") else float(np.mean([1 / len(example.texts) for example in items])),
-        truncated=sum(any(len(request.tokens) > scorer.window + 1 for request in made) for made in requests),
+        truncated=sum(any(len(request.tokens) > window + 1 for request in made) for made in requests),
         groups=groups if len(groups) > 1 else {},
     )
 
@@ -84,13 +82,9 @@ def run_task(
 # Requests
 
 
-def task_requests(tokenizer: Tokenizer, example: Example, window: int, stride: int) -> list[Request]:
-    """One request a text: begin-of-document, context, continuation."""
-    return [encode_pair(tokenizer, context, continuation) for context, continuation in example.texts]
-
-
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Request:
-    """Tokens of both together, as the model would have seen them. Where a token spans the border, it is scored."""
+    """Begin-of-document, and the tokens of both together, as the model would have seen them. Where a token spans the
+    border, it is scored."""
     whole = tokenizer.encode(context + continuation, bos=True)
     before = tokenizer.encode(context, bos=True)
     same = next((at for at, (a, b) in enumerate(zip(whole, before)) if a != b), min(len(whole), len(before)))
@@ -133,11 +127,6 @@ def choice_metrics(scored: Scored) -> dict[str, Metric]:
     return {"acc": mean(plain), "acc_norm": mean(normed)}
 
 
-def schema_metrics(scored: Scored) -> dict[str, Metric]:
-    """acc: all options have the same continuation, so length cannot matter."""
-    return {"acc": choice_metrics(scored)["acc"]}
-
-
 def word_metrics(scored: Scored) -> dict[str, Metric]:
     """acc of greedy decoding, and perplexity a word."""
     nll = mean([scores[0].nll for _, scores in scored])
@@ -150,19 +139,21 @@ def text_metrics(scored: Scored) -> dict[str, Metric]:
     texts = [example.texts[0][1] for example, _ in scored]
     size = sum(len(text.encode()) for text in texts)
     words = sum(len(text.split()) for text in texts)
-    nats = ratio([score.nll for score in windows], [score.tokens for score in windows])
     tokens = sum(score.tokens for score in windows)
-    found = {
-        "nats_per_token": nats,
-        "bits_per_byte": scaled(nats, tokens / size / math.log(2)),
-        "ppl": exponential(nats),
-    }
-    return {**found, "word_ppl": exponential(scaled(nats, tokens / words))} if words else found
+    found = loss_metrics(windows, size / tokens)
+    return {**found, "word_ppl": exponential(scaled(found["nats_per_token"], tokens / words))} if words else found
+
+
+def loss_metrics(windows: Sequence[Score], bytes_per_token: float) -> dict[str, Metric]:
+    """nats a token, bits a byte and perplexity a token, with errors over the windows."""
+    nats = ratio([score.nll for score in windows], [score.tokens for score in windows])
+    bits = scaled(nats, 1 / math.log(2) / bytes_per_token)
+    return {"nats_per_token": nats, "bits_per_byte": bits, "ppl": exponential(nats)}
 
 
 METRICS: dict[str, Callable[[Scored], dict[str, Metric]]] = {
     "choice": choice_metrics,
-    "schema": schema_metrics,
+    "schema": lambda scored: {"acc": choice_metrics(scored)["acc"]},  # of one continuation: length cannot matter
     "word": word_metrics,
     "pair": choice_metrics,
     "text": text_metrics,
@@ -171,10 +162,8 @@ METRICS: dict[str, Callable[[Scored], dict[str, Metric]]] = {
 
 def validation_result(name: str, scores: Sequence[Score], *, bytes_per_token: float) -> Result:
     """The result of a data set's validation split, from the scores of its windows."""
-    nats = ratio([score.nll for score in scores], [score.tokens for score in scores])
-    bits = scaled(nats, 1 / math.log(2) / bytes_per_token)
-    metrics = {"nats_per_token": nats, "bits_per_byte": bits, "ppl": exponential(nats)}
-    return Result(name, "validation", len(scores), sum(score.tokens for score in scores), metrics)
+    tokens, metrics = sum(score.tokens for score in scores), loss_metrics(scores, bytes_per_token)
+    return Result(name, "validation", len(scores), tokens, metrics)
 
 
 def wins(gold: int, scores: Sequence[Score], lengths: Sequence[int] | None) -> bool:

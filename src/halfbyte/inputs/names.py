@@ -3,7 +3,6 @@
 import os
 import re
 import unicodedata
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -22,15 +21,6 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(map(_visible, text))
-
-
-def spelled_out(value: Any) -> Any:
-    """A value with every text in it `printable`, keys of objects too."""
-    if isinstance(value, str):
-        return printable(value)
-    if isinstance(value, Mapping):
-        return {spelled_out(key): spelled_out(item) for key, item in value.items()}
-    return type(value)(map(spelled_out, value)) if isinstance(value, list | tuple) else value
 
 
 def _visible(char: str) -> str:

@@ -105,15 +105,15 @@ def read_yaml(path: str | os.PathLike[str], *, most: int = MOST_JSON) -> Any:
         raise UnreadableFile(f"{path} is not YAML: {' '.join(str(error).split())}") from None
 
 
-def _shallow(value: Any, what: str, depth: int = MOST_DEPTH) -> Any:
+def _shallow(value: Any, what: str) -> Any:
     """`value`, if it is not nested too deeply; level by level, without recursion."""
     level = [value]
-    for _ in range(depth):
+    for _ in range(MOST_DEPTH):
         holders = [x.values() if isinstance(x, dict) else x for x in level if isinstance(x, dict | list)]
         level = [item for holder in holders for item in holder]
         if not level:
             return value
-    raise UnreadableFile(f"{what} is nested more than {depth} levels deep")
+    raise UnreadableFile(f"{what} is nested more than {MOST_DEPTH} levels deep")
 
 
 def nesting(content: bytes) -> int:

@@ -1,6 +1,6 @@
 """A model written in the formats that other people's programs load."""
 
-from collections.abc import Mapping
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -76,7 +76,7 @@ def export_model(
         said: dict[str, Any] = {"activations": input_amax is not None, "producer": PRODUCER}
         fields["quantization_config"] = quantization_config(to, ignore, **said)
         if to == "modelopt":
-            files["hf_quant_config.json"] = _json(modelopt_config(ignore, **said))
+            files["hf_quant_config.json"] = json.dumps(modelopt_config(ignore, **said), indent=2) + "\n"
     listed: list[Part] = list(parts)
     size = write_folder(out, listed, fields, files, shard_bytes=shard_bytes, replace=replace, watch=watch)
     found = [] if resolved is None else fused_mismatches(model.config, model.params, resolved)
@@ -121,8 +121,8 @@ def fused_mismatches(cfg: LlamaConfig, params: Params, resolved: Resolved) -> li
 
 def config_fields(model: Model, dtype: str) -> dict[str, Any]:
     """config.json: the imported one if it still describes the model, else ours."""
-    fields = _origin_fields(model)
-    if fields is None:
+    fields: dict[str, Any] = read_json(model.origin / CONFIG) if model.origin else {}
+    if not fields or config_from_hf(fields, model.config.name) != model.config:
         fields = config_to_hf(model.config)
     if model.tokenizer is not None:
         fields.setdefault("bos_token_id", model.tokenizer.bos_id)
@@ -132,21 +132,8 @@ def config_fields(model: Model, dtype: str) -> dict[str, Any]:
     return fields | {"dtype": dtype}
 
 
-def _origin_fields(model: Model) -> dict[str, Any] | None:
-    if model.origin is None:
-        return None
-    fields: dict[str, Any] = read_json(model.origin / CONFIG)
-    return fields if config_from_hf(fields, model.config.name) == model.config else None
-
-
 def companion_files(model: Model) -> dict[str, str | bytes | Path]:
     """Tokenizer and generation config: the imported files as they came, or made from our tokenizer."""
     if model.origin is not None:
         return {name: model.origin / name for name in COMPANIONS if (model.origin / name).is_file()}
     return {} if model.tokenizer is None else dict(tokenizer_files(model.tokenizer, model.config.max_seq))
-
-
-def _json(value: Mapping[str, Any]) -> str:
-    import json
-
-    return json.dumps(value, indent=2) + "\n"

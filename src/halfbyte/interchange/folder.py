@@ -20,17 +20,9 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 COMPANIONS = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-)
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "tokenizer.model",
+)  # fmt: skip
 """Files that travel with a model unchanged."""
 
 
@@ -41,7 +33,9 @@ class Folder(AbstractContextManager["Folder"]):
         self.directory = directory
         if not directory.is_dir():
             raise ValueError(f"{directory} is not a directory; give the folder that holds config.json and safetensors")
-        self.config = _fields(inside(directory, CONFIG))
+        self.config: dict[str, Any] = read_json(inside(directory, CONFIG), most=MOST_CONFIG)
+        if not isinstance(self.config, dict):
+            raise ValueError(f"{directory / CONFIG} must hold one JSON object, got {type(self.config).__name__}")
         self._stack = ExitStack()
         try:
             self._shard_of: dict[str, TensorFile] = self._open_shards()
@@ -134,13 +128,6 @@ def shard_names(directory: Path) -> Mapping[str, str]:
             "in it, so it is refused; convert the weights to safetensors where you trust them"
         )
     raise ValueError(f"{directory} has neither {SINGLE} nor {INDEX}; it holds no weights that can be read")
-
-
-def _fields(path: Path) -> dict[str, Any]:
-    fields = read_json(path, most=MOST_CONFIG)
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path} must hold one JSON object, got {type(fields).__name__}")
-    return fields
 
 
 def _check_index(listed: Mapping[str, str], found: Mapping[str, TensorFile]) -> None:

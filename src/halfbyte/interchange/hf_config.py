@@ -122,11 +122,7 @@ def _activation(fields: Mapping[str, Any], field: str) -> str:
     for ours, theirs in HIDDEN_ACTS.items():
         if fields[field] in theirs:
             return ours
-    implemented = ", ".join(name for names in HIDDEN_ACTS.values() for name in names)
-    raise ValueError(
-        f"import: {field} is {printable(str(fields[field]))[:100]}, and only {implemented} are implemented; this "
-        "checkpoint cannot be imported"
-    )
+    raise _unserved(field, fields[field], " or ".join(name for names in HIDDEN_ACTS.values() for name in names))
 
 
 def _family(fields: Mapping[str, Any]) -> Family:
@@ -167,11 +163,8 @@ def _scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
         raise ValueError(
             f"import: rotary scaling of rope_type {printable(str(kind))!r}; implemented are llama3 and default"
         )
-    unknown = sorted(
-        {field for field in rope if rope[field] is not None}
-        - ROPE_FIELDS
-        - (LLAMA3_FIELDS if kind == "llama3" else set())
-    )
+    known = ROPE_FIELDS | (LLAMA3_FIELDS if kind == "llama3" else set())
+    unknown = sorted(field for field in rope.keys() - known if rope[field] is not None)
     if unknown:
         raise ValueError(
             f"import: the rotary embedding has {printable(', '.join(unknown))[:100]}, which is not implemented"

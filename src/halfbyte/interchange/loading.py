@@ -24,7 +24,7 @@ from halfbyte.interchange.hf_names import Site, sites
 from halfbyte.interchange.layouts import NvfpLayout
 from halfbyte.interchange.quantization_config import layout_of
 from halfbyte.interchange.tensor_file import Planned
-from halfbyte.models import LlamaConfig, Params, ParamSpec, declared, nest
+from halfbyte.models import LlamaConfig, Params, declared, nest
 from halfbyte.sharding import DEFAULT_RULES, Rules, named_sharding
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -121,13 +121,14 @@ def _not_finite(folder: Folder, name: str) -> ValueError:
 def load_params(folder: Folder, cfg: LlamaConfig, *, mesh: Mesh | None = None, rules: Rules = DEFAULT_RULES) -> Params:
     """The model's parameters, float32, on `mesh` by `rules` or on the first device."""
     todo, layout = check_tensors(folder, cfg), layout_of(folder.config)
-    specs = declared(cfg)
+    specs, here = declared(cfg), SingleDeviceSharding(jax.local_devices()[0])
     params: dict[str, jax.Array] = {}
     for site in sorted(todo, key=lambda site: site.path):
         spec = specs[site.path]
-        where = _sharding(spec, mesh, rules)
+        where = here if mesh is None else named_sharding(spec.axes, mesh, rules)
         if site.path not in params:
-            params[site.path] = _empty(spec.shape, where)
+            empty = functools.partial(jnp.zeros, spec.shape, jnp.float32)
+            params[site.path] = jax.jit(empty, out_shardings=where)()
         part = _read(folder, site, layout, _part_sharding(where, site))
         if not _usable(part):
             raise _not_finite(folder, site.name)
@@ -135,10 +136,6 @@ def load_params(folder: Folder, cfg: LlamaConfig, *, mesh: Mesh | None = None, r
         params[site.path] = _put(params[site.path], part, at, site.transposed)
         jax.block_until_ready(params[site.path])  # or the queue would hold several tensors at once
     return nest({path: params[path] for path in specs})
-
-
-def _sharding(spec: ParamSpec, mesh: Mesh | None, rules: Rules) -> Any:
-    return SingleDeviceSharding(jax.local_devices()[0]) if mesh is None else named_sharding(spec.axes, mesh, rules)
 
 
 def _part_sharding(where: Any, site: Site) -> Any:
@@ -186,11 +183,6 @@ def stored_as(folder: Folder) -> str:
     if layout_of(folder.config) is not None:
         return f"NVFP4 weights ({folder.config['quantization_config']['quant_method']})"
     return "/".join(sorted({entry.dtype.name for entry in folder.entries.values()})) + " weights"
-
-
-def _empty(shape: tuple[int, ...], where: Any) -> jax.Array:
-    made: jax.Array = jax.jit(functools.partial(jnp.zeros, shape, jnp.float32), out_shardings=where)()
-    return made
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnums=3)

@@ -128,15 +128,10 @@ def some_mesh(text: str) -> Mesh:
     return make_mesh(shape, jax.local_devices()[: math.prod(shape.values())])
 
 
-def trained_with(config: TrainConfig, step: int) -> Recipe:
-    """The recipe under which the run took its step number `step`."""
-    return phase_at(phases(config), min(max(step, 1), config.steps) - 1).recipe
-
-
 def forward_recipe(config: TrainConfig, step: int, name: str) -> Recipe:
-    """The named recipe; without a name, the one of step `step`."""
+    """The named recipe; without a name, that under which the run took its step number `step`."""
     if not name:
-        return trained_with(config, step)
+        return phase_at(phases(config), min(max(step, 1), config.steps) - 1).recipe
     refuse_changed(config.recipe, name)
     return recipe(name)
 

@@ -13,9 +13,11 @@ LAYOUTS: dict[str, NvfpLayout] = {"compressed-tensors": layouts.COMPRESSED_TENSO
 def quantization_config(method: str, ignore: Sequence[str], *, activations: bool, producer: str) -> dict[str, Any]:
     """The `quantization_config` of config.json. `ignore`: linears that stay as they are."""
     if method == "modelopt":
+        numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+        group = {"targets": ["Linear"], "weights": numbers, "input_activations": numbers if activations else None}
         return modelopt_config(ignore, activations=activations, producer=producer)["quantization"] | {
             "quant_method": "modelopt",
-            "config_groups": {"group_0": {"targets": ["Linear"], **_modelopt_group(activations)}},
+            "config_groups": {"group_0": group},
         }
     weights = _tensor_group(dynamic=False)
     inputs = _tensor_group(dynamic="local") if activations else None
@@ -36,11 +38,6 @@ def _tensor_group(*, dynamic: bool | str) -> dict[str, Any]:
         "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True,
         "dynamic": dynamic, "scale_dtype": "torch.float8_e4m3fn",
     }  # fmt: skip
-
-
-def _modelopt_group(activations: bool) -> dict[str, Any]:
-    numbers = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
-    return {"weights": numbers, "input_activations": numbers if activations else None}
 
 
 def modelopt_config(ignore: Sequence[str], *, activations: bool, producer: str) -> dict[str, Any]:
@@ -74,9 +71,5 @@ def layout_of(fields: Mapping[str, Any]) -> NvfpLayout | None:
 
 
 def _is_nvfp4(found: Mapping[str, Any]) -> bool:
-    groups = found.get("config_groups")
-    kinds = [
-        found.get("format"),
-        *(group.get("format") for group in (groups or {}).values() if isinstance(group, dict)),
-    ]
-    return any(kind == "nvfp4-pack-quantized" for kind in kinds)
+    groups = [found, *(found.get("config_groups") or {}).values()]
+    return any(group.get("format") == "nvfp4-pack-quantized" for group in groups if isinstance(group, Mapping))

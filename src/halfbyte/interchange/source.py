@@ -10,14 +10,7 @@ from halfbyte.interchange.exporting import DTYPES, Model
 from halfbyte.interchange.folder import Folder, is_folder
 from halfbyte.interchange.importing import LONGEST_WINDOW, folder_config
 from halfbyte.interchange.loading import load_params
-from halfbyte.interchange.opening import (
-    FOLDER_POLICY,
-    forward_recipe,
-    read_tokenizer,
-    restore_params,
-    some_mesh,
-    trained_with,
-)
+from halfbyte.interchange.opening import FOLDER_POLICY, forward_recipe, read_tokenizer, restore_params, some_mesh
 from halfbyte.interchange.tokenizer_files import TOKENIZER, folder_tokenizer
 from halfbyte.recipe import Resolved, recipe
 from halfbyte.train import TrainConfig, resolve
@@ -63,7 +56,7 @@ def open_for_export(directory: Path, *, mesh: str = "", step: int | None = None)
     has_text = config.data != "synthetic" or (directory / TOKENIZER).is_file()
     tokenizer, seq = read_tokenizer(run) if has_text else (None, min(config.model.max_seq, LONGEST_WINDOW))
     restored = restore_params(run, mesh=grid, rules=SCORING_RULES, step=step)
-    trained_with(config, restored.step)  # a program of the run's own that this command does not name is refused
+    forward_recipe(config, restored.step, "")  # a program of the run's own that this command does not name is refused
     origin = directory / ORIGIN if (directory / ORIGIN).is_dir() else None
     model = Model(config.model, restored.items["params"], tokenizer, origin)
     return Source(model, _dtype(directory), config, restored.step, seq)

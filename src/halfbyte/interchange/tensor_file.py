@@ -9,6 +9,7 @@ asked for: N, every dtype, shape x dtype against offsets, and that the tensors c
 or overlap. Reading takes one tensor, or a run of its rows, at a time; nothing is mapped.
 """
 
+import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -45,10 +46,6 @@ DTYPES: dict[str, np.dtype] = {
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-class BadTensorFile(ValueError):
-    """A file that is no safetensors file, or not a whole one."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +97,7 @@ def _fill(file: BinaryIO, array: np.ndarray, path: Path, name: str) -> None:
     while done < len(view):
         count = file.readinto(view[done:])  # type: ignore[attr-defined]
         if not count:
-            raise BadTensorFile(f"{path} ended while {name} was read; it changed since it was opened")
+            raise ValueError(f"{path} ended while {name} was read; it changed since it was opened")
         done += count
 
 
@@ -108,22 +105,22 @@ def _read_header(file: BinaryIO, path: Path) -> tuple[int, dict[str, Entry]]:
     """(where the tensors' bytes begin, the entries), all checked against the size of the file."""
     head = file.read(8)
     if len(head) < 8:
-        raise BadTensorFile(f"{path} has {len(head)} bytes: not even the length of a safetensors header")
+        raise ValueError(f"{path} has {len(head)} bytes: not even the length of a safetensors header")
     length, left = int.from_bytes(head, "little"), os.fstat(file.fileno()).st_size - 8
     if not 2 <= length <= min(left, MOST_HEADER):
-        raise BadTensorFile(
+        raise ValueError(
             f"{path}: the header claims {length:,} bytes, but the file has {left:,} left and a header at most "
             f"{MOST_HEADER:,}; it is cut short or no safetensors file"
         )
     text = file.read(length)
     if text.count(b'"dtype"') > MOST_TENSORS:
-        raise BadTensorFile(f"{path}: the header lists more than {MOST_TENSORS:,} tensors, the most that are read")
+        raise ValueError(f"{path}: the header lists more than {MOST_TENSORS:,} tensors, the most that are read")
     header = parse_json(text, what=f"the header of {path}", most=MOST_HEADER, depth=8)
     if not isinstance(header, dict):
-        raise BadTensorFile(f"the header of {path} is no JSON object")
+        raise ValueError(f"the header of {path} is no JSON object")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise BadTensorFile(f"{path}: __metadata__ must be a dict of strings")
+        raise ValueError(f"{path}: __metadata__ must be a dict of strings")
     entries = [_entry(name, value, path) for name, value in header.items()]
     _check_cover(entries, left - length, path)
     return 8 + length, {entry.name: entry for entry in entries}
@@ -132,17 +129,17 @@ def _read_header(file: BinaryIO, path: Path) -> tuple[int, dict[str, Entry]]:
 def _entry(name: str, value: Any, path: Path) -> Entry:
     where = f"{path}: tensor {printable(name)[:200]!r}"
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-        raise BadTensorFile(f"{where} must have dtype, shape and data_offsets")
+        raise ValueError(f"{where} must have dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise BadTensorFile(f"{where} has dtype {str(dtype)[:40]!r}; known are {', '.join(DTYPES)}")
+        raise ValueError(f"{where} has dtype {str(dtype)[:40]!r}; known are {', '.join(DTYPES)}")
     if not _whole_numbers(shape) or len(shape) > 32:
-        raise BadTensorFile(f"{where}: shape must be a short list of whole numbers")
+        raise ValueError(f"{where}: shape must be a short list of whole numbers")
     if not _whole_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise BadTensorFile(f"{where}: data_offsets must be two whole numbers, the first not above the second")
+        raise ValueError(f"{where}: data_offsets must be two whole numbers, the first not above the second")
     needed = math.prod(shape) * DTYPES[dtype].itemsize
     if offsets[1] - offsets[0] != needed:
-        raise BadTensorFile(
+        raise ValueError(
             f"{where}: {dtype} {list(shape)} are {needed:,} bytes, but its offsets span {offsets[1] - offsets[0]:,}"
         )
     return Entry(name, DTYPES[dtype], tuple(shape), offsets[0], offsets[1])
@@ -158,13 +155,13 @@ def _check_cover(entries: Iterable[Entry], size: int, path: Path) -> None:
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.stop)):
         if entry.start != at:
             what = "overlaps the one before it" if entry.start < at else "leaves a gap before it"
-            raise BadTensorFile(
+            raise ValueError(
                 f"{path}: tensor {printable(entry.name)[:200]!r} starts at byte {entry.start:,}, and {what}, which "
                 f"ends at {at:,}"
             )
         at = entry.stop
     if at != size:
-        raise BadTensorFile(f"{path} has {size:,} bytes of tensors, but its header accounts for {at:,}")
+        raise ValueError(f"{path} has {size:,} bytes of tensors, but its header accounts for {at:,}")
 
 
 # Writing
@@ -199,8 +196,6 @@ def write_tensors(
 
 def header_bytes(planned: Iterable[Planned], metadata: Mapping[str, str]) -> bytes:
     """Length and header of a file with these tensors, padded so that their bytes begin at a multiple of 8."""
-    import json
-
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
     for plan in planned:

@@ -2,5 +2,5 @@
 
 from .cluster import DistributedConfig, Peers, find_peers
 from .mock import MOCK_NOTE, Mock, check_mock, mock_gpus
-from .start import Launched, start
+from .start import start
 from .xla_flags import FLAG_SETS, Applied, Setting, apply, recommended, repeatable, visible_gpus

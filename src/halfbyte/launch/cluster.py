@@ -7,6 +7,9 @@ told; never on every interface unless `--coordinator-bind` says so.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
+
+from halfbyte.inputs import check_choices, check_whole
 
 LOOPBACK = "127.0.0.1"
 FIRST_PORT, PORTS = 61440, 4096
@@ -24,8 +27,8 @@ class DistributedConfig:
     """Number of this process, from 0."""
     coordinator_bind: str = ""
     """Address process 0 listens on; default: the coordinator's own."""
-    cluster: str = "auto"
-    """auto, none, slurm, openmpi or kubernetes."""
+    cluster: Literal["auto", "none", "slurm", "openmpi", "kubernetes"] = "auto"
+    """Who has started the processes, and says in the environment which they are."""
     cpu_devices: int = 0
     """Show the CPU of each process as this many devices."""
     initialization_timeout_s: int = 300
@@ -33,10 +36,7 @@ class DistributedConfig:
     """A rank without a sign of life for this long is said to have stopped, and every rank ends."""
 
     def __post_init__(self) -> None:
-        if self.cluster not in ("auto", "none", "slurm", "openmpi", "kubernetes"):
-            raise ValueError(
-                f"distributed.cluster must be auto, none, slurm, openmpi or kubernetes, got {self.cluster!r}"
-            )
+        check_choices(self, group="distributed.")
         if self.coordinator and not re.fullmatch(r".+:\d+", self.coordinator):
             raise ValueError(f"distributed.coordinator must be HOST:PORT, got {self.coordinator!r}")
         if self.coordinator and not 0 <= self.process < self.processes:
@@ -44,8 +44,7 @@ class DistributedConfig:
                 "distributed.coordinator needs distributed.processes N and distributed.process I with 0 <= I < N, "
                 f"got processes {self.processes}, process {self.process}"
             )
-        if self.cpu_devices < 0:
-            raise ValueError(f"distributed.cpu_devices must be 0 or more, got {self.cpu_devices}")
+        check_whole("distributed.cpu_devices", self.cpu_devices)
 
 
 @dataclass(frozen=True)
@@ -117,14 +116,10 @@ def _openmpi(environ: Mapping[str, str]) -> Peers | None:
             "Open MPI does not say where process 0 is (OMPI_MCA_orte_hnp_uri is not set); "
             "give --distributed.coordinator HOST:PORT, --distributed.processes and --distributed.process"
         )
-    address = f"{host}:{FIRST_PORT + _job_number(uri) % PORTS}"
+    job = int(head) // 4096 if (head := uri.partition(".")[0]).isdigit() else 0
+    address = f"{host}:{FIRST_PORT + job % PORTS}"
     devices = _own_device(_number(environ, "OMPI_COMM_WORLD_LOCAL_RANK", "0"), alone=local == 1)
     return Peers("openmpi", address, address, size, _number(environ, "OMPI_COMM_WORLD_RANK"), devices)
-
-
-def _job_number(uri: str) -> int:
-    head = uri.split(".", 1)[0]
-    return int(head) // 4096 if head.isdigit() else 0
 
 
 def _own_device(local_rank: int, *, alone: bool) -> tuple[int, ...] | None:

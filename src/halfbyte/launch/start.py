@@ -3,9 +3,9 @@
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import jax
+from jax._src import distributed
 
 from halfbyte.ranks import Group, Limits, connect, on_terminate
 
@@ -16,15 +16,7 @@ BACKSTOP = 10
 """JAX's own heartbeat ends a group without a sentence; ours comes first."""
 
 
-@dataclass(frozen=True)
-class Launched:
-    """What was started, for the log: `one process`, or who the peers are."""
-
-    text: str
-    group: Group
-
-
-def start(config: DistributedConfig, *, watchdog_s: float = 0.0, say: Callable[[str], None] = print) -> Launched:
+def start(config: DistributedConfig, *, watchdog_s: float = 0.0, say: Callable[[str], None] = print) -> Group:
     """Connect to the peers, if there are any, and say how. The group that comes back is open: it watches."""
     end_with_supervisor(os.environ)
     silence = float(config.heartbeat_timeout_s)
@@ -38,16 +30,16 @@ def start(config: DistributedConfig, *, watchdog_s: float = 0.0, say: Callable[[
     elif under_kubernetes(config, os.environ):
         _settle_cpu(config, many=True)
         peers = _connect_kubernetes(config)
-        client = _client()
+        client = distributed.global_state.client
     if peers is None:
-        return Launched("one process", Group(limits=limits).open())
+        return Group(limits=limits).open()
     group = Group(peers.process, peers.processes, client, limits=limits).open()
     on_terminate(group.runtime_died)
     text = f"process {peers.process} of {peers.processes} ({peers.source}), coordinator {peers.coordinator}"
     if peers.process == 0:
         text += f", listening on {peers.bind}"
     say(text)
-    return Launched(text, group)
+    return group
 
 
 def _settle_cpu(config: DistributedConfig, *, many: bool) -> None:
@@ -71,13 +63,6 @@ def _connect(config: DistributedConfig, peers: Peers) -> object:
         initialization_timeout_s=config.initialization_timeout_s,
         heartbeat_timeout_s=BACKSTOP * config.heartbeat_timeout_s,
     )
-
-
-def _client() -> object:
-    """The key-value store of a group that JAX has connected by itself."""
-    from jax._src import distributed
-
-    return distributed.global_state.client
 
 
 def _connect_kubernetes(config: DistributedConfig) -> Peers:

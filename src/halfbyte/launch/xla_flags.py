@@ -109,14 +109,9 @@ def recommended(device: str, *, several: bool, flags: str = "recommended") -> tu
 
 def visible_gpus() -> list[str]:
     """Product names from the driver's own tool; empty where there is none. JAX is not started."""
+    asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
-        listing = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=True,
-        )
+        listing = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
     return [line.strip() for line in listing.stdout.splitlines() if line.strip()]

@@ -74,16 +74,13 @@ class Guarded:
                 end = ", its rows are kept and tried again" if retries else " without it"
                 self._say(f"{self._name} CANNOT BE WRITTEN: {type(error).__name__}: {error}; training goes on{end}")
             self._failing = True
-            if not retries:
-                self._drop()
+            sink = self._sink
+            if sink is not None and not retries:
+                self._sink = None
+                with contextlib.suppress(Exception):  # its failure has been said
+                    sink.close()
             return False
         return True
-
-    def _drop(self) -> None:
-        sink, self._sink = self._sink, None
-        if sink is not None:
-            with contextlib.suppress(Exception):  # its failure has been said
-                sink.close()
 
 
 class Jsonl:

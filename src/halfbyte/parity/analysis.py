@@ -17,18 +17,16 @@ from halfbyte.train.identity import load_identity
 
 from .arms import BASELINE, CANDIDATE, TWIN, Arm
 from .between import between, finite, ranking
-from .cells import DONE, OVER, Cell, manifest_of, read_cells, run_directory, status_of
+from .cells import DONE, OVER, Cell, Cells, manifest_of, read_cells, run_directory, status_of
 from .controls import controls, displaced, displaced_name, seen, withheld
 from .plan import Plan
 from .radar_view import radar_of
-from .statistics import FEWEST_SEEDS, Interval, fit_line, moving_block_bootstrap, over_seeds, t_quantile
+from .statistics import FEWEST_SEEDS, moving_block_bootstrap, over_seeds, t_quantile
 from .verdict import Verdict, Word, judge_study, no_interval
 
 GRID = 24  # points of the fitted curve
 DRAWN = 240  # points of a drawn curve
 MOST_SPELLED = 4  # candidates whose reasons the verdict line has
-
-Cells = Mapping[tuple[str, int], Cell]
 
 
 def analyse(plan: Plan, directory: Path) -> dict[str, Any]:
@@ -36,7 +34,7 @@ def analyse(plan: Plan, directory: Path) -> dict[str, Any]:
     cells = read_cells(plan, directory)
     arms = [describe_arm(plan, arm, cells) for arm in plan.arms]
     verdicts = judge_arms(plan, cells)
-    checks = controls(plan, verdicts, {arm.name: gaps_of(plan, arm, cells) for arm in plan.arms})
+    checks = controls(plan, verdicts, {arm.name: finite(results_of(plan, arm, cells)) for arm in plan.arms})
     final = {name: withheld(found, checks) for name, found in verdicts.items()}
     for entry in arms:
         if entry["name"] in final:
@@ -64,11 +62,6 @@ def analyse(plan: Plan, directory: Path) -> dict[str, Any]:
         "arms": arms,
         "plan": plan.to_json(),
     }  # fmt: skip
-
-
-def decided(plan: Plan, directory: Path) -> bool:
-    """Whether what is there says PASS or FAIL of every candidate."""
-    return bool(analyse(plan, directory)["decided"])
 
 
 def needed_cells(plan: Plan, cells: Cells, found: Sequence[Verdict]) -> list[tuple[str, int]]:
@@ -99,13 +92,9 @@ def notes(plan: Plan, cells: Cells) -> list[str]:
     return found
 
 
-def gaps_of(plan: Plan, arm: Arm, cells: Cells) -> dict[int, float]:
-    """Seed -> gap of the final validation loss, in the margin's unit, where both arms are done."""
-    return finite(results_of(plan, arm, cells))
-
-
 def results_of(plan: Plan, arm: Arm, cells: Cells) -> dict[int, float]:
-    """As `verdict.Results`: also the seeds in which one of the two diverged."""
+    """As `verdict.Results`: seed -> gap of the final validation loss where both arms are done, and the seeds in which
+    one of the two diverged."""
     found = {}
     for seed in plan.seeds_of(arm):
         mine, base = cells[arm.name, seed], cells[plan.baseline.name, seed]
@@ -199,7 +188,7 @@ def describe_arm(plan: Plan, arm: Arm, cells: Cells) -> dict[str, Any]:
     """Everything about one arm."""
     mine = [cells[arm.name, seed] for seed in plan.seeds_of(arm)]
     base = [cells[plan.baseline.name, seed] for seed in plan.seeds_of(arm)]
-    gaps = gaps_of(plan, arm, cells) if arm.kind != BASELINE else {}
+    gaps = finite(results_of(plan, arm, cells)) if arm.kind != BASELINE else {}
     finals = {cell.seed: cell.final for cell in mine if cell.final is not None}
     return {
         "name": arm.name,
@@ -219,7 +208,7 @@ def describe_arm(plan: Plan, arm: Arm, cells: Cells) -> dict[str, Any]:
         "spikes": {str(cell.seed): spikes(cell.curve) for cell in mine if cell.curve is not None},
         "cost": cost(mine),
         "execution": execution(mine),
-        "radar": radar_of(mine),
+        "radar": [probe for cell in mine for probe in radar_of(cell.folder, cell.seed)],
     }
 
 
@@ -299,7 +288,7 @@ def gap_curve(plan: Plan, mine: Sequence[Cell], base: Sequence[Cell]) -> dict[st
         points += [{"seed": a.seed, "x": float(p), "y": float(q)} for p, q in zip(x, y, strict=True)]
         half = len(x) // 3  # the first third is warm-up, where the gap means little
         if len(x) - half >= 3:
-            lines.append((fit_line(np.log(x[half:]), y[half:]), float(x[half]), float(x[-1])))
+            lines.append((np.polyfit(np.log(x[half:]), y[half:], 1), float(x[half]), float(x[-1])))
     if not points:
         return None
     return {"points": points, "fit": _band(lines)}
@@ -309,8 +298,8 @@ def _band(lines: Sequence[Any]) -> dict[str, Any] | None:
     if not lines:
         return None
     x = np.geomspace(max(first for _, first, _ in lines), min(last for _, _, last in lines), GRID)
-    y = np.stack([line.at(np.log(x)) for line, _, _ in lines])
-    slopes = over_seeds([line.slope for line, _, _ in lines])
+    y = np.stack([np.polyval(line, np.log(x)) for line, _, _ in lines])
+    slopes = over_seeds([line[0] for line, _, _ in lines])
     half = None
     if len(lines) > 2:
         half = t_quantile(0.95, len(lines) - 1) * y.std(axis=0, ddof=1) / math.sqrt(len(lines))
@@ -385,11 +374,10 @@ def execution(cells: Sequence[Cell]) -> list[str]:
     return sorted(words - {"plain"}) or ["plain"]
 
 
-def interval_text(found: Mapping[str, Any] | Interval | None, unit: str) -> str:
+def interval_text(found: Mapping[str, Any] | None, unit: str) -> str:
     """An interval for people."""
     if found is None:
         return ""
-    values = found if isinstance(found, Mapping) else asdict(found)
     digits = 4 if unit == "nats" else 3
-    mean = f"{values['mean']:+.{digits}f}"
-    return mean if values["low"] is None else f"{mean} [{values['low']:+.{digits}f}, {values['high']:+.{digits}f}]"
+    mean = f"{found['mean']:+.{digits}f}"
+    return mean if found["low"] is None else f"{mean} [{found['low']:+.{digits}f}, {found['high']:+.{digits}f}]"

@@ -74,7 +74,8 @@ def grow(plan: Branches, out: Path, step: int, name: str, *, say: Say, stop: Sto
     """Train one branch: the checkpoint copied, the recipe changed, everything else as it was. A branch of another
     length is another branch: its learning rates and its end are not this one's."""
     end = step + plan.steps
-    folder = out / f"step-{step}-to-{end}" / _plain(name)
+    called = re.sub(r"[^A-Za-z0-9._+@-]", "-", Path(name).name)[:100]  # a recipe of a file has its path in its name
+    folder = out / f"step-{step}-to-{end}" / called
     config = dataclasses.replace(
         plan.config, recipe=name, precision=dataclasses.replace(plan.config.precision, switch_at=0.0, reset_at=0.0),
         steps=max(plan.config.steps, end), validation=dataclasses.replace(plan.config.validation, every=0),
@@ -98,11 +99,6 @@ def grow(plan: Branches, out: Path, step: int, name: str, *, say: Say, stop: Sto
         except Diverged as trouble:
             say(f"[step {step}, {name}] DIVERGED: {trouble}")
     return folder
-
-
-def _plain(name: str) -> str:
-    """A recipe's name as that of a folder: one of a file holds its path."""
-    return re.sub(r"[^A-Za-z0-9._+@-]", "-", Path(name).name)[:100]
 
 
 def compare(plan: Branches, step: int, folders: dict[str, Path]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Where the numbers of a report come from: data, versions, devices, precision."""
 
 import hashlib
-import importlib.metadata
 import platform
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -10,38 +10,22 @@ import jax
 
 from halfbyte import report as page
 from halfbyte.train import TrainConfig
+from halfbyte.train.identity import versions
 
 from .cells import manifest_of, run_directory
 from .plan import Plan
 
-VERSIONS = ("halfbyte", "jax", "jaxlib", "numpy", "optax")
-
-
-def provenance(plan: Plan, directory: Path) -> dict[str, str]:
-    """Facts for the foot of the page."""
-    return {
-        "plan": str(directory / "plan.json"),
-        "written": plan.written,
-        **environment(plan.base, devices(plan, directory)),
-    }
-
 
 def environment(config: TrainConfig, device: str) -> dict[str, str]:
     """Data, device and versions of a run."""
-    versions = ", ".join(f"{name} {version(name)}" for name in VERSIONS)
+    programs = versions() | {name: metadata.version(name) for name in ("numpy", "optax")}
+    programs["Python"] = platform.python_version()
     return {
         "data": f"{config.data}, {data_hash(config)}",
         "device": device or "nothing has run yet",
-        "versions": f"{versions}, Python {platform.python_version()}",
+        "versions": ", ".join(f"{name} {version}" for name, version in programs.items()),
         "backend of this report": jax.default_backend(),
     }
-
-
-def version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def data_hash(config: TrainConfig) -> str:
@@ -68,11 +52,7 @@ def precision_table(plan: Plan, directory: Path) -> str:
     for arm in plan.arms:
         manifest = next((m for seed in plan.seeds if (m := manifest_of(run_directory(directory, arm, seed)))), None)
         rows += manifest_rows(manifest, arm.name) if manifest else []
-    return (
-        page.table(("arm", "linears", "recipe", "fprop", "dgrad", "wgrad", "runs", "FLOPs in 4 bits"), rows)
-        if rows
-        else ""
-    )
+    return page.table(("arm", "linears", "recipe", "fprop", "dgrad", "wgrad", "runs", "FLOPs in 4 bits"), rows)
 
 
 def manifest_rows(manifest: dict[str, Any], name: str) -> list[tuple[str, ...]]:

@@ -7,7 +7,7 @@ import math
 import re
 from dataclasses import dataclass
 
-FORM = re.compile(r"^\s*([0-9.eE+-]+)\s*(%|nats?)\s*$")
+FORM = re.compile(r"\s*([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*(%|nats?)\s*")
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,7 @@ class Margin:
 
 def parse_margin(text: str) -> Margin:
     """`0.5%`, `0.02nats`; a plain number is refused, because it could be either."""
-    found = FORM.match(text)
+    found = FORM.fullmatch(text)
     if not found:
         raise ValueError(f"margin must be a number with its unit, such as 0.5% or 0.02nats, got {text!r}")
-    try:
-        value = float(found[1])
-    except ValueError:
-        raise ValueError(f"margin must be a number with its unit, such as 0.5% or 0.02nats, got {text!r}") from None
-    return Margin(value, found[2] == "%")
+    return Margin(float(found[1]), found[2] == "%")

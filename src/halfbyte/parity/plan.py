@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from halfbyte.inputs import no_follow, read_json, replace_file
+from halfbyte.inputs import check_whole, no_follow, read_json, replace_file
 from halfbyte.inputs.programs import only_named
 from halfbyte.train import LogConfig, TrainConfig, jsonconfig, phases
 
@@ -126,10 +126,7 @@ class Plan:
             "levels": list(spending(self.looks)),
             "candidates": len(self.of_kind(CANDIDATE)),
             "screen": asdict(self.screen) if self.screen else None,
-            "arms": [
-                {"name": a.name, "kind": a.kind, "changes": dict(a.changes), "note": a.note, "seeds": a.seeds}
-                for a in self.arms
-            ],
+            "arms": [asdict(arm) for arm in self.arms],
             "base": jsonconfig.to_dict(self.base),
         }
 
@@ -236,8 +233,7 @@ def of_steps(base: TrainConfig, steps: int) -> TrainConfig:
 
 def first_seeds(count: int, start: int = 0) -> tuple[int, ...]:
     """`count` seeds from `start` on."""
-    if count < 1:
-        raise ValueError(f"seeds must be 1 or more, got {count}")
+    check_whole("seeds", count, least=1)
     return tuple(range(start, start + count))
 
 

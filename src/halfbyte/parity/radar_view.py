@@ -2,25 +2,21 @@
 alarm."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from halfbyte import report as page
 from halfbyte.metrics import read_rows
 
-from .cells import Cell
-
 MOST = 6  # lines of one arm
 
 
-def radar_of(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """The newest probe of each run that has one, and every earlier one that raised an alarm."""
-    found = []
-    for cell in cells:
-        path = cell.folder / "radar.jsonl"
-        rows = read_rows(path) if path.is_file() else []
-        shown = [*rows[-1:], *(row for row in rows[:-1] if row["alarms"])]
-        found += [{"seed": cell.seed, "probes": len(rows), **row} for row in shown]
-    return found
+def radar_of(folder: Path, seed: int) -> list[dict[str, Any]]:
+    """The newest probe of a run that has one, and every earlier one that raised an alarm."""
+    path = folder / "radar.jsonl"
+    rows = read_rows(path) if path.is_file() else []
+    shown = [*rows[-1:], *(row for row in rows[:-1] if row["alarms"])]
+    return [{"seed": seed, "probes": len(rows), **row} for row in shown]
 
 
 def radar_section(arms: Sequence[Mapping[str, Any]]) -> str:
@@ -59,8 +55,8 @@ def gain_figure(name: str, probe: Mapping[str, Any]) -> str:
     layers = sorted({g["layer"] for g in gemms})
     rows = list(dict.fromkeys(f"{g['site']} {g['gemm']}" for g in gemms))
     cell = {(f"{g['site']} {g['gemm']}", g["layer"]): g for g in gemms}
-    values = [[_get(cell.get((row, layer)), "gain") for layer in layers] for row in rows]
-    alarms = [[bool(_get(cell.get((row, layer)), "alarm")) for layer in layers] for row in rows]
+    values = [[cell.get((row, layer), {}).get("gain") for layer in layers] for row in rows]
+    alarms = [[bool(cell.get((row, layer), {}).get("alarm")) for layer in layers] for row in rows]
     shade = [[min(1.0, abs((v if v is not None else 1.0) - 1.0) / 0.02) for v in line] for line in values]
     drawn = page.heat_map(rows, [str(layer) for layer in layers], values, label=f"gain of each GEMM of {name}",
                           shade=shade, alarms=alarms, form="{:.3f}")  # fmt: skip
@@ -68,10 +64,6 @@ def gain_figure(name: str, probe: Mapping[str, Any]) -> str:
              _span(gemms, "recipe_gain", "the recipe itself gives gains of {:.3f} to {:.3f}")]  # fmt: skip
     note = "; ".join([f"step {probe['step']}", *(span for span in spans if span)])
     return page.figure(f"{name}: gain by layer", drawn, note)
-
-
-def _get(found: Mapping[str, Any] | None, field: str) -> Any:
-    return None if found is None else found[field]
 
 
 def _span(gemms: Sequence[Mapping[str, Any]], field: str, form: str) -> str:

@@ -1,19 +1,18 @@
 """The report of a parity: one HTML page, the same as JSON, and a summary in Markdown."""
 
 import json
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from halfbyte import report as page
-from halfbyte.inputs import printable, replace_file, spelled_out
+from halfbyte.inputs import printable, replace_file
 from halfbyte.metrics import finite
-from halfbyte.report import Axes, Band, Dot, Row, Series
+from halfbyte.report import Axes, Band, Row, Series
 
 from .analysis import MOST_SPELLED, interval_text
 from .arms import BASELINE, CANDIDATE, CONTROL
-from .facts import precision_table, provenance
+from .facts import devices, environment, precision_table
 from .plan import Plan
 from .radar_view import radar_section
 from .statistics import spending
@@ -25,8 +24,8 @@ CLIP = 3.0  # margins, or further if a candidate is: an arm beyond is drawn at t
 
 def write_report(plan: Plan, directory: Path, data: Data) -> dict[str, Path]:
     """report.html, report.json and report.md in `directory`."""
-    facts = provenance(plan, directory)
-    whole = {**data, "facts": facts}
+    facts = {"plan": str(directory / "plan.json"), "written": plan.written}
+    whole = {**data, "facts": facts | environment(plan.base, devices(plan, directory))}
     files = {kind: directory / name for kind, name in FILES.items()}
     replace_file(files["html"], page.html_page(title(plan), sections(plan, directory, whole)))
     replace_file(files["json"], json.dumps(finite(whole), indent=1, allow_nan=False) + "\n")
@@ -83,7 +82,7 @@ def gap_figure(plan: Plan, data: Data) -> str:
         if arm["kind"] == BASELINE:
             continue
         found = arm["interval"] or {"mean": None, "low": None, "high": None}
-        dots = [Dot(value, f"seed {seed}: {value:+.4f}") for seed, value in arm["gaps"].items()]
+        dots = [(value, f"seed {seed}: {value:+.4f}") for seed, value in arm["gaps"].items()]
         diverged = sum(state["state"] == "diverged" for state in arm["states"].values())
         note = f"diverged in {diverged}" if diverged else ""
         rows.append(Row(arm["name"], dots, found["mean"], found["low"], found["high"], place, note))
@@ -96,7 +95,7 @@ def gap_figure(plan: Plan, data: Data) -> str:
         f"dots: seeds; diamond: mean; bar: 90% interval over all seeds; shaded: margin ±{plan.margin}; the verdict's "
         "interval is wider where looks and candidates share the 5%"
     )
-    return page.figure("Validation loss minus the baseline's, paired by seed", drawn, note) if drawn else ""
+    return page.figure("Validation loss minus the baseline's, paired by seed", drawn, note)
 
 
 def told(arm: Data) -> tuple[str, str, str, str]:
@@ -156,8 +155,7 @@ def rank_parts(plan: Plan, data: Data) -> list[str]:
         "differences to all others leave open, at a level that all pairs share. Step times are this machine's: "
         "emulated arithmetic, and runs that share a device, say nothing about hardware with 4-bit units."
     )
-    unit = "%" if plan.margin.relative else "nats"
-    figure = page.figure(f"Gap, {unit}, against cost", drawn, "bars: the corrected interval") if drawn else ""
+    figure = page.figure(f"Gap, {plan.margin.unit}, against cost", drawn, "bars: the corrected interval")
     return [figure, page.table(rank_heads(data), rank_rows(data)), page.paragraph(note, soft=True)]
 
 
@@ -184,17 +182,14 @@ def curve_figures(plan: Plan, data: Data) -> list[str]:
             if fit["low"]:
                 bands.append(Band(fit["x"], fit["low"], fit["high"], places[arm["name"]]))
     limits = [(plan.margin.value, f"margin +{plan.margin}")]
-    unit = "%" if plan.margin.relative else "nats"
     loss = page.line_chart(series, Axes("tokens"), label="training loss")
     axes = Axes("tokens a parameter", zero=True, clip=97, log=True)
     gap = page.line_chart(apart, axes, label="gap against tokens a parameter", bands=bands, lines=limits)
-    found = (
-        [page.figure("Training loss, nats a token", loss, "first seed strong, others faint; smoothed")] if loss else []
-    )
-    if gap:
-        note = "dots: validations; line: a + b ln(tokens a parameter), fitted seed by seed; band: 90% over seeds"
-        found.append(page.figure(f"Gap along the run, {unit}, against tokens a parameter", gap, note))
-    return found
+    note = "dots: validations; line: a + b ln(tokens a parameter), fitted seed by seed; band: 90% over seeds"
+    return [
+        page.figure("Training loss, nats a token", loss, "first seed strong, others faint; smoothed"),
+        page.figure(f"Gap along the run, {plan.margin.unit}, against tokens a parameter", gap, note),
+    ]
 
 
 def control_lines(plan: Plan, data: Data) -> list[str]:
@@ -224,7 +219,7 @@ def source_table(data: Data) -> str:
     arms = [arm for arm in data["arms"] if arm["by_source"]]
     names = sorted({name for arm in arms for name in arm["by_source"]})
     rows = [(name, *(interval_text(arm["by_source"].get(name), arm["unit"]) for arm in arms)) for name in names]
-    return page.table(("source", *(f"{arm['name']}, {arm['unit']}" for arm in arms)), rows) if rows else ""
+    return page.table(("source", *(f"{arm['name']}, {arm['unit']}" for arm in arms)), rows)
 
 
 def token_table(data: Data) -> str:
@@ -235,11 +230,7 @@ def token_table(data: Data) -> str:
         fit = (arm["gap_curve"] or {}).get("fit")
         slope = interval_text(fit["slope"], arm["unit"]) if fit else ""
         rows.append((arm["name"], overhead_text(arm["token_overhead"]), slope))
-    return (
-        page.table(("arm", "token overhead, % [90% over seeds]", "slope of the gap a factor e of tokens"), rows)
-        if rows
-        else ""
-    )
+    return page.table(("arm", "token overhead, % [90% over seeds]", "slope of the gap a factor e of tokens"), rows)
 
 
 def overhead_text(found: Data | None) -> str:
@@ -278,7 +269,7 @@ def cost_table(data: Data) -> str:
         faster = speed_text(first, arm["cost"])
         rows.append((arm["name"], ", ".join(arm["execution"]), f"{1000 * arm['cost']['step_time_s']:.0f} ms",
                      f"{arm['cost']['tokens_per_s_per_device']:,.0f}", faster))  # fmt: skip
-    return page.table(("arm", "runs", "step", "tokens/s a device", "speed against the baseline"), rows) if rows else ""
+    return page.table(("arm", "runs", "step", "tokens/s a device", "speed against the baseline"), rows)
 
 
 def speed_text(baseline: Data | None, cost: Data) -> str:
@@ -322,51 +313,3 @@ def markdown(plan: Plan, data: Data) -> str:
         word, _, gap, seeds = told(arm)
         lines.append(f"| {arm['name']} | {word} | {gap} | {seeds} |")
     return "\n".join([*lines, ""])
-
-
-def print_report(data: Data) -> None:
-    """The table, the verdict line and the scope line, for a terminal."""
-    from rich.console import Console
-
-    data = spelled_out(data)
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160, highlight=False)
-    console.print("")
-    rows = []
-    for arm in data["arms"]:
-        word, mean, gap, seeds = told(arm)
-        rows.append((arm["name"], mean or "-", gap, seeds, word, ", ".join(arm["execution"])))
-    gap_head = f"gap, {data['arms'][0]['unit']} [90% over seeds]"
-    console.print(_table(("arm", "loss", gap_head, "seeds", "verdict", "runs"), rows))
-    if data["plan"]["candidates"] > 1 and data["ranking"]:
-        console.print(_table(rank_heads(data), rank_rows(data)))
-    checks = data["controls"]
-    if checks["noise_floor"] is not None:
-        console.print(
-            f"noise floor (twin of the baseline): {checks['noise_floor']:.4f} {data['arms'][0]['unit']}", markup=False
-        )
-    if checks["sensitive"] is False:
-        console.print("the recipe that is broken on purpose did NOT fail: this comparison cannot see a broken recipe")
-    if checks["near_seen"] is False:
-        console.print("a twin with a gap of twice the margin did NOT fail: this comparison cannot see such a gap")
-    if not data["complete"]:
-        console.print(f"INCOMPLETE: {data['runs']['done']} of {data['runs']['planned']} runs are done", style="bold")
-    console.print("")
-    console.print(data["verdict"], style="bold", markup=False, soft_wrap=True)
-    console.print(data["scope"], markup=False, soft_wrap=True)
-    for line in (*data["notes"], *data["between"], *data["sees"]):
-        console.print(line, markup=False, soft_wrap=True)
-    for line in data["next"]:
-        console.print(f"next: {line}", markup=False, soft_wrap=True)
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for head in heads:
-        made.add_column(Text(head))
-    for row in rows:
-        made.add_row(*map(Text, row))
-    return made

@@ -9,14 +9,13 @@ from typing import Any
 from halfbyte import report as page
 from halfbyte.evaluation.curves import Curve, default_last, end_of, read_curve, smooth, speed_of
 from halfbyte.inputs import read_json, replace_file
-from halfbyte.metrics import read_rows
 from halfbyte.report import Axes, Series
 from halfbyte.train import TrainConfig, jsonconfig
 from halfbyte.train.reading import open_directory
 
 from .analysis import DRAWN, body_size, spikes
 from .facts import environment, manifest_rows
-from .radar_view import radar_section
+from .radar_view import radar_of, radar_section
 
 FILE = "report.html"
 CAVEAT = (
@@ -65,7 +64,7 @@ def sections(
         page.figures("Curves", figures(curve)),
         page.section("By source of text", source_table(curve)),
         sample_section(sample),
-        radar_section([{"name": config.recipe, "radar": probes(directory, config.seed)}]),
+        radar_section([{"name": config.recipe, "radar": radar_of(directory, config.seed)[:1]}]),
         page.section("Cost", cost_table(curve, dict(manifest))),
         page.section("Precision", precision(dict(manifest), config.recipe)),
         page.section("Provenance", page.table(("", ""), facts.items())),
@@ -75,7 +74,6 @@ def sections(
 
 def figures(curve: Curve) -> list[str]:
     """Loss, gradient norm and learning rate; the load of experts."""
-    found = []
     width = max(1, len(curve.rows) // 50)
     every = max(1, len(curve.rows) // DRAWN)
     x = curve.tokens[::every].tolist()
@@ -83,14 +81,11 @@ def figures(curve: Curve) -> list[str]:
     drawn = [Series("training, smoothed", x, _points(smooth(curve.loss, width)[::every]), 0)]
     if len(validation):
         drawn.append(Series("validation", tokens.tolist(), _points(validation), 1, dots=True))
-    loss = page.line_chart(drawn, Axes("tokens"), label="loss")
-    if loss:
-        found.append(page.figure("Loss, nats a token", loss))
+    found = [page.figure("Loss, nats a token", page.line_chart(drawn, Axes("tokens"), label="loss"))]
     for field, name in (("grad_norm", "Gradient norm"), ("learning_rate", "Learning rate")):
         values = curve.column(field)[::every]
         chart = page.line_chart([Series(name, x, _points(values), 2)], Axes("tokens", height=200), label=name)
-        if chart:
-            found.append(page.figure(name, chart))
+        found.append(page.figure(name, chart))
     return found + load_figure(curve, x, every)
 
 
@@ -113,7 +108,7 @@ def source_table(curve: Curve) -> str:
     rows = [
         (name.partition("/")[2], f"{value:.4f}") for name, value in last.items() if name.startswith("validation_loss/")
     ]
-    return page.table(("source", "validation loss"), rows) if rows else ""
+    return page.table(("source", "validation loss"), rows)
 
 
 def cost_table(curve: Curve, manifest: dict[str, Any]) -> str:
@@ -134,9 +129,3 @@ def cost_table(curve: Curve, manifest: dict[str, Any]) -> str:
 def precision(manifest: dict[str, Any], name: str) -> str:
     head = ("recipe of the run", "linears", "recipe", "fprop", "dgrad", "wgrad", "runs", "FLOPs in 4 bits")
     return page.table(head, manifest_rows(manifest, name))
-
-
-def probes(directory: Path, seed: int) -> list[dict[str, Any]]:
-    path = directory / "radar.jsonl"
-    rows = read_rows(path) if path.is_file() else []
-    return [{"seed": seed, **rows[-1]}] if rows else []

@@ -21,13 +21,12 @@ from rich.console import Console
 
 from halfbyte.checkpoint import RunDirectoryHeld
 from halfbyte.inputs import replace_file
-from halfbyte.metrics import read_rows
 from halfbyte.metrics.display import clock
 from halfbyte.ranks import Group, Limits, Signals
 from halfbyte.ranks.ending import PREEMPTED
 from halfbyte.train import Diverged, TrainConfig, train
 
-from .analysis import decided
+from .analysis import analyse
 from .arms import Arm
 from .cells import DIVERGED, OVER, check_cells, made_from, run_directory, status_of
 from .plan import Plan
@@ -172,7 +171,7 @@ def run_jobs(
     with Stop(say, leave) as stop:
         for number, (arm, seed) in enumerate(waiting, 1):
             looked = sum(look <= plan.seeds.index(seed) for look in plan.looks)
-            if looked > past and not beyond and decided(plan, directory):
+            if looked > past and not beyond and analyse(plan, directory)["decided"]:
                 say(f"decided at the look after {plan.looks[looked - 1]} seeds; the others need not be run")
                 break
             past = looked
@@ -212,7 +211,7 @@ def run_one(
                 with stop.group(config) as group:
                     train(config, folder, console=console, group=group, observers=watching)
             except Diverged as trouble:
-                record = {"step": _last_step(folder), "error": str(trouble)}
+                record = {"step": status_of(folder, config.steps).step, "error": str(trouble)}
                 replace_file(folder / "diverged.json", json.dumps(record) + "\n")
             if stop.asked or status_of(folder, config.steps).state in OVER:
                 return
@@ -227,11 +226,6 @@ def _set_aside(folder: Path, where: Path, name: str) -> Path:
     aside = where / f"{name}-{len(list(where.glob(f'{name}-*'))) + 1}"
     folder.rename(aside)
     return aside
-
-
-def _last_step(folder: Path) -> int:
-    rows = read_rows(folder / "metrics.jsonl") if (folder / "metrics.jsonl").is_file() else []
-    return max((row.get("step", 0) for row in rows), default=0)
 
 
 def _outcome(folder: Path, steps: int) -> str:

@@ -29,7 +29,6 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -54,11 +53,6 @@ class Interval:
     sd: float | None
     count: int
     level: float = LEVEL
-
-
-@functools.cache
-def _stdtr() -> Any:
-    return special.stdtr
 
 
 @functools.cache
@@ -87,7 +81,7 @@ def equivalence_p(found: Interval, margin: float) -> float | None:
     if found.sd == 0:
         return 0.0 if abs(found.mean) < margin else 1.0
     error = found.sd / math.sqrt(found.count)
-    return float(_stdtr()(found.count - 1, (abs(found.mean) - margin) / error))
+    return float(special.stdtr(found.count - 1, (abs(found.mean) - margin) / error))
 
 
 def spending(looks: Sequence[int]) -> tuple[float, ...]:
@@ -141,22 +135,3 @@ def block_draws(
     within = np.arange(size)
     parts = np.array_split(starts, min(draws, 1 + draws * n // MOST_AT_ONCE))
     return np.concatenate([of(x[(part[..., None] + within).reshape(len(part), -1)[:, :n]], axis=1) for part in parts])
-
-
-@dataclass(frozen=True)
-class Line:
-    """A straight line fitted through points."""
-
-    intercept: float
-    slope: float
-
-    def at(self, x: np.ndarray) -> np.ndarray:
-        """Fitted values."""
-        return self.intercept + self.slope * np.asarray(x, np.float64)
-
-
-def fit_line(x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray) -> Line:
-    """Least squares."""
-    a, b = np.asarray(x, np.float64), np.asarray(y, np.float64)
-    found, *_ = np.linalg.lstsq(np.stack([np.ones_like(a), a], axis=1), b, rcond=None)
-    return Line(float(found[0]), float(found[1]))

@@ -12,7 +12,7 @@ radar compares numbers with what the recipe gives on the same operands: it has n
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from halfbyte.parity.analysis import body_size
@@ -42,9 +42,6 @@ class Decision:
     speed: str
     takes: str = ""
     small: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def decide(records: Records) -> Decision:
@@ -202,18 +199,13 @@ def speed_of(records: Records) -> tuple[str, dict[str, float] | None]:
         f"{name} {value:.2f}x" + (f" ({trained[name]:.2f}x in training)" if name in trained else "")
         for name, value in ratio.items()
     )
-    if any("emulated" in how for how in executions(records).values()):
+    checked = records.data("preflight") or {"arms": {}}
+    if any("emulated" in row["execution"] for row in checked["arms"].values()):
         return (
             f"The speed of this machine says nothing about 4-bit units, which it has not: {told} of the baseline's "
             "tokens a second, emulated."
         ), None
     return f"Tokens a second over the baseline's, measured alone on this device: {told}.", ratio
-
-
-def executions(records: Records) -> dict[str, list[str]]:
-    """Arm -> native, emulated or plain, as its linears would run here."""
-    found = records.data("preflight")
-    return {} if found is None else {name: row["execution"] for name, row in found["arms"].items()}
 
 
 # What it would take

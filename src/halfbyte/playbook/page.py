@@ -3,6 +3,7 @@ records alone."""
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def as_json(records: Records, decision: Decision, table: list[Point]) -> dict[st
     """The same as plain data."""
     made = {stage: record["command"] for stage in STAGES if (record := records.get(stage))}
     return {
-        "decision": decision.to_json(), "scope": scope(records), "arms": arms_of(records),
+        "decision": asdict(decision), "scope": scope(records), "arms": arms_of(records),
         "points": [{**vars(point), "command": made[point.made_by]} for point in table],
         "not_tried": [{"what": what, "why": why} for what, why in missing(records)],
         "records": {stage: records.get(stage) for stage in (SETTINGS, *STAGES)},

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from halfbyte.parity.analysis import interval_text
@@ -75,8 +76,8 @@ def _study(records: Records) -> Iterator[Point]:
         return
     shown = {arm["name"]: arm for arm in study["arms"] if arm["kind"] in (BASELINE, CANDIDATE)}
     candidates = {name: arm for name, arm in shown.items() if arm["kind"] == CANDIDATE}
-    losses = {name: _mean(arm["final"].values(), "{:.4f}") for name, arm in shown.items()}
-    yield Point("validation loss, nats a token", losses, "", "", "parity")
+    losses = {name: fmean(arm["final"].values()) for name, arm in shown.items() if arm["final"]}
+    yield Point("validation loss, nats a token", _texts(losses, "{:.4f}"), "", "", "parity")
     margin = f"±{study['plan']['margin']}"
     words = [BETTER if word_of(study, arm) == BETTER else arm["verdict"]["word"] for arm in candidates.values()]
     gaps = {name: interval_text(arm["interval"], arm["unit"]) or "diverged" for name, arm in candidates.items()}
@@ -193,11 +194,6 @@ def _cluster(records: Records) -> Iterator[Point]:
     yield Point(f"step on {on}, simulated", steps, "", "", "cluster")
     fits = {name: "yes" if row["fits"] else "NO" for name, row in rows.items()}
     yield Point(f"fits {on}", fits, "yes", PASS if set(fits.values()) == {"yes"} else FAIL, "cluster")
-
-
-def _mean(values: Any, form: str) -> str:
-    found = list(values)
-    return form.format(sum(found) / len(found)) if found else ""
 
 
 def _texts(values: Mapping[str, float], form: str) -> dict[str, str]:

@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Self
 
-FAILED, BAD_INPUT, PREEMPTED = 1, 2, 75
+FAILED, PREEMPTED = 1, 75
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ ROOT = "halfbyte"
 EXPLAIN_S = 6.0
 GRACE_S = 10.0
 MOST_WATCHERS = 64
+COORDINATOR_GONE = "rank 0, the coordinator, has gone; every rank ends, the last checkpoint is intact"
 
 
 class Disagreement(ValueError):
@@ -198,7 +199,7 @@ class Group:
             return self._end
         gone = self._gone()
         if not self._reachable():
-            return End(0, self._coordinator_gone(), FAILED)
+            return End(0, COORDINATOR_GONE, FAILED)
         if gone is not None:
             beat = self._beats().get(gone)
             where = f" after step {beat.step}, at: {beat.doing}" if beat else ""
@@ -225,10 +226,7 @@ class Group:
         if self._closed.is_set():  # a peer was faster to leave: this rank's own work is done
             os._exit(self._code)
         time.sleep(2.0)  # the main thread, or the store, may know more
-        self._leave(self._end or End(0, self._coordinator_gone(), FAILED))
-
-    def _coordinator_gone(self) -> str:
-        return "rank 0, the coordinator, has gone; every rank ends, the last checkpoint is intact"
+        self._leave(self._end or End(0, COORDINATOR_GONE, FAILED))
 
     def _write_end(self, end: End) -> End:
         if self._end is not None:

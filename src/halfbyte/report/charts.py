@@ -36,17 +36,11 @@ class Band:
 
 
 @dataclass(frozen=True)
-class Dot:
-    value: float
-    label: str
-
-
-@dataclass(frozen=True)
 class Row:
-    """One line of a forest plot: the dots are seeds, the bar is the interval over them."""
+    """One line of a forest plot: the dots, each with its label, are seeds, the bar is the interval over them."""
 
     name: str
-    dots: Sequence[Dot] = ()
+    dots: Sequence[tuple[float, str]] = ()
     mean: float | None = None
     low: float | None = None
     high: float | None = None
@@ -56,7 +50,7 @@ class Row:
 
 @dataclass
 class Frame:
-    """The drawing area: data to pixels, and the axes."""
+    """The drawing area, right of a margin for names: data to pixels, and the axes."""
 
     left: float
     right: float
@@ -64,11 +58,12 @@ class Frame:
     high: float
     height: int
     log: bool = False
+    margin: int = LEFT
     parts: list[str] = field(default_factory=list)
 
     def x(self, value: float) -> float:
         a, b, v = (math.log(t) for t in (self.left, self.right, value)) if self.log else (self.left, self.right, value)
-        return LEFT + (v - a) / ((b - a) or 1.0) * (WIDTH - LEFT - RIGHT)
+        return self.margin + (v - a) / ((b - a) or 1.0) * (WIDTH - self.margin - RIGHT)
 
     def y(self, value: float) -> float:
         return TOP + (self.high - value) / ((self.high - self.low) or 1.0) * (self.height - TOP - BOTTOM)
@@ -76,16 +71,23 @@ class Frame:
     def add(self, text: str) -> None:
         self.parts.append(text)
 
-    def axes(self, x_label: str) -> None:
-        for value in ticks(self.low, self.high, 5):
+    def line(self, x: tuple[float, float], y: tuple[float, float], stroke: str, more: str = "") -> None:
+        ends = f'x1="{x[0]:.1f}" x2="{x[1]:.1f}" y1="{y[0]:.1f}" y2="{y[1]:.1f}"'
+        self.add(f'<line {ends} stroke="{stroke}"{more}/>')
+
+    def label(self, x: float, y: float, words: str, anchor: str = "middle") -> None:
+        self.add(f'<text class="s" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>')
+
+    def y_axis(self) -> None:
+        for value in ticks(self.low, self.high):
             at = self.y(value)
-            self.add(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}" stroke="var(--grid)"/>')
-            self.add(f'<text class="s" x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{number(value)}</text>')
-        for value in log_ticks(self.left, self.right) if self.log else ticks(self.left, self.right, 5):
-            at = self.x(value)
-            self.add(f'<text class="s" x="{at:.1f}" y="{self.height - 18}" text-anchor="middle">{number(value)}</text>')
-        middle = (LEFT + WIDTH - RIGHT) / 2
-        self.add(f'<text class="s" x="{middle}" y="{self.height - 3}" text-anchor="middle">{escape(x_label)}</text>')
+            self.line((LEFT, WIDTH - RIGHT), (at, at), "var(--grid)")
+            self.label(LEFT - 6, at + 4, number(value), "end")
+
+    def x_axis(self, words: str) -> None:
+        for value in log_ticks(self.left, self.right) if self.log else ticks(self.left, self.right):
+            self.label(self.x(value), self.height - 18, number(value))
+        self.label((self.margin + WIDTH - RIGHT) / 2, self.height - 3, words)
 
     def svg(self, label: str) -> str:
         inside = "\n".join(self.parts)
@@ -101,7 +103,7 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def ticks(low: float, high: float, about: int) -> list[float]:
+def ticks(low: float, high: float, about: int = 5) -> list[float]:
     """Round numbers between two bounds."""
     span = high - low
     if not math.isfinite(span) or span <= 0:
@@ -151,16 +153,14 @@ def line_chart(
     room = 0.05 * (high - low) or abs(high) * 0.01 or 1.0
     beside = 0.15 * (max(xs) - min(xs)) * any(s.label for s in series)  # room for words
     frame = Frame(min(xs) - beside, max(xs) + beside, low - room, high + room, axes.height, axes.log)
-    frame.axes(axes.x_label)
+    frame.y_axis()
+    frame.x_axis(axes.x_label)
     for band in bands:
         _area(frame, band)
     for value, name in lines:
         at = frame.y(value)
-        frame.add(
-            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}" stroke="var(--soft)" '
-            f'stroke-dasharray="5 4"/>'
-        )
-        frame.add(f'<text class="s" x="{WIDTH - RIGHT - 2}" y="{at - 4:.1f}" text-anchor="end">{escape(name)}</text>')
+        frame.line((LEFT, WIDTH - RIGHT), (at, at), "var(--soft)", ' stroke-dasharray="5 4"')
+        frame.label(WIDTH - RIGHT - 2, at - 4, name, "end")
     for s in series:
         _line(frame, s)
     return frame.svg(label) + _legend(series)
@@ -184,7 +184,7 @@ def _line(frame: Frame, s: Series) -> None:
             frame.add(f'<circle cx="{frame.x(x):.1f}" cy="{at:.1f}" r="2.6" fill="{colour(s.colour)}"/>')
     if s.label and pieces[0]:
         right, down = map(float, pieces[0][0].split(","))
-        frame.add(f'<text class="s" x="{right + 6:.1f}" y="{down + 4:.1f}">{escape(s.label)}</text>')
+        frame.label(right + 6, down + 4, s.label, "start")
     width, opacity = (1, 0.45) if s.faint else (1.8, 1)
     for piece in pieces:
         if len(piece) > 1:
@@ -211,7 +211,7 @@ def _legend(series: Sequence[Series]) -> str:
 def forest(rows: Sequence[Row], *, margin: float | None, x_label: str, label: str, clip: float | None = None) -> str:
     """One line an arm: dots, mean and interval, over the margin as a shaded range. `clip` bounds the axis; what lies
     beyond it is drawn at the edge with an arrow and its number."""
-    values = [v for r in rows for v in (*(d.value for d in r.dots), r.mean, r.low, r.high) if v is not None]
+    values = [v for r in rows for v in (*(value for value, _ in r.dots), r.mean, r.low, r.high) if v is not None]
     values = [v for v in values if math.isfinite(v)]
     if not values:
         return ""
@@ -221,12 +221,10 @@ def forest(rows: Sequence[Row], *, margin: float | None, x_label: str, label: st
         low, high = max(low, -clip), min(high, clip)
     room = 0.06 * (high - low)
     height = 28 * len(rows) + TOP + BOTTOM + 14
-    frame = Frame(low - room, high + room, 0.0, float(len(rows)), height)
-    name_space = 150
-    scale = (WIDTH - name_space - RIGHT) / (frame.right - frame.left)
+    frame = Frame(low - room, high + room, 0.0, float(len(rows)), height, margin=150)
 
     def at(value: float) -> float:
-        return name_space + (min(max(value, frame.left), frame.right) - frame.left) * scale
+        return frame.x(min(max(value, frame.left), frame.right))
 
     bottom = height - BOTTOM
     if margin:
@@ -235,13 +233,8 @@ def forest(rows: Sequence[Row], *, margin: float | None, x_label: str, label: st
             f'<rect x="{a:.1f}" y="{TOP}" width="{b - a:.1f}" height="{bottom - TOP}" fill="var(--good)" '
             f'opacity="0.13"/>'
         )
-    frame.add(f'<line x1="{at(0):.1f}" x2="{at(0):.1f}" y1="{TOP}" y2="{bottom}" stroke="var(--soft)"/>')
-    for value in ticks(frame.left, frame.right, 5):
-        frame.add(f'<text class="s" x="{at(value):.1f}" y="{height - 18}" text-anchor="middle">{number(value)}</text>')
-    frame.add(
-        f'<text class="s" x="{(name_space + WIDTH) / 2:.0f}" y="{height - 3}" '
-        f'text-anchor="middle">{escape(x_label)}</text>'
-    )
+    frame.line((at(0), at(0)), (TOP, bottom), "var(--soft)")
+    frame.x_axis(x_label)
     for place, row in enumerate(rows):
         _forest_row(frame, row, TOP + 20 + 28 * place, at)
     return frame.svg(label)
@@ -252,14 +245,11 @@ def _forest_row(frame: Frame, row: Row, y: float, at: Callable[[float], float]) 
     name = row.name if len(row.name) <= 24 else row.name[:23] + "…"
     frame.add(f'<text x="4" y="{y + 4:.1f}">{escape(name)}</text>')
     if row.low is not None and row.high is not None:
-        frame.add(
-            f'<line x1="{at(row.low):.1f}" x2="{at(row.high):.1f}" y1="{y:.1f}" y2="{y:.1f}" stroke="{tint}" '
-            f'stroke-width="3"/>'
-        )
-    for dot in row.dots:
-        if math.isfinite(dot.value):
-            place = f'cx="{at(dot.value):.1f}" cy="{y:.1f}" r="4"'
-            title = f"<title>{escape(dot.label)}</title>"
+        frame.line((at(row.low), at(row.high)), (y, y), tint, ' stroke-width="3"')
+    for value, label in row.dots:
+        if math.isfinite(value):
+            place = f'cx="{at(value):.1f}" cy="{y:.1f}" r="4"'
+            title = f"<title>{escape(label)}</title>"
             frame.add(f'<circle {place} fill="{tint}" opacity="0.55">{title}</circle>')
     if row.mean is not None:
         x = at(row.mean)
@@ -267,9 +257,7 @@ def _forest_row(frame: Frame, row: Row, y: float, at: Callable[[float], float]) 
         if row.mean > frame.right or row.mean < frame.left:
             frame.add(f'<text x="{WIDTH - RIGHT - 8}" y="{y - 7:.1f}" text-anchor="end">{row.mean:+.3g} →</text>')
     if row.note:
-        frame.add(
-            f'<text class="s" x="{WIDTH - RIGHT - 2}" y="{y + 4:.1f}" text-anchor="end">{escape(row.note)}</text>'
-        )
+        frame.label(WIDTH - RIGHT - 2, y + 4, row.note, "end")
 
 
 def heat_map(

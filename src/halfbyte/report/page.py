@@ -54,9 +54,9 @@ def notice(words: object) -> str:
 
 
 def figure(title: str, svg: str, note: str = "") -> str:
-    """A picture under its title."""
+    """A picture under its title; nothing if there is nothing to draw."""
     below = f'<br><span class="soft">{text(note)}</span>' if note else ""
-    return f"<figure><figcaption>{text(title)}{below}</figcaption>{svg}</figure>"
+    return f"<figure><figcaption>{text(title)}{below}</figcaption>{svg}</figure>" if svg else ""
 
 
 def figures(title: str, parts: Iterable[str]) -> str:
@@ -70,8 +70,10 @@ def details(title: str, words: str) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Numbers do not wrap; the words of a verdict have its colour."""
+    """Numbers do not wrap; the words of a verdict have its colour. Nothing if there is no row."""
     body = "\n".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    if not body:
+        return ""
     names = "".join(f"<th>{text(name)}</th>" for name in head)
     return f'<div class="scroll"><table>\n<thead><tr>{names}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'
 

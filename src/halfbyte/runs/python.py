@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .validation import validation_results
+from .scores import results
 
 if TYPE_CHECKING:
     from halfbyte.evaluation import Result
@@ -32,10 +32,8 @@ def generate(
     """What the model writes after `prompt`: at most `max_tokens`, fewer where the text ends or the context is full."""
     from halfbyte.evaluation import Generator, Sampling
 
-    loaded = _loaded(model)
-    room = max(1, loaded.model.config.max_seq - len(loaded.tokenizer.encode(prompt, bos=True)))
-    generator = Generator(loaded.model, Sampling(temperature, top_p, 0, seed))
-    return str(generator.write(prompt, max_tokens=min(max_tokens, room), seed=seed, show=lambda text: None).text)
+    generator = Generator(_loaded(model).model, Sampling(temperature, top_p, 0, seed))
+    return str(generator.write(prompt, max_tokens=max_tokens, seed=seed).text)
 
 
 def evaluate(model: LoadedRun | str | Path, files: Iterable[str | Path] = (), *, limit: int = 0) -> Sequence[Result]:
@@ -43,20 +41,11 @@ def evaluate(model: LoadedRun | str | Path, files: Iterable[str | Path] = (), *,
     none; `limit` examples of each, 0 for all.
     """
     from halfbyte.data.files import find_files
-    from halfbyte.evaluation import Scorer, chosen, examples, first_windows, open_task, run_task
+    from halfbyte.evaluation import Scorer, open_task
 
     loaded = _loaded(model)
-    scorer = Scorer(loaded.model)
     tasks = [open_task(file) for name in files for file in find_files([str(name)])]
-    if not tasks:
-        return list(validation_results(loaded, scorer, limit=limit))
-    results = []
-    for task in tasks:
-        items = chosen(list(examples(task)), limit)
-        if task.file.kind == "text":
-            items = [first_windows(loaded.tokenizer, items[0], limit, scorer.window)]
-        results.append(run_task(task.name, task.format.kind, items, scorer, stride=None))
-    return results
+    return list(results(loaded, Scorer(loaded.model), tasks, limit=limit))
 
 
 def _loaded(model: LoadedRun | str | Path) -> LoadedRun:

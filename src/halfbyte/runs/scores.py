@@ -1,14 +1,15 @@
-"""The validation loss of a run, source by source: what `halfbyte eval RUN` and `halfbyte.evaluate(RUN)` give."""
+"""The scores of a run on tasks, or its validation loss, source by source: what `halfbyte eval RUN` and
+`halfbyte.evaluate(RUN)` give."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from halfbyte.evaluation import Result
+    from halfbyte.evaluation import Result, TaskFile
     from halfbyte.interchange.opening import LoadedRun
 
 Progress = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
@@ -19,11 +20,30 @@ def unwatched(name: str) -> AbstractContextManager[Callable[[int, int], None]]:
     return contextlib.nullcontext(lambda done, total: None)
 
 
-def validation_results(
-    loaded: LoadedRun, scorer: Any, *, limit: int = 0, progress: Progress = unwatched
-) -> Iterator[Result]:
+def results(
+    loaded: LoadedRun, scorer: Any, tasks: Sequence[TaskFile], *, limit: int = 0, stride: int | None = None,
+    progress: Progress = unwatched,
+) -> Iterator[Result]:  # fmt: skip
+    """The result of each task in turn, or of the validation split if there is none; `limit` examples of each (windows
+    of a text), 0 for all. `progress` opens a bar by name."""
+    from halfbyte.evaluation import chosen, examples, first_windows, run_task
+
+    if not tasks:
+        yield from validation_results(loaded, scorer, limit=limit, progress=progress)
+    read = []  # every file is read before any is scored: a malformed line costs seconds, not the hour before it
+    for task in tasks:
+        items = chosen(list(examples(task)), limit)
+        if task.file.kind == "text":
+            items = [first_windows(loaded.model.tokenizer, items[0], limit, scorer.window)]
+        read.append(items)
+    for task, items in zip(tasks, read, strict=True):
+        with progress(task.name) as watch:
+            yield run_task(task.name, task.format.kind, items, scorer, stride=stride, watch=watch)
+
+
+def validation_results(loaded: LoadedRun, scorer: Any, *, limit: int, progress: Progress) -> Iterator[Result]:
     """The loss on each source of the run's own validation split; `limit` windows of each from its beginning, 0 for all.
-    `progress` opens a bar by name, which is told (windows done, of all). Raises ValueError where there is no split.
+    A bar is told (windows done, of all). Raises ValueError where there is no split.
     """
     from halfbyte import data
 
