@@ -15,7 +15,7 @@ CATEGORIES = ("gemm", "quantize", "attention", "mlp", "optimizer", "communicatio
 OWN_KERNEL = re.compile(r"^__gpu\$xla\.gpu\.triton$|^triton_kernel_call$|^mosaic_gpu")
 CONTAINERS = ("while", "conditional", "call", "async-start", "async-update", "async-done")
 ATTENTION = re.compile(r"attention(?!_block\b)")  # the model's attention_block is norms and linears too
-ROUNDINGS = "to_bfloat16|pinned|add_rounded"  # functions of ops/operand.py that bf16 linears call as well
+ROUNDINGS = "to_bfloat16|pinned|rounded|add_rounded"  # functions of ops/operand.py that bf16 linears call as well
 ORIGINS = (
     (
         "quantize",

@@ -38,7 +38,6 @@ class Collective:
     axes: tuple[str, ...]
     asynchronous: bool
     times: int
-    loops: tuple[str, ...] = ()
 
     @property
     def moved_each(self) -> int:
@@ -158,7 +157,6 @@ def _describe(
         axes=_axes(kind, groups, mesh),
         asynchronous=(starter is not None or found.opcode.endswith("-start")) and not waits,
         times=launch.times,
-        loops=launch.loops,
     )
 
 

@@ -39,7 +39,6 @@ class Gemm:
     result: Array
     k: int
     times: int
-    loops: tuple[str, ...] = ()
 
     @property
     def format(self) -> str:
@@ -93,7 +92,7 @@ def gemms_of(program: Program, launch: Launch) -> Iterator[Gemm]:
             if part.opcode in MULTIPLIES:
                 yield _of_dot(program, part, launch, kind=kind)
             elif part.opcode == "custom-call" and _multiplies(part):
-                yield from _of_call(program, Launch(part, launch.times, launch.loops))
+                yield from _of_call(program, Launch(part, launch.times))
 
 
 def fusion_kind(found: Instruction) -> str:
@@ -126,7 +125,7 @@ def _of_dot(program: Program, dot: Instruction, launch: Launch, *, kind: str) ->
     if dims is None:
         raise Unreadable(f"{dot.name} ({dot.opcode}) does not say what it contracts: {dot.attributes[:120]}")
     k = math.prod(left.dims[int(dim)] for dim in dims.group(1).split(",") if dim)
-    return Gemm(launch.instruction, kind, left.dtype, left, right, dot.results[0], k, launch.times, launch.loops)
+    return Gemm(launch.instruction, kind, left.dtype, left, right, dot.results[0], k, launch.times)
 
 
 def _of_call(program: Program, launch: Launch) -> Iterator[Gemm]:
@@ -143,7 +142,7 @@ def _of_call(program: Program, launch: Launch) -> Iterator[Gemm]:
         k, kind = _cublas_k(found, left), "cublas-f8" if found.target.endswith("f8") else "cublas"
     else:
         k, kind = _inner(found, left, right, result), "mosaic"
-    yield Gemm(found, kind, left.dtype, left, right, result, k, launch.times, launch.loops)
+    yield Gemm(found, kind, left.dtype, left, right, result, k, launch.times)
 
 
 def _multiplies(found: Instruction) -> bool:

@@ -26,8 +26,6 @@ class Launch:
 
     instruction: Instruction
     times: int
-    loops: tuple[str, ...] = ()
-    """Names of the loops around it, outermost first."""
 
 
 Turns = Callable[[Program, Instruction], int]
@@ -70,23 +68,23 @@ def launches(
 
     A loop in which nothing `matters` is passed over, whether or not its turns are known.
     """
-    yield from _walk(program, program.entry, 1, (), _Asked(matters, turns, branches))
+    yield from _walk(program, program.entry, 1, _Asked(matters, turns, branches))
 
 
-def _walk(program: Program, computation: str, times: int, loops: tuple[str, ...], asked: _Asked) -> Iterator[Launch]:
+def _walk(program: Program, computation: str, times: int, asked: _Asked) -> Iterator[Launch]:
     for found in program.computations[computation]:
         if found.opcode == "while":
             body = found.called("body")
             if not any(asked.matters(part) for part in _inside(program, body)):
                 continue
-            yield from _walk(program, body, times * asked.turns(program, found), (*loops, found.name), asked)
+            yield from _walk(program, body, times * asked.turns(program, found), asked)
         elif found.opcode == "conditional":
-            yield from _branches(program, found, times, loops, asked)
+            yield from _branches(program, found, times, asked)
         elif found.opcode in CALLS:
             for called in found.calls:
-                yield from _walk(program, called, times, loops, asked)
+                yield from _walk(program, called, times, asked)
         elif found.opcode not in NOTHING:
-            yield Launch(found, times, loops)
+            yield Launch(found, times)
 
 
 def _inside(program: Program, computation: str) -> Iterator[Instruction]:
@@ -98,12 +96,10 @@ def _inside(program: Program, computation: str) -> Iterator[Instruction]:
             yield from _inside(program, name)
 
 
-def _branches(
-    program: Program, found: Instruction, times: int, loops: tuple[str, ...], asked: _Asked
-) -> Iterator[Launch]:
+def _branches(program: Program, found: Instruction, times: int, asked: _Asked) -> Iterator[Launch]:
     """One branch runs: fine if at most one does anything that matters, else unknown which."""
     sides = [name for name in asked.branches(program, found) if any(map(asked.matters, _inside(program, name)))]
-    busy = [list(_walk(program, name, times, loops, asked)) for name in sides]
+    busy = [list(_walk(program, name, times, asked)) for name in sides]
     busy = [branch for branch in busy if branch]
     if len(busy) > 1:
         raise Unreadable(
