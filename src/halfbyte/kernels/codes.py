@@ -291,15 +291,11 @@ def weight_rows(
 
     def body(m: MemoryMachine) -> None:
         at = place(m, k, n, grid)
-        rows = made(m, _floats(m, at, owed_at), quantizer(m, rule, rounding, Vector(1), at))
+        read = [[m.real(x) for x in row] for row in _load_all(m, 1, at, 4, owed_at)]
+        rows = made(m, read, quantizer(m, rule, rounding, Vector(1), at))
         for i, (count, dtype) in enumerate(outputs):
             first = sum(rows for rows, _ in outputs[:i])
             store_rows(m, len(arrays) + i, at, rows[first : first + count], jnp.dtype(dtype).itemsize)
 
     shapes = [jax.ShapeDtypeStruct((whole(k) * count // BLOCK, n), dtype) for count, dtype in outputs]
     return launch(body, arrays, shapes, programs=grid[0] * grid[1], lanes=FOUR, name=name)
-
-
-def _floats(m: MemoryMachine, at: Place, factor_at: int | None) -> list[list[Word]]:
-    """16 rows of array 0, float32, times the factor of array number `factor_at` if there is one."""
-    return [[m.real(x) for x in row] for row in _load_all(m, 1, at, 4, factor_at)]

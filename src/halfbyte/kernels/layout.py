@@ -21,11 +21,10 @@ R = TypeVar("R")
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """`columns` a lane and `warps` a program; `columns_first` numbers the programs along a token row first."""
+    """`columns` a lane and `warps` a program; programs are numbered along a token row first."""
 
     columns: int = 4
     warps: int = 4
-    columns_first: bool = True
 
     @property
     def width(self) -> int:
@@ -106,12 +105,11 @@ def call(
     tiling = fit(tiling, width)
     groups, blocks = tokens // rows, tiling.width // BLOCK
     grid = (groups, width // tiling.width)
-    order = (lambda j, i: (i, j)) if tiling.columns_first else (lambda i, j: (i, j))
 
     def spec(count: int, layers: tuple[int, ...] = ()) -> pl.BlockSpec:
         first = (0,) * len(layers)
         shape = (*layers, None, count, blocks, BLOCK)
-        return pl.BlockSpec(shape, lambda *p: (*first, order(*p)[0], 0, order(*p)[1], 0))
+        return pl.BlockSpec(shape, lambda j, i: (*first, i, 0, j, 0))
 
     def in_spec(array: jax.Array | Layer) -> pl.BlockSpec:
         return spec(array.shape[0] // groups, array.stack.shape[:1] if isinstance(array, Layer) else ())
@@ -125,7 +123,7 @@ def call(
     a, s, o = len(arrays), len(scalars), len(outputs)
 
     def body(*refs):
-        i, j = order(pl.program_id(0), pl.program_id(1))
+        j, i = pl.program_id(0), pl.program_id(1)
         made = refs[a + s + len(into) :]  # the stacks come in as well, and are not read
         numbers = refs[a + given : a + s]
         places = in_layers([*arrays, *into], [*refs[:a], *made[o + maxima :]], numbers)
@@ -135,13 +133,13 @@ def call(
         if s.ndim == 1:
             return pl.BlockSpec(s.shape, lambda *_: (0,))
         if s.ndim == 3:
-            return pl.BlockSpec((None, blocks, BLOCK), lambda *p: (0, order(*p)[1], 0))
-        return pl.BlockSpec((None, s.shape[1]), lambda *p: (order(*p)[0] // (groups // s.shape[0]), 0))
+            return pl.BlockSpec((None, blocks, BLOCK), lambda j, i: (0, j, 0))
+        return pl.BlockSpec((None, s.shape[1]), lambda j, i: (i // (groups // s.shape[0]), 0))
 
-    one = pl.BlockSpec((1, 1), lambda *p: order(*p))
+    one = pl.BlockSpec((1, 1), lambda j, i: (i, j))
     results = pl.pallas_call(
         body,
-        grid=grid[::-1] if tiling.columns_first else grid,
+        grid=grid[::-1],
         in_specs=[*map(in_spec, arrays), *map(vector, scalars), *map(in_spec, into)],
         out_specs=[*(spec(count) for count, _ in outputs), *[one] * maxima, *map(in_spec, into)],
         out_shape=[

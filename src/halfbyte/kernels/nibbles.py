@@ -13,15 +13,12 @@ SIDE_BY_SIDE = 1 + 2**12
 UPPER = 0xF0F0F0F0  # the upper nibble of each byte
 
 
-def nibble_pair(m: Machine, word: Word, grid: Word) -> Word:
-    """The codes of a grid pair with the signs of `word`; bits 8 to 11 of each half are zero."""
-    return m.with_sign(m.grid_nibbles(grid), word)
-
-
 def coded_pair(m: Machine, word: Word, encode: tuple[Word, Word], noise: Word | None, how: Quantizer) -> Word:
-    """The nibble pair of `word` times its encode scales; with noise, bits below the codes are not zero."""
+    """The nibble pair of `word` times its encode scales, with its signs; with noise, bits below the codes are not
+    zero.
+    """
     if noise is None:
-        return nibble_pair(m, word, q.round_pair(m, word, encode, how))
+        return m.with_sign(m.grid_nibbles(q.round_pair(m, word, encode, how)), word)
     return m.with_sign(m.shl(q.draw_pair(m, word, encode, noise, how.rounding), 3), word)
 
 

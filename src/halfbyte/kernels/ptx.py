@@ -29,10 +29,6 @@ class Reg:
     kind: str
 
 
-def _f32_bits(value: float) -> int:
-    return int(np.float32(value).view(np.uint32))
-
-
 def instruction(code: str, kinds: str) -> Callable[..., Reg]:
     """A method of `Ptx` that is one instruction: see `Ptx._op`."""
     return lambda self, *args: self._op(code, kinds, *args)
@@ -55,7 +51,7 @@ class Ptx:
         if isinstance(x, Reg):
             return self.bits(x).name if kind == "r" else self.real(x).name
         if kind == "f":
-            return f"0f{_f32_bits(x):08X}"
+            return f"0f{int(np.float32(x).view(np.uint32)):08X}"
         return f"0x{int(x) & 0xFFFFFFFF:08x}"
 
     def _op(self, code: str, kinds: str, *args) -> Reg:
@@ -229,9 +225,7 @@ class Ptx:
 
     def grid_codes(self, p):
         """E2M1 magnitude codes 0..7 of two grid values, one in each half."""
-        scaled = self.mul_bf16x2(
-            p, 0x00800080
-        )  # 1.0 becomes the smallest normal, 0.5 a subnormal: bits 6.. are the code
+        scaled = self.mul_bf16x2(p, 0x00800080)  # 1.0 becomes the smallest normal, 0.5 a subnormal: bits 6.. are codes
         return self.and_(self.shr(scaled, 6), 0x00070007)
 
     def grid_nibbles(self, p):

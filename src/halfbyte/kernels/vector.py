@@ -1,7 +1,19 @@
 """The operations of `ptx.py` on arrays: how kernel bodies run, and are tested, without a GPU."""
 
+from collections.abc import Callable
+
 import ml_dtypes
 import numpy as np
+
+
+def of_bits(operation: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """A method of `Vector` that is one operation of NumPy on words."""
+    return lambda self, *args: operation(*(self.bits(x) for x in args))
+
+
+def of_reals(operation: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    """The same on float32 numbers."""
+    return lambda self, *args: operation(*(self.real(x) for x in args))
 
 
 class Vector:
@@ -19,14 +31,11 @@ class Vector:
     def real(self, x):
         return np.float32(x) if isinstance(x, float) else x.view(np.float32)
 
-    def and_(self, a, b):
-        return self.bits(a) & self.bits(b)
-
-    def or_(self, a, b):
-        return self.bits(a) | self.bits(b)
-
-    def xor(self, a, b):
-        return self.bits(a) ^ self.bits(b)
+    and_ = of_bits(np.bitwise_and)
+    or_ = of_bits(np.bitwise_or)
+    xor = of_bits(np.bitwise_xor)
+    iadd = of_bits(np.add)
+    less = of_bits(np.less)
 
     def shl(self, a, k):
         return self.bits(a) << np.uint32(k)
@@ -34,14 +43,8 @@ class Vector:
     def shr(self, a, k):
         return self.bits(a) >> np.uint32(k)
 
-    def iadd(self, a, b):
-        return self.bits(a) + self.bits(b)
-
     def imad(self, a, b, c):
         return self.bits(a) * self.bits(b) + self.bits(c)
-
-    def less(self, a, b):
-        return self.bits(a) < self.bits(b)
 
     def choose(self, p, a, b):
         return np.where(p, self.bits(a), self.bits(b))
@@ -72,17 +75,18 @@ class Vector:
     def merge(self, a, b, mask):
         return (self.bits(a) & np.uint32(mask)) | (self.bits(b) & ~np.uint32(mask))
 
+    fmul = of_reals(np.multiply)
+    fadd = of_reals(np.add)
+    fsub = of_reals(np.subtract)
+    fdiv = of_reals(np.divide)
+    fless = of_reals(np.less)
+    fabs = of_reals(np.abs)
+    fmin = of_reals(np.fmin)
+    fmax = fmax_nan = of_reals(np.maximum)
+    sqrt = of_reals(np.sqrt)
+
     def with_sign(self, magnitude, sign):
         return self.merge(magnitude, sign, 0x7FFF7FFF)
-
-    def fmul(self, a, b):
-        return self.real(a) * self.real(b)
-
-    def fadd(self, a, b):
-        return self.real(a) + self.real(b)
-
-    def fsub(self, a, b):
-        return self.real(a) - self.real(b)
 
     def ffma(self, a, b, c):
         return self.real(a) * self.real(b) + self.real(c)
@@ -92,14 +96,8 @@ class Vector:
         near = exact.astype(np.float32)
         return (near.view(np.uint32) - (near > exact)).view(np.float32)
 
-    def fless(self, a, b):
-        return self.real(a) < self.real(b)
-
     def quotient(self, a, number):
         return self.real(a) / np.float32(number)
-
-    def fdiv(self, a, b):
-        return self.real(a) / self.real(b)
 
     def divisor(self, b):
         return self.real(b)
@@ -110,22 +108,8 @@ class Vector:
     def number(self, a):
         return self.bits(a).astype(np.float32)
 
-    def fabs(self, a):
-        return np.abs(self.real(a))
-
-    def fmin(self, a, b):
-        return np.fmin(self.real(a), self.real(b))
-
-    def fmax(self, a, b):
-        return np.maximum(self.real(a), self.real(b))
-
-    fmax_nan = fmax
-
     def reciprocal(self, a):
         return np.float32(1) / self.real(a)
-
-    def sqrt(self, a):
-        return np.sqrt(self.real(a))
 
     def sigmoid(self, a):
         return np.float32(1) / (np.float32(1) + np.exp(-self.real(a)))

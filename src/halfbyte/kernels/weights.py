@@ -27,6 +27,7 @@ from halfbyte.kernels.tile import evaluate
 
 WEIGHT_TILING = Tiling(4, 4)
 WEIGHTS = ("float32", "bfloat16")  # the dtypes of a weight that kernels read
+Make = Callable[[Machine, TokenRows, Quantizer], TokenRows]  # of 16 rows of float32
 
 
 @layout.once("tiling")
@@ -73,32 +74,19 @@ def quantize_weight(
     return _quantize(w, scalars, [(BLOCK, jnp.bfloat16)], made, (rule, rounding), tiling, name=name)[0]
 
 
-def _square(m: Machine, rows: TokenRows, how: Quantizer) -> list[list[Word]]:
-    return q.quantize_square(m, rows, how, packed=False)
+_MADE: dict[int | None, Make] = {  # by the axis of blocks
+    None: functools.partial(q.quantize_square, packed=False),
+    -1: lambda m, rows, how: q.quantize_rows(m, q.float_pairs(rows), how),
+    -2: lambda m, rows, how: q.quantize_columns(m, q.float_pairs(rows), how, hadamard=False, packed=False),
+}
 
 
-def _packed_square(m: Machine, rows: TokenRows, how: Quantizer) -> list[list[Word]]:
-    return q.quantize_square(m, rows, how, packed=True)
-
-
-def _along_n(m: Machine, rows: TokenRows, how: Quantizer) -> list[list[Word]]:
-    return q.quantize_rows(m, q.float_pairs(rows), how)
-
-
-def _along_k(m: Machine, rows: TokenRows, how: Quantizer) -> list[list[Word]]:
-    return q.quantize_columns(m, q.float_pairs(rows), how, hadamard=False, packed=False)
-
-
-_MADE = {None: _square, -1: _along_n, -2: _along_k}
-
-
-@layout.once("tiling")
-def pack_weight(
-    w: jax.Array | Layer, scale: jax.Array, *, tiling: Tiling = WEIGHT_TILING
-) -> tuple[jax.Array, jax.Array]:
+@layout.once()
+def pack_weight(w: jax.Array | Layer, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(uint8 codes [k / 2, n], two rows a byte; E4M3 scales [k / 16, n / 16]) of w."""
     outputs = [(BLOCK // 2, jnp.int8), (1, jnp.int8)]
-    packed, scales = _quantize(w, [scale], outputs, _packed_square, (TWO_LEVEL, "rne"), tiling, name="pack_weight")
+    square = functools.partial(q.quantize_square, packed=True)
+    packed, scales = _quantize(w, [scale], outputs, square, (TWO_LEVEL, "rne"), WEIGHT_TILING, name="pack_weight")
     # [k / 16, n] -> [k / 16, n / 16]: the kernel repeats a tile's scale in each of its columns
     return lax.bitcast_convert_type(packed, jnp.uint8), lax.bitcast_convert_type(scales[:, ::BLOCK], jnp.uint8)
 
@@ -107,7 +95,7 @@ def _quantize(
     w: jax.Array | Layer,
     scalars: Sequence[jax.Array],
     outputs: Sequence[tuple[int, DTypeLike]],
-    made: Callable[[Machine, TokenRows, Quantizer], TokenRows],
+    made: Make,
     how: tuple[TwoLevel, str],
     tiling: Tiling,
     *,
