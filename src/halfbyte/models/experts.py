@@ -27,8 +27,8 @@ from halfbyte.models.linear import is_exact
 from halfbyte.models.params import Params
 from halfbyte.models.quantized import amaxes_of, shares_scale
 from halfbyte.nn.routing import Routing, logits_of, rebalanced, route
-from halfbyte.ops.activation import ACTIVATIONS
-from halfbyte.ops.dispatch import combine, fork, gated, spread
+from halfbyte.ops.activation import ACTIVATIONS, gated
+from halfbyte.ops.dispatch import combine, fork, spread
 from halfbyte.ops.exchange import Route, collect, dispatch
 from halfbyte.ops.room import in_room
 from halfbyte.ops.shards import Cut, axes_of, cut_of, on_mesh
@@ -45,7 +45,8 @@ def experts_mlp(cfg: LlamaConfig, weights: Params, h: jax.Array, here: LayerCont
     """h [batch, seq, embed] through the experts that each token chooses, in h's dtype."""
     own, wide = fork(here.ctx.constrain(h, *BETWEEN))
     logits = here.ctx.constrain(logits_of(wide, weights["router"]), *BETWEEN[:2], None)  # of a device's own tokens
-    tokens, logits = (each.reshape(-1, each.shape[-1]) for each in (own, _everywhere(logits, here)))
+    logits = here.ctx.constrain(logits, *(None,) * logits.ndim)  # of all tokens, which choose as on one device
+    tokens, logits = (each.reshape(-1, each.shape[-1]) for each in (own, logits))
     found = route(logits, cfg.experts_per_token, normalise=cfg.norm_topk, bias=weights.get("router_bias"))
     if here.routed is not None:
         here.routed.append(found.load)
@@ -159,11 +160,6 @@ def over_mesh(
 def _some(pairs: int, devices: int) -> int:
     """Rows that a device has room for at first: twice as many as come to it on average; all where they are few."""
     return pairs if pairs < LEAST else min(-(-2 * pairs // devices), pairs)
-
-
-def _everywhere(x: jax.Array, here: LayerContext) -> jax.Array:
-    """x whole on every device, and its gradient: tokens choose as on one device."""
-    return here.ctx.constrain(x, *(None,) * x.ndim)
 
 
 def _shared_amaxes(gate_up: Sequence[jax.Array], recipes: Sequence[Recipe | None]) -> list[jax.Array | None]:

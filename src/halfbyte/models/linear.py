@@ -18,6 +18,7 @@ from halfbyte import ops
 from halfbyte.models.context import BETWEEN, Axes, Context, LayerContext, inside
 from halfbyte.models.params import Params
 from halfbyte.models.remat import named
+from halfbyte.models.spec import flatten, nest
 from halfbyte.ops.shards import axes_of, cut_of, empty_stack
 from halfbyte.recipe import Recipe, Segment
 from halfbyte.sharding import outer_axes
@@ -29,13 +30,12 @@ EXPERTS = "layers/mlp/expert_"
 def remembered(layers: Params, amaxes: jax.Array, segment: Segment, paths: Sequence[str]) -> Params:
     """Stacked `layers` of a segment with `amaxes` [layers, paths, 3] beside the weights of recipes with a history."""
 
-    def with_amaxes(group: str, name: str, weight: Any) -> Any:
-        path = f"layers/{group}/{name}"
+    def with_amaxes(path: str, weight: Any) -> Any:
         if path not in segment.recipes or not segment.recipes[path].history:
             return weight
         return ops.Remembered(weight, amaxes[:, paths.index(path)])
 
-    return {group: {name: with_amaxes(group, name, w) for name, w in inner.items()} for group, inner in layers.items()}
+    return nest({path: with_amaxes(f"layers/{path}", weight) for path, weight in flatten(layers).items()})
 
 
 def quantize_ahead(layers: Params, x: jax.Array, here: LayerContext) -> Params:
@@ -43,20 +43,16 @@ def quantize_ahead(layers: Params, x: jax.Array, here: LayerContext) -> Params:
     sites = [tuple(path.split("/")[1:]) for path in here.recipes if not path.startswith(EXPERTS)]
     if not (here.on_mesh and here.ctx.looped and here.divides(x, *(axes for at in sites for axes in here.ends(*at)))):
         return layers
+    flat = flatten(layers)
     ahead = {
-        f"{group}/{name}": site
-        for group, name in sites
-        if (site := _site(here, group, name)).worth_making_ahead(x.ndim)
-        and not isinstance(layers[group][name], ops.QWeight)
+        path: site
+        for path, at in (("/".join(at), at) for at in sites)
+        if (site := _site(here, *at)).worth_making_ahead(x.ndim) and not isinstance(flat[path], ops.QWeight)
     }
     if not ahead:
         return layers
-    stacks = {path: layers[path.split("/")[0]][path.split("/")[1]] for path in ahead}
-    made = ops.quantize_stacks(stacks, jax.ShapeDtypeStruct(x.shape, x.dtype), ahead)
-    return {
-        group: {name: made.get(f"{group}/{name}", weight) for name, weight in inner.items()}
-        for group, inner in layers.items()
-    }
+    stacks = {path: flat[path] for path in ahead}
+    return nest({**flat, **ops.quantize_stacks(stacks, jax.ShapeDtypeStruct(x.shape, x.dtype), ahead)})
 
 
 def _site(here: LayerContext, group: str, name: str) -> ops.Site:

@@ -27,9 +27,8 @@ def _small(name: str, *, embed: int, mlp: int, layers: int, heads: int) -> Llama
     2,048.
     """
     return LlamaConfig(
-        name=name, vocab_size=32768, embed=embed, mlp=mlp, layers=layers, heads=heads, kv_heads=heads, head_dim=embed
-        // heads,
-        max_seq=2048, rope_theta=10_000.0,
+        name=name, vocab_size=32768, embed=embed, mlp=mlp, layers=layers, heads=heads, kv_heads=heads,
+        head_dim=embed // heads, max_seq=2048, rope_theta=10_000.0,
     )  # fmt: skip
 
 
@@ -79,9 +78,8 @@ _PRESETS = {
         _DEMO.replace(name="moe-demo", mlp=128, qk_norm=True, experts=8, experts_per_token=2, norm_topk=True),
         _small("llama-60m", embed=512, mlp=1376, layers=8, heads=8),
         _small("llama-125m", embed=768, mlp=2048, layers=12, heads=12),
-        _small(
-            "llama-350m", embed=1024, mlp=2752, layers=24, heads=16
-        ),  # 2736 elsewhere: 2752 is a multiple of 32, as native FP4 needs
+        # An MLP of 2736 elsewhere: 2752 is a multiple of 32, as native FP4 needs.
+        _small("llama-350m", embed=1024, mlp=2752, layers=24, heads=16),
         _qwen3("qwen3-0.6b", embed=1024, mlp=3072, layers=28, heads=16, tied=True),
         _llama3("llama3.2-1b", embed=2048, mlp=8192, layers=16, heads=32, factor=32.0, tied=True),
         _qwen3("qwen3-1.7b", embed=2048, mlp=6144, layers=28, heads=16, tied=True),

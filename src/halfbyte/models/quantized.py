@@ -22,7 +22,7 @@ from halfbyte.formats import amax_of
 from halfbyte.models.config import EXPERT_SITES, SHARED_SITES, LlamaConfig, param_specs
 from halfbyte.models.context import LayerContext
 from halfbyte.models.params import Params
-from halfbyte.models.spec import ParamSpec, flatten, nest
+from halfbyte.models.spec import flatten, nest
 from halfbyte.recipe import WEIGHTS, Recipe, Resolved
 from halfbyte.sharding import DEFAULT_RULES, Rules, named_sharding
 
@@ -47,10 +47,10 @@ def quantize_weights(
     cfg: LlamaConfig, params: Params, resolved: Resolved, mesh: Mesh | None = None, rules: Rules = DEFAULT_RULES
 ) -> Params:
     """`params` with a QWeight wherever a linear has one recipe in all layers and quantizes its weight without noise."""
-    specs = param_specs(cfg)
+    declared = flatten(param_specs(cfg))
 
-    def visit(path: str, weight: Any, spec: ParamSpec) -> Any:
-        recipe = _only_recipe(resolved, path)
+    def visit(path: str, weight: Any) -> Any:
+        recipe, spec = _only_recipe(resolved, path), declared[path]
         if recipe is None or spec.kind == "experts":  # experts are quantized where they are multiplied
             return weight
         sharding = None if mesh is None else named_sharding(spec.axes[1:], mesh, rules)
@@ -64,26 +64,17 @@ def quantize_weights(
         shared = group_amaxes(params["layers"], resolved, *path.split("/")[1:])
         return dataclasses.replace(codes(weight, shared), anchor=weight)
 
-    layers = {
-        group: {
-            name: visit(f"layers/{group}/{name}", weight, specs["layers"][group][name])
-            for name, weight in inner.items()
-        }
-        for group, inner in params["layers"].items()
-    }
-    return {**params, "layers": layers}
+    return {**params, **nest({path: visit(path, w) for path, w in flatten({"layers": params["layers"]}).items()})}
 
 
-def rounded_weights(
-    cfg: LlamaConfig, params: Params, resolved: Resolved, mesh: Mesh | None = None, rules: Rules = DEFAULT_RULES
-) -> Params:
+def rounded_weights(cfg: LlamaConfig, params: Params, resolved: Resolved, mesh: Mesh | None = None) -> Params:
     """`params`, or some of its stacked weights, as the numbers that fprop reads: those of their codes, or as they are
     in layers that do not quantize them. For recipes that round a weight to nearest by itself.
     """
     declared = flatten(param_specs(cfg))
 
     def visit(path: str, weight: jax.Array) -> jax.Array:
-        sharding = None if mesh is None else named_sharding(declared[path].axes[1:], mesh, rules)
+        sharding = None if mesh is None else named_sharding(declared[path].axes[1:], mesh)
         parts = []
         for segment in resolved.segments:
             part, policy = weight[segment.start : segment.stop], segment.recipes[path].fprop_w

@@ -26,9 +26,8 @@ from halfbyte.ops.operand import SAVED, SCALES
 
 LINEAR = "linear"  # the checkpoint name of a linear's output, in the compute dtype
 STREAM = "stream"  # of the stream between the halves of a layer, and of what attention reads
-FUSED_ATTENTION = (
-    "dot_product_attention_fwd"  # cuDNN's primitives: their outputs are the context and the softmax statistics
-)
+# cuDNN's primitives: their outputs are the context and the softmax statistics.
+FUSED_ATTENTION = "dot_product_attention_fwd"
 
 
 def rematerialized(layer: Callable[..., Any], remat: str, *, looped: bool = True) -> Callable[..., Any]:

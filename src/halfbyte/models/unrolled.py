@@ -17,21 +17,14 @@ from jax import lax
 def unstack(stacked: Any, count: int, *, cut: bool = False) -> list[Any]:
     """The `count` layers of a tree of stacked arrays [count, ...], which lie on several devices if `cut`."""
     leaves, structure = jax.tree.flatten(stacked)
-    pieces = [_unstack(leaf, count, cut) if _may_have_gradient(leaf) else list(leaf) for leaf in leaves]
+    floats = jnp.float32, jnp.bfloat16  # what may have a gradient
+    pieces = [_unstack(leaf, count, cut) if leaf.dtype in floats else list(leaf) for leaf in leaves]
     return [jax.tree.unflatten(structure, layer) for layer in zip(*pieces, strict=True)]
-
-
-def _may_have_gradient(leaf: jax.Array) -> bool:
-    return leaf.dtype in (jnp.float32, jnp.bfloat16)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _unstack(stacked: jax.Array, count: int, cut: bool) -> list[jax.Array]:
     return [stacked[i] for i in range(count)]
-
-
-def _forward(stacked: jax.Array, count: int, cut: bool) -> tuple[list[jax.Array], None]:
-    return _unstack(stacked, count, cut), None
 
 
 def _backward(count: int, cut: bool, _: None, pieces: list[jax.Array]) -> tuple[jax.Array]:
@@ -42,4 +35,4 @@ def _backward(count: int, cut: bool, _: None, pieces: list[jax.Array]) -> tuple[
     return (joined,)
 
 
-_unstack.defvjp(_forward, _backward)
+_unstack.defvjp(lambda stacked, count, cut: (_unstack(stacked, count, cut), None), _backward)
