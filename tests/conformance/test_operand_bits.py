@@ -27,8 +27,8 @@ def test_operands_of_every_backend_here_equal_the_definition() -> None:
 class BrokenWeight(Passes):
     """Passes that quantize another weight."""
 
-    def weight(self, w, policy, **options):
-        return super().weight(w * 1.01, policy, **options)
+    def weight(self, w, wanted, **options):
+        return super().weight(w * 1.01, wanted, **options)
 
 
 @pytest.mark.usefixtures("quick_code")

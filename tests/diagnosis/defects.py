@@ -156,10 +156,10 @@ def unquantized_columns():
     """Sixteen columns of every weight are left as they are: in what the GEMMs read, and in what is packed for them."""
 
     def left(make):
-        def weight(self, w, policy, *, axis, key, cut=(), packed=True):
-            made = operand.quantize_operand(w, policy, axis=axis, key=key, cut=cut)
+        def weight(self, w, wanted, *, packed=True):
+            made = passes.quantize_as(w, wanted)
             exact = jnp.where(jnp.arange(w.shape[-1])[None] < 16, w / made.factor, made.array)
-            return operand.Carrier(exact, made.factor, policy)
+            return operand.Carrier(exact, made.factor, wanted.policy)
 
         return weight
 

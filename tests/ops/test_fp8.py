@@ -17,7 +17,7 @@ from halfbyte.ops.backends import fp8, reference
 from halfbyte.ops.backends.fp8 import F8Passes
 from halfbyte.ops.gemms import DGRAD, FPROP, WGRAD
 from halfbyte.ops.operand import EightBit, Operand
-from halfbyte.ops.passes import XLA, request
+from halfbyte.ops.passes import XLA, Request, request
 from halfbyte.ops.problem import Problem
 from halfbyte.recipe import recipe
 
@@ -84,8 +84,8 @@ def test_swiglu_operands_equal_those_of_the_numbers_it_makes() -> None:
 def test_a_weight_comes_in_both_orders(dtype) -> None:
     w = normal(1, 128, 256).astype(dtype)
     assert ops.choose("fp8", Problem(FP8, 128, 128, 256, H200, weight_dtype=w.dtype.name)).for_weight == PASSES
-    found = jax.jit(lambda w: PASSES.weight(w, FP8.fprop_w, axis=-2, key=None), compiler_options=quick)(w)
-    defined = jax.jit(lambda w: XLA.load(XLA.weight(w, FP8.fprop_w, axis=-2, key=None), FP8.fprop_w))
+    found = jax.jit(lambda w: PASSES.weight(w, Request(FP8.fprop_w, -2)), compiler_options=quick)(w)
+    defined = jax.jit(lambda w: XLA.load(XLA.weight(w, Request(FP8.fprop_w, -2)), FP8.fprop_w))
     expected = defined(w)
     assert same(found, expected) and same(EightBit(None, found.transposed, found.factor, found.policy), expected)
 
@@ -94,7 +94,7 @@ def gemms(passes, gemm, x, w, dy):
     """fprop, dgrad and wgrad of one linear."""
     x_row, x_column = passes.quantize(x, [request(FP8, "fprop_x", None), request(FP8, "wgrad_x", None, kept=True)])
     dy_row, dy_column = passes.quantize(dy, [request(FP8, "dgrad_dy", None), request(FP8, "wgrad_dy", None)])
-    made = passes.weight(w, FP8.fprop_w, axis=-2, key=None)
+    made = passes.weight(w, Request(FP8.fprop_w, -2))
     weight = XLA.load(made, FP8.fprop_w)
     kept = passes.load(x_column, FP8.wgrad_x)
     narrow, wide = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
@@ -193,7 +193,7 @@ def test_the_factor_is_that_of_the_scale_vector_and_of_its_own_top(amax, factor)
 def test_weights_of_all_layers_at_once_are_those_of_each() -> None:
     """What `quantize_stacks` does for passes that batch; the layers' maxima differ."""
     stack = normal(9, 3, 128, 256) * jnp.float32([1.0, 0.01, 30.0])[:, None, None]
-    make = functools.partial(PASSES.weight, policy=recipe("fp8").fprop_w, axis=-2, key=None)
+    make = functools.partial(PASSES.weight, wanted=Request(recipe("fp8").fprop_w, -2))
     at_once, alone_of = jax.jit(jax.vmap(make), compiler_options=quick)(stack), jax.jit(make, compiler_options=quick)
     for layer, w in enumerate(stack):
         alone, found = alone_of(w), jax.tree.map(lambda leaf, i=layer: leaf[i], at_once)

@@ -19,7 +19,7 @@ from halfbyte.ops.execution import LinearPlan
 from halfbyte.ops.gemms import GEMMS
 from halfbyte.ops.linear import Linear, quantize_part
 from halfbyte.ops.operand import Operand
-from halfbyte.ops.passes import XLA, request
+from halfbyte.ops.passes import XLA, Request, request
 from halfbyte.ops.problem import Problem
 from halfbyte.ops.shards import WHOLE
 from halfbyte.ops.weight import QWeight
@@ -136,8 +136,8 @@ def test_a_kept_operand_is_packed_as_the_definition_packs_it_and_loads_back(give
 def test_a_weight_equals_the_definition(dtype) -> None:
     w = jax.random.normal(jax.random.key(1), (128, 256), dtype)
     assert ops.choose("fused", Problem(NVFP4, 256, 128, 256, H200, weight_dtype=w.dtype.name)).for_weight == PASSES
-    found = jitted(lambda w: PASSES.weight(w, NVFP4.fprop_w, axis=-2, key=None, packed=False))
-    expected = jitted(lambda w: XLA.load(XLA.weight(w, NVFP4.fprop_w, axis=-2, key=None), NVFP4.fprop_w))
+    found = jitted(lambda w: PASSES.weight(w, Request(NVFP4.fprop_w, -2), packed=False))
+    expected = jitted(lambda w: XLA.load(XLA.weight(w, Request(NVFP4.fprop_w, -2)), NVFP4.fprop_w))
     assert same(found(w), expected(w))
 
 
@@ -153,9 +153,9 @@ def test_a_weight_in_blocks_along_an_axis_equals_the_definition(name, width) -> 
         policy = getattr(given, role)
 
         def made(w, policy=policy, axis=axis):
-            found = PASSES.weight(w, policy, axis=axis, key=None, packed=False)
-            again = PASSES.remake_weight(w, PASSES.keep_weight(found, axis=axis))
-            return found, again, XLA.load(XLA.weight(w, policy, axis=axis, key=None), policy)
+            found = PASSES.weight(w, Request(policy, axis), packed=False)
+            again = PASSES.remake_weight(w, PASSES.keep_weight(found), Request(policy, axis))
+            return found, again, XLA.load(XLA.weight(w, Request(policy, axis)), policy)
 
         found, again, right = jitted(made)(w)
         assert same(found, right)
@@ -171,7 +171,7 @@ def test_a_weight_that_travels_is_packed_as_the_definition_packs_it_and_loads_ba
     w = jax.random.normal(jax.random.key(1), (128, 256), jnp.float32).at[3, 5].set(-0.0)
 
     def both(passes, w):
-        codes = passes.weight(w, NVFP4.fprop_w, axis=-2, key=None, packed=True)
+        codes = passes.weight(w, Request(NVFP4.fprop_w, -2), packed=True)
         return codes, passes.load_weight(codes, NVFP4.fprop_w, axis=-2)
 
     (a, found), (b, expected) = (jitted(functools.partial(both, passes))(w) for passes in (PASSES, XLA))
@@ -181,7 +181,7 @@ def test_a_weight_that_travels_is_packed_as_the_definition_packs_it_and_loads_ba
 
 def test_a_weight_is_made_again_from_its_master_and_its_scales() -> None:
     w = jax.random.normal(jax.random.key(1), (128, 256), jnp.float32)
-    made = QWeight(w, PASSES.weight(w, NVFP4.fprop_w, axis=-2, key=None, packed=False), None, NVFP4)
+    made = QWeight(w, PASSES.weight(w, Request(NVFP4.fprop_w, -2), packed=False), None, NVFP4)
     problem = Problem(NVFP4, 256, 128, 256, H200)
     kept = Linear(LinearPlan(problem, ops.choose("fused", problem), WHOLE, "master"), made, None).kept()
     assert kept.weight.anchor is w

@@ -21,7 +21,7 @@ from halfbyte.ops.backends.native import TILED, NativePasses
 from halfbyte.ops.gemms import finish
 from halfbyte.ops.linear import quantize_part, weight_operand
 from halfbyte.ops.operand import BlockScaled, Owed
-from halfbyte.ops.passes import XLA, request
+from halfbyte.ops.passes import XLA, Request, request
 from halfbyte.ops.shards import Shards
 from halfbyte.ops.weight import CONTRACTED
 from halfbyte.recipe import GRADIENTS, recipe
@@ -69,7 +69,7 @@ def test_a_weight_is_the_definitions_bytes_in_both_orders() -> None:
     w = jax.random.normal(jax.random.key(1), (128, 128), jnp.float32)
 
     def operands(passes):
-        packed = passes.weight(w, NVFP4.fprop_w, axis=-2, key=None)
+        packed = passes.weight(w, Request(NVFP4.fprop_w, -2))
         made = [passes.load_weight(packed, NVFP4.fprop_w, axis=axis) for axis in (-1, -2)]
         return [native.block_scaled(o, axis) for o, axis in zip(made, (-1, -2), strict=True)]
 
@@ -80,7 +80,7 @@ def test_a_weight_is_the_definitions_bytes_in_both_orders() -> None:
 def test_a_weight_whose_outputs_are_gathered_is_put_in_order_first(axis) -> None:
     """Four devices as a mapped axis; their parts, ordered and gathered, are the whole weight's bytes."""
     w = jax.random.normal(jax.random.key(1), (64, 256), jnp.float32)
-    codes = compiled(lambda: XLA.weight(w, NVFP4.fprop_w, axis=-2, key=None))
+    codes = compiled(lambda: XLA.weight(w, Request(NVFP4.fprop_w, -2)))
     parts = [np.stack(np.split(np.asarray(a), 4, axis=1)) for a in (codes.packed, codes.scales)]
     shards = Shards(stored=((), ("devices",)))
 

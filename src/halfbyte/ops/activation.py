@@ -11,6 +11,7 @@ An activation is a value; adding one is one more entry in `ACTIVATIONS`.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -44,6 +45,18 @@ class Activation:
         du = _round(d * _round(self.curve(gate), g), g)
         dg = _round(_round(d * up, g) * self.slope(gate), g)
         return dg.astype(g.dtype), du.astype(g.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gated(activation: Activation, g: jax.Array, u: jax.Array) -> jax.Array:
+    """h with the activation's own roundings, both ways."""
+    return activation.forward(g, u)
+
+
+gated.defvjp(
+    lambda activation, g, u: (activation.forward(g, u), (g, u)),
+    lambda activation, kept, dh: activation.backward(*kept, dh),
+)
 
 
 def _silu_slope(g: jax.Array) -> jax.Array:

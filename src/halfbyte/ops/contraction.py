@@ -89,26 +89,12 @@ def linears(
     return list(_linears(tuple(plans[::-1]), xs, weights, tuple(keys[::-1])))[::-1]
 
 
+@functools.partial(jax.jit, static_argnames=("recipe", "backend"))
 def swiglu(
-    x: jax.Array,
-    weights: tuple[jax.Array, jax.Array, jax.Array],
-    *,
-    keys: Sequence[jax.Array | None],
-    recipe: Recipe,
-    backend: str,
-) -> jax.Array:
+    x: jax.Array, weights: tuple[jax.Array, jax.Array, jax.Array], *, keys: tuple[jax.Array | None, ...],
+    recipe: Recipe, backend: str,
+) -> jax.Array:  # fmt: skip
     """(silu(x Wg) * (x Wu)) Wd of `weights` gate, up and down as one op, as `mlp` computes it, with a key each."""
-    return _swiglu(recipe, backend, x, weights, tuple(keys))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _swiglu(
-    recipe: Recipe,
-    backend: str,
-    x: jax.Array,
-    weights: tuple[jax.Array, jax.Array, jax.Array],
-    keys: tuple[jax.Array | None, ...],
-) -> jax.Array:
     for key, w in zip(keys, weights, strict=True):
         own_key(key, (recipe,), (x, w))
     y, _ = mlp_in_stacks(x, weights, None, recipe=recipe, key=keys, execution=Execution(backend))

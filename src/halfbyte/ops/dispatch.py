@@ -5,12 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from halfbyte.formats.bits import round_bfloat16
-from halfbyte.ops.activation import Activation
-
-
-def _rounded(sums: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    return (round_bfloat16(sums) if dtype == jnp.bfloat16 else sums).astype(dtype)
+from halfbyte.ops.operand import rounded
 
 
 @jax.custom_vjp
@@ -19,7 +14,7 @@ def fork(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return x, x.astype(jnp.float32)
 
 
-fork.defvjp(lambda x: (fork(x), None), lambda _, g: (_rounded(g[0].astype(jnp.float32) + g[1], g[0].dtype),))
+fork.defvjp(lambda x: (fork(x), None), lambda _, g: (rounded(g[0].astype(jnp.float32) + g[1], g[0].dtype),))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -38,31 +33,22 @@ def _pairs(rows: jax.Array, room: int) -> jax.Array:
     return jnp.full(room, rows.size, jnp.int32).at[rows.reshape(-1)].set(numbers, unique_indices=True)
 
 
-def _spread_fwd(x, rows, room):
-    return spread(x, rows, room), rows
-
-
-def _spread_bwd(room, rows, g):
-    return _rounded(jnp.sum(g[rows].astype(jnp.float32), axis=1), g.dtype), None
-
-
-spread.defvjp(_spread_fwd, _spread_bwd)
+spread.defvjp(
+    lambda x, rows, room: (spread(x, rows, room), rows),
+    lambda room, rows, g: (rounded(jnp.sum(g[rows].astype(jnp.float32), axis=1), g.dtype), None),
+)
 
 
 @jax.custom_vjp
 def combine(y: jax.Array, rows: jax.Array | None, weights: jax.Array) -> jax.Array:
     """y [room, width] -> [tokens, width]: the sum over a token's experts, in their order, of weight times row. Without
     `rows` y has a token's one after the other."""
-    return _rounded(jnp.sum(_of_tokens(y, rows, weights) * weights[..., None], axis=1), y.dtype)
+    return rounded(jnp.sum(_of_tokens(y, rows, weights) * weights[..., None], axis=1), y.dtype)
 
 
 def _of_tokens(y: jax.Array, rows: jax.Array | None, weights: jax.Array) -> jax.Array:
     """float32 [tokens, k, width]."""
     return (y.reshape(*weights.shape, -1) if rows is None else y[rows]).astype(jnp.float32)
-
-
-def _combine_fwd(y, rows, weights):
-    return combine(y, rows, weights), (y, rows, weights)
 
 
 def _combine_bwd(residuals, g):
@@ -75,19 +61,7 @@ def _combine_bwd(residuals, g):
         known, own = (pair < rows.size)[:, None], jnp.minimum(pair, rows.size - 1)
         dy = wide[own // rows.shape[1]] * weights.reshape(-1)[own][:, None]  # [room, width]
         dy = jnp.where(known, dy, 0)
-    return _rounded(dy, y.dtype), None, jnp.sum(wide[:, None] * _of_tokens(y, rows, weights), axis=-1)
+    return rounded(dy, y.dtype), None, jnp.sum(wide[:, None] * _of_tokens(y, rows, weights), axis=-1)
 
 
-combine.defvjp(_combine_fwd, _combine_bwd)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def gated(activation: Activation, g: jax.Array, u: jax.Array) -> jax.Array:
-    """a(g) * u with the activation's own roundings, both ways."""
-    return activation.forward(g, u)
-
-
-gated.defvjp(
-    lambda activation, g, u: (activation.forward(g, u), (g, u)),
-    lambda activation, kept, dh: activation.backward(*kept, dh),
-)
+combine.defvjp(lambda y, rows, weights: (combine(y, rows, weights), (y, rows, weights)), _combine_bwd)

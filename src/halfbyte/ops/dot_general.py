@@ -69,32 +69,9 @@ class DotGeneral:
     of the model; whatever stands in the child's place, it stays one.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe | str,
-        *,
-        key: Any = None,
-        site: str | None = None,
-        backend: str = "auto",
-        other: str = "error",
-        weight: str = "right",
-    ) -> None:
-        recipe = as_recipe(recipe, "dot_general")
-        recipe.refuse_foreign("dot_general")
-        if recipe.stochastic and key is None:
-            raise ValueError(
-                f"dot_general: recipe {recipe.name!r} rounds stochastically and needs key=: a Linen stream's name, "
-                "a function, "
-                "an NNX stream or this step's key"
-            )
-        for name, value, known in (("other", other, OTHERS), ("weight", weight, WEIGHTS)):
-            if value not in known:
-                raise ValueError(f"dot_general: {name} must be one of {', '.join(known)}, got {value!r}")
-        key = _own_stream(key)
-        is_function = isinstance(key, Callable) and jax.tree_util.all_leaves([key])  # type: ignore[arg-type]
-        self.key, self.has_child = key, not (key is None or isinstance(key, str) or is_function)
-        self.recipe, self.site, self.backend, self.other, self.weight = recipe, site, backend, other, weight
-        self._record = _Record()
+    def __init__(self, static: tuple, key: Any) -> None:
+        self._static, self.key = static, key
+        self.has_child, self.recipe, self.backend, self.other, self.weight, self._record, self.site = static
 
     def __eq__(self, other: object) -> bool:
         """Itself, where a call is determined by its operands alone.
@@ -109,10 +86,7 @@ class DotGeneral:
 
     def at(self, site: str) -> DotGeneral:
         """The same dot_general with its call site named. The record of calls is shared."""
-        return _rebuild((*self._static()[:-1], site), self.key)
-
-    def _static(self) -> tuple:
-        return self.has_child, self.recipe, self.backend, self.other, self.weight, self._record, self.site
+        return DotGeneral((*self._static[:-1], site), self.key)
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -193,14 +167,14 @@ class DotGeneral:
     def tree_flatten_with_keys(self) -> tuple[list, tuple]:
         """The key is the child if it is data (an array, a stream), static if it is a function or a name."""
         if self.has_child:
-            return [(jax.tree_util.GetAttrKey("key"), self.key)], (self._static(), None)
-        return [], (self._static(), self.key)
+            return [(jax.tree_util.GetAttrKey("key"), self.key)], (self._static, None)
+        return [], (self._static, self.key)
 
     @classmethod
     def tree_unflatten(cls, aux: tuple, children: Any) -> DotGeneral:
         """The inverse of flattening; the child may be any object, as JAX's contract for pytrees asks."""
         static, fixed = aux
-        return _rebuild(static, next(iter(children), fixed))
+        return cls(static, next(iter(children), fixed))
 
 
 def dot_general(
@@ -220,14 +194,20 @@ def dot_general(
     written there. Any contraction without batch dims runs in the recipe; what else is asked for is an error unless
     `other="plain"`. `calls` says what ran.
     """
-    return DotGeneral(recipe, key=key, site=site, backend=backend, other=other, weight=weight)
-
-
-def _rebuild(static: tuple, key: Any) -> DotGeneral:
-    made = object.__new__(DotGeneral)
-    made.has_child, made.recipe, made.backend, made.other, made.weight, made._record, made.site = static
-    made.key = key
-    return made
+    recipe = as_recipe(recipe, "dot_general")
+    recipe.refuse_foreign("dot_general")
+    if recipe.stochastic and key is None:
+        raise ValueError(
+            f"dot_general: recipe {recipe.name!r} rounds stochastically and needs key=: a Linen stream's name, "
+            "a function, an NNX stream or this step's key"
+        )
+    for name, value, known in (("other", other, OTHERS), ("weight", weight, WEIGHTS)):
+        if value not in known:
+            raise ValueError(f"dot_general: {name} must be one of {', '.join(known)}, got {value!r}")
+    key = _own_stream(key)
+    is_function = isinstance(key, Callable) and jax.tree_util.all_leaves([key])  # type: ignore[arg-type]
+    has_child = not (key is None or isinstance(key, str) or is_function)
+    return DotGeneral((has_child, recipe, backend, other, weight, _Record(), site), key)
 
 
 def _own_stream(key: Any) -> Any:
@@ -251,8 +231,7 @@ def _linen_layer(stream: str) -> Any:
     if module is None:
         raise ValueError(
             f"dot_general: key={stream!r} names a Linen rng stream, but no Linen layer is being called; pass a "
-            "function, an NNX "
-            "stream or a key"
+            "function, an NNX stream or a key"
         )
     return module
 

@@ -19,6 +19,16 @@ MESSAGE = (
 )
 
 
+@jax.custom_jvp
+def _once(dy: jax.Array, tags: list[jax.Array]) -> jax.Array:
+    return dy
+
+
+@_once.defjvp
+def _refuse(primals: object, tangents: object) -> NoReturn:
+    raise NotImplementedError(MESSAGE)
+
+
 @jax.custom_vjp
 def _marked(y: jax.Array, tags: list[jax.Array]) -> jax.Array:
     return y
@@ -30,15 +40,7 @@ def first_order(y: jax.Array, *operands: jax.Array) -> jax.Array:
     return _marked(y, [operand.reshape(-1)[:1] for operand in operands])
 
 
-def _fwd(y: jax.Array, tags: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
-    return y, tags
-
-
-def _bwd(tags: list[jax.Array], dy: jax.Array) -> tuple[jax.Array, None]:
-    return _once(dy, tags), None
-
-
-_marked.defvjp(_fwd, _bwd)
+_marked.defvjp(lambda y, tags: (y, tags), lambda tags, dy: (_once(dy, tags), None))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -56,13 +58,3 @@ def _no_stream(y: jax.Array, stream: str) -> NoReturn:
 
 
 needs_stream.defvjp(_no_stream, lambda stream, residuals, dy: (dy,))
-
-
-@jax.custom_jvp
-def _once(dy: jax.Array, tags: list[jax.Array]) -> jax.Array:
-    return dy
-
-
-@_once.defjvp
-def _refuse(primals: object, tangents: object) -> NoReturn:
-    raise NotImplementedError(MESSAGE)

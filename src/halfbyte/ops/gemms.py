@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from halfbyte.formats.bits import round_bfloat16
-from halfbyte.ops.operand import Operand, Owed
+from halfbyte.ops.operand import Operand, Owed, rounded
 from halfbyte.ops.shards import Cut, axes_of, scatter_sum
 from halfbyte.recipe import GEMMS as ROLES_OF
 
@@ -83,8 +82,7 @@ def finish(sums: jax.Array, factor: jax.Array | None, dtype: jnp.dtype) -> jax.A
     """float32 sums times the factor, rounded once to `dtype`, by a rounding that the compiler keeps."""
     if factor is not None and 0 < factor.ndim < sums.ndim:
         factor = jnp.expand_dims(factor, range(sums.ndim - factor.ndim))  # of the columns alone
-    y = sums if factor is None else sums * factor
-    return round_bfloat16(y).astype(dtype) if dtype == jnp.bfloat16 else y.astype(dtype)
+    return rounded(sums if factor is None else sums * factor, dtype)
 
 
 def added_up(

@@ -35,7 +35,6 @@ from halfbyte.ops.passes import (
     Read,
     Request,
     defined_weight,
-    drawn_keys,
     request,
 )
 from halfbyte.ops.shards import (
@@ -61,7 +60,7 @@ from halfbyte.ops.weight import (
     shares_codes,
     weight_specs,
 )
-from halfbyte.recipe import OperandPolicy, Recipe, as_recipe
+from halfbyte.recipe import Recipe, as_recipe
 from halfbyte.sharding import on_parts
 
 FLOAT32 = jnp.dtype(jnp.float32)
@@ -157,24 +156,21 @@ def quantize_part(
     array = array_of(constant)
 
     def codes(role: str, forward: QuantizedWeight | None = None) -> QuantizedWeight | None:
-        policy: OperandPolicy = getattr(recipe, role)
+        wanted = request(recipe, role, key, cut=cut)
+        policy = wanted.policy
         if not policy.format.quantized:
             return None
         made: QuantizedWeight
         if amax is not None and recipe.history:
-            made = defined_weight(array, policy, axis=CONTRACTED[role], key=None, cut=cut, amax=amax)
+            made = defined_weight(array, dataclasses.replace(wanted, amax=amax))
         elif amax is not None:  # kernels find a tensor's amax themselves
-            made = Packed.of(quantize(array, policy.format, block=policy.block, axis=CONTRACTED[role], amax=amax))
+            made = Packed.of(quantize(array, policy.format, block=policy.block, axis=wanted.axis, amax=amax))
+        elif forward is not None:
+            made = passes.weight_again(constant, forward, wanted, packed=packed)
+        elif wanted.signs is not None:  # no kernel makes these
+            made = defined_weight(array, wanted)
         else:
-            bits, signs = drawn_keys(policy, role, key)
-            axis = CONTRACTED[role]
-            if forward is not None:
-                drawn = bits, signs
-                made = passes.weight_again(constant, forward, policy, axis=axis, drawn=drawn, cut=cut, packed=packed)
-            elif signs is not None:  # no kernel makes these
-                made = defined_weight(array, policy, axis=axis, key=bits, cut=cut, signs=signs)
-            else:
-                made = passes.weight(constant, policy, axis=axis, key=bits, cut=cut, packed=packed)
+            made = passes.weight(constant, wanted, packed=packed)
         return name_saved(made) if isinstance(made, Packed) else made
 
     fprop = codes("fprop_w")
@@ -316,10 +312,7 @@ class Linear:
         check_training(self.plan.problem)
         recipe, weight = self.plan.recipe, self.weight
         passes = self.plan.choice.for_weight if self.plan.weights_kept == "master" else XLA
-        fprop, dgrad = (
-            None if made is None else passes.keep_weight(made, axis=CONTRACTED[role])
-            for role, made in (("fprop_w", weight.fprop), ("dgrad_w", weight.dgrad))
-        )
+        fprop, dgrad = (None if made is None else passes.keep_weight(made) for made in (weight.fprop, weight.dgrad))
         read = not recipe.dgrad_w.format.quantized or (fprop_again and not recipe.fprop_w.format.quantized)
         anchor = weight.anchor if read or self.layer is None else self.layer
         read = read or any(isinstance(c, WeightScales) for c in (fprop, dgrad))
@@ -337,8 +330,8 @@ class Linear:
             if not isinstance(codes, WeightScales):
                 return codes
             late, _ = lax.optimization_barrier((codes, after))
-            drawn, cut = drawn_keys(codes.policy, role, self.key), self.plan.shards.w
-            return self.plan.choice.for_weight.remake_weight(kept.anchor, late, forward, drawn=drawn, cut=cut)
+            wanted = request(self.plan.recipe, role, self.key, cut=self.plan.shards.w)
+            return self.plan.choice.for_weight.remake_weight(kept.anchor, late, wanted, forward)
 
         fprop = restore("fprop_w", kept.fprop)
         made = dataclasses.replace(kept, fprop=fprop, dgrad=restore("dgrad_w", kept.dgrad, fprop))

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from halfbyte.kernels.stacks import Layer, array_of
-from halfbyte.ops.activation import SILU, Activation
+from halfbyte.ops.activation import SILU, Activation, gated
 from halfbyte.ops.execution import ALONE, Execution
 from halfbyte.ops.linear import Linear, with_linears
 from halfbyte.ops.operand import Owed, add_rounded, name_saved
@@ -137,18 +137,7 @@ def _composed(
         part = execution.part(first, last)
         return qdots(x, weights[first:last], recipes=recipes[first:last], keys=keys[first:last], execution=part)
 
-    return linears(_activated(middle.activation, *linears(x, 0, 2)), 2, 3)[0]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _activated(activation: Activation, g: jax.Array, u: jax.Array) -> jax.Array:
-    return activation.forward(g, u)
-
-
-_activated.defvjp(
-    lambda activation, g, u: (activation.forward(g, u), (g, u)),
-    lambda activation, kept, dh: activation.backward(*kept, dh),
-)
+    return linears(gated(middle.activation, *linears(x, 0, 2)), 2, 3)[0]
 
 
 def _check_placements(placements: Sequence[Placement], ndim: int) -> None:

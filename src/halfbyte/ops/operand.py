@@ -144,14 +144,12 @@ class BlockScaled:
         return (matrix if self.axis == -1 else matrix.T).reshape(self.shape)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["vector"], meta_fields=["policy", "axis"])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WeightScales:
     """What a kernel needs beside the master weight to make its carrier again: the tensor's scales, eight numbers."""
 
     vector: jax.Array
-    policy: OperandPolicy
-    axis: int  # that its GEMM sums over
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array", "factor"], meta_fields=[])
@@ -215,12 +213,16 @@ def pinned(x: jax.Array) -> jax.Array:
     return lax.reduce_precision(x, kind.nexp, kind.nmant) if x.dtype == jnp.bfloat16 else x
 
 
+def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """float32 x in `dtype`, to bfloat16 by a rounding that the compiler keeps."""
+    return (round_bfloat16(x) if dtype == jnp.bfloat16 else x).astype(dtype)
+
+
 def add_rounded(a: jax.Array, b: jax.Array) -> jax.Array:
     """a + b, rounded to their dtype for good: a compiler that may keep excess precision would skip the rounding on one
     mesh and not on another, and a stochastic rounding further on would make much of the difference.
     """
-    total = a.astype(jnp.float32) + b.astype(jnp.float32)
-    return (round_bfloat16(total) if a.dtype == jnp.bfloat16 else total).astype(a.dtype)
+    return rounded(a.astype(jnp.float32) + b.astype(jnp.float32), a.dtype)
 
 
 def quantize_operand(
@@ -294,9 +296,12 @@ def _amax(x: jax.Array, fmt: BlockFormat, axis: int, cut: Cut) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def dequantized(operand: Carrier | Quantized) -> jax.Array:
-    """The numbers that an operand stands for, float32; NaN where its GEMM would give NaN."""
-    return numbers_of(operand.codes) if isinstance(operand, Quantized) else operand.array.astype(jnp.float32)
+def dequantized(made: Operand | Packed) -> jax.Array:
+    """The numbers that an operand or packed codes stand for, float32; NaN where a GEMM over it would give NaN."""
+    if isinstance(made, Quantized | Packed):
+        return numbers_of(made.codes if isinstance(made, Quantized) else made.unpack())
+    numbers = made.values().astype(jnp.float32)
+    return numbers if made.factor is None else numbers * made.factor
 
 
 def numbers_of(codes: QTensor) -> jax.Array:

@@ -30,17 +30,16 @@ from halfbyte.ops.operand import (
     keep,
     left_over,
     load,
-    numbers_of,
     quantize_operand,
 )
 from halfbyte.ops.problem import Problem
 from halfbyte.ops.shards import Cut, Shards
+from halfbyte.ops.weight import CONTRACTED
 from halfbyte.recipe import AGAIN, OperandPolicy, Recipe, role_key, signs_key
 
 ROWS, COLUMNS = -1, -2  # the axis that is blocked: features, for fprop and dgrad; tokens, for wgrad
 QuantizedWeight = Packed | Carrier | EightBit  # read by several GEMMs
 KeptWeight = QuantizedWeight | WeightScales
-DrawnKeys = tuple[jax.Array | None, jax.Array | None]  # of random bytes, and of signs
 Read = Any  # an array, or Owed where the passes take it
 Made = Any  # an Operand, or Kept where the request says so
 
@@ -97,20 +96,16 @@ def as_array(x: jax.Array | Normed) -> tuple[jax.Array, Normed | None]:
 
 
 def request(recipe: Recipe, role: str, key: jax.Array | None, *, kept: bool = False, cut: Cut = ()) -> Request:
-    """The operand `role` of a linear under `recipe`; `key` is the linear's own."""
-    policy = getattr(recipe, role)
-    axis = COLUMNS if role.startswith("wgrad") else ROWS
-    forward = request(recipe, AGAIN[role], key, cut=cut) if policy.source == "forward" else None
-    bits, signs = drawn_keys(policy, role, key)
+    """The operand `role` of a linear under `recipe`; `key` is the linear's own. A weight that is quantized again has
+    its forward operand, and asks for none.
+    """
+    policy, of_weight = getattr(recipe, role), role in CONTRACTED
+    axis = CONTRACTED[role] if of_weight else COLUMNS if role.startswith("wgrad") else ROWS
+    again = policy.source == "forward" and not of_weight
+    forward = request(recipe, AGAIN[role], key, cut=cut) if again else None
+    bits = role_key(key, role) if key is not None and policy.draws_bytes else None
+    signs = signs_key(key, role.partition("_")[0]) if key is not None and policy.draws_signs else None
     return Request(policy, axis, bits, kept, cut, signs, forward, in_two=recipe.remainder and role == "fprop_x")
-
-
-def drawn_keys(policy: OperandPolicy, role: str, key: jax.Array | None) -> DrawnKeys:
-    """(the key of its random bytes, that of its GEMM's signs), from the linear's own; None where none are drawn."""
-    if key is None:
-        return None, None
-    bits = role_key(key, role) if policy.draws_bytes else None
-    return bits, signs_key(key, role.partition("_")[0]) if policy.draws_signs else None
 
 
 def quantize_as(x: jax.Array, wanted: Request) -> Carrier | Quantized:
@@ -121,22 +116,11 @@ def quantize_as(x: jax.Array, wanted: Request) -> Carrier | Quantized:
     return quantize_operand(x, wanted.policy, axis=axis, key=key, cut=wanted.cut, signs=signs, amax=wanted.amax)
 
 
-def defined_weight(
-    w: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),
-    signs: jax.Array | None = None, amax: jax.Array | None = None,
-) -> Packed:  # fmt: skip
+def defined_weight(w: jax.Array, wanted: Request) -> Packed:
     """The packed codes of a weight, by the definition."""
-    made = quantize_operand(w, policy, axis=axis, key=key, cut=cut, signs=signs, amax=amax)
+    made = quantize_as(w, wanted)
     assert not isinstance(made, Carrier), "a weight in bf16 is not quantized"
     return Packed.of(made.codes)
-
-
-def weight_numbers(made: QuantizedWeight) -> jax.Array:
-    """The numbers that a quantized weight stands for, float32."""
-    if isinstance(made, Packed):
-        return numbers_of(made.unpack())
-    numbers = made.values().astype(jnp.float32)
-    return numbers if made.factor is None else numbers * made.factor
 
 
 class Passes:
@@ -183,36 +167,30 @@ class Passes:
             for first, r in zip(made, requests, strict=True)
         ]
 
-    def weight(
-        self, w: jax.Array | Layer, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),
-        packed: bool = True,
-    ) -> QuantizedWeight:  # fmt: skip
+    def weight(self, w: jax.Array | Layer, wanted: Request, *, packed: bool = True) -> QuantizedWeight:
         """A weight, quantized once and read by several GEMMs: what a kernel multiplies, or packed codes; always those
         where `packed` says that the weight is to travel.
         """
-        return defined_weight(array_of(w), policy, axis=axis, key=key, cut=cut)
+        return defined_weight(array_of(w), wanted)
 
     def weight_again(
-        self, w: jax.Array | Layer, forward: QuantizedWeight, policy: OperandPolicy, *, axis: int, drawn: DrawnKeys,
-        cut: Cut = (), packed: bool = True,
-    ) -> QuantizedWeight:  # fmt: skip
+        self, w: jax.Array | Layer, forward: QuantizedWeight, wanted: Request, *, packed: bool = True
+    ) -> QuantizedWeight:
         """A weight whose source is the forward operand, itself of w, as `weight` makes others."""
-        return defined_weight(weight_numbers(forward), policy, axis=axis, key=drawn[0], cut=cut, signs=drawn[1])
+        return defined_weight(dequantized(forward), wanted)
 
-    def keep_weight(self, made: QuantizedWeight, *, axis: int) -> KeptWeight:
-        """What the backward pass keeps of a weight that is summed over `axis`: no transpose, for dgrad reads it as it
-        lies.
+    def keep_weight(self, made: QuantizedWeight) -> KeptWeight:
+        """What the backward pass keeps of a weight: no transpose, for dgrad reads it as it lies.
 
         Scales alone mean that `remake_weight` makes it again from the master.
         """
         return dataclasses.replace(made, transposed=None) if isinstance(made, EightBit) else made
 
     def remake_weight(
-        self, w: jax.Array | Layer, scales: WeightScales, forward: QuantizedWeight | None = None, *,
-        drawn: DrawnKeys = (None, None), cut: Cut = (),
-    ) -> QuantizedWeight:  # fmt: skip
-        """The weight of which only scales were kept, bit for bit, from its master w, or from its forward operand; with
-        what `weight` or `weight_again` made it with.
+        self, w: jax.Array | Layer, scales: WeightScales, wanted: Request, forward: QuantizedWeight | None = None
+    ) -> QuantizedWeight:
+        """The weight of which only scales were kept, bit for bit, from its master w, or from its forward operand; as it
+        was wanted of `weight` or `weight_again`.
         """
         raise AssertionError(f"the {self.name} passes keep their weights as they are")
 

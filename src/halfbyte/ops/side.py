@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from halfbyte.formats.bits import round_bfloat16
-from halfbyte.ops.operand import add_rounded
+from halfbyte.ops.operand import add_rounded, rounded
 from halfbyte.ops.weight import QWeight, Remembered, Weight
 
 LEAST = -90  # exponent below which a feature's units do not get smaller
@@ -48,10 +48,6 @@ def split(outer: tuple[str, ...], x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return add_rounded(x, -jnp.broadcast_to(mean, x.shape).astype(x.dtype)), mean
 
 
-def _split_fwd(outer, x):
-    return split(outer, x), None
-
-
 def _split_bwd(outer, _, gradients):
     dr, dm = gradients
     tokens = tuple(range(dr.ndim - 1))
@@ -59,7 +55,7 @@ def _split_bwd(outer, _, gradients):
     return (add_rounded(dr, jnp.broadcast_to(rest, dr.shape)),)
 
 
-split.defvjp(_split_fwd, _split_bwd)
+split.defvjp(lambda outer, x: (split(outer, x), None), _split_bwd)
 
 
 def beside(y: jax.Array, mean: jax.Array, weight: Weight, dtype: jnp.dtype) -> jax.Array:
@@ -67,8 +63,7 @@ def beside(y: jax.Array, mean: jax.Array, weight: Weight, dtype: jnp.dtype) -> j
     within = weight.weight if isinstance(weight, Remembered) else weight
     master = within.anchor if isinstance(within, QWeight) else within
     row = lax.dot(mean, master.astype(jnp.float32), precision=lax.Precision.HIGHEST)
-    total = y + jnp.broadcast_to(row, y.shape)
-    return (round_bfloat16(total) if dtype == jnp.bfloat16 else total).astype(dtype)
+    return rounded(y + jnp.broadcast_to(row, y.shape), dtype)
 
 
 def _count(outer: tuple[str, ...], x: jax.Array) -> int:

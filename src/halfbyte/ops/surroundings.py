@@ -91,12 +91,9 @@ def vary_alike(*arrays: jax.Array) -> list[jax.Array]:
 
     The gradient of one that did not vary is then summed over the axes that were added, as for any other operation.
     """
-    axes = varying_axes(*arrays)
-    return [_vary(array, axes - varying_axes(array)) for array in arrays]
-
-
-def _vary(array: jax.Array, axes: frozenset[str]) -> jax.Array:
-    return lax.pcast(array, tuple(sorted(axes)), to="varying") if axes else array
+    added = [sorted(varying_axes(*arrays) - varying_axes(array)) for array in arrays]
+    pairs = zip(arrays, added, strict=True)
+    return [lax.pcast(array, tuple(axes), to="varying") if axes else array for array, axes in pairs]
 
 
 def replica_key(key: jax.Array, *operands: jax.Array) -> jax.Array:

@@ -165,8 +165,7 @@ class Recipe:
             if operand.block == "2d" and role not in WEIGHTS:
                 raise ValueError(
                     f"recipe {self.name!r}: {role}.block='2d', but 2D blocks are for weights "
-                    f"({', '.join(WEIGHTS)}), which are "
-                    "read along both axes; use block='1d'"
+                    f"({', '.join(WEIGHTS)}), which are read along both axes; use block='1d'"
                 )
             self._check_source(role, operand)
         for gemm, (left, right) in GEMMS.items():

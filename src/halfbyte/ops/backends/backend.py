@@ -18,6 +18,16 @@ from halfbyte.recipe import Recipe
 Multiply = Callable[[Gemm, Operand, Operand, jnp.dtype], jax.Array]
 
 
+def strays_of(scope: str, stray_gemms: Callable[[str], list[str]], lowered: Lowered, compiled: Compiled) -> list[str]:
+    """`stray_gemms` of a compiled program whose GEMMs are named `scope`; or one line that says that nobody can tell,
+    because the names are gone.
+    """
+    text = compiled.as_text() or ""
+    if scope not in text and scope in lowered.as_text(debug_info=True):
+        return [f"XLA dropped the name {scope}; empty the compilation cache if this program came from one"]
+    return stray_gemms(text)
+
+
 @dataclasses.dataclass(frozen=True)
 class Backend:
     """`unsupported(problem, gemm)` says why it cannot multiply that GEMM, or None. `gemm` multiplies two operands:

@@ -13,6 +13,7 @@ and then read with `stray_gemms`: the trainer's. Elsewhere the sums come back as
 
 import contextlib
 import dataclasses
+import functools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -20,20 +21,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.stages import Compiled, Lowered
 
 from halfbyte import kernels
 from halfbyte.formats import FP8, FP8_E5M2, BlockFormat
 from halfbyte.kernels import f8
 from halfbyte.kernels.stacks import Layer
 from halfbyte.ops.activation import SILU, Activation
-from halfbyte.ops.backends.backend import Backend
+from halfbyte.ops.backends.backend import Backend, strays_of
 from halfbyte.ops.backends.carrier import f8_matrix
 from halfbyte.ops.gemms import DGRAD, FPROP, WGRAD, Contraction, Gemm, alpha, dot, finish
 from halfbyte.ops.operand import EightBit, Operand, Quantized
 from halfbyte.ops.passes import COLUMNS, ROWS, GatedPasses, Made, Request
 from halfbyte.ops.problem import Problem
-from halfbyte.ops.shards import Cut, whole_maxima
+from halfbyte.ops.shards import whole_maxima
 from halfbyte.recipe import ROLES, OperandPolicy, Recipe
 
 ELEMENTS = {FP8: "e4m3", FP8_E5M2: "e5m2"}
@@ -68,14 +68,6 @@ def one_call() -> contextlib.AbstractContextManager[None]:
     """
     context: contextlib.AbstractContextManager[None] = _one_call(True)
     return context
-
-
-def strays(lowered: Lowered, compiled: Compiled) -> list[str]:
-    """`stray_gemms` of a compiled program; or one line that says that nobody can tell, because the names are gone."""
-    text = compiled.as_text() or ""
-    if SCOPE not in text and SCOPE in lowered.as_text(debug_info=True):
-        return [f"XLA dropped the name {SCOPE}; empty the compilation cache if this program came from one"]
-    return stray_gemms(text)
 
 
 def stray_gemms(program: str) -> list[str]:
@@ -204,12 +196,9 @@ class F8Passes(GatedPasses):
         pairs.append(EightBit(None, made[4], factors[2], policies[2]))
         return tuple([_order(m, r) for r in requests] for m, requests in zip(pairs, (dg, du, h), strict=True))
 
-    def weight(
-        self, w: jax.Array | Layer, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),
-        packed: bool = True,
-    ) -> EightBit:  # fmt: skip
+    def weight(self, w: jax.Array | Layer, wanted: Request, *, packed: bool = True) -> EightBit:
         """Both orders: W^T is what fprop reads, W what dgrad reads."""
-        (top,) = whole_maxima([kernels.weight_maxima(w)], cut)
+        (top,), policy = whole_maxima([kernels.weight_maxima(w)], wanted.cut), wanted.policy
         scale, factor = self._scale(top, policy.format)
         plain, transposed = f8.cast(w, scale, element=ELEMENTS[policy.format])
         return EightBit(plain, transposed, factor, policy)
@@ -250,5 +239,5 @@ BACKEND = Backend(
     foreign=foreign,
     compiler_options=COMPILER_OPTIONS,
     tracing=one_call,
-    strays=strays,
+    strays=functools.partial(strays_of, SCOPE, stray_gemms),
 )

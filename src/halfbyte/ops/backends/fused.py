@@ -45,9 +45,9 @@ from halfbyte.ops.operand import (
     key_pair,
     name_saved,
 )
-from halfbyte.ops.passes import ROWS, DrawnKeys, GatedPasses, KeptWeight, Made, Normed, QuantizedWeight, Read, Request
+from halfbyte.ops.passes import ROWS, GatedPasses, KeptWeight, Made, Normed, QuantizedWeight, Read, Request
 from halfbyte.ops.problem import Problem
-from halfbyte.ops.shards import Cut, axes_of, offsets, whole_maxima, whole_shape
+from halfbyte.ops.shards import axes_of, offsets, whole_maxima, whole_shape
 from halfbyte.recipe import OperandPolicy, Recipe
 
 LAYOUTS = {FPROP: "nn", DGRAD: "nt", WGRAD: "tn"}  # as the GEMM kernel names them
@@ -239,33 +239,28 @@ class FusedPasses(GatedPasses):
                 operands.append(Carrier(arrays.pop(0).reshape(shape), scale[GEMM], wanted.policy, scale))
         return operands
 
-    def weight(
-        self, w: jax.Array | Layer, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),
-        packed: bool = True,
-    ) -> QuantizedWeight:  # fmt: skip
+    def weight(self, w: jax.Array | Layer, wanted: Request, *, packed: bool = True) -> QuantizedWeight:
+        policy = wanted.policy
         if packed and policy != WEIGHT:  # no kernel packs blocks along an axis
-            return super().weight(w, policy, axis=axis, key=key, cut=cut, packed=packed)
-        (tops,) = whole_maxima([kernels.weight_maxima(w)], cut)
+            return super().weight(w, wanted, packed=packed)
+        (tops,) = whole_maxima([kernels.weight_maxima(w)], wanted.cut)
         scale = name_saved(kernels.tensor_scale(tops, top=top_of(rule_of(policy))), SCALES)
         if not packed:
-            made = kernels.quantize_weight(w, scale, axis=_blocked(policy, axis), **scaling(policy))
-            return Carrier(made, scale[GEMM], policy, scale)
+            return self.remake_weight(w, WeightScales(scale), wanted)
         codes, scales = kernels.pack_weight(w, scale)
-        return Packed(codes, scales, scale[AMAX], scale[DECODE], policy.format, policy.block, axis)
+        return Packed(codes, scales, scale[AMAX], scale[DECODE], policy.format, policy.block, wanted.axis)
 
     def weight_again(
-        self, w: jax.Array | Layer, forward: QuantizedWeight, policy: OperandPolicy, *, axis: int, drawn: DrawnKeys,
-        cut: Cut = (), packed: bool = True,
-    ) -> QuantizedWeight:  # fmt: skip
+        self, w: jax.Array | Layer, forward: QuantizedWeight, wanted: Request, *, packed: bool = True
+    ) -> QuantizedWeight:
         if packed or not isinstance(forward, Carrier):
-            return super().weight_again(w, forward, policy, axis=axis, drawn=drawn, cut=cut, packed=packed)
-        if in_runs(policy):
-            wanted = Request(policy, axis, drawn[0], cut=cut, signs=drawn[1])
-            scale = name_saved(_scale_of_runs(array_of(w), wanted, _forward(forward)), SCALES)
+            return super().weight_again(w, forward, wanted, packed=packed)
+        if in_runs(wanted.policy):
+            scale = _scale_of_runs(array_of(w), wanted, _forward(forward))
         else:
-            (tops,) = whole_maxima([kernels.weight_maxima(forward.array, owed=_decode(forward))], cut)
-            scale = name_saved(kernels.tensor_scale(tops, top=top_of(rule_of(policy))), SCALES)
-        return self.remake_weight(w, WeightScales(scale, policy, axis), forward, drawn=drawn, cut=cut)
+            (tops,) = whole_maxima([kernels.weight_maxima(forward.array, owed=_decode(forward))], wanted.cut)
+            scale = kernels.tensor_scale(tops, top=top_of(rule_of(wanted.policy)))
+        return self.remake_weight(w, WeightScales(name_saved(scale, SCALES)), wanted, forward)
 
     def load_weight(self, codes: Packed, policy: OperandPolicy, *, axis: int) -> Operand:
         """The carrier of packed codes, by the kernel where it takes them."""
@@ -275,24 +270,20 @@ class FusedPasses(GatedPasses):
         scales = jnp.repeat(codes.scales, BLOCK, axis=1)  # [inputs / 16, outputs / 16] -> [inputs / 16, outputs]
         return Carrier(kernels.unpack(codes.packed, scales), gemm_factor(codes), policy)
 
-    def keep_weight(self, made: QuantizedWeight, *, axis: int) -> KeptWeight:
+    def keep_weight(self, made: QuantizedWeight) -> KeptWeight:
         """A carrier is four times as large as its codes, and its master is there anyway: the tensor's scales stay."""
-        if isinstance(made, Carrier) and made.vector is not None:
-            return WeightScales(made.vector, made.policy, axis)
-        return made
+        return WeightScales(made.vector) if isinstance(made, Carrier) and made.vector is not None else made
 
     def remake_weight(
-        self, w: jax.Array | Layer, scales: WeightScales, forward: QuantizedWeight | None = None, *,
-        drawn: DrawnKeys = (None, None), cut: Cut = (),
-    ) -> QuantizedWeight:  # fmt: skip
-        vector, policy = scales.vector, scales.policy
-        axis, how = _blocked(policy, scales.axis), scaling(policy)
+        self, w: jax.Array | Layer, scales: WeightScales, wanted: Request, forward: QuantizedWeight | None = None
+    ) -> QuantizedWeight:
+        vector, policy = scales.vector, wanted.policy
+        axis, how = None if policy.block == "2d" else wanted.axis, scaling(policy)
         if policy.source != "forward":
             made = kernels.quantize_weight(w, vector, axis=axis, **how)
             return Carrier(made, vector[GEMM], policy, vector)
         assert isinstance(forward, Carrier), "what is quantized again is a carrier"
         if in_runs(policy):
-            wanted = Request(policy, scales.axis, drawn[0], cut=cut, signs=drawn[1])
             (made,) = _runs(array_of(w), wanted, vector, _forward(forward), w.shape)
         else:
             made = kernels.quantize_weight(forward.array, vector, axis=axis, owed=_decode(forward), **how)
@@ -341,11 +332,6 @@ def _runs(
 def _signs(wanted: Request) -> jax.Array:
     assert wanted.signs is not None, "signs are drawn"
     return fresh_signs(wanted.signs, eden.POINTS)
-
-
-def _blocked(policy: OperandPolicy, axis: int) -> int | None:
-    """The axis of a weight along which its blocks lie; None for tiles."""
-    return None if policy.block == "2d" else axis
 
 
 def _matrices(*tensors: Read) -> tuple[list[jax.Array], jax.Array | None]:

@@ -84,18 +84,16 @@ class MxPasses(GatedPasses):
             for of_tensor, factor, requests in zip(pairs, factors, wanted, strict=True)
         ]
 
-    def weight(
-        self, w: jax.Array | Layer, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),
-        packed: bool = True,
-    ) -> QuantizedWeight:  # fmt: skip
-        """Packed codes, blocked along `axis`. One read makes those of fprop and of dgrad: asked for either, both are
+    def weight(self, w: jax.Array | Layer, wanted: Request, *, packed: bool = True) -> QuantizedWeight:
+        """Packed codes, blocked along an axis. One read makes those of fprop and of dgrad: asked for either, both are
         made, and XLA finds that the two calls are one.
         """
+        policy = wanted.policy
         both = tuple(MxOperand(along, element=_element(policy)) for along in (True, False))
         made = kernels.mxfp8.quantize(array_of(w), operands=both)
-        codes, scales = [a.T for a in made[:2]] if axis == -2 else made[2:]
-        (factor,) = _factors([made[1]], cut)  # what is left of its amax
-        return Packed(codes, scales, factor, jnp.float32(1), policy.format, policy.block, axis)
+        codes, scales = [a.T for a in made[:2]] if wanted.axis == -2 else made[2:]
+        (factor,) = _factors([made[1]], wanted.cut)  # what is left of its amax
+        return Packed(codes, scales, factor, jnp.float32(1), policy.format, policy.block, wanted.axis)
 
     def gather_weight(self, codes: Packed, policy: OperandPolicy, *, axis: int, shards: Shards) -> Operand:
         """With the contraction last, as the kernel wrote it, whether it travels or not."""

@@ -34,7 +34,7 @@ from halfbyte.kernels import Columnwise, Rowwise, ScaleOrder
 from halfbyte.kernels.scale import GEMM
 from halfbyte.kernels.stacks import Layer
 from halfbyte.ops.backends import served
-from halfbyte.ops.backends.backend import Backend
+from halfbyte.ops.backends.backend import Backend, strays_of
 from halfbyte.ops.backends.block_scaled import SCOPE, block_scaled_dot, pays, uncalled
 from halfbyte.ops.backends.fused import FusedPasses
 from halfbyte.ops.backends.mx_passes import MX
@@ -42,7 +42,7 @@ from halfbyte.ops.gemms import Gemm, alpha, contraction_last, finish, result_sha
 from halfbyte.ops.operand import BlockScaled, Kept, Operand, Owed, Quantized, gemm_factor, keep, load, name_saved
 from halfbyte.ops.passes import XLA, Made, Passes, QuantizedWeight, Request
 from halfbyte.ops.problem import Problem, target
-from halfbyte.ops.shards import Cut, Shards, axes_of, gather
+from halfbyte.ops.shards import Shards, axes_of, gather
 from halfbyte.recipe import OperandPolicy, Recipe
 
 MULTIPLE = 32  # compilation does not check it; execution needs it
@@ -141,27 +141,42 @@ def _rows(tensor: QTensor, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]
     return contraction_last(tensor.codes, axes), contraction_last(scales, axes)
 
 
-class TiledPasses(Passes):
-    """The definition's operands, laid out by XLA as our own call reads them."""
+class PackedWeights(Passes):
+    """Weights kept as packed codes: GEMMs read them in two orders, made where they are read."""
 
     one_weight = False
+
+    @jax.named_scope("quantize")
+    def load_weight(self, codes: Packed, policy: OperandPolicy, *, axis: int) -> Operand:
+        if codes.block == "2d" and codes.axis == -2:
+            return _of_squares(ordered(codes.packed, axis), codes, policy, axis)
+        tensor = codes.unpack()
+        return block_scaled(Quantized(tensor.carrier(), gemm_factor(codes), policy, tensor), axis)
+
+    @jax.named_scope("quantize")
+    def gather_weight(self, codes: Packed, policy: OperandPolicy, *, axis: int, shards: Shards) -> Operand | None:
+        """Of a weight whose outputs are gathered, None where it is another: its parts are put in order first. A gather
+        along outputs turns the whole anyway; regrouping nibbles after it would be a second pass.
+        """
+        if codes.block != "2d" or codes.axis != -2 or axes_of(shards.stored[:1]) or not axes_of(shards.stored):
+            return None
+        cut = shards.stored[::-1] if axis == -2 else shards.stored
+        whole_codes = gather(ordered(codes.packed, axis), cut)
+        whole = dataclasses.replace(codes, scales=None if codes.scales is None else gather(codes.scales, shards.stored))
+        return _of_squares(whole_codes, whole, policy, axis)
+
+
+class TiledPasses(PackedWeights):
+    """The definition's operands, laid out by XLA as our own call reads them."""
 
     def unsupported(self, problem: Problem) -> str | None:
         """Needs what our own call needs."""
         return uncalled(problem)
 
     def quantize(self, x: jax.Array, requests: Sequence[Request]) -> list[Made]:
-        made = [block_scaled(o, r.axis) for o, r in zip(self._defined(x, requests), requests, strict=True)]
+        defined = XLA.quantize(x, [dataclasses.replace(r, kept=False) for r in requests])
+        made = [block_scaled(o, r.axis) for o, r in zip(defined, requests, strict=True)]
         return [_kept(o) if r.kept else o for o, r in zip(made, requests, strict=True)]
-
-    def _defined(self, x: jax.Array, requests: Sequence[Request]) -> list[Operand]:
-        return XLA.quantize(x, [dataclasses.replace(r, kept=False) for r in requests])
-
-    def load_weight(self, codes: Packed, policy: OperandPolicy, *, axis: int) -> Operand:
-        return packed_weight(codes, policy, axis)
-
-    def gather_weight(self, codes: Packed, policy: OperandPolicy, *, axis: int, shards: Shards) -> Operand | None:
-        return gathered_weight(codes, policy, axis, shards)
 
 
 def _kept(operand: Operand) -> Kept:
@@ -179,30 +194,6 @@ def block_scaled(operand: Operand, axis: int) -> Operand:
     assert element is not None
     narrow = pack(codes) if element.bits == 4 else codes
     return BlockScaled(narrow, tile_scales(scales), operand.factor, operand.policy, shape, axis)
-
-
-@jax.named_scope("quantize")
-def packed_weight(codes: Packed, policy: OperandPolicy, axis: int) -> BlockScaled:
-    """A packed weight [inputs, outputs] as the operand of a GEMM that sums over `axis`: -2 for fprop, -1 for dgrad."""
-    if codes.block == "2d" and codes.axis == -2:
-        return _of_squares(ordered(codes.packed, axis), codes, policy, axis)
-    tensor = codes.unpack()
-    made = block_scaled(Quantized(tensor.carrier(), gemm_factor(codes), policy, tensor), axis)
-    assert isinstance(made, BlockScaled)
-    return made
-
-
-@jax.named_scope("quantize")
-def gathered_weight(codes: Packed, policy: OperandPolicy, axis: int, shards: Shards) -> BlockScaled | None:
-    """The same of a weight whose outputs are gathered, None where it is another: its parts are put in order first. A
-    gather along outputs turns the whole anyway; regrouping nibbles after it would be a second pass.
-    """
-    if codes.block != "2d" or codes.axis != -2 or axes_of(shards.stored[:1]) or not axes_of(shards.stored):
-        return None
-    cut = shards.stored[::-1] if axis == -2 else shards.stored
-    whole_codes = gather(ordered(codes.packed, axis), cut)
-    whole = dataclasses.replace(codes, scales=None if codes.scales is None else gather(codes.scales, shards.stored))
-    return _of_squares(whole_codes, whole, policy, axis)
 
 
 def ordered(packed: jax.Array, axis: int) -> jax.Array:
@@ -237,14 +228,13 @@ def _paired_along_rows(packed: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class NativePasses(FusedPasses):
+class NativePasses(PackedWeights, FusedPasses):
     """The kernels of `fused`, asked for codes and tiles instead of carriers: what cuDNN reads, and what is kept."""
 
     name = "native"
     takes_owed = True
     keeps_in_stacks = False  # kernels that write codes read whole arrays
     packs_weights = True
-    one_weight = False
 
     def foreign(self, recipe: Recipe) -> str | None:
         if recipe.wgrad_x.source == "forward":
@@ -276,33 +266,17 @@ class NativePasses(FusedPasses):
         ]
         return [name_saved(o) if r.kept else o for o, r in zip(found, requests, strict=True)]
 
-    def weight(
-        self, w: jax.Array | Layer, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),
-        packed: bool = True,
-    ) -> QuantizedWeight:  # fmt: skip
-        """Packed codes, whether the weight travels or not: GEMMs read it in two orders, made where they are read."""
-        return super().weight(w, policy, axis=axis, key=key, cut=cut, packed=True)
-
-    def load_weight(self, codes: Packed, policy: OperandPolicy, *, axis: int) -> Operand:
-        return packed_weight(codes, policy, axis)
-
-    def gather_weight(self, codes: Packed, policy: OperandPolicy, *, axis: int, shards: Shards) -> Operand | None:
-        return gathered_weight(codes, policy, axis, shards)
+    def weight(self, w: jax.Array | Layer, wanted: Request, *, packed: bool = True) -> QuantizedWeight:
+        """Packed codes, whether the weight travels or not."""
+        return super().weight(w, wanted, packed=True)
 
     def load(self, kept: Kept, policy: OperandPolicy) -> Operand:
         return load(kept, policy)
 
 
 def strays(lowered: Lowered, compiled: Compiled) -> list[str]:
-    """Lines of a compiled program where a GEMM that should be native is something else, on a device that has the
-    units; or one line that says that nobody can tell, because the names are gone.
-    """
-    if not native_training(target(), "nvfp4"):
-        return []  # XLA dequantizes there, which was asked for by name
-    text = compiled.as_text() or ""
-    if SCOPE not in text and SCOPE in lowered.as_text(debug_info=True):
-        return [f"XLA dropped the name {SCOPE}; empty the compilation cache if this program came from one"]
-    return stray_gemms(text)
+    """`strays_of` a program for a device that has the units; elsewhere XLA dequantizes, which was asked for by name."""
+    return strays_of(SCOPE, stray_gemms, lowered, compiled) if native_training(target(), "nvfp4") else []
 
 
 def stray_gemms(program: str) -> list[str]:

@@ -46,8 +46,7 @@ class Rewritten:
         if self.key is None and any(rule.recipe and rule.recipe.stochastic for rule in self.policy.rules):
             raise ValueError(
                 f"apply_recipe: policy {self.policy.name!r} holds a recipe that rounds stochastically and needs "
-                "key=: this step's "
-                "key, or a function that returns it"
+                "key=: this step's key, or a function that returns it"
             )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -107,7 +107,7 @@ class Interpreter:
     def _swiglu(self, eqns: list[JaxprEqn], dots: list[Dot], key: Key, env: dict[Var, jax.Array]) -> jax.Array:
         """down(silu(gate) * up), of three matrices."""
         gate, up, down = (_read(env, eqn.invars[1]) for eqn in eqns)
-        keys, x = [_site_key(key, dot) for dot in dots], _read(env, eqns[0].invars[0])
+        keys, x = tuple(_site_key(key, dot) for dot in dots), _read(env, eqns[0].invars[0])
         with _named(*dots):
             return swiglu(x, (gate, up, down), keys=keys, recipe=dots[0].recipe, backend=self.backend)
 

@@ -53,7 +53,7 @@ class Leaves:
         flat, tree = jax.tree_util.tree_flatten_with_path(opened)
         arrays, static, values = [], [], []
         for at, (path, leaf) in enumerate(flat):
-            if not _is_array(leaf):
+            if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
                 static.append((at, leaf))
                 continue
             arrays.append(leaf)
@@ -152,7 +152,3 @@ def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:
     except (TypeError, ValueError):
         names = []
     return [names[i] if i < len(names) else f"arg{i}" for i in range(count)]
-
-
-def _is_array(leaf: object) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")

@@ -53,10 +53,6 @@ class Origin:
         """The same leaf, its layers no longer along dim 0, so that nobody can tell which is which."""
         return dataclasses.replace(self, stacked=False, layers=None) if self.stacked else self
 
-    def iteration(self, layers: range | None) -> Origin:
-        """One slice of a scan over dim 0, known to lie in `layers`."""
-        return dataclasses.replace(self, stacked=False, layers=layers)
-
     def computed(self) -> Origin:
         """What was computed from it, no longer the leaf itself."""
         return dataclasses.replace(self.unstacked(), direct=False)
@@ -212,7 +208,7 @@ def slice_of(value: Value, start: int, stop: int) -> Value:
     """One iteration's slice, in start..stop-1, of what a scan runs over: some layers of a stack, or some other dim."""
     if not isinstance(value, Origin) or not value.stacked:
         return value
-    return value.iteration(None if value.layers is None else value.layers[start:stop])
+    return dataclasses.replace(value, stacked=False, layers=None if value.layers is None else value.layers[start:stop])
 
 
 def loop_carry(eqn: JaxprEqn, values: Sequence[Value]) -> list[Value]:

@@ -238,8 +238,8 @@ class Planner:
         if self.backward:
             raise ValueError(
                 f"apply_recipe: the dot of {origin.path} belongs to a backward pass, where fprop, dgrad and wgrad "
-                "can no longer "
-                "be told apart; apply the recipe first and differentiate its result: grad(apply_recipe(fn, ...))"
+                "can no longer be told apart; apply the recipe first and differentiate its result: "
+                "grad(apply_recipe(fn, ...))"
             )
         never, untrained = _unblockable(eqn, side, rule.recipe)
         if never:
@@ -280,8 +280,7 @@ class Planner:
         if len(rules) != 1:
             raise ValueError(
                 f"apply_recipe: the layers {origin.layers} of {origin.path} run in one body, but the policy gives "
-                "them different "
-                "recipes; scan over the stacked layers directly, so that the scan can be split"
+                "them different recipes; scan over the stacked layers directly, so that the scan can be split"
             )
         return rules.pop()
 
