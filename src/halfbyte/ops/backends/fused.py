@@ -246,7 +246,9 @@ class FusedPasses(GatedPasses):
         (tops,) = whole_maxima([kernels.weight_maxima(w)], wanted.cut)
         scale = name_saved(kernels.tensor_scale(tops, top=top_of(rule_of(policy))), SCALES)
         if not packed:
-            return self.remake_weight(w, WeightScales(scale), wanted)
+            axis = None if policy.block == "2d" else wanted.axis
+            made = kernels.quantize_weight(w, scale, axis=axis, **scaling(policy))
+            return Carrier(made, scale[GEMM], policy, scale)
         codes, scales = kernels.pack_weight(w, scale)
         return Packed(codes, scales, scale[AMAX], scale[DECODE], policy.format, policy.block, wanted.axis)
 
