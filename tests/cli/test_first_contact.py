@@ -63,7 +63,7 @@ def test_a_whole_config_still_is_one(tmp_path):
         ("a.yaml", "[" * 1000, "is not YAML"),
         ("a.yaml", "- 1", "one JSON object or table"),
         ("a.yaml", "3: 4", "one JSON object or table"),
-        ("a.toml", "stepz = 3", "did you mean steps?"),
+        ("a.toml", "stepz = 3", "a.toml: config has no field stepz; did you mean steps?"),
         ("a.toml", 'model = "llama-61m"', "llama-60m"),
         ("a.toml", "run = 3", "over the run"),
         ("a.toml", 'steps = "many"', "steps must be int"),

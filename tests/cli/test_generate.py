@@ -70,6 +70,9 @@ def test_bad_input_exits_2(tiny_run, capfd, flags, message):
 def test_directories_that_are_no_run(tmp_path, tiny_run, capfd):
     assert main(["generate", str(tmp_path / "none")]) == 2
     assert "is not a run: there is no such directory" in " ".join(capfd.readouterr().err.split())
+    (tmp_path / "file.txt").write_text("x")
+    assert main(["generate", str(tmp_path / "file.txt")]) == 2
+    assert "is a file, and a run is a directory" in " ".join(capfd.readouterr().err.split())
     assert main(["generate", str(tmp_path)]) == 2
     assert "it holds no config.json" in " ".join(capfd.readouterr().err.split())
     shutil.copy(tiny_run / "config.json", tmp_path)

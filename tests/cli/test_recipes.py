@@ -53,7 +53,14 @@ def test_the_table_for_people(capfd):
     assert "compute the same numbers" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("names, hint", [(["nvfp44"], "did you mean nvfp4"), (["nvfp4"] * 3, "or two recipes, got 3")])
+@pytest.mark.parametrize(
+    "names, hint",
+    [
+        (["nvfp44"], "did you mean nvfp4"),
+        (["zzz"], "'zzz'; `halfbyte recipes` lists"),
+        (["nvfp4"] * 3, "or two recipes, got 3"),
+    ],
+)
 def test_bad_names_exit_2(capfd, names, hint):
     assert main(["recipes", *names]) == 2
     assert hint in capfd.readouterr().err

@@ -136,6 +136,8 @@ def test_the_command_and_its_directory():
     assert with_run_directory(("train", "--run-dir=x"))[1].name == "x"
     with pytest.raises(ValueError, match="halfbyte launch -- train"):
         parse(["--ranks", "2"])
+    with pytest.raises(ValueError, match="after --"):
+        parse(["--ranks", "2", "train", "demo"])
     with pytest.raises(SystemExit, match="2"):
         parse(["--ranks", "0", "--", "train"])
 

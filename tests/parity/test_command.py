@@ -105,7 +105,7 @@ def test_a_whole_parity(config_file, tmp_path, monkeypatch, capfd, one_cache):
         (["--looks", "three"], "numbers of seeds"),
         (["--steps", "5", "--tokens", "5"], "not both"),
         (["--baseline", "bf17"], "no recipe named"),
-        (["--candidates", "bf16"], "two arms are called|are the same run"),
+        (["--candidates", "bf16"], "'bf16' is the baseline itself"),
         (["--host", "2/2"], "INDEX/HOSTS"),
         (["--within", "12"], "must be a time"),
         (["--branch", "--within", "5m"], "whole study"),

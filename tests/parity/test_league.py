@@ -136,6 +136,7 @@ def test_the_field_is_every_preset_that_the_model_allows(tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("flags, message", [
     (["--recipes", "nvfp5"], "no recipe named"), (["--screen", "6"], "shorter than 6 steps"),
+    (["--screen", "-1"], "1 step or more"),
     (["--screen", "3", "--keep", "0"], "keeps a number of arms"),
     (["--screen", "3", "--keep", "x"], "as good as one of"),
 ])  # fmt: skip

@@ -62,5 +62,7 @@ def test_a_dim_that_does_not_divide_is_named():
 def test_a_shard_that_cuts_a_block_is_refused():
     shapes = {"layers/mlp/up": ((2, 64, 96), ("layers", "embed", "mlp"))}
     check_model_dims(shapes, mesh(fsdp=4, tensor=2))
-    with pytest.raises(ValueError, match="'embed' of layers/mlp/up is 64, and fsdp=8 leaves 8.*at most 4 shards"):
+    with pytest.raises(
+        ValueError, match="'embed' of layers/mlp/up is 64, and fsdp=8 leaves 8.*at most 4 shards: fewer devices"
+    ):
         check_model_dims(shapes, mesh(fsdp=8))

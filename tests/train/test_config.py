@@ -29,7 +29,7 @@ def test_unknown_run_names_the_nearest():
     [
         ("{", "is not JSON"),
         ("[1]", "one JSON object"),
-        ('{"name": "x", "stepz": 3}', "no field stepz; did you mean steps"),
+        ('{"name": "x", "stepz": 3}', "config.json: config has no field stepz; did you mean steps"),
         ('{"name": "x", "optimizer": {"learning_rte": 3}}', "no field optimizer.learning_rte"),
         ('{"name": "x", "steps": "many"}', "steps must be int, got 'many'"),
         ('{"name": "x"}', "config lacks model"),

@@ -15,13 +15,16 @@ def config_over(name: str, path: Path) -> TrainConfig:
     if "run" not in values and values.keys() >= {"name", "model"} and isinstance(values["model"], dict):
         if name:
             raise ValueError(f"give a run ({name}) or a whole config ({path}), not both")
-        return jsonconfig.from_dict(TrainConfig, values)
+        with jsonconfig.named_in_errors(path):
+            return jsonconfig.from_dict(TrainConfig, values)
     base = values.pop("run", "") or name or "demo"
     if not isinstance(base, str) or (name and base != name):
         raise ValueError(f"{path} is over the run {base!r}, and {name!r} was named; leave one of them out")
     if isinstance(values.get("model"), str):
         values["model"] = jsonconfig.to_dict(models.preset(values["model"]))
-    return jsonconfig.from_dict(TrainConfig, jsonconfig.overlaid(jsonconfig.to_dict(run_config(base)), values))
+    whole = jsonconfig.overlaid(jsonconfig.to_dict(run_config(base)), values)
+    with jsonconfig.named_in_errors(path):
+        return jsonconfig.from_dict(TrainConfig, whole)
 
 
 def run_of(name: str) -> TrainConfig:

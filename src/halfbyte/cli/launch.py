@@ -19,6 +19,8 @@ from halfbyte.cli.result import Result
 from halfbyte.cli.screen import note
 from halfbyte.inputs import check_real, check_whole
 
+AFTER = "write the command after --, as in: halfbyte launch -- train demo --run-dir runs/demo"
+
 
 @dataclass(frozen=True)
 class Args:
@@ -45,9 +47,11 @@ def parse(argv: list[str]) -> Args:
     """Flags before `--`; the command of the ranks after it."""
     at = argv.index("--") if "--" in argv else len(argv)
     own, command = argv[:at], argv[at + 1 :]
+    if not command and "train" in own:
+        raise ValueError(AFTER)
     args = read_flags(Args, own, prog="halfbyte launch", doc=__doc__)
     if not command or command[0] != "train":
-        raise ValueError("write the command after --, as in: halfbyte launch -- train demo --run-dir runs/demo")
+        raise ValueError(AFTER)
     return replace(args, command=tuple(command))
 
 

@@ -57,6 +57,8 @@ class Plan:
         names = [arm.name for arm in self.arms]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
+            if twice in [arm.name for arm in self.arms if arm.kind == BASELINE]:
+                raise ValueError(f"{twice!r} is the baseline itself; leave it out, or name another --baseline")
             raise ValueError(f"two arms are called {twice!r}; give each candidate once")
         if [arm.kind for arm in self.arms].count(BASELINE) != 1:
             raise ValueError("a parity has exactly one baseline; give --baseline RECIPE")
@@ -92,7 +94,8 @@ class Plan:
     def _check_screen(self, screen: Screen) -> None:
         names = [arm.name for arm in self.of_kind(CANDIDATE)]
         if not 0 < screen.steps < self.base.steps:
-            raise ValueError(f"a screening round must be shorter than {self.base.steps} steps, got {screen.steps}")
+            longest = f"shorter than {self.base.steps} steps, which the runs have"
+            raise ValueError(f"a screening round has 1 step or more and is {longest}, got {screen.steps}")
         if screen.keep not in names and not (screen.keep.isdigit() and int(screen.keep)):
             raise ValueError(
                 f"a screening round keeps a number of arms, or those as good as one of {', '.join(names)}, "

@@ -137,8 +137,9 @@ def recipe(name: str) -> Recipe:
         # Configs and arms hold this name, whatever the package calls the recipe: it may be a preset's.
         return dataclasses.replace(as_recipe(offered, f"the package that offers {name}"), name=name)
     if found is None:
-        near = difflib.get_close_matches(name, [*_PRESETS, *_ALIASES], n=3, cutoff=0.4) or recipe_names()
-        raise ValueError(f"no recipe named {name!r}; did you mean {', '.join(near)}? `halfbyte recipes` lists them all")
+        near = difflib.get_close_matches(name, [*_PRESETS, *_ALIASES], n=3, cutoff=0.4)
+        hint = f"did you mean {', '.join(near)}? " if near else ""
+        raise ValueError(f"no recipe named {name!r}; {hint}`halfbyte recipes` lists them all")
     return found
 
 

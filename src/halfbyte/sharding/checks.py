@@ -31,7 +31,7 @@ def check_sharded(
         raise ValueError(
             f"mesh: {what} is {size}, and {named} leaves {size // shards} a device, "
             f"not a multiple of {multiple} as quantization blocks need; "
-            f"use at most {largest_shards(size, multiple)} shards"
+            f"use at most {largest_shards(size, multiple)} shards: fewer devices, or the axis data for the others"
         )
 
 

@@ -1,16 +1,17 @@
 """Frozen dataclasses to JSON and back, and the difference of two of them field by field."""
 
+import contextlib
 import dataclasses
 import difflib
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from halfbyte.inputs import UnreadableFile, read_json, read_toml, read_yaml, replace_file
-from halfbyte.inputs.programs import only_named
+from halfbyte.inputs.programs import NotNamed, only_named
 
 Config = TypeVar("Config")
 MOST_CONFIG = 1 << 20
@@ -77,8 +78,20 @@ def save(config: Any, path: Path) -> None:
 
 def load(kind: type[Config], path: Path) -> Config:
     """The config in a file of unknown origin; ValueError when it is none."""
-    with only_named():
-        return from_dict(kind, read_values(path))
+    values = read_values(path)
+    with only_named(), named_in_errors(path):
+        return from_dict(kind, values)
+
+
+@contextlib.contextmanager
+def named_in_errors(path: Path) -> Iterator[None]:
+    """What is wrong with a config that was read from this file is said with its name."""
+    try:
+        yield
+    except NotNamed:
+        raise
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def read_values(path: Path) -> dict[str, Any]:

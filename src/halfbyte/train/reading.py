@@ -117,6 +117,8 @@ def open_directory(directory: Path, *, check: bool = True, say: Callable[[str], 
                 f"{url} is in a store, and a run is read from a directory: on a machine that has trained it that is "
                 f"{local_directory(url)}"
             )
+        if directory.is_file():
+            raise ValueError(f"{directory} is a file, and a run is a directory; name the one that holds {CONFIG}")
         what = "there is no such directory" if not directory.is_dir() else f"it holds no {CONFIG}"
         raise ValueError(f"{directory} is not a run: {what}; `halfbyte train --run-dir {directory}` makes one")
     refuse_strange_files(directory)
