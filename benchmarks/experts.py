@@ -39,7 +39,8 @@ from halfbyte.diagnosis.replay import Linear
 from halfbyte.diagnosis.truth import run_linear
 from halfbyte.kernels import grouped
 from halfbyte.kernels.matmul import GemmTiling, with_float32_output
-from halfbyte.ops.tiles import Tiles, grouped_operands
+from halfbyte.ops.grouped_linear import grouped_operands
+from halfbyte.ops.tiles import Tiles
 from halfbyte.profiling.breakdown import Placer, breakdown, events_of
 from halfbyte.program import read
 from halfbyte.recipe import recipe

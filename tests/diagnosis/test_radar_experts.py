@@ -17,7 +17,7 @@ from halfbyte.diagnosis.radar import Radar
 from halfbyte.diagnosis.telemetry import Telemetry
 from halfbyte.metrics import read_rows
 from halfbyte.models import experts
-from halfbyte.ops import tiles
+from halfbyte.ops import grouped_linear, tiles
 from halfbyte.recipe import recipe
 from halfbyte.train import resolve, run_mesh
 from halfbyte.train.observing import Moment
@@ -36,7 +36,8 @@ class Planted:
 
     def __init__(self, monkeypatch):
         self.now = "healthy"
-        real = {name: getattr(tiles, name) for name in ("_amaxes", "transform_runs", "whole_tiles")}
+        homes = {"_amaxes": grouped_linear, "transform_runs": grouped_linear, "whole_tiles": tiles}
+        real = {name: getattr(home, name) for name, home in homes.items()}
         places, spread = experts.places, experts.spread
 
         def late(x, *, axis, points):
@@ -62,7 +63,7 @@ class Planted:
             return self.either("tail_rows", filled, spread(x, rows, room))
 
         for name, fault in (("_amaxes", amaxes), ("transform_runs", transformed), ("whole_tiles", whole)):
-            monkeypatch.setattr(tiles, name, fault)
+            monkeypatch.setattr(homes[name], name, fault)
         monkeypatch.setattr(experts, "places", placed)
         monkeypatch.setattr(experts, "spread", spread_out)
 

@@ -14,7 +14,7 @@ from halfbyte.checkpoint import Checkpoints
 from halfbyte.evaluation.language_model import SCORING_RULES
 from halfbyte.models import context, experts
 from halfbyte.nn.routing import Load, Routing
-from halfbyte.ops import tiles as tiles_of
+from halfbyte.ops.grouped_linear import grouped_tiles
 from halfbyte.recipe import policy, recipe
 from halfbyte.sharding import make_mesh, named_sharding, parse_mesh
 from halfbyte.train.step import batch_sharding, gradients
@@ -103,7 +103,7 @@ def check_gradient():
     how = {"mesh": mesh_of("expert=8"), "tile": 4}
 
     def run(x, weights, keys, tiles, first):
-        return tiles_of.grouped_tiles(x, weights[0], tiles, recipe=None, key=None, first=first)
+        return grouped_tiles(x, weights[0], tiles, recipe=None, key=None, first=first)
 
     def through(w):
         return experts.over_mesh(run, jnp.asarray(x), found, ((w,), ()), [P("expert")], **how)

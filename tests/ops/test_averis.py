@@ -23,8 +23,8 @@ from test_mlp import assert_same_bits, composed, gradients, inputs
 import halfbyte as hb
 from halfbyte import devices, ops
 from halfbyte.ops.backends import choose, passed_over
+from halfbyte.ops.grouped_linear import check_tiles
 from halfbyte.ops.side import split
-from halfbyte.ops.tiles import check_tiles
 from halfbyte.recipe import OperandPolicy, blend, difference, policy, recipe
 from halfbyte.recipe.own import read_recipe, spell_recipe
 

@@ -20,7 +20,7 @@ from test_mlp import assert_same_bits, composed, gradients, inputs
 
 import halfbyte as hb
 from halfbyte import ops
-from halfbyte.ops.tiles import check_tiles
+from halfbyte.ops.grouped_linear import check_tiles
 from halfbyte.ops.weight import Remembered
 from halfbyte.recipe import blend
 from halfbyte.train.delayed import advanced

@@ -10,7 +10,7 @@ import pytest
 
 from halfbyte import devices, ops
 from halfbyte.ops import grouped as grouped_qdots
-from halfbyte.ops import problem, tiles
+from halfbyte.ops import grouped_linear, problem, tiles
 from halfbyte.recipe import recipe
 
 COUNTS = np.array([0, 1, 15, 16, 17, 2000], np.int32)
@@ -119,8 +119,8 @@ def test_nan_stays_in_its_expert(spoilt):
 
 
 def one_amax(monkeypatch):
-    real = tiles._amaxes
-    monkeypatch.setattr(tiles, "_amaxes", lambda *given: jnp.full_like(made := real(*given), jnp.max(made)))
+    real = grouped_linear._amaxes
+    monkeypatch.setattr(grouped_linear, "_amaxes", lambda *given: jnp.full_like(made := real(*given), jnp.max(made)))
 
 
 def blocks_of_two_experts(monkeypatch):
@@ -134,9 +134,9 @@ def an_offset_one_block_off(monkeypatch):
 
 
 def bytes_counted_from_the_buffer(monkeypatch):
-    real = tiles._noise
+    real = grouped_linear._noise
     spoil = lambda found: dataclasses.replace(found, first=jnp.arange(found.first.size) * found.tile)  # noqa: E731
-    monkeypatch.setattr(tiles, "_noise", lambda words, shape, found: real(words, shape, spoil(found)))
+    monkeypatch.setattr(grouped_linear, "_noise", lambda words, shape, found: real(words, shape, spoil(found)))
 
 
 def tail_rows_counted(monkeypatch):
@@ -146,14 +146,14 @@ def tail_rows_counted(monkeypatch):
 
 def runs_of_two_experts(monkeypatch):
     """Hadamard runs over tokens begin half a run late, in both operands of wgrad alike."""
-    real = tiles.transform_runs
+    real = grouped_linear.transform_runs
 
     def late(x, *, axis, points):
         moved = jnp.roll(x, points // 2, axis) if axis == -2 else x
         made = real(moved, axis=axis, points=points)
         return jnp.roll(made, -points // 2, axis) if axis == -2 else made
 
-    monkeypatch.setattr(tiles, "transform_runs", late)
+    monkeypatch.setattr(grouped_linear, "transform_runs", late)
 
 
 FAULTS = (one_amax, blocks_of_two_experts, an_offset_one_block_off, bytes_counted_from_the_buffer)
@@ -232,7 +232,7 @@ def test_codes_for_blackwell_are_the_definition_s(interpreted):
 
     @jax.jit
     def values(x, w, dy, counts):
-        found = tiles.grouped_operands(x, w, dy, tiles.Tiles.of(counts, 384, 128), recipe=nvfp4, key=KEY)
+        found = grouped_linear.grouped_operands(x, w, dy, tiles.Tiles.of(counts, 384, 128), recipe=nvfp4, key=KEY)
         factors = {role: operand.factor for role, operand in found.items()}
         decoded = {role: o.values(role, getattr(nvfp4, role)) for role, o in found.items()}
         assert all((o.scales is not None) == (problem.target().name == "gb300") for o in found.values())

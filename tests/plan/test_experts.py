@@ -44,7 +44,7 @@ ENTRY %main (x: bf16[1024,64], w: bf16[4,64,32], v: bf16[64,32], y: bf16[128,64]
   ROOT %out = bf16[1024,32]{1,0} custom-call(%x0, %w0), custom_call_target="mosaic_gpu_v2", metadata={op_name="gemm" stack_frame_id=1}
 }
 """  # noqa: E501
-STEP = opening_of("ops/tiles.py", "one") + condition_of("(s32[], bf16[128,64]{1,0}, bf16[64,32]{1,0})") + LOOP
+STEP = opening_of("ops/grouped_linear.py", "one") + condition_of("(s32[], bf16[128,64]{1,0}, bf16[64,32]{1,0})") + LOOP
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_the_manifest_is_built_once(capfd, no_plugin, monkeypatch):
 
 def test_a_loop_of_anything_else_must_say_how_often_it_turns():
     with pytest.raises(Unreadable, match="no known trip count"):
-        schedule(read(STEP.replace("ops/tiles", "ops/mlp")), {}, {}, Load(300, 384))
+        schedule(read(STEP.replace("ops/grouped_linear", "ops/mlp")), {}, {}, Load(300, 384))
 
 
 def sides(rows):
@@ -156,7 +156,9 @@ def sides(rows):
 
 @pytest.mark.parametrize("order", [(1024, 128), (128, 1024)])
 def test_of_programs_for_few_and_for_all_rows_the_first_counts(order):
-    text = STEP.replace("ops/tiles", "models/experts").replace("%body (b:", sides(128) + sides(1024) + "%body (b:")
+    text = STEP.replace("ops/grouped_linear", "models/experts").replace(
+        "%body (b:", sides(128) + sides(1024) + "%body (b:"
+    )
     called = f"true_computation=%rows{order[0]}, false_computation=%rows{order[1]}"
     branch = f"  %two = bf16[128,32]{{1,0}} conditional(%zero, %x0, %v0), {called}"
     branch += ', metadata={op_name="cond" stack_frame_id=1}\n  %start ='

@@ -11,7 +11,8 @@ from halfbyte import ops
 from halfbyte.devices import device
 from halfbyte.models.config import EXPERT_SITES
 from halfbyte.models.experts import layout
-from halfbyte.ops.tiles import Tiles, grouped_operands
+from halfbyte.ops.grouped_linear import grouped_operands
+from halfbyte.ops.tiles import Tiles
 from halfbyte.recipe import recipe
 from halfbyte.runs import run_config
 from halfbyte.train import PrecisionConfig, build_manifest, phases

@@ -24,11 +24,11 @@ import jax
 import jax.numpy as jnp
 
 from halfbyte.ops.execution import Execution
+from halfbyte.ops.grouped_linear import TileOperand, dgrad, fprop, grouped_operands, wgrad
 from halfbyte.ops.linear import Linear as Traced
 from halfbyte.ops.linear import token_view, weight_operand, with_linears
 from halfbyte.ops.operand import Carrier, InTwo, Operand
 from halfbyte.ops.passes import XLA, request
-from halfbyte.ops.tiles import TileOperand, dgrad, fprop, grouped_operands, wgrad
 from halfbyte.ops.weight import QWeight
 from halfbyte.recipe import GEMMS, WEIGHTS, recipe
 

@@ -30,9 +30,10 @@ from halfbyte.nn.routing import Routing, logits_of, rebalanced, route
 from halfbyte.ops.activation import ACTIVATIONS, gated
 from halfbyte.ops.dispatch import combine, fork, spread
 from halfbyte.ops.exchange import Route, collect, dispatch
+from halfbyte.ops.grouped_linear import check_tiles, grouped_tiles
 from halfbyte.ops.room import in_room
 from halfbyte.ops.shards import Cut, axes_of, cut_of, on_mesh
-from halfbyte.ops.tiles import Tiles, buffer_rows, check_tiles, grouped_tiles, places, through_tiles, tile_rows
+from halfbyte.ops.tiles import Tiles, buffer_rows, places, through_tiles, tile_rows
 from halfbyte.recipe import Recipe
 from halfbyte.sharding.mesh import EVERY, EXPERT
 

@@ -7,8 +7,8 @@ zero row changes no maximum, no code and no sum, and random bytes are counted fr
 block, no transform and no scale crosses two experts, whatever backend `qdot` has.
 
 That is the definition, and as `reference` it runs so: all rows times all experts, or the rows of each where `groups`
-are numbers and not traced. Otherwise the same codes are made and multiplied tile by tile (`tiles.py`), at the cost of
-the rows that there are.
+are numbers and not traced. Otherwise the same codes are made and multiplied tile by tile (`grouped_linear.py`), at the
+cost of the rows that there are.
 """
 
 import math
@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from halfbyte.ops.grouped_linear import grouped_tiles, unserved
 from halfbyte.ops.qdot import qdot
-from halfbyte.ops.tiles import grouped_tiles, through_tiles, tile_rows, unserved
+from halfbyte.ops.tiles import through_tiles, tile_rows
 from halfbyte.recipe import GEMMS, Recipe, as_recipe
 
 

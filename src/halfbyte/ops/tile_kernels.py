@@ -1,8 +1,9 @@
 """Operands and GEMMs of experts as GPU kernels: those of `fused`, with a table in the place of one tensor's numbers.
 
 A tile of rows has one expert, and so one entry of each table: its scales, its key, and where it lies in its expert. The
-matrices of all experts are one tall matrix with an entry each. Codes, scales and random bytes are those of `tiles.py`.
-For Hopper operands are carriers; for Blackwell codes and tiled scales, as `native` has them (`unscaled` says where).
+matrices of all experts are one tall matrix with an entry each. Codes, scales and random bytes are those of
+`grouped_linear.py`. For Hopper operands are carriers; for Blackwell codes and tiled scales, as `native` has them
+(`unscaled` says where).
 """
 
 import functools
@@ -22,6 +23,7 @@ from halfbyte.kernels import block_scaled, grouped, layout
 from halfbyte.kernels.scale import GEMM, SIZE, vector_of
 from halfbyte.ops.backends import native
 from halfbyte.ops.backends.served import OF_ROWS, SERVED, WEIGHT, scaling
+from halfbyte.ops.tiles import Tiles
 from halfbyte.recipe import ROLES, WEIGHTS, OperandPolicy, Recipe
 
 DTYPES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)  # of rows and of weights
@@ -104,7 +106,7 @@ def rows(x, policies, keys, tiles, *, order=None):
     return [(array, tables[role][:, GEMM]) for role, array in zip(policies, made, strict=True)]
 
 
-def _amaxes(partial: jax.Array, tiles) -> jax.Array:
+def _amaxes(partial: jax.Array, tiles: Tiles) -> jax.Array:
     """float32 [experts], of the bits that programs down and across an array left."""
     of_tiles = jnp.max(partial.reshape(tiles.experts.shape[0], -1), axis=1).astype(jnp.uint32)
     return tiles.largest(of_tiles)

@@ -13,7 +13,7 @@ from halfbyte.program.schedule import trips
 from halfbyte.train import TrainConfig
 
 ROOM = "models/experts"  # where a program for few rows and one for all are asked for
-LOOPS = ("ops/tiles", ROOM)  # where loops over the tiles that are used are written
+LOOPS = ("ops/grouped_linear", ROOM)  # where loops over the tiles that are used are written
 
 
 @dataclass(frozen=True)

@@ -142,6 +142,7 @@ def site(source: str) -> str:
     """Which linears a GEMM belongs to, by the line of ours that it came from. Unreadable for any other line."""
     for pattern, name in (
         ("ops/mlp", "mlp"),
+        ("ops/grouped_linear", "experts"),
         ("ops/tiles", "experts"),
         ("kernels/grouped", "experts"),
         ("kernels/block_scaled", "experts"),

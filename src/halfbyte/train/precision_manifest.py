@@ -22,7 +22,8 @@ from halfbyte.models.context import in_loop
 from halfbyte.models.flops import FLOPS_FORMULA
 from halfbyte.nn.norm import by_xla
 from halfbyte.ops import tile_kernels
-from halfbyte.ops.tiles import check_tiles, tile_rows
+from halfbyte.ops.grouped_linear import check_tiles
+from halfbyte.ops.tiles import tile_rows
 from halfbyte.recipe import OperandPolicy, Recipe, Resolved
 from halfbyte.sharding import DEFAULT_RULES, default_shape, parse_mesh, whole_sizes
 
