@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from halfbyte.formats import E2M1, NVFP4, amax_of
-from halfbyte.models import context
+from halfbyte.models import keys
 from halfbyte.ops import operand, passes
 
 GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -84,7 +84,7 @@ def crossing_blocks():
 
 def same_bits():
     """The same random bits in every layer: unbiased in each GEMM."""
-    return mock.patch.object(context, "layer_key", lambda key, layer: key)
+    return mock.patch.object(keys, "layer_key", lambda key, layer: key)
 
 
 def mixed_rows():

@@ -86,7 +86,7 @@ def check_layer(normalise):
     weights = {name: random.normal(size=shape) / 8 for name, shape in shapes.items()}
     weights["router"][:, 5] = weights["router"][:, 2] * (1 + 2.0**-12)
     weights, h = jax.tree.map(np.float32, weights), random.normal(size=(2, 16, 64)).astype(np.float32)
-    here = context.LayerContext(context.PLAIN, {}, resolved("bf16").segments[0].recipes, None)
+    here = context.LayerContext(context.PLAIN, {}, resolved("bf16").segments[0].recipes, {})
     made = jax.jit(lambda *given: experts.experts_mlp(cfg, *given, here))(weights, h)
     router, gate, up, down = (weights[name].astype(np.float64) for name in shapes)
     x = h.reshape(-1, 64).astype(np.float64)
@@ -153,7 +153,7 @@ def check_deepseek():
     weights["router_bias"] = np.linspace(0.6, -0.6, 8).astype(np.float32)  # changes most choices
     ones, h = np.ones(64, np.float32), random.normal(size=(2, 16, 64)).astype(np.float32)
     recipes = policy("mlp", "bf16").resolve(models.linear_sites(cfg), cfg.layers).segments[0].recipes
-    here = context.LayerContext(context.PLAIN, models.param_specs(cfg), recipes, None)
+    here = context.LayerContext(context.PLAIN, models.param_specs(cfg), recipes, {})
     made = jax.jit(lambda w, h: llama.mlp_block(cfg, w, llama.normed(cfg, h, ones), here))(weights, h)
 
     wide = {name: value.astype(np.float64) for name, value in weights.items()}

@@ -80,7 +80,7 @@ def test_both_norms_are_in_passes_where_all_linears_are_quantized():
 )
 def test_who_norms_is_known_before(changes, words):
     ctx = context(**changes)
-    here = LayerContext(ctx, models.param_specs(CFG), ctx.policy.segments[0].recipes, None)
+    here = LayerContext(ctx, models.param_specs(CFG), ctx.policy.segments[0].recipes, {})
     weights = {name: jax.ShapeDtypeStruct((CFG.embed, 256), jnp.float32) for name in llama.QKV}
     x = jax.ShapeDtypeStruct((*TOKENS, CFG.embed), jnp.bfloat16)
     reason = norm_outside(x, weights, here, "attention", llama.QKV)

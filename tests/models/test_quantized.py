@@ -38,7 +38,7 @@ def test_codes_are_those_of_each_layer(tiny, tiny_params):
 
 def ahead(cfg, params, mesh):
     ctx = models.Context(policy=resolved(cfg), mesh=mesh)
-    here = LayerContext(ctx, models.param_specs(cfg), resolved(cfg).segments[0].recipes, None)
+    here = LayerContext(ctx, models.param_specs(cfg), resolved(cfg).segments[0].recipes, {})
     x = jnp.zeros((4, 32, cfg.embed), jnp.bfloat16)
     return jax.jit(lambda layers: quantize_ahead(layers, x, here))(params["layers"])
 

@@ -7,7 +7,6 @@ saturate) is the mean over keys that nobody uses, and is taken off; what is left
 uncorrelated. Equal bits give 1, unrelated ones 0 +- 0.03.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from halfbyte.models import LlamaConfig, param_specs
-from halfbyte.models.context import Context, LayerContext, key_of_layer, segments
+from halfbyte.models import LlamaConfig
+from halfbyte.models.context import Context, segments
+from halfbyte.models.keys import keys_of_layers
 from halfbyte.recipe import Recipe
 
-from .replay import linear_key, product
+from .replay import product
 
 SIZE = 64  # of the identity, at least: a multiple of every block
 UNUSED = 64  # keys for the mean
@@ -28,17 +28,16 @@ LIMIT = 0.2  # of two linears' bits a fifth would have to be the same
 
 def rounded_keys(cfg: LlamaConfig, ctx: Context, steps: Sequence[jax.Array]) -> list[tuple[str, Recipe, jax.Array]]:
     """(name, recipe, key) of every linear that rounds stochastically, at each step's key."""
-    found, specs = [], param_specs(cfg)
+    found = []
     for place, key in enumerate(steps):
-        now = dataclasses.replace(ctx, key=key)
         for segment in segments(cfg, ctx):
-            for number in range(segment.start, segment.stop):
-                here = LayerContext(now, specs, segment.recipes, key_of_layer(now, jnp.int32(number)))
+            numbers = jnp.arange(segment.start, segment.stop, dtype=jnp.int32)
+            keys = keys_of_layers(key, segment.recipes, numbers)
+            for index in range(len(numbers)):
                 for path, chosen in segment.recipes.items():
                     site = path.removeprefix("layers/")
-                    made = linear_key(here, site)
-                    if chosen.stochastic and made is not None:
-                        found.append((f"step +{place} layer {number} {site}", chosen, made))
+                    if chosen.stochastic:
+                        found.append((f"step +{place} layer {segment.start + index} {site}", chosen, keys[site][index]))
     return found
 
 

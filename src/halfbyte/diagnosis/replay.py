@@ -19,8 +19,9 @@ from jax import lax
 from halfbyte import models, ops
 from halfbyte.models import LlamaConfig, experts
 from halfbyte.models.config import EXPERT_SITES, SHARED_SITES
-from halfbyte.models.context import Context, LayerContext, key_of_layer, segments
-from halfbyte.models.linear import MLP_SITES, op_of
+from halfbyte.models.context import Context, LayerContext, segments
+from halfbyte.models.keys import drawn_in_layers, keys_of_layers, way
+from halfbyte.models.linear import MLP_SITES
 from halfbyte.models.llama import begin, layer_of, normed, scored
 from halfbyte.models.quantized import FUSED, amaxes_of, fused, share_scales, shares_scale
 from halfbyte.models.walk import of_segment, through_layers
@@ -30,7 +31,6 @@ from halfbyte.ops.tiles import Tiles
 from halfbyte.recipe import Recipe, Segment, layer_key, site_key
 
 Batch = dict[str, jax.Array]
-IN_MLP = tuple(f"mlp/{name}" for name in (*MLP_SITES, *SHARED_SITES))
 
 
 @functools.partial(
@@ -94,22 +94,9 @@ class Linear:
         return jnp.where((number < count)[:, None], own, jnp.zeros((), array.dtype))
 
 
-def linear_key(here: LayerContext, site: str) -> jax.Array | None:
-    """The key that the model gives the linear `group/name`: those of an MLP that is one op lie under its own."""
-    op, *part = _way(site)
-    key = here.site_key(op)
-    return None if key is None else functools.reduce(site_key, part, key)
-
-
 def defined_bits(key: jax.Array, number: jax.Array, site: str) -> jax.Array:
     """The key of a linear's random bits, by the definition, from that of its step."""
-    op, *part = _way(site)
-    return functools.reduce(site_key, [f"layers/{op}", *part], layer_key(key, number))
-
-
-def _way(site: str) -> tuple[str, ...]:
-    """The names that lead to a linear's key, inside its layer."""
-    return op_of(site.partition("/")[2]) if site in IN_MLP else (site,)
+    return functools.reduce(site_key, way(site), layer_key(key, number))
 
 
 @jax.custom_vjp
@@ -162,7 +149,8 @@ def through_layer(
     """(the gradient of the layer's input, its linears)."""
     number, recipes, weights = alone
     run = layer_of(cfg, batch, ctx)
-    here = LayerContext(ctx, models.param_specs(cfg), recipes, key_of_layer(ctx, number))
+    keys = keys_of_layers(ctx.key, recipes, number[None]) | drawn_in_layers(ctx.key, recipes, number[None])
+    here = LayerContext(ctx, models.param_specs(cfg), recipes, {site: key[0] for site, key in keys.items()})
 
     def layer(x: jax.Array, weights: Any, slots: Any) -> tuple[jax.Array, list[jax.Array]]:
         routed: list[Load] = []
@@ -186,7 +174,7 @@ def through_layer(
         recipe, w = here.recipe(*site.split("/")), _at(weights, site)
         bits = None if ctx.key is None else defined_bits(ctx.key, number, site)
         amax = shared_amax(weights, recipes, site)
-        return Linear(site, recipe, seen[site][0], w, seen[site][1], _at(ready, site), linear_key(here, site), bits,
+        return Linear(site, recipe, seen[site][0], w, seen[site][1], _at(ready, site), here.keys.get(site), bits,
                       amax, _at(dw, site), tiles if w.ndim == 3 else None, -(-tokens // tile) * tile)  # fmt: skip
 
     return dx, [linear(site) for site in sites]
@@ -199,7 +187,7 @@ def _inside_mlp(
     gate, up, down = sites
 
     def go(x: jax.Array, name: str) -> jax.Array:
-        recipe, key = here.recipe("mlp", name), linear_key(here, f"mlp/{name}")
+        recipe, key = here.recipe("mlp", name), here.keys.get(f"mlp/{name}")
         return product(x, weights[name], recipe, key, backend=here.backend(recipe), sharded=here.on_mesh)
 
     activation, x, dy = ACTIVATIONS[cfg.activation], seen[f"mlp/{gate}"][0], seen[f"mlp/{down}"][1]

@@ -18,7 +18,7 @@ from halfbyte.models.config import LlamaConfig
 from halfbyte.models.params import linear_sites
 from halfbyte.models.spec import ParamSpec
 from halfbyte.nn.routing import Load
-from halfbyte.recipe import Policy, Recipe, Resolved, Segment, layer_key, site_key
+from halfbyte.recipe import Policy, Recipe, Resolved, Segment
 from halfbyte.sharding import DEFAULT_RULES, Rules, axis_size, constrain, outer_axes
 
 Axes = tuple[str | None, ...]
@@ -131,7 +131,8 @@ class Masters:
 
 @dataclasses.dataclass(frozen=True)
 class LayerContext:
-    """A `Context` inside one layer of one segment: recipes by path, and the layer's key.
+    """A `Context` inside one layer of one segment: recipes by path, and the keys of its linears by site
+    (`models.keys`; without one a linear draws nothing).
 
     `watch` sees what linears are given. Of a gated MLP that is one op, only the ends are seen: the inputs of gate and
     up, and down's result. A router leaves the load of its experts in `routed`.
@@ -140,7 +141,7 @@ class LayerContext:
     ctx: Context
     specs: dict[str, Any]
     recipes: dict[str, Recipe]
-    key: jax.Array | None
+    keys: Mapping[str, jax.Array]
     watch: Watch | None = None
     stacks: Stacks | None = None
     routed: list[Load] | None = None
@@ -218,10 +219,6 @@ class LayerContext:
             layers = tuple(self.masters.place(group, name, weights[name]) for name in names)
         return ops.Execution(backend, placed, weights_kept=kept, sharded=self.on_mesh, layers=layers)
 
-    def site_key(self, site: str) -> jax.Array | None:
-        """The key of one site of this layer, None if the step has none."""
-        return None if self.key is None else site_key(self.key, f"layers/{site}")
-
 
 def in_loop(cfg: LlamaConfig, unroll: int) -> bool:
     """Whether layers are turns of a loop at all, `unroll` of them each (0: all, and no loop)."""
@@ -238,8 +235,3 @@ def segments(cfg: LlamaConfig, ctx: Context) -> tuple[Segment, ...]:
             f"but {cfg.name} has {cfg.layers}; resolve it again"
         )
     return resolved.segments
-
-
-def key_of_layer(ctx: Context, layer: jax.Array) -> jax.Array | None:
-    """The key of layer number `layer` (traced), None if the step has none."""
-    return None if ctx.key is None else layer_key(ctx.key, layer)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from halfbyte import ops
 from halfbyte.models.context import BETWEEN, Axes, Context, LayerContext, inside
+from halfbyte.models.keys import EXPERTS
 from halfbyte.models.params import Params
 from halfbyte.models.remat import named
 from halfbyte.models.spec import flatten, nest
@@ -24,7 +25,6 @@ from halfbyte.recipe import Recipe, Segment
 from halfbyte.sharding import outer_axes
 
 MLP_SITES = ("gate", "up", "down")
-EXPERTS = "layers/mlp/expert_"
 
 
 def remembered(layers: Params, amaxes: jax.Array, segment: Segment, paths: Sequence[str]) -> Params:
@@ -40,7 +40,7 @@ def remembered(layers: Params, amaxes: jax.Array, segment: Segment, paths: Seque
 
 def quantize_ahead(layers: Params, x: jax.Array, here: LayerContext) -> Params:
     """Stacked `layers` of a loop with the codes of those weights that are gathered as codes; x is the stream."""
-    sites = [tuple(path.split("/")[1:]) for path in here.recipes if not path.startswith(EXPERTS)]
+    sites = [tuple(path.split("/")[1:]) for path in here.recipes if not path.startswith(f"layers/{EXPERTS}")]
     if not (here.on_mesh and here.ctx.looped and here.divides(x, *(axes for at in sites for axes in here.ends(*at)))):
         return layers
     flat = flatten(layers)
@@ -86,7 +86,7 @@ def linears(
         x,
         [weights[name] for name in names],
         recipes=recipes,
-        keys=[here.site_key(f"{group}/{name}") for name in names],
+        keys=[here.keys.get(f"{group}/{name}") for name in names],
         execution=here.execution(x, group, names, weights),
         copies=copies,
     )
@@ -110,19 +110,13 @@ def gated_mlp(
         (gate, up, down),
         place,
         recipe=recipes,
-        key=here.site_key(op_of(sites[0])[0]),
+        key=tuple(here.keys.get(f"mlp/{name}") for name in sites),
         middle=ops.Middle(activation, "input" if place is None and here.ctx.remat == "quantized" else "fast"),
         execution=here.execution(x, "mlp", sites, weights),
     )
     if stacks is not None and kept is not None:
         stacks.both = kept[:2]
     return here.out_of(y, "mlp", sites[2])
-
-
-def op_of(name: str) -> tuple[str, str]:
-    """(the op that a linear of a gated MLP is part of, what it is there): of `shared_up`, mlp/shared and up."""
-    op, _, part = name.rpartition("_")
-    return f"mlp/{op}" if op else "mlp", part
 
 
 def stacks_of(segment: Segment, x: jax.Array, width: int, ctx: Context) -> tuple[jax.Array, jax.Array] | None:
@@ -147,7 +141,7 @@ def _cut_evenly(x: jax.Array, axes: Axes, ctx: Context) -> bool:
         return True
     cut = axes_of(cut_of(ctx.rules.spec(axes, ctx.mesh), len(axes)))
     over_all = all(axis in (*cut, *outer_axes()) for axis, size in ctx.mesh.shape.items() if size > 1)
-    return over_all and LayerContext(ctx, {}, {}, None).divides(x, BETWEEN, axes)
+    return over_all and LayerContext(ctx, {}, {}, {}).divides(x, BETWEEN, axes)
 
 
 def is_exact(x: jax.Array, recipe: Recipe) -> bool:

@@ -16,7 +16,8 @@ from jax import lax
 
 from halfbyte.kernels.stacks import hand_back
 from halfbyte.models.config import LlamaConfig, param_specs
-from halfbyte.models.context import Context, LayerContext, Masters, Stacks, key_of_layer, segments
+from halfbyte.models.context import Context, LayerContext, Masters, Stacks, segments
+from halfbyte.models.keys import drawn_in_layers
 from halfbyte.models.linear import quantize_ahead, remembered, stacks_of
 from halfbyte.models.params import Params, linear_sites
 from halfbyte.models.remat import rematerialized
@@ -36,14 +37,14 @@ def through_layers(
     specs, made = param_specs(cfg), []
     masters = None if ctx.on_mesh else lax.stop_gradient(params["layers"])  # all layers: part of a stack is a copy
     for segment in segments(cfg, ctx):
-        here = LayerContext(ctx, specs, segment.recipes, None)
+        here = LayerContext(ctx, specs, segment.recipes, {})
         weights = of_segment(params["layers"], cfg, segment)
 
         def body(carry: tuple[jax.Array, Any], layer: Any, segment: Segment = segment) -> Any:
-            (x, both), (weights, number, entry) = carry, layer
+            (x, both), (weights, number, keys, entry) = carry, layer
             stacks = None if both is None else Stacks(both, number - segment.start)
             at = None if masters is None else Masters(masters, weights, number)
-            here = LayerContext(ctx, specs, segment.recipes, key_of_layer(ctx, number), stacks=stacks, masters=at)
+            here = LayerContext(ctx, specs, segment.recipes, keys, stacks=stacks, masters=at)
             x, out = visit(x, weights, here, entry)
             return (x, None if stacks is None else stacks.both), out
 
@@ -52,21 +53,22 @@ def through_layers(
             weights = remembered(weights, of_segment(ctx.amaxes, cfg, segment), segment, linear_sites(cfg))
         weights = quantize_ahead(weights, x, here)
         both, numbers = stacks_of(segment, x, cfg.mlp, ctx), jnp.arange(segment.start, segment.stop, dtype=jnp.int32)
-        x, out = _through(layer, x, both, (weights, numbers, of_segment(entries, cfg, segment)), ctx=ctx)
+        keys = drawn_in_layers(ctx.key, segment.recipes, numbers)
+        x, out = _through(layer, x, both, (weights, numbers, keys, of_segment(entries, cfg, segment)), ctx=ctx)
         made.append(out)
     return x, made
 
 
 def _through(layer: Any, x: jax.Array, both: Any, layers: Any, *, ctx: Context) -> tuple[jax.Array, Any]:
     """A segment's layers: a loop, or one layer after another if `unroll` covers them all."""
-    weights, numbers, entries = layers
+    weights, numbers, *others = layers
     count, unroll = numbers.shape[0], ctx.unroll
     if unroll < count or count == 1:
         (x, both), stacked = lax.scan(layer, (x, both), layers, unroll=unroll)
         return (x if both is None else hand_back(x, both)), stacked
     traced_once, made = jax.jit(layer), []
-    for (weight, entry), number in zip(unstack((weights, entries), count, cut=ctx.on_mesh), numbers, strict=True):
-        (x, _), out = traced_once((x, None), (weight, number, entry))
+    for (weight, *other), number in zip(unstack((weights, *others), count, cut=ctx.on_mesh), numbers, strict=True):
+        (x, _), out = traced_once((x, None), (weight, number, *other))
         made.append(out)
     return x, jax.tree.map(lambda *parts: jnp.stack(parts), *made)
 

@@ -13,9 +13,10 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from halfbyte.recipe.operands import ROLES
+from halfbyte.recipe.operands import GEMMS, ROLES
 
 KEY_IMPL = "threefry2x32"  # two words a key, whatever generator the user's program has made its default
+DRAWN = (*ROLES, *(f"{gemm} signs" for gemm in GEMMS))
 
 
 def step_key(seed: ArrayLike, step: ArrayLike) -> jax.Array:
@@ -34,15 +35,25 @@ def site_key(key: jax.Array, site: str) -> jax.Array:
 
 
 def role_key(key: jax.Array, role: str) -> jax.Array:
-    """The key of one of the six operands of a linear."""
+    """The key of one of the six operands of a linear, from the linear's key or its `operand_keys`."""
     if role not in ROLES:
         raise ValueError(f"role must be one of {', '.join(ROLES)}, got {role!r}")
-    return jax.random.fold_in(key, _stable_integer(role))
+    return _drawn(key, role)
 
 
 def signs_key(key: jax.Array, gemm: str) -> jax.Array:
-    """The key of the Hadamard signs that both operands of one GEMM of a linear share."""
-    return jax.random.fold_in(key, _stable_integer(f"{gemm} signs"))
+    """The key of the Hadamard signs that both operands of one GEMM of a linear share, likewise."""
+    return _drawn(key, f"{gemm} signs")
+
+
+def operand_keys(key: jax.Array) -> jax.Array:
+    """The keys [9] of all that a linear may draw, in the order of `DRAWN`, by one fold of its own."""
+    names = np.stack([_stable_integer(name) for name in DRAWN])
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, names)
+
+
+def _drawn(key: jax.Array, name: str) -> jax.Array:
+    return key[DRAWN.index(name)] if key.ndim else jax.random.fold_in(key, _stable_integer(name))
 
 
 def _stable_integer(name: str) -> np.uint32:

@@ -1,0 +1,48 @@
+"""The keys of a model's linears, for many layers at once.
+
+A fold of a key is a hundred instructions of one number. Here a fold serves all layers of a segment, before the first
+of them: a program of sixteen layers without a loop compiles in half the time, and launches no kernel for a key.
+"""
+
+import functools
+from collections.abc import Mapping
+
+import jax
+from jax import lax
+
+from halfbyte.recipe import Recipe, layer_key, operand_keys, site_key
+
+EXPERTS = "mlp/expert_"
+Keys = Mapping[str, jax.Array]
+
+
+def keys_of_layers(key: jax.Array | None, recipes: Mapping[str, Recipe], layers: jax.Array) -> dict[str, jax.Array]:
+    """The keys [layers] of the linears that have `recipes`, by site ("mlp/up"), from that of their step; `layers` are
+    their layers' numbers."""
+    if key is None:
+        return {}
+    step, sites = key, [path.removeprefix("layers/") for path in recipes]
+
+    def of_layer(number: jax.Array) -> dict[str, jax.Array]:
+        return {site: functools.reduce(site_key, way(site), layer_key(step, number)) for site in sites}
+
+    return jax.vmap(of_layer)(layers)
+
+
+def drawn_in_layers(key: jax.Array | None, recipes: Mapping[str, Recipe], layers: jax.Array) -> dict[str, jax.Array]:
+    """`keys_of_layers` of those that draw random bits, and in the place of a linear's key those of all that it draws
+    (`operand_keys`), [layers, 9]; experts derive their own. Kept from a compiler that would fold them again in every
+    layer."""
+    found = keys_of_layers(key, {path: recipe for path, recipe in recipes.items() if recipe.stochastic}, layers)
+    drawn = {site: each if site.startswith(EXPERTS) else jax.vmap(operand_keys)(each) for site, each in found.items()}
+    made: dict[str, jax.Array] = lax.optimization_barrier(drawn)
+    return made
+
+
+def way(site: str) -> tuple[str, ...]:
+    """The names that lead from a layer's key to a linear's: those of a gated MLP that is one op lie under its own."""
+    group, _, name = site.partition("/")
+    if group != "mlp" or site.startswith(EXPERTS):
+        return (f"layers/{site}",)
+    op, _, part = name.rpartition("_")
+    return (f"layers/mlp/{op}" if op else "layers/mlp", part)

@@ -1,0 +1,82 @@
+"""Keys of many layers at once. Oracle: the keys of one linear of one layer, folded by hand."""
+
+import functools
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from halfbyte import models
+from halfbyte.models.keys import drawn_in_layers, keys_of_layers
+from halfbyte.recipe import GEMMS, ROLES, layer_key, policy, recipe, role_key, signs_key, site_key, step_key
+
+STEP = step_key(3, 5)
+CFG = models.LlamaConfig(
+    name="tiny", vocab_size=64, embed=32, mlp=64, layers=2, heads=4, kv_heads=2, head_dim=16, max_seq=64
+)
+WAYS = {
+    "layers/attention/q": ("layers/attention/q",),
+    "layers/mlp/up": ("layers/mlp", "up"),
+    "layers/mlp/shared_down": ("layers/mlp/shared", "down"),
+    "layers/mlp/expert_gate": ("layers/mlp/expert_gate",),
+}
+
+
+def words(key):
+    return np.asarray(jax.random.key_data(key)).tolist()
+
+
+def by_hand(path, layer):
+    return functools.reduce(site_key, WAYS[path], layer_key(STEP, layer))
+
+
+@pytest.mark.parametrize("path", WAYS)
+def test_each_linear_of_each_layer_has_the_key_that_is_folded_by_hand(path):
+    keys = keys_of_layers(STEP, {path: recipe("nvfp4")}, jnp.arange(2, 5))
+    (site,) = keys
+    assert path == f"layers/{site}"
+    assert words(keys[site]) == [words(by_hand(path, layer)) for layer in (2, 3, 4)]
+
+
+def test_what_a_linear_draws_is_what_its_own_key_gives():
+    drawn = drawn_in_layers(STEP, {path: recipe("nvfp4") for path in WAYS}, jnp.arange(2))
+    for path in WAYS:
+        found, own = drawn[path.removeprefix("layers/")][1], by_hand(path, 1)
+        if "expert_" in path:
+            assert words(found) == words(own)
+            continue
+        assert [words(role_key(found, role)) for role in ROLES] == [words(role_key(own, role)) for role in ROLES]
+        assert [words(signs_key(found, gemm)) for gemm in GEMMS] == [words(signs_key(own, gemm)) for gemm in GEMMS]
+
+
+def test_linears_that_draw_nothing_and_steps_without_a_key_fold_none():
+    nearest = {"layers/attention/q": recipe("bf16"), "layers/mlp/up": recipe("fp8")}
+    assert drawn_in_layers(STEP, nearest, jnp.arange(2)) == {}
+    assert drawn_in_layers(None, {"layers/mlp/up": recipe("nvfp4")}, jnp.arange(2)) == {}
+
+
+def test_no_layer_folds_a_key():
+    """Without a loop each fold would be compiled once a layer: a hundred instructions of one number."""
+    chosen = policy("all_linear", "nvfp4").resolve(models.linear_sites(CFG), CFG.layers)
+    batch = {name: jnp.zeros((1, 32), jnp.int32) for name in ("tokens", "targets")}
+
+    def loss(params, key):
+        ctx = models.Context(policy=chosen, key=key, unroll=CFG.layers, backend="reference")
+        return models.loss(CFG, params, batch, ctx)[0]
+
+    program = jax.make_jaxpr(jax.grad(loss))(jax.eval_shape(lambda: models.init(CFG, STEP)), STEP)
+    whole = list(equations(program.jaxpr))
+    layers = [each.params["jaxpr"].jaxpr for each in whole if each.params.get("name") == "body"]
+    assert len(layers) == 2 * CFG.layers  # forward and backward
+    inside = [each.primitive.name for layer in layers for each in equations(layer)]
+    assert "random_fold_in" in {each.primitive.name for each in whole}
+    assert "random_fold_in" not in inside and "dot_general" in inside
+
+
+def equations(jaxpr):
+    for each in jaxpr.eqns:
+        yield each
+        for inner in jax.extend.core.jaxprs_in_params(each.params):
+            yield from equations(inner)
