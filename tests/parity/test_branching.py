@@ -45,3 +45,8 @@ def test_branches_of_another_length_are_others(tmp_path, monkeypatch):
         for steps in (4, 2):
             plan = branching.Branches(tmp_path / "run", BASE, (6,), steps, "bf16")
             assert ended[branching.grow(plan, tmp_path / "out", 6, "bf16", say=print, stop=stop)] == 6 + steps
+
+
+def test_a_branch_that_would_end_before_it_begins_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="branch_steps must be 0"):
+        branching.plan_branches(tmp_path, baseline="bf16", steps=-3)

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from halfbyte.checkpoint import Checkpoints
 from halfbyte.evaluation.curves import Curve, differences, read_curve
+from halfbyte.inputs import check_whole
 from halfbyte.recipe import recipe
 from halfbyte.train import Diverged, TrainConfig, phases, train
 from halfbyte.train.reading import open_directory
@@ -41,6 +42,7 @@ class Branches:
 
 def plan_branches(run: Path, *, baseline: str, steps: int) -> Branches:
     """Every checkpoint that the run has kept; ValueError where there is nothing to branch from."""
+    check_whole("branch_steps", steps, zero="a twentieth of the run")
     config = open_directory(run).config
     phases(config)  # a recipe of the run's own that this command does not name is refused before anything is made
     chosen = recipe(baseline).name
