@@ -1,6 +1,7 @@
 """`halfbyte verify` on a real run, whole and damaged. Oracle: the damage that was done."""
 
 import dataclasses
+import json
 import shutil
 import tracemalloc
 
@@ -62,11 +63,12 @@ def test_checkpoints_from_before_an_allowed_change_are_whole_if_the_newest_is_of
     assert "made with another config: seed: 0 -> 1" in text and "goes on from: no checkpoint" in text
 
 
-def test_a_config_that_cannot_be_read_stands_before_the_checkpoint(run, capsys):
+def test_a_config_that_cannot_be_read_stands_before_the_checkpoint(run, capfd):
     (run / "config.json").write_text("{}")
-    assert main(["verify", str(run)]) == 3
-    text = " ".join(capsys.readouterr().out.split())
-    assert "config lacks name and model" in text
+    assert main(["verify", str(run), "--json"]) == 3
+    found, text = capfd.readouterr()
+    first = json.loads(found)["parts"][0]
+    assert first["part"] == "config.json, run.json" and "config lacks name and model" in first["detail"]
     assert "the run goes on from: checkpoint 4, once config.json, run.json is as it was" in text
 
 
