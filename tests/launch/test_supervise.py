@@ -51,6 +51,7 @@ os._exit(0) if start else os.kill(os.getpid(), 9)
     assert "rank 1 ended with signal SIGKILL; RESTART 1" in said[0]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="held on Linux alone")
 def test_a_held_port_is_the_coordinators_and_nobody_elses():
     with held_port() as port:
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
@@ -66,6 +67,7 @@ def test_a_held_port_is_the_coordinators_and_nobody_elses():
         other.bind(("127.0.0.1", port))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="held on Linux alone")
 def test_nobody_takes_the_port_before_the_first_rank_listens(tmp_path, monkeypatch):
     behave = """
 import socket

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from halfbyte.recipe import ROLES, layer_key, role_key, site_key, step_key
+from halfbyte.recipe import ROLES, layer_key, operand_keys, role_key, signs_key, site_key, step_key
 
 SITES = ("layers/mlp/gate", "layers/mlp/up", "layers/mlp/down", "layers/attention/q")
 
@@ -47,6 +47,23 @@ def test_step_and_layer_may_be_traced():
 def test_the_key_has_two_words_whatever_the_default_generator():
     with jax.default_prng_impl("rbg"):
         assert words(full_key(0, 3, 1, "layers/mlp/up", "dgrad_dy")) == (3637866579, 3051378665)
+
+
+def test_a_raw_key_is_as_good_as_a_typed_one():
+    raw, typed = jax.random.PRNGKey(3), jax.random.key(3)
+    assert tuple(int(w) for w in role_key(raw, "dgrad_dy")) == words(role_key(typed, "dgrad_dy"))
+    assert tuple(int(w) for w in signs_key(raw, "wgrad")) == words(signs_key(typed, "wgrad"))
+
+
+def test_of_all_that_is_drawn_each_has_the_key_that_the_linears_own_gives():
+    drawn = operand_keys(step_key(0, 0))
+    assert [words(role_key(drawn, role)) for role in ROLES] == [words(role_key(step_key(0, 0), role)) for role in ROLES]
+
+
+@pytest.mark.parametrize("count", [2, 4, 6])
+def test_an_array_of_keys_is_not_taken_for_one(count):
+    with pytest.raises(ValueError, match="fold_in accepts a single key"):
+        role_key(jax.random.split(step_key(0, 0), count), "wgrad_dy")
 
 
 def test_an_unknown_role_is_refused():

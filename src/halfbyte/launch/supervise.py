@@ -168,12 +168,15 @@ def newest_checkpoint(directory: Path) -> int:
 @contextlib.contextmanager
 def held_port() -> Iterator[int]:
     """A port of this machine on which, while this holds it, only a process that was told of it listens. It is bound
-    here and nobody listens, so the system gives it to nobody else; a server that reuses addresses, as the coordinator
-    does, may have it."""
+    here and nobody listens, so Linux gives it to nobody else; a server that reuses addresses, as the coordinator does,
+    may have it. Other systems may refuse that server too: there it is let go."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind((LOOPBACK, 0))
-        yield int(holder.getsockname()[1])
+        port = int(holder.getsockname()[1])
+        if sys.platform != "linux":
+            holder.close()
+        yield port
 
 
 def _name(code: int) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -53,7 +54,10 @@ def operand_keys(key: jax.Array) -> jax.Array:
 
 
 def _drawn(key: jax.Array, name: str) -> jax.Array:
-    return key[DRAWN.index(name)] if key.ndim else jax.random.fold_in(key, _stable_integer(name))
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)  # a raw key is an array of two words
+    if typed and key.shape == (len(DRAWN),):
+        return key[DRAWN.index(name)]
+    return jax.random.fold_in(key, _stable_integer(name))
 
 
 def _stable_integer(name: str) -> np.uint32:

@@ -10,14 +10,13 @@ from kernel_programs import quartet2
 
 from halfbyte import formats, kernels
 from halfbyte.formats.noise import key_words
-from halfbyte.kernels import Window, arithmetic, eden, top_of
+from halfbyte.kernels import Window, arithmetic, eden, top_of, weights
 from halfbyte.kernels import codes as kernel_codes
 from halfbyte.kernels.blocks import Quantizer
 from halfbyte.kernels.launch import on_host
 from halfbyte.kernels.ptx import Ptx
 from halfbyte.kernels.scale import entries
 from halfbyte.kernels.vector import Vector
-from halfbyte.kernels.weights import _along_k as along_k
 
 KEY = np.array([0x12345678, 0x9ABCDEF0], np.uint32)
 QUARTET, EDEN = formats.NVFP4_QUARTET.scale, formats.NVFP4_EDEN.scale
@@ -140,7 +139,9 @@ def test_forward_operands(kind):
             arrays.same_bits(arrays.array(got, ml_dtypes.bfloat16), carrier)
     w = x.astype(np.float32) * np.float32(1.001)
     scale = vector(np.abs(w).max(), QUARTET)
-    got = kernel_codes.weight_rows(w, [scale], [(16, ml_dtypes.bfloat16)], along_k, QUARTET, name="", rounding="away")
+    got = kernel_codes.weight_rows(
+        w, [scale], [(16, ml_dtypes.bfloat16)], weights._MADE[-2], QUARTET, name="", rounding="away"
+    )
     same(got, [oracle.quartet(w, axis=0)[2]])
 
 
