@@ -47,7 +47,7 @@ def test_gradients_meet_over_data_once_a_step(optimized):
 
 
 def test_codes_are_those_of_one_device():
-    """Other random bits move the gradient of the linear that rounds by 0.25 of its largest, and those behind it by 0.1 or
+    """Other random bits move the gradient of the linear that rounds by 0.25 of its largest, those behind it by 0.1 or
     more; another order of sums moves a bfloat16 number of attention by a unit, and its gradients by 0.001."""
     one_layer = MODEL.replace(layers=1)
     config = tiny(model=one_layer, recipe="nvfp4", policy=ONE_LINEAR, accumulate=2, mesh="data=2,fsdp=2")
