@@ -68,7 +68,7 @@ def test_a_config_that_cannot_be_read_stands_before_the_checkpoint(run, capfd):
     assert main(["verify", str(run), "--json"]) == 3
     found, text = capfd.readouterr()
     first = json.loads(found)["parts"][0]
-    assert first["part"] == "config.json, run.json" and "config lacks name and model" in first["detail"]
+    assert first["part"] == "config.json, run.json" and "config.json is not what this run wrote" in first["detail"]
     assert "the run goes on from: checkpoint 4, once config.json, run.json is as it was" in text
 
 
