@@ -21,6 +21,7 @@ from halfbyte.bench import (
     compile_step,
     hidden,
     hidden_time,
+    native_calls,
     needed_flops,
     operand_traffic,
     placement,
@@ -28,7 +29,7 @@ from halfbyte.bench import (
 from halfbyte.devices import device, target_cudnn, topology
 from halfbyte.plan import cluster
 from halfbyte.plan.reading import read_step
-from halfbyte.program import gemms, read
+from halfbyte.program import read
 from halfbyte.runs import run_config
 from halfbyte.sharding import parse_mesh
 from halfbyte.train import abstract_state, check, run_mesh
@@ -81,10 +82,10 @@ def test_a_device_multiplies_its_part_and_no_more(where, changes, tmp_path, monk
 
     needed, layers = needed_flops(config), config.model.layers
     in_four_bits = sum(flops for path, flops in needed.items() if "/mlp/" in path) / mesh.size
-    native = [gemm for gemm in gemms(program) if gemm.kind == "block-scaled"]
+    native, calls = native_calls(program, config)
     assert flops_by_format(native)["fp4"] == pytest.approx(in_four_bits, rel=0.02)
     assert found.excess <= 1.02
-    assert sum(gemm.times for gemm in native) == (3 * 3 + 2 + 3 * 4) * layers
+    assert sum(gemm.times for gemm in native) == calls == (3 * 3 + 2 + 3 * 4) * layers
     # wgrad's results are in what they travel in; sums that are partial over `tensor` are float32.
     wide = sum(gemm.times for gemm in native if gemm.result.dtype == "f32")
     assert wide == ((3 + 4) * layers if changes else 0)  # down, o; dx of gate, up, q, k and v

@@ -11,7 +11,7 @@ from halfbyte import bench, ops
 from halfbyte.bench.operand_traffic import compulsory_bytes, operand_bytes
 from halfbyte.devices import device, target_cudnn, topology
 from halfbyte.ops.backends import BACKENDS, native
-from halfbyte.program import gemms, read
+from halfbyte.program import read
 from halfbyte.recipe import recipe
 from halfbyte.runs import run_config
 from halfbyte.train import run_mesh
@@ -100,9 +100,9 @@ def test_mxfp8_in_every_linear_makes_its_operands_once():
     """All seven linears of a layer, on a mesh that gathers their weights as codes."""
     config = dataclasses.replace(SMALL, recipe="mxfp8", policy="all_linear")
     found = program(config)
-    native_calls = [gemm for gemm in gemms(found) if gemm.kind == "block-scaled"]
-    assert sum(gemm.times for gemm in native_calls) == (3 * 7 + 2) * config.model.layers
-    assert {gemm.dtype for gemm in native_calls} == {"f8e4m3fn"}
+    gemms, calls = bench.native_calls(found, config)
+    assert sum(gemm.times for gemm in gemms) == calls == (3 * 7 + 2) * config.model.layers
+    assert {gemm.dtype for gemm in gemms} == {"f8e4m3fn"}
     operands = bench.operand_traffic(found, config, {"fsdp": 8})
     assert operands.excess <= 1.5
     print(f"MXFP8 in every linear of a small model on 8 GB200: {operands.excess:.2f}x")

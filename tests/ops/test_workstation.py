@@ -15,7 +15,7 @@ import halfbyte as hb
 from halfbyte import devices, ops
 from halfbyte.devices.target import limits
 from halfbyte.models import LlamaConfig
-from halfbyte.train import TrainConfig, abstract_batch, abstract_state, jit_train_step, phases, run_mesh
+from halfbyte.train import TrainConfig, lower_train_step, phases, run_mesh
 
 pytestmark = [pytest.mark.cuda_compiler, pytest.mark.slow]
 
@@ -66,8 +66,6 @@ def test_a_train_step(shared_memory):
     config = TrainConfig(name="tiny", model=MODEL, data="synthetic", batch=2, seq=256)
     mesh = run_mesh(config, topology(device.name).devices)
     with ops.compile_for(device), devices.target_cudnn():
-        step = jit_train_step(config, phases(config)[0].resolved(config), mesh)
-        shapes = abstract_state(config, mesh), abstract_batch(config, mesh, seq=256)
-        text = step.lower(*shapes).compile().as_text()
+        text = lower_train_step(config, phases(config)[0].resolved(config), mesh, seq=256).compile().as_text()
     assert text.count(NATIVE) >= 3 * 3  # the MLP's linears in the layers' loop, forward and backward
     assert max(shared_memory) <= limits(device)["shared"]

@@ -15,7 +15,7 @@ from math import prod
 from halfbyte import models
 from halfbyte.models.config import EXPERT_SITES, SHARED_SITES
 from halfbyte.ops.weight import shares_codes
-from halfbyte.program import Program, traffic
+from halfbyte.program import Gemm, Program, gemms, traffic
 from halfbyte.recipe import OperandPolicy, Recipe
 from halfbyte.sharding.mesh import EVERY
 from halfbyte.train import TrainConfig, phases
@@ -178,3 +178,12 @@ def _distinct(policies: Iterable[OperandPolicy]) -> list[OperandPolicy]:
 def operand_bytes(policy: OperandPolicy) -> float:
     """Bytes of an element of an operand: its code and its part of a scale."""
     return policy.format.bits_per_element / 8
+
+
+def native_calls(program: Program, config: TrainConfig) -> tuple[list[Gemm], int]:
+    """(the block-scaled GEMMs of a program, how many a step of `config` should call: three a linear and layer, and one
+    more where its remat repeats fprop).
+    """
+    quantized = [path for found in _layers(config) for path, recipe in found.items() if recipe.quantized]
+    again = [path for path in quantized if path in AGAIN[config.remat]]
+    return [g for g in gemms(program) if g.kind == "block-scaled"], 3 * len(quantized) + len(again)

@@ -13,6 +13,6 @@ from halfbyte.devices.lookup import lookup
 from halfbyte.devices.platform import settle_platform
 from halfbyte.devices.table import DEVICES, Device, device
 from halfbyte.devices.target import lowering_for, target_config, topology
-from halfbyte.devices.units import UNITS
+from halfbyte.devices.units import UNITS, Unit
 from halfbyte.devices.verdicts import NOT_ASKED, doubt, settle
 from halfbyte.devices.xla import GATHERS_AHEAD, known_to_xla

@@ -13,7 +13,6 @@ from jax import lax
 from halfbyte.recipe import Recipe, layer_key, operand_keys, site_key
 
 EXPERTS = "mlp/expert_"
-Keys = Mapping[str, jax.Array]
 
 
 def keys_of_layers(key: jax.Array | None, recipes: Mapping[str, Recipe], layers: jax.Array) -> dict[str, jax.Array]:

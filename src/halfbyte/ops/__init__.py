@@ -1,12 +1,12 @@
 """Operations: the quantized linear and MLP with their backends, and their adapters to other people's models."""
 
-from halfbyte.ops.activation import Activation
+from halfbyte.ops.activation import ACTIVATIONS, Activation
 from halfbyte.ops.ahead import Site, quantize_stacks
 from halfbyte.ops.backends import BACKENDS, Backend, Choice, check_backend, choose, passed_over, serving
 from halfbyte.ops.compiled import GPU_OPTIONS, jit, refuse_strays, tracing
 from halfbyte.ops.dot_general import dot_general
 from halfbyte.ops.execution import Execution
-from halfbyte.ops.gemms import Gemm
+from halfbyte.ops.gemms import GEMMS, Gemm
 from halfbyte.ops.grouped import grouped_qdot
 from halfbyte.ops.linear import quantize_weight
 from halfbyte.ops.mlp import Middle, mlp, mlp_in_stacks

@@ -20,27 +20,27 @@ from .config import (
 if TYPE_CHECKING:
     from .loop import Diverged, RunResult
     from .manifest_table import table
-    from .observing import Observer
-    from .precision import phases, resolve
-    from .precision_manifest import build_manifest
-    from .preflight import check, run_mesh
+    from .observing import Moment, Observer
+    from .precision import Phase, phases, resolve
+    from .precision_manifest import Manifest, build_manifest
+    from .preflight import MemoryEstimate, check, estimate_memory, run_mesh
     from .run import train
-    from .source import open_source
-    from .state import abstract_state, create_state
-    from .step import abstract_batch, jit_train_step
+    from .source import Source, open_source
+    from .state import TrainState, abstract_state, create_state
+    from .step import abstract_batch, jit_train_step, lower_train_step, make_eval_step, make_train_step
 
 # Names of modules that take half a second to import: a config, and the help of a command, need none of them.
 _LATER = {
     "loop": ("Diverged", "RunResult"),
     "manifest_table": ("table",),
-    "observing": ("Observer",),
-    "precision": ("phases", "resolve"),
-    "precision_manifest": ("build_manifest",),
-    "preflight": ("check", "run_mesh"),
+    "observing": ("Moment", "Observer"),
+    "precision": ("Phase", "phases", "resolve"),
+    "precision_manifest": ("Manifest", "build_manifest"),
+    "preflight": ("MemoryEstimate", "check", "estimate_memory", "run_mesh"),
     "run": ("train",),
-    "source": ("open_source",),
-    "state": ("abstract_state", "create_state"),
-    "step": ("abstract_batch", "jit_train_step"),
+    "source": ("Source", "open_source"),
+    "state": ("TrainState", "abstract_state", "create_state"),
+    "step": ("abstract_batch", "jit_train_step", "lower_train_step", "make_eval_step", "make_train_step"),
 }
 _HOME = {name: module for module, names in _LATER.items() for name in names}
 

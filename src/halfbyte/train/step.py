@@ -261,6 +261,12 @@ def compile_train_step(lowered: Any, resolved: Resolved, scheduling: Scheduling 
     return compiled
 
 
+def lower_train_step(config: TrainConfig, resolved: Resolved, mesh: Mesh, *, seq: int) -> Any:
+    """The step lowered for the mesh's devices from shapes alone; nothing is allocated."""
+    step = jit_train_step(config, resolved, mesh)
+    return step.lower(abstract_state(config, mesh), abstract_batch(config, mesh, seq=seq))
+
+
 def make_eval_step(config: TrainConfig, resolved: Resolved, mesh: Mesh) -> Any:
     """Jitted (params, seed, batch) -> (sum of nll, scored tokens). Forward only, under the recipe of the phase."""
 
