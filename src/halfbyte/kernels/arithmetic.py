@@ -155,7 +155,7 @@ def grid_pair(m: Machine, pair: Pair, encode: tuple[Word, Word], noise: Word | N
     """`round_pair`, or the same of `draw_pair` where there is noise."""
     if noise is None:
         return round_pair(m, pair, encode, how)
-    return m.grid_values(m.shr(draw_pair(m, pair, encode, noise, how.rounding), 9))
+    return m.grid_values(draw_pair(m, pair, encode, noise, how.rounding), 9)
 
 
 def carrier_pair(m: Machine, pair: Pair, grid: Word, scale_pair: Word) -> Word:

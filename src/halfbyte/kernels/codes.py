@@ -25,6 +25,7 @@ from halfbyte.kernels.place import BLOCK, WARPS, Place, place, prefetch, program
 from halfbyte.kernels.rows import load_rows, store_rows
 from halfbyte.kernels.scale import entries
 from halfbyte.kernels.scale_order import ScaleOrder
+from halfbyte.kernels.stacks import Layer
 from halfbyte.kernels.transfer import store_codes, store_turned_codes
 
 FOUR = Lanes(4)
@@ -80,7 +81,7 @@ def _wide(m: MemoryMachine, k0: Word, k1: Word, row: Word, column: Word, stride:
 class Arrays:
     """The numbers of a kernel's arrays: sources, then for each job its scale, key and origin, then its outputs."""
 
-    sources: Sequence[jax.Array]
+    sources: Sequence[jax.Array | Layer]
     given: list[jax.Array] = dataclasses.field(default_factory=list)
     made: list[jax.ShapeDtypeStruct] = dataclasses.field(default_factory=list)
 
@@ -107,7 +108,7 @@ class Arrays:
 
 
 def quantize_made(
-    arrays: Sequence[jax.Array],
+    arrays: Sequence[jax.Array | Layer],
     make: Callable[[Machine, TokenRows], Sequence[TokenRows]],
     jobs: Sequence[tuple[Any, int]],
     *,

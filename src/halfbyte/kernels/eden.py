@@ -43,6 +43,7 @@ from halfbyte.kernels.nvfp4 import Window
 from halfbyte.kernels.place import BLOCK, WARPS, Place, place, programs
 from halfbyte.kernels.rows import load_rows, store_rows
 from halfbyte.kernels.scale import GEMM
+from halfbyte.kernels.stacks import Layer
 
 POINTS = 128
 TILES = POINTS // BLOCK  # of a warp
@@ -79,7 +80,7 @@ def unsupported(rows: int, columns: int, *, axis: int) -> str | None:
 
 
 @layout.once("axis")
-def maxima(x: jax.Array, signs: jax.Array, *, axis: int, forward: Forward | None = None) -> jax.Array:
+def maxima(x: jax.Array | Layer, signs: jax.Array, *, axis: int, forward: Forward | None = None) -> jax.Array:
     """Maxima of |y|, int32 bits, one a warp; `signs` float32 [128]."""
     pass_ = _Pass(x, signs, axis, forward)
 
@@ -93,8 +94,9 @@ def maxima(x: jax.Array, signs: jax.Array, *, axis: int, forward: Forward | None
 
 @layout.once("axis", "packed")
 def quantize(
-    x: jax.Array, signs: jax.Array, drawn: Drawn, *, axis: int, forward: Forward | None = None, packed: bool = False
-) -> tuple[jax.Array, ...]:
+    x: jax.Array | Layer, signs: jax.Array, drawn: Drawn, *, axis: int, forward: Forward | None = None,
+    packed: bool = False,
+) -> tuple[jax.Array, ...]:  # fmt: skip
     """The bf16 carrier as x lies, or, down columns, `packed` code bytes [rows / 2, columns] and scale bytes
     [rows / 16, columns].
     """
@@ -127,7 +129,7 @@ def quantize(
 class _Pass:
     """What both passes do: find their place, read x, make the forward operand's numbers, transform them."""
 
-    def __init__(self, x: jax.Array, signs: jax.Array, axis: int, forward: Forward | None):
+    def __init__(self, x: jax.Array | Layer, signs: jax.Array, axis: int, forward: Forward | None):
         layout.check(x)
         if reason := unsupported(*x.shape, axis=axis):
             raise ValueError(reason)

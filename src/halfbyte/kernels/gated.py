@@ -26,12 +26,12 @@ from halfbyte.kernels.launch import Lanes
 from halfbyte.kernels.layout import BLOCK, Tiling
 from halfbyte.kernels.machine import Machine, TokenRows, Word, Words
 from halfbyte.kernels.nvfp4 import Columnwise, Made, Rowwise, TileMaker, find_maxima, quantize_made
-from halfbyte.kernels.stacks import Layer, array_of
+from halfbyte.kernels.stacks import Layer
 from halfbyte.kernels.tile import evaluate
 
 FORWARD_TILING = Tiling(4, 2)
 BACKWARD_MAXIMA_TILING = Tiling(2, 4)
-BACKWARD_TILING = Tiling(2, 8)  # two columns a lane: half the registers of four, and a third faster
+BACKWARD_CODES, BACKWARD_CARRIERS = Lanes(2, 4), Lanes(2, 5)  # of a lane that keeps 48 words: as many as have room
 H_FIRST = (4, 0, 1, 2, 3)  # the order of the backward pass's operands: h's registers are free for the others
 
 
@@ -73,7 +73,7 @@ def backward_made(m: Machine, words: TokenRows) -> list[list[list[Word]]]:
     return [[row[i] for row in rows] for i in range(3)]
 
 
-FORWARD, BACKWARD = Made(forward_made, 1), Made(backward_made, 3)
+FORWARD = Made(forward_made, 1)
 
 
 def _tile_maker(made: Made, tiling: Tiling) -> TileMaker:
@@ -161,13 +161,8 @@ def quantize_backward(
     """Five operands in one read of g, u and dh: dg by rows and by columns, du by rows and by columns, h by columns; as
     `quantize` gives them.
     """
+    layout.check(g)
     jobs: list[tuple[Rowwise | Columnwise, int]] = [(dg[0], 0), (dg[1], 0), (du[0], 1), (du[1], 1), (h, 2)]
-    if codes.asked([side for side, _ in jobs]) or not layout.divides(g.shape[1]):
-        layout.check(g)
-        by_hand = functools.partial(codes.quantize_made, name="swiglu_backward_codes")
-        arrays = [array_of(g), array_of(u), dh]
-        return by_hand(arrays, backward_made, jobs, lanes=Lanes(2, 4), owed=owed, order=H_FIRST)
-    _check_paid(owed)
-    make = _tile_maker(BACKWARD, BACKWARD_TILING)
-    run = functools.partial(quantize_made, [g, u, dh], make, jobs, order=H_FIRST)
-    return run(tiling=BACKWARD_TILING, name="swiglu_backward")
+    as_codes = codes.asked([side for side, _ in jobs])
+    name, lanes = ("swiglu_backward_codes", BACKWARD_CODES) if as_codes else ("swiglu_backward", BACKWARD_CARRIERS)
+    return codes.quantize_made([g, u, dh], backward_made, jobs, lanes=lanes, owed=owed, order=H_FIRST, name=name)

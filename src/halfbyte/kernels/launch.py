@@ -17,6 +17,7 @@ import numpy as np
 from halfbyte.kernels.interpret import is_interpreted
 from halfbyte.kernels.machine import MemoryMachine
 from halfbyte.kernels.memory import PtxMemory, VectorMemory
+from halfbyte.kernels.stacks import Layer, array_of
 from halfbyte.later import later
 
 plgpu = later("jax.experimental.pallas.mosaic_gpu")
@@ -43,7 +44,7 @@ class Lanes:
 
 def launch(
     body: Callable[[MemoryMachine], None],
-    arrays: Sequence[jax.Array],
+    arrays: Sequence[jax.Array | Layer],
     outputs: Sequence[jax.ShapeDtypeStruct],
     *,
     programs: int,
@@ -51,7 +52,7 @@ def launch(
     name: str,
 ) -> list[jax.Array]:
     """The arrays of shapes `outputs` that `body(machine)` writes; it knows `arrays`, then `outputs`, by number. Every
-    byte of an output must be written by some lane.
+    byte of an output must be written by some lane. A layer is read where it lies in its stack.
 
     Mosaic GPU asks for one block a multiprocessor, and the assembler then gives a lane as many registers as such a
     block can have: up to 255, with which two blocks of one program fit. With `groups` > 1 a block is as large as a
@@ -60,15 +61,22 @@ def launch(
     """
     if is_interpreted():
         host = functools.partial(on_host, programs=programs, lanes=lanes)
-        return list(jax.pure_callback(lambda *given: host(body, given, outputs), list(outputs), *arrays))
-    machine, groups = PtxMemory(lanes.columns, lanes.count), lanes.groups
+        given = map(array_of, arrays)
+        return list(jax.pure_callback(lambda *given: host(body, given, outputs), list(outputs), *given))
+    stacked = [i for i, array in enumerate(arrays) if isinstance(array, Layer)]
+    indices = [array.index.reshape(1) for array in arrays if isinstance(array, Layer)]
+    known, count = len(arrays) + len(outputs), len(arrays) + len(outputs) + len(indices)
+    sizes = [math.prod(arrays[i].shape) * arrays[i].dtype.itemsize for i in stacked]
+    machine = PtxMemory(lanes.columns, lanes.count, dict(zip(stacked, zip(range(known, count), sizes), strict=True)))
     body(machine)
-    count = len(arrays) + len(outputs)
+    groups = lanes.groups
     blocks = programs if groups == 1 else min(multiprocessors(), -(-programs // groups))
     text = machine.text(programs, blocks, groups)
 
     def kernel(*refs):
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * count)(functools.partial(_assemble, text))(*refs)
+        read, numbers, written = refs[: len(arrays)], refs[len(arrays) : -len(outputs)], refs[-len(outputs) :]
+        assemble = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * count)(functools.partial(_assemble, text))
+        assemble(*read, *written, *numbers)
 
     run = plgpu.kernel(
         kernel,
@@ -79,7 +87,7 @@ def launch(
         thread_name="warpgroup",
         kernel_name=name,
     )
-    made = run(*(a.reshape(-1) for a in arrays))
+    made = run(*(a.stack if isinstance(a, Layer) else a.reshape(-1) for a in arrays), *indices)
     return [m.reshape(o.shape) for m, o in zip(made, outputs, strict=True)]
 
 

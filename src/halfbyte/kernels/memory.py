@@ -6,7 +6,8 @@ and exchanges that the GPU will use. Addresses are an array and a byte offset; a
 or 4 bytes, and a lane whose `where` is false reads zero and writes nothing.
 """
 
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -19,12 +20,17 @@ GROUP_BARRIER = "bar.sync barrier, 128;"  # of the 128 lanes of one program
 
 
 class PtxMemory(Ptx):
-    """Writes the whole kernel: operand i of the assembly block is the address of array i."""
+    """Writes the whole kernel: operand i of the assembly block is the address of array i. Of an array in `layers` it is
+    that of a stack, and (n, bytes) says how long its layers are and that operand n has the number of the one meant.
+    """
 
-    def __init__(self, columns: int, lanes: int | None = None):
+    def __init__(
+        self, columns: int, lanes: int | None = None, layers: Mapping[int, tuple[int, int]] = types.MappingProxyType({})
+    ):
         super().__init__(columns, lanes)
         self.count["d"] = 0
         self.shared_bytes = 0
+        self.layers = layers
 
     def text(self, programs: int, blocks: int, groups: int) -> str:
         """The kernel of `blocks` blocks of `groups` warpgroups, each of which runs one program after the other."""
@@ -44,6 +50,12 @@ class PtxMemory(Ptx):
             f"mov.u32 shared_start, {'shared_tile' if self.shared_bytes else 0};",
             "mov.u32 barrier, 0;",
         ]
+        for array, (number, size) in self.layers.items():
+            lines += [
+                f".reg .b64 layer{array};",
+                f"ld.global.nc.b32 group, [${number}];",
+                f"mad.wide.u32 layer{array}, group, {size}, ${array};",
+            ]
         if groups > 1:
             lines += [
                 "shr.u32 group, thread, 7;",
@@ -52,14 +64,14 @@ class PtxMemory(Ptx):
                 f"mad.lo.u32 shared_start, group, {self.shared_bytes}, shared_start;",
                 "add.u32 barrier, group, 1;",
             ]
-        enough = [f"setp.ge.u32 more, program, {programs};", "@more bra done;"]
+        enough = [f"setp.ge.u32 more, program, {programs};", "@more bra.uni done;"]
         return [*lines, *enough, "again:", f"add.u32 following, program, {blocks * groups};", *self.lines]
 
     def _end(self, programs: int) -> list[str]:
         """After the body: on to the next program, once all lanes have read what they shared."""
         lines = [GROUP_BARRIER] if self.shared_bytes else []
         lines += ["mov.u32 program, following;", f"setp.lt.u32 more, program, {programs};"]
-        return [*lines, "@more bra again;", "done:"]
+        return [*lines, "@more bra.uni again;", "done:"]
 
     def program(self) -> Reg:
         return Reg("program", "r")
@@ -108,7 +120,8 @@ class PtxMemory(Ptx):
             self.lines.append(f"mad.lo.u32 {out.name}, {text}, {size}, shared_start;")
             return Address(array, out)
         out = self.reg("d")
-        self.lines.append(f"mad.wide.u32 {out.name}, {text}, {size}, ${array};")
+        begin = f"layer{array}" if array in self.layers else f"${array}"
+        self.lines.append(f"mad.wide.u32 {out.name}, {text}, {size}, {begin};")
         return Address(array, out)
 
     def load(self, at, count=1, *, offset=0, size=4, where=None):
@@ -170,7 +183,7 @@ class PtxMemory(Ptx):
         self.lines += [
             f"add.u32 {number.name}, {number.name}, 1;",
             f"setp.lt.u32 {more.name}, {number.name}, {count};",
-            f"@{more.name} bra {label};",
+            f"@{more.name} bra.uni {label};",
         ]
         return kept
 

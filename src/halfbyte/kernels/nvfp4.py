@@ -239,13 +239,11 @@ def quantize_made(
     jobs: Sequence[tuple[Rowwise | Columnwise, int]],
     *,
     tokens: int = BLOCK,
-    order: Sequence[int] | None = None,
     tiling: Tiling,
     name: str,
 ) -> tuple[jax.Array, ...]:
-    """The operands of `jobs`: (operand, which of the tensors that `maker` makes).
-
-    Jobs run in `order`, each stored before the next begins, which keeps few registers alive.
+    """The operands of `jobs`: (operand, which of the tensors that `maker` makes); each is stored before the next
+    begins, which keeps few registers alive.
     """
     layout.check(arrays[0])
     width = arrays[0].shape[1]
@@ -264,8 +262,7 @@ def quantize_made(
         keys = dict(zip(keyed, scalar_refs[len(jobs) :], strict=False))
         origins = dict(zip(placed, scalar_refs[len(jobs) + len(keyed) : given], strict=True))
         owed = dict(zip(owing, scalar_refs[given:made_with], strict=True))
-        for i in order or range(len(jobs)):
-            side, which = jobs[i]
+        for i, (side, which) in enumerate(jobs):
             refs_of = (scalar_refs[i], keys.get(i), origins.get(i), owed.get(i))
             made = _quantize_tiles(side, tensors[which], refs_of, program, width, tiling)
             first = sum(len(s) for s in shapes[:i])

@@ -232,9 +232,10 @@ class Ptx:
         """The same codes in bits 12 to 14 of each half; other bits of a negative p may be set."""
         return self.shl(self.mul_bf16x2(p, 0x00800080), 6)
 
-    def grid_values(self, codes):
-        """The inverse of `grid_codes`; bits above the magnitude are ignored."""
-        return self.mul_bf16x2(self.and_(self.shl(codes, 6), 0x01C001C0), 0x7E807E80)
+    def grid_values(self, codes, bit=0):
+        """The inverse of `grid_codes`, of codes that begin at bit 0 or 9 of each half; all other bits are ignored."""
+        moved = self.shl(codes, 6 - bit) if bit < 6 else self.shr(codes, bit - 6)
+        return self.mul_bf16x2(self.and_(moved, 0x01C001C0), 0x7E807E80)
 
     # E4M3
     def e4m3_encode(self, lo, hi):

@@ -167,12 +167,12 @@ class Vector:
     def grid_nibbles(self, p):
         return self.grid_codes(p) << np.uint32(12)
 
-    def grid_values(self, codes):
+    def grid_values(self, codes, bit=0):
         def value(code):
             normal = (code << np.uint32(6)) + np.uint32(252 << 6)
             return np.where(code >= np.uint32(2), normal, code * np.uint32(0x3F00))
 
-        lo, hi = self._halves(self.bits(codes) & np.uint32(0x00070007))
+        lo, hi = self._halves((self.bits(codes) >> np.uint32(bit)) & np.uint32(0x00070007))
         return value(lo) | (value(hi) << np.uint32(16))
 
     def e4m3_encode(self, lo, hi):

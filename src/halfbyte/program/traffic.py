@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from .categories import category, kind_of_done
 from .collectives import kind_of
+from .gemms import MOSAIC
 from .schedule import Launch, launches
 from .text import FUSIONS, Array, Instruction, Program
 
@@ -71,8 +72,9 @@ def moves(program: Program) -> dict[str, Traffic]:
 
 def move_of(program: Program, found: Instruction) -> str | None:
     """The kind of MOVES that an instruction is; None for one that computes."""
-    fused = found.opcode in FUSIONS
-    opcodes = {part.opcode for part in program.inside(found)} if fused else {found.opcode.removesuffix("-start")}
+    opcodes = {found.opcode.removesuffix("-start")}
+    if found.opcode in FUSIONS:  # a single number is where something lies
+        opcodes = {part.opcode for part in program.inside(found) if any(array.elements > 1 for array in part.results)}
     if opcodes - WITHOUT_WORK - {opcode for kind in MOVES.values() for opcode in kind}:
         return None
     return next((kind for kind, named in MOVES.items() if opcodes & set(named)), None)
@@ -97,6 +99,8 @@ def bytes_of(program: Program, found: Instruction) -> tuple[int, int]:
         return 0, 0
     if found.target == KERNEL:
         return _of_kernel(program, found)
+    if found.target.startswith(MOSAIC):
+        return sum(_of_layer(found, array) for array in program.operand_arrays(found)), results
     if found.opcode in ("dynamic-slice", "slice"):
         return results, results
     if found.opcode == "gather":
@@ -140,6 +144,12 @@ def _of_kernel(program: Program, found: Instruction) -> tuple[int, int]:
     in_place = {int(at) for at in IN_PLACE.findall(found.attributes)}
     read = sum(touched(array) for at, array in enumerate(operands) if at not in in_place)
     return read, sum(map(touched, found.results))
+
+
+def _of_layer(found: Instruction, array: Array) -> int:
+    """Bytes that a kernel without tiles reads of an array. It is given arrays of one dim, but for stacks."""
+    stacked = len(array.dims) > 1 and all(len(result.dims) == 1 for result in found.results)
+    return array.bytes // array.dims[0] if stacked else array.bytes
 
 
 def _read(value: Instruction, users: dict[str, list[Instruction]], whole: int) -> int:

@@ -12,7 +12,7 @@ from jax import lax
 
 from halfbyte.formats import QTensor
 from halfbyte.ops.backends.backend import Backend
-from halfbyte.ops.gemms import Contraction, Gemm, alpha, contraction_last, dot, finish, result_shape
+from halfbyte.ops.gemms import FPROP, Contraction, Gemm, alpha, contraction_last, dot, finish, result_shape
 from halfbyte.ops.operand import Operand, Quantized
 from halfbyte.ops.problem import Problem
 
@@ -22,7 +22,10 @@ def multiply(gemm: Gemm, left: Operand, right: Operand, dtype: jnp.dtype) -> jax
     factor, axes = alpha(left, right), gemm.axes(left.values().ndim)
     if isinstance(left, Quantized) and isinstance(right, Quantized) and _eight_bit(left) and _eight_bit(right):
         sums = lax.platform_dependent(
-            left, right, cuda=lambda a, b: _f8(a, b, axes), default=lambda a, b: _wide(a.values(), b.values(), axes)
+            left,
+            right,
+            cuda=lambda a, b: _f8(gemm, a, b, axes),
+            default=lambda a, b: _wide(a.values(), b.values(), axes),
         )
         return finish(sums, factor, dtype)
     return lax.platform_dependent(
@@ -56,10 +59,18 @@ def _eight_bit(operand: Quantized) -> bool:
     return element is not None and element.bits == 8 and block is None
 
 
-def _f8(a: Quantized, b: Quantized, axes: Contraction) -> jax.Array:
+def _f8(gemm: Gemm, a: Quantized, b: Quantized, axes: Contraction) -> jax.Array:
     """An 8-bit GEMM. The transposes of its operands fuse with the quantization that makes the codes."""
     left, right = (f8_matrix(o.codes, summed) for o, summed in zip((a, b), axes, strict=True))
-    return dot(left, right, ((1,), (1,))).reshape(result_shape(a.codes.shape, b.codes.shape, axes))
+    sums = dot(left, right, ((1,), (1,)), precision=f8_precision(gemm))
+    return sums.reshape(result_shape(a.codes.shape, b.codes.shape, axes))
+
+
+def f8_precision(gemm: Gemm) -> lax.Precision | None:
+    """Hopper's 8-bit units keep about 14 bits of a running sum. fprop takes them as they are; the gradients' sums are
+    split and added up in float32, an eighth slower: the choice of Transformer Engine.
+    """
+    return None if gemm is FPROP else lax.Precision.HIGHEST
 
 
 def unsupported(problem: Problem, gemm: Gemm) -> str | None:

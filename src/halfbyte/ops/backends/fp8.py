@@ -28,7 +28,7 @@ from halfbyte.kernels import f8
 from halfbyte.kernels.stacks import Layer
 from halfbyte.ops.activation import SILU, Activation
 from halfbyte.ops.backends.backend import Backend, strays_of
-from halfbyte.ops.backends.carrier import f8_matrix
+from halfbyte.ops.backends.carrier import f8_matrix, f8_precision
 from halfbyte.ops.gemms import DGRAD, FPROP, WGRAD, Contraction, Gemm, alpha, dot, finish
 from halfbyte.ops.operand import EightBit, Operand, Quantized
 from halfbyte.ops.passes import COLUMNS, ROWS, GatedPasses, Made, Request
@@ -83,12 +83,8 @@ def stray_gemms(program: str) -> list[str]:
 
 
 def multiply(gemm: Gemm, left: Operand, right: Operand, dtype: jnp.dtype) -> jax.Array:
-    """Exact products, the factors on their sums, one rounding to `dtype`.
-
-    Hopper's 8-bit units keep about 14 bits of a running sum. fprop takes them as they are; the gradients' sums are
-    split and added up in float32, an eighth slower: the choice of Transformer Engine.
-    """
-    precision = None if gemm is FPROP else lax.Precision.HIGHEST
+    """Exact products, the factors on their sums, one rounding to `dtype`."""
+    precision = f8_precision(gemm)
     (a, a_free), (b, b_free) = (
         _matrix(o, transposed) for o, transposed in zip((left, right), TRANSPOSED[gemm], strict=True)
     )

@@ -28,7 +28,7 @@ from halfbyte.kernels import Columnwise, Rowwise, Window, eden, normed, top_of
 from halfbyte.kernels.layout import BLOCK
 from halfbyte.kernels.matmul import unsupported as gemm_unsupported
 from halfbyte.kernels.scale import AMAX, DECODE, GEMM, SIZE
-from halfbyte.kernels.stacks import Layer, array_of
+from halfbyte.kernels.stacks import Layer
 from halfbyte.ops.activation import SILU, Activation
 from halfbyte.ops.backends.backend import Backend
 from halfbyte.ops.backends.served import FORMATS, WEIGHT, WEIGHTS, apart, foreign, in_runs, rule_of, scaling
@@ -258,7 +258,7 @@ class FusedPasses(GatedPasses):
         if packed or not isinstance(forward, Carrier):
             return super().weight_again(w, forward, wanted, packed=packed)
         if in_runs(wanted.policy):
-            scale = _scale_of_runs(array_of(w), wanted, _forward(forward))
+            scale = _scale_of_runs(w, wanted, _forward(forward))
         else:
             (tops,) = whole_maxima([kernels.weight_maxima(forward.array, owed=_decode(forward))], wanted.cut)
             scale = kernels.tensor_scale(tops, top=top_of(rule_of(wanted.policy)))
@@ -286,7 +286,7 @@ class FusedPasses(GatedPasses):
             return Carrier(made, vector[GEMM], policy, vector)
         assert isinstance(forward, Carrier), "what is quantized again is a carrier"
         if in_runs(policy):
-            (made,) = _runs(array_of(w), wanted, vector, _forward(forward), w.shape)
+            (made,) = _runs(w, wanted, vector, _forward(forward), w.shape)
         else:
             made = kernels.quantize_weight(forward.array, vector, axis=axis, owed=_decode(forward), **how)
         return Carrier(made, vector[GEMM], policy, vector)
@@ -314,7 +314,7 @@ def _forward(operand: Carrier) -> eden.Forward:
     return eden.Forward(operand.vector, **scaling(operand.policy))
 
 
-def _scale_of_runs(x: jax.Array, wanted: Request, forward: eden.Forward | None) -> jax.Array:
+def _scale_of_runs(x: jax.Array | Layer, wanted: Request, forward: eden.Forward | None) -> jax.Array:
     """The scales of x's runs, transformed."""
     check_keys(wanted.policy, wanted.key, wanted.signs)
     found = eden.maxima(x, _signs(wanted), axis=wanted.axis, forward=forward)
@@ -322,7 +322,7 @@ def _scale_of_runs(x: jax.Array, wanted: Request, forward: eden.Forward | None) 
 
 
 def _runs(
-    x: jax.Array, wanted: Request, scale: jax.Array, forward: eden.Forward | None, shape: tuple[int, ...]
+    x: jax.Array | Layer, wanted: Request, scale: jax.Array, forward: eden.Forward | None, shape: tuple[int, ...]
 ) -> tuple[jax.Array, ...]:
     """What a kernel makes of x's runs."""
     key, window, rule = key_pair(wanted.key), _window(wanted, shape), rule_of(wanted.policy)

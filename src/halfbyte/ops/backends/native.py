@@ -233,7 +233,6 @@ class NativePasses(PackedWeights, FusedPasses):
 
     name = "native"
     takes_owed = True
-    keeps_in_stacks = False  # kernels that write codes read whole arrays
     packs_weights = True
 
     def foreign(self, recipe: Recipe) -> str | None:
