@@ -5,19 +5,7 @@ Their equations and sources: docs/league.md.
 
 from dataclasses import replace
 
-from halfbyte.formats import (
-    MXFP8,
-    NVFP4_46_MAE,
-    NVFP4_46_MSE,
-    NVFP4_46_SR,
-    NVFP4_1716,
-    NVFP4_EDEN,
-    NVFP4_QUARTET,
-    NVFP4_ROW,
-    NVFP4_TETRA,
-    NVFP4_TETRA_SR,
-    NVFP4_UE5M3,
-)
+from halfbyte import formats
 from halfbyte.recipe.blends import BACKWARD, FORWARD
 from halfbyte.recipe.operands import AGAIN, GRADIENTS, ROLES, WEIGHTS, OperandPolicy
 from halfbyte.recipe.presets import bf16, fp8, mxfp4, nvfp4, nvfp4_no_rht, preset
@@ -34,44 +22,44 @@ nvfp4_unbiased = preset(
     "nvfp4_unbiased",
     nvfp4,
     "nvfp4 whose stochastic gradients have the mean of the gradient: scales x 17/16, bytes at midpoints",
-    nvfp4.with_operands(GRADIENTS, format=NVFP4_1716, rounding="midpoint"),
+    nvfp4.with_operands(GRADIENTS, format=formats.NVFP4_1716, rounding="midpoint"),
 )
 nvfp4_row = preset(
     "nvfp4_row",
     nvfp4_1d_weights,
     "nvfp4_1d_weights with a float32 scale for each row (token, output, feature) instead of one a tensor",
-    nvfp4_1d_weights.with_operands(ROLES, format=NVFP4_ROW),
+    nvfp4_1d_weights.with_operands(ROLES, format=formats.NVFP4_ROW),
 )
 nvfp4_4over6_mse = preset(
     "nvfp4_4over6_mse",
     nvfp4_1d_weights,
     "activations and weights under the better of two scales a block: its maximum becomes 6 or 4, by squared error",
-    nvfp4_1d_weights.with_operands(NOT_GRADIENTS, format=NVFP4_46_MSE),
+    nvfp4_1d_weights.with_operands(NOT_GRADIENTS, format=formats.NVFP4_46_MSE),
 )
 nvfp4_4over6_mae = preset(
     "nvfp4_4over6_mae",
     nvfp4_4over6_mse,
     "the same by absolute error: Transformer Engine's measure",
-    nvfp4_4over6_mse.with_operands(NOT_GRADIENTS, format=NVFP4_46_MAE),
+    nvfp4_4over6_mse.with_operands(NOT_GRADIENTS, format=formats.NVFP4_46_MAE),
 )
 nvfp4_4over6_sr = preset(
     "nvfp4_4over6_sr",
     nvfp4_4over6_mse,
     "four over six in all six operands; for gradients by the expected error of a stochastic rounding: unbiased",
-    nvfp4_4over6_mse.with_operands(GRADIENTS, format=NVFP4_46_SR, rounding="midpoint"),
+    nvfp4_4over6_mse.with_operands(GRADIENTS, format=formats.NVFP4_46_SR, rounding="midpoint"),
 )
 ue5m3 = preset(
     "ue5m3",
     nvfp4,
     "block scales in unsigned E5M3, which reach 2^-17; no Hadamard transform",
-    nvfp4.with_operands(ROLES, format=NVFP4_UE5M3, hadamard=False)
-    | nvfp4.with_operands(GRADIENTS, format=NVFP4_UE5M3, hadamard=False, rounding="midpoint"),
+    nvfp4.with_operands(ROLES, format=formats.NVFP4_UE5M3, hadamard=False)
+    | nvfp4.with_operands(GRADIENTS, format=formats.NVFP4_UE5M3, hadamard=False, rounding="midpoint"),
 )
 nvfp4_fwd_mxfp8_bwd = preset(
     "nvfp4_fwd_mxfp8_bwd",
     nvfp4,
     "NVFP4 in the forward pass, MXFP8 in the backward pass",
-    {role: OperandPolicy(MXFP8) for role in BACKWARD},
+    {role: OperandPolicy(formats.MXFP8) for role in BACKWARD},
 )
 amd_mxfp4 = preset(
     "amd_mxfp4",
@@ -80,21 +68,21 @@ amd_mxfp4 = preset(
     mxfp4.with_operands(GRADIENTS, rounding="rne"),
 )
 
-_backward = OperandPolicy(NVFP4_EDEN, rounding="away", hadamard=True, hadamard_size=128, signs="fresh")
+_backward = OperandPolicy(formats.NVFP4_EDEN, rounding="away", hadamard=True, hadamard_size=128, signs="fresh")
 quartet2 = preset(
     "quartet2",
     bf16,
     "Quartet II: forward four over six; backward MS-EDEN, chance in the scales, 128-point Hadamard with fresh signs",
-    {role: OperandPolicy(NVFP4_QUARTET, rounding="away") for role in FORWARD}
+    {role: OperandPolicy(formats.NVFP4_QUARTET, rounding="away") for role in FORWARD}
     | dict.fromkeys(BACKWARD, _backward)
     | {role: replace(_backward, source="forward") for role in AGAIN},
 )
-_tetra = OperandPolicy(NVFP4_TETRA_SR, rounding="midpoint", hadamard=True, signs="fresh")
+_tetra = OperandPolicy(formats.NVFP4_TETRA_SR, rounding="midpoint", hadamard=True, signs="fresh")
 tetrajet2 = preset(
     "tetrajet2",
     bf16,
     "TetraJet-v2 without its outlier split: scales of 128 neighbours, all backward operands stochastic and transformed",
-    {role: OperandPolicy(NVFP4_TETRA) for role in FORWARD}
+    {role: OperandPolicy(formats.NVFP4_TETRA) for role in FORWARD}
     | dict.fromkeys(BACKWARD, _tetra)
     | {role: replace(_tetra, source="forward") for role in AGAIN},
 )

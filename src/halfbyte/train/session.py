@@ -13,24 +13,11 @@ import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
-from halfbyte import models
+from halfbyte import metrics, models
 from halfbyte.checkpoint import Checkpoints
 from halfbyte.conformance import check_stacks, native_experts_agree, native_sites_agree
 from halfbyte.devices import Energy, energy, lookup
 from halfbyte.inputs import replace_file
-from halfbyte.metrics import (
-    Aside,
-    Display,
-    Guarded,
-    Jsonl,
-    Sink,
-    TensorBoard,
-    Throughput,
-    WandB,
-    make_display,
-    missing_steps,
-    read_rows,
-)
 from halfbyte.models.linear import MLP_SITES
 from halfbyte.ops.activation import ACTIVATIONS
 from halfbyte.profiling import Capture
@@ -198,10 +185,10 @@ class Outputs:
 
     stack: ExitStack
     store: Checkpoints
-    sinks: list[Sink]
+    sinks: list[metrics.Sink]
     goodput: Goodput
     capture: Capture
-    display: Display | None = None
+    display: metrics.Display | None = None
     claim: Claim | None = None
     """On the process that holds the directory."""
 
@@ -251,8 +238,8 @@ def dropped_rows(session: Session, step: int) -> list[dict[str, Any]]:
     path = session.directory / "metrics.jsonl"
     if not session.is_main:
         return []
-    rows = read_rows(path) if path.exists() else []
-    missing, first, last = missing_steps(rows, step)
+    rows = metrics.read_rows(path) if path.exists() else []
+    missing, first, last = metrics.missing_steps(rows, step)
     if missing:
         session.say(
             f"NOTE: metrics.jsonl lacks the rows of {missing} of the {step} steps before the checkpoint, from "
@@ -261,35 +248,41 @@ def dropped_rows(session: Session, step: int) -> list[dict[str, Any]]:
     return [row for row in rows if row.get("step", 0) > step]
 
 
-def open_sinks(session: Session, stack: ExitStack, *, resume_step: int | None) -> list[Sink]:
+def open_sinks(session: Session, stack: ExitStack, *, resume_step: int | None) -> list[metrics.Sink]:
     """JSONL always; TensorBoard and Weights & Biases as configured. None on other processes than the first."""
     if not session.is_main:
         return []
     config, directory = session.config, session.directory
     say, lines, events = session.say, directory / "metrics.jsonl", directory / "tensorboard"
-    sinks: list[Sink] = [Guarded("metrics.jsonl", lambda: Jsonl(lines, resume_step=resume_step, say=say), say)]
+    sinks: list[metrics.Sink] = [
+        metrics.Guarded("metrics.jsonl", lambda: metrics.Jsonl(lines, resume_step=resume_step, say=say), say)
+    ]
     if config.log.tensorboard:
-        sinks.append(Guarded("TensorBoard's log", lambda: TensorBoard(events, resume_step=resume_step), say))
+        sinks.append(
+            metrics.Guarded("TensorBoard's log", lambda: metrics.TensorBoard(events, resume_step=resume_step), say)
+        )
     if config.log.wandb:
         facts: Any = {"name": directory.name, "directory": directory, "config": jsonconfig.to_dict(config)}
-        sinks.append(Guarded("Weights & Biases", lambda: Aside(WandB(config.log.wandb, **facts)), say))
+        sinks.append(
+            metrics.Guarded("Weights & Biases", lambda: metrics.Aside(metrics.WandB(config.log.wandb, **facts)), say)
+        )
     for sink in sinks:
         stack.callback(sink.close)
     return sinks
 
 
-def open_display(session: Session, stack: ExitStack) -> Display | None:
+def open_display(session: Session, stack: ExitStack) -> metrics.Display | None:
     """The live panel or plain lines, on the first process."""
     if not session.is_main:
         return None
     config = session.config
     title = f"{config.name} · {config.recipe} · {format_mesh(dict(session.mesh.shape)) or 'one device'}"
-    display = make_display(session.console, title=title, steps=config.steps, every=config.log.every)
+    display = metrics.make_display(session.console, title=title, steps=config.steps, every=config.log.every)
     stack.callback(display.close)
     return display
 
 
-def make_meter(session: Session, phase: Phase) -> Throughput:
+def make_meter(session: Session, phase: Phase) -> metrics.Throughput:
     """Rates of a step in one precision phase."""
     tokens = session.config.batch * session.source.seq
     return session.manifest_of(phase).meter(lookup(jax.devices()[0]), tokens=tokens, devices=len(jax.devices()))

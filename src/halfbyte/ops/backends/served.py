@@ -8,23 +8,20 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TypedDict
 
-from halfbyte.formats import (
-    NVFP4,
-    NVFP4_46_MAE,
-    NVFP4_46_MSE,
-    NVFP4_46_SR,
-    NVFP4_1716,
-    NVFP4_EDEN,
-    NVFP4_QUARTET,
-    TwoLevel,
-)
+from halfbyte import formats
 from halfbyte.kernels import eden
 from halfbyte.recipe import AGAIN, OperandPolicy, Recipe
 
-FORMATS = (NVFP4, NVFP4_1716, NVFP4_46_MSE, NVFP4_46_MAE, NVFP4_46_SR)  # E2M1 under E4M3 scales of 16, one S a tensor
-WEIGHT = OperandPolicy(NVFP4, block="2d")  # of a tile, one carrier or packed codes for both GEMMs
-QUARTET = OperandPolicy(NVFP4_QUARTET, rounding="away")
-EDEN = OperandPolicy(NVFP4_EDEN, rounding="away", hadamard=True, hadamard_size=eden.POINTS, signs="fresh")
+FORMATS = (
+    formats.NVFP4,
+    formats.NVFP4_1716,
+    formats.NVFP4_46_MSE,
+    formats.NVFP4_46_MAE,
+    formats.NVFP4_46_SR,
+)  # E2M1 under E4M3 scales of 16, one S a tensor
+WEIGHT = OperandPolicy(formats.NVFP4, block="2d")  # of a tile, one carrier or packed codes for both GEMMs
+QUARTET = OperandPolicy(formats.NVFP4_QUARTET, rounding="away")
+EDEN = OperandPolicy(formats.NVFP4_EDEN, rounding="away", hadamard=True, hadamard_size=eden.POINTS, signs="fresh")
 EDEN_AGAIN = dataclasses.replace(EDEN, source="forward")
 WEIGHTS = {  # what its weight kernels make
     WEIGHT,
@@ -50,16 +47,16 @@ for _role, _policy in (("fprop_x", QUARTET), ("dgrad_dy", EDEN), ("wgrad_dy", ED
     SERVED[_role].add(_policy)
 
 
-def rule_of(policy: OperandPolicy) -> TwoLevel:
+def rule_of(policy: OperandPolicy) -> formats.TwoLevel:
     """The scale rule of a format that is served."""
-    assert isinstance(policy.format.scale, TwoLevel)
+    assert isinstance(policy.format.scale, formats.TwoLevel)
     return policy.format.scale
 
 
 class Scaling(TypedDict):
     """What a policy says to a kernel about scales and rounding."""
 
-    rule: TwoLevel
+    rule: formats.TwoLevel
     rounding: str
 
 
