@@ -6,7 +6,7 @@ import pytest
 
 from halfbyte import ops
 from halfbyte.conformance import ask_card, card
-from halfbyte.devices import DEVICES, verdicts
+from halfbyte.devices import DEVICES, capability
 from halfbyte.ops import Problem, choose
 from halfbyte.recipe import recipe
 
@@ -23,9 +23,9 @@ def _quick(quick_compiles):
 def here(monkeypatch, tmp_path):
     """The card is this machine's, and was never asked."""
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path))
-    monkeypatch.setattr(verdicts, "is_here", lambda device: device is CARD)
+    monkeypatch.setattr(capability, "is_here", lambda device: device is CARD)
     monkeypatch.setattr(card, "lookup", lambda device: CARD)
-    monkeypatch.setattr(verdicts, "_answers", {})
+    monkeypatch.setattr(capability, "_answers", {})
 
 
 def answering(monkeypatch, native):
@@ -54,7 +54,7 @@ def test_a_card_that_is_right_is_believed_and_remembered(here, monkeypatch):
     answering(monkeypatch, lambda y: y)
     assert ask_card(said.append) is None
     assert choose("auto", PROBLEM).name == "native" and "native" in said[0]
-    verdicts._answers.clear()  # as in the next process, where asking would go wrong
+    capability._answers.clear()  # as in the next process, where asking would go wrong
     answering(monkeypatch, refused)
     assert ask_card(said.append) is None and choose("auto", PROBLEM).name == "native"
 

@@ -8,7 +8,6 @@ halfbyte bench llama3-8b --layers 16 --batch 16 --recipes bf16 --flags all"""
 
 import contextlib
 import dataclasses
-import json
 import os
 import platform
 import subprocess
@@ -23,7 +22,7 @@ from halfbyte.cli.flags import words_of
 from halfbyte.cli.interrupting import terminated_as_interrupted
 from halfbyte.cli.result import DONE, FAILED, NOT_PASSED, Result
 from halfbyte.cli.screen import console, table
-from halfbyte.inputs import check_output, check_whole, replace_file
+from halfbyte.inputs import check_output, check_whole, write_json
 
 COLUMNS = (
     "recipe", "remat", "batch", "ms", "tokens/s", "J a step", "tokens/J", "TFLOP/s", "MFU", "vs bf16", "temp GiB",
@@ -219,7 +218,7 @@ def write(args: Args, data: dict[str, Any]) -> None:
     if args.out is not None:
         path = check_output(args.out, flag="--out")
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, json.dumps(data, indent=1) + "\n")
+        write_json(path, data)
 
 
 def memory_limit(args: Args) -> int:

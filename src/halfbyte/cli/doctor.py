@@ -5,7 +5,6 @@ that format means anything. `--accept` also answers every line of docs/unverifie
 answers to a file to send, and exits with 3 if one is missed."""
 
 import contextlib
-import json
 import os
 import platform
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ import halfbyte
 from halfbyte.cli.result import DONE, NOT_PASSED, Result
 from halfbyte.cli.screen import console, table
 from halfbyte.devices.platform import idle_card
-from halfbyte.inputs import check_output, replace_file
+from halfbyte.inputs import check_output, write_json
 
 PACKAGES = (
     "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "numpy", "ml_dtypes", "optax",
@@ -62,7 +61,7 @@ def run(args: Args) -> Result:
     }
     if args.accept:
         data["acceptance"] = lines
-        replace_file(out, json.dumps(data, indent=1) + "\n")
+        write_json(out, data)
         console().print(f"answers: {out}     please send this file with what you think of it")
     return Result(data, DONE if passed else NOT_PASSED)
 

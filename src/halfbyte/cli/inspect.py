@@ -9,7 +9,6 @@ shortest list of layers or linears to keep in higher precision, as a ready --pol
 inspect.json."""
 
 import itertools
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +17,7 @@ import tyro
 
 from halfbyte.cli.result import Result
 from halfbyte.cli.screen import console, note, progress
-from halfbyte.inputs import check_output, check_whole, replace_file
+from halfbyte.inputs import check_output, check_whole, replace_file, write_json
 
 if TYPE_CHECKING:
     from halfbyte.train.reading import RunDirectory
@@ -78,7 +77,7 @@ def run(args: Args) -> Result:
     replace_file(
         out / "inspect.html", html(found, title=f"Inspect: {config.name}", lines=lines, policy=policy, wanted=args.snr)
     )
-    replace_file(out / "inspect.json", json.dumps(data, indent=1) + "\n")
+    write_json(out / "inspect.json", data)
     screen.print(f"report: {out / 'inspect.html'}", markup=False)
     return Result(data)
 

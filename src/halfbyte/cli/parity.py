@@ -13,7 +13,6 @@ passes. Ctrl-C keeps what is done and writes the report; the same command goes o
 Exit code 0: every candidate passed; 3: not; 75: stopped or over its time."""
 
 import dataclasses
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ import tyro
 from halfbyte.cli.result import NOT_PASSED, PREEMPTED, Result
 from halfbyte.cli.screen import say
 from halfbyte.cli.study import Study, conduct, plan_of
-from halfbyte.inputs import replace_file
+from halfbyte.inputs import write_json
 
 if TYPE_CHECKING:
     from halfbyte.parity.plan import Plan
@@ -94,7 +93,7 @@ def run_branch_test(args: Args) -> Result:
     line = verdict_line(plan, found, margin)
     data = {"verdict": line, "baseline": plan.baseline, "recipe": plan.config.recipe, "margin": str(margin),
             "branch_steps": plan.steps, "branches": found}  # fmt: skip
-    replace_file(out / "branches.json", json.dumps(data, indent=1) + "\n")
+    write_json(out / "branches.json", data)
     for row in found:
         bounds = row["within_run"]
         within = f", within this branch {bounds[0]:+.4f} to {bounds[1]:+.4f}" if bounds else ""

@@ -1,13 +1,12 @@
 """The question to a card that nobody has seen our native GEMMs run on, asked once and remembered for the machine."""
 
 import contextlib
-import json
 from collections.abc import Callable
 
 import jax
 
 from halfbyte.devices import NOT_ASKED, Device, cudnn_version, doubt, lookup, settle
-from halfbyte.inputs import read_json, replace_file, user_cache
+from halfbyte.inputs import read_json, user_cache, write_json
 from halfbyte.recipe import recipe
 
 from .native_gemms import SelfTestFailed, native_gemms_agree
@@ -34,7 +33,7 @@ def ask_card(say: Callable[[str], None]) -> str | None:
     if final:
         with contextlib.suppress(OSError):  # it is asked again by the next process
             user_cache().mkdir(parents=True, exist_ok=True)
-            replace_file(user_cache() / FILE, json.dumps({**answers, key: refusal}, indent=1) + "\n")
+            write_json(user_cache() / FILE, {**answers, key: refusal})
     verdict = f"emulated, because {refusal}" if refusal else "native: they equal emulated ones"
     say(f"{device.name} was asked: 4-bit GEMMs are {verdict}")
     return doubt(device)

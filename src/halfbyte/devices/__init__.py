@@ -6,7 +6,7 @@ describe it to XLA and to Pallas on a machine that does not have one, `known_to_
 `energy` reads what a GPU draws.
 """
 
-from halfbyte.devices.capability import native_inference, native_training
+from halfbyte.devices.capability import NOT_ASKED, doubt, native_inference, native_training, settle
 from halfbyte.devices.cudnn import cudnn_version, target_cudnn
 from halfbyte.devices.energy import Energy, energy
 from halfbyte.devices.lookup import lookup
@@ -14,5 +14,4 @@ from halfbyte.devices.platform import settle_platform
 from halfbyte.devices.table import DEVICES, Device, device
 from halfbyte.devices.target import lowering_for, target_config, topology
 from halfbyte.devices.units import UNITS, Unit
-from halfbyte.devices.verdicts import NOT_ASKED, doubt, settle
 from halfbyte.devices.xla import GATHERS_AHEAD, known_to_xla

@@ -6,7 +6,7 @@ names the unit that multiplies it; nothing here knows a format.
 Training on a block-scaled unit needs more than its multiplier: the gradients of a 4-bit recipe are rounded
 stochastically. The convert instruction that does so exists on SM 10.0 and 10.3 alone; our kernels round with integers
 and need none, so SM 12.0 and 12.1 (RTX 50, RTX PRO Blackwell, DGX Spark) train too. Nobody has seen our program run
-there: `auto` takes their units after the card itself has agreed (`verdicts.py`).
+there: `auto` takes their units after the card itself has agreed (`capability.py`).
 """
 
 from collections.abc import Mapping

@@ -2,10 +2,12 @@
 
 import contextlib
 import errno
+import json
 import os
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from .reading import regular
 
@@ -39,6 +41,11 @@ def replace_file(path: str | os.PathLike[str], content: str | bytes) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def write_json(path: str | os.PathLike[str], data: Any) -> None:
+    """`data` as a file of JSON that people read too, by `replace_file`."""
+    replace_file(path, json.dumps(data, indent=1) + "\n")
 
 
 def refuse_links(directory: Path, names: Iterable[str], *, flag: str) -> None:

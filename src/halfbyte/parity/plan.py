@@ -8,13 +8,12 @@ that a plan of one or two lacks for the one look that it has, after three.
 
 import datetime
 import fcntl
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from halfbyte.inputs import check_whole, no_follow, read_json, replace_file
+from halfbyte.inputs import check_whole, no_follow, read_json, write_json
 from halfbyte.inputs.programs import only_named
 from halfbyte.train import LogConfig, TrainConfig, jsonconfig, phases
 
@@ -185,7 +184,7 @@ def settle(directory: Path, plan: Plan) -> Plan:
 
 
 def _write(directory: Path, plan: Plan) -> Plan:
-    replace_file(directory / FILE, json.dumps(plan.to_json(), indent=1) + "\n")
+    write_json(directory / FILE, plan.to_json())
     return plan
 
 

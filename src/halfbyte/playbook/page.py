@@ -1,7 +1,6 @@
 """The page that is forwarded: the answer, the points that it rests on, pictures, and what was not tried; from the
 records alone."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 from halfbyte import report as page
 from halfbyte.diagnosis.inspection_page import noise_figure
-from halfbyte.inputs import printable, replace_file
+from halfbyte.inputs import printable, replace_file, write_json
 from halfbyte.metrics import finite
 from halfbyte.parity.plan import Plan, plan_from_json
 from halfbyte.parity.radar_view import radar_section
@@ -32,7 +31,7 @@ def write_page(records: Records, directory: Path) -> dict[str, Path]:
     decision, table = decide(records), points(records)
     files = {kind: directory / name for kind, name in FILES.items()}
     replace_file(files["html"], page.html_page(title(records), sections(records, decision, table)))
-    replace_file(files["json"], json.dumps(finite(as_json(records, decision, table)), indent=1) + "\n")
+    write_json(files["json"], finite(as_json(records, decision, table)))
     replace_file(files["md"], printable(markdown(records, decision, table)))
     return files
 

@@ -8,8 +8,7 @@ several times in a row, and, where it is asked for, a loss far above its own med
 import statistics
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from .config import TrainConfig
 
@@ -38,10 +37,6 @@ class Return:
     reason: str
     recipe: str
     skipped: int
-
-    def to_json(self) -> dict[str, Any]:
-        """As it is kept."""
-        return asdict(self)
 
 
 @dataclass

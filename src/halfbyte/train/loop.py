@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -372,7 +372,7 @@ class Loop:
             "data": self.data_state,
             "data_set": self.session.content,
             "goodput": self.goodput.to_json(),
-            "returns": [back.to_json() for back in self.returns],
+            "returns": [asdict(back) for back in self.returns],
         }
         try:
             begun = self.outputs.store.save(self.step, self.state.items(), extra=extra)

@@ -2,10 +2,9 @@
 anything is written.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from halfbyte import metrics, models
 from halfbyte.checkpoint import Checkpoints
 from halfbyte.conformance import check_stacks, native_experts_agree, native_sites_agree
 from halfbyte.devices import Energy, energy, lookup
-from halfbyte.inputs import replace_file
+from halfbyte.inputs import write_json
 from halfbyte.models.linear import MLP_SITES
 from halfbyte.ops.activation import ACTIVATIONS
 from halfbyte.profiling import Capture
@@ -229,8 +228,8 @@ def write_manifest(session: Session, every: Sequence[Phase], returns: Sequence[R
         for phase in every
         if phase.stop > phase.start
     ]
-    found = {**listed[0], "phases": listed, "returns": [back.to_json() for back in returns]}
-    replace_file(session.directory / "manifest.json", json.dumps(found, indent=1) + "\n")
+    found = {**listed[0], "phases": listed, "returns": [asdict(back) for back in returns]}
+    write_json(session.directory / "manifest.json", found)
 
 
 def dropped_rows(session: Session, step: int) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ split over `tensor` or `context` across processes is read by all of them, and on
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,19 +126,13 @@ def to_mesh(rows: dict[str, np.ndarray], mesh: Mesh, *, batch: int) -> Batch:
     return {name: place(np.asarray(value, np.int32)) for name, value in rows.items()}
 
 
-def batches(loader: Any, mesh: Mesh, *, batch: int) -> Iterator[Batch]:
-    """Global batches from a loader."""
-    for rows in loader:
-        yield to_mesh(rows, mesh, batch=batch)
-
-
 def validate(source: Source, mesh: Mesh, evaluate: Callable[[Any], Any]) -> dict[str, float]:
     """Loss by source name, and `all`: the mean over the tokens of all sources. Empty where the data set has no
     validation rows."""
     results, nll_total, tokens_total = {}, 0.0, 0.0
     for name, start in source.validation(mesh).items():
         loader = start()
-        sums = [evaluate(batch) for batch in batches(loader, mesh, batch=source.config.batch)]
+        sums = [evaluate(to_mesh(rows, mesh, batch=source.config.batch)) for rows in loader]
         loader.close()
         nll, tokens = (float(sum(np.asarray(part[i], np.float64) for part in sums)) for i in (0, 1))
         results[name] = nll / max(tokens, 1.0)
