@@ -1,17 +1,24 @@
-"""Timings of the GEMM with alpha on its accumulator, against XLA with and without alpha."""
+"""Timings of the GEMM with alpha on its accumulator, against XLA with and without alpha; of the FP8 casts, and of the
+8-bit GEMM over their codes.
+"""
 
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from kernel_cases import scale_of
 from kernel_timing import Case, Function, random_array
 
+from halfbyte import kernels as K
+from halfbyte.kernels import f8
 from halfbyte.kernels.matmul import GemmTiling, matmul, with_float32_output
 from halfbyte.kernels.scale import GEMM
 
+LAST = (((1,), (1,)), ((), ()))  # the contraction, of both
+CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 CONTRACTED = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}
 MLPS = ((16384, 2048, 8192), (8192, 4096, 14336))  # tokens, width, hidden
 TILINGS = {  # beside the default: the pairs that no default uses
@@ -55,3 +62,39 @@ def _variants(layout: str, dtype: Any) -> dict[str, Function]:
         "xla, alpha": scaled,
         **{name: functools.partial(ours, tiling=wide(tiling)) for name, tiling in TILINGS.items()},
     }
+
+
+def f8_cases(shapes: list[tuple[int, int]]) -> list[Case]:
+    out, scale = [], K.tensor_scale(K.amax_bits(jnp.float32(5.0)), top=448.0)
+    for shape in shapes:
+        elements = float(np.prod(shape))
+        xs = [(random_array(shape, i), scale) for i in range(4)]
+        three = [(*(random_array(shape, 3 * i + j) for j in range(3)), scale) for i in range(2)]
+        backward = lambda g, u, d, s: f8.cast_backward(g, u, d, [s, s, s])  # noqa: E731
+        out.append(Case("copy", shape, "jnp.copy", jnp.copy, [x[:1] for x in xs], 4 * elements))
+        out.append(Case("f8_cast", shape, "", f8.cast, xs, 4 * elements))
+        out.append(Case("f8_swiglu_backward", shape, "", backward, three, 11 * elements))
+    ways = {"float32 out, alpha": scaled, "scales on the operands": dequantized, "the same, split sums": split}
+    for m, n, k in ((16384, 8192, 2048), (16384, 2048, 8192), (8192, 14336, 4096), (8192, 4096, 14336)):
+        sets = [tuple(random_array(s, i, jnp.float8_e4m3fn) for s in ((m, k), (n, k))) + (scale,) * 2 for i in range(2)]
+        for name, fn in ways.items():
+            for options in (CUBLAS,) if fn is split else ({}, CUBLAS):
+                label = name + (", cuBLAS" if options else "")
+                out.append(Case("f8_gemm", (m, n, k), label, fn, sets, 2.0 * m * n * k, "TFLOP/s", options))
+    return out
+
+
+def scaled(a, b, s, t):
+    y = lax.dot_general(a, b, LAST, preferred_element_type=jnp.float32) * (s[GEMM] * t[GEMM])
+    return lax.reduce_precision(y, 8, 7).astype(jnp.bfloat16)
+
+
+def split(a, b, s, t):
+    """The 8-bit units' short sums added up in float32 more often: cuBLAS without its fast accumulation."""
+    return dequantized(a, b, s, t, lax.Precision.HIGHEST)
+
+
+def dequantized(a, b, s, t, precision=None):
+    """As XLA's rewriter wants it: with its Triton GEMMs off this is one f8 GEMM that takes the float32 scales."""
+    left, right = (codes.astype(jnp.bfloat16) * scale[GEMM].astype(jnp.bfloat16) for codes, scale in ((a, s), (b, t)))
+    return lax.dot_general(left, right, LAST, precision=precision, preferred_element_type=jnp.bfloat16)

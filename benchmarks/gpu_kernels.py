@@ -18,7 +18,6 @@ import traceback
 from typing import Any
 
 import codes_cases
-import f8_cases
 import gemm_cases
 import kernel_cases
 import norm_cases
@@ -33,7 +32,7 @@ GROUPS = {
     "swiglu": kernel_cases.swiglu_cases,
     "codes": codes_cases.cases,
     "gemm": gemm_cases.cases,
-    "f8": f8_cases.cases,
+    "f8": gemm_cases.f8_cases,
     "norm": norm_cases.cases,
 }
 

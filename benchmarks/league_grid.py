@@ -24,6 +24,7 @@ from typing import Any
 import tyro
 from league_own import OWN
 
+from halfbyte.inputs import read_json, write_json
 from halfbyte.metrics import read_rows
 from halfbyte.models import LlamaConfig, count_params
 from halfbyte.optim import OptimizerConfig
@@ -157,7 +158,7 @@ class Job:
     def start(self, slots: int) -> subprocess.Popen[bytes]:
         self.folder.mkdir(parents=True, exist_ok=True)
         config = self.folder.parent / f"{self.folder.name}.json"
-        config.write_text(json.dumps(jsonconfig.to_dict(self.config), indent=1), encoding="utf-8")
+        jsonconfig.save(self.config, config)
         command = [sys.executable, "-m", "halfbyte", "train", "--config", str(config), "--run-dir", str(self.folder)]
         shared = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.85 / slots:.3f}"}
         with open(self.folder.parent / f"{self.folder.name}.log", "ab") as log:
@@ -188,19 +189,11 @@ def run_all(jobs: list[Job], *, slots: int, minutes: float) -> None:
         time.sleep(0.2)
 
 
-def losses(folder: Path) -> list[float]:
-    return [row["loss"] for row in read_rows(folder / "metrics.jsonl") if "loss" in row]
-
-
 def jumps(curve: list[float]) -> bool:
     """Whether the mean loss of a fortieth of the run stands more than JUMP above that of the one before."""
     size = len(curve) // 40
     means = [sum(curve[i * size : (i + 1) * size]) / size for i in range(40)]
     return any(after > before + JUMP for before, after in itertools.pairwise(means))
-
-
-def last_validation(folder: Path) -> dict[str, Any]:
-    return [row for row in read_rows(folder / "metrics.jsonl") if "validation_loss" in row][-1]
 
 
 def rate_folder(out: Path, cell: str, rate: float) -> Path:
@@ -211,8 +204,8 @@ def chosen_rates(out: Path) -> dict[str, float]:
     """size -> the smallest rate without a jump whose loss is within NEAR of the best such."""
     found = {}
     for cell in RATE_CELLS:
-        ended = {rate: rate_folder(out, cell, rate) for rate in RATES}
-        calm = {r: last_validation(f)["validation_loss"] for r, f in ended.items() if not jumps(losses(f))}
+        runs = {rate: outcome(rate_folder(out, cell, rate)) for rate in RATES}
+        calm = {rate: run["validation_loss"] for rate, run in runs.items() if not run["jumps"]}
         best = min(calm.values())
         found[cell.split("@")[0]] = min(rate for rate, loss in calm.items() if loss <= best * (1 + NEAR))
     return found
@@ -220,7 +213,7 @@ def chosen_rates(out: Path) -> dict[str, float]:
 
 def write(folder: Path, name: str, found: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_json(folder / name, found)
 
 
 def write_plan() -> None:
@@ -228,7 +221,7 @@ def write_plan() -> None:
 
 
 def refuse_other_plan(folder: Path = FOLDER, made: dict[str, Any] | None = None) -> None:
-    if json.loads((folder / "plan.json").read_text(encoding="utf-8")) != json.loads(json.dumps(made or plan())):
+    if read_json(folder / "plan.json") != json.loads(json.dumps(made or plan())):
         raise SystemExit("plan.json is not the plan of this file; the plan is committed before the first step")
 
 
@@ -240,19 +233,14 @@ def rates(data: str, out: Path, slots: int = 5, minutes: float = 9.0) -> None:
         for r in RATES
     ]
     run_all(jobs, slots=slots, minutes=minutes)
-    ended = {
-        f"{job.cell} {job.config.optimizer.learning_rate:g}": {
-            "validation_loss": last_validation(job.folder)["validation_loss"], "jumps": jumps(losses(job.folder))
-        }
-        for job in jobs
-    }  # fmt: skip
+    runs = {f"{job.cell} {job.config.optimizer.learning_rate:g}": outcome(job.folder) for job in jobs}
+    ended = {name: {key: run[key] for key in ("validation_loss", "jumps")} for name, run in runs.items()}
     write(out, "rates.json", {"chosen": chosen_rates(out), "runs": ended})
 
 
 def run(data: str, out: Path, arms: str, cells: str, seeds: str = "0", slots: int = 5, minutes: float = 9.0) -> None:
     refuse_other_plan()
-    file = out / "rates.json" if (out / "rates.json").is_file() else FOLDER / "rates.json"
-    chosen = json.loads(file.read_text(encoding="utf-8"))["chosen"]
+    chosen = read_json(out / "rates.json" if (out / "rates.json").is_file() else FOLDER / "rates.json")["chosen"]
     jobs = [
         Job(
             out / "runs" / cell / f"{name}-{seed}",
@@ -268,23 +256,23 @@ def run(data: str, out: Path, arms: str, cells: str, seeds: str = "0", slots: in
 
 def outcome(folder: Path) -> dict[str, Any]:
     """What a run ended with."""
-    rows = [row for row in read_rows(folder / "metrics.jsonl") if "validation_loss" in row]
-    kept = {key: value for key, value in rows[-1].items() if key.startswith("validation")}
-    curve = [[row["step"], row["validation_loss"]] for row in rows]
-    return {**kept, "curve": curve, "jumps": jumps(losses(folder))}
+    rows = read_rows(folder / "metrics.jsonl")
+    validated = [row for row in rows if "validation_loss" in row]
+    kept = {key: value for key, value in validated[-1].items() if key.startswith("validation")}
+    curve = [[row["step"], row["validation_loss"]] for row in validated]
+    return {**kept, "curve": curve, "jumps": jumps([row["loss"] for row in rows if "loss" in row])}
 
 
 def collect(out: tyro.conf.Positional[Path]) -> None:
     """What every run ended with, added to what is there."""
-    file = FOLDER / "runs.json"
-    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    found = read_json(FOLDER / "runs.json") if (FOLDER / "runs.json").is_file() else {}
     for metrics in sorted(out.glob("runs/*/*/metrics.jsonl")):
         cell, name = metrics.parts[-3:-1]
         if any(row["step"] == steps_of(cell) and "validation_loss" in row for row in read_rows(metrics)):
             found.setdefault(cell, {})[name] = outcome(metrics.parent)
     write(FOLDER, "runs.json", found)
     if (out / "rates.json").is_file():
-        write(FOLDER, "rates.json", json.loads((out / "rates.json").read_text(encoding="utf-8")))
+        write(FOLDER, "rates.json", read_json(out / "rates.json"))
 
 
 if __name__ == "__main__":

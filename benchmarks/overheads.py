@@ -15,7 +15,6 @@ Limits: guards 2%, saving 1% of 100 steps, the radar 1% at 400 steps, telemetry 
 import dataclasses
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -32,6 +31,7 @@ settle_platform(os.environ)
 import jax  # noqa: E402
 
 from halfbyte.checkpoint import Checkpoints  # noqa: E402
+from halfbyte.cli.bench import versions  # noqa: E402
 from halfbyte.diagnosis.radar import Radar  # noqa: E402
 from halfbyte.diagnosis.telemetry import Telemetry  # noqa: E402
 from halfbyte.runs import run_config  # noqa: E402
@@ -188,10 +188,7 @@ def main(args: Args) -> int:
     loader = open_source(config).loader(mesh)
     batch = to_mesh(next(loader), mesh, batch=config.batch)
     loader.close()
-    facts = {
-        "model": args.model, "recipe": args.recipe, "batch": args.batch, "seq": args.seq,
-        "device": jax.devices()[0].device_kind, "jax": jax.__version__, "python": platform.python_version(),
-    }  # fmt: skip
+    facts = {"model": args.model, "recipe": args.recipe, "batch": args.batch, "seq": args.seq, **versions()}
     with tempfile.TemporaryDirectory(prefix="halfbyte-overheads-") as folder:
         observers = {name: kind(every, Path(folder)) for name, (kind, every, _) in LOOKS.items()}
         store = Checkpoints(Path(folder) / "checkpoints", keep_last=1)

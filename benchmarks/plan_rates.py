@@ -16,12 +16,11 @@ import time
 from collections import defaultdict
 from typing import Any
 
-import f8_cases
 import jax
 import jax.numpy as jnp
 import kernel_timing
 import tyro
-from gemm_cases import dot, shapes_of
+from gemm_cases import CUBLAS, dequantized, dot, shapes_of, split
 from kernel_timing import Case
 
 from halfbyte.devices import lookup
@@ -57,14 +56,13 @@ def gemm_cases() -> list[Case]:
 def fp8_cases() -> list[Case]:
     """Forward as it is, backward with split sums, as the recipe has them."""
     out, scale = [], jnp.full(GEMM + 1, 0.01, jnp.float32)
-    forward, backward, options = f8_cases.dequantized, f8_cases.split, f8_cases.CUBLAS
     for k, n in (*MLP["1b"], *MLP["8b"]):
-        for m, width, inner, fn in ((TOKENS, n, k, forward), (TOKENS, k, n, backward), (k, n, TOKENS, backward)):
+        for m, width, inner, fn in ((TOKENS, n, k, dequantized), (TOKENS, k, n, split), (k, n, TOKENS, split)):
             given = random_array((width, inner), 9, jnp.float8_e4m3fn)
             for name, other in (("fp8", given), ("fp8 zeros", jnp.zeros_like(given))):
                 sets = [(random_array((m, inner), i, jnp.float8_e4m3fn), other, scale, scale) for i in range(SETS)]
                 shape, work = (m, width, inner), 2.0 * TOKENS * k * n
-                out.append(Case(name, shape, fn.__name__, fn, sets, work, "TFLOP/s", options))
+                out.append(Case(name, shape, fn.__name__, fn, sets, work, "TFLOP/s", CUBLAS))
     return out
 
 
