@@ -155,11 +155,7 @@ def _show(data: Mapping[str, Any]) -> None:
         for words in (*row["problems"], *row["remarks"]):
             say(f"  {words}")
     first = next(iter(data["recipes"].values()))
-    rows = [
-        (each["what"], each["purpose"], each["source"], f"{1e3 * each['seconds']:.1f}")
-        for each in first["most_expensive"]
-    ]
-    console().print(table(("what", "for", "source", "ms a step"), rows, title="what takes longest"))
+    console().print(table(plan.LONGEST, map(plan.longest, first["most_expensive"]), title="what takes longest"))
     for name, each in data.get("budget", {}).items():
         cost = (
             f", {each['cost']:,.0f} (a percent of step time is worth {each['cost'] / 100:,.0f})" if each["cost"] else ""

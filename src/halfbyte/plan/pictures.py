@@ -17,6 +17,7 @@ MEMORY = ("weights", "optimizer", "gradients", "residuals", "activations", "work
 LANES = ("gemm", "attention", "pass", "send")
 COLOURS = {"mlp": 0, "linears": 0, "attention linears": 5, "head": 7, "attention": 2, "operands": 1, "communication": 3}
 COLUMNS = ("recipe", "fits", "GiB", "step s", "queued s", "TFLOP/s", "tokens/s", "MFU", "exposed s", "vs")
+LONGEST = ("what", "for", "source", "ms a step")
 SENT = ("collective", "over", "dtype", "link", "times", "GB", "ms alone", "beside")
 GIB = 2**30
 
@@ -65,7 +66,7 @@ def page(title: str, data: Mapping[str, Any], found: Mapping[str, Outcome]) -> s
         parts.append(section(
             f"A step in {name}",
             figure("One turn of each loop, in order; each as wide as one turn lasts", timeline(each.shared.spans)),
-            table(("what", "for", "source", "ms a step"), map(_expensive, row["most_expensive"])),
+            table(LONGEST, map(longest, row["most_expensive"])),
             table(SENT, map(_collective, row["collectives"][:12])),
         ))  # fmt: skip
     if "budget" in data:
@@ -81,7 +82,8 @@ def page(title: str, data: Mapping[str, Any], found: Mapping[str, Outcome]) -> s
     return html_page(title, parts)
 
 
-def _expensive(row: Mapping[str, Any]) -> tuple[str, ...]:
+def longest(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """One entry of what takes longest as a row of its table."""
     return row["what"], row["purpose"], row["source"], f"{1e3 * row['seconds']:.1f}"
 
 
