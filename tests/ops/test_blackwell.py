@@ -11,6 +11,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+import test_stacks
 
 import halfbyte as hb
 from halfbyte import devices, ops
@@ -62,6 +63,15 @@ def test_the_mlp_is_nine_native_gemms_and_no_other():
     text = program(mlp, "b200", MLP)
     assert native_gemms(text) == 9
     assert not OTHER_GEMM.search(text)
+
+
+def test_a_loop_of_layers_copies_no_product():
+    """g and u of each, which kernels write and read in the loop's stacks; with their maxima, as codes. Hopper:
+    test_stacks.py.
+    """
+    found, product = test_stacks.moved("nvfp4", devices.device("b200")), 2 * test_stacks.TOKENS * test_stacks.HIDDEN * 2
+    assert found["slice"] < 3 * product, found
+    assert found["update"] + found["fill"] < 4 * product, found
 
 
 def test_a_hopper_program_has_none():

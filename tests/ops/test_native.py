@@ -15,6 +15,7 @@ from instruments import activation, quick
 
 from halfbyte import devices, ops
 from halfbyte.formats import MXFP8_E5M2
+from halfbyte.kernels.stacks import Layer
 from halfbyte.ops.backends import block_scaled, native
 from halfbyte.ops.backends.mx_passes import MX, MxPasses
 from halfbyte.ops.backends.native import TILED, NativePasses
@@ -172,6 +173,27 @@ def test_the_backward_pass_applies_what_gemms_owe_it() -> None:
         PASSES.activate_backward(*owing, *asked), PASSES.activate_backward(*paid((G, U, DH)), *asked), strict=True
     ):
         same(a, b)
+
+
+def test_g_and_u_in_stacks_are_written_and_read_where_they_lie() -> None:
+    """In the second of three layers, beside numbers that nobody may read; what is owed to them stays owed."""
+    ahead, dy = [request(NVFP4, "fprop_x", KEY)], [request(NVFP4, role, KEY) for role in ("dgrad_dy", "wgrad_dy")]
+    asked = dy, dy, [request(NVFP4, "wgrad_x", KEY)]
+    unread = [jnp.full((3, *G.shape), jnp.nan, jnp.bfloat16)] * 2
+    owing = [Owed(t, m) for t, m in zip((G, U, DH), OWED, strict=True)]
+
+    def both(g, u, dh, *stacks):
+        made, stacks = PASSES.activate_into(g, u, ahead, [Layer(s, jnp.int32(1)) for s in stacks])
+        lies = [Owed(Layer(s, jnp.int32(1)), t.factor) for s, t in zip(stacks, (g, u), strict=True)]
+        return made, stacks, PASSES.activate_backward(*lies, dh, *asked)
+
+    made, stacks, gradients = compiled(both, *owing, *unread)
+    same(made, PASSES.activate(*owing[:2], ahead))
+    for found, want in zip(gradients, PASSES.activate_backward(*owing, *asked), strict=True):
+        same(found, want)
+    for stack, array in zip(stacks, (G, U), strict=True):
+        np.testing.assert_array_equal(stack[1], array)
+        assert np.isnan(stack[::2]).all()
 
 
 def problem(recipe=NVFP4, **changes):

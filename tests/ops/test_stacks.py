@@ -92,9 +92,9 @@ def test_stacks_that_no_kernel_keeps_anything_in_are_not_held():
 SIZE, TOKENS, EMBED, HIDDEN = 8, 1024, 512, 1024  # tokens and sizes of one device's GEMMs
 
 
-def moved(recipe):
-    """Bytes that each of eight H200 moves in a step, by kind."""
-    mesh = make_mesh({"fsdp": SIZE}, np.asarray(devices.topology(H200, hosts=1, per_host=SIZE).devices))
+def moved(recipe, device=H200):
+    """Bytes that each of eight devices moves in a step, by kind."""
+    mesh = make_mesh({"fsdp": SIZE}, np.asarray(devices.topology(device, hosts=1, per_host=SIZE).devices))
 
     def like(shape, dtype, *spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
@@ -103,7 +103,7 @@ def moved(recipe):
     shapes = {"gate": (EMBED, HIDDEN), "up": (EMBED, HIDDEN), "down": (HIDDEN, EMBED)}
     weights = {name: like((LAYERS, *s), jnp.float32, None, *CUT[name]) for name, s in shapes.items()}
     options = {"xla_gpu_enable_dynamic_slice_fusion": False, **(fp8.COMPILER_OPTIONS if recipe == "fp8" else {})}
-    with ops.compile_for(H200), fp8.one_call():
+    with ops.compile_for(device), devices.target_cudnn(), fp8.one_call():
         run = jax.jit(functools.partial(gradients, mesh, recipe, True), compiler_options=options)
         text = run.lower(x, weights).compile().as_text()
     return {kind: each.total for kind, each in program.moves(program.read(text)).items()}

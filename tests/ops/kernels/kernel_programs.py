@@ -72,6 +72,16 @@ def topology_of(name):
     return devices.topology(devices.device(name), hosts=1, per_host=1)
 
 
+def hidden(g, u, d, key):
+    """SwiGLU's passes, forward and backward."""
+    h_row, h_column = K.tensor_scales(*K.forward_maxima(g, u))
+    scales = K.tensor_scales(*K.backward_maxima(g, u, d))
+    dg = K.Rowwise(scales[0], key), K.Columnwise(scales[1], key)
+    du = K.Rowwise(scales[2], key), K.Columnwise(scales[3], key)
+    forward = K.quantize_forward(g, u, rows=K.Rowwise(h_row))
+    return forward, K.quantize_backward(g, u, d, dg=dg, du=du, h=K.Columnwise(h_column))
+
+
 def codes(x, g, u, d, scale, key):
     """Every pass that writes what a block-scaled GEMM reads."""
     order = K.ScaleOrder.TILED
@@ -100,11 +110,13 @@ def choosing(measures, x, w, g, u, d, scale, key):
 
 
 def compiled_choosing(name, measures):
+    """Each measure is compiled for Hopper and for one Blackwell, each Blackwell with one measure or two."""
     like = shapes(topology_of(name))
     x, scale, key = like(256, 512), like(8, dtype=jnp.float32), like(2, dtype=jnp.uint32)
-    return compiled(
-        functools.partial(choosing, measures), name, x, like(256, 512, dtype=jnp.float32), x, x, x, scale, key
-    )
+    given = x, like(256, 512, dtype=jnp.float32), x, x, x, scale, key
+    text = compiled(functools.partial(choosing, measures), name, *given)
+    assert text.count("__gpu$xla.gpu.triton") == 6 * len(measures)
+    assert text.count('custom_call_target="mosaic_gpu_v2"') == len(measures) + 1  # SwiGLU's backward pass, and codes
 
 
 def experts(x, w, dy, counts, seed):
