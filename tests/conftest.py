@@ -165,12 +165,26 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("blackwell_files", BLACKWELL.values(), ids=BLACKWELL)
 
 
+def named_paths(config):
+    paths = (Path(config.invocation_params.dir, argument.split("::")[0]) for argument in config.args)
+    return {path.resolve() for path in paths}
+
+
+def pytest_configure(config):
+    """A Blackwell's file beside another target's would fail wherever that one happened to compile first."""
+    here, named = Path(__file__).parent, named_paths(config)
+    for target, files in BLACKWELL.items():
+        own = {here / file for file in files}
+        if named & own and named - own:
+            beside = ", ".join(sorted(path.name for path in named & own))
+            raise pytest.UsageError(f"{beside}: compiled for {target}, in a process without other files (conftest.py)")
+
+
 def pytest_ignore_collect(collection_path, config):
     """Files that compile for Blackwell run in processes of their own, or where they are named."""
     here = Path(__file__).parent
-    named = {Path(config.invocation_params.dir, argument.split("::")[0]).resolve() for argument in config.args}
     is_blackwell = collection_path in {here / file for files in BLACKWELL.values() for file in files}
-    return True if is_blackwell and collection_path not in named else None
+    return True if is_blackwell and collection_path not in named_paths(config) else None
 
 
 # One test of these files takes a minute or more: begun first, so that no worker is left alone with one at the end.
