@@ -15,7 +15,7 @@ from halfbyte.conformance import (
 from halfbyte.recipe import recipe
 
 
-@pytest.mark.usefixtures("quick_code")
+@pytest.mark.usefixtures("quick_compiles")
 def test_native_self_test_passes_and_fails(monkeypatch):
     """First a backend that agrees, then one whose gradients are all zero."""
     deviations = native_gemms_agree(recipe("nvfp4"), candidate="reference")
@@ -31,11 +31,11 @@ def test_native_self_test_passes_and_fails(monkeypatch):
         native_gemms_agree(recipe("nvfp4"), candidate="native")
 
 
-@pytest.mark.usefixtures("quick_code")
+@pytest.mark.usefixtures("quick_compiles")
 def test_experts_are_compared_with_a_loop_of_carriers(monkeypatch):
     """On a GPU with a grouped kernel that one, here XLA's loop of tiles; then one that moves a row to another expert,
     and one that gives NaN."""
-    how = {"sides": (32, 48), "counts": (17, 0, 5, 33)}
+    how = {"sides": (32, 48), "counts": (5, 0, 33)}
     assert set(native_experts_agree(recipe("nvfp4"), **how)) == {"fprop", "dgrad", "wgrad"}
     real = ops.grouped_qdot
 
@@ -49,7 +49,7 @@ def test_experts_are_compared_with_a_loop_of_carriers(monkeypatch):
         r"dgrad off by \S+, fprop off by \S+, wgrad off by": lambda x, w, groups: (
             x,
             w,
-            groups + jnp.array([1, 0, -1, 0], jnp.int32),
+            groups + jnp.array([1, 0, -1], jnp.int32),
         ),
         "fprop off by inf": lambda x, w, groups: (x.at[3, 3].set(jnp.nan), w, groups),
     }
