@@ -53,10 +53,15 @@ def quartet2(x, w, key, signs):
     return *x_made, K.quantize_weight(w, column, axis=-2, **how), *runs(w, -1, column)
 
 
+# The assembler reads every instruction and optimizes none, which is half of its time; whole steps are compiled as they
+# are in bench/.
+QUICK = {"xla_gpu_disable_gpuasm_optimizations": True}
+
+
 def compiled(fn, device, *args):
     """The text of fn's program for a device that is not here."""
     with devices.lowering_for(devices.device(device)):
-        return jax.jit(fn).lower(*args).compile().as_text()
+        return jax.jit(fn, compiler_options=QUICK).lower(*args).compile().as_text()
 
 
 def shapes(topology):

@@ -58,7 +58,7 @@ def test_an_input_of_three_linears_is_quantized_once():
     like = shapes(topology_of("h200"))
     args = like(256, 512), like(512, 512, dtype=jnp.float32), like(256, 512), like(dtype=jnp.uint32)
     with ops.compile_for(devices.device("h200")):
-        text = jax.jit(three_linears).lower(*args).compile().as_text()
+        text = compiled(three_linears, "h200", *args)
     names = Counter(re.findall(r'gpu.triton".*?, name = "(\w+)"', text))
     assert names["quantize_rows_columns_hadamard_packed"] == names["unpack"] == 1
     assert names["quantize_rows_stochastic_columns_stochastic_hadamard"] == 3  # dy of each

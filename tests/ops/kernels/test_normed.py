@@ -50,6 +50,7 @@ def same(got, want):
         np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
 
 
+@pytest.mark.usefixtures("quick_code")
 @pytest.mark.parametrize("shape", [(64, 2048), (32, 4096), (32, 5120), (32, 8192)], ids=str)
 def test_the_bits_are_those_of_separate_passes(shape):
     x, scale = data(shape)
@@ -57,6 +58,7 @@ def test_the_bits_are_those_of_separate_passes(shape):
         same(in_one(x, scale, KEYS), separate(x, scale, KEYS))
 
 
+@pytest.mark.usefixtures("quick_code")
 @pytest.mark.parametrize("kind", ["wide", "zero row", "nan", "overflow"])
 @pytest.mark.parametrize("packed, rule", [(True, "plain"), (False, "plain"), (True, "squared")])
 def test_whatever_is_read_and_asked_for(kind, packed, rule):
@@ -65,6 +67,7 @@ def test_whatever_is_read_and_asked_for(kind, packed, rule):
         same(in_one(x, scale, KEYS, packed, rule), separate(x, scale, KEYS, packed, rule))
 
 
+@pytest.mark.usefixtures("quick_code")
 def test_one_operand_alone():
     x, scale = data((32, 1024))
     with K.interpreted():
