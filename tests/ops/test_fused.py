@@ -49,16 +49,23 @@ PRESETS = (
 )  # fmt: skip
 
 
+OF_X = ("fprop_x", "wgrad_x"), ("fprop_x",)
+OF_DY = (("dgrad_dy", "wgrad_dy"),)
+
+
+@functools.cache
+def operands(name, asked, passes):
+    """x -> the operands of each roles that are asked for together; one program for all tests."""
+    wanted = [[request(recipe(name), role, KEY) for role in roles] for roles in asked]
+    return jitted(lambda x: [made for requests in wanted for made in passes.quantize(x, requests)])
+
+
 @pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("asked", [[("fprop_x", "wgrad_x"), ("fprop_x",)], [("dgrad_dy", "wgrad_dy")]])
+@pytest.mark.parametrize("asked", [OF_X, OF_DY])
 def test_operands_equal_the_definition(name, asked) -> None:
     """Two of one tensor, and one alone; the definition makes the latter once for both."""
-
-    def operands(passes, x):
-        return [made for roles in asked for made in passes.quantize(x, [request(recipe(name), r, KEY) for r in roles])]
-
     x = RUNS if name == "quartet2" else X
-    found, expected = (jitted(functools.partial(operands, passes))(x) for passes in (PASSES, XLA))
+    found, expected = (operands(name, asked, passes)(x) for passes in (PASSES, XLA))
     assert len(found) == sum(map(len, asked)) and all(same(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -103,8 +110,7 @@ def test_what_it_does_not_make_of_a_forward_operand_is_said() -> None:
 def test_a_tensor_of_quartet2_that_is_not_finite_gives_nan_as_the_definition_does(bad) -> None:
     """Its row has the definition's numbers all the same."""
     x = RUNS.at[0, 3, 5].set(bad)
-    wanted = [request(QUARTET2, role, KEY) for role in ("fprop_x", "wgrad_x")]
-    found, expected = (jitted(functools.partial(passes.quantize, requests=wanted))(x) for passes in (PASSES, XLA))
+    found, expected = (operands("quartet2", OF_X, passes)(x) for passes in (PASSES, XLA))
     assert all(np.isnan(float(o.factor)) for o in (*found, *expected))
     a, b = (np.asarray(made[0].values().astype(jnp.float32)) for made in (found, expected))
     assert (a == b).all()
