@@ -6,6 +6,7 @@ Oracles: `oscillation_oracle`, written from the authors' text; one device; a run
 import dataclasses
 import functools
 import io
+import shutil
 from types import SimpleNamespace
 
 import jax
@@ -96,19 +97,41 @@ def test_no_mesh_changes_a_bit(mesh):
         assert one.sharding == on_mesh.params["layers"]["mlp"]["down"].sharding
 
 
-@pytest.mark.usefixtures("one_device")
-def test_a_resumed_run_is_the_same_run_and_sets_weights(tmp_path):
-    """Stopped inside of a period, between two of its sums."""
-    precision = PrecisionConfig(reset_at=2, reset_every=5, reset_over=3, reset_ratio=1.25)
-    config = tiny(recipe="nvfp4", policy=ONE_LINEAR, steps=8, precision=precision)
+SHORT = tiny(
+    recipe="nvfp4", policy=ONE_LINEAR, steps=8,
+    precision=PrecisionConfig(reset_at=2, reset_every=5, reset_over=3, reset_ratio=1.25),
+)  # fmt: skip
+WITHOUT = dataclasses.replace(SHORT, precision=PrecisionConfig())
+
+
+def trained(config, directory, **how):
+    """(the result, what was said) of a run."""
     out = io.StringIO()
-    run = functools.partial(train, console=Console(file=out, width=100))
-    whole = run(config, tmp_path / "whole")
-    assert "OSCIRESET after step 6: " in out.getvalue() and "OSCIRESET after step 5" not in out.getvalue()
-    run(config, tmp_path / "stopped", until=4)
-    resumed = run(config, tmp_path / "stopped")
-    without = run(dataclasses.replace(config, precision=PrecisionConfig()), tmp_path / "without")
-    assert same(whole, resumed) and whole.loss == resumed.loss and not same(whole, without)
+    result = train(config, directory, console=Console(file=out, width=100), **how)
+    return result, out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def stopped(one_device, tmp_path_factory):
+    """stopped(name): the directory of a run with it that has ended after 4 steps, inside of a period, between two of
+    its sums; a copy for each who goes on from there."""
+    kept = tmp_path_factory.mktemp("stopped")
+    trained(SHORT, kept / "first", until=4)
+    return lambda name: shutil.copytree(kept / "first", kept / name)
+
+
+@pytest.fixture(scope="module")
+def ended(stopped):
+    """(the result, what was said) of a run that has ended it after 4 steps, before any weight was set."""
+    return trained(WITHOUT, stopped("ended"), allow_change=True)
+
+
+@pytest.mark.usefixtures("one_device")
+def test_a_resumed_run_is_the_same_run_and_sets_weights(stopped, ended, tmp_path):
+    whole, said = trained(SHORT, tmp_path)
+    assert "OSCIRESET after step 6: " in said and "OSCIRESET after step 5" not in said
+    resumed, _ = trained(SHORT, stopped("resumed"))
+    assert same(whole, resumed) and whole.loss == resumed.loss and not same(whole, ended[0])
 
 
 SWITCHED = {"switch_at": 12, "switch_to": "bf16"}
@@ -190,17 +213,11 @@ def test_a_run_that_has_no_weights_to_set_says_so_and_goes_on_without(changes, s
 
 
 @pytest.mark.usefixtures("one_device")
-def test_a_run_may_begin_or_end_it_where_a_change_is_allowed(tmp_path):
+def test_a_run_may_begin_or_end_it_where_a_change_is_allowed(ended, tmp_path):
     """With what a period begins with, and without."""
-    precision = PrecisionConfig(reset_at=2, reset_every=5, reset_over=3, reset_ratio=1.25)
-    with_it = tiny(recipe="nvfp4", policy=ONE_LINEAR, steps=8, precision=precision)
-    without, out = dataclasses.replace(with_it, precision=PrecisionConfig()), io.StringIO()
-    run = functools.partial(train, console=Console(file=out, width=100))
-    for name, first, second in (("ends", with_it, without), ("begins", without, with_it)):
-        run(first, tmp_path / name, until=4)
-        out.truncate(0)
-        run(second, tmp_path / name, allow_change=True)
-        assert ("OSCIRESET after step 6: " in out.getvalue()) == (name == "begins")
+    trained(WITHOUT, tmp_path, until=4)
+    _, begun = trained(SHORT, tmp_path, allow_change=True)
+    assert "OSCIRESET after step 6: " in begun and "OSCIRESET" not in ended[1]
 
 
 @pytest.mark.parametrize(
