@@ -18,7 +18,7 @@ from halfbyte.ops import problem
 from halfbyte.ops.backends import BACKENDS
 from halfbyte.recipe import policy, recipe
 
-CFG = LlamaConfig("wide", vocab_size=64, embed=1024, mlp=128, layers=1, heads=8, kv_heads=2, head_dim=128, max_seq=64)
+CFG = LlamaConfig("wide", vocab_size=64, embed=1024, mlp=128, layers=1, heads=2, kv_heads=1, head_dim=128, max_seq=64)
 TOKENS = (1, 32)
 
 
@@ -51,7 +51,7 @@ def step(ctx, run=jax.jit):
 
 
 @pytest.mark.usefixtures("h200")
-@pytest.mark.parametrize("name", ["attention/*", "mlp"])
+@pytest.mark.parametrize("name", ["attention/[qkv]", "mlp"])
 def test_no_bit_of_a_step_changes(name, monkeypatch):
     """One of the two norms is in passes, the other, whose linears are bf16, a kernel of its own."""
     made, who = step(context(name))
