@@ -107,9 +107,8 @@ def test_an_activation_that_kernels_do_not_hold_is_not_asked_about(monkeypatch) 
 
 @pytest.mark.usefixtures("interpreted")
 def test_layers_of_a_stack_are_read_as_arrays_are_and_a_wrong_layer_is_found(monkeypatch) -> None:
+    """Above `check_stacks` has found no difference in the same program."""
     x, dy = (jax.random.normal(jax.random.key(i), (32, 128), jnp.bfloat16) for i in range(2))
-    passes = FusedPasses()
-    assert differing_in_stacks(recipe("nvfp4"), passes, x, dy) == 0
     right = Layer.reshape
     monkeypatch.setattr(Layer, "reshape", lambda a, *shape: Layer(right(a, *shape).stack, jnp.int32(1)))
-    assert differing_in_stacks(recipe("nvfp4"), passes, x, dy) > 0
+    assert differing_in_stacks(recipe("nvfp4"), FusedPasses(), x, dy) > 0
