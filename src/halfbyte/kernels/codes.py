@@ -1,4 +1,5 @@
-"""Quantize passes that find their own addresses: operands as codes, and carriers of widths that no tile divides.
+"""Quantize passes that find their own addresses: operands as codes, carriers of widths that no tile divides, and those
+of SwiGLU's backward pass, which are more than a tile's registers hold.
 
 Codes are what block-scaled tensor cores read: packed E2M1 with the contraction last, and E4M3 scales. How arrays are
 read and written is in `rows.py` and `transfer.py`, the arithmetic of codes in `nibbles.py`, that of carriers in
