@@ -54,7 +54,8 @@ class PtxMemory(Ptx):
             lines += [
                 f".reg .b64 layer{array};",
                 f"ld.global.nc.b32 group, [${number}];",
-                f"mad.wide.u32 layer{array}, group, {size}, ${array};",
+                f"cvt.u64.u32 layer{array}, group;",
+                f"mad.lo.u64 layer{array}, layer{array}, {size}, ${array};",  # a layer may have 4 GiB or more
             ]
         if groups > 1:
             lines += [
