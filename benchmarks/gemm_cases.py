@@ -70,11 +70,10 @@ def f8_cases(shapes: list[tuple[int, int]]) -> list[Case]:
         elements = float(np.prod(shape))
         xs = [(random_array(shape, i), scale) for i in range(4)]
         three = [(*(random_array(shape, 3 * i + j) for j in range(3)), scale) for i in range(2)]
-        backward = lambda g, u, d, s: f8.cast_backward(g, u, d, [s, s, s])  # noqa: E731
         out.append(Case("copy", shape, "jnp.copy", jnp.copy, [x[:1] for x in xs], 4 * elements))
         out.append(Case("f8_cast", shape, "", f8.cast, xs, 4 * elements))
-        out.append(Case("f8_swiglu_backward", shape, "", backward, three, 11 * elements))
-    ways = {"float32 out, alpha": scaled, "scales on the operands": dequantized, "the same, split sums": split}
+        out.append(Case("f8_swiglu_backward", shape, "", cast_backward, three, 11 * elements))
+    ways = {"float32 out, alpha": scaled_sums, "scales on the operands": dequantized, "the same, split sums": split}
     for m, n, k in ((16384, 8192, 2048), (16384, 2048, 8192), (8192, 14336, 4096), (8192, 4096, 14336)):
         sets = [tuple(random_array(s, i, jnp.float8_e4m3fn) for s in ((m, k), (n, k))) + (scale,) * 2 for i in range(2)]
         for name, fn in ways.items():
@@ -84,7 +83,11 @@ def f8_cases(shapes: list[tuple[int, int]]) -> list[Case]:
     return out
 
 
-def scaled(a, b, s, t):
+def cast_backward(g, u, d, s):
+    return f8.cast_backward(g, u, d, [s, s, s])
+
+
+def scaled_sums(a, b, s, t):
     y = lax.dot_general(a, b, LAST, preferred_element_type=jnp.float32) * (s[GEMM] * t[GEMM])
     return lax.reduce_precision(y, 8, 7).astype(jnp.bfloat16)
 

@@ -220,7 +220,7 @@ def outputs_of(side: Any, tokens: int, width: int) -> list[jax.ShapeDtypeStruct]
 
 
 def find_maxima(
-    arrays: Sequence[jax.Array],
+    arrays: Sequence[jax.Array | Layer],
     tops: Callable[[Machine, TokenRows], Words],
     count: int,
     *,

@@ -76,16 +76,14 @@ def backward_made(m: Machine, words: TokenRows) -> list[list[list[Word]]]:
 FORWARD = Made(forward_made, 1)
 
 
-def _tile_maker(made: Made, tiling: Tiling) -> TileMaker:
-    """From the tiles of the inputs to the tiles of the tensors that are `made` of them."""
+def _forward_maker(tiling: Tiling) -> TileMaker:
+    """From the tiles of g and u to those of h."""
 
     def body(m, words, _):
-        return [row for tensor in made.rows(m, words) for row in tensor]
+        return forward_made(m, words)[0]
 
     def make(tiles: list[jax.Array]) -> list[list[jax.Array]]:
-        outputs = [jnp.bfloat16] * (made.count * BLOCK)
-        flat = evaluate(body, tiles, [], outputs=outputs, columns=tiling.columns)
-        return [flat[i * BLOCK : (i + 1) * BLOCK] for i in range(made.count)]
+        return [evaluate(body, tiles, [], outputs=[jnp.bfloat16] * BLOCK, columns=tiling.columns)]
 
     return TileMaker(make)
 
@@ -106,11 +104,6 @@ def forward_maxima(
     return run(tiling=tiling, name="swiglu_forward_maxima")
 
 
-def _check_paid(owed: jax.Array | None) -> None:
-    if owed is not None:
-        raise ValueError("the passes that write carriers in tiles read what owes nothing; multiply g, u and dh first")
-
-
 def quantize_forward(
     g: jax.Array,
     u: jax.Array,
@@ -126,9 +119,9 @@ def quantize_forward(
         layout.check(g)
         run = functools.partial(codes.quantize_made, name="swiglu_forward_codes")
         return run([g, u], forward_made, jobs, lanes=Lanes(4, 4), owed=owed)
-    _check_paid(owed)
-    make = _tile_maker(FORWARD, tiling)
-    return quantize_made([g, u], make, jobs, tiling=tiling, name="swiglu_forward")
+    if owed is not None:
+        raise ValueError("the pass that writes carriers in tiles reads what owes nothing; multiply g and u first")
+    return quantize_made([g, u], _forward_maker(tiling), jobs, tiling=tiling, name="swiglu_forward")
 
 
 def backward_maxima(

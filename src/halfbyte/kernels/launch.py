@@ -60,22 +60,20 @@ def launch(
     next program by itself.
     """
     if is_interpreted():
-        host = functools.partial(on_host, programs=programs, lanes=lanes)
-        given = map(array_of, arrays)
-        return list(jax.pure_callback(lambda *given: host(body, given, outputs), list(outputs), *given))
-    stacked = [i for i, array in enumerate(arrays) if isinstance(array, Layer)]
-    indices = [array.index.reshape(1) for array in arrays if isinstance(array, Layer)]
-    known, count = len(arrays) + len(outputs), len(arrays) + len(outputs) + len(indices)
-    sizes = [math.prod(arrays[i].shape) * arrays[i].dtype.itemsize for i in stacked]
-    machine = PtxMemory(lanes.columns, lanes.count, dict(zip(stacked, zip(range(known, count), sizes), strict=True)))
+        run = functools.partial(on_host, body, outputs=outputs, programs=programs, lanes=lanes)
+        return list(jax.pure_callback(lambda *given: run(given), list(outputs), *map(array_of, arrays)))
+    layers = {i: array for i, array in enumerate(arrays) if isinstance(array, Layer)}
+    known = len(arrays) + len(outputs)  # to the body; numbers of layers come after them
+    sizes = [math.prod(layer.shape) * layer.dtype.itemsize for layer in layers.values()]
+    places = {array: (known + n, size) for n, (array, size) in enumerate(zip(layers, sizes, strict=True))}
+    machine, groups = PtxMemory(lanes.columns, lanes.count, places), lanes.groups
     body(machine)
-    groups = lanes.groups
     blocks = programs if groups == 1 else min(multiprocessors(), -(-programs // groups))
     text = machine.text(programs, blocks, groups)
 
     def kernel(*refs):
         read, numbers, written = refs[: len(arrays)], refs[len(arrays) : -len(outputs)], refs[-len(outputs) :]
-        assemble = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * count)(functools.partial(_assemble, text))
+        assemble = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(functools.partial(_assemble, text))
         assemble(*read, *written, *numbers)
 
     run = plgpu.kernel(
@@ -87,7 +85,8 @@ def launch(
         thread_name="warpgroup",
         kernel_name=name,
     )
-    made = run(*(a.stack if isinstance(a, Layer) else a.reshape(-1) for a in arrays), *indices)
+    given = [array.stack if isinstance(array, Layer) else array.reshape(-1) for array in arrays]
+    made = run(*given, *(layer.index.reshape(1) for layer in layers.values()))
     return [m.reshape(o.shape) for m, o in zip(made, outputs, strict=True)]
 
 

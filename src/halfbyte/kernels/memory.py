@@ -6,7 +6,6 @@ and exchanges that the GPU will use. Addresses are an array and a byte offset; a
 or 4 bytes, and a lane whose `where` is false reads zero and writes nothing.
 """
 
-import types
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -24,13 +23,11 @@ class PtxMemory(Ptx):
     that of a stack, and (n, bytes) says how long its layers are and that operand n has the number of the one meant.
     """
 
-    def __init__(
-        self, columns: int, lanes: int | None = None, layers: Mapping[int, tuple[int, int]] = types.MappingProxyType({})
-    ):
+    def __init__(self, columns: int, lanes: int | None = None, layers: Mapping[int, tuple[int, int]] | None = None):
         super().__init__(columns, lanes)
         self.count["d"] = 0
         self.shared_bytes = 0
-        self.layers = layers
+        self.layers = layers or {}
 
     def text(self, programs: int, blocks: int, groups: int) -> str:
         """The kernel of `blocks` blocks of `groups` warpgroups, each of which runs one program after the other."""

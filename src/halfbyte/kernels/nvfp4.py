@@ -160,7 +160,7 @@ def find_maxima(
         def first(m, rows):
             return [top[0] for top in body(m, rows, ())]
 
-        by_hand = functools.partial(codes.find_maxima, [array_of(a) for a in arrays], first, total, owed=owed)
+        by_hand = functools.partial(codes.find_maxima, arrays, first, total, owed=owed)
         stacks = [layer.filled(array_of(array)) for layer, array in zip(into, arrays, strict=False)]
         return *by_hand(columns=tiling.columns, name=name), *stacks
 
