@@ -12,6 +12,7 @@ from halfbyte.program import (
     flops_by_kind,
     gemms,
     hidden_share,
+    move_of,
     overlap,
     read,
     traffic_of_launches,
@@ -141,6 +142,59 @@ def test_of_a_loop_s_stack_a_kernel_has_one_layer():
     layer = 2 * 16 * 3 * 16 * 2
     assert found["write"] == Traffic(layer + 4, 8 + layer, 1)  # the stack is written in place, and not read
     assert found["read"] == Traffic(2 * layer + 4, 8, 1)
+
+
+WITHOUT_TILES = """HloModule step, is_scheduled=true
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %ab = f32[] add(%a, %b)
+}
+
+%sliced (s: bf16[5,16,3], i: s32[]) -> bf16[1,16,3] {
+  %s = bf16[5,16,3]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %zero = s32[] constant(0)
+  ROOT %part = bf16[1,16,3]{2,1,0} dynamic-slice(%s, %next, %zero, %zero), dynamic_slice_sizes={1,16,3}
+}
+
+%summed (s: f32[5,16], i: s32[]) -> f32[] {
+  %s.1 = f32[5,16]{1,0} parameter(0)
+  %i.1 = s32[] parameter(1)
+  %zero.1 = s32[] constant(0)
+  %row = f32[1,16]{1,0} dynamic-slice(%s.1, %i.1, %zero.1), dynamic_slice_sizes={1,16}
+  %none = f32[] constant(0)
+  ROOT %total = f32[] reduce(%row, %none), dimensions={0,1}, to_apply=%sum
+}
+
+ENTRY %main (stack: bf16[5,16,3], rows: f32[5,16], at: s32[], numbers: s32[1]) -> bf16[48] {
+  %stack = bf16[5,16,3]{2,1,0} parameter(0)
+  %rows = f32[5,16]{1,0} parameter(1)
+  %at = s32[] parameter(2)
+  %numbers = s32[1]{0} parameter(3)
+  %slice = bf16[1,16,3]{2,1,0} fusion(%stack, %at), kind=kLoop, calls=%sliced
+  %top = f32[] fusion(%rows, %at), kind=kInput, calls=%summed
+  %flat = bf16[48]{0} bitcast(%slice)
+  %gemm = bf16[16,16]{1,0} custom-call(%stack, %rows), custom_call_target="mosaic_gpu_v2"
+  ROOT %pass = bf16[48]{0} custom-call(%stack, %flat, %numbers), custom_call_target="mosaic_gpu_v2"
+}
+"""
+
+
+def test_of_a_stack_a_kernel_without_tiles_reads_one_layer():
+    found = {launch.instruction.name: each for launch, each in traffic_of_launches(read(WITHOUT_TILES))}
+    layer = 16 * 3 * 2
+    assert found["pass"] == Traffic(2 * layer + 4, layer, 1)
+    assert found["gemm"] == Traffic(5 * layer + 5 * 16 * 4, 16 * 16 * 2, 1)  # what has tiles reads whole arrays
+
+
+def test_a_slice_whose_place_is_computed_is_a_move_and_a_sum_of_one_is_not():
+    step = read(WITHOUT_TILES)
+    assert move_of(step, step.instructions["slice"]) == "slice"
+    assert move_of(step, step.instructions["top"]) is None
 
 
 @pytest.mark.parametrize(

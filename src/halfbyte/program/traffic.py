@@ -28,6 +28,7 @@ MOVES = {
     "copy": ("copy", "concatenate"),
 }
 """Kinds of instructions that compute nothing, by an opcode that they hold, the first that fits."""
+REDUCES = ("reduce", "dot")  # to one number, if need be
 KERNEL = "__gpu$xla.gpu.triton"
 IN_PLACE = re.compile(r"\{[\d, ]*\}: \((\d+), \{")  # of output_to_operand_aliasing: the operand of a result
 UNWRITTEN = "AllocateBuffer"  # the call that `lax.empty` becomes
@@ -73,11 +74,17 @@ def moves(program: Program) -> dict[str, Traffic]:
 def move_of(program: Program, found: Instruction) -> str | None:
     """The kind of MOVES that an instruction is; None for one that computes."""
     opcodes = {found.opcode.removesuffix("-start")}
-    if found.opcode in FUSIONS:  # a single number is where something lies
-        opcodes = {part.opcode for part in program.inside(found) if any(array.elements > 1 for array in part.results)}
+    if found.opcode in FUSIONS:  # a single number is where something lies, unless it was made of many
+        parts = (part for part in program.inside(found) if part.opcode in REDUCES or _several(part))
+        opcodes = {part.opcode for part in parts}
     if opcodes - WITHOUT_WORK - {opcode for kind in MOVES.values() for opcode in kind}:
         return None
     return next((kind for kind, named in MOVES.items() if opcodes & set(named)), None)
+
+
+def _several(part: Instruction) -> bool:
+    """Whether it makes more than one number."""
+    return any(array.elements > 1 for array in part.results)
 
 
 def traffic_of_launches(program: Program) -> Iterator[tuple[Launch, Traffic]]:
