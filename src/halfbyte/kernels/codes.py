@@ -123,6 +123,8 @@ def quantize_made(
     `order`, which decides how many registers are alive.
     """
     tokens, width = arrays[0].shape
+    if arrays[0].dtype != jnp.bfloat16:
+        raise TypeError(f"the quantize passes read bfloat16, got {arrays[0].dtype}; convert with astype first")
     known = Arrays(arrays)
     places, factors_at = [_given(known, side) for side, _ in jobs], known.take(owed)
     firsts = [known.make(outputs_of(side, tokens, width)) for side, _ in jobs]

@@ -31,7 +31,8 @@ from halfbyte.kernels.tile import evaluate
 
 FORWARD_TILING = Tiling(4, 2)
 BACKWARD_MAXIMA_TILING = Tiling(2, 4)
-BACKWARD_CODES, BACKWARD_CARRIERS = Lanes(2, 4), Lanes(2, 5)  # of a lane that keeps 48 words: as many as have room
+# Of a lane that keeps 48 words, as many as have room: 96 registers for a carrier, 168 for one of two candidates.
+BACKWARD_CODES, BACKWARD_CARRIERS, BACKWARD_CHOICES = Lanes(2, 4), Lanes(2, 5), Lanes(2, 3)
 H_FIRST = (4, 0, 1, 2, 3)  # the order of the backward pass's operands: h's registers are free for the others
 
 
@@ -116,7 +117,7 @@ def quantize_forward(
     """The operands of h asked for, in one read of g and u, as `quantize` gives them."""
     jobs: list[tuple[Rowwise | Columnwise, int]] = [(side, 0) for side in (rows, columns) if side is not None]
     if codes.asked([side for side, _ in jobs]) or not layout.divides(g.shape[1]):
-        layout.check(g)
+        layout.check(g, u)
         run = functools.partial(codes.quantize_made, name="swiglu_forward_codes")
         return run([g, u], forward_made, jobs, lanes=Lanes(4, 4), owed=owed)
     if owed is not None:
@@ -154,8 +155,15 @@ def quantize_backward(
     """Five operands in one read of g, u and dh: dg by rows and by columns, du by rows and by columns, h by columns; as
     `quantize` gives them.
     """
-    layout.check(g)
+    layout.check(g, u, dh)
     jobs: list[tuple[Rowwise | Columnwise, int]] = [(dg[0], 0), (dg[1], 0), (du[0], 1), (du[1], 1), (h, 2)]
-    as_codes = codes.asked([side for side, _ in jobs])
-    name, lanes = ("swiglu_backward_codes", BACKWARD_CODES) if as_codes else ("swiglu_backward", BACKWARD_CARRIERS)
-    return codes.quantize_made([g, u, dh], backward_made, jobs, lanes=lanes, owed=owed, order=H_FIRST, name=name)
+    sides = [side for side, _ in jobs]
+    name = "swiglu_backward_codes" if codes.asked(sides) else "swiglu_backward"
+    run = functools.partial(codes.quantize_made, [g, u, dh], backward_made, jobs, order=H_FIRST, name=name)
+    return run(lanes=_backward_lanes(sides), owed=owed)
+
+
+def _backward_lanes(sides: Sequence[Rowwise | Columnwise]) -> Lanes:
+    if codes.asked(sides):
+        return BACKWARD_CODES
+    return BACKWARD_CHOICES if any(side.rule.chooses for side in sides) else BACKWARD_CARRIERS

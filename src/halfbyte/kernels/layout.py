@@ -69,8 +69,15 @@ def once(*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return lambda fn: jax.jit(fn, static_argnames=static)
 
 
-def check(x: jax.Array | Layer) -> None:
+def check(*arrays: jax.Array | Layer) -> None:
+    """Raises ValueError for an array that no kernel takes, and for several that one cannot read by the same numbers: a
+    kernel without tiles has the first one's shape and dtype, and reads wherever they lead.
+    """
+    x = arrays[0]
     reason = unsupported(*x.shape) if x.ndim == 2 else f"the GPU kernels need [tokens, columns], got shape {x.shape}"
+    kinds = [f"{a.dtype.name}{list(a.shape)}" for a in arrays]
+    if len(set(kinds)) > 1:
+        reason = f"a GPU kernel reads arrays of one shape and dtype, got {', '.join(kinds)}"
     if reason:
         raise ValueError(reason)
 

@@ -148,7 +148,7 @@ def find_maxima(
     """`maxima` of each tensor that is `made` of the arrays. `owed`, float32, one an array, multiplies what is read. The
     first arrays are also written `into` layers, as they are; their stacks come last.
     """
-    layout.check(arrays[0])
+    layout.check(*arrays)
     total = made.count * (2 if hadamard else 1)
 
     def body(m, words, factors):

@@ -128,8 +128,7 @@ class Passes:
 
     name = "xla"
     batches_weights = False  # `weight` under vmap is one launch for all layers; else layer by layer, for memory's sake
-    reads_stacks = False  # `weight` and `remake_weight` take a weight where it lies among others, a `stacks.Layer`;
-    # but runs of 128 are read of a copy
+    reads_stacks = False  # methods of weights take one where it lies among others, a `stacks.Layer`
     one_weight = True  # one operand of a weight serves fprop and dgrad, where they share its codes
 
     def unsupported(self, problem: Problem) -> str | None:

@@ -23,6 +23,7 @@ from halfbyte.formats.selftest import VECTORS, load
 from halfbyte.kernels import ScaleOrder, arithmetic
 from halfbyte.kernels import codes as kernel_codes
 from halfbyte.kernels.launch import on_host
+from halfbyte.kernels.memory import PtxMemory
 from halfbyte.kernels.vector import Vector
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -266,3 +267,51 @@ def test_mixed_operands_are_refused():
         K.quantize(x, rows=K.Rowwise(s), columns=K.Columnwise(s, codes=ScaleOrder.PLAIN))
     with pytest.raises(ValueError, match="multiple of 16 tokens"):
         K.quantize(jnp.zeros((24, 128), jnp.bfloat16), rows=K.Rowwise(s, codes=ScaleOrder.PLAIN))
+
+
+@pytest.mark.parametrize("width", [128, 48])
+def test_what_is_read_together_has_one_shape_and_dtype(width):
+    """A kernel without tiles would read on behind a smaller array."""
+    g, side = jnp.zeros((32, width), jnp.bfloat16), scale(1)
+    row, column = K.Rowwise(side), K.Columnwise(side)
+    backward = functools.partial(K.quantize_backward, dg=(row, column), du=(row, column), h=column)
+    for passes in (backward, K.backward_maxima):
+        with pytest.raises(ValueError, match=rf"got bfloat16\[32, {width}\], bfloat16\[16, {width}\], "):
+            passes(g, g[:16], g)
+        with pytest.raises(ValueError, match="one shape and dtype"):
+            passes(g, g, g.astype(jnp.float32))
+    with pytest.raises(TypeError, match="read bfloat16, got float32"):
+        backward(*[g.astype(jnp.float32)] * 3)
+
+
+def launched(monkeypatch, rule, codes=None):
+    """The lanes that SwiGLU's backward pass is launched with, four operands of five by chance."""
+    found = []
+    monkeypatch.setattr(kernel_codes, "launch", lambda *_, lanes, **__: found.append(lanes) or [])
+    how = {"rule": RULES[rule], "codes": codes}
+    row, column = K.Rowwise(scale(1), KEYS[0], **how), K.Columnwise(scale(1), KEYS[0], **how)
+    given = [jnp.zeros((64, 128), jnp.bfloat16)] * 3
+    K.quantize_backward(*given, dg=(row, column), du=(row, column), h=K.Columnwise(scale(1), **how))
+    return found[0]
+
+
+@pytest.mark.parametrize("rule, needed", [("plain", 96), ("squared", 160), ("absolute", 160), ("expected", 144)])
+def test_swiglu_s_backward_pass_has_registers_for_its_rule(monkeypatch, rule, needed):
+    """What ptxas says that a lane has to have for fewer than 60 spilled bytes; with 96 `squared` spills 1,096."""
+    assert 65536 // (128 * launched(monkeypatch, rule).groups) >= needed
+
+
+def test_a_layer_of_4_gib_is_found():
+    """The address of element 7 of layer 3 of a stack, as the instructions that mention it make it."""
+    size, registers = 5 * 2**30, {"$1": 1 << 40, "[$2]": 3}
+    machine = PtxMemory(2, None, {1: (2, size)})
+    machine.address(1, 7, 2)
+    for line in machine.text(1, 1, 1).splitlines():
+        code, _, rest = line.rstrip(";").partition(" ")
+        to, *given = [part.strip() for part in rest.split(",")]
+        if not {"layer1", "[$2]"} & {to, *given} or code == ".reg":
+            continue
+        a, *more = (registers[x] if x in registers else int(x, 0) for x in given)
+        bits = 32 if code.endswith(".b32") or code == "mad.lo.u32" else 64
+        registers[to] = (a * more[0] + more[1] if more else a) % 2**bits
+    assert registers["d0"] == (1 << 40) + 3 * size + 14
