@@ -8,7 +8,7 @@ import numpy as np
 
 from halfbyte import bench, ops
 from halfbyte.devices import target_cudnn, topology
-from halfbyte.launch.xla_flags import EVERY_GPU, as_known
+from halfbyte.launch.xla_flags import FLAG_SETS, as_known
 from halfbyte.plan.schedule import schedule, walk
 from halfbyte.program import read
 from halfbyte.runs import run_config
@@ -16,7 +16,8 @@ from halfbyte.train import run_mesh
 
 SEQ = 8192
 LEAST = (0.95, 0.95) if jax.__version_info__ < (0, 11) else (0.8, 0.6)  # of the bytes, and of the time on one link
-AS_OPTION = {"on": "COLLECTIVE_PIPELINING_MODE_ON"}  # what a flag's value is called where a compilation is given it
+# What a flag's value is called where a compilation is given it.
+AS_OPTION = {"on": "COLLECTIVE_PIPELINING_MODE_ON", "off": "COLLECTIVE_PIPELINING_MODE_OFF"}
 
 
 def config_of(recipe, *, batch):
@@ -36,9 +37,9 @@ def compile_for(device, config, *, hosts, options=None):
         return mesh, bench.compile_step(config, mesh, seq=SEQ, options=recommended() | (options or {}))
 
 
-def recommended():
-    """The flags that `train` sets, as options of a compilation."""
-    return {each.name: AS_OPTION.get(each.value) or json.loads(each.value) for each in as_known(EVERY_GPU)}
+def recommended(flags="recommended"):
+    """The flags that `train` sets, or those of another set, as options of a compilation."""
+    return {each.name: AS_OPTION.get(each.value) or json.loads(each.value) for each in as_known(FLAG_SETS[flags])}
 
 
 def kernels_kept(folder):

@@ -5,6 +5,7 @@ import socket
 import jax
 import pytest
 
+from halfbyte.cli.train import gpu_settings, parse
 from halfbyte.devices import known_to_xla
 from halfbyte.launch import FLAG_SETS, DistributedConfig, Setting, apply, find_peers, recommended
 from halfbyte.launch.cluster import first_host, under_kubernetes
@@ -122,6 +123,13 @@ def test_recommended_by_device():
     hopper = {setting.name: setting.value for setting in recommended("NVIDIA H200", several=False)}
     assert hopper["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert "NCCL_NVLS_ENABLE" not in hopper
+
+
+def test_train_takes_a_set_of_flags_by_its_name(monkeypatch):
+    monkeypatch.setattr("halfbyte.launch.visible_gpus", lambda: ["NVIDIA GB200"] * 8)
+    flags = ("recommended", "own-turn", "none")
+    recommended, own_turn, none = (set(gpu_settings(parse(["demo", "--xla-flags", name]))) for name in flags)
+    assert own_turn > recommended > none == set()
 
 
 def test_every_recommended_flag_is_known_to_the_installed_xla():

@@ -63,8 +63,9 @@ class Args:
     """Write a sample of text at the end, if the data has a tokenizer."""
     profiling: Annotated[ProfileConfig, tyro.conf.arg(name="")] = field(default_factory=ProfileConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
-    xla_flags: Literal["recommended", "none"] = "recommended"
-    """Settings of XLA, NCCL and the allocator on GPUs."""
+    xla_flags: Literal["recommended", "own-turn", "none"] = "recommended"
+    """Settings of XLA, NCCL and the allocator on GPUs; `own-turn`: a layer's gradients travel before the next layer's
+    turn."""
 
 
 def parse(argv: list[str]) -> Args:
@@ -184,7 +185,8 @@ def gpu_settings(args: Args) -> "tuple[Setting, ...]":
     gpus = launch.visible_gpus()
     if not gpus:
         return ()
-    settings = launch.recommended(gpus[0], several=len(gpus) > 1) if args.xla_flags == "recommended" else ()
+    several, flags = len(gpus) > 1, args.xla_flags
+    settings = launch.recommended(gpus[0], several=several, flags=flags) if flags != "none" else ()
     if not args.run.deterministic:
         return settings
     if not args.run_dir:

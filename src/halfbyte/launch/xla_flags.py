@@ -56,6 +56,15 @@ COMBINED = tuple(
     for kind in ("all_gather", "reduce_scatter", "all_reduce")
 )
 DOUBLED = Setting("xla_gpu_enable_while_loop_double_buffering", "true", "two layers a turn of the loop")
+# Gradients scattered in the turn that makes them: XLA copies none of them into the next. For turns whose last GEMMs
+# outlast the scatters of attention's gradients: 8B on 8 GB200, not 405B on 128 GB300 (docs/distributed.md).
+WHY_OWN_TURN = "gradients are not copied into the next turn of the loop"
+OWN_TURN = (
+    Setting("xla_gpu_pipeline_reduce_scatter", "off", WHY_OWN_TURN,
+            Setting("xla_gpu_enable_pipelined_reduce_scatter", "false", WHY_OWN_TURN)),
+    Setting("xla_gpu_reduce_scatter_combine_threshold_bytes", "0", "each gradient leaves as soon as it is there"),
+    Setting("xla_gpu_memory_limit_slop_factor", "300", "XLA counts a loop's stacks twice, and orders to save memory"),
+)  # fmt: skip
 # What `halfbyte bench --flags` can compare: the same program under other flags of XLA, everything else as it is.
 FLAG_SETS: dict[str, tuple[Setting, ...]] = {
     "recommended": EVERY_GPU,
@@ -66,6 +75,7 @@ FLAG_SETS: dict[str, tuple[Setting, ...]] = {
     "combined": SERIAL + COMBINED,
     "combined-ahead": (*EVERY_GPU, *COMBINED),
     "doubled": (*EVERY_GPU, DOUBLED),
+    "own-turn": (*EVERY_GPU, *OWN_TURN),
 }
 # Hopper only: NVIDIA's tuning guide for JAX advises against a single queue on Blackwell.
 HOPPER = (Setting("CUDA_DEVICE_MAX_CONNECTIONS", "1", "collectives launch before the GEMM they hide behind"),)
