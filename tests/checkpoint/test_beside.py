@@ -7,9 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from orbax.checkpoint import v1 as ocp
 from stored import abstract, filled, same, tree
 
-from halfbyte.checkpoint import Checkpoints, DamagedCheckpoint, GoneCheckpoint, beside
+from halfbyte.checkpoint import Checkpoints, DamagedCheckpoint, GoneCheckpoint, beside, restoring
 
 # Orbax leaves a coroutine behind where what it was to read is gone.
 pytestmark = [
@@ -35,6 +36,7 @@ def writing(tmp_path, until):
 
 def test_readers_get_a_whole_checkpoint_and_speak_of_no_damage(writing, monkeypatch):
     monkeypatch.setattr(beside, "STILL", 3000)  # a writer that stands still while it deletes, on a busy machine
+    monkeypatch.setattr(restoring, "MOST_GONE", 3000)  # or one that deletes faster than a slow reader opens
     said = []
     for _ in range(12):
         store = Checkpoints(writing, say=said.append)
@@ -42,6 +44,21 @@ def test_readers_get_a_whole_checkpoint_and_speak_of_no_damage(writing, monkeypa
         store.close()
         assert same(restored.items, tree(7 if restored.step > 1 else 1))
     assert said == []
+
+
+def test_a_list_that_lacks_the_only_checkpoint_is_made_again(tmp_path, monkeypatch):
+    """It was made while the one before was deleted, and this one got its name."""
+    filled(tmp_path, steps=(1,)).close()
+    lacking, listed = [(), ()], ocp.training.Checkpointer.checkpoints.fget
+    monkeypatch.setattr(
+        ocp.training.Checkpointer, "checkpoints", property(lambda self: lacking.pop() if lacking else listed(self))
+    )
+    store = Checkpoints(tmp_path)
+    assert lacking == [] and store.steps() == [1]
+    lacking.append(())
+    store.reload()
+    assert lacking == [] and store.steps() == [1]
+    store.close()
 
 
 def test_what_is_read_is_deleted_later(tmp_path):

@@ -12,13 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from .record import MissingFile
 
 PAUSE_S = 0.2
 LOOKS = 20
-T = TypeVar("T")
 STILL = 10  # pauses in which a directory does not shrink, and then nobody is deleting it
 
 
@@ -44,13 +43,20 @@ def reading(directory: Path) -> Iterator[None]:
         raise
 
 
-def looked_up(look: Callable[[], T]) -> T:
-    """look(), again where a checkpoint is deleted between its being listed and its being looked at."""
+def looked_up(directory: Path, look: Callable[[], Any]) -> Any:
+    """look(), which gives Orbax's checkpointer of the directory; again where a checkpoint is deleted between its being
+    listed and its being looked at, or while they are listed: then the list may lack the next one, too."""
     for _ in range(LOOKS):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return look()
+            found = look()
+            if found.checkpoints or not _has_one(directory):
+                return found
         time.sleep(PAUSE_S / 4)
     return look()
+
+
+def _has_one(directory: Path) -> bool:
+    return any(path.name.isdigit() and path.is_dir() for path in directory.glob("*"))
 
 
 def _goes(directory: Path) -> bool:

@@ -64,7 +64,11 @@ class Restoring:
 
     def reload(self) -> None:
         """Look again which there are: another process writes and deletes them."""
-        looked_up(self._orbax.reload)
+        looked_up(self.directory, self._reloaded)
+
+    def _reloaded(self) -> Any:
+        self._orbax.reload()
+        return self._orbax
 
     def record(self, step: int) -> Record:
         """What the checkpoint says about itself, without reading arrays. Raises DamagedCheckpoint, also for one that

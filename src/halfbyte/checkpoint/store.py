@@ -80,7 +80,8 @@ class Checkpoints(Restoring):
         context.array.saving.enable_pinned_host_transfer = self._locked
         break_waits_together()
         kept = ocp.training.preservation_policies.AnyPreservationPolicy(self._policies)
-        return looked_up(lambda: ocp.training.Checkpointer(self.directory, preservation_policy=kept, context=context))
+        make = functools.partial(ocp.training.Checkpointer, self.directory, preservation_policy=kept, context=context)
+        return looked_up(self.directory, make)
 
     @contextlib.contextmanager
     def preparing(self, items: Mapping[str, Any]) -> Iterator[None]:
