@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -57,6 +58,7 @@ def test_a_run_that_is_held_is_said_with_a_flag_that_a_study_has(tmp_path, monke
 def test_a_signal_near_the_end_of_a_run_ends_the_parity(tmp_path, monkeypatch):
     plan = settle(tmp_path, PLAN)
     heard = threading.Event()
+    monkeypatch.setattr(runner, "PATIENCE_S", 600.0)  # on a slow machine this process would leave in earnest
 
     def interrupt(group, folder):
         group.end_steps()
@@ -121,7 +123,7 @@ def test_a_report_that_cannot_be_written_does_not_keep_the_process(monkeypatch):
     assert left[0] == 75 and "no space left on device" in said[1]
 
 
-def test_a_step_in_progress_is_waited_for(tmp_path, monkeypatch):
+def test_a_step_in_progress_is_waited_for(tmp_path, monkeypatch, until):
     plan = settle(tmp_path, PLAN)
     left = []
     monkeypatch.setattr(runner, "PATIENCE_S", 0.1)
@@ -130,7 +132,8 @@ def test_a_step_in_progress_is_waited_for(tmp_path, monkeypatch):
     def step(group, folder):
         group.at("step", 3)
         os.kill(os.getpid(), signal.SIGINT)
-        threading.Event().wait(0.5)
+        until(lambda: group.stop_before(4) is not None)
+        time.sleep(5 * runner.PATIENCE_S)
         assert group.stop_before(4) == "SIGINT" and not left
 
     train, begun = trains(plan, meanwhile=step)

@@ -1,6 +1,7 @@
 """Oracles: a program written by hand, intervals counted by hand, and a real trace of this machine."""
 
 import ctypes
+import re
 from types import SimpleNamespace
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from halfbyte.profiling import Capture, ProfileConfig, breakdown
-from halfbyte.profiling.breakdown import Event, Placer, merge, shares
+from halfbyte.profiling.breakdown import Event, Placer, events_of, merge, shares
 from halfbyte.program import category, read
 
 PROGRAM = """HloModule jit_step, is_scheduled=true
@@ -124,7 +125,8 @@ def test_hidden_communication_is_not_counted_twice():
     )
 
 
-def test_a_real_trace_of_matmuls_is_mostly_gemm(tmp_path):
+def test_a_real_trace_counts_matmuls_and_products_as_what_they_are(tmp_path):
+    """Which takes longer is the machine's: the oracle is how long the trace says that each has run."""
     said = []
     step = jax.jit(lambda x: x @ x / 300.0).lower(jnp.ones((300, 300))).compile()
     capture = Capture(ProfileConfig("xprof", 2, 3), tmp_path, say=said.append)
@@ -133,10 +135,18 @@ def test_a_real_trace_of_matmuls_is_mostly_gemm(tmp_path):
         capture.before(number, x)
         x = step(x)
         capture.after(number, x, step.as_text)
+    trace = next(tmp_path.rglob("*.xplane.pb"))
+    (events,) = events_of(trace).values()
+    product = re.search(r"ENTRY.*ROOT %(\S+) = ", step.as_text(), re.S)[1]  # the last instruction
+    seconds = {"gemm": 0.0, "other": 0.0}
+    for event in events:
+        seconds["other" if event.instruction == product else "gemm"] += event.stop - event.start
+    whole = max(event.stop for event in events) - min(event.start for event in events)
+    assert seconds["gemm"] > 0 and seconds["other"] > 0
+    assert {name: capture.shares[name] * whole for name in seconds} == pytest.approx(seconds)
     assert sum(capture.shares.values()) == pytest.approx(1.0, abs=1e-6)
-    assert capture.shares["gemm"] > capture.shares["other"]
     assert "gemm" in said[-1]
-    assert breakdown(next(tmp_path.rglob("*.xplane.pb")), step.as_text()) == capture.shares
+    assert breakdown(trace, step.as_text()) == capture.shares
 
 
 def test_a_program_that_cannot_be_read_is_said_and_ends_nothing(tmp_path):
