@@ -67,7 +67,7 @@ def random_state(
 def _wide(m: MemoryMachine, k0: Word, k1: Word, row: Word, column: Word, stride: int) -> list[Word]:
     """Key words and low halves of counters whose high halves go into the key, as `formats.noise.wide_key` has it."""
     if stride % m.columns:
-        raise ValueError(f"random numbers of more than 32 bits need a width that is a multiple of 4, got {stride}")
+        raise ValueError(f"more than 2**32 random words need a width that is a multiple of {m.columns}, got {stride}")
     low = m.imad(row, stride, 0)
     counter = m.iadd(low, column)
     high = m.iadd(m.multiply_high(row, stride), m.flag(m.less(counter, low)))

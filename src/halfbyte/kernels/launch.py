@@ -64,8 +64,7 @@ def launch(
         return list(jax.pure_callback(lambda *given: run(given), list(outputs), *map(array_of, arrays)))
     layers = {i: array for i, array in enumerate(arrays) if isinstance(array, Layer)}
     known = len(arrays) + len(outputs)  # to the body; numbers of layers come after them
-    sizes = [math.prod(layer.shape) * layer.dtype.itemsize for layer in layers.values()]
-    places = {array: (known + n, size) for n, (array, size) in enumerate(zip(layers, sizes, strict=True))}
+    places = {i: (known + n, layer.bytes) for n, (i, layer) in enumerate(layers.items())}
     machine, groups = PtxMemory(lanes.columns, lanes.count, places), lanes.groups
     body(machine)
     blocks = programs if groups == 1 else min(multiprocessors(), -(-programs // groups))

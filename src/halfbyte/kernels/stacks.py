@@ -9,6 +9,7 @@ what the layer kept.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,9 @@ from jax.typing import DTypeLike
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """The array at `index`, an int32 scalar, of a stack [layers, ...]."""
+    """The array at `index`, an int32 scalar, of a stack [layers, ...]. There must be such a layer: `lax` would take the
+    nearest, a kernel reads what lies there.
+    """
 
     stack: jax.Array
     index: jax.Array
@@ -35,6 +38,10 @@ class Layer:
     @property
     def dtype(self) -> jnp.dtype:
         return self.stack.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def reshape(self, *shape: int) -> "Layer":
         """The same numbers in another shape."""
