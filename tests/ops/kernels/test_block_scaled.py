@@ -62,7 +62,7 @@ class Barrier:
     def wait(self):
         number = getattr(self.waits, "number", 0)
         with self.changed:
-            assert self.changed.wait_for(lambda: self.done % 2 != number % 2, timeout=30), "waits for ever"
+            assert self.changed.wait_for(lambda: self.done % 2 != number % 2, timeout=600), "waits for ever"
             assert self.done == number + 1, "a phase was missed"
         self.waits.number = number + 1
 
