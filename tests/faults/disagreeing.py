@@ -56,7 +56,7 @@ def port_taken(bench: Bench, folder: Path, random: Random) -> str:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         one = bench.trainer.start(folder, rank=0, ranks=2, port=holder.getsockname()[1])
-        code = one.wait(60)
+        code = one.wait()
     assert code == 2 and "another port" in one.output, f"ended with {code}: {one.output[-600:]}"
     is_sentence(one.output)
     return "exit 2 with the port named, before anybody connects"
@@ -67,7 +67,7 @@ def too_few_ranks(bench: Bench, folder: Path, random: Random) -> str:
     rank = random.randrange(2)
     flags = ("--distributed.initialization-timeout-s", "8")
     one = bench.trainer.start(folder, *flags, rank=rank, ranks=2, port=free_port())
-    code = one.wait(90)
+    code = one.wait()
     assert code == 2, f"ended with {code}: {one.output[-600:]}"
     assert f"rank {rank} did not find its 1 peers" in one.output.replace("\n ", ""), one.output[-600:]
     is_sentence(one.output)
@@ -77,7 +77,7 @@ def too_few_ranks(bench: Bench, folder: Path, random: Random) -> str:
 def both_refuse(bench: Bench, folder: Path, field: str, *flags: str, others: tuple[str, ...] = (), **options) -> str:
     """Two ranks that differ in one field: both end before anything is written, and name it and the rank."""
     ranks = bench.trainer.start_all(folder, *flags, ranks=2, others=others, **options)
-    codes = [one.wait(120) for one in ranks]
+    codes = [one.wait() for one in ranks]
     assert codes == [2, 2], f"ended with {codes}: {ranks[0].output[-600:]}"
     for one in ranks:
         is_sentence(one.output)

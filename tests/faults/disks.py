@@ -29,7 +29,7 @@ def refuses(disk: Path) -> None:
 
 def a_save_was_given_up(one: Started) -> None:
     """Wait until the run says so."""
-    assert wait_until(lambda: GIVEN_UP in one.output, [one], 120), f"no save failed: {one.output[-800:]}"
+    assert wait_until(lambda: GIVEN_UP in one.output, [one]), f"no save failed: {one.output[-800:]}"
 
 
 def ends_the_same(bench: Bench, folder: Path, *, again: bool) -> None:
@@ -121,7 +121,7 @@ def one_ranks_disk_full(bench: Bench, folder: Path, random: Random) -> str:
         for one in ranks:
             if one.process.poll() is None:
                 resource.prlimit(one.process.pid, resource.RLIMIT_FSIZE, before)
-    codes = [one.wait(120) for one in ranks]
+    codes = [one.wait() for one in ranks]
     assert set(codes) <= {0, 1} and len(set(codes)) == 1, f"ended with {codes}: {ranks[0].output[-800:]}"
     for one in ranks:
         is_sentence(one.output)

@@ -270,7 +270,7 @@ def directory_taken_away(bench: Bench, folder: Path, random: Random) -> str:
         shutil.rmtree(away)
     elif how == "replaced":
         folder.mkdir()
-    code = one.wait(60)
+    code = one.wait()
     refused(one, code, str(folder), expect=1)
     left = [path.name for path in folder.rglob("*")] if folder.exists() else []
     assert not left, f"it wrote into a directory that is not its own: {left[:5]}"

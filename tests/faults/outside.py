@@ -162,7 +162,7 @@ class Trainer:
         words = [*self.words(folder), "--no-sample", "--distributed.cpu-devices", str(2 // ranks), *self.flags]
         if ranks > 1:
             words += ["--distributed.coordinator", f"127.0.0.1:{port}", "--distributed.processes", str(ranks)]
-            words += ["--distributed.process", str(rank), "--distributed.initialization-timeout-s", "60"]
+            words += ["--distributed.process", str(rank), "--distributed.initialization-timeout-s", "300"]
         return self.command(folder.name, *words, *flags, **options)
 
     def words(self, folder: Path) -> list[str]:
