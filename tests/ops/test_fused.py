@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from instruments import quick
+from instruments import equations, quick
 
+import halfbyte as hb
 from halfbyte import devices, ops
 from halfbyte.kernels.stacks import Layer
 from halfbyte.ops.activation import SILU
@@ -18,7 +19,7 @@ from halfbyte.ops.backends.native import NATIVE
 from halfbyte.ops.execution import LinearPlan
 from halfbyte.ops.gemms import GEMMS
 from halfbyte.ops.linear import Linear, quantize_part
-from halfbyte.ops.operand import Operand
+from halfbyte.ops.operand import SCALES, Operand
 from halfbyte.ops.passes import XLA, Request, request
 from halfbyte.ops.problem import Problem
 from halfbyte.ops.shards import WHOLE
@@ -238,3 +239,23 @@ def test_a_weight_is_read_where_it_lies_among_those_of_other_layers() -> None:
     (anchored, found, again), (sliced, expected, _) = (made(stack, 1, at) for at in (layer, None))
     assert same(found, expected) and same(again, expected)
     assert anchored.anchor is layer and sliced.anchor.shape == (128, 256)
+
+
+MAXIMA = ("maxima", "weight_maxima")  # jitted functions, each of a launch
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_4over6_mse", "fp8"])
+def test_no_tensor_is_read_again_for_scales_that_are_kept(name) -> None:
+    """A layer that is made again from its input takes the maxima of no more tensors than one whose operands are kept,
+    if its scales are: the program of an H200, traced."""
+    x, w = jax.ShapeDtypeStruct((2, 1024, 512), jnp.bfloat16), jax.ShapeDtypeStruct((512, 512), jnp.float32)
+
+    def maxima(remat) -> int:
+        layer = remat(lambda x, w: jnp.tanh(hb.qdot(x, w, recipe=name, key=KEY)))
+        with ops.compile_for(H200):
+            traced = jax.make_jaxpr(jax.grad(lambda x, w: jnp.sum(layer(x, w).astype(jnp.float32)), (0, 1)))(x, w)
+        return sum(count for eqn, count in equations(traced.jaxpr) if eqn.params.get("name") in MAXIMA)
+
+    policies = jax.checkpoint_policies
+    kept = functools.partial(jax.checkpoint, policy=policies.save_only_these_names(SCALES))
+    assert 0 < maxima(lambda layer: layer) == maxima(kept) < maxima(jax.checkpoint)

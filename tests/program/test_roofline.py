@@ -72,6 +72,54 @@ ENTRY %main (a: bf16[64,128], b: bf16[128,128]) -> bf16[64,128] {{
     assert gather(("s", SCATTER), ("g", pair), gradient, data=2)["g"] == pytest.approx(1e6, abs=20)
 
 
+def test_gradients_scattered_in_their_own_turn_have_the_rest_of_it():
+    """A scatter takes one second, a gather two. Where this turn has made what is scattered, it is told to take three,
+    as its linear's two neighbours travel too, and the gather to be there when both are; a scatter of what the turn
+    before has handed on leaves both as they are, and so does one outside of loops."""
+    over, turns = "replica_groups={{0,1}}", 'backend_config={"known_trip_count":{"n":"4"}}'
+
+    def times(scattered):
+        made = read(f"""HloModule jit_step, is_scheduled=true
+
+%add (p: bf16[], q: bf16[]) -> bf16[] {{
+  %p = bf16[] parameter(0)
+  %q = bf16[] parameter(1)
+  ROOT %sum = bf16[] add(%p, %q)
+}}
+
+%body (b: (bf16[128,128], bf16[128,128])) -> (bf16[128,128], bf16[128,128]) {{
+  %b = (bf16[128,128]{{1,0}}, bf16[128,128]{{1,0}}) parameter(0)
+  %w = bf16[128,128]{{1,0}} get-tuple-element(%b), index=0
+  %last = bf16[128,128]{{1,0}} get-tuple-element(%b), index=1
+  %g = bf16[256,128]{{1,0}} all-gather(%w), {over}, dimensions={{0}}
+  %made = bf16[128,128]{{1,0}} negate(%w)
+  %handed = bf16[128,128]{{1,0}} bitcast(%last)
+  %s = bf16[64,128]{{1,0}} reduce-scatter(%{scattered}), {over}, dimensions={{0}}, to_apply=%add
+  ROOT %next = (bf16[128,128]{{1,0}}, bf16[128,128]{{1,0}}) tuple(%w, %made)
+}}
+
+%condition (c: (bf16[128,128], bf16[128,128])) -> pred[] {{
+  %c = (bf16[128,128]{{1,0}}, bf16[128,128]{{1,0}}) parameter(0)
+  ROOT %go = pred[] constant(true)
+}}
+
+ENTRY %main (a: bf16[128,128]) -> bf16[128,128] {{
+  %a = bf16[128,128]{{1,0}} parameter(0)
+  %begin = (bf16[128,128]{{1,0}}, bf16[128,128]{{1,0}}) tuple(%a, %a)
+  %loop = (bf16[128,128], bf16[128,128]) while(%begin), condition=%condition, body=%body, {turns}
+  %again = bf16[128,128]{{1,0}} negate(%a)
+  %late = bf16[64,128]{{1,0}} reduce-scatter(%again), {over}, dimensions={{0}}, to_apply=%add
+  ROOT %out = bf16[128,128]{{1,0}} get-tuple-element(%loop), index=0
+}}
+""")
+        link = 64 * 128 * 2
+        found = costs(made, {"fsdp": 2}, Roofline({"bf16": 1.0}, (1.0, 1.0), 1e6, link, link, 8))
+        return [round(found[name] / 1e6, 3) for name in ("s", "g", "late")]
+
+    assert times("made") == [3.0, 3.0, 1.0]
+    assert times("handed") == [1.0, 2.0, 1.0]
+
+
 def test_a_program_of_every_kind_is_told_whole():
     made = read(TEXT)
     names = {each.instruction.name for each in launches(made)}

@@ -5,6 +5,7 @@ reduce-scatter of 18 ms behind 4 ms of products. It takes a profile of an earlie
 needed to make one: FLOPs and bytes over the rates that a device reaches are near enough to put things in order.
 """
 
+import collections
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from .traffic import bytes_of
 LAUNCH, ARRIVAL, FAR_ARRIVAL = 2e-6, 15e-6, 40e-6  # seconds at least: of a kernel, of a collective, over a network
 WEIGHTS, COPIES = "fsdp", "data"  # axes over which weights travel, and along which they are the same
 TOKENS = ("tensor", "context", "expert")  # over which travels what is made of tokens
+GATHER, SCATTER, LINEARS = "all-gather", "reduce-scatter", 3  # of weights, of their gradients; of an MLP
+VIEWS = ("get-tuple-element", "bitcast")
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Roofline:
 
 def costs(program: Program, mesh: Mapping[str, int], roofline: Roofline) -> dict[str, float]:
     """Microseconds of every launch, by its name. Raises Unreadable where the program cannot be read."""
-    found = _travels(collectives(program, mesh), mesh, roofline)
+    found = _travels(program, collectives(program, mesh), mesh, roofline)
     for launch in launches(program):
         each = launch.instruction
         if not kind_of(each) and not each.opcode.endswith("-done"):
@@ -62,25 +65,43 @@ def costs(program: Program, mesh: Mapping[str, int], roofline: Roofline) -> dict
     return {name: round(1e6 * seconds, 3) for name, seconds in found.items()}
 
 
-def _travels(sent: list[Collective], mesh: Mapping[str, int], roofline: Roofline) -> dict[str, float]:
-    """Seconds of every collective. A layer waits for what is made of its tokens, and weights that are under way have
-    the link when that is through: XLA, which knows of no link, would else put all of them where a layer stands still,
-    beside what it stands still for. Not so in turns in which gradients travel over `data` as well: weights that are
-    thought late leave them no room.
+def _travels(program: Program, sent: list[Collective], mesh: Mapping[str, int], roofline: Roofline) -> dict[str, float]:
+    """Seconds of every collective, on a link that XLA does not know of. A layer waits for what is made of its tokens,
+    and weights that are under way have the link when that is through: XLA would else put all of them where a layer
+    stands still, beside what it stands still for. Not so in turns in which gradients travel over `data` as well:
+    weights that are thought late leave them no room.
+
+    Gradients that are scattered in the turn that makes them have the rest of it, and the link to themselves: those of
+    an MLP's three linears travel together, and weights that are gathered for the next turn are told to be there when
+    all are, so that they leave before.
     """
-    found = {each.instruction.name: roofline.sends(each, mesh) for each in sent}
+    alone = {each.instruction.name: roofline.sends(each, mesh) for each in sent}
+    found = dict(alone)
     copies = [each for each in sent if COPIES in each.axes and WEIGHTS not in each.axes]  # of gradients
     crowded = {each.instruction.computation for each in copies}
-    first: dict[str, float] = {}
+    weights = [each for each in sent if WEIGHTS in each.axes and COPIES not in each.axes]  # over both: maxima
+    first, together = collections.defaultdict[str, float](float), collections.defaultdict[str, float](float)
     for each in sent:
         if set(each.axes) & set(TOKENS) and each not in copies:
-            place = each.instruction.computation
-            first[place] = first.get(place, 0.0) + found[each.instruction.name]
-    for each in sent:
-        weights = WEIGHTS in each.axes and COPIES not in each.axes  # over both: a tensor's maxima
-        if weights and each.instruction.computation not in crowded:
-            found[each.instruction.name] += first.get(each.instruction.computation, 0.0)
+            first[each.instruction.computation] += alone[each.instruction.name]
+    for each in weights:
+        together[each.instruction.computation] += alone[each.instruction.name]
+    here = [each for each in weights if each.kind == SCATTER and not _carried(program, each)]
+    own_turn = {each.instruction.computation for each in here} - {program.entry}
+    for each in weights:
+        name, place = each.instruction.name, each.instruction.computation
+        shared = {GATHER: together[place], SCATTER: LINEARS * alone[name]} if place in own_turn else {}
+        if place not in crowded:
+            found[name] = first[place] + shared.get(each.kind, alone[name])
     return found
+
+
+def _carried(program: Program, sent: Collective) -> bool:
+    """Whether a collective sends what an earlier turn has handed to this one."""
+    known, names = program.instructions, list(sent.instruction.operands)
+    while any(known[name].opcode in VIEWS for name in names):
+        names = [o for name in names for o in (known[name].operands if known[name].opcode in VIEWS else [name])]
+    return all(known[name].opcode == "parameter" for name in names)
 
 
 def as_profile(found: Mapping[str, float]) -> str:

@@ -30,7 +30,7 @@ from halfbyte.ops.activation import SILU, Activation
 from halfbyte.ops.backends.backend import Backend, strays_of
 from halfbyte.ops.backends.carrier import f8_matrix, f8_precision
 from halfbyte.ops.gemms import DGRAD, FPROP, WGRAD, Contraction, Gemm, alpha, dot, finish
-from halfbyte.ops.operand import EightBit, Operand, Quantized
+from halfbyte.ops.operand import SCALES, EightBit, Operand, Quantized, name_saved
 from halfbyte.ops.passes import COLUMNS, ROWS, GatedPasses, Made, Request
 from halfbyte.ops.problem import Problem
 from halfbyte.ops.shards import whole_maxima
@@ -204,7 +204,7 @@ class F8Passes(GatedPasses):
 
     def _scales(self, maxima: Sequence[jax.Array], formats: Sequence[BlockFormat]) -> list[tuple[jax.Array, jax.Array]]:
         tops = tuple(f8.TOPS[ELEMENTS[fmt]] for fmt in formats)
-        return kernels.scales_and_factors(*maxima, tops=tops)
+        return name_saved(kernels.scales_and_factors(*maxima, tops=tops), SCALES)
 
 
 def _orders(requests: Sequence[Request]) -> dict[str, Any]:

@@ -190,7 +190,7 @@ class FusedPasses(GatedPasses):
         """((row, column) as a kernel takes them, their scales), from the maxima of a tensor and of its transform."""
         wanted = [r for r in (row, column) if r is not None]
         own = [tops[-1 if r.policy.hadamard else 0] for r in wanted]
-        scales = kernels.tensor_scales(*own, tops=tuple(top_of(rule_of(r.policy)) for r in wanted))
+        scales = name_saved(kernels.tensor_scales(*own, tops=tuple(top_of(rule_of(r.policy)) for r in wanted)), SCALES)
         sides = (
             None if row is None else self._rowwise(row, scales[0], shape),
             None if column is None else self._columnwise(column, scales[-1], shape),
@@ -318,7 +318,7 @@ def _scale_of_runs(x: jax.Array | Layer, wanted: Request, forward: eden.Forward 
     """The scales of x's runs, transformed."""
     check_keys(wanted.policy, wanted.key, wanted.signs)
     found = eden.maxima(x, _signs(wanted), axis=wanted.axis, forward=forward)
-    return kernels.tensor_scale(*_of_all([found], [wanted]), top=top_of(rule_of(wanted.policy)))
+    return name_saved(kernels.tensor_scale(*_of_all([found], [wanted]), top=top_of(rule_of(wanted.policy))), SCALES)
 
 
 def _runs(
