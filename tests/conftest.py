@@ -154,6 +154,7 @@ def pytest_collection_finish():
 BLACKWELL = {
     "gb200": (
         "bench/test_operand_traffic.py",
+        "bench/test_own_turn.py",
         "program/test_blackwell_program.py",
         "ops/test_blackwell.py",
         "ops/kernels/test_block_scaled_gemms.py",

@@ -56,8 +56,8 @@ COMBINED = tuple(
     for kind in ("all_gather", "reduce_scatter", "all_reduce")
 )
 DOUBLED = Setting("xla_gpu_enable_while_loop_double_buffering", "true", "two layers a turn of the loop")
-# Gradients scattered in the turn that makes them: XLA copies none of them into the next. For turns whose last GEMMs
-# outlast the scatters of attention's gradients: 8B on 8 GB200, not 405B on 128 GB300 (docs/distributed.md).
+# Gradients scattered in the turn that makes them: XLA copies none of them into the next. Those of attention's linears
+# are made last and partly in the open, more of them the larger the model (docs/distributed.md).
 WHY_OWN_TURN = "gradients are not copied into the next turn of the loop"
 OWN_TURN = (
     Setting("xla_gpu_pipeline_reduce_scatter", "off", WHY_OWN_TURN,
