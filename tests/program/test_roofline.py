@@ -93,7 +93,8 @@ def test_gradients_scattered_in_their_own_turn_have_the_rest_of_it():
   %last = bf16[128,128]{{1,0}} get-tuple-element(%b), index=1
   %g = bf16[256,128]{{1,0}} all-gather(%w), {over}, dimensions={{0}}
   %made = bf16[128,128]{{1,0}} negate(%w)
-  %handed = bf16[128,128]{{1,0}} bitcast(%last)
+  %beside = bf16[128,128]{{1,0}} copy(%last)
+  %handed = bf16[128,128]{{1,0}} bitcast(%beside)
   %s = bf16[64,128]{{1,0}} reduce-scatter(%{scattered}), {over}, dimensions={{0}}, to_apply=%add
   ROOT %next = (bf16[128,128]{{1,0}}, bf16[128,128]{{1,0}}) tuple(%w, %made)
 }}

@@ -21,7 +21,7 @@ LAUNCH, ARRIVAL, FAR_ARRIVAL = 2e-6, 15e-6, 40e-6  # seconds at least: of a kern
 WEIGHTS, COPIES = "fsdp", "data"  # axes over which weights travel, and along which they are the same
 TOKENS = ("tensor", "context", "expert")  # over which travels what is made of tokens
 GATHER, SCATTER, LINEARS = "all-gather", "reduce-scatter", 3  # of weights, of their gradients; of an MLP
-VIEWS = ("get-tuple-element", "bitcast")
+VIEWS = ("get-tuple-element", "bitcast", "copy")  # what a turn was handed, perhaps out of the way of what it hands on
 
 
 @dataclass(frozen=True)
