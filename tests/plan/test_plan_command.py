@@ -166,6 +166,8 @@ def test_what_does_not_fit_says_by_how_much_and_what_helps(capfd):
     (("--reduce-dtype", "int8"), "precision.reduce_dtype must be one of float32, bfloat16, got 'int8'"),
     (("--price", "6"), "takes its --tokens"),
     (("--search", "--versus", "fp8", "--html", "page.html"), "without --versus and --html"),
+    (("--search", "--xla-flags", "own-turn"), "without --xla-flags"),
+    (("--xla-flags", "own-turn"), "pip install 'halfbyte[plan]'"),
     (("--search", "--minutes", "nan"), "minutes must be 0 or more"),
 ])  # fmt: skip
 def test_impossible_questions_are_one_paragraph(capfd, flags, said):

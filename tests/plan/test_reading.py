@@ -67,7 +67,7 @@ def compilations(monkeypatch, tmp_path):
     made = []
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(MODULE, "can_compile", lambda: True)
-    monkeypatch.setattr(MODULE, "compiled", lambda *step: made.append(step) or by_hand(*step))
+    monkeypatch.setattr(MODULE, "compiled", lambda *step: made.append(step) or by_hand(*step[:2]))
     return made
 
 
@@ -77,9 +77,11 @@ def test_a_step_is_compiled_once(eight, compilations, monkeypatch):
     assert reading(config, on, say=silent) == first and len(compilations) == 1
     reading(dataclasses.replace(config, batch=64), on, say=silent)
     assert len(compilations) == 2
+    reading(config, on, "own-turn", say=silent)
+    assert [flags for *_, flags in compilations] == ["recommended", "recommended", "own-turn"]
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")  # the compiler would make another program
     reading(config, on, say=silent)
-    assert len(compilations) == 3
+    assert len(compilations) == 4
 
 
 @pytest.mark.parametrize("damage", [
@@ -109,7 +111,7 @@ def test_two_that_ask_at_once_compile_once(eight, compilations, monkeypatch):
         compilations.append(step)
         begun.set()
         assert go.wait(600)
-        return by_hand(*step)
+        return by_hand(*step[:2])
 
     monkeypatch.setattr(MODULE, "compiled", compiled)
     said = []

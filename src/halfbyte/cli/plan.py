@@ -46,6 +46,8 @@ class Args:
     """Type that gradients are summed in; empty: the preset's."""
     schedule_by: Literal["roofline", "xla"] = "roofline"
     """As in `halfbyte train`: how long things take when XLA orders a step on several GPUs."""
+    xla_flags: Literal["recommended", "own-turn"] = "recommended"
+    """As in `halfbyte train`: settings of XLA."""
     layers: int = 0
     """Layers of the model; 0: all."""
     tokens: str = ""
@@ -81,7 +83,8 @@ def run(args: Args) -> Result:
     found: dict[str, Any] = {}
     names = dict.fromkeys([args.recipe, *filter(None, args.versus.split(","))])
     for name, (config, assumed) in {name: config_of(args, name, on) for name in names}.items():  # all, then compiled
-        found[name] = plan.outcome(config, on, plan.reading(config, on, say=say), assumed=assumed)
+        assumed += () if args.xla_flags == "recommended" else (f"XLA has the flags {args.xla_flags}",)
+        found[name] = plan.outcome(config, on, plan.reading(config, on, args.xla_flags, say=say), assumed=assumed)
     data = _data(args, on, found)
     if tokens:
         data["budget"] = {}
@@ -97,9 +100,15 @@ def run(args: Args) -> Result:
 
 def _check_together(args: Args) -> None:
     """ValueError for flags that would be given for nothing."""
+    from halfbyte.plan.reading import can_compile
+
     idle = [name for name in ("versus", "tokens", "price", "parity", "csv", "html", "trace") if getattr(args, name)]
+    other = args.xla_flags != "recommended"
+    idle += ["xla-flags"] if other else []
     if args.search and idle:
         raise ValueError(f"search: it compares layouts of one recipe, without --{' and --'.join(idle)}; leave one out")
+    if other and not can_compile():
+        raise ValueError("xla-flags: nothing is compiled without the CUDA compiler: pip install 'halfbyte[plan]'")
     if args.price and not args.tokens:
         raise ValueError("price: what a run costs takes its --tokens (15T, 300B)")
 

@@ -32,7 +32,9 @@ from .schedule import Event, from_json, schedule, walk
 
 NATIVE = ("block-scaled", "mosaic")  # who multiplies codes as they are: a library, or our kernel of experts
 BEAT = 15.0  # seconds between two signs of life
-AS_OPTIONS = {"true": True, "false": False, "on": "COLLECTIVE_PIPELINING_MODE_ON"}
+FLAGS = "recommended"  # of XLA, which `train` sets
+MODE = "COLLECTIVE_PIPELINING_MODE_"
+AS_OPTIONS = {"true": True, "false": False, "on": f"{MODE}ON", "off": f"{MODE}OFF"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,16 +77,16 @@ def can_compile() -> bool:
     return any_installed(CUDA_PLUGINS)
 
 
-def reading(config: TrainConfig, on: Cluster, *, say: Callable[[str], None]) -> Reading:
-    """The step of `config` on `on`: compiled, or from the config where the plugin is missing."""
+def reading(config: TrainConfig, on: Cluster, flags: str = FLAGS, *, say: Callable[[str], None]) -> Reading:
+    """The step of `config` on `on`: compiled with a set of flags, or from the config where the plugin is missing."""
     if not can_compile():
         return by_hand(config, on)
 
     def make() -> dict[str, Any]:
         with heard(f"{config.name} in {config.recipe} on {on.count} {on.device.name} ({config.mesh})", say):
-            return dataclasses.asdict(compiled(config, on))
+            return dataclasses.asdict(compiled(config, on, flags))
 
-    found = kept("plan", facts(config, on), make, say=say)
+    found = kept("plan", facts(config, on, flags), make, say=say)
     return Reading(**{**found, "events": tuple(from_json(each) for each in found["events"])})
 
 
@@ -93,9 +95,9 @@ def has_read(config: TrainConfig, on: Cluster) -> bool:
     return is_kept("plan", facts(config, on))
 
 
-def facts(config: TrainConfig, on: Cluster) -> dict[str, Any]:
+def facts(config: TrainConfig, on: Cluster, flags: str = FLAGS) -> dict[str, Any]:
     """All that a reading depends on, beside source and versions."""
-    return {"config": dataclasses.asdict(config), "on": str(on)}
+    return {"config": dataclasses.asdict(config), "on": str(on), "flags": flags}
 
 
 @contextlib.contextmanager
@@ -146,13 +148,13 @@ def needed(config: TrainConfig) -> float:
     return total
 
 
-def compiled(config: TrainConfig, on: Cluster) -> Reading:
-    """The trainer's own step, compiled with the flags that `train` sets, and read."""
+def compiled(config: TrainConfig, on: Cluster, flags: str = FLAGS) -> Reading:
+    """The trainer's own step, compiled with the flags that `train` sets, or another set of them, and read."""
     mesh = run_mesh(config, np.array(topology(on.device, hosts=on.hosts, per_host=on.per_host).devices))
     check(config, mesh, seq=config.seq, device=on.device, memory=None)
     own = compiler_options(config, mesh, phases(config)[0].resolved(config)) or {}
-    flags = {each.name: _option(each.value) for each in as_known(FLAG_SETS["recommended"])}
-    options = {name: value for name, value in flags.items() if name not in own}
+    given = {each.name: _option(each.value) for each in as_known(FLAG_SETS[flags])}
+    options = {name: value for name, value in given.items() if name not in own}
     with ops.compile_for(on.device), target_cudnn():
         return read_step(bench.compile_step(config, mesh, seq=config.seq, options=options), config, mesh, on)
 
