@@ -1,7 +1,6 @@
 """The 8B step over eight GPUs of one kind, compiled without one, and what must hold of it under every recipe."""
 
 import dataclasses
-import json
 
 import jax
 import numpy as np
@@ -16,8 +15,6 @@ from halfbyte.train import run_mesh
 
 SEQ = 8192
 LEAST = (0.95, 0.95) if jax.__version_info__ < (0, 11) else (0.8, 0.6)  # of the bytes, and of the time on one link
-# What a flag's value is called where a compilation is given it.
-AS_OPTION = {"on": "COLLECTIVE_PIPELINING_MODE_ON", "off": "COLLECTIVE_PIPELINING_MODE_OFF"}
 
 
 def config_of(recipe, *, batch):
@@ -39,7 +36,7 @@ def compile_for(device, config, *, hosts, options=None):
 
 def recommended(flags="recommended"):
     """The flags that `train` sets, or those of another set, as options of a compilation."""
-    return {each.name: AS_OPTION.get(each.value) or json.loads(each.value) for each in as_known(FLAG_SETS[flags])}
+    return {each.name: each.option for each in as_known(FLAG_SETS[flags])}
 
 
 def kernels_kept(folder):

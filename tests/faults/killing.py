@@ -104,7 +104,7 @@ GONE = ("has gone", "no sign of life for", "has not answered for")
 
 def kill_and_hear(ranks: list[Started], victim: int) -> None:
     """Kill one of two ranks: the other names it in a sentence, and ends. Its collective fails at once as a rule; where
-    Gloo leaves it waiting for a peer that died, the other's silence is what tells."""
+    XLA leaves it unresolved, the peer's silence is what tells."""
     ranks[victim].process.kill()
     code = ranks[1 - victim].wait()
     output = ranks[1 - victim].output

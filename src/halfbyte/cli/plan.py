@@ -83,7 +83,8 @@ def run(args: Args) -> Result:
     found: dict[str, Any] = {}
     names = dict.fromkeys([args.recipe, *filter(None, args.versus.split(","))])
     for name, (config, assumed) in {name: config_of(args, name, on) for name in names}.items():  # all, then compiled
-        assumed += () if args.xla_flags == "recommended" else (f"XLA has the flags {args.xla_flags}",)
+        if args.xla_flags != "recommended":
+            assumed += (f"XLA has the flags {args.xla_flags}",)
         found[name] = plan.outcome(config, on, plan.reading(config, on, args.xla_flags, say=say), assumed=assumed)
     data = _data(args, on, found)
     if tokens:
@@ -104,7 +105,8 @@ def _check_together(args: Args) -> None:
 
     idle = [name for name in ("versus", "tokens", "price", "parity", "csv", "html", "trace") if getattr(args, name)]
     other = args.xla_flags != "recommended"
-    idle += ["xla-flags"] if other else []
+    if other:
+        idle.append("xla-flags")
     if args.search and idle:
         raise ValueError(f"search: it compares layouts of one recipe, without --{' and --'.join(idle)}; leave one out")
     if other and not can_compile():

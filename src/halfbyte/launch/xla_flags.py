@@ -14,6 +14,8 @@ from typing import Any
 from halfbyte.devices.xla import GATHERS_AHEAD, known_to_xla
 
 GIB = 2**30
+PIPELINING = "COLLECTIVE_PIPELINING_MODE_"
+OPTIONS = {"true": True, "false": False, "on": f"{PIPELINING}ON", "off": f"{PIPELINING}OFF"}
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,11 @@ class Setting:
     def assignment(self) -> str:
         """As a person would write it, in XLA_FLAGS or in a shell."""
         return f"{'--' if self.is_flag else ''}{self.name}={self.value}"
+
+    @property
+    def option(self) -> Any:
+        """Its value where one compilation is given it, and not XLA_FLAGS."""
+        return OPTIONS.get(self.value, int(self.value) if self.value.isdigit() else self.value)
 
 
 # Weights are gathered a turn of the layers' loop ahead, gradients scattered a turn late (XLA's own default), and all of

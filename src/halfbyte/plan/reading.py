@@ -33,8 +33,6 @@ from .schedule import Event, from_json, schedule, walk
 NATIVE = ("block-scaled", "mosaic")  # who multiplies codes as they are: a library, or our kernel of experts
 BEAT = 15.0  # seconds between two signs of life
 FLAGS = "recommended"  # of XLA, which `train` sets
-MODE = "COLLECTIVE_PIPELINING_MODE_"
-AS_OPTIONS = {"true": True, "false": False, "on": f"{MODE}ON", "off": f"{MODE}OFF"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,8 +151,7 @@ def compiled(config: TrainConfig, on: Cluster, flags: str = FLAGS) -> Reading:
     mesh = run_mesh(config, np.array(topology(on.device, hosts=on.hosts, per_host=on.per_host).devices))
     check(config, mesh, seq=config.seq, device=on.device, memory=None)
     own = compiler_options(config, mesh, phases(config)[0].resolved(config)) or {}
-    given = {each.name: _option(each.value) for each in as_known(FLAG_SETS[flags])}
-    options = {name: value for name, value in given.items() if name not in own}
+    options = {each.name: each.option for each in as_known(FLAG_SETS[flags]) if each.name not in own}
     with ops.compile_for(on.device), target_cudnn():
         return read_step(bench.compile_step(config, mesh, seq=config.seq, options=options), config, mesh, on)
 
@@ -180,10 +177,6 @@ def read_step(made: Any, config: TrainConfig, mesh: Mesh, on: Cluster) -> Readin
 def _filling(config: TrainConfig, on: Cluster) -> float:
     needed = sum(flops for path, flops in bench.needed_flops(config).items() if path in EXPERTS)
     return (even_load(config, on.count).filled - 1) * needed / on.count
-
-
-def _option(value: str) -> Any:
-    return AS_OPTIONS.get(value, int(value) if value.isdigit() else value)
 
 
 def _compulsory(config: TrainConfig) -> float | None:

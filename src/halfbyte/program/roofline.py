@@ -16,12 +16,12 @@ from .gemms import gemms_of
 from .schedule import Launch, launches
 from .text import Instruction, Program
 from .traffic import bytes_of
+from .turns import SAME
 
 LAUNCH, ARRIVAL, FAR_ARRIVAL = 2e-6, 15e-6, 40e-6  # seconds at least: of a kernel, of a collective, over a network
 WEIGHTS, COPIES = "fsdp", "data"  # axes over which weights travel, and along which they are the same
 TOKENS = ("tensor", "context", "expert")  # over which travels what is made of tokens
 GATHER, SCATTER, LINEARS = "all-gather", "reduce-scatter", 3  # of weights, of their gradients; of an MLP
-VIEWS = ("get-tuple-element", "bitcast", "copy")  # what a turn was handed, perhaps out of the way of what it hands on
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _travels(program: Program, sent: list[Collective], mesh: Mapping[str, int], 
             first[each.instruction.computation] += alone[each.instruction.name]
     for each in weights:
         together[each.instruction.computation] += alone[each.instruction.name]
-    here = [each for each in weights if each.kind == SCATTER and not _carried(program, each)]
+    here = [each for each in weights if each.kind == SCATTER and not _carried(program, each.instruction)]
     own_turn = {each.instruction.computation for each in here} - {program.entry}
     for each in weights:
         name, place = each.instruction.name, each.instruction.computation
@@ -96,12 +96,15 @@ def _travels(program: Program, sent: list[Collective], mesh: Mapping[str, int], 
     return found
 
 
-def _carried(program: Program, sent: Collective) -> bool:
-    """Whether a collective sends what an earlier turn has handed to this one."""
-    known, names = program.instructions, list(sent.instruction.operands)
-    while any(known[name].opcode in VIEWS for name in names):
-        names = [o for name in names for o in (known[name].operands if known[name].opcode in VIEWS else [name])]
-    return all(known[name].opcode == "parameter" for name in names)
+def _carried(program: Program, sent: Instruction) -> bool:
+    """Whether a collective sends what an earlier turn has handed to this one, be it a copy that is out of the way of
+    what this one hands on."""
+
+    def handed(found: Instruction) -> bool:
+        views = found.opcode in (*SAME, "get-tuple-element")
+        return handed(program.operand(found, 0)) if views else found.opcode == "parameter"
+
+    return all(handed(program.operand(sent, at)) for at in range(len(sent.operands)))
 
 
 def as_profile(found: Mapping[str, float]) -> str:
