@@ -75,16 +75,26 @@ ENTRY %main (a: bf16[64,128], b: bf16[128,128]) -> bf16[64,128] {{
 def test_gradients_scattered_in_their_own_turn_have_the_rest_of_it():
     """A scatter takes one second, a gather two. Where this turn has made what is scattered, it is told to take three,
     as its linear's two neighbours travel too, and the gather to be there when both are; a scatter of what the turn
-    before has handed on leaves both as they are, and so does one outside of loops."""
+    before has handed on leaves both as they are, and so do one outside of loops, one beside a loop, and more than a
+    layer has: microbatches."""
     over, turns = "replica_groups={{0,1}}", 'backend_config={"known_trip_count":{"n":"4"}}'
 
-    def times(scattered):
+    def times(scattered, beside=""):
         made = read(f"""HloModule jit_step, is_scheduled=true
 
 %add (p: bf16[], q: bf16[]) -> bf16[] {{
   %p = bf16[] parameter(0)
   %q = bf16[] parameter(1)
   ROOT %sum = bf16[] add(%p, %q)
+}}
+
+%inner (d: (s32[])) -> (s32[]) {{
+  ROOT %d = (s32[]) parameter(0)
+}}
+
+%goes (e: (s32[])) -> pred[] {{
+  %e = (s32[]) parameter(0)
+  ROOT %on = pred[] constant(true)
 }}
 
 %body (b: (bf16[128,128], bf16[128,128])) -> (bf16[128,128], bf16[128,128]) {{
@@ -96,6 +106,7 @@ def test_gradients_scattered_in_their_own_turn_have_the_rest_of_it():
   %beside = bf16[128,128]{{1,0}} copy(%last)
   %handed = bf16[128,128]{{1,0}} bitcast(%beside)
   %s = bf16[64,128]{{1,0}} reduce-scatter(%{scattered}), {over}, dimensions={{0}}, to_apply=%add
+{beside}
   ROOT %next = (bf16[128,128]{{1,0}}, bf16[128,128]{{1,0}}) tuple(%w, %made)
 }}
 
@@ -119,6 +130,12 @@ ENTRY %main (a: bf16[128,128]) -> bf16[128,128] {{
 
     assert times("made") == [3.0, 3.0, 1.0]
     assert times("handed") == [1.0, 2.0, 1.0]
+    count = "%zero = s32[] constant(0)\n  %count = (s32[]) tuple(%zero)\n"
+    assert times("made", f"  {count}  %l = (s32[]) while(%count), condition=%goes, body=%inner, {turns}") == [1, 2, 1]
+    more = f"bf16[64,128] reduce-scatter(%made), {over}, dimensions={{0}}, to_apply=%add"
+    scatters = [f"  %s{n} = {more}" for n in range(7)]
+    assert times("made", "\n".join(scatters[:6])) == [3.0, 9.0, 1.0]
+    assert times("made", "\n".join(scatters)) == [1.0, 2.0, 1.0]
 
 
 def test_a_program_of_every_kind_is_told_whole():

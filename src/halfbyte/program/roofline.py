@@ -21,7 +21,8 @@ from .turns import SAME
 LAUNCH, ARRIVAL, FAR_ARRIVAL = 2e-6, 15e-6, 40e-6  # seconds at least: of a kernel, of a collective, over a network
 WEIGHTS, COPIES = "fsdp", "data"  # axes over which weights travel, and along which they are the same
 TOKENS = ("tensor", "context", "expert")  # over which travels what is made of tokens
-GATHER, SCATTER, LINEARS = "all-gather", "reduce-scatter", 3  # of weights, of their gradients; of an MLP
+GATHER, SCATTER = "all-gather", "reduce-scatter"  # of weights, of their gradients
+LINEARS, LAYER = 3, 7  # of an MLP, of a layer
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,10 @@ def _travels(program: Program, sent: list[Collective], mesh: Mapping[str, int], 
     stands still, beside what it stands still for. Not so in turns in which gradients travel over `data` as well:
     weights that are thought late leave them no room.
 
-    Gradients that are scattered in the turn that makes them have the rest of it, and the link to themselves: those of
-    an MLP's three linears travel together, and weights that are gathered for the next turn are told to be there when
-    all are, so that they leave before.
+    Gradients that are scattered in the turn of a layer that makes them have the rest of it, and the link to themselves:
+    those of an MLP's three linears travel together, and weights that are gathered for the next turn are told to be
+    there when all are, so that they leave before. A loop over microbatches is no turn of a layer, whether its layers
+    are a loop inside it or one after the other.
     """
     alone = {each.instruction.name: roofline.sends(each, mesh) for each in sent}
     found = dict(alone)
@@ -86,14 +88,20 @@ def _travels(program: Program, sent: list[Collective], mesh: Mapping[str, int], 
             first[each.instruction.computation] += alone[each.instruction.name]
     for each in weights:
         together[each.instruction.computation] += alone[each.instruction.name]
-    here = [each for each in weights if each.kind == SCATTER and not _carried(program, each.instruction)]
-    own_turn = {each.instruction.computation for each in here} - {program.entry}
+    here = [each.instruction for each in weights if each.kind == SCATTER and not _carried(program, each.instruction)]
+    scattered = collections.Counter(each.computation for each in here)
+    own_turn = {place for place, count in scattered.items() if count <= LAYER and _is_turn(program, place)}
     for each in weights:
         name, place = each.instruction.name, each.instruction.computation
         shared = {GATHER: together[place], SCATTER: LINEARS * alone[name]} if place in own_turn else {}
         if place not in crowded:
             found[name] = first[place] + shared.get(each.kind, alone[name])
     return found
+
+
+def _is_turn(program: Program, place: str) -> bool:
+    """Whether a computation is a loop's that has no loop inside."""
+    return place != program.entry and all(each.opcode != "while" for each in program.computations[place])
 
 
 def _carried(program: Program, sent: Instruction) -> bool:
