@@ -26,17 +26,11 @@ class Energy:
 
     def joules(self) -> float | None:
         """Of one GPU, the mean, since its driver was loaded; None where the driver does not say."""
-        return self._mean("nvmlDeviceGetTotalEnergyConsumption")
-
-    def watts(self) -> float | None:
-        """Of one GPU, the mean, now; None where the driver does not say."""
-        return self._mean("nvmlDeviceGetPowerUsage")
-
-    def _mean(self, thousandths: str) -> float | None:
         if not self.handles:
             return None
         try:  # a driver that stops to answer costs a number, not the run
-            return sum(getattr(self.nvml, thousandths)(handle) / 1e3 for handle in self.handles) / len(self.handles)
+            millijoules = map(self.nvml.nvmlDeviceGetTotalEnergyConsumption, self.handles)
+            return sum(each / 1e3 for each in millijoules) / len(self.handles)
         except self.nvml.NVMLError:
             return None
 
