@@ -96,8 +96,7 @@ def save_identity(directory: Path, identity: Identity) -> None:
 
 
 def load_identity(directory: Path) -> Identity | None:
-    """The identity in a run directory; None where there is none (a run of an earlier version). ValueError when it is
-    damaged."""
+    """The identity in a run directory; None where there is none. ValueError when it is damaged."""
     path = directory / FILE
     if not path.exists():
         return None
@@ -109,10 +108,7 @@ def load_identity(directory: Path) -> Identity | None:
             "whether the run's config, tokenizer and checkpoints are its own)"
         )
     try:
-        values = parse_json(text, what=str(path))
-        if "config_sha256" in values:  # of a version that sealed the config alone
-            values["files"] = {"config.json": values.pop("config_sha256")}
-        return _checked(Identity(**values))
+        return _checked(Identity(**parse_json(text, what=str(path))))
     except (TypeError, ValueError):
         raise ValueError(
             f"{path} is not as this version writes it; read the run with the version that wrote it (without the file "
