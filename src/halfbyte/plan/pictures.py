@@ -3,18 +3,18 @@
 import csv
 import gzip
 import io
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from halfbyte.report.page import figure, html_page, notice, paragraph, section, table, text
+from halfbyte.report import Box, figure, html_page, lanes, notice, paragraph, section, table
 
 from .outcome import Outcome
 from .simulate import Span, Turns
 
-WIDTH, ROW, LEFT = 1000, 26, 150
 MEMORY = ("weights", "optimizer", "gradients", "residuals", "activations", "workspace")
-LANES = ("gemm", "attention", "pass", "send")
+LANES = {"gemm": "gemm", "attention": "attention", "pass": "memory", "send": "communication"}
 COLOURS = {"mlp": 0, "linears": 0, "attention linears": 5, "head": 7, "attention": 2, "operands": 1, "communication": 3}
 COLUMNS = ("recipe", "fits", "GiB", "step s", "queued s", "TFLOP/s", "tokens/s", "MFU", "exposed s", "vs")
 LONGEST = ("what", "for", "source", "ms a step")
@@ -99,42 +99,28 @@ def _collective(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 def memory_bars(recipes: Mapping[str, Mapping[str, Any]]) -> str:
     """One bar a recipe, its categories, and the line of what a device has."""
-    most = max(max(row["memory"]["total"], row["memory"]["limit"]) for row in recipes.values())
-    scale = (WIDTH - LEFT - 20) / most
-    made = []
-    for at, (name, row) in enumerate(recipes.items()):
-        x, y = float(LEFT), 8 + at * (ROW + 8)
-        made.append(_label(4, y + 18, name))
-        for colour, part in enumerate(MEMORY):
-            wide = row["memory"][part] * scale
-            made.append(_box(x, y, wide, colour, f"{part}: {row['memory'][part] / GIB:.1f} GiB"))
-            made.append(_label(x + 4, y + 18, part, inside=True) if wide > 7.5 * len(part) else "")
-            x += wide
-        limit = LEFT + row["memory"]["limit"] * scale
-        made.append(
-            f'<line x1="{limit:.1f}" x2="{limit:.1f}" y1="{y - 4}" y2="{y + ROW + 4}" stroke="var(--bad)" '
-            'stroke-width="2"/>'
-        )
-    return _svg(made, 16 + len(recipes) * (ROW + 8))
+    memory = {name: row["memory"] for name, row in recipes.items()}
+    bars = {}
+    for name, row in memory.items():
+        sizes = [row[part] for part in MEMORY]
+        starts = itertools.accumulate(sizes, initial=0.0)
+        bars[name] = [
+            Box(start, size, colour, f"{part}: {size / GIB:.1f} GiB", word=part)
+            for colour, (part, start, size) in enumerate(zip(MEMORY, starts, sizes))
+        ]
+    limits = {name: row["limit"] for name, row in memory.items()}
+    return lanes(bars, end=max(max(row["total"], row["limit"]) for row in memory.values()), limits=limits)
 
 
 def timeline(spans: Sequence[Span | Turns]) -> str:
     """Lanes of computation and communication, loops opened once."""
     flat = list(_once(spans, 0.0))
-    end = max((start + span.seconds for span, start in flat), default=1.0)
-    scale, made = (WIDTH - LEFT - 20) / end, []
-    for at, lane in enumerate(LANES):
-        made.append(_label(4, 8 + at * (ROW + 8) + 18, {"send": "communication", "pass": "memory"}.get(lane, lane)))
+    boxes: dict[str, list[Box]] = {lane: [] for lane in LANES.values()}
     for span, start in flat:
-        wide = span.seconds * scale
-        if wide >= 0.3:
-            y = 8 + LANES.index(span.event.what) * (ROW + 8)
-            colour = COLOURS.get(span.event.purpose, 6)
-            said = f"{span.event.purpose} {span.event.format} {span.event.name}: {1e3 * span.seconds:.3f} ms"
-            made.append(
-                _box(LEFT + start * scale, y, wide, colour, said, faint=span.event.what == "send" and not span.waited)
-            )
-    return _svg(made, 16 + len(LANES) * (ROW + 8))
+        colour, faint = COLOURS.get(span.event.purpose, 6), span.event.what == "send" and not span.waited
+        said = f"{span.event.purpose} {span.event.format} {span.event.name}: {1e3 * span.seconds:.3f} ms"
+        boxes[LANES[span.event.what]].append(Box(start, span.seconds, colour, said, faint=faint))
+    return lanes(boxes, end=max((start + span.seconds for span, start in flat), default=1.0))
 
 
 def _once(spans: Sequence[Span | Turns], offset: float) -> Iterator[tuple[Span, float]]:
@@ -146,22 +132,6 @@ def _once(spans: Sequence[Span | Turns], offset: float) -> Iterator[tuple[Span, 
             saved += each.each * (each.times - 1)
         else:
             yield each, offset + each.start - saved
-
-
-def _svg(parts: Sequence[str], height: int) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img">{"".join(parts)}</svg>'
-
-
-def _box(x: float, y: float, wide: float, colour: int, said: str, *, faint: bool = False) -> str:
-    opacity = ' fill-opacity="0.45"' if faint else ""
-    return (
-        f'<rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{ROW}" fill="var(--c{colour})"{opacity}>'
-        f"<title>{text(said)}</title></rect>"
-    )
-
-
-def _label(x: float, y: float, words: str, *, inside: bool = False) -> str:
-    return f'<text x="{x:.1f}" y="{y}" font-size="13" fill="var(--{"bg" if inside else "fg"})">{text(words)}</text>'
 
 
 def trace(found: Mapping[str, Outcome]) -> bytes:

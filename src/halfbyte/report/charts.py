@@ -1,11 +1,13 @@
 """Pictures as inline SVG. Colours are the page's variables, so that one picture serves light and dark."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
 import numpy as np
+
+from .page import text
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 540, 58, 12, 10, 34
 COLOURS = 8
@@ -301,3 +303,39 @@ def _heat_cell(x: float, y: float, size: float, value: float | None, shade: floa
     if size >= 6.4 * len(shown):
         cell += f'<text x="{x + size / 2:.1f}" y="{y + 15}" text-anchor="middle">{escape(shown)}</text>'
     return cell
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a lane. `said` is shown beside the pointer, `word` inside where it fits."""
+
+    start: float
+    size: float
+    colour: int
+    said: str
+    word: str = ""
+    faint: bool = False
+
+
+def lanes(rows: Mapping[str, Sequence[Box]], *, end: float, limits: Mapping[str, float] | None = None) -> str:
+    """One lane a name, its boxes as wide as they are long on an axis from 0 to `end`; `limits` are lines across."""
+    width, left, height = 1000, 150, 26
+    scale, parts = (width - left - 20) / end, []
+    for place, (name, boxes) in enumerate(rows.items()):
+        y = 8 + place * (height + 8)
+        parts.append(_lane_word(4, y, name, "fg"))
+        for box in (box for box in boxes if box.size * scale >= 0.3):
+            x, wide = left + box.start * scale, box.size * scale
+            shape = f'x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{height}"'
+            opacity = ' fill-opacity="0.45"' if box.faint else ""
+            parts.append(f'<rect {shape} fill="{colour(box.colour)}"{opacity}><title>{text(box.said)}</title></rect>')
+            if box.word and wide > 7.5 * len(box.word):
+                parts.append(_lane_word(x + 4, y, box.word, "bg"))
+        if limits:
+            at, ends = left + limits[name] * scale, f'y1="{y - 4}" y2="{y + height + 4}"'
+            parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" {ends} stroke="var(--bad)" stroke-width="2"/>')
+    return f'<svg viewBox="0 0 {width} {16 + len(rows) * (height + 8)}" role="img">{"".join(parts)}</svg>'
+
+
+def _lane_word(x: float, y: float, word: str, tint: str) -> str:
+    return f'<text x="{x:.1f}" y="{y + 18}" font-size="13" fill="var(--{tint})">{text(word)}</text>'
