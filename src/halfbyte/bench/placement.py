@@ -74,7 +74,7 @@ def placement(compiled: Any, config: TrainConfig, mesh: Mesh) -> Placement:
         multiplied_flops=sum(gemm.flops for gemm in linear_gemms(program)),
         bytes_needed=bytes_needed(compiled),
         gathered=gathered_bytes(found),
-        wide_gathers=tuple(each for each in found if _gathers(each, weight, bits=16)),
+        wide_gathers=tuple(each for each in found if _gathers_wide(each, weight)),
         whole_reduces=tuple(each for each in found if reduces_whole(each, weight)),
     )
 
@@ -132,10 +132,10 @@ def _rates(device: Device) -> tuple[dict[str, float], float]:
     return device.gemm_peaks, device.nvlink_bandwidth / 2
 
 
-def _gathers(each: Collective, elements: int, *, bits: int) -> bool:
+def _gathers_wide(each: Collective, elements: int) -> bool:
     if each.kind != "all-gather" or WEIGHTS not in each.axes:
         return False
-    wide = (array for array in each.arrays if 8 * array.bytes >= bits * array.elements)
+    wide = (array for array in each.arrays if array.bytes >= 2 * array.elements)
     return any(array.elements * each.group == elements for array in wide)
 
 

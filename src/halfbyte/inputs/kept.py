@@ -77,7 +77,7 @@ def _load(path: Path) -> str | None:
 
 def _key(facts: Mapping[str, Any]) -> str:
     heard = {name: value for name, value in os.environ.items() if name.startswith(HEARD) and name not in PLACES}
-    asked = json.dumps([facts, heard, _source_digest(), _versions()], sort_keys=True, default=str)
+    asked = json.dumps([facts, heard, source_digest(), _versions()], sort_keys=True, default=str)
     return hashlib.sha256(asked.encode()).hexdigest()[:32]
 
 
@@ -88,8 +88,9 @@ def _versions() -> list[str]:
 
 
 @cache
-def _source_digest() -> str:
+def source_digest() -> str:
+    """Of this package's own source files: two checkouts of one version may differ."""
     digest = hashlib.sha256()
     for file in sorted(PACKAGE.rglob("*.py")):
-        digest.update(file.read_bytes())
+        digest.update(str(file.relative_to(PACKAGE)).encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()

@@ -61,9 +61,9 @@ def read_text(path: str | os.PathLike[str], *, most: int = MOST_JSON) -> str:
         raise UnreadableFile(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
-def read_json(path: str | os.PathLike[str], *, most: int = MOST_JSON, depth: int = MOST_DEPTH) -> Any:
+def read_json(path: str | os.PathLike[str], *, most: int = MOST_JSON) -> Any:
     """The value in a JSON file."""
-    return parse_json(read_bytes(path, most=most), what=str(path), most=most, depth=depth)
+    return parse_json(read_bytes(path, most=most), what=str(path), most=most)
 
 
 def parse_json(content: str | bytes, *, what: str, most: int = MOST_JSON, depth: int = MOST_DEPTH) -> Any:

@@ -6,7 +6,6 @@ that was changed by hand or by a failing disk is noticed before it decides anyth
 where it lies: it may move, and it may not be replaced under its name.
 """
 
-import functools
 import hashlib
 import json
 import secrets
@@ -22,6 +21,7 @@ import jaxlib
 
 from halfbyte.data.dataset import as_mixture
 from halfbyte.inputs import parse_json, read_json, regular, replace_file
+from halfbyte.inputs.kept import source_digest
 
 FILE = "run.json"
 ABSENT = "absent"  # in place of a hash, while a file is about to be written
@@ -76,17 +76,7 @@ def versions() -> dict[str, str]:
     """Of the programs that decide what a step computes."""
     package = sys.modules[__name__.partition(".")[0]]  # a room does not import the whole
     told = {program.__name__: str(program.__version__) for program in (package, jax, jaxlib)}  # installed or not
-    return told | {"code": code_hash()}
-
-
-@functools.cache
-def code_hash() -> str:
-    """Hash of this package's own source files: two checkouts of one version may differ."""
-    root = Path(__file__).resolve().parents[1]
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
+    return told | {"code": source_digest()[:16]}
 
 
 def save_identity(directory: Path, identity: Identity) -> None:
