@@ -338,9 +338,11 @@ def test_the_config_of_a_run_is_behind_its_seal_wherever_it_is_named(run, monkey
     assert "no seal covers config.json" in capsys.readouterr().err
 
 
-def test_a_run_whose_seal_covers_the_config_alone_is_read_and_said_to_be_unsealed(run, capsys):
+def test_a_run_of_an_earlier_version_is_read_and_said_to_be_unsealed(run, capsys):
+    """Its run.json sealed the config alone."""
     identity = load_identity(run)
-    save_identity(run, dataclasses.replace(identity, files={"config.json": identity.files["config.json"]}))
+    text = json.dumps({"run": identity.run, "data": identity.data, "config_sha256": identity.files["config.json"]})
+    (run / "run.json").write_text(json.dumps({"run": text, "crc32": zlib.crc32(text.encode())}))
     opened = open_directory(run)
     assert opened.unsealed() == ["tokenizer.json", "data.json"] and opened.config.steps == 4
     assert "no seal covers tokenizer.json, data.json" in capsys.readouterr().err

@@ -132,6 +132,9 @@ def test_the_report_says_what_was_not_judged_and_what_is_the_recipes_own_doing()
     poor = {"seed": 0, "step": 1, "alarms": [], "gemms": judged([gemm(gain=0.68, recipe_gain=0.68)])[0]}
     shown = radar_section([{"name": "broken", "radar": [poor]}])
     assert "NOT JUDGED" not in shown and "gains of 0.680" in shown
+    blind = {"layer": 0, "site": "mlp/down", "gemm": "wgrad", "gain": 0.68, "snr_db": 3.0, "alarm": False, "band": None}
+    old = {"seed": 0, "step": 1, "alarms": [], "gemms": [blind]}
+    assert "1 of 1 GEMMs were NOT JUDGED" in radar_section([{"name": "broken", "radar": [old]}])
     refused = {"seed": 0, "step": 1, "alarms": [], "gemms": [], "not_judged": "<why>"}
     assert "NOT JUDGED: &lt;why&gt;" in radar_section([{"name": "broken", "radar": [refused]}])
 

@@ -24,6 +24,7 @@ from .statistics import FEWEST_SEEDS, spending
 
 FILE, LOCK = "plan.json", ".lock"
 VERSION = 2
+READ = (1, 2)  # version 1 had no looks
 OUTCOME = "validation loss after the last step, nats a token, each arm under its own forward recipe"
 
 
@@ -134,14 +135,17 @@ class Plan:
 
 def plan_from_json(found: Any, where: str) -> Plan:
     """The plan in a JSON value; ValueError when it is none."""
-    if not isinstance(found, dict) or found.get("version") != VERSION:
-        raise ValueError(f"{where} is not a parity plan of version {VERSION}")
+    if not isinstance(found, dict) or found.get("version") not in READ:
+        raise ValueError(f"{where} is not a parity plan of version {' or '.join(map(str, READ))}")
     try:
         arms = tuple(Arm(a["name"], a["kind"], a["changes"], a.get("note", ""), a.get("seeds")) for a in found["arms"])
         base = jsonconfig.from_dict(TrainConfig, found["base"])
         seeds = tuple(int(seed) for seed in found["seeds"])
         margin = parse_margin(found["margin"])
-        looks = tuple(map(int, found["looks"]))
+        # Earlier versions let seeds be added until it was clear, or looks be chosen after one or two seeds: of their
+        # seeds the fewest are known to be planned.
+        looks = tuple(map(int, found.get("looks", ())))
+        looks = looks if looks and looks[-1] >= FEWEST_SEEDS else (FEWEST_SEEDS,)
         screen = Screen(**found["screen"]) if found.get("screen") else None
     except (KeyError, TypeError) as error:
         raise ValueError(

@@ -40,8 +40,13 @@ def radar_section(arms: Sequence[Mapping[str, Any]]) -> str:
 
 
 def not_judged(probe: Mapping[str, Any]) -> list[str]:
-    """Why the probe could not be made, if it was not."""
-    return [f"NOT JUDGED: {probe['not_judged']}"] if probe.get("not_judged") else []
+    """What the probe said nothing about: GEMMs of which it had nothing to judge by, or all of them."""
+    if probe.get("not_judged"):
+        return [f"NOT JUDGED: {probe['not_judged']}"]
+    blind = [g for g in probe["gemms"] if not g["alarm"] and g.get("error") is None and g.get("band") is None]
+    if not blind:
+        return []
+    return [f"{len(blind)} of {len(probe['gemms'])} GEMMs were NOT JUDGED: an older radar knew no band for them"]
 
 
 def gain_figure(name: str, probe: Mapping[str, Any]) -> str:

@@ -86,7 +86,8 @@ def save_identity(directory: Path, identity: Identity) -> None:
 
 
 def load_identity(directory: Path) -> Identity | None:
-    """The identity in a run directory; None where there is none. ValueError when it is damaged."""
+    """The identity in a run directory; None where there is none (a run of an earlier version). ValueError when it is
+    damaged."""
     path = directory / FILE
     if not path.exists():
         return None
@@ -98,7 +99,10 @@ def load_identity(directory: Path) -> Identity | None:
             "whether the run's config, tokenizer and checkpoints are its own)"
         )
     try:
-        return _checked(Identity(**parse_json(text, what=str(path))))
+        values = parse_json(text, what=str(path))
+        if "config_sha256" in values:  # of a version that sealed the config alone
+            values["files"] = {"config.json": values.pop("config_sha256")}
+        return _checked(Identity(**values))
     except (TypeError, ValueError):
         raise ValueError(
             f"{path} is not as this version writes it; read the run with the version that wrote it (without the file "
