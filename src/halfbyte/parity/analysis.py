@@ -17,7 +17,7 @@ from halfbyte.train.identity import load_identity
 
 from .arms import BASELINE, CANDIDATE, TWIN, Arm
 from .between import between, finite, ranking
-from .cells import DONE, OVER, Cell, Cells, manifest_of, read_cells, run_directory, status_of
+from .cells import DONE, OVER, Cell, Cells, executions, manifest_of, read_cells, run_directory, status_of
 from .controls import controls, displaced, displaced_name, seen, withheld
 from .plan import Plan
 from .radar_view import radar_of
@@ -85,10 +85,8 @@ def notes(plan: Plan, cells: Cells) -> list[str]:
     if plan.screen is not None:
         found.append("; ".join(dropped) or "the screening round has dropped no arm so far")
     known = [load_identity(cell.folder) for cell in cells.values() if cell.status.step]
-    for what, count in (("data", known.count(None)), ("code", sum(not (run and run.made_with) for run in known))):
-        if count:
-            found.append(f"{count} of {len(known)} runs are of an earlier version: whether all had the same {what} is "
-                         "not known")  # fmt: skip
+    if lost := known.count(None):
+        found.append(f"{lost} of {len(known)} runs have no run.json: whether all had the same data and code is unknown")
     return found
 
 
@@ -370,8 +368,7 @@ def execution(cells: Sequence[Cell]) -> list[str]:
     manifest = next((found for cell in cells if (found := manifest_of(cell.folder))), None)
     if manifest is None:
         return []
-    words = {gemm["execution"] for site in manifest["sites"] for gemm in site["gemms"].values()}
-    return sorted(words - {"plain"}) or ["plain"]
+    return executions(manifest)
 
 
 def interval_text(found: Mapping[str, Any] | None, unit: str) -> str:

@@ -37,6 +37,12 @@ def manifest_of(folder: Path) -> dict[str, Any] | None:
     return read_json(path) if path.is_file() else None
 
 
+def executions(manifest: Mapping[str, Any]) -> list[str]:
+    """native, emulated or plain: how the quantized GEMMs of a manifest ran."""
+    words = {gemm["execution"] for site in manifest["sites"] for gemm in site["gemms"].values()}
+    return sorted(words - {"plain"}) or ["plain"]
+
+
 @dataclass(frozen=True)
 class Status:
     """How far a run is; `detail` says why it diverged, `loss` is the validation loss after its last step."""

@@ -1,6 +1,5 @@
 """Where the numbers of a report come from: data, versions, devices, precision."""
 
-import hashlib
 import platform
 from importlib import metadata
 from pathlib import Path
@@ -10,35 +9,28 @@ import jax
 
 from halfbyte import report as page
 from halfbyte.train import TrainConfig
-from halfbyte.train.identity import versions
+from halfbyte.train.identity import Identity, load_identity, versions
 
 from .cells import manifest_of, run_directory
 from .plan import Plan
 
 
-def environment(config: TrainConfig, device: str) -> dict[str, str]:
-    """Data, device and versions of a run."""
+def environment(config: TrainConfig, run: Identity | None, device: str) -> dict[str, str]:
+    """Data, device and versions of a run; its data by the hash of what they hold."""
     programs = versions() | {name: metadata.version(name) for name in ("numpy", "optax")}
     programs["Python"] = platform.python_version()
     return {
-        "data": f"{config.data}, {data_hash(config)}",
+        "data": f"{config.data} ({run.data})" if run else config.data,
         "device": device or "nothing has run yet",
         "versions": ", ".join(f"{name} {version}" for name, version in programs.items()),
         "backend of this report": jax.default_backend(),
     }
 
 
-def data_hash(config: TrainConfig) -> str:
-    """SHA-256 of the data set's manifest, which holds the hash of every shard."""
-    if config.data in ("demo", "synthetic"):
-        return (
-            "embedded in the package" if config.data == "demo" else f"made from seeds, {config.model.vocab_size} tokens"
-        )
-    found = [part.partition(":")[0] for part in config.data.split(",")]
-    manifests = sorted(path for part in found for path in Path(part).glob("*manifest*.json"))
-    if not manifests:
-        return "no manifest found"
-    return "manifest sha256 " + ", ".join(hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in manifests)
+def first_begun(plan: Plan, directory: Path) -> Identity | None:
+    """The identity of the first run of a plan that has one: all runs have the same data."""
+    known = (load_identity(run_directory(directory, arm, seed)) for arm, seed in plan.jobs())
+    return next(filter(None, known), None)
 
 
 def devices(plan: Plan, directory: Path) -> str:

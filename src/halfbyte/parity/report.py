@@ -12,7 +12,7 @@ from halfbyte.report import Axes, Band, Row, Series
 
 from .analysis import MOST_SPELLED, interval_text
 from .arms import BASELINE, CANDIDATE, CONTROL
-from .facts import devices, environment, precision_table
+from .facts import devices, environment, first_begun, precision_table
 from .plan import Plan
 from .radar_view import radar_section
 from .statistics import spending
@@ -25,7 +25,7 @@ CLIP = 3.0  # margins, or further if a candidate is: an arm beyond is drawn at t
 def write_report(plan: Plan, directory: Path, data: Data) -> dict[str, Path]:
     """report.html, report.json and report.md in `directory`."""
     facts = {"plan": str(directory / "plan.json"), "written": plan.written}
-    whole = {**data, "facts": facts | environment(plan.base, devices(plan, directory))}
+    whole = {**data, "facts": facts | environment(plan.base, first_begun(plan, directory), devices(plan, directory))}
     files = {kind: directory / name for kind, name in FILES.items()}
     replace_file(files["html"], page.html_page(title(plan), sections(plan, directory, whole)))
     replace_file(files["json"], json.dumps(finite(whole), indent=1, allow_nan=False) + "\n")

@@ -11,9 +11,11 @@ from halfbyte.evaluation.curves import Curve, default_last, end_of, read_curve, 
 from halfbyte.inputs import read_json, replace_file
 from halfbyte.report import Axes, Series
 from halfbyte.train import TrainConfig, jsonconfig
+from halfbyte.train.identity import load_identity
 from halfbyte.train.reading import open_directory
 
 from .analysis import DRAWN, body_size, spikes
+from .cells import executions
 from .facts import environment, manifest_rows
 from .radar_view import radar_of, radar_section
 
@@ -58,7 +60,8 @@ def sections(
     head = f"training loss {loss:.4f} nats a token ({mean}){held_out} after {done}"
     read = f"{tokens:,} tokens ({tokens / size:.2f} a parameter), data {config.data}"
     scope = f"{size:,} parameters without embeddings, {read}. {CAVEAT}"
-    facts = {"run": str(directory), **environment(config, str(manifest.get("device", "")))}
+    content = load_identity(directory)
+    facts = {"run": str(directory), **environment(config, content, str(manifest.get("device", "")))}
     return [
         page.verdict(head, page.paragraph(scope, soft=True)),
         page.figures("Curves", figures(curve)),
@@ -113,9 +116,8 @@ def source_table(curve: Curve) -> str:
 
 def cost_table(curve: Curve, manifest: dict[str, Any]) -> str:
     speed = speed_of(curve)
-    words = {gemm["execution"] for site in manifest["sites"] for gemm in site["gemms"].values()} - {"plain"}
     row = (
-        ", ".join(sorted(words)) or "plain bf16",
+        ", ".join(executions(manifest)),
         f"{1000 * speed.step_time_s:.0f} ms",
         f"{speed.tokens_per_s_per_device:,.0f}",
         f"{speed.tokens_per_joule:,.1f}" if math.isfinite(speed.tokens_per_joule) else "not counted",

@@ -2,10 +2,8 @@
 same.
 
 One step: the batch is cut into `accumulate` microbatches; a scan adds up their gradients in float32, each divided by
-the scored tokens of the *whole*
-step, so that the result does not depend on how the tokens fall into microbatches; then clip, AdamW, and the loss
-scale. Random bits
-come from (seed, step, microbatch, layer, site, role).
+the scored tokens of the *whole* step, so that the result does not depend on how the tokens fall into microbatches; then
+clip, AdamW, and the loss scale. Random bits come from (seed, step, microbatch, layer, site, role).
 """
 
 import dataclasses
