@@ -25,7 +25,7 @@ from halfbyte.devices.cudnn import is_here
 
 GPUS = [name for name in DEVICES if name != "cpu"]
 FACTS = ("capability", "sms", "clock_ghz", "l2_bytes", "memory_bytes", "bandwidth")
-LINKS = ("nvlinks", "nvlink_bandwidth", "nvlink_domain")
+LINKS = ("nvlink_bandwidth", "nvlink_domain")
 
 
 def jax_device(kind, platform="gpu", **more):

@@ -32,7 +32,6 @@ class Device:
     l2_bytes: int | None = None
     memory_bytes: int | None = None
     bandwidth: float | None = None
-    nvlinks: int | None = None
     nvlink_bandwidth: float | None = None
     nvlink_domain: int | None = None
     peak: Mapping[str, float] = field(default_factory=dict, hash=False)
@@ -68,7 +67,7 @@ def _peaks(bf16: float, fp8: float, fp4: float | None = None) -> dict[str, float
 def _sources(spec: str, links: str, *, bf16: str, fp8: str, fp4: str | None = None) -> dict[str, str]:
     """A source for every field; `spec` names the OpenXLA target description the geometry is from."""
     peaks = {"bf16": bf16, "fp8": fp8, **({"mxfp8": fp8, "mxfp4": fp4, "nvfp4": fp4} if fp4 else {})}
-    geometry = dict.fromkeys((*_GEOMETRY, "nvlinks"), f"{_OPENXLA}/{spec}.txtpb")
+    geometry = dict.fromkeys(_GEOMETRY, f"{_OPENXLA}/{spec}.txtpb")
     return {**geometry, "nvlink_bandwidth": links, "nvlink_domain": links, **peaks}
 
 
@@ -92,7 +91,6 @@ _TABLE = (
         l2_bytes=52_428_800,
         memory_bytes=84_942_979_072,
         bandwidth=3.35232e12,
-        nvlinks=18,
         nvlink_bandwidth=900e9,
         nvlink_domain=8,
         peak=_peaks(bf16=989.5, fp8=1979.0),
@@ -113,7 +111,6 @@ _TABLE = (
         l2_bytes=52_428_800,
         memory_bytes=151_397_597_184,
         bandwidth=4.8e12,
-        nvlinks=18,
         nvlink_bandwidth=900e9,
         nvlink_domain=8,
         peak=_peaks(bf16=989.5, fp8=1979.0),
@@ -134,7 +131,6 @@ _TABLE = (
         l2_bytes=132_644_864,
         memory_bytes=191_514_411_008,
         bandwidth=7.67232e12,
-        nvlinks=18,
         nvlink_bandwidth=1.8e12,
         nvlink_domain=8,
         peak=_peaks(bf16=2250.0, fp8=4500.0, fp4=9000.0),
@@ -157,7 +153,6 @@ _TABLE = (
         l2_bytes=135_528_448,
         memory_bytes=197_897_748_480,
         bandwidth=7.928064e12,
-        nvlinks=18,
         nvlink_bandwidth=1.8e12,
         nvlink_domain=72,
         peak=_peaks(bf16=2500.0, fp8=5000.0, fp4=10000.0),
@@ -180,7 +175,6 @@ _TABLE = (
         l2_bytes=135_528_448,
         memory_bytes=297_021_865_984,
         bandwidth=7.936e12,
-        nvlinks=18,
         nvlink_bandwidth=1.8e12,
         nvlink_domain=8,
         peak=_peaks(bf16=2250.0, fp8=4500.0, fp4=13125.0),
@@ -203,7 +197,6 @@ _TABLE = (
         l2_bytes=135_528_448,
         memory_bytes=297_021_079_552,
         bandwidth=7.928064e12,
-        nvlinks=18,
         nvlink_bandwidth=1.8e12,
         nvlink_domain=72,
         peak=_peaks(bf16=2500.0, fp8=5000.0, fp4=15000.0),
