@@ -106,12 +106,14 @@ def test_a_broken_recipe_that_is_better_is_not_seen_to_fail(tmp_path):
     assert verdicts(data)["nvfp4"] == "CANNOT TELL"
 
 
-def test_runs_that_have_lost_their_identity_are_said_to_be_such(tmp_path):
+def test_runs_of_earlier_versions_are_said_to_be_such(tmp_path):
     plan = fake_parity(tmp_path)
     assert analyse(plan, tmp_path)["notes"] == []
+    reidentify(run_directory(tmp_path, plan.arms[1], 0), made_with={})
     (run_directory(tmp_path, plan.arms[1], 1) / "run.json").unlink()
-    (note,) = analyse(plan, tmp_path)["notes"]
-    assert note.startswith("1 of 15 runs") and "same data and code" in note
+    data, code = analyse(plan, tmp_path)["notes"]
+    assert data.startswith("1 of 15 runs") and "same data" in data
+    assert code.startswith("2 of 15 runs") and "same code" in code
 
 
 def test_an_alarm_of_an_earlier_probe_is_shown(tmp_path):

@@ -236,7 +236,7 @@ def test_emptied_checkpoints_are_not_a_fresh_start(begun):
         take_it(directory, config)
 
 
-def test_a_run_that_does_not_say_so_is_judged_by_its_metrics(begun):
+def test_a_run_of_an_earlier_version_is_judged_by_its_metrics(begun):
     directory, config = begun
 
     def with_rows(*steps):

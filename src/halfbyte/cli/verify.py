@@ -75,7 +75,7 @@ def open_parts(directory: Path) -> "tuple[RunDirectory | None, list[Finding]]":
         return None, [Finding("config.json, run.json", BAD, str(error))]
     changed = {*opened.changed(), *opened.changed(origin=True)}
     words = dict.fromkeys(opened.files(), f"run {opened.identity.run}" if opened.identity else "")
-    words |= dict.fromkeys(opened.unsealed(), "no seal covers it (run.json is gone, or does not name it)")
+    words |= dict.fromkeys(opened.unsealed(), "no seal covers it (run.json is gone, or of an earlier version)")
     words |= dict.fromkeys(changed, "it is not what the run wrote: edited, or changed by the disk")
     states = {**dict.fromkeys(opened.unsealed(), UNKNOWN), **dict.fromkeys(changed, BAD)}
     return opened, [Finding(name, states.get(name, GOOD), detail) for name, detail in words.items()]

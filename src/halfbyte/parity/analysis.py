@@ -85,8 +85,10 @@ def notes(plan: Plan, cells: Cells) -> list[str]:
     if plan.screen is not None:
         found.append("; ".join(dropped) or "the screening round has dropped no arm so far")
     known = [load_identity(cell.folder) for cell in cells.values() if cell.status.step]
-    if lost := known.count(None):
-        found.append(f"{lost} of {len(known)} runs have no run.json: whether all had the same data and code is unknown")
+    for what, count in (("data", known.count(None)), ("code", sum(not (run and run.made_with) for run in known))):
+        if count:
+            found.append(f"{count} of {len(known)} runs are of an earlier version: whether all had the same {what} is "
+                         "not known")  # fmt: skip
     return found
 
 

@@ -62,7 +62,7 @@ def unlike(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, A
 
 
 def facts_of(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """What a run was made from, as hashes; one without run.json has fewer of them."""
+    """What a run was made from, as hashes; a run of an earlier version has fewer of them."""
     identity = load_identity(folder)
     facts = {} if identity is None else {"data": identity.data, **identity.made_with}
     if (folder / "tokenizer.json").is_file():

@@ -158,8 +158,8 @@ def _mark_saved(directory: Path) -> None:
 
 
 def refuse_lost_checkpoints(directory: Path, identity: Identity) -> None:
-    """Raise ValueError if a run that has no checkpoint has had one: it says so itself, or, where run.json was
-    lost too, its metrics reach its last step, or its first checkpoint and the directory of checkpoints is gone."""
+    """Raise ValueError if a run that has no checkpoint has had one: it says so itself, or, where an earlier version
+    wrote it, its metrics reach its last step, or its first checkpoint and the directory of checkpoints is gone."""
     rows = read_rows(directory / METRICS) if (directory / METRICS).exists() else []
     last = rows[-1].get("step", 0) if rows else 0
     config = jsonconfig.load(TrainConfig, directory / CONFIG)

@@ -167,8 +167,9 @@ def _check_belongs(
         raise ValueError(f"the checkpoint of step {restored.step} does not say of which config it is; use another one")
     stored = restored.extra.get("data_set")
     same = f"the checkpoint of step {restored.step} was made with another configuration than this run asks for"
-    check_unchanged(restored.extra["config"], config, allow=allow, say=say, ignore=("data",), what=same)
-    if stored != content and not allow:
+    ignore = ("data",) if stored is not None else ()
+    check_unchanged(restored.extra["config"], config, allow=allow, say=say, ignore=ignore, what=same)
+    if stored not in (None, content) and not allow:
         raise ChangedConfig(
             f"the checkpoint of step {restored.step} was made on other data ({stored}, not {content}); "
             "give that data set, or --allow-change to go on with this one"
