@@ -163,10 +163,8 @@ def one_alone():
 @pytest.mark.parametrize(
     "changes, devices",
     [
-        ({"mesh": "fsdp=2,tensor=2"}, 4),
-        ({"mesh": "data=2,fsdp=2", "accumulate": 2}, 4),  # each place of `data` adds up its own gradients
-        ({"remat": "quantized"}, 1),
-        ({"unroll": 0}, 1),
+        ({"mesh": "data=2,fsdp=2,tensor=2", "accumulate": 2}, 8),  # each place of `data` adds up its own gradients
+        ({"remat": "quantized", "unroll": 0}, 1),
     ],
     ids=str,
 )

@@ -1,7 +1,6 @@
 """A mean over tokens beside the GEMMs (`averis`), in the trainer. Oracle: one device."""
 
 import dataclasses
-import functools
 
 import jax
 import numpy as np
@@ -17,7 +16,6 @@ from halfbyte.train.source import to_mesh
 RUN = tiny(model=dataclasses.replace(MODEL, embed=64, mlp=128), recipe="averis", policy=ONE_LINEAR, accumulate=2)
 
 
-@functools.cache
 def losses(devices, mesh):
     """Of three steps."""
     config = dataclasses.replace(RUN, mesh=mesh)
@@ -31,11 +29,10 @@ def losses(devices, mesh):
     return found
 
 
-# Tokens of the second lie along an axis that `accumulate` takes away.
-@pytest.mark.parametrize("mesh", ["fsdp=2,tensor=2", "data=2,fsdp=2"])
-def test_no_mesh_changes_a_run(mesh):
-    """To the tolerance of sums in another order, and of bfloat16 activations that these are rounded to."""
-    np.testing.assert_allclose(losses(4, mesh), losses(1, ""), rtol=2e-3)
+def test_no_mesh_changes_a_run():
+    """To the tolerance of sums in another order, and of bfloat16 activations that these are rounded to. Tokens lie
+    along two axes, of which `accumulate` takes one away."""
+    np.testing.assert_allclose(losses(8, "data=2,fsdp=2,tensor=2"), losses(1, ""), rtol=2e-3)
 
 
 def test_the_radar_knows_gemms_alone():
