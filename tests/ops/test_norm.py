@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from halfbyte import kernels, ops
 from halfbyte.devices import device
+from halfbyte.kernels.stacks import Layer, array_of
 from halfbyte.nn import norm
 from halfbyte.nn.norm import Fork, by_xla, forked_norm, rms_norm
 from halfbyte.ops.operand import add_rounded
-from halfbyte.sharding import DEFAULT_RULES, make_mesh
+from halfbyte.sharding import make_mesh
 
 EPS = 1e-5
 
@@ -62,14 +62,20 @@ def arrays():
     return x, jnp.asarray(1 + 0.1 * random.normal(size=SHAPE[-1]), jnp.float32), others
 
 
-def pulled(fn, x, scale, carry, *gradients):
-    (through, h), pull = jax.vjp(fn, x, scale)
-    return through, h[0], *pull((carry, gradients[: len(h)]))
+def by_kernels(mesh=None, place=None):
+    """x as it goes on, h, dx and ds, as a function of x, the weight and all gradients."""
+    fork = Fork(EPS, READERS, mesh)
+
+    def run(x, scale, carry, *gradients):
+        (through, h, stack), pull = jax.vjp(lambda x, s: forked_norm(fork, x, s, place), x, scale)
+        return through, h[0], *pull((carry, gradients, stack))
+
+    return jax.jit(run)
 
 
-def by_kernels(mesh=None):
-    fork = Fork(EPS, READERS, mesh, DEFAULT_RULES)
-    return jax.jit(lambda x, s, *others: pulled(lambda x, s: norm._forked(fork, x, s), x, s, *others))
+def a_place():
+    """The second of three layers, of NaN before it is written."""
+    return Layer(jnp.full((3, *SHAPE), jnp.nan, jnp.bfloat16), jnp.int32(1))
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -94,13 +100,15 @@ def plain_forward(x, scale, *, eps):
 
 def plain_backward(x, inverse, scale, carry, gradients):
     """Parts of ds as the kernel has them, one for 32 rows."""
+    x = array_of(x)
     g, n = sum(each.astype(jnp.float32) for each in gradients), x.astype(jnp.float32) * inverse[:, None]
     through = inverse[:, None] * (g * scale[None] - n * jnp.mean(g * scale[None] * n, axis=1, keepdims=True))
     return (carry.astype(jnp.float32) + through).astype(x.dtype), jnp.sum((g * n).reshape(-1, 32, x.shape[1]), axis=1)
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {"data": 2, "context": 2}], ids=str)
-def test_on_a_mesh_each_device_norms_its_rows(sizes, monkeypatch):
+@pytest.mark.parametrize("place", [None, a_place()], ids=["alone", "in a stack"])
+def test_on_a_mesh_each_device_norms_its_rows(sizes, place, monkeypatch):
     """Kernels that stand in for ours, on the CPU: what they are handed, and what becomes of what they return. (Host
     callbacks, as which ours are interpreted, wait for each other on several devices.)
     """
@@ -108,7 +116,7 @@ def test_on_a_mesh_each_device_norms_its_rows(sizes, monkeypatch):
     monkeypatch.setattr(norm.kernels, "backward", plain_backward)
     x, scale, others = arrays()
     mesh = make_mesh(sizes, jax.devices()[:4])
-    alone, together = by_kernels()(x, scale, *others), by_kernels(mesh)(x, scale, *others)
+    alone, together = by_kernels()(x, scale, *others), by_kernels(mesh, place)(x, scale, *others)
     for one, all_of_them in zip(alone[:3], together[:3], strict=True):
         np.testing.assert_array_equal(one, all_of_them)
     np.testing.assert_allclose(alone[3], together[3], rtol=1e-5, atol=1e-5)
@@ -126,17 +134,11 @@ def test_who_computes_it_is_known_before():
     )
 
 
-def test_without_kernels_it_is_the_norm_itself():
-    x, scale, _ = arrays()
-    through, h = forked_norm(x, scale, EPS, readers=READERS)
-    assert through is x and len(h) == 1
-    np.testing.assert_array_equal(h[0], rms_norm(x, scale, EPS))
-
-
-@pytest.mark.cuda_compiler
-def test_a_block_takes_them_where_layers_are_no_loop():
-    """Traced for an H200: with kernels one h a reader, in a loop XLA's."""
-    x, scale, _ = arrays()
-    with ops.compile_for(device("h200")), kernels.interpreted():
-        assert len(forked_norm(x, scale, EPS, readers=READERS)[1]) == READERS
-        assert len(forked_norm(x, scale, EPS, readers=READERS, looped=True)[1]) == 1
+@pytest.mark.usefixtures("interpreted")
+def test_a_fork_in_a_stack_is_the_fork():
+    """Bit for bit; the oracle keeps x itself."""
+    x, scale, others = arrays()
+    for ours, theirs in zip(
+        by_kernels(place=a_place())(x, scale, *others), by_kernels()(x, scale, *others), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)

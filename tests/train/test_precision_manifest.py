@@ -66,8 +66,11 @@ def test_who_computes_the_norms_is_written_with_the_reason(where):
     alone = manifest_of("llama3-8b", where, unroll=0, mesh="fsdp=1", remat="none", batch=4).norms
     inside = "kernels; in the passes that quantize: mlp, layers 0 to 31"
     assert alone == (inside if where == "h200" else "kernels")
+    assert manifest_of("llama3-8b", where, mesh="fsdp=8", remat="none").norms == "kernels"
+    assert manifest_of("llama3-8b", where, mesh="fsdp=1", remat="none", batch=4).norms == alone
     looped, wide = manifest_of("llama3-8b", where), manifest_of("llama3.1-405b", where, unroll=0)
     assert looped.norms.startswith("xla: ") and "stacks" in looped.norms
+    assert manifest_of("llama3-8b", where, remat="none", unroll=2).norms == looped.norms
     assert "8192" in wide.norms
     assert looped.norms in caption(looped)
     assert "norms" not in caption(manifest_of("demo", "cpu"))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from halfbyte import ops
 from halfbyte.kernels import norm
 from halfbyte.kernels.stacks import Layer
-from halfbyte.nn.norm import forked_norm_in_passes
+from halfbyte.nn.norm import Fork, forked_norm_in_passes
 from halfbyte.ops.activation import SILU, Activation
 from halfbyte.ops.linear import quantize_part, weight_operand
 from halfbyte.ops.mlp import fused_passes
@@ -104,7 +104,7 @@ def differing_when_normed(chosen: Recipe, passes: Passes, *, tokens: int, width:
 
     @jax.jit
     def inside(x: jax.Array) -> list[Operand]:
-        _, (h,) = forked_norm_in_passes(x[None], scale, EPS)
+        _, (h,), _ = forked_norm_in_passes(Fork(EPS), x[None], scale)
         assert isinstance(h, Normed)
         return passes.operands(x, requests, h)
 

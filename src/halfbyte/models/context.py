@@ -45,8 +45,8 @@ class Context:
     loss_chunk: a device's tokens whose logits exist at one time (None: about 1 GiB of them).
     unroll: layers a scan iteration.
     reduce_dtype: what gradients of matrices travel in when they are scattered over fsdp.
-    stacked: keep the MLPs' products of looped layers in stacks that kernels read in place; for a pass whose gradient is
-    taken.
+    stacked: keep the MLPs' products of looped layers, and what their norms read, in stacks that kernels read in place;
+    for a pass whose gradient is taken.
     amaxes: float32 [layers, linears, 3], what linears with a history are scaled by (`ops.Remembered`), in the order of
     `linear_sites`; None: each tensor by its own.
     """
@@ -69,6 +69,11 @@ class Context:
     def looped(self) -> bool:
         """Whether layers are turns of a loop, one each: their passes cannot meet in one piece of program."""
         return self.unroll == 1
+
+    @property
+    def keeps_stacks(self) -> bool:
+        """Whether layers may keep what kernels read in stacks (`Stacks`)."""
+        return self.stacked and keeps_stacks(self.unroll, self.remat)
 
     @property
     def on_mesh(self) -> bool:
@@ -105,12 +110,18 @@ class Watch(Protocol):
 
 @dataclasses.dataclass
 class Stacks:
-    """Where layers of a loop keep gate's and up's results, [layers, ...] each, and which layer this one is. The MLP
-    takes them and leaves them with its own written (`ops.mlp_in_stacks`); None: it keeps its own.
+    """Where layers of a loop keep gate's and up's results and, by group, what norms read, [layers, ...] each; and which
+    layer this one is. MLP and norms take them and leave them with their own written (`ops.mlp_in_stacks`,
+    `nn.norm.forked_norm`). Without stacks of theirs they keep their own.
     """
 
     both: tuple[jax.Array, jax.Array] | None
+    norms: dict[str, jax.Array]
     at: jax.Array
+
+    def of_norm(self, group: str) -> Layer | None:
+        """Where the norm of `group` keeps what it reads."""
+        return Layer(self.norms[group], self.at) if group in self.norms else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,6 +234,11 @@ class LayerContext:
 def in_loop(cfg: LlamaConfig, unroll: int) -> bool:
     """Whether layers are turns of a loop at all, `unroll` of them each (0: all, and no loop)."""
     return 0 < unroll < cfg.layers
+
+
+def keeps_stacks(unroll: int, remat: str) -> bool:
+    """Whether a step's layers may keep what kernels read in stacks: those of a loop, of which nothing is made again."""
+    return unroll == 1 and remat == "none"
 
 
 def segments(cfg: LlamaConfig, ctx: Context) -> tuple[Segment, ...]:

@@ -20,11 +20,13 @@ from halfbyte.models.keys import EXPERTS
 from halfbyte.models.params import Params
 from halfbyte.models.remat import named
 from halfbyte.models.spec import flatten, nest
+from halfbyte.nn.norm import by_xla
 from halfbyte.ops.shards import axes_of, cut_of, empty_stack
 from halfbyte.recipe import Recipe, Segment
 from halfbyte.sharding import outer_axes
 
 MLP_SITES = ("gate", "up", "down")
+Kept = tuple[tuple[jax.Array, jax.Array] | None, dict[str, jax.Array]]  # `Stacks`, without a layer's number
 
 
 def remembered(layers: Params, amaxes: jax.Array, segment: Segment, paths: Sequence[str]) -> Params:
@@ -119,20 +121,34 @@ def gated_mlp(
     return here.out_of(y, "mlp", sites[2])
 
 
-def stacks_of(segment: Segment, x: jax.Array, width: int, ctx: Context) -> tuple[jax.Array, jax.Array] | None:
-    """Empty stacks of gate's and up's results, of `width`, of a segment's looped layers; None where each layer
-    keeps its own: without a gradient, a loop or a quantized MLP, under remat, or where the mesh does not cut them
-    evenly over all its axes.
+def stacks_of(segment: Segment, x: jax.Array, width: int, ctx: Context) -> Kept | None:
+    """Empty stacks of a segment's looped layers: of gate's and up's results, of `width`, and of what norms read. None
+    where each layer keeps its own: without a gradient or a loop, under remat, or where no kernel would read them.
     """
+    if not ctx.keeps_stacks:
+        return None
+    both, norms = _stacks_of_products(segment, x, width, ctx), _stacks_of_norms(segment, x, ctx)
+    return (both, norms) if both or norms else None
+
+
+def _stacks_of_products(segment: Segment, x: jax.Array, width: int, ctx: Context) -> tuple[jax.Array, jax.Array] | None:
+    """None without a quantized MLP, or where the mesh does not cut them evenly over all its axes."""
     axes, layers = inside("mlp"), segment.stop - segment.start
     mlps = [segment.recipes[path] for path in segment.recipes if path.removeprefix("layers/mlp/") in MLP_SITES]
-    quantized = any(recipe.quantized for recipe in mlps)
-    kept = ctx.stacked and ctx.looped and ctx.remat == "none" and x.dtype == jnp.bfloat16
-    if not kept or not quantized or layers < 2 or not _cut_evenly(x, axes, ctx):
+    quantized = any(recipe.quantized for recipe in mlps) and x.dtype == jnp.bfloat16
+    if not quantized or layers < 2 or not _cut_evenly(x, axes, ctx):
         return None
     spec = None if ctx.mesh is None else ctx.rules.spec(axes, ctx.mesh)
     g, u = (empty_stack(layers, (*x.shape[:-1], width), x.dtype, mesh=ctx.mesh, spec=spec) for _ in range(2))
     return g, u
+
+
+def _stacks_of_norms(segment: Segment, x: jax.Array, ctx: Context) -> dict[str, jax.Array]:
+    """By group; none where norms are XLA's."""
+    if by_xla(x.shape, x.dtype, looped=False, mesh=ctx.mesh, rules=ctx.rules):
+        return {}
+    layers, spec = segment.stop - segment.start, None if ctx.mesh is None else ctx.rules.spec(BETWEEN, ctx.mesh)
+    return {group: empty_stack(layers, x.shape, x.dtype, mesh=ctx.mesh, spec=spec) for group in ("attention", "mlp")}
 
 
 def _cut_evenly(x: jax.Array, axes: Axes, ctx: Context) -> bool:

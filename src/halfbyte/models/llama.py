@@ -29,7 +29,7 @@ from halfbyte.models.walk import through_layers
 from halfbyte.nn.attention import attention
 from halfbyte.nn.loss import Spread, cross_entropy
 from halfbyte.nn.loss import token_nll as chunked_nll
-from halfbyte.nn.norm import by_xla, forked_norm, forked_norm_in_passes, rms_norm
+from halfbyte.nn.norm import Fork, by_xla, forked_norm, forked_norm_in_passes, rms_norm
 from halfbyte.nn.rope import apply_rope, rope_frequencies, rope_tables
 from halfbyte.nn.routing import Load
 from halfbyte.ops.activation import ACTIVATIONS
@@ -157,12 +157,20 @@ def forked(
     """
     ctx, (group, names), weight = here.ctx, sites, weights["norm"]
     many = 1 if here.watch or group == "mlp" else len(names)  # a watch sees one; an MLP is one op
-    how: dict[str, Any] = {"looped": in_loop(cfg, ctx.unroll), "mesh": ctx.mesh, "rules": ctx.rules}
-    dense = all(name in weights for name in names)
-    if dense and by_xla(x.shape, x.dtype, **how) is None and norm_outside(x, weights, here, group, names) is None:
-        return forked_norm_in_passes(x, weight, cfg.norm_eps, readers=many)
-    x, h = forked_norm(x, weight, cfg.norm_eps, readers=many, **how)
-    return x, tuple(ctx.constrain(each, *BETWEEN) for each in h)
+    place = None if here.stacks is None else here.stacks.of_norm(group)
+    looped = place is None and in_loop(cfg, ctx.unroll)
+    if by_xla(x.shape, x.dtype, looped=looped, mesh=ctx.mesh, rules=ctx.rules):
+        return x, (ctx.constrain(rms_norm(x, weight, cfg.norm_eps), *BETWEEN),)
+    fork = Fork(cfg.norm_eps, many, ctx.mesh, ctx.rules)
+    h: tuple[Any, ...]
+    if all(name in weights for name in names) and norm_outside(x, weights, here, group, names) is None:
+        x, h, stack = forked_norm_in_passes(fork, x, weight, place)
+    else:
+        x, h, stack = forked_norm(fork, x, weight, place)
+        h = tuple(ctx.constrain(each, *BETWEEN) for each in h)
+    if here.stacks is not None and stack is not None:
+        here.stacks.norms[group] = stack
+    return x, h
 
 
 def attention_block(

@@ -41,31 +41,31 @@ def through_layers(
         weights = of_segment(params["layers"], cfg, segment)
 
         def body(carry: tuple[jax.Array, Any], layer: Any, segment: Segment = segment) -> Any:
-            (x, both), (weights, number, keys, entry) = carry, layer
-            stacks = None if both is None else Stacks(both, number - segment.start)
+            (x, kept), (weights, number, keys, entry) = carry, layer
+            stacks = None if kept is None else Stacks(kept[0], dict(kept[1]), number - segment.start)
             at = None if masters is None else Masters(masters, weights, number)
             here = LayerContext(ctx, specs, segment.recipes, keys, stacks=stacks, masters=at)
             x, out = visit(x, weights, here, entry)
-            return (x, None if stacks is None else stacks.both), out
+            return (x, None if stacks is None else (stacks.both, stacks.norms)), out
 
         layer = rematerialized(body, ctx.remat, looped=ctx.looped)
         if ctx.amaxes is not None:
             weights = remembered(weights, of_segment(ctx.amaxes, cfg, segment), segment, linear_sites(cfg))
         weights = quantize_ahead(weights, x, here)
-        both, numbers = stacks_of(segment, x, cfg.mlp, ctx), jnp.arange(segment.start, segment.stop, dtype=jnp.int32)
+        kept, numbers = stacks_of(segment, x, cfg.mlp, ctx), jnp.arange(segment.start, segment.stop, dtype=jnp.int32)
         keys = drawn_in_layers(ctx.key, segment.recipes, numbers)
-        x, out = _through(layer, x, both, (weights, numbers, keys, of_segment(entries, cfg, segment)), ctx=ctx)
+        x, out = _through(layer, x, kept, (weights, numbers, keys, of_segment(entries, cfg, segment)), ctx=ctx)
         made.append(out)
     return x, made
 
 
-def _through(layer: Any, x: jax.Array, both: Any, layers: Any, *, ctx: Context) -> tuple[jax.Array, Any]:
+def _through(layer: Any, x: jax.Array, kept: Any, layers: Any, *, ctx: Context) -> tuple[jax.Array, Any]:
     """A segment's layers: a loop, or one layer after another if `unroll` covers them all."""
     weights, numbers, *others = layers
     count, unroll = numbers.shape[0], ctx.unroll
     if unroll < count or count == 1:
-        (x, both), stacked = lax.scan(layer, (x, both), layers, unroll=unroll)
-        return (x if both is None else hand_back(x, both)), stacked
+        (x, kept), stacked = lax.scan(layer, (x, kept), layers, unroll=unroll)
+        return (x if kept is None else hand_back(x, kept)), stacked
     traced_once, made = jax.jit(layer), []
     for (weight, *other), number in zip(unstack((weights, *others), count, cut=ctx.on_mesh), numbers, strict=True):
         (x, _), out = traced_once((x, None), (weight, number, *other))

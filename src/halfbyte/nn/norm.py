@@ -32,6 +32,7 @@ from jax.typing import DTypeLike
 from halfbyte.devices import Device
 from halfbyte.kernels import norm as kernels
 from halfbyte.kernels import normed
+from halfbyte.kernels.stacks import Layer
 from halfbyte.ops.operand import SCALES, pinned
 from halfbyte.ops.passes import Normed
 from halfbyte.ops.problem import target
@@ -39,7 +40,7 @@ from halfbyte.ops.surroundings import several_devices
 from halfbyte.sharding import DEFAULT_RULES, Rules, axis_size, on_parts
 
 STREAM = ("batch", "residual_seq", "width")  # the logical axes of x
-LOOPED = "layers in a loop keep x in stacks, which XLA's fusions read in place and a kernel does not"
+LOOPED = "layers in a loop keep x in stacks of XLA's, which its fusions read in place and a kernel does not"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -84,9 +85,9 @@ class Fork:
     """How many read h, and where: what is settled before tracing."""
 
     eps: float
-    readers: int
-    mesh: Mesh | None
-    rules: Rules
+    readers: int = 1
+    mesh: Mesh | None = None
+    rules: Rules = DEFAULT_RULES
 
     def on_parts(self, kernel: Callable[..., Any], arrays: Sequence[Any], specs: Any, out_specs: Any) -> Any:
         """kernel(*arrays) on each device's part of them."""
@@ -105,29 +106,6 @@ class Fork:
             self.rules.spec(STREAM[:2], self.mesh),
             PartitionSpec(tuple(axis for axis in (*batch, *seq) if axis in self.mesh.shape)),
         )
-
-
-def forked_norm(
-    x: jax.Array, scale: jax.Array, eps: float, *, readers: int = 1, looped: bool = False, mesh: Mesh | None = None,
-    rules: Rules = DEFAULT_RULES,
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:  # fmt: skip
-    """(x [batch, seq, width] as it goes on, `rms_norm` of it): h for each of its `readers` where kernels serve, which
-    take up the gradients of all of them and of x in one pass; else one h for all.
-    """
-    if by_xla(x.shape, x.dtype, looped=looped, mesh=mesh, rules=rules):
-        return x, (rms_norm(x, scale, eps),)
-    return _forked(Fork(eps, readers, mesh, rules), x, scale)
-
-
-def forked_norm_in_passes(
-    x: jax.Array, scale: jax.Array, eps: float, *, readers: int = 1
-) -> tuple[jax.Array, tuple[jax.Array | Normed, ...]]:
-    """`forked_norm` by kernels on one device, for readers whose passes norm x themselves: the first h is `Normed`, the
-    others are there for their gradients. To whoever reads one as an array all the same it has the same bits, by XLA.
-    """
-    x, h, inverse, maxima = _forked_in_passes(Fork(eps, readers, None, DEFAULT_RULES), x, scale)
-    made_of = jax.tree.map(lax.stop_gradient, (x, inverse, scale.astype(jnp.float32), maxima))
-    return x, (Normed(h[0], *made_of), *h[1:])
 
 
 def by_xla(
@@ -151,11 +129,19 @@ def by_xla(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _forked(fork: Fork, x: jax.Array, scale: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    return _forked_fwd(fork, x, scale)[0]
+def forked_norm(
+    fork: Fork, x: jax.Array, scale: jax.Array, place: Layer | None = None
+) -> tuple[jax.Array, tuple[jax.Array, ...], jax.Array | None]:
+    """(x [batch, seq, width] as it goes on, `rms_norm` of it once for each reader, the stack of `place` with x in it)
+    by kernels, which take up the gradients of all readers and of x in one pass.
+
+    With a place the backward pass reads x where it lies in the cotangent of the stack, which must be the stack, as
+    `stacks.hand_back` gives it; without one it keeps x.
+    """
+    return _forked_fwd(fork, x, scale, place)[0]
 
 
-def _forked_fwd(fork, x, scale):
+def _forked_fwd(fork, x, scale, place):
     stream, row, _ = fork.specs
 
     def local(x, scale):
@@ -164,13 +150,21 @@ def _forked_fwd(fork, x, scale):
 
     h, inverse = fork.on_parts(local, (x, scale), (stream, PartitionSpec()), (stream, row))
     inverse = checkpoint_name(inverse, SCALES)
+    kept, stack = _keep(x, place)
     # x is there for the kernel: a compiler would add it up once more for whoever reads it further on.
-    return (lax.optimization_barrier(x), (h,) * fork.readers), (x, scale, inverse)
+    return (lax.optimization_barrier(x), (h,) * fork.readers, stack), (kept, scale, inverse)
+
+
+def _keep(x: jax.Array, place: Layer | None) -> tuple[jax.Array, jax.Array | None]:
+    """(what the backward pass finds x by, the stack with x in it)."""
+    return (x, None) if place is None else (place.index, place.filled(x))
 
 
 def _forked_bwd(fork, residuals, gradients):
-    (x, scale, inverse), (carry, each) = residuals, gradients
+    (kept, scale, inverse), (carry, each, stack) = residuals, gradients
     stream, row, rows = fork.specs
+    x: Any = kept if stack is None else Layer(stack, kept)
+    lies: Any = stream if stack is None else Layer(PartitionSpec(None, *stream), PartitionSpec())  # type: ignore[arg-type]
 
     def local(x, inverse, scale, carry, each):
         flat = tuple(map(_matrix, each))
@@ -178,29 +172,43 @@ def _forked_bwd(fork, residuals, gradients):
         return dx.reshape(x.shape), parts
 
     arrays = (x, inverse, scale.astype(jnp.float32), carry, each)
-    specs = (stream, row, PartitionSpec(), stream, (stream,) * len(each))
+    specs = (lies, row, PartitionSpec(), stream, (stream,) * len(each))
     dx, parts = fork.on_parts(local, arrays, specs, (stream, rows))
-    return dx, jnp.sum(parts, axis=0).astype(scale.dtype)
+    place = None if stack is None else Layer(stack, None)  # type: ignore[arg-type]
+    return dx, jnp.sum(parts, axis=0).astype(scale.dtype), place
 
 
-def _matrix(x: jax.Array) -> jax.Array:
-    return x.reshape(-1, x.shape[-1])  # [..., width] -> [rows, width]
+def _matrix(x: Any) -> Any:
+    return x.reshape(-1, x.shape[-1])  # [..., width] -> [rows, width], of an array or a layer
 
 
-_forked.defvjp(_forked_fwd, _forked_bwd)
+forked_norm.defvjp(_forked_fwd, _forked_bwd)
+
+
+def forked_norm_in_passes(
+    fork: Fork, x: jax.Array, scale: jax.Array, place: Layer | None = None
+) -> tuple[jax.Array, tuple[jax.Array | Normed, ...], jax.Array | None]:
+    """`forked_norm` on one device, for readers whose passes norm x themselves: the first h is `Normed`, the others are
+    there for their gradients. To whoever reads one as an array all the same it has the same bits, by XLA.
+    """
+    x, h, stack, inverse, maxima = _forked_in_passes(fork, x, scale, place)
+    made_of = jax.tree.map(lax.stop_gradient, (x, inverse, scale.astype(jnp.float32), maxima))
+    return x, (Normed(h[0], *made_of), *h[1:]), stack
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _forked_in_passes(fork, x, scale):
-    """`_forked`, r and the maxima of h."""
-    return _in_passes_fwd(fork, x, scale)[0]
+def _forked_in_passes(fork, x, scale, place):
+    """`forked_norm`, r and the maxima of h."""
+    return _in_passes_fwd(fork, x, scale, place)[0]
 
 
-def _in_passes_fwd(fork, x, scale):
+def _in_passes_fwd(fork, x, scale, place):
     inverse, *maxima = normed.statistics(_matrix(x), scale.astype(jnp.float32), eps=fork.eps)
     inverse = checkpoint_name(inverse.reshape(x.shape[:-1]), SCALES)
     h = _scaled(x, inverse[..., None], scale)
-    return (lax.optimization_barrier(x), (h,) * fork.readers, inverse, tuple(maxima)), (x, scale, inverse)
+    kept, stack = _keep(x, place)
+    out = lax.optimization_barrier(x), (h,) * fork.readers, stack, inverse, tuple(maxima)
+    return out, (kept, scale, inverse)
 
 
-_forked_in_passes.defvjp(_in_passes_fwd, lambda fork, residuals, gradients: _forked_bwd(fork, residuals, gradients[:2]))
+_forked_in_passes.defvjp(_in_passes_fwd, lambda fork, residuals, gradients: _forked_bwd(fork, residuals, gradients[:3]))

@@ -180,8 +180,9 @@ class TrainConfig:
     """Of models with sigmoid routers: how far a step moves the bias of an expert that has not the mean load."""
     remat: Literal["none", "dots", "full", "quantized"] = "none"
     unroll: int = 1
-    """Layers a loop iteration; 0: all, no loop. Faster on a GPU (nothing is copied in and out), slower to compile;
-    norms are kernels there, whose sums have another order and now and then another last bit."""
+    """Layers a loop iteration; 0: all, no loop. Faster on a GPU (nothing is copied in and out), slower to compile.
+    Norms are kernels without a loop, and in one of single layers without remat: their sums have another order than
+    XLA's and now and then another last bit."""
     schedule_by: Literal["roofline", "xla"] = "roofline"
     """On several GPUs: how long things take when XLA orders a step. A roofline of the program itself (compiled twice,
     once where it is kept), or XLA's own guess."""

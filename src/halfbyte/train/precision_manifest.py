@@ -18,7 +18,7 @@ from halfbyte.devices import Device, native_training
 from halfbyte.formats import BF16
 from halfbyte.metrics import Throughput, mixed_peak
 from halfbyte.models.config import EXPERT_SITES
-from halfbyte.models.context import in_loop
+from halfbyte.models.context import in_loop, keeps_stacks
 from halfbyte.models.flops import FLOPS_FORMULA
 from halfbyte.nn.norm import by_xla
 from halfbyte.ops import tile_kernels
@@ -145,7 +145,7 @@ def build_manifest(config: TrainConfig, resolved: Resolved, recipe: Recipe, *, s
 def _norms(config: TrainConfig, resolved: Resolved, rows: int, seq: int, device: Device) -> str:
     parts, model = _cuts(config), config.model
     shape = rows // parts("batch"), seq // parts("residual_seq"), model.embed
-    looped = in_loop(model, config.unroll)
+    looped = in_loop(model, config.unroll) and not keeps_stacks(config.unroll, config.remat)
     reason = by_xla(shape, config.precision.compute_dtype, looped=looped, device=device)
     if reason is not None:
         return f"{XLA}: {reason}"

@@ -17,6 +17,7 @@ from halfbyte.checkpoint import Checkpoints
 from halfbyte.conformance import check_stacks, native_experts_agree, native_sites_agree
 from halfbyte.devices import Energy, energy, lookup
 from halfbyte.inputs import write_json
+from halfbyte.models.context import keeps_stacks
 from halfbyte.models.linear import MLP_SITES
 from halfbyte.ops.activation import ACTIVATIONS
 from halfbyte.profiling import Capture
@@ -157,7 +158,7 @@ def check_stacks_of_loops(session: Session, every: Sequence[Phase]) -> None:
     of each segment's MLPs in these phases; where no kernel does so, nothing is said.
     """
     config = session.config
-    if config.remat != "none" or config.unroll != 1:
+    if not keeps_stacks(config.unroll, config.remat):
         return
     looped = (each for phase in every for each in _looped_mlps(phase.resolved(config), session.manifest_of(phase)))
     for recipes, backend in dict.fromkeys(looped):

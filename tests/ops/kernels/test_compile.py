@@ -11,7 +11,7 @@ from kernel_programs import compiled, compiled_choosing, compiled_codes, compile
 
 from halfbyte import devices, ops
 from halfbyte import kernels as K
-from halfbyte.nn.norm import forked_norm_in_passes
+from halfbyte.nn.norm import Fork, forked_norm_in_passes
 from halfbyte.recipe import recipe
 
 pytestmark = pytest.mark.cuda_compiler
@@ -72,7 +72,7 @@ def one_linear(x, w, dy, seed):
 
 def normed_mlp(x, scale, gate, up, down, dy, seed):
     def program(x, scale, *weights):
-        x, (h,) = forked_norm_in_passes(x, scale, 1e-5)
+        x, (h,), _ = forked_norm_in_passes(Fork(1e-5), x, scale)
         y, _ = ops.mlp_in_stacks(h, weights, None, recipe="nvfp4", key=jax.random.key(seed))
         return x + y
 
