@@ -70,6 +70,20 @@ def test_operands_equal_the_definition(name, asked) -> None:
     assert len(found) == sum(map(len, asked)) and all(same(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_operands_by_maxima_that_were_found_before_equal_the_definition(name) -> None:
+    """Found for two, they serve one of them as well."""
+    both, x = [request(recipe(name), role, KEY) for role in OF_X[0]], RUNS if name == "quartet2" else X
+    asked = both[:1], both
+
+    def by_maxima(x):
+        maxima = PASSES.maxima(x, both)
+        return [made for requests in asked for made in PASSES.quantize_by(x, requests, maxima)]
+
+    row, column, _ = operands(name, OF_X, XLA)(x)
+    assert all(same(a, b) for a, b in zip(jitted(by_maxima)(x), (row, row, column), strict=True))
+
+
 def test_a_forward_operand_that_nobody_asked_for_is_made_and_one_that_was_is_made_once() -> None:
     rows, again = (request(HALFBYTE, role, KEY) for role in ("fprop_x", "wgrad_x"))
     (found,), (expected,) = (jitted(functools.partial(p.quantize, requests=[again]))(X) for p in (PASSES, XLA))
@@ -242,20 +256,40 @@ def test_a_weight_is_read_where_it_lies_among_those_of_other_layers() -> None:
 
 
 MAXIMA = ("maxima", "weight_maxima")  # jitted functions, each of a launch
+KEPT = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(SCALES))
+
+
+def maxima(layer, *shapes) -> int:
+    """How many tensors the program of an H200, traced, reads for their maxima: x and weights of these shapes."""
+    x, *weights = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    x = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
+
+    def loss(*arrays):
+        return jnp.sum(jnp.tanh(layer(*arrays)).astype(jnp.float32))
+
+    with ops.compile_for(H200):
+        traced = jax.make_jaxpr(jax.grad(loss, tuple(range(1 + len(weights)))))(x, *weights)
+    return sum(count for eqn, count in equations(traced.jaxpr) if eqn.params.get("name") in MAXIMA)
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4_4over6_mse", "fp8"])
 def test_no_tensor_is_read_again_for_scales_that_are_kept(name) -> None:
     """A layer that is made again from its input takes the maxima of no more tensors than one whose operands are kept,
-    if its scales are: the program of an H200, traced."""
-    x, w = jax.ShapeDtypeStruct((2, 1024, 512), jnp.bfloat16), jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    if its scales are."""
 
-    def maxima(remat) -> int:
-        layer = remat(lambda x, w: jnp.tanh(hb.qdot(x, w, recipe=name, key=KEY)))
-        with ops.compile_for(H200):
-            traced = jax.make_jaxpr(jax.grad(lambda x, w: jnp.sum(layer(x, w).astype(jnp.float32)), (0, 1)))(x, w)
-        return sum(count for eqn, count in equations(traced.jaxpr) if eqn.params.get("name") in MAXIMA)
+    def linear(x, w):
+        return hb.qdot(x, w, recipe=name, key=KEY)
 
-    policies = jax.checkpoint_policies
-    kept = functools.partial(jax.checkpoint, policy=policies.save_only_these_names(SCALES))
-    assert 0 < maxima(lambda layer: layer) == maxima(kept) < maxima(jax.checkpoint)
+    shapes = (2, 1024, 512), (512, 512)
+    assert 0 < maxima(linear, *shapes) == maxima(KEPT(linear), *shapes) < maxima(jax.checkpoint(linear), *shapes)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_4over6_mse", "fp8"])
+def test_nor_is_the_x_of_an_mlp_that_makes_its_operands_again_itself(name) -> None:
+    def gated(mode):
+        return lambda x, *weights: ops.mlp(x, *weights, recipe=name, key=KEY, mode=mode)
+
+    shapes = (2, 1024, 512), (512, 1024), (512, 1024), (1024, 512)
+    once = maxima(gated("fast"), *shapes)
+    assert 0 < once == maxima(gated("input"), *shapes) == maxima(KEPT(gated("input")), *shapes)
+    assert once < maxima(jax.checkpoint(gated("input")), *shapes)

@@ -6,7 +6,7 @@ and up, lets the passes hold the activation, and decides what the backward pass 
 | mode    | kept of the activations             | computed again in the backward pass |
 |---------|-------------------------------------|-------------------------------------|
 | `fast`  | wgrad's operand of x (packed), g, u | h                                   |
-| `input` | x as it came                        | the operands of x, g, u, h          |
+| `input` | x as it came, its maxima            | the operands of x, g, u, h          |
 
 `input` is for a caller whose remat policy makes x again, and then keeps nothing at all. In a loop over layers `fast`
 can keep g and u in stacks of the caller's (`mlp_in_stacks`), from which kernels read them without a copy.
@@ -29,13 +29,14 @@ from halfbyte.ops.operand import Owed, add_rounded, name_saved
 from halfbyte.ops.passes import GatedPasses, Made, Normed, Passes, Read, as_array
 from halfbyte.ops.qdot import qdots
 from halfbyte.ops.shards import Placement, axes_of, gather, gathered_in
-from halfbyte.ops.sharing import first_wanting, once_each, operands_of_x
+from halfbyte.ops.sharing import first_wanting, maxima_of_x, once_each, operands_of_x
 from halfbyte.ops.surroundings import own_key
 from halfbyte.ops.weight import QWeight, Weight
 from halfbyte.recipe import Recipe, as_recipe, site_key
 
 SITES = ("gate", "up", "down")
 MODES = ("fast", "input")
+BOTH = ("fprop_x", "wgrad_x")  # the operands of x
 Place = tuple[jax.Array, jax.Array, jax.Array]  # the stacks of g and of u, and the number of the layer
 Recipes = Recipe | str | Mapping[str, Recipe | str]
 
@@ -247,15 +248,16 @@ def _mlp(middle: Middle, x: jax.Array, linears: tuple[Linear, ...], place: Place
 def _mlp_fwd(middle, x, linears, place, normed):
     (gate, up, down), owing = linears, _owing(middle, linears)
     kept = tuple(site.kept(fprop_again=middle.mode == "input") for site in linears)
-    roles = ("fprop_x",) if middle.mode == "input" else ("fprop_x", "wgrad_x")
+    inside, again = gathered_in(x, gate.plan.shards), middle.mode == "input"
+    maxima = maxima_of_x(inside, (gate, up), BOTH) if again else []
     (x_gate, *gate_column), (x_up, *up_column) = operands_of_x(
-        gathered_in(x, gate.plan.shards), (gate, up), roles, kept=("wgrad_x",), normed=normed
+        inside, (gate, up), BOTH[:1] if again else BOTH, kept=("wgrad_x",), normed=normed, maxima=maxima
     )
     g, u = gate.fprop(x_gate, x.dtype, owing=owing), up.fprop(x_up, x.dtype, owing=owing)
     h, place = _operand_of_h(middle, g, u, linears, place)
     y = down.fprop(h, x.dtype)
-    if middle.mode == "input":
-        return (y, place), (x, kept)
+    if again:
+        return (y, place), ((x, maxima), kept)
     columns = once_each((gate, up), "wgrad_x", [*gate_column, *up_column])
     products = _beside((g, u), place) if middle.in_place(linears, place) else name_saved((g, u))
     return (y, place), ((columns, products), kept)
@@ -268,8 +270,9 @@ def _restored(middle, saved, linears, dtype):
         columns, products = saved
         kept = [columns[first] for first in first_wanting((gate, up), "wgrad_x")]
         return [site.load(column, "wgrad_x") for site, column in zip((gate, up), kept, strict=True)], products
-    x = gathered_in(saved, gate.plan.shards)
-    (x_gate, gate_column), (x_up, up_column) = operands_of_x(x, (gate, up), ("fprop_x", "wgrad_x"))
+    x, maxima = saved
+    inside = gathered_in(x, gate.plan.shards)
+    (x_gate, gate_column), (x_up, up_column) = operands_of_x(inside, (gate, up), BOTH, maxima=maxima)
     return (gate_column, up_column), (gate.fprop(x_gate, dtype, owing=owing), up.fprop(x_up, dtype, owing=owing))
 
 

@@ -42,6 +42,7 @@ QuantizedWeight = Packed | Carrier | EightBit  # read by several GEMMs
 KeptWeight = QuantizedWeight | WeightScales
 Read = Any  # an array, or Owed where the passes take it
 Made = Any  # an Operand, or Kept where the request says so
+Maxima = tuple[jax.Array, ...] | None  # of a whole tensor and, where one is asked for, of its transform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,10 +144,20 @@ class Passes:
         """Why these passes cannot quantize the weight, or None."""
         return None
 
+    def maxima(self, x: jax.Array, requests: Sequence[Request]) -> Maxima:
+        """What these passes must know of all of x before they can answer the requests: a reading of x that whoever
+        keeps it is spared when x is quantized again (`quantize_by`). None where they keep nothing.
+        """
+        return None
+
     def quantize(self, x: jax.Array, requests: Sequence[Request]) -> list[Made]:
         """What is requested of x [tokens..., features]."""
         made = [quantize_as(x, r) for r in requests]
         return [keep(operand) if r.kept else operand for operand, r in zip(made, requests, strict=True)]
+
+    def quantize_by(self, x: jax.Array, requests: Sequence[Request], maxima: Maxima) -> list[Made]:
+        """`quantize`, with the `maxima` of x for these requests, or for more of them."""
+        return self.quantize(x, requests)
 
     def unnormed(self, recipes: Sequence[Recipe]) -> str | None:
         """Why linears of these recipes are handed their x normed, or None if these passes norm it themselves."""
@@ -156,11 +167,13 @@ class Passes:
         """What is requested of h as an array of `shape` [tokens..., features]; only where `unnormed` is None."""
         raise AssertionError(f"the {self.name} passes do not norm")
 
-    def operands(self, x: jax.Array, requests: Sequence[Request], normed: Normed | None = None) -> list[Made]:
-        """What is requested of x, what rounding leaves over included; x is not read if it is given as `normed`."""
+    def operands(
+        self, x: jax.Array, requests: Sequence[Request], normed: Normed | None = None, maxima: Maxima = None
+    ) -> list[Made]:
+        """`quantize`, what rounding leaves over included; x is not read if it is given as `normed`."""
         if normed is not None:
             return self.quantize_normed(normed, requests, x.shape)
-        made = self.quantize(x, requests)
+        made = self.quantize(x, requests) if maxima is None else self.quantize_by(x, requests, maxima)
         return [
             InTwo(first, *self.quantize(left_over(x, first), [r])) if r.in_two else first
             for first, r in zip(made, requests, strict=True)

@@ -1,5 +1,6 @@
 """Several linears of one x: one pass over x for all of them, and one operand wherever two want the same."""
 
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -7,7 +8,8 @@ import jax
 from halfbyte.ops.backends import Choice
 from halfbyte.ops.execution import ALONE, Execution, plan_linear
 from halfbyte.ops.linear import Linear
-from halfbyte.ops.passes import Made, Normed
+from halfbyte.ops.operand import SCALES, name_saved
+from halfbyte.ops.passes import Made, Maxima, Normed, Passes
 from halfbyte.ops.surroundings import several_devices
 from halfbyte.ops.weight import Weight
 from halfbyte.recipe import Recipe
@@ -29,23 +31,36 @@ def once_each(linears: Sequence[Linear], role: str, made: Sequence[Made]) -> dic
 
 def operands_of_x(
     x: jax.Array, linears: Sequence[Linear], roles: Sequence[str], *, kept: Sequence[str] = (),
-    normed: Normed | None = None,
+    normed: Normed | None = None, maxima: Sequence[Maxima] = (),
 ) -> list[list[Made]]:  # fmt: skip
     """Each linear's operands of x: one pass for all that have the same passes, one operand wherever two want the
-    same. With `normed`, which is x, passes make x themselves (`norm_outside`).
+    same. With `normed`, which is x, passes make x themselves (`norm_outside`); `maxima` are those of `maxima_of_x`, for
+    the same linears and for these roles or more.
     """
     firsts = {role: first_wanting(linears, role) for role in roles}
     made: dict[tuple[int, str], Made] = {}
-    for passes in dict.fromkeys(linear.passes for linear in linears):
-        mine = [
-            (i, role)
-            for i, linear in enumerate(linears)
-            for role in roles
-            if linear.passes is passes and firsts[role][i] == i
-        ]
+    for (passes, mine), known in itertools.zip_longest(_by_passes(linears, roles).items(), maxima):
         requests = [linears[i].request(role, kept=role in kept) for i, role in mine]
-        made |= dict(zip(mine, passes.operands(x, requests, normed), strict=True))
+        made |= dict(zip(mine, passes.operands(x, requests, normed, known), strict=True))
     return [[made[firsts[role][i], role] for role in roles] for i in range(len(linears))]
+
+
+def maxima_of_x(x: jax.Array, linears: Sequence[Linear], roles: Sequence[str]) -> list[Maxima]:
+    """What the passes of these linears must know of all of x, under the name by which a remat policy saves it."""
+    found = []
+    for passes, mine in _by_passes(linears, roles).items():
+        found.append(passes.maxima(x, [linears[i].request(role) for i, role in mine]))
+    return name_saved(found, SCALES)
+
+
+def _by_passes(linears: Sequence[Linear], roles: Sequence[str]) -> dict[Passes, list[tuple[int, str]]]:
+    """The operands that each kind of passes makes of one x: the number of the first linear that wants it, and its
+    role.
+    """
+    found: dict[Passes, list[tuple[int, str]]] = {linear.passes: [] for linear in linears}
+    for i, linear in enumerate(linears):
+        found[linear.passes] += [(i, role) for role in roles if first_wanting(linears, role)[i] == i]
+    return found
 
 
 def norm_outside(

@@ -31,7 +31,7 @@ from halfbyte.ops.backends.backend import Backend, strays_of
 from halfbyte.ops.backends.carrier import f8_matrix, f8_precision
 from halfbyte.ops.gemms import DGRAD, FPROP, WGRAD, Contraction, Gemm, alpha, dot, finish
 from halfbyte.ops.operand import SCALES, EightBit, Operand, Quantized, name_saved
-from halfbyte.ops.passes import COLUMNS, ROWS, GatedPasses, Made, Request
+from halfbyte.ops.passes import COLUMNS, ROWS, GatedPasses, Made, Maxima, Request
 from halfbyte.ops.problem import Problem
 from halfbyte.ops.shards import whole_maxima
 from halfbyte.recipe import ROLES, OperandPolicy, Recipe
@@ -156,9 +156,16 @@ class F8Passes(GatedPasses):
         gate, up, _ = recipes
         return None if gate.dgrad_dy == up.dgrad_dy else "its kernels cast the gradients of gate and up alike"
 
-    def quantize(self, x: jax.Array, requests: Sequence[Request]) -> list[Made]:
+    def maxima(self, x: jax.Array, requests: Sequence[Request]) -> Maxima:
         flat = x.reshape(-1, x.shape[-1])  # [tokens..., features] -> [tokens, features]
-        (top,) = whole_maxima(kernels.maxima(flat, hadamard=False), requests[0].cut)
+        return whole_maxima(kernels.maxima(flat, hadamard=False), requests[0].cut)
+
+    def quantize(self, x: jax.Array, requests: Sequence[Request]) -> list[Made]:
+        return self.quantize_by(x, requests, self.maxima(x, requests))
+
+    def quantize_by(self, x: jax.Array, requests: Sequence[Request], maxima: Maxima) -> list[Made]:
+        assert maxima is not None, "one of x itself"
+        flat, (top,) = x.reshape(-1, x.shape[-1]), maxima  # [tokens..., features] -> [tokens, features]
         made: dict[OperandPolicy, EightBit] = {}
         for policy in dict.fromkeys(r.policy for r in requests):
             scale, factor = self._scale(top, policy.format)

@@ -45,7 +45,7 @@ from halfbyte.ops.operand import (
     key_pair,
     name_saved,
 )
-from halfbyte.ops.passes import ROWS, GatedPasses, KeptWeight, Made, Normed, QuantizedWeight, Read, Request
+from halfbyte.ops.passes import ROWS, GatedPasses, KeptWeight, Made, Maxima, Normed, QuantizedWeight, Read, Request
 from halfbyte.ops.problem import Problem
 from halfbyte.ops.shards import axes_of, offsets, whole_maxima, whole_shape
 from halfbyte.recipe import OperandPolicy, Recipe
@@ -117,11 +117,21 @@ class FusedPasses(GatedPasses):
     def unnormed(self, recipes: Sequence[Recipe]) -> str | None:
         return "what rounding leaves over is read off it" if any(r.remainder for r in recipes) else apart(recipes)
 
-    def quantize(self, x: jax.Array, requests: Sequence[Request]) -> list[Made]:
-        flat = x.reshape(-1, x.shape[-1])  # [tokens..., features] -> [tokens, features]
+    def maxima(self, x: jax.Array, requests: Sequence[Request]) -> Maxima:
+        """Of what is not transformed in runs."""
         beside = [r for r in requests if not in_runs(r.policy)]
-        if beside or any(r.forward is not None for r in requests):
-            tops = kernels.maxima(flat, hadamard=_transformed(_of_tensor(beside)))
+        if not beside and all(r.forward is None for r in requests):
+            return None
+        flat = x.reshape(-1, x.shape[-1])  # [tokens..., features] -> [tokens, features]
+        found = kernels.maxima(flat, hadamard=_transformed(_of_tensor(beside)))
+        return _of_all(found, requests)
+
+    def quantize(self, x: jax.Array, requests: Sequence[Request]) -> list[Made]:
+        return self.quantize_by(x, requests, self.maxima(x, requests))
+
+    def quantize_by(self, x: jax.Array, requests: Sequence[Request], maxima: Maxima) -> list[Made]:
+        flat, tops = x.reshape(-1, x.shape[-1]), maxima or ()  # [tokens..., features] -> [tokens, features]
+        beside = [r for r in requests if not in_runs(r.policy)]
         made = iter(self._made(functools.partial(kernels.quantize, flat), tops, beside, x.shape) if beside else ())
 
         def run(wanted: Request) -> Made:
@@ -133,7 +143,7 @@ class FusedPasses(GatedPasses):
                 )
             if wanted.forward is not None:
                 policy = wanted.forward.policy
-                scale = kernels.tensor_scale(*_of_all(tops[:1], [wanted]), top=top_of(rule_of(policy)))
+                scale = kernels.tensor_scale(tops[0], top=top_of(rule_of(policy)))
                 forward = eden.Forward(scale, **scaling(policy))
             scale = _scale_of_runs(flat, wanted, forward)
             return self._operands(_runs(flat, wanted, scale, forward, x.shape), [wanted], [scale], x.shape)[0]
@@ -143,12 +153,12 @@ class FusedPasses(GatedPasses):
     def quantize_normed(self, h: Normed, requests: Sequence[Request], shape: tuple[int, ...]) -> list[Made]:
         flat = h.x.reshape(-1, h.x.shape[-1])  # [tokens..., features] -> [tokens, features]
         run = functools.partial(normed.quantize, flat, h.inverse.reshape(-1), h.scale)
-        return self._made(run, h.maxima, requests, shape)
+        return self._made(run, _of_all(h.maxima, requests), requests, shape)
 
-    def _made(self, run, maxima: Sequence[jax.Array], requests: Sequence[Request], shape: tuple) -> list[Made]:
+    def _made(self, run, tops: Sequence[jax.Array], requests: Sequence[Request], shape: tuple) -> list[Made]:
         """Of the tensor itself, and of forward operands that are made of it first, once each."""
         wanted = _of_tensor(requests)
-        made = self._in_rounds(run, _of_all(maxima, wanted), wanted, shape)
+        made = self._in_rounds(run, tops, wanted, shape)
 
         def answer(wish: Request) -> Made:
             return next(o for r, o in zip(wanted, made, strict=True) if r is wish or r.same(wish))
