@@ -62,6 +62,8 @@ ENTRY %main (a: f32[8]) -> f32[8] {
   %cast = bf16[8]{0} convert(%a), metadata={op_name="jit(step)/convert_element_type" stack_frame_id=6}
   %codes = u8[8]{0} convert(%a), metadata={op_name="jit(step)/convert_element_type" stack_frame_id=7}
   %gemm.3 = (f32[8,8]{1,0}, s8[4]{0}) custom-call(%a), custom_call_target="__cudnn$blockScaledDot"
+  %rms = f32[8]{0} custom-call(%a), custom_call_target="mosaic_gpu", metadata={op_name="jit(f)/rms_norm/mpmd_map"}
+  %tops = f32[8]{0} custom-call(%a), custom_call_target="mosaic_gpu", metadata={op_name="f/rms_norm_maxima/mpmd_map"}
   %ar = f32[8]{0} all-reduce-start(%a), to_apply=%fused
   %loop = f32[8]{0} while(%a), condition=%fused, body=%fused
   ROOT %add.9 = f32[8]{0} add(%a, %a)
@@ -79,6 +81,8 @@ ENTRY %main (a: f32[8]) -> f32[8] {
         ("cast", "other"),  # a bf16 linear's weight is not quantized
         ("codes", "quantize"),
         ("gemm.3", "gemm"),
+        ("rms", "other"),
+        ("tops", "quantize"),  # operands are made by them
         ("ar", "communication"),
         ("loop", None),
         ("add.9", "other"),

@@ -2,7 +2,8 @@
 
 What it does comes first (it multiplies, it calls an attention kernel, it communicates), then where it came from: the
 lines of ours that it and the instructions fused into it were written on. Our own kernels that do not multiply make
-operands: quantize. An update of the optimizer that reads a gradient of the MLP is the optimizer's.
+operands: quantize; but for those that norm alone. An update of the optimizer that reads a gradient of the MLP is the
+optimizer's.
 """
 
 import re
@@ -13,6 +14,7 @@ from .text import Instruction, Program
 
 CATEGORIES = ("gemm", "quantize", "attention", "mlp", "optimizer", "communication", "other")
 OWN_KERNEL = re.compile(r"^__gpu\$xla\.gpu\.triton$|^triton_kernel_call$|^mosaic_gpu")
+NORM = re.compile(r"/rms_norm(?:_backward)?/")  # and not that which finds maxima of what it norms
 CONTAINERS = ("while", "conditional", "call", "async-start", "async-update", "async-done")
 ATTENTION = re.compile(r"attention(?!_block\b)")  # the model's attention_block is norms and linears too
 ROUNDINGS = "to_bfloat16|pinned|rounded|add_rounded"  # functions of ops/operand.py that bf16 linears call as well
@@ -49,7 +51,7 @@ def category(program: Program, found: Instruction) -> str | None:
     if dots:  # what else is fused into a GEMM may come from anywhere
         return "attention" if ATTENTION.search(" ".join(dots)) else "gemm"
     if OWN_KERNEL.search(found.target):
-        return "quantize"
+        return "other" if NORM.search(found.origin) else "quantize"
     name = _by_origin(" ".join(part.origin for part in inside))
     return "optimizer" if name == "mlp" and _by_origin(found.origin) == "optimizer" else name
 
