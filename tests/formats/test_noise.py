@@ -11,6 +11,8 @@ import pytest
 from halfbyte.formats import Generator, key_words, random_bytes
 from halfbyte.formats.noise import hash_words, philox4x32
 
+pytestmark = pytest.mark.usefixtures("quick_code")
+
 KEY = np.array([0xDEAD_BEEF, 0x0BAD_CAFE], np.uint32)
 
 

@@ -11,6 +11,8 @@ from other_formats import MXFP6
 
 from halfbyte.formats import FP8, MXFP4, MXFP8_E5M2, NVFP4, Packed, pack, quantize, tile_scales, unpack, untile_scales
 
+pytestmark = pytest.mark.usefixtures("quick_code")
+
 CASES = [(NVFP4, "1d"), (NVFP4, "2d"), (MXFP4, "1d"), (MXFP6, "1d"), (MXFP8_E5M2, "1d"), (FP8, "1d")]
 
 

@@ -8,6 +8,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from halfbyte.formats import NVFP4, quantize
 
+pytestmark = pytest.mark.usefixtures("quick_code")
+
 KEY = np.array([3, 5], np.uint32)
 SHAPE = (64, 128)
 

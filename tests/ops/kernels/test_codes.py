@@ -26,7 +26,7 @@ from halfbyte.kernels.launch import on_host
 from halfbyte.kernels.memory import PtxMemory
 from halfbyte.kernels.vector import Vector
 
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = pytest.mark.usefixtures("interpreted", "quick_code")
 
 KEYS = np.array([0x12345678, 0x9ABCDEF0], np.uint32), np.array([7, 11], np.uint32)
 SHAPES = [(64, 128), (128, 256), (48, 144), (16, 16), (80, 1376), (32, 43), (160, 62)]

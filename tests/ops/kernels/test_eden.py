@@ -180,6 +180,7 @@ def test_a_part_of_a_tensor_has_the_bytes_of_its_place(whole):
         same(got, [carrier])
 
 
+@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize("kind", ["wide", "huge"])
 def test_every_operand_of_quartet2(kind):
     """The program that a GPU runs in test_on_gpu, by tiles where it has them; XLA flushes subnormal numbers."""

@@ -13,7 +13,7 @@ from halfbyte.formats import MXFP8, quantize, tile_scales
 from halfbyte.kernels import ScaleOrder, mxfp8
 from halfbyte.kernels.mxfp8 import MxOperand
 
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = pytest.mark.usefixtures("interpreted", "quick_code")
 
 TYPES = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 
