@@ -43,6 +43,7 @@ import importlib
 import json
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -59,6 +60,7 @@ from halfbyte.cli.result import BAD_INPUT, DONE, FAILED, Result
 from halfbyte.inputs.programs import only_named
 
 HERE = Path(__file__).parent
+DEFINES_RUN = re.compile(r"^def run\(", re.MULTILINE)
 PACKAGE = HERE.parent
 LEFT_THREADS_S = 5.0
 BAD_PATH = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
@@ -142,9 +144,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def find_commands() -> dict[str, Path]:
     """Command name -> its file, for every module of this folder that defines `run` at top level."""
-    files = {file: ast.parse(file.read_text(encoding="utf-8")).body for file in HERE.glob("*.py")}
-    functions = {file: {n.name for n in body if isinstance(n, ast.FunctionDef)} for file, body in files.items()}
-    found = {file.stem.rstrip("_").replace("_", "-"): file for file in files if "run" in functions[file]}
+    files = [file for file in HERE.glob("*.py") if DEFINES_RUN.search(file.read_text(encoding="utf-8"))]
+    found = {file.stem.rstrip("_").replace("_", "-"): file for file in files}
     rank = {name: place for place, name in enumerate(ORDER)}
     return dict(sorted(found.items(), key=lambda item: (rank.get(item[0], len(ORDER)), item[0])))
 
