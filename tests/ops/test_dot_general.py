@@ -17,6 +17,7 @@ import halfbyte.ops.contraction
 from halfbyte.ops import dot_general, qdot
 from halfbyte.recipe import recipe, site_key, step_key
 
+pytestmark = pytest.mark.usefixtures("quick_code")
 NVFP4, NO_SR, BF16 = recipe("nvfp4"), recipe("nvfp4_no_sr"), recipe("bf16")
 KEY = step_key(0, 3)
 LAST_FIRST = (((1,), (0,)), ((), ()))

@@ -8,6 +8,7 @@ import pytest
 from halfbyte.nn.loss import Spread, cross_entropy, token_nll
 from halfbyte.sharding import make_mesh, parse_mesh
 
+pytestmark = pytest.mark.usefixtures("quick_code")
 BATCH, SEQ, WIDTH, VOCAB = 4, 24, 32, 96
 
 

@@ -14,6 +14,7 @@ from halfbyte.nn.norm import Fork, by_xla, forked_norm, rms_norm
 from halfbyte.ops.operand import add_rounded
 from halfbyte.sharding import make_mesh
 
+pytestmark = pytest.mark.usefixtures("quick_code")
 EPS = 1e-5
 
 
