@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from halfbyte.formats import Generator, key_words, random_bytes
+from halfbyte.formats import Generator, MixedKey, key_words, mixed_words, random_bytes
 from halfbyte.formats.noise import hash_words, philox4x32
 
 pytestmark = pytest.mark.usefixtures("quick_code")
@@ -55,6 +55,18 @@ def test_a_key_is_typed_or_raw():
     typed = jax.random.wrap_key_data(jnp.asarray(KEY))
     for key in (typed, jnp.asarray(KEY)):
         assert tuple(map(int, key_words(key))) == tuple(map(int, oracle.key_words(*KEY)))
+
+
+def test_a_key_may_be_mixed_among_others():
+    keys = jnp.asarray([[5, 6], KEY, [7, 8]], jnp.uint32)
+    key = MixedKey(mixed_words(keys), jnp.int32(1))
+    np.testing.assert_array_equal(random_bytes(key, (8, 4)), random_bytes(jnp.asarray(KEY), (8, 4)))
+
+
+@pytest.mark.parametrize("generator", [Generator.THREEFRY, Generator.PHILOX])
+def test_a_mixed_key_is_the_counter_hashs_alone(generator):
+    with pytest.raises(TypeError, match="a mixed key is one of the counter hash alone"):
+        random_bytes(MixedKey(jnp.zeros((1, 2), jnp.uint32), jnp.int32(0)), (8, 4), generator=generator)
 
 
 def test_keys_differ():

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from halfbyte import models
-from halfbyte.models.keys import drawn_in_layers, keys_of_layers
+from halfbyte.formats import key_words
+from halfbyte.models.keys import drawn_in_layer, drawn_in_layers, keys_of_layers
 from halfbyte.recipe import GEMMS, ROLES, layer_key, policy, recipe, role_key, signs_key, site_key, step_key
 
 STEP = step_key(3, 5)
@@ -28,6 +29,10 @@ def words(key):
     return np.asarray(jax.random.key_data(key)).tolist()
 
 
+def pair(key):
+    return [int(word) for word in key_words(key)]
+
+
 def by_hand(path, layer):
     return functools.reduce(site_key, WAYS[path], layer_key(STEP, layer))
 
@@ -41,14 +46,15 @@ def test_each_linear_of_each_layer_has_the_key_that_is_folded_by_hand(path):
 
 
 def test_what_a_linear_draws_is_what_its_own_key_gives():
-    drawn = drawn_in_layers(STEP, {path: recipe("nvfp4") for path in WAYS}, jnp.arange(2))
+    drawn = drawn_in_layers(STEP, {path: recipe("nvfp4") for path in WAYS}, jnp.arange(2, 5))
+    here = drawn_in_layer(drawn, jnp.int32(1))
     for path in WAYS:
-        found, own = drawn[path.removeprefix("layers/")][1], by_hand(path, 1)
+        found, own = here[path.removeprefix("layers/")], by_hand(path, 3)
         if "expert_" in path:
             assert words(found) == words(own)
             continue
-        assert [words(role_key(found, role)) for role in ROLES] == [words(role_key(own, role)) for role in ROLES]
-        assert [words(signs_key(found, gemm)) for gemm in GEMMS] == [words(signs_key(own, gemm)) for gemm in GEMMS]
+        assert [pair(role_key(found, role)) for role in ROLES] == [pair(role_key(own, role)) for role in ROLES]
+        assert [pair(signs_key(found, gemm)) for gemm in GEMMS] == [pair(signs_key(own, gemm)) for gemm in GEMMS]
 
 
 def test_linears_that_draw_nothing_and_steps_without_a_key_fold_none():
@@ -58,7 +64,8 @@ def test_linears_that_draw_nothing_and_steps_without_a_key_fold_none():
 
 
 def test_no_layer_folds_a_key():
-    """Without a loop each fold would be compiled once a layer: a hundred instructions of one number."""
+    """Without a loop each fold would be compiled once a layer: a hundred instructions of one number, and the mixing of
+    its words as many again for two keys."""
     chosen = policy("all_linear", "nvfp4").resolve(models.linear_sites(CFG), CFG.layers)
     batch = {name: jnp.zeros((1, 32), jnp.int32) for name in ("tokens", "targets")}
 
@@ -73,6 +80,8 @@ def test_no_layer_folds_a_key():
     inside = [each.primitive.name for layer in layers for each in equations(layer)]
     assert "random_fold_in" in {each.primitive.name for each in whole}
     assert "random_fold_in" not in inside and "dot_general" in inside
+    scalars = [each for layer in layers for each in equations(layer) if str(each.outvars[0].aval) == "uint32[]"]
+    assert not [each for each in scalars if each.primitive.name == "mul"]
 
 
 def equations(jaxpr):

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from halfbyte.recipe import ROLES, layer_key, operand_keys, role_key, signs_key, site_key, step_key
+from halfbyte.formats import MixedKey, key_words
+from halfbyte.recipe import GEMMS, ROLES, layer_key, operand_words, role_key, signs_key, site_key, step_key
 
 SITES = ("layers/mlp/gate", "layers/mlp/up", "layers/mlp/down", "layers/attention/q")
 
@@ -56,8 +57,17 @@ def test_a_raw_key_is_as_good_as_a_typed_one():
 
 
 def test_of_all_that_is_drawn_each_has_the_key_that_the_linears_own_gives():
-    drawn = operand_keys(step_key(0, 0))
-    assert [words(role_key(drawn, role)) for role in ROLES] == [words(role_key(step_key(0, 0), role)) for role in ROLES]
+    found, own = operand_words(step_key(0, 0)), step_key(0, 0)
+    names = [*ROLES, *(f"{gemm} signs" for gemm in GEMMS)]
+    keys = [*(role_key(own, role) for role in ROLES), *(signs_key(own, gemm) for gemm in GEMMS)]
+    assert [found[name].tolist() for name in names] == [[int(word) for word in key_words(key)] for key in keys]
+
+
+def test_of_keys_mixed_before_each_is_found_by_its_name():
+    table = jnp.arange(6, dtype=jnp.uint32).reshape(3, 2)
+    drawn = {name: MixedKey(table + 10 * n, jnp.int32(1)) for n, name in enumerate(("dgrad_dy", "wgrad signs"))}
+    assert [int(word) for word in key_words(role_key(drawn, "dgrad_dy"))] == [2, 3]
+    assert [int(word) for word in key_words(signs_key(drawn, "wgrad"))] == [12, 13]
 
 
 @pytest.mark.parametrize("count", [2, 4, 6])

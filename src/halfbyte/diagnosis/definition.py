@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from halfbyte.formats import OnGrid, amax_of, random_bytes, store, to_grid, transform_runs
+from halfbyte.formats import Key, OnGrid, amax_of, random_bytes, store, to_grid, transform_runs
 from halfbyte.formats.bits import round_bfloat16
 from halfbyte.formats.hadamard import fresh_signs
 from halfbyte.recipe import AGAIN, GEMMS, ROLES, OperandPolicy, role_key, signs_key
@@ -47,8 +47,8 @@ def matrix(x: jax.Array) -> jax.Array:
 
 
 def operand(
-    x: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None, amax: jax.Array | None = None,
-    signs: jax.Array | None = None,
+    x: jax.Array, policy: OperandPolicy, *, axis: int, key: Key | None, amax: jax.Array | None = None,
+    signs: Key | None = None,
 ) -> Operand:  # fmt: skip
     """A matrix under a policy, blocked along `axis`; `signs` is the key of its transform's, where they are drawn."""
     one = jnp.float32(1)
@@ -59,7 +59,7 @@ def operand(
     return Operand(grid.carrier(), jnp.where(jnp.isfinite(amax_of(x)), _owed(grid, axis), jnp.nan * one))
 
 
-def _transformed(x: jax.Array, policy: OperandPolicy, axis: int, signs: jax.Array | None) -> jax.Array:
+def _transformed(x: jax.Array, policy: OperandPolicy, axis: int, signs: Key | None) -> jax.Array:
     """What is quantized of a matrix."""
     if policy.source == "bfloat16" or not policy.format.quantized:
         x = round_bfloat16(x.astype(jnp.float32))
@@ -69,9 +69,7 @@ def _transformed(x: jax.Array, policy: OperandPolicy, axis: int, signs: jax.Arra
     return transform_runs(x, axis=axis, points=policy.hadamard_size, signs=drawn)
 
 
-def _grid(
-    x: jax.Array, policy: OperandPolicy, axis: int, key: jax.Array | None, amax: jax.Array | None = None
-) -> OnGrid:
+def _grid(x: jax.Array, policy: OperandPolicy, axis: int, key: Key | None, amax: jax.Array | None = None) -> OnGrid:
     noise = random_bytes(key, x.shape) if policy.draws_bytes and key is not None else None
     fmt, rounding = policy.format, policy.rounding
     return to_grid(x, fmt, block=policy.block, axis=axis, noise=noise, amax=amax, rounding=rounding)
@@ -88,7 +86,7 @@ def _owed(grid: OnGrid, axis: int) -> jax.Array:
 def operands(given: Linear) -> dict[str, Operand]:
     """The six of a linear, by role."""
 
-    def key_of(role: str) -> jax.Array | None:
+    def key_of(role: str) -> Key | None:
         return None if given.bits is None else role_key(given.bits, role)
 
     def source(role: str) -> jax.Array:
@@ -113,7 +111,7 @@ def operands(given: Linear) -> dict[str, Operand]:
     return found
 
 
-def _rest(x: jax.Array, first: Operand, policy: OperandPolicy, key: jax.Array | None) -> Operand:
+def _rest(x: jax.Array, first: Operand, policy: OperandPolicy, key: Key | None) -> Operand:
     factor = first.factor[:, None] if first.factor.ndim else first.factor
     left = x.astype(jnp.float32) - round_bfloat16(first.values * factor)
     return operand(

@@ -8,7 +8,7 @@ replayed there.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from halfbyte import models, ops
 from halfbyte.models import LlamaConfig, experts
 from halfbyte.models.config import EXPERT_SITES, SHARED_SITES
 from halfbyte.models.context import Context, LayerContext, segments
-from halfbyte.models.keys import drawn_in_layers, keys_of_layers, way
+from halfbyte.models.keys import drawn_in_layer, drawn_in_layers, keys_of_layers, way
 from halfbyte.models.linear import MLP_SITES
 from halfbyte.models.llama import begin, layer_of, normed, scored
 from halfbyte.models.quantized import FUSED, amaxes_of, fused, share_scales, shares_scale
@@ -149,8 +149,9 @@ def through_layer(
     """(the gradient of the layer's input, its linears)."""
     number, recipes, weights = alone
     run = layer_of(cfg, batch, ctx)
-    keys = keys_of_layers(ctx.key, recipes, number[None]) | drawn_in_layers(ctx.key, recipes, number[None])
-    here = LayerContext(ctx, models.param_specs(cfg), recipes, {site: key[0] for site, key in keys.items()})
+    keys = {site: key[0] for site, key in keys_of_layers(ctx.key, recipes, number[None]).items()}
+    drawn = drawn_in_layer(drawn_in_layers(ctx.key, recipes, number[None]), jnp.int32(0))
+    here = LayerContext(ctx, models.param_specs(cfg), recipes, drawn)
 
     def layer(x: jax.Array, weights: Any, slots: Any) -> tuple[jax.Array, list[jax.Array]]:
         routed: list[Load] = []
@@ -167,27 +168,27 @@ def through_layer(
     dx, dw, seen = back(dy)
     ready = {**weights, **{group: share_scales(weights[group], here, group) for group in FUSED}}
     for mlp in (MLP_SITES, SHARED_SITES):
-        seen |= _inside_mlp(cfg, here, ready["mlp"], seen, mlp) if mlp[0] in weights["mlp"] else {}
+        seen |= _inside_mlp(cfg, here, keys, ready["mlp"], seen, mlp) if mlp[0] in weights["mlp"] else {}
     tiles = Tiles.of(counts[0], room, tile) if cfg.experts else None
 
     def linear(site: str) -> Linear:
         recipe, w = here.recipe(*site.split("/")), _at(weights, site)
         bits = None if ctx.key is None else defined_bits(ctx.key, number, site)
         amax = shared_amax(weights, recipes, site)
-        return Linear(site, recipe, seen[site][0], w, seen[site][1], _at(ready, site), here.keys.get(site), bits,
+        return Linear(site, recipe, seen[site][0], w, seen[site][1], _at(ready, site), keys.get(site), bits,
                       amax, _at(dw, site), tiles if w.ndim == 3 else None, -(-tokens // tile) * tile)  # fmt: skip
 
     return dx, [linear(site) for site in sites]
 
 
 def _inside_mlp(
-    cfg: LlamaConfig, here: LayerContext, weights: Any, seen: Any, sites: Sequence[str]
+    cfg: LlamaConfig, here: LayerContext, keys: Mapping[str, jax.Array], weights: Any, seen: Any, sites: Sequence[str]
 ) -> dict[str, tuple[jax.Array, ...]]:
-    """(x, dy) of the `sites` of a gated MLP, from what is seen at its ends."""
+    """(x, dy) of the `sites` of a gated MLP, which have `keys`, from what is seen at its ends."""
     gate, up, down = sites
 
     def go(x: jax.Array, name: str) -> jax.Array:
-        recipe, key = here.recipe("mlp", name), here.keys.get(f"mlp/{name}")
+        recipe, key = here.recipe("mlp", name), keys.get(f"mlp/{name}")
         return product(x, weights[name], recipe, key, backend=here.backend(recipe), sharded=here.on_mesh)
 
     activation, x, dy = ACTIVATIONS[cfg.activation], seen[f"mlp/{gate}"][0], seen[f"mlp/{down}"][1]

@@ -24,7 +24,7 @@ from jax import lax
 
 from .bits import MAGNITUDE, SIGN, copy_sign, float32_bits, float_of_bits, round_bfloat16
 from .exact import LIFT, lift
-from .noise import hash_words, key_words
+from .noise import Key, hash_words, key_words
 
 SIZE = 16
 SIZES = (16, 32, 64, 128)
@@ -55,7 +55,7 @@ def _signed(magnitude: jax.Array, bits: jax.Array) -> jax.Array:
     return jnp.where(bits & jnp.uint32(MAGNITUDE) == 0, magnitude, magnitude | (bits & jnp.uint32(SIGN)))
 
 
-def fresh_signs(key: jax.Array, size: int) -> jax.Array:
+def fresh_signs(key: Key, size: int) -> jax.Array:
     """float32 [size]: +1 or -1, drawn from a key."""
     negative = hash_words(jnp.arange(size, dtype=jnp.uint32), *key_words(key)) & jnp.uint32(SIGN)
     return float_of_bits(float32_bits(jnp.ones(size, jnp.float32)) | negative)

@@ -17,6 +17,7 @@ The rounding needs no cryptography: it needs uniform bytes without correlation b
 operands, and the tests measure that for each generator.
 """
 
+import dataclasses
 import enum
 import math
 from collections.abc import Sequence
@@ -38,16 +39,44 @@ class Generator(enum.Enum):
 ROUNDS = (0x243F_6A88, 0x85A3_08D3, 0x1319_8A2E, 0x0370_7344)  # the first digits of pi
 
 
-def key_words(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The two uint32 words that the counter hash takes of a key, typed or raw.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MixedKey:
+    """One key of many, whose `words`, uint32 [keys, 2], are what `key_words` gives: the one at `index`, int32. Many are
+    mixed in one go, and a kernel reads them where they lie.
+    """
+
+    words: jax.Array
+    index: jax.Array
+
+
+Key = jax.Array | MixedKey
+
+
+def mixed_words(keys: jax.Array) -> jax.Array:
+    """uint32 [..., 2]: the `words` of keys [...]."""
+    return jnp.stack(key_words(keys), axis=-1)
+
+
+def key_words(key: Key) -> tuple[jax.Array, jax.Array]:
+    """The two uint32 words that the counter hash takes of a key, typed, raw or mixed.
 
     Four Feistel rounds of the hash itself: one to one, and any two keys, be they jax.random.key(0) and key(1), differ
     in half of the bits.
     """
+    if isinstance(key, MixedKey):
+        k0, k1 = lax.dynamic_index_in_dim(key.words, key.index, keepdims=False)
+        return k0, k1
     k0, k1 = _data_words(key)
     for constant in ROUNDS:
         k0, k1 = k1, k0 ^ hash_words(k1, jnp.uint32(constant), jnp.uint32(constant))
     return k0, k1
+
+
+def _unmixed(key: Key) -> jax.Array:
+    if isinstance(key, MixedKey):
+        raise TypeError("a mixed key is one of the counter hash alone; other generators take a key as it is")
+    return key
 
 
 def _data_words(key: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -132,17 +161,17 @@ def _numbers(rows: jax.Array, offset: Offset, whole: tuple[int, ...]) -> _Number
     return _Numbers(low + column, high + (low + column < low).astype(jnp.uint32))
 
 
-def _words(key: jax.Array, numbers: _Numbers, generator: Generator) -> jax.Array:
+def _words(key: Key, numbers: _Numbers, generator: Generator) -> jax.Array:
     low, high = numbers
     if generator is Generator.PHILOX:
         zero = jnp.zeros_like(low)
-        return philox4x32((low, zero if high is None else high, zero, zero), _data_words(key))[0]
+        return philox4x32((low, zero if high is None else high, zero, zero), _data_words(_unmixed(key)))[0]
     words = key_words(key)
     return hash_words(low, *(words if high is None else wide_key(high, *words)))
 
 
 def random_bytes(
-    key: jax.Array, shape: tuple[int, ...], *, generator: Generator = Generator.COUNTER_HASH,
+    key: Key, shape: tuple[int, ...], *, generator: Generator = Generator.COUNTER_HASH,
     offset: Sequence[Offset] | None = None, global_shape: tuple[int, ...] | None = None, aligned: bool = False,
 ) -> jax.Array:  # fmt: skip
     """uint8 [..., tokens, features] uniform bytes for `shape`; a vector is one token. Equal on every mesh.
@@ -157,7 +186,7 @@ def random_bytes(
         made = random_bytes(key, (1, *shape), generator=generator, offset=(0, *offset), global_shape=(1, *whole))
         return made.reshape(shape)  # [1, features] -> [features]
     if generator is Generator.THREEFRY:
-        return _slice(_threefry_bytes(key, whole), offset, shape)
+        return _slice(_threefry_bytes(_unmixed(key), whole), offset, shape)
     if whole[-2] % 4 == 0:
         return _bytes_by_four(key, shape, offset, whole, generator, aligned)
     if shape == whole:  # words straddle the leading dims: flatten them, [..., tokens, features] -> [rows, features]
@@ -170,7 +199,7 @@ def random_bytes(
 
 
 def _bytes_by_four(
-    key: jax.Array, shape: tuple[int, ...], offset: Sequence[Offset], whole: tuple[int, ...], generator: Generator,
+    key: Key, shape: tuple[int, ...], offset: Sequence[Offset], whole: tuple[int, ...], generator: Generator,
     aligned: bool,
 ) -> jax.Array:  # fmt: skip
     """Bytes of a window of `whole` [..., tokens, features], with tokens a multiple of four: a word for each four."""

@@ -67,7 +67,7 @@ class Drawn:
     """How it is quantized: scales from `tensor_scale` under `rule`, random bits of `key`, uint32 [2]."""
 
     scale: jax.Array
-    key: jax.Array
+    key: jax.Array | Layer
     rule: TwoLevel = dataclasses.field(metadata=STATIC)
     window: Window | None = None
 

@@ -96,7 +96,7 @@ class Results:
 def call(
     kernel: Callable[..., None],
     arrays: Sequence[jax.Array | Layer],
-    scalars: Sequence[jax.Array],
+    scalars: Sequence[jax.Array | Layer],
     *,
     makes: Results,
     rows: int = BLOCK,
@@ -105,7 +105,8 @@ def call(
 ) -> list[jax.Array]:
     """Runs `kernel(program, array_refs, scalar_refs, output_refs, maxima_refs)` over tiles of `rows` tokens. References
     of layers follow those of the outputs. Scalars are vectors; of a table of them, one for each of so many equal parts
-    of the tokens, a program sees its part's; of one for each column, [1, columns / 16, 16], those of its columns.
+    of the tokens, a program sees its part's; of one for each column, [1, columns / 16, 16], those of its columns; of a
+    layer of a stack, those of that layer.
     """
     outputs, maxima, into = makes.outputs, makes.maxima, makes.into
     tokens, width = arrays[0].shape
@@ -121,22 +122,26 @@ def call(
     def in_spec(array: jax.Array | Layer) -> pl.BlockSpec:
         return spec(array.shape[0] // groups, array.stack.shape[:1] if isinstance(array, Layer) else ())
 
-    def view(array: jax.Array | Layer) -> jax.Array:
-        viewed = array.reshape(groups, array.shape[0] // groups, width // BLOCK, BLOCK)
-        return viewed.stack if isinstance(viewed, Layer) else viewed
+    def whole(array: jax.Array | Layer) -> jax.Array:
+        return array.stack if isinstance(array, Layer) else array
 
-    indices = [array.index.reshape(1) for array in (*arrays, *into) if isinstance(array, Layer)]
-    given, scalars = len(scalars), [*scalars, *indices]
-    a, s, o = len(arrays), len(scalars), len(outputs)
+    def view(array: jax.Array | Layer) -> jax.Array:
+        return whole(array.reshape(groups, array.shape[0] // groups, width // BLOCK, BLOCK))
+
+    lying = [*arrays, *scalars, *into]
+    indices = [array.index.reshape(1) for array in lying if isinstance(array, Layer)]
+    a, b, o = len(arrays), len(arrays) + len(scalars), len(outputs)
+    s = b + len(indices)
 
     def body(*refs):
         j, i = pl.program_id(0), pl.program_id(1)
-        made = refs[a + s + len(into) :]  # the stacks come in as well, and are not read
-        numbers = refs[a + given : a + s]
-        places = in_layers([*arrays, *into], [*refs[:a], *made[o + maxima :]], numbers)
-        kernel((i, j), places[:a], refs[a : a + given], [*made[:o], *places[a:]], made[o : o + maxima])
+        made = refs[s + len(into) :]  # the stacks come in as well, and are not read
+        places = in_layers(lying, [*refs[:b], *made[o + maxima :]], refs[b:s])
+        kernel((i, j), places[:a], places[a:b], [*made[:o], *places[b:]], made[o : o + maxima])
 
-    def vector(s: jax.Array) -> pl.BlockSpec:
+    def vector(s: jax.Array | Layer) -> pl.BlockSpec:
+        if isinstance(s, Layer):
+            return pl.BlockSpec(s.stack.shape, lambda *_: (0,) * s.stack.ndim)
         if s.ndim == 1:
             return pl.BlockSpec(s.shape, lambda *_: (0,))
         if s.ndim == 3:
@@ -147,18 +152,18 @@ def call(
     results = pl.pallas_call(
         body,
         grid=grid[::-1],
-        in_specs=[*map(in_spec, arrays), *map(vector, scalars), *map(in_spec, into)],
+        in_specs=[*map(in_spec, arrays), *map(vector, [*scalars, *indices]), *map(in_spec, into)],
         out_specs=[*(spec(count) for count, _ in outputs), *[one] * maxima, *map(in_spec, into)],
         out_shape=[
             *(jax.ShapeDtypeStruct((groups, count, width // BLOCK, BLOCK), d) for count, d in outputs),
             *[jax.ShapeDtypeStruct(grid, jnp.int32)] * maxima,
             *(jax.ShapeDtypeStruct(view(layer).shape, layer.dtype) for layer in into),
         ],
-        input_output_aliases={a + s + i: o + maxima + i for i in range(len(into))},
+        input_output_aliases={s + i: o + maxima + i for i in range(len(into))},
         compiler_params=plgpu.CompilerParams(num_warps=tiling.warps, num_stages=1),
         interpret=is_interpreted(),
         name=name,
-    )(*map(view, arrays), *scalars, *map(view, into))
+    )(*map(view, arrays), *map(whole, scalars), *indices, *map(view, into))
     shaped = [r.reshape(-1, width) for r in results[:o]]
     stacks = [r.reshape(layer.stack.shape) for r, layer in zip(results[o + maxima :], into, strict=True)]
     return [*shaped, *results[o : o + maxima], *stacks]

@@ -78,7 +78,7 @@ class Rowwise:
     """
 
     scale: jax.Array
-    key: jax.Array | None = None
+    key: jax.Array | Layer | None = None
     window: Window | None = None
     codes: ScaleOrder | None = dataclasses.field(default=None, metadata=STATIC)
     rule: TwoLevel = dataclasses.field(default=TWO_LEVEL, metadata=STATIC)
@@ -100,7 +100,7 @@ class Columnwise:
     """
 
     scale: jax.Array
-    key: jax.Array | None = None
+    key: jax.Array | Layer | None = None
     window: Window | None = None
     hadamard: bool = dataclasses.field(default=True, metadata=STATIC)
     packed: bool = dataclasses.field(default=False, metadata=STATIC)

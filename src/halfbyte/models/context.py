@@ -18,7 +18,7 @@ from halfbyte.models.config import LlamaConfig
 from halfbyte.models.params import linear_sites
 from halfbyte.models.spec import ParamSpec
 from halfbyte.nn.routing import Load
-from halfbyte.recipe import Policy, Recipe, Resolved, Segment
+from halfbyte.recipe import LinearKey, Policy, Recipe, Resolved, Segment
 from halfbyte.sharding import DEFAULT_RULES, Rules, axis_size, constrain, outer_axes
 
 Axes = tuple[str | None, ...]
@@ -152,7 +152,7 @@ class LayerContext:
     ctx: Context
     specs: dict[str, Any]
     recipes: dict[str, Recipe]
-    keys: Mapping[str, jax.Array]
+    keys: Mapping[str, LinearKey]
     watch: Watch | None = None
     stacks: Stacks | None = None
     routed: list[Load] | None = None

@@ -54,7 +54,7 @@ def experts_mlp(cfg: LlamaConfig, weights: Params, h: jax.Array, here: LayerCont
     recipes = [None if is_exact(h, r) else r for r in (here.recipe("mlp", name) for name in EXPERT_SITES)]
     check_tiles(recipes)
     tile, room = layout(cfg, tokens.shape[0], recipes)
-    keys = [here.keys.get(f"mlp/{name}") for name in EXPERT_SITES]
+    keys: list[Any] = [here.keys.get(f"mlp/{name}") for name in EXPERT_SITES]
     matrices = tuple(weights[name] for name in EXPERT_SITES)
 
     def run(x: jax.Array, weights: Matrices, keys: Keys, tiles: Tiles, first: jax.Array | int = 0) -> jax.Array:

@@ -1,7 +1,8 @@
 """The keys of a model's linears, for many layers at once.
 
-A fold of a key is a hundred instructions of one number. Here a fold serves all layers of a segment, before the first
-of them: a program of sixteen layers without a loop compiles in less than half the time, and no layer folds a key.
+A fold of a key is a hundred instructions of one number, and mixing its words fifty more. Here both are done for all
+layers of a segment at once, before the first of them: a program of sixteen layers without a loop compiles in less than
+half the time, and no layer folds a key, or cuts one out of a table: kernels read them where they lie.
 """
 
 import functools
@@ -10,7 +11,8 @@ from collections.abc import Mapping
 import jax
 from jax import lax
 
-from halfbyte.recipe import Recipe, layer_key, operand_keys, site_key
+from halfbyte.formats import MixedKey
+from halfbyte.recipe import LinearKey, Recipe, layer_key, operand_words, site_key
 
 EXPERTS = "mlp/expert_"
 
@@ -28,14 +30,28 @@ def keys_of_layers(key: jax.Array | None, recipes: Mapping[str, Recipe], layers:
     return jax.vmap(of_layer)(layers)
 
 
-def drawn_in_layers(key: jax.Array | None, recipes: Mapping[str, Recipe], layers: jax.Array) -> dict[str, jax.Array]:
-    """`keys_of_layers` of those that draw random bits, and in the place of a linear's key those of all that it draws
-    (`operand_keys`), [layers, 9]; experts derive their own. Kept from a compiler that would fold them again in every
-    layer."""
+Drawn = dict[str, jax.Array | dict[str, jax.Array]]
+
+
+def drawn_in_layers(key: jax.Array | None, recipes: Mapping[str, Recipe], layers: jax.Array) -> Drawn:
+    """`keys_of_layers` of those that draw random bits, and in the place of a linear's key the words of all that it
+    draws (`operand_words`), [layers, 2] each; experts derive their own. Kept from a compiler that would fold them again
+    in every layer."""
     found = keys_of_layers(key, {path: recipe for path, recipe in recipes.items() if recipe.stochastic}, layers)
-    drawn = {site: each if site.startswith(EXPERTS) else jax.vmap(operand_keys)(each) for site, each in found.items()}
-    made: dict[str, jax.Array] = lax.optimization_barrier(drawn)
+    drawn = {site: each if site.startswith(EXPERTS) else jax.vmap(operand_words)(each) for site, each in found.items()}
+    made: Drawn = lax.optimization_barrier(drawn)
     return made
+
+
+def drawn_in_layer(drawn: Drawn, at: jax.Array) -> dict[str, LinearKey]:
+    """What the linears of the layer at place `at` draw, by site."""
+
+    def of_linear(each: jax.Array | dict[str, jax.Array]) -> LinearKey:
+        if isinstance(each, dict):
+            return {name: MixedKey(words, at) for name, words in each.items()}
+        return lax.dynamic_index_in_dim(each, at, keepdims=False)
+
+    return {site: of_linear(each) for site, each in drawn.items()}
 
 
 def way(site: str) -> tuple[str, ...]:

@@ -12,12 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from halfbyte.kernels.stacks import hand_back
 from halfbyte.models.config import LlamaConfig, param_specs
 from halfbyte.models.context import Context, LayerContext, Masters, Stacks, segments
-from halfbyte.models.keys import drawn_in_layers
+from halfbyte.models.keys import Drawn, drawn_in_layer, drawn_in_layers
 from halfbyte.models.linear import quantize_ahead, remembered, stacks_of
 from halfbyte.models.params import Params, linear_sites
 from halfbyte.models.remat import rematerialized
@@ -40,10 +41,15 @@ def through_layers(
         here = LayerContext(ctx, specs, segment.recipes, {})
         weights = of_segment(params["layers"], cfg, segment)
 
-        def body(carry: tuple[jax.Array, Any], layer: Any, segment: Segment = segment) -> Any:
-            (x, kept), (weights, number, keys, entry) = carry, layer
-            stacks = None if kept is None else Stacks(kept[0], dict(kept[1]), number - segment.start)
+        numbers = np.arange(segment.start, segment.stop, dtype=np.int32)  # without a loop each is a constant
+        drawn = drawn_in_layers(ctx.key, segment.recipes, jnp.asarray(numbers))
+
+        def body(carry: tuple[jax.Array, Any], layer: Any, segment: Segment = segment, drawn: Drawn = drawn) -> Any:
+            (x, kept), (weights, number, entry) = carry, layer
+            place = number - segment.start
+            stacks = None if kept is None else Stacks(kept[0], dict(kept[1]), place)
             at = None if masters is None else Masters(masters, weights, number)
+            keys = drawn_in_layer(drawn, place)
             here = LayerContext(ctx, specs, segment.recipes, keys, stacks=stacks, masters=at)
             x, out = visit(x, weights, here, entry)
             return (x, None if stacks is None else (stacks.both, stacks.norms)), out
@@ -52,9 +58,8 @@ def through_layers(
         if ctx.amaxes is not None:
             weights = remembered(weights, of_segment(ctx.amaxes, cfg, segment), segment, linear_sites(cfg))
         weights = quantize_ahead(weights, x, here)
-        kept, numbers = stacks_of(segment, x, cfg.mlp, ctx), jnp.arange(segment.start, segment.stop, dtype=jnp.int32)
-        keys = drawn_in_layers(ctx.key, segment.recipes, numbers)
-        x, out = _through(layer, x, kept, (weights, numbers, keys, of_segment(entries, cfg, segment)), ctx=ctx)
+        kept = stacks_of(segment, x, cfg.mlp, ctx)
+        x, out = _through(layer, x, kept, (weights, numbers, of_segment(entries, cfg, segment)), ctx=ctx)
         made.append(out)
     return x, made
 

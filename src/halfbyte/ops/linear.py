@@ -60,7 +60,7 @@ from halfbyte.ops.weight import (
     shares_codes,
     weight_specs,
 )
-from halfbyte.recipe import Recipe, as_recipe
+from halfbyte.recipe import LinearKey, Recipe, as_recipe
 from halfbyte.sharding import on_parts
 
 FLOAT32 = jnp.dtype(jnp.float32)
@@ -69,7 +69,7 @@ _Result = TypeVar("_Result")
 
 
 def with_linears(
-    op: Callable[..., _Result], given: Sequence[Any], weights: Sequence[Weight], keys: Sequence[jax.Array | None], *,
+    op: Callable[..., _Result], given: Sequence[Any], weights: Sequence[Weight], keys: Sequence[LinearKey | None], *,
     recipes: Sequence[Recipe], execution: Execution, specs: tuple[Any, Any] = ((), ()),
 ) -> _Result:  # fmt: skip
     """op(x, linears, ...) of `given` = (x, ...), with x as its blocks of tokens want it and each weight quantized; on
@@ -79,7 +79,7 @@ def with_linears(
     """
     cuts, layers = execution.shards(len(recipes), given[0].ndim), execution.layers or (None,) * len(recipes)
 
-    def local(given: Sequence[Any], weights: Sequence[Weight], keys: Sequence[jax.Array | None]) -> _Result:
+    def local(given: Sequence[Any], weights: Sequence[Weight], keys: Sequence[LinearKey | None]) -> _Result:
         x, *rest = given
         tokens = token_view(x, recipes) if cuts[0] == WHOLE else x
         inside, linears = inside_shape(tokens, cuts[0]), []
@@ -145,7 +145,7 @@ def quantize_weight(
 
 
 def quantize_part(
-    w: jax.Array | Layer, recipe: Recipe, key: jax.Array | None, *, cut: Cut = ((), ()), passes: Passes = XLA,
+    w: jax.Array | Layer, recipe: Recipe, key: LinearKey | None, *, cut: Cut = ((), ()), passes: Passes = XLA,
     amax: jax.Array | None = None, packed: bool = True,
 ) -> QWeight:  # fmt: skip
     """The weight, or one device's part of one that is `cut`, quantized by `passes` (`packed`, where it is to travel),
@@ -215,7 +215,7 @@ class Linear:
 
     plan: LinearPlan
     weight: QWeight
-    key: jax.Array | None
+    key: LinearKey | None
     amaxes: jax.Array | None = None  # as `Remembered` has them
     layer: Layer | None = None  # where the weight lies among others, for passes that read it there
 

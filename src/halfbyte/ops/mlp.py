@@ -32,7 +32,7 @@ from halfbyte.ops.shards import Placement, axes_of, gather, gathered_in
 from halfbyte.ops.sharing import first_wanting, maxima_of_x, once_each, operands_of_x
 from halfbyte.ops.surroundings import own_key
 from halfbyte.ops.weight import QWeight, Weight
-from halfbyte.recipe import Recipe, as_recipe, site_key
+from halfbyte.recipe import LinearKey, Recipe, as_recipe, site_key
 
 SITES = ("gate", "up", "down")
 MODES = ("fast", "input")
@@ -96,7 +96,7 @@ def mlp(
 
 def mlp_in_stacks(
     x: jax.Array | Normed, weights: tuple[Weight, Weight, Weight], place: Place | None, *, recipe: Recipes,
-    key: jax.Array | tuple[jax.Array | None, ...] | None = None, middle: Middle = SWIGLU, execution: Execution = ALONE,
+    key: jax.Array | tuple[LinearKey | None, ...] | None = None, middle: Middle = SWIGLU, execution: Execution = ALONE,
 ) -> tuple[jax.Array, Place | None]:  # fmt: skip
     """(`mlp` with the weights of gate, up and down, `place` with g and u written there); `key`: one for all, or a tuple
     of one each. The backward pass reads g and u at the cotangent of `place`: those of its stacks
@@ -130,7 +130,7 @@ def mlp_in_stacks(
 
 def _composed(
     x: jax.Array | Normed, weights: tuple[Weight, Weight, Weight], recipes: tuple[Recipe, ...],
-    keys: tuple[jax.Array | None, ...], middle: Middle, execution: Execution,
+    keys: tuple[LinearKey | None, ...], middle: Middle, execution: Execution,
 ) -> jax.Array:  # fmt: skip
     """The MLP as three linears around the activation, for those with a path beside their GEMMs."""
 

@@ -25,10 +25,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from halfbyte.formats import (
     BlockFormat,
+    Key,
+    MixedKey,
     Packed,
     QTensor,
     amax_of,
-    key_words,
+    mixed_words,
     outer_amax,
     random_bytes,
     store,
@@ -41,6 +43,7 @@ from halfbyte.formats.bits import round_bfloat16
 from halfbyte.formats.elements import decode
 from halfbyte.formats.hadamard import SIZE, fresh_signs
 from halfbyte.formats.qtensor import scale_values
+from halfbyte.kernels.stacks import Layer
 from halfbyte.ops.shards import Cut, axes_of, largest, offsets, whole_shape
 from halfbyte.recipe import OperandPolicy
 
@@ -195,9 +198,11 @@ def gemm_factor(tensor: QTensor | Packed) -> jax.Array:
     return jnp.where(jnp.all(jnp.isfinite(factor)), jnp.float32(1), jnp.float32(jnp.nan))
 
 
-def key_pair(key: jax.Array | None) -> jax.Array | None:
-    """uint32 [2]: the key as kernels take it; None stays None."""
-    return None if key is None else jnp.stack(key_words(key))
+def key_pair(key: Key | None) -> jax.Array | Layer | None:
+    """uint32 [2]: the key as kernels take it, where it lies if it was mixed with others; None stays None."""
+    if isinstance(key, MixedKey):
+        return Layer(key.words, key.index)
+    return None if key is None else mixed_words(key)
 
 
 def to_bfloat16(x: jax.Array) -> jax.Array:
@@ -226,8 +231,8 @@ def add_rounded(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def quantize_operand(
-    x: jax.Array, policy: OperandPolicy, *, axis: int, key: jax.Array | None, cut: Cut = (),
-    signs: jax.Array | None = None, amax: jax.Array | None = None,
+    x: jax.Array, policy: OperandPolicy, *, axis: int, key: Key | None, cut: Cut = (),
+    signs: Key | None = None, amax: jax.Array | None = None,
 ) -> Carrier | Quantized:  # fmt: skip
     """x under `policy`, blocked and transformed along `axis` (-1 or -2), the axis that the GEMM contracts.
 
@@ -240,7 +245,7 @@ def quantize_operand(
     return _quantized_or_transformed(x, policy, axis, key, cut, signs, amax)
 
 
-def check_keys(policy: OperandPolicy, key: jax.Array | None, signs: jax.Array | None) -> None:
+def check_keys(policy: OperandPolicy, key: Key | None, signs: Key | None) -> None:
     """ValueError where what an operand draws has no key."""
     if (policy.draws_bytes and key is None) or (policy.draws_signs and signs is None):
         raise ValueError(
@@ -251,7 +256,7 @@ def check_keys(policy: OperandPolicy, key: jax.Array | None, signs: jax.Array | 
 
 @jax.named_scope("quantize")  # a name for profiles: a cast to bfloat16 alone has none
 def _quantized_or_transformed(
-    x: jax.Array, policy: OperandPolicy, axis: int, key: jax.Array | None, cut: Cut, signs: jax.Array | None,
+    x: jax.Array, policy: OperandPolicy, axis: int, key: Key | None, cut: Cut, signs: Key | None,
     given: jax.Array | None,
 ) -> Carrier | Quantized:  # fmt: skip
     check_keys(policy, key, signs)
@@ -272,14 +277,14 @@ def _quantized_or_transformed(
     return Quantized(grid.carrier(), gemm_factor(codes), policy, codes)
 
 
-def _transform(policy: OperandPolicy, signs: jax.Array | None) -> dict[str, Any]:
+def _transform(policy: OperandPolicy, signs: Key | None) -> dict[str, Any]:
     """How its Hadamard transform differs from the published one: in size, or by signs of this step."""
     size = {} if policy.hadamard_size == SIZE else {"points": policy.hadamard_size}
     drawn = {"signs": fresh_signs(signs, policy.hadamard_size)} if policy.draws_signs and signs is not None else {}
     return size | drawn
 
 
-def _noise(key: jax.Array, shape: tuple[int, ...], cut: Cut) -> jax.Array:
+def _noise(key: Key, shape: tuple[int, ...], cut: Cut) -> jax.Array:
     """Random bytes for x: those of its place in the whole tensor."""
     if not axes_of(cut):
         return random_bytes(key, shape)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from halfbyte.formats import Packed
+from halfbyte.formats import Key, Packed
 from halfbyte.kernels.stacks import Layer, array_of
 from halfbyte.ops.activation import Activation
 from halfbyte.ops.operand import (
@@ -35,7 +35,7 @@ from halfbyte.ops.operand import (
 from halfbyte.ops.problem import Problem
 from halfbyte.ops.shards import Cut, Shards
 from halfbyte.ops.weight import CONTRACTED
-from halfbyte.recipe import AGAIN, OperandPolicy, Recipe, role_key, signs_key
+from halfbyte.recipe import AGAIN, LinearKey, OperandPolicy, Recipe, role_key, signs_key
 
 ROWS, COLUMNS = -1, -2  # the axis that is blocked: features, for fprop and dgrad; tokens, for wgrad
 QuantizedWeight = Packed | Carrier | EightBit  # read by several GEMMs
@@ -51,10 +51,10 @@ class Request:
 
     policy: OperandPolicy
     axis: int
-    key: jax.Array | None = None
+    key: Key | None = None
     kept: bool = False
     cut: Cut = ()  # of the tensor, over a mesh
-    signs: jax.Array | None = None  # the key of the GEMM's Hadamard signs
+    signs: Key | None = None  # the key of the GEMM's Hadamard signs
     forward: "Request | None" = None  # the operand that is quantized again, where the policy's source is that
     in_two: bool = False  # with what rounding leaves over
     amax: jax.Array | None = None  # what the tensor is scaled by, where that is not its own
@@ -96,7 +96,7 @@ def as_array(x: jax.Array | Normed) -> tuple[jax.Array, Normed | None]:
     return (x.array, x) if isinstance(x, Normed) else (x, None)
 
 
-def request(recipe: Recipe, role: str, key: jax.Array | None, *, kept: bool = False, cut: Cut = ()) -> Request:
+def request(recipe: Recipe, role: str, key: LinearKey | None, *, kept: bool = False, cut: Cut = ()) -> Request:
     """The operand `role` of a linear under `recipe`; `key` is the linear's own. A weight that is quantized again has
     its forward operand, and asks for none.
     """

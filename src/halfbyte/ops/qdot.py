@@ -26,7 +26,7 @@ from halfbyte.ops.sharing import first_wanting, once_each, operands_of_x
 from halfbyte.ops.side import beside, split
 from halfbyte.ops.surroundings import anywhere, own_key
 from halfbyte.ops.weight import QWeight, Weight
-from halfbyte.recipe import Recipe
+from halfbyte.recipe import LinearKey, Recipe
 
 
 @anywhere
@@ -50,7 +50,7 @@ def qdot(
 
 
 def qdots(
-    x: jax.Array | Normed, weights: Sequence[Weight], *, recipes: Sequence[Recipe], keys: Sequence[jax.Array | None],
+    x: jax.Array | Normed, weights: Sequence[Weight], *, recipes: Sequence[Recipe], keys: Sequence[LinearKey | None],
     execution: Execution = ALONE, out_dtype: jnp.dtype | None = None, copies: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """`qdot` of one x with each of `weights`. The gradient of x is rounded after each of its sums. With `copies`, x
@@ -67,7 +67,7 @@ def qdots(
 
 
 def _beside_means(
-    x: jax.Array, weights: Sequence[Weight], recipes: Sequence[Recipe], keys: Sequence[jax.Array | None],
+    x: jax.Array, weights: Sequence[Weight], recipes: Sequence[Recipe], keys: Sequence[LinearKey | None],
     execution: Execution, dtype: jnp.dtype, copies: Sequence[jax.Array],
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """The products under recipes with a side path: one mean of x for all linears, or where some have none, or an x of
@@ -87,7 +87,7 @@ def _beside_means(
 
 
 def _products(
-    x: jax.Array | Normed, weights: Sequence[Weight], recipes: Sequence[Recipe], keys: Sequence[jax.Array | None],
+    x: jax.Array | Normed, weights: Sequence[Weight], recipes: Sequence[Recipe], keys: Sequence[LinearKey | None],
     execution: Execution, dtype: jnp.dtype, copies: Sequence[jax.Array],
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     (x, normed), placements = as_array(x), execution.placements or ()

@@ -30,6 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from halfbyte.kernels.stacks import empty
+from halfbyte.recipe import LinearKey
 from halfbyte.sharding import on_parts, outer_axes
 
 Sizes = Mapping[str, int]  # of a mesh's axes
@@ -268,7 +269,7 @@ def inside_shape(x: jax.Array, shards: Shards) -> jax.ShapeDtypeStruct:
 
 
 def on_mesh(
-    run: Callable[..., _Result], inputs: tuple[Any, Any, Sequence[jax.Array | None]], specs: tuple[Any, Any],
+    run: Callable[..., _Result], inputs: tuple[Any, Any, Sequence[LinearKey | None]], specs: tuple[Any, Any],
     out_specs: Any, *, mesh: Mesh,
 ) -> _Result:  # fmt: skip
     """run(*inputs) on local arrays, inputs = (given, weights, keys) cut by `specs`, with typed keys passed as their
@@ -276,11 +277,11 @@ def on_mesh(
     """
     given, weights, keys = inputs
     free = {axis: size for axis, size in mesh.shape.items() if axis not in outer_axes()}
-    words = tuple(None if key is None else jax.random.key_data(key) for key in keys)
-    kinds = [None if key is None else jax.random.key_impl(key) for key in keys]
+    words = tuple(jax.random.key_data(key) if isinstance(key, jax.Array) else key for key in keys)
+    kinds = [jax.random.key_impl(key) if isinstance(key, jax.Array) else None for key in keys]
 
     def local(given: Any, weights: Any, words: Any) -> Any:
-        typed = [None if w is None else jax.random.wrap_key_data(w, impl=k) for w, k in zip(words, kinds, strict=True)]
+        typed = [w if k is None else jax.random.wrap_key_data(w, impl=k) for w, k in zip(words, kinds, strict=True)]
         within, without = (functools.partial(to, mesh=free) for to in (received, returned))
         made = run(jax.tree.map(within, given, specs[0]), weights, tuple(typed))
         return jax.tree.map(without, made, out_specs)

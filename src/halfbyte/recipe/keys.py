@@ -8,16 +8,20 @@ word: the generator in `halfbyte.formats` hashes it with the two words of the ro
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
+from typing import overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from halfbyte.formats import Key, MixedKey, mixed_words
 from halfbyte.recipe.operands import GEMMS, ROLES
 
 KEY_IMPL = "threefry2x32"  # two words a key, whatever generator the user's program has made its default
 DRAWN = (*ROLES, *(f"{gemm} signs" for gemm in GEMMS))
+LinearKey = jax.Array | Mapping[str, MixedKey]
+"""The key of a linear, or those of all that it draws, by name."""
 
 
 def step_key(seed: ArrayLike, step: ArrayLike) -> jax.Array:
@@ -35,29 +39,31 @@ def site_key(key: jax.Array, site: str) -> jax.Array:
     return jax.random.fold_in(key, _stable_integer(site))
 
 
-def role_key(key: jax.Array, role: str) -> jax.Array:
-    """The key of one of the six operands of a linear, from the linear's key or its `operand_keys`."""
+@overload
+def role_key(key: jax.Array, role: str) -> jax.Array: ...
+@overload
+def role_key(key: LinearKey, role: str) -> Key: ...
+def role_key(key: LinearKey, role: str) -> Key:
+    """The key of one of the six operands of a linear."""
     if role not in ROLES:
         raise ValueError(f"role must be one of {', '.join(ROLES)}, got {role!r}")
     return _drawn(key, role)
 
 
-def signs_key(key: jax.Array, gemm: str) -> jax.Array:
+def signs_key(key: LinearKey, gemm: str) -> Key:
     """The key of the Hadamard signs that both operands of one GEMM of a linear share, likewise."""
     return _drawn(key, f"{gemm} signs")
 
 
-def operand_keys(key: jax.Array) -> jax.Array:
-    """The keys [9] of all that a linear may draw, in the order of `DRAWN`, by one fold of its own."""
+def operand_words(key: jax.Array) -> dict[str, jax.Array]:
+    """The words [2] of the `MixedKey` of all that a linear may draw, by name, in one fold of its key."""
     names = np.stack([_stable_integer(name) for name in DRAWN])
-    return jax.vmap(jax.random.fold_in, (None, 0))(key, names)
+    words = mixed_words(jax.vmap(jax.random.fold_in, (None, 0))(key, names))
+    return dict(zip(DRAWN, words, strict=True))
 
 
-def _drawn(key: jax.Array, name: str) -> jax.Array:
-    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)  # a raw key is an array of two words
-    if typed and key.shape == (len(DRAWN),):
-        return key[DRAWN.index(name)]
-    return jax.random.fold_in(key, _stable_integer(name))
+def _drawn(key: LinearKey, name: str) -> Key:
+    return key[name] if isinstance(key, Mapping) else jax.random.fold_in(key, _stable_integer(name))
 
 
 def _stable_integer(name: str) -> np.uint32:

@@ -46,10 +46,15 @@ def test_maxima_and_nan(x):
     assert all(np.isnan(np.asarray(p).max().view(np.float32)) for p in run(jnp.asarray(broken)))
 
 
-def test_stochastic_columns_take_the_bytes_of_their_element(x):
+@pytest.mark.parametrize("lies", ["alone", "among others"])
+@pytest.mark.parametrize("width", [N, 96])  # of tiles, and of none
+def test_stochastic_columns_take_the_bytes_of_their_element(x, lies, width):
+    x = x[:, :width]
     amax = np.abs(x.astype(np.float32)).max()
-    noise = oracle.random_bytes(T, N, KEY)
-    operand = kernels.Columnwise(scale(amax), jnp.asarray(KEY), hadamard=False)
+    noise = oracle.random_bytes(T, width, KEY)
+    table = jnp.stack([jnp.asarray(key) for key in (KEY + 1, KEY, KEY + 2)])
+    key = jnp.asarray(KEY) if lies == "alone" else Layer(table, jnp.int32(1))
+    operand = kernels.Columnwise(scale(amax), key, hadamard=False)
     run = jax.jit(lambda x: kernels.quantize(x, columns=operand, tiling=TILING), compiler_options=quick)
     (got,) = run(jnp.asarray(x))
     want = oracle.quantize(x, amax, axis=0, noise=noise)[2]
