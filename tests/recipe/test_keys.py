@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from halfbyte.formats import MixedKey, key_words
-from halfbyte.recipe import GEMMS, ROLES, layer_key, operand_words, role_key, signs_key, site_key, step_key
+from halfbyte.recipe import GEMMS, ROLES, layer_key, operand_words, role_key, signs_key, site_key, site_keys, step_key
 
 SITES = ("layers/mlp/gate", "layers/mlp/up", "layers/mlp/down", "layers/attention/q")
 
@@ -58,9 +58,14 @@ def test_a_raw_key_is_as_good_as_a_typed_one():
 
 def test_of_all_that_is_drawn_each_has_the_key_that_the_linears_own_gives():
     found, own = operand_words(step_key(0, 0)), step_key(0, 0)
-    names = [*ROLES, *(f"{gemm} signs" for gemm in GEMMS)]
     keys = [*(role_key(own, role) for role in ROLES), *(signs_key(own, gemm) for gemm in GEMMS)]
-    assert [found[name].tolist() for name in names] == [[int(word) for word in key_words(key)] for key in keys]
+    assert found.tolist() == [[int(word) for word in key_words(key)] for key in keys]
+
+
+def test_keys_of_several_sites_are_folded_at_once():
+    keys = jax.random.split(step_key(0, 0), 2)
+    found = site_keys(keys, SITES[:2])
+    assert [words(key) for key in found] == [words(site_key(*pair)) for pair in zip(keys, SITES, strict=False)]
 
 
 def test_of_keys_mixed_before_each_is_found_by_its_name():

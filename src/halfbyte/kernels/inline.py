@@ -4,6 +4,7 @@ JAX's own `elementwise_inline_asm` takes a list of results but lowers one: the d
 which the rule wraps in another. The primitive here lowers through the same rule and flattens what comes back.
 """
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,10 @@ import jax
 from jax._src.pallas.triton import lowering as triton_lowering
 from jax._src.pallas.triton import primitives as triton_primitives
 from jax.extend import core
+
+# MLIR's bindings look for a dialect's module by its name, at each of its types until they find one. Triton's lies
+# elsewhere, and the kernels of a step meet four thousand of its types: a second, in which nothing is found.
+sys.modules.setdefault("jaxlib.mlir.dialects.tt", triton_lowering.tt_dialect)
 
 inline_ptx_p = core.Primitive("inline_ptx")
 inline_ptx_p.multiple_results = True

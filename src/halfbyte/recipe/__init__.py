@@ -4,7 +4,17 @@ import sys
 from types import ModuleType
 
 from halfbyte.recipe.blends import PARTS, blend
-from halfbyte.recipe.keys import LinearKey, layer_key, operand_words, role_key, signs_key, site_key, step_key
+from halfbyte.recipe.keys import (
+    DRAWN,
+    LinearKey,
+    layer_key,
+    operand_words,
+    role_key,
+    signs_key,
+    site_key,
+    site_keys,
+    step_key,
+)
 from halfbyte.recipe.layers import ATTENTION, MLP, Policy, RecipeMap, Resolved, Rule, Segment, policy_names
 from halfbyte.recipe.league import LEAGUE
 from halfbyte.recipe.operands import AGAIN, GEMMS, GRADIENTS, ROLES, WEIGHTS, OperandPolicy, Recipe, difference

@@ -8,7 +8,7 @@ word: the generator in `halfbyte.formats` hashes it with the two words of the ro
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import overload
 
 import jax
@@ -55,15 +55,22 @@ def signs_key(key: LinearKey, gemm: str) -> Key:
     return _drawn(key, f"{gemm} signs")
 
 
-def operand_words(key: jax.Array) -> dict[str, jax.Array]:
-    """The words [2] of the `MixedKey` of all that a linear may draw, by name, in one fold of its key."""
-    names = np.stack([_stable_integer(name) for name in DRAWN])
-    words = mixed_words(jax.vmap(jax.random.fold_in, (None, 0))(key, names))
-    return dict(zip(DRAWN, words, strict=True))
+def site_keys(keys: jax.Array, sites: Sequence[str]) -> jax.Array:
+    """`site_key` of each of `keys` [sites] with its site, in one fold."""
+    return jax.vmap(jax.random.fold_in)(keys, _stable_integers(sites))
+
+
+def operand_words(key: jax.Array) -> jax.Array:
+    """The words [9, 2] of the `MixedKey` of all that a linear may draw, in the order of `DRAWN`, in one fold."""
+    return mixed_words(jax.vmap(jax.random.fold_in, (None, 0))(key, _stable_integers(DRAWN)))
 
 
 def _drawn(key: LinearKey, name: str) -> Key:
     return key[name] if isinstance(key, Mapping) else jax.random.fold_in(key, _stable_integer(name))
+
+
+def _stable_integers(names: Sequence[str]) -> np.ndarray:
+    return np.stack([_stable_integer(name) for name in names])
 
 
 def _stable_integer(name: str) -> np.uint32:
