@@ -94,6 +94,7 @@ def test_a_fork_is_the_norm_and_the_sum_of_its_gradients():
 
 
 def plain_forward(x, scale, *, eps):
+    x = array_of(x)
     wide = x.astype(jnp.float32)
     inverse = 1 / jnp.sqrt(jnp.mean(wide * wide, axis=1) + eps)
     return (wide * inverse[:, None] * scale[None]).astype(x.dtype), inverse

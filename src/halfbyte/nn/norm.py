@@ -32,7 +32,7 @@ from jax.typing import DTypeLike
 from halfbyte.devices import Device
 from halfbyte.kernels import norm as kernels
 from halfbyte.kernels import normed
-from halfbyte.kernels.stacks import Layer
+from halfbyte.kernels.stacks import Layer, array_of
 from halfbyte.ops.operand import SCALES, pinned
 from halfbyte.ops.passes import Normed
 from halfbyte.ops.problem import target
@@ -148,11 +148,13 @@ def _forked_fwd(fork, x, scale, place):
         h, inverse = kernels.forward(_matrix(x), scale.astype(jnp.float32), eps=fork.eps)
         return h.reshape(x.shape), inverse.reshape(x.shape[:-1])
 
-    h, inverse = fork.on_parts(local, (x, scale), (stream, PartitionSpec()), (stream, row))
-    inverse = checkpoint_name(inverse, SCALES)
     kept, stack = _keep(x, place)
-    # x is there for the kernel: a compiler would add it up once more for whoever reads it further on.
-    return (lax.optimization_barrier(x), (h,) * fork.readers, stack), (kept, scale, inverse)
+    read, lies = _read(kept, stack, stream)
+    h, inverse = fork.on_parts(local, (read, scale), (lies, PartitionSpec()), (stream, row))
+    inverse = checkpoint_name(inverse, SCALES)
+    # x is there for the kernel, by itself or in the stack: a compiler would add it up once more for who reads it next.
+    through = lax.optimization_barrier(x) if stack is None else array_of(read)
+    return (through, (h,) * fork.readers, stack), (kept, scale, inverse)
 
 
 def _keep(x: jax.Array, place: Layer | None) -> tuple[jax.Array, jax.Array | None]:
@@ -160,11 +162,17 @@ def _keep(x: jax.Array, place: Layer | None) -> tuple[jax.Array, jax.Array | Non
     return (x, None) if place is None else (place.index, place.filled(x))
 
 
+def _read(kept: jax.Array, stack: jax.Array | None, stream: PartitionSpec) -> tuple[Any, Any]:
+    """(x as kernels read it, how that lies): what was kept, or the layer of that number in the stack."""
+    if stack is None:
+        return kept, stream
+    return Layer(stack, kept), Layer(PartitionSpec(None, *stream), PartitionSpec())  # type: ignore[arg-type]
+
+
 def _forked_bwd(fork, residuals, gradients):
     (kept, scale, inverse), (carry, each, stack) = residuals, gradients
     stream, row, rows = fork.specs
-    x: Any = kept if stack is None else Layer(stack, kept)
-    lies: Any = stream if stack is None else Layer(PartitionSpec(None, *stream), PartitionSpec())  # type: ignore[arg-type]
+    x, lies = _read(kept, stack, stream)
 
     def local(x, inverse, scale, carry, each):
         flat = tuple(map(_matrix, each))

@@ -363,13 +363,17 @@ def test_norm(shape):
 
 @pytest.mark.parametrize(("layers", "tokens", "width"), [(3, T, N), (3, T, 8192), (36, 16384, 4096)])
 def test_norm_of_a_layer_of_a_stack(layers, tokens, width):
-    """Oracle: the same kernel on the layer alone; the largest stack is beyond 4 GiB, the rest of it NaN."""
+    """Oracle: the same kernels on the layer alone; the largest stack is beyond 4 GiB, the rest of it NaN."""
     x, carry, *gradients = (
         jax.random.normal(key, (tokens, width), jnp.bfloat16) for key in jax.random.split(jax.random.key(0), 5)
     )
     stack, scale = jnp.full((layers, tokens, width), jnp.nan, jnp.bfloat16).at[layers - 1].set(x), jnp.ones(width)
-    _, inverse = jax.jit(lambda x, scale: norm.forward(x, scale, eps=1e-5))(x, scale)
-    run = jax.jit(lambda x: norm.backward(x, inverse, scale, carry, tuple(gradients)))
+
+    @jax.jit
+    def run(x):
+        h, inverse = norm.forward(x, scale, eps=1e-5)
+        return h, inverse, *norm.backward(x, inverse, scale, carry, tuple(gradients))
+
     for got, want in zip(run(Layer(stack, jnp.int32(layers - 1))), run(x), strict=True):
         assert got.dtype == want.dtype and bool(jnp.array_equal(got, want)), (got.shape, got.dtype)
 
