@@ -16,6 +16,7 @@ from halfbyte.sharding import make_mesh
 
 pytestmark = pytest.mark.usefixtures("quick_code")
 EPS = 1e-5
+on_cpus = pytest.mark.skipif(jax.default_backend() != "cpu", reason="of what a CPU does, and of several of them")
 
 
 def oracle(x, scale, g):
@@ -108,6 +109,7 @@ def plain_backward(x, inverse, scale, carry, gradients):
     return (carry.astype(jnp.float32) + through).astype(x.dtype), jnp.sum((g * n).reshape(-1, 32, x.shape[1]), axis=1)
 
 
+@on_cpus
 @pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {"data": 2, "context": 2}], ids=str)
 @pytest.mark.parametrize("place", [None, a_place()], ids=["alone", "in a stack"])
 def test_on_a_mesh_each_device_norms_its_rows(sizes, place, monkeypatch):
@@ -124,6 +126,7 @@ def test_on_a_mesh_each_device_norms_its_rows(sizes, place, monkeypatch):
     np.testing.assert_allclose(alone[3], together[3], rtol=1e-5, atol=1e-5)
 
 
+@on_cpus
 def test_who_computes_it_is_known_before():
     h200, shape = device("h200"), (2, 64, 2048)
     assert by_xla(shape, "bfloat16", looped=False, device=h200) is None
