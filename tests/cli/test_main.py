@@ -1,5 +1,6 @@
 """The command line itself: exit codes, one-paragraph errors, nearest names, and a clean stdout under --json."""
 
+import ast
 import errno
 import json
 import os
@@ -134,6 +135,15 @@ def test_json_holds_what_training_returns():
     found = cli.plain({"loss": float("nan"), 3: np.float32(0.5), "curve": np.arange(2), "at": (1, {"x": float("inf")})})
     assert found == {"loss": None, "3": 0.5, "curve": [0, 1], "at": [1, {"x": None}]}
     assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+def test_commands_are_the_modules_that_define_run():
+    """Oracle: Python's parser, which no string and no odd spacing misleads."""
+    bodies = {file: ast.parse(file.read_text(encoding="utf-8")).body for file in cli.HERE.glob("*.py")}
+    defining = {
+        f for f, body in bodies.items() if any(isinstance(n, ast.FunctionDef) and n.name == "run" for n in body)
+    }
+    assert set(cli.find_commands().values()) == defining
 
 
 def test_every_command_has_a_short_summary():
