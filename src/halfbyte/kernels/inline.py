@@ -14,8 +14,10 @@ from jax._src.pallas.triton import primitives as triton_primitives
 from jax.extend import core
 
 # MLIR's bindings look for a dialect's module by its name, at each of its types until they find one. Triton's lies
-# elsewhere, and the kernels of a step meet four thousand of its types: a second, in which nothing is found.
-sys.modules.setdefault("jaxlib.mlir.dialects.tt", triton_lowering.tt_dialect)
+# elsewhere, and the kernels of a step meet four thousand of its types: a second, in which nothing is found. A JAX that
+# has it under another name is as slow as before.
+if (dialect := getattr(triton_lowering, "tt_dialect", None)) is not None:
+    sys.modules.setdefault("jaxlib.mlir.dialects.tt", dialect)
 
 inline_ptx_p = core.Primitive("inline_ptx")
 inline_ptx_p.multiple_results = True
