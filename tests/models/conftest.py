@@ -1,12 +1,17 @@
 """A model small enough to compile in seconds, with what a large one has: grouped heads, rotary scaling, own head."""
 
+import dataclasses
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from halfbyte import models
+from halfbyte import devices, kernels, models
 from halfbyte.nn.rope import RopeScaling
+from halfbyte.ops import problem
+from halfbyte.ops.backends import BACKENDS
 
 TINY = models.LlamaConfig(
     name="tiny", vocab_size=96, embed=64, mlp=96, layers=2, heads=4, kv_heads=2, head_dim=16, max_seq=128,
@@ -50,3 +55,12 @@ def packed_batch():
             targets[b, start : stop - 1] = tokens[b, start + 1 : stop]
     rows = {"tokens": tokens, "targets": targets, "segments": segments, "positions": positions}
     return {name: jnp.asarray(value, jnp.int32) for name, value in rows.items()}
+
+
+@pytest.fixture
+def h200():
+    """Choices are those of an H200; kernels are interpreted, and the GEMM kernel, which cannot be, is XLA's."""
+    by_xla = dataclasses.replace(BACKENDS["fused"], unsupported=lambda problem, gemm: "not interpreted")
+    patched = mock.patch.dict(BACKENDS, fused=by_xla)
+    with kernels.interpreted(), patched, problem._target(devices.device("h200")):
+        yield

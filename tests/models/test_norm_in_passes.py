@@ -1,6 +1,5 @@
 """A block with its norms in the passes that quantize. Oracle: the block with norms of their own, every bit."""
 
-import dataclasses
 import functools
 from unittest import mock
 
@@ -9,13 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from halfbyte import devices, kernels, models
+from halfbyte import models
 from halfbyte.kernels import norm, normed
 from halfbyte.models import LlamaConfig, llama
 from halfbyte.models.context import LayerContext
 from halfbyte.models.linear import norm_outside
-from halfbyte.ops import problem
-from halfbyte.ops.backends import BACKENDS
 from halfbyte.recipe import policy, recipe
 
 CFG = LlamaConfig("wide", vocab_size=64, embed=1024, mlp=128, layers=1, heads=2, kv_heads=1, head_dim=128, max_seq=64)
@@ -26,15 +23,6 @@ def context(policy_name="all_linear", recipe_name="nvfp4", **changes):
     resolved = policy(policy_name, recipe(recipe_name)).resolve(models.linear_sites(CFG), CFG.layers)
     given = {"policy": resolved, "key": jax.random.key(3), "unroll": 0, "attention": "xla"} | changes
     return models.Context(**given)
-
-
-@pytest.fixture
-def h200():
-    """Choices are those of an H200; kernels are interpreted, and the GEMM kernel, which cannot be, is XLA's."""
-    by_xla = dataclasses.replace(BACKENDS["fused"], unsupported=lambda problem, gemm: "not interpreted")
-    patched = mock.patch.dict(BACKENDS, fused=by_xla)
-    with kernels.interpreted(), patched, problem._target(devices.device("h200")):
-        yield
 
 
 def step(ctx, run=jax.jit):

@@ -11,28 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from halfbyte import devices, kernels, models
+from halfbyte import models
 from halfbyte.kernels import norm
 from halfbyte.kernels.stacks import Layer
 from halfbyte.models import LlamaConfig, llama
 from halfbyte.models.context import LayerContext
 from halfbyte.nn.norm import rms_norm
-from halfbyte.ops import problem
-from halfbyte.ops.backends import BACKENDS
 from halfbyte.recipe import policy, recipe
 
 CFG = LlamaConfig("wide", vocab_size=64, embed=1024, mlp=128, layers=2, heads=2, kv_heads=1, head_dim=128, max_seq=64)
 TOKENS = (1, 32)
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
-
-@pytest.fixture
-def h200():
-    """Choices are those of an H200; kernels are interpreted, and the GEMM kernel, which cannot be, is XLA's."""
-    by_xla = dataclasses.replace(BACKENDS["fused"], unsupported=lambda problem, gemm: "not interpreted")
-    patched = mock.patch.dict(BACKENDS, fused=by_xla)
-    with kernels.interpreted(), patched, problem._target(devices.device("h200")):
-        yield
 
 
 # What a norm's result is made into in passes that norm; the rest compiles sooner in bf16.

@@ -166,6 +166,7 @@ def _read(kept: jax.Array, stack: jax.Array | None, stream: PartitionSpec) -> tu
     """(x as kernels read it, how that lies): what was kept, or the layer of that number in the stack."""
     if stack is None:
         return kept, stream
+    # The tree of a layer, with a spec for each array: a Layer of specs, which its types do not know.
     return Layer(stack, kept), Layer(PartitionSpec(None, *stream), PartitionSpec())  # type: ignore[arg-type]
 
 
@@ -182,6 +183,7 @@ def _forked_bwd(fork, residuals, gradients):
     arrays = (x, inverse, scale.astype(jnp.float32), carry, each)
     specs = (lies, row, PartitionSpec(), stream, (stream,) * len(each))
     dx, parts = fork.on_parts(local, arrays, specs, (stream, rows))
+    # The cotangent of a layer: of its number, an integer, there is none.
     place = None if stack is None else Layer(stack, None)  # type: ignore[arg-type]
     return dx, jnp.sum(parts, axis=0).astype(scale.dtype), place
 

@@ -152,12 +152,12 @@ class Passes:
 
     def quantize(self, x: jax.Array, requests: Sequence[Request]) -> list[Made]:
         """What is requested of x [tokens..., features]."""
-        made = [quantize_as(x, r) for r in requests]
-        return [keep(operand) if r.kept else operand for operand, r in zip(made, requests, strict=True)]
+        return self.quantize_by(x, requests, self.maxima(x, requests))
 
     def quantize_by(self, x: jax.Array, requests: Sequence[Request], maxima: Maxima) -> list[Made]:
         """`quantize`, with the `maxima` of x for these requests, or for more of them."""
-        return self.quantize(x, requests)
+        made = [quantize_as(x, r) for r in requests]
+        return [keep(operand) if r.kept else operand for operand, r in zip(made, requests, strict=True)]
 
     def unnormed(self, recipes: Sequence[Recipe]) -> str | None:
         """Why linears of these recipes are handed their x normed, or None if these passes norm it themselves."""

@@ -1,7 +1,7 @@
 """Several linears of one x: one pass over x for all of them, and one operand wherever two want the same."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 
@@ -39,7 +39,7 @@ def operands_of_x(
     """
     firsts = {role: first_wanting(linears, role) for role in roles}
     made: dict[tuple[int, str], Made] = {}
-    for (passes, mine), known in itertools.zip_longest(_by_passes(linears, roles).items(), maxima):
+    for (passes, mine), known in itertools.zip_longest(_by_passes(linears, firsts).items(), maxima):
         requests = [linears[i].request(role, kept=role in kept) for i, role in mine]
         made |= dict(zip(mine, passes.operands(x, requests, normed, known), strict=True))
     return [[made[firsts[role][i], role] for role in roles] for i in range(len(linears))]
@@ -47,19 +47,19 @@ def operands_of_x(
 
 def maxima_of_x(x: jax.Array, linears: Sequence[Linear], roles: Sequence[str]) -> list[Maxima]:
     """What the passes of these linears must know of all of x, under the name by which a remat policy saves it."""
-    found = []
-    for passes, mine in _by_passes(linears, roles).items():
+    found, firsts = [], {role: first_wanting(linears, role) for role in roles}
+    for passes, mine in _by_passes(linears, firsts).items():
         found.append(passes.maxima(x, [linears[i].request(role) for i, role in mine]))
     return name_saved(found, SCALES)
 
 
-def _by_passes(linears: Sequence[Linear], roles: Sequence[str]) -> dict[Passes, list[tuple[int, str]]]:
+def _by_passes(linears: Sequence[Linear], firsts: Mapping[str, Sequence[int]]) -> dict[Passes, list[tuple[int, str]]]:
     """The operands that each kind of passes makes of one x: the number of the first linear that wants it, and its
-    role.
+    role. `firsts` are `first_wanting` of each role.
     """
     found: dict[Passes, list[tuple[int, str]]] = {linear.passes: [] for linear in linears}
     for i, linear in enumerate(linears):
-        found[linear.passes] += [(i, role) for role in roles if first_wanting(linears, role)[i] == i]
+        found[linear.passes] += [(i, role) for role in firsts if firsts[role][i] == i]
     return found
 
 

@@ -160,9 +160,6 @@ class F8Passes(GatedPasses):
         flat = x.reshape(-1, x.shape[-1])  # [tokens..., features] -> [tokens, features]
         return whole_maxima(kernels.maxima(flat, hadamard=False), requests[0].cut)
 
-    def quantize(self, x: jax.Array, requests: Sequence[Request]) -> list[Made]:
-        return self.quantize_by(x, requests, self.maxima(x, requests))
-
     def quantize_by(self, x: jax.Array, requests: Sequence[Request], maxima: Maxima) -> list[Made]:
         assert maxima is not None, "one of x itself"
         flat, (top,) = x.reshape(-1, x.shape[-1]), maxima  # [tokens..., features] -> [tokens, features]

@@ -126,9 +126,6 @@ class FusedPasses(GatedPasses):
         found = kernels.maxima(flat, hadamard=_transformed(_of_tensor(beside)))
         return _of_all(found, requests)
 
-    def quantize(self, x: jax.Array, requests: Sequence[Request]) -> list[Made]:
-        return self.quantize_by(x, requests, self.maxima(x, requests))
-
     def quantize_by(self, x: jax.Array, requests: Sequence[Request], maxima: Maxima) -> list[Made]:
         flat, tops = x.reshape(-1, x.shape[-1]), maxima or ()  # [tokens..., features] -> [tokens, features]
         beside = [r for r in requests if not in_runs(r.policy)]

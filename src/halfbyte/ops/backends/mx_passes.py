@@ -21,7 +21,7 @@ from halfbyte.kernels.stacks import Layer, array_of
 from halfbyte.ops.activation import SILU, Activation
 from halfbyte.ops.backends.block_scaled import uncalled
 from halfbyte.ops.operand import BlockScaled, Operand, gemm_factor, name_saved
-from halfbyte.ops.passes import ROWS, GatedPasses, Made, QuantizedWeight, Read, Request
+from halfbyte.ops.passes import ROWS, GatedPasses, Made, Maxima, QuantizedWeight, Read, Request
 from halfbyte.ops.problem import Problem
 from halfbyte.ops.shards import Cut, Shards, gather, largest
 from halfbyte.recipe import WEIGHTS, OperandPolicy, Recipe
@@ -61,7 +61,7 @@ class MxPasses(GatedPasses):
     def unfused(self, activation: Activation, recipes: Sequence[Recipe]) -> str | None:
         return None if activation == SILU else f"its kernels compute {SILU.name}, not {activation.name}"
 
-    def quantize(self, x: jax.Array, requests: Sequence[Request]) -> list[Made]:
+    def quantize_by(self, x: jax.Array, requests: Sequence[Request], maxima: Maxima) -> list[Made]:
         return self._make(kernels.mxfp8.quantize, [x], [requests])[0]
 
     def activate(self, g: Read, u: Read, requests: Sequence[Request]) -> list[Made]:

@@ -40,7 +40,7 @@ from halfbyte.ops.backends.fused import FusedPasses
 from halfbyte.ops.backends.mx_passes import MX
 from halfbyte.ops.gemms import Gemm, alpha, contraction_last, finish, result_shape
 from halfbyte.ops.operand import BlockScaled, Kept, Operand, Owed, Quantized, gemm_factor, keep, load, name_saved
-from halfbyte.ops.passes import XLA, Made, Passes, QuantizedWeight, Request
+from halfbyte.ops.passes import XLA, Made, Maxima, Passes, QuantizedWeight, Request
 from halfbyte.ops.problem import Problem, target
 from halfbyte.ops.shards import Shards, axes_of, gather
 from halfbyte.recipe import OperandPolicy, Recipe
@@ -173,7 +173,7 @@ class TiledPasses(PackedWeights):
         """Needs what our own call needs."""
         return uncalled(problem)
 
-    def quantize(self, x: jax.Array, requests: Sequence[Request]) -> list[Made]:
+    def quantize_by(self, x: jax.Array, requests: Sequence[Request], maxima: Maxima) -> list[Made]:
         defined = XLA.quantize(x, [dataclasses.replace(r, kept=False) for r in requests])
         made = [block_scaled(o, r.axis) for o, r in zip(defined, requests, strict=True)]
         return [_kept(o) if r.kept else o for o, r in zip(made, requests, strict=True)]
