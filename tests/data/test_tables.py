@@ -45,6 +45,16 @@ def as_parquet(folder):
     return folder
 
 
+def as_parquet_with_empty_parts(folder):
+    """Writers that share out rows leave groups and files that got none."""
+    table = pa.table({"text": TEXTS, "source": SOURCES})
+    with pq.ParquetWriter(folder / "a.parquet", table.schema) as writer:
+        for part in (table.slice(0, 0), table.slice(0, 40), table.slice(0, 0), table.slice(40)):
+            writer.write_table(part)
+    pq.write_table(table.slice(0, 0), folder / "b.parquet")
+    return folder
+
+
 def as_saved(folder):
     """What `Dataset.save_to_disk` leaves, and a file that `map` left beside it."""
     table = pa.table({"text": TEXTS, "source": pa.array(SOURCES).dictionary_encode()})
@@ -89,7 +99,7 @@ def made(files, out, **options):
     return rows(out)
 
 
-@pytest.mark.parametrize("write", [as_parquet, as_saved, as_json_records, as_examples])
+@pytest.mark.parametrize("write", [as_parquet, as_parquet_with_empty_parts, as_saved, as_json_records, as_examples])
 def test_the_same_shards_as_from_json_lines(tmp_path, from_lines, write):
     (tmp_path / "in").mkdir()
     assert made(write(tmp_path / "in"), tmp_path / "out") == from_lines

@@ -56,9 +56,10 @@ def _batch_rows(group: Any, name: str, wanted: list[str]) -> int:
             f"{name}: column {wanted[0]!r} expands more than {MOST_EXPANSION} fold ({size >> 20} MiB from {stored:,}); "
             "no text does: leave the file out"
         )
-    if size > MOST_TEXT * group.num_rows:
-        raise ValueError(_too_long(name, f"its rows have {size // max(1, group.num_rows) >> 20} MiB each"))
-    return max(1, min(MOST_ROWS, BATCH * group.num_rows // max(1, size)))
+    rows = max(1, group.num_rows)  # a group without rows has its pages' headers all the same
+    if size > MOST_TEXT * rows:
+        raise ValueError(_too_long(name, f"its rows have {size // rows >> 20} MiB each"))
+    return max(1, min(MOST_ROWS, BATCH * rows // max(1, size)))
 
 
 def _arrow(path: Path, name: str, column: str) -> Iterator[Block]:
