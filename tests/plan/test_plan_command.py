@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+import shlex
 import sys
 from dataclasses import asdict
 
@@ -11,6 +12,7 @@ import pytest
 import halfbyte.plan.reading  # noqa: F401 (the module is changed below)
 from halfbyte.bench.placement import AGAIN
 from halfbyte.cli.main import main
+from halfbyte.cli.train import parse
 from halfbyte.devices import device
 from halfbyte.parity.arms import Arm
 from halfbyte.parity.margin import Margin
@@ -19,7 +21,7 @@ from halfbyte.plan import cluster, placed, tokens_of
 from halfbyte.plan.cluster import crossing
 from halfbyte.recipe import recipe
 from halfbyte.runs import run_config
-from halfbyte.train import phases
+from halfbyte.train import jsonconfig, phases
 from halfbyte.train.precision_manifest import build_manifest
 
 KEYS = """fits memory native_fp4_gemms gemm_flops gemm_flops_needed collectives operand_bytes step_time_s
@@ -210,6 +212,29 @@ def test_a_search_ranks_layouts_and_says_where_the_preset_is(capfd):
     times = [float(row["step_time_s"]) for row in data["layouts"]]
     assert code == 0 and times == sorted(times) and data["preset_rank"] >= 1
     assert data["best"].startswith("halfbyte train llama3-8b") and "would not win" in data["pipelines"]
+
+
+DEMO = run_config("demo")
+RULES = "all_linear; layers[-1:]=bf16"
+
+
+@pytest.mark.parametrize("started", ["name", "file", "directory"])
+def test_the_best_layout_is_a_command_that_trains_it(capfd, tmp_path, started):
+    """Oracle: what `halfbyte train` reads in the words that a shell makes of it. The run is not what its name says."""
+    own = dataclasses.replace(DEMO, model=dataclasses.replace(DEMO.model, embed=64), policy=RULES)
+    jsonconfig.save(own, tmp_path / "config.json")
+    at = {"name": "demo", "file": str(tmp_path / "config.json"), "directory": str(tmp_path)}[started]
+    code, data, _ = plan(
+        capfd, at, "--device", "h200", "--count", "1", "--layers", "3", "--policy", RULES, "--search", "--minutes", "0"
+    )
+    assert code == 0
+    best, base = data["layouts"][0], DEMO if started == "name" else own
+    laid = parse(shlex.split(data["best"])[2:]).run
+    assert laid.model == dataclasses.replace(base.model, layers=3)
+    assert (laid.policy, laid.mesh, laid.remat, laid.accumulate) == (
+        RULES, best["mesh"], best["remat"], best["accumulate"]
+    )  # fmt: skip
+    assert (laid.recipe, laid.batch, laid.seq) == ("nvfp4", base.batch, base.seq)
 
 
 @pytest.mark.parametrize("text, tokens", [("15T", 15e12), ("300b", 3e11), ("1000", 1000), ("1.5T", 1.5e12)])

@@ -36,3 +36,14 @@ def run_of(name: str) -> TrainConfig:
     from halfbyte.interchange.starting import initial_config
 
     return initial_config(Path(name))
+
+
+def words_for(name: str) -> tuple[str, ...]:
+    """How `halfbyte train` is told to start from the run that `run_of` finds by this name."""
+    if name.endswith(".json"):
+        return "--config", name
+    if name in RUNS or not Path(name).is_dir():
+        return (name,)
+    from halfbyte.interchange.folder import is_folder
+
+    return ("--init-from", name) if is_folder(Path(name)) else ("--config", str(Path(name, "config.json")))

@@ -196,6 +196,7 @@ def _write(args: Args, data: Mapping[str, Any], found: Mapping[str, Any]) -> Non
 
 def _search(args: Args, on: Any) -> Result:
     from halfbyte import plan
+    from halfbyte.cli.base_config import words_for
     from halfbyte.plan.search import command, coverage, front, pipelines, rank
 
     config, _ = config_of(args, args.recipe, on)
@@ -213,10 +214,12 @@ def _search(args: Args, on: Any) -> Result:
         f"refused, {known['near_not_compiled'] - known['refused']} left to a next call; of all others the bound leaves "
         f"{known['not_ruled_out']} that might be faster"
     )
-    say(f"best: {command(found[0].config)}")
+    layers = ("--model.layers", str(args.layers)) if args.layers else ()
+    best = command(found[0].config, (*words_for(args.model), *layers))
+    say(f"best: {best}")
     say(pipelines(config, on))
     return Result({
-        "layouts": listed, "count": len(found), "preset_rank": place, **known, "best": command(found[0].config),
+        "layouts": listed, "count": len(found), "preset_rank": place, **known, "best": best,
         "front": [_layout(c) for c in front(found)], "pipelines": pipelines(config, on),
     })  # fmt: skip
 

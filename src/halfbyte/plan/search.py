@@ -7,6 +7,7 @@ that is placed well. Every reading is kept, so that a search that ran out of tim
 
 import dataclasses
 import itertools
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
@@ -177,13 +178,20 @@ def coverage(found: Sequence[Candidate]) -> dict[str, int]:
     }
 
 
-def command(config: TrainConfig) -> str:
-    """The layout as one would train it."""
-    return (
-        f"halfbyte train {config.name} --recipe {config.recipe} --policy {config.policy} --mesh {config.mesh} --batch "
-        f"{config.batch} --seq {config.seq} --accumulate {config.accumulate} --remat {config.remat} "
-        f"--precision.reduce-dtype {config.precision.reduce_dtype}"
-    )
+def command(config: TrainConfig, run: Sequence[str]) -> str:
+    """The layout as one would type it; `run`: words by which `halfbyte train` knows the run that was laid out."""
+    flags = {
+        "--recipe": config.recipe,
+        "--policy": config.policy,
+        "--mesh": config.mesh,
+        "--batch": config.batch,
+        "--seq": config.seq,
+        "--accumulate": config.accumulate,
+        "--remat": config.remat,
+        "--precision.reduce-dtype": config.precision.reduce_dtype,
+        "--schedule-by": config.schedule_by,
+    }
+    return shlex.join(["halfbyte", "train", *run, *(str(word) for pair in flags.items() for word in pair)])
 
 
 def pipelines(config: TrainConfig, on: Cluster) -> str:
