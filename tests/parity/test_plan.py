@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from fakes import BASE, plan_of
 
+from halfbyte.cli import parity
+from halfbyte.cli.main import parse_flags
 from halfbyte.parity import plan
 from halfbyte.parity.arms import CANDIDATE, Arm, ablation, arm_of, read_arms, standard_arms
 from halfbyte.parity.pairing import unlike
@@ -124,6 +126,8 @@ def test_a_directory_with_other_things_is_left_alone(tmp_path):
         ({"arms": tuple(standard_arms("bf16", []))}, "no candidate"),
         ({"arms": tuple(standard_arms("bf16", ["nvfp4", "nvfp4"]))}, "two arms are called 'nvfp4'"),
         ({"arms": tuple(standard_arms("bf16", ["nvfp4", "te_nvfp4"]))}, "are the same run"),
+        ({"arms": tuple(standard_arms("bf16", ["nvfp4", f"nvfp4@{BASE.policy}"]))}, "are the same run"),
+        ({"arms": tuple(standard_arms("nvfp4", [f"nvfp4@{BASE.policy}"]))}, "are the same run"),
     ],
 )
 def test_plans_that_cannot_be_judged(changes, message):
@@ -145,6 +149,14 @@ def test_the_ablation_has_every_ingredient_off_and_misused():
     assert arms["late_switch"].configure(BASE, 0).precision.switch_at == 0.82
     assert arms["forward_only"].configure(BASE, 0).recipe == "nvfp4+bf16_backward"
     Plan(BASE, (*standard_arms("bf16", [])[:1], *ablation()), (0,), plan_of().margin)
+
+
+@pytest.mark.parametrize("policy, names", [("mlp", 12), ("all_linear", 11)])
+def test_an_ablation_of_a_run_in_all_linears_has_the_full_recipe_once(policy, names):
+    args = parse_flags("parity", parity, ["demo", "--arms", "ablation", "--policy", policy])
+    found, _ = parity.make_plan(args)
+    runs = {arm.configure(found.base, 0) for arm in found.of_kind(CANDIDATE)}
+    assert len(runs) == len(found.of_kind(CANDIDATE)) == names
 
 
 def test_arms_as_typed_and_from_a_file(tmp_path):

@@ -68,11 +68,14 @@ def plan_of(args: Study, model: str, candidates: Sequence[str], **also: Any) -> 
     from halfbyte.parity.margin import parse_margin
     from halfbyte.parity.plan import Plan, first_seeds
 
-    extra = ablation() if args.arms == "ablation" else read_arms(Path(args.arms)) if args.arms else []
+    base = base_run(args, model)
+    extra = read_arms(Path(args.arms)) if args.arms not in ("", "ablation") else []
+    if args.arms == "ablation":  # of a run in all linears, all linears are the recipe in full
+        extra = [arm for arm in ablation() if arm.changes.get("policy") != base.policy]
     arms = standard_arms(args.baseline, candidates, controls=args.controls)
     command = "halfbyte " + " ".join(sys.argv[1:]) if len(sys.argv) > 2 else ""
     margin, seeds = parse_margin(args.margin), first_seeds(args.seeds, args.first_seed)
-    return Plan(base_run(args, model), (arms[0], *extra, *arms[1:]), seeds, margin, command=command, **also)
+    return Plan(base, (arms[0], *extra, *arms[1:]), seeds, margin, command=command, **also)
 
 
 def base_run(args: Study, model: str) -> "TrainConfig":

@@ -78,17 +78,16 @@ class Plan:
 
     def _check_arms(self) -> None:
         """Arms must be runs, differ in precision alone, and from each other."""
-        seen: dict[Any, str] = {}
+        seen: dict[TrainConfig, str] = {}
         for arm in self.arms:
             config = arm.configure(self.base, self.seeds[0])
             phases(config)
             differ = unlike(jsonconfig.to_dict(self.base), jsonconfig.to_dict(config))
             if differ:
                 raise ValueError(f"arm {arm.name!r} differs in {differ[0][0]}, which is not precision")
-            key = tuple(sorted(map(str, arm.changes.items())))
-            if key in seen:
-                raise ValueError(f"arms {seen[key]!r} and {arm.name!r} are the same run; leave one out")
-            seen[key] = arm.name
+            if config in seen:
+                raise ValueError(f"arms {seen[config]!r} and {arm.name!r} are the same run; leave one out")
+            seen[config] = arm.name
 
     def _check_screen(self, screen: Screen) -> None:
         names = [arm.name for arm in self.of_kind(CANDIDATE)]
