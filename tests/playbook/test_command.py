@@ -256,6 +256,16 @@ def test_the_commands_that_it_names_have_its_data_and_batch(config_file, flags, 
     assert stages.run_words(args) == words.format(config=config_file)
 
 
+def test_the_commands_that_it_names_start_from_what_it_was_given(tmp_path, monkeypatch):
+    """A run of ours whatever lies beside it, a run directory's config, and the weights of a Hugging Face folder."""
+    monkeypatch.chdir(tmp_path)
+    for name, content in {"demo": "{}", "run": "{}", "folder": '{"model_type": "llama"}'}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(content)
+    words = [stages.run_words(playbook_command.Args(model=name)) for name in ("demo", "run", "folder")]
+    assert words == ["demo", "--config run/config.json", "--init-from folder"]
+
+
 def test_the_cluster_is_planned_with_the_candidates_policy(config_file, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(plan, "run", lambda args: asked.append(args) or Result({}))

@@ -21,6 +21,7 @@ from halfbyte.cli import eval as eval_command
 from halfbyte.cli import inspect as inspect_command
 from halfbyte.cli import parity as parity_command
 from halfbyte.cli import plan as plan_command
+from halfbyte.cli.base_config import words_for
 from halfbyte.cli.flags import words_of
 from halfbyte.cli.screen import say
 from halfbyte.cli.study import Study, steps_of
@@ -126,10 +127,7 @@ def preflight(work: Work) -> Found:
 
 def run_words(args: Any) -> str:
     """How `halfbyte train` is told which run, on which data, in which batches and on which mesh."""
-    model = args.model
-    words = [model]
-    if model.endswith(".json") or Path(model).is_dir():
-        words = ["--config", model if model.endswith(".json") else f"{model}/config.json"]
+    words = [*words_for(args.model)]
     for name in ("data", "batch", "seq", "mesh"):
         if given := getattr(args, name):
             words += [f"--{name}", str(given)]
