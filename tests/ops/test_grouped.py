@@ -14,8 +14,11 @@ from halfbyte.ops import grouped_linear, problem, tiles
 from halfbyte.recipe import recipe
 
 COUNTS = np.array([0, 1, 15, 16, 17, 2000], np.int32)
-ROWS, INPUTS, OUTPUTS = int(COUNTS.sum()) + 7, 64, 32  # seven rows belong to nobody
+ON_GPU = jax.default_backend() == "gpu"
+ROWS = int(COUNTS.sum()) + 7  # seven rows belong to nobody
+INPUTS, OUTPUTS = (256, 128) if ON_GPU else (64, 32)  # as wide as a GPU's kernels take
 RECIPES = ("nvfp4", "mxfp8", "fp8", "bf16")  # blocks of 16, of 32, a scale an expert, none
+RECIPES += ("nvfp4_no_rht", "mxfp4") if ON_GPU else ()
 KEY = jax.random.key(5)
 
 
@@ -79,7 +82,8 @@ CASES = [*((name, "auto") for name in RECIPES), ("nvfp4", "reference"), ("mxfp8"
 @pytest.mark.parametrize("name, backend", CASES)
 def test_each_expert_is_a_qdot_of_its_own_bit_for_bit(name, backend):
     """As `reference` of known groups all of it. By tiles (`auto`) float32 sums run in another order: 1e-6 of dw's
-    largest; and where products of bfloat16 are no short numbers, a unit of y and dx in less than one of a thousand.
+    largest; and where products of bfloat16 are no short numbers, a unit of y and dx in less than one of a thousand, or
+    1e-6 of their largest: a sum that nearly vanishes has units that are finer than what float32 adds up.
     """
     x, w, dy = given()
     counts, known = (FEW, tuple(FEW.tolist())) if backend == "reference" else (COUNTS, None)
@@ -94,12 +98,15 @@ def test_each_expert_is_a_qdot_of_its_own_bit_for_bit(name, backend):
         one = np.pad(x[own], room), w[expert], np.pad(dy[own], room), jax.random.fold_in(KEY, expert)
         expected = [np.asarray(each) for each in alone(name)(*one)]
         for ours, theirs in zip((y[own], dx[own]), expected[:2], strict=True):
-            units.append(np.abs(ordered(ours) - ordered(theirs[: ours.shape[0]])).ravel())
-            assert exact <= np.array_equal(bits(ours), bits(theirs[: ours.shape[0]])), (name, expert)
+            theirs = theirs[: ours.shape[0]]
+            units.append(np.abs(ordered(ours) - ordered(theirs)).ravel())
+            assert exact <= np.array_equal(bits(ours), bits(theirs)), (name, expert)
+            far = np.abs(ours.astype(np.float32) - theirs) > 1e-6 * np.abs(theirs.astype(np.float32)).max()
+            assert np.all(units[-1][far.ravel()] <= 1), (name, expert)
         apart = np.abs(dw[expert] - expected[2]).max() / np.abs(expected[2]).max()
         assert apart <= (0 if backend == "reference" else 1e-6), (name, expert)
     units = np.concatenate(units)
-    assert units.max() <= 1 and np.mean(units > 0) < 1e-3
+    assert np.mean(units > 0) < 1e-3
     assert not np.any(y[counts.sum() :]) and not np.any(dx[counts.sum() :])
 
 
