@@ -14,19 +14,13 @@ from kernel_timing import Case, Function, random_array
 
 from halfbyte import kernels as K
 from halfbyte.kernels import f8
-from halfbyte.kernels.matmul import GemmTiling, matmul, with_float32_output
+from halfbyte.kernels.matmul import matmul
 from halfbyte.kernels.scale import GEMM
 
 LAST = (((1,), (1,)), ((), ()))  # the contraction, of both
 CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 CONTRACTED = {"nn": (1, 0), "nt": (1, 1), "tn": (0, 0)}
 MLPS = ((16384, 2048, 8192), (8192, 4096, 14336))  # tokens, width, hidden
-TILINGS = {  # beside the default: the pairs that no default uses
-    "64x256 f1 pair-m": GemmTiling(64, 256, in_flight=1, split="m", pair="m"),
-    "m f1 pair-n": GemmTiling(in_flight=1, split="m", pair="n"),
-    "n f1 pair-m": GemmTiling(in_flight=1, pair="m"),
-    "n f1 pair-n": GemmTiling(in_flight=1, pair="n"),
-}
 
 
 def shapes_of(layout: str, m: int, n: int, k: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -55,13 +49,7 @@ def _variants(layout: str, dtype: Any) -> dict[str, Function]:
         return (dot(a, b, layout, jnp.float32) * (s[GEMM] * t[GEMM])).astype(dtype)
 
     ours = functools.partial(matmul, layout=layout, out_dtype=dtype)
-    wide = with_float32_output if dtype == jnp.float32 else lambda tiling: tiling
-    return {
-        "default": ours,
-        "xla, no alpha": lambda a, b, s, t: dot(a, b, layout, dtype),
-        "xla, alpha": scaled,
-        **{name: functools.partial(ours, tiling=wide(tiling)) for name, tiling in TILINGS.items()},
-    }
+    return {"default": ours, "xla, no alpha": lambda a, b, s, t: dot(a, b, layout, dtype), "xla, alpha": scaled}
 
 
 def f8_cases(shapes: list[tuple[int, int]]) -> list[Case]:

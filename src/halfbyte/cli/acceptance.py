@@ -209,7 +209,6 @@ LINES = (
          by_hand="halfbyte bench llama3-8b --batch 16 --unroll 1 --remat quantized, and again with --schedule-by xla"),
     Line("experts", "a GPU's experts are those of the CPU", by_hand="pytest tests/ops/test_grouped.py"),
     Line("experts-mesh", "experts train on a mesh of GPUs", by_hand="halfbyte train moe-demo --mesh expert=8"),
-    Line("gemm-pair", "what GemmTiling.pair is worth", by_hand="python benchmarks/gpu_kernels.py --only gemm"),
     Line("deterministic", "a GPU run repeats itself after kill -9", by_hand="python benchmarks/deterministic.py"),
     Line("overheads", "guards and saving cost little at 1B", by_hand="python benchmarks/overheads.py"),
     Line("faults", "every fault ends as it must", by_hand="make faults && make soak"),

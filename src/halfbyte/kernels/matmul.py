@@ -43,8 +43,7 @@ class GemmTiling:
     """Tile of one warpgroup, and how the blocks of the grid share the work.
 
     `split` says along which output dim the two warpgroups lie; `minor` along which the snake runs first, `width` tiles
-    wide. `in_flight` multiplications may be unfinished when the next one is issued. `pair` names the output dim along
-    which two multiprocessors form a cluster and load their common operand once.
+    wide. `in_flight` multiplications may be unfinished when the next one is issued.
     """
 
     m: int = 128
@@ -57,22 +56,15 @@ class GemmTiling:
     minor: str = "n"
     width: int = 8
     in_flight: int = 0
-    pair: str | None = None
 
     @property
     def block(self) -> tuple[int, int]:
         """Output tile of one multiprocessor."""
         return self.m * (2 if self.split == "m" else 1), self.n * (2 if self.split == "n" else 1)
 
-    @property
-    def step(self) -> tuple[int, int, int]:
-        """What one step of the walk covers of m, n and k."""
-        block_m, block_n = self.block
-        return block_m * (2 if self.pair == "m" else 1), block_n * (2 if self.pair == "n" else 1), self.k
-
     def steps(self, sizes: tuple[int, int, int]) -> tuple[int, ...]:
         """Steps along m, n and k, the last ones over the edge where they do not divide."""
-        return tuple(-(-size // step) for size, step in zip(sizes, self.step, strict=True))
+        return tuple(-(-size // step) for size, step in zip(sizes, (*self.block, self.k), strict=True))
 
 
 def with_float32_output(tiling: GemmTiling) -> GemmTiling:
@@ -118,8 +110,8 @@ def unsupported(
     """Why the GEMM kernel cannot serve, or None."""
     if capability is not None and capability[0] != 9:
         return f"the GEMM kernel is written for compute capability 9.0, got {capability[0]}.{capability[1]}"
-    step = default_tiling(layout, m, n, k, out_dtype).step
-    for name, size, least in zip("mnk", (m, n, k), step, strict=True):
+    tiling = default_tiling(layout, m, n, k, out_dtype)
+    for name, size, least in zip("mnk", (m, n, k), (*tiling.block, tiling.k), strict=True):
         if size % ALIGNED:
             return f"the GEMM kernel needs {name} to be a multiple of {ALIGNED}, got {size}"
         if size < least:
@@ -153,14 +145,11 @@ def matmul(
             raise ValueError(f"{name} must be a scalar or a vector of tensor_scale, ({SIZE},), got shape {scale.shape}")
     if is_interpreted():
         return _through_xla(a, b, _factor(left) * _factor(right), layout, out_dtype)
-    members = 1 if tiling.pair is None else 2
     run = plgpu.kernel(
         functools.partial(_kernel, tiling=tiling, layout=layout),
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
-        grid=(multiprocessors() // members,),
+        grid=(multiprocessors(),),
         grid_names=("block",),
-        cluster=(members,),
-        cluster_names=("member",),
         num_threads=3,
         thread_name="warpgroup",
         kernel_name="gemm",  # by which halfbyte.program finds it in compiled programs
@@ -191,8 +180,6 @@ def _kernel(a, b, left, right, out, *, tiling: GemmTiling, layout: str):
 
     def work(index):
         i, j = plgpu.planar_snake(index, tuple(tiles), 0 if tiling.minor == "m" else 1, tiling.width)
-        i = 2 * i + lax.axis_index("member") if tiling.pair == "m" else i
-        j = 2 * j + lax.axis_index("member") if tiling.pair == "n" else j
         rows, columns = pl.ds(i * block_m, block_m), pl.ds(j * block_n, block_n)
         left_part = a.at[:, rows] if layout == "tn" else a.at[rows, :]
         right_part = b.at[columns, :] if layout == "nt" else b.at[:, columns]
@@ -236,8 +223,8 @@ def walk(
             grid=(turns,),
             memory_registers=40,
             in_specs=[
-                _operand(shape_a, turned_a, 1, in_order, tiling, first, shared=tiling.pair == "n"),
-                _operand(shape_b, turned_b, 0, in_order, tiling, first, shared=tiling.pair == "m"),
+                _operand(shape_a, turned_a, 1, in_order, tiling, first),
+                _operand(shape_b, turned_b, 0, in_order, tiling, first),
             ],
             wg_axis="warpgroup",
             num_compute_wgs=2,
@@ -252,9 +239,10 @@ def walk(
         pl.run_scoped,
         buffers=pipeline(_nothing, _nothing, depth).get_allocations(a, b),
         staged=plgpu.SMEM(stage_shape, out.dtype, transforms=out_order),
+        summed=plgpu.Barrier(num_arrivals=2),
         collective_axes="warpgroup",
     )
-    def _(buffers, staged):
+    def _(buffers, staged, summed):
         warpgroup = lax.axis_index("warpgroup")
 
         @plgpu.nd_loop((count,), collective_axes="block")
@@ -274,10 +262,17 @@ def walk(
                 @functools.partial(pl.run_scoped, sums=plgpu.ACC((tiling.m, tiling.n), jnp.float32))
                 def _(sums):
                     run(sums)
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(summed)
                     target = work.target.at[own_m, own_n]
                     _write(sums[...], work.alpha, staged, target, warpgroup, tiling, out.dtype)
 
             pipeline(multiply, context, work.turns, work.first)(work.left, work.right, allocations=buffers)
+
+            @pl.when(warpgroup == 2)
+            def _():
+                """Multiplications in flight at a tile's end still read what the next tile's first steps overwrite."""
+                plgpu.barrier_wait(summed)
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -301,7 +296,7 @@ def _write(sums, alpha, staged, target, warpgroup, tiling: GemmTiling, dtype):
 
 def _operand(
     shape: tuple[int, int], turned: bool, summed: int, transforms: Sequence[Any], tiling: GemmTiling,
-    first: jax.Array | int, *, shared: bool,
+    first: jax.Array | int,
 ) -> Any:  # fmt: skip
     """Tiles that walk, from step `first` on, along the dim that is summed over: `summed`, or the other one if the
     operand is turned.
@@ -313,7 +308,6 @@ def _operand(
         transforms=transforms,
         memory_space=plgpu.SMEM,
         delay_release=tiling.in_flight,
-        collective_axes=("member",) if shared else (),
     )
 
 

@@ -1,5 +1,7 @@
 """The kernels themselves, compiled and inside jit with default flags, against the oracle: every bit. Needs a GPU."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import kernel_oracle as oracle
@@ -276,6 +278,22 @@ def test_gemm_rounds_once(layout):
     ]
     want = ((turned[0] @ turned[1]) * (np.float32(left) * np.float32(right))).astype(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(np.asarray(got).view(np.uint16), want.view(np.uint16))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_tile_is_summed_before_the_next_overwrites_what_it_reads(layout):
+    """Many tiles a multiprocessor, and a last step in the first slot of shared memory, which the next tile takes first.
+    Small integers: sums are exact in whatever order."""
+    m, n, k = 4096, 14336, 65 * 64
+    if unsupported(m, n, k, layout=layout, capability=capability()):
+        pytest.skip("the GEMM kernel is written for compute capability 9.0")
+    a, b = (k, m) if layout == "tn" else (m, k), (n, k) if layout == "nt" else (k, n)
+    a, b = (jax.random.randint(jax.random.key(i), shape, -6, 7).astype(jnp.bfloat16) for i, shape in enumerate((a, b)))
+    summed = (0 if layout == "tn" else 1,), (1 if layout == "nt" else 0,)
+    dot = functools.partial(jax.lax.dot_general, dimension_numbers=(summed, ((), ())))
+    want = jax.jit(functools.partial(dot, preferred_element_type=jnp.float32))(a, b).astype(jnp.bfloat16)
+    run = jax.jit(lambda a, b: jnp.sum(matmul(a, b, jnp.float32(1), jnp.float32(1), layout=layout) != want))
+    assert [int(run(a, b)) for _ in range(10)] == [0] * 10
 
 
 def parts_of(rows, columns):
