@@ -98,7 +98,7 @@ def test_each_expert_is_a_qdot_of_its_own_bit_for_bit(name, backend):
     counts, known = (FEW, tuple(FEW.tolist())) if backend == "reference" else (COUNTS, None)
     y, dx, dw = map(np.asarray, grouped(name, backend)(x, w, dy, jnp.asarray(counts), known=known))
     x, w, dy = map(np.asarray, (x, w, dy))
-    starts, units, long = np.cumsum(counts) - counts, [], ("bf16", "mxfp8") if ON_GPU else ("bf16",)
+    starts, units, long = np.cumsum(counts) - counts, [], ("bf16", "fp8", "mxfp8") if ON_GPU else ("bf16",)
     exact = backend == "reference" or name not in long
     for expert, (start, count) in enumerate(zip(starts, counts, strict=True)):
         if count == 0:
