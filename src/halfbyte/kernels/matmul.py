@@ -262,17 +262,17 @@ def walk(
                 @functools.partial(pl.run_scoped, sums=plgpu.ACC((tiling.m, tiling.n), jnp.float32))
                 def _(sums):
                     run(sums)
-                    plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(summed)
+                    if tiling.in_flight:
+                        plgpu.wgmma_wait(0)
+                        plgpu.barrier_arrive(summed)
                     target = work.target.at[own_m, own_n]
                     _write(sums[...], work.alpha, staged, target, warpgroup, tiling, out.dtype)
 
             pipeline(multiply, context, work.turns, work.first)(work.left, work.right, allocations=buffers)
 
-            @pl.when(warpgroup == 2)
-            def _():
-                """Multiplications in flight at a tile's end still read what the next tile's first steps overwrite."""
-                plgpu.barrier_wait(summed)
+            # What is in flight at a tile's end still reads slots that the pipeline of the next would fill at once.
+            if tiling.in_flight:
+                pl.when(warpgroup == 2)(lambda: plgpu.barrier_wait(summed))
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
