@@ -39,14 +39,19 @@ def by_command(commands):
 def test_what_a_run_prints_reproduces_it(tiny_run):
     config = jsonconfig.load(TrainConfig, tiny_run / "config.json")
     found = by_command(printed(tiny_run))
-    other, on, own = map(parse, found["train"])
+    other, on = map(parse, found["train"])
     assert other.run == dataclasses.replace(config, recipe="bf16") and other.run_dir == f"{tiny_run}-bf16"
     assert on.run == dataclasses.replace(config, steps=8) and on.run_dir == str(tiny_run)
-    assert own.run == dataclasses.replace(config, data="data/own") and own.run_dir == ""
     assert parse_flags("compare", compare, found["compare"][0]).runs == (f"{tiny_run}-bf16", str(tiny_run))
     assert parse_flags("generate", generate, found["generate"][0]).run == str(tiny_run)
-    prepared = parse_flags("data", data, found["data"][0])
-    assert prepared.tokenizer == f"bpe:{config.model.vocab_size}" and prepared.out == own.run.data
+
+
+def test_a_run_on_the_embedded_text_is_offered_on_own_text(tmp_path):
+    jsonconfig.save(DEMO, tmp_path / "config.json")
+    prepare, train = next_steps(DEMO, tmp_path)[-1].commands
+    own, prepared = parse(list(train[1:])), parse_flags("data", data, list(prepare[1:]))
+    assert own.run == dataclasses.replace(DEMO, data="data/own") and own.run_dir == ""
+    assert prepared.tokenizer == f"bpe:{DEMO.model.vocab_size}" and prepared.out == own.run.data
 
 
 def test_the_parity_that_a_run_prints_compares_its_recipe_with_bf16(tiny_run):
@@ -57,6 +62,22 @@ def test_the_parity_that_a_run_prints_compares_its_recipe_with_bf16(tiny_run):
     assert (made["baseline"], made["candidate"]) == ("bf16", "nvfp4") and len(plan.seeds) == 3
     assert (plan.base.model, plan.base.data, plan.base.steps) == (config.model, config.data, config.steps)
     assert out == Path(f"{tiny_run}-parity")
+
+
+@pytest.mark.parametrize("source, writes, prepares", [("demo", 1, 1), ("synthetic", 0, 1), ("mine:2,b:1", 1, 0)])
+def test_what_is_offered_can_be_done_with_the_data(tmp_path, source, writes, prepares):
+    """Synthetic tokens are no text to write on from, and who has trained on own text needs no advice to."""
+    config = dataclasses.replace(DEMO, data=source)
+    names = [words[0] for step in next_steps(config, tmp_path) for words in step.commands]
+    assert (names.count("generate"), names.count("data")) == (writes, prepares)
+    assert names.count("train") == 2 + prepares and names.count("parity") == 1
+
+
+def test_only_what_is_there_is_said_to_be(tiny_run):
+    text = (tiny_run.parent / "stdout.txt").read_text(encoding="utf-8")
+    (listed,) = (line for line in text.splitlines() if line.startswith(f"run directory: {tiny_run} ("))
+    names = listed.partition(" (")[2].removesuffix(")").split(", ")
+    assert len(names) > 3 and all((tiny_run / name).exists() for name in names)
 
 
 def test_a_run_in_bf16_is_offered_in_nvfp4(tmp_path):

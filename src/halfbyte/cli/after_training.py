@@ -14,7 +14,7 @@ from halfbyte.parity.run_page import write_run_page
 from halfbyte.train import RunResult, TrainConfig, open_source
 
 Say = Callable[[str], None]
-FILES = "config.json, manifest.json, metrics.jsonl, tensorboard/, checkpoints/"
+FILES = ("config.json", "manifest.json", "metrics.jsonl", "tensorboard/", "checkpoints/")
 
 
 def report(
@@ -33,7 +33,8 @@ def report(
         data["sample"] = "".join(written)
         show_sample(written, console)
     data["report"] = str(write_run_page(result.directory, sample=written))
-    say(f"run directory: {result.directory} ({FILES})")
+    there = [name for name in FILES if (result.directory / name).exists()]
+    say(f"run directory: {result.directory} ({', '.join(there)})")
     say(f"report: {data['report']}     one file, to forward")
     say("what to try next:")
     for line in as_text(next_steps(config, result.directory, started=started), program()):

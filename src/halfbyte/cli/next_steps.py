@@ -13,6 +13,7 @@ from halfbyte.recipe.own import FILE
 from halfbyte.train.config import TrainConfig
 
 PLAIN = "bf16"
+DEMO, SYNTHETIC = "demo", "synthetic"  # data that is not the person's own
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ def program() -> str:
 
 
 def next_steps(config: TrainConfig, directory: Path, *, started: Sequence[str] = ()) -> list[Step]:
-    """The same run in another precision, compared; whether the difference is noise; and how to go on. `started` are
-    flags that the run was started with and that its config does not hold."""
+    """The same run in another precision, compared; whether the difference is noise; how to go on; and what its data
+    allows beside it. `started` are flags that the run was started with and that its config does not hold."""
     run = str(directory)
     again = ("train", "--config", f"{run}/config.json")
     plain = not quantizes(config, config.recipe)
@@ -50,13 +51,17 @@ def next_steps(config: TrainConfig, directory: Path, *, started: Sequence[str] =
     longer = ("train", "--run-dir", run, "--steps", str(2 * config.steps), *own, *started)
     size, length = f"bpe:{config.model.vocab_size}", str(config.seq or 2048)
     prepare = ("data", "prepare", "FILES", "--tokenizer", size, "--seq-len", length, "--out", "data/own")
-    return [
+    steps = [
         Step(f"this run in {other}, all else equal, and the two side by side", (changed, ("compare", *pair))),
         Step("is that gap noise? paired runs, and a verdict", (parity(config, run, plain=plain),)),
-        Step("let it write", (write,)),
         Step("go on where it stopped", (longer,)),
-        Step("the same run on text of your own (FILES)", (prepare, (*again, "--data", "data/own", *own, *started))),
     ]
+    if config.data != SYNTHETIC:  # whose tokens are no text
+        steps.insert(2, Step("let it write", (write,)))
+    if config.data in (DEMO, SYNTHETIC):
+        on_own = (*again, "--data", "data/own", *own, *started)
+        steps.append(Step("the same run on text of your own (FILES)", (prepare, on_own)))
+    return steps
 
 
 def as_text(steps: Sequence[Step], start: str) -> list[str]:
