@@ -159,8 +159,9 @@ def bytes_counted_from_the_buffer(monkeypatch):
 
 
 def tail_rows_counted(monkeypatch):
-    real = grouped_qdots._checked
-    monkeypatch.setattr(grouped_qdots, "_checked", lambda *given: real(*given).at[-1].add(ROWS - int(COUNTS.sum())))
+    real, tail = grouped_qdots._tiled, ROWS - int(COUNTS.sum())
+    more = lambda x, w, counts, *how: real(x, w, counts.at[-1].add(tail), *how)  # noqa: E731
+    monkeypatch.setattr(grouped_qdots, "_tiled", more)
 
 
 def runs_of_two_experts(monkeypatch):

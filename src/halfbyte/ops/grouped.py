@@ -12,20 +12,26 @@ cost of the rows that there are.
 """
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
+from halfbyte.ops.first_order import first_order
 from halfbyte.ops.grouped_linear import grouped_tiles, unserved
 from halfbyte.ops.qdot import qdot
+from halfbyte.ops.surroundings import explicit_sharding, in_auto_axes, own_key, vary_alike
 from halfbyte.ops.tiles import through_tiles, tile_rows
 from halfbyte.recipe import GEMMS, Recipe, as_recipe
 
+Groups = jax.Array | np.ndarray | Sequence[int]
+
 
 def grouped_qdot(
-    x: jax.Array, w: jax.Array, groups: jax.Array | np.ndarray, *, recipe: Recipe | str, key: jax.Array | None = None,
+    x: jax.Array, w: jax.Array, groups: Groups, *, recipe: Recipe | str, key: jax.Array | None = None,
     backend: str = "auto",
 ) -> jax.Array:  # fmt: skip
     """x [rows, inputs] times w [experts, inputs, outputs], each row with its expert's, in x's dtype.
@@ -34,18 +40,38 @@ def grouped_qdot(
     gives what `qdot(x_e, w[e], key=fold_in(key, e))` gives: its tensor scales, its key, its random bytes are its own.
     NaN or infinity in an expert's operand makes that expert's result NaN and no other's. An expert without rows has a
     gradient of zero. Rows after the last group are never read, and give zero. Groups of more rows than x has are a
-    ValueError, or where they are traced a result of NaN.
+    ValueError, or where they are traced a result of NaN. As with `qdot`, one key for several tensors is a
+    SharedBitsWarning, and there is no second derivative.
     """
     chosen = as_recipe(recipe, "grouped_qdot")
-    counts = _checked(x, w, groups)
-    served = backend == "auto" and unserved(chosen) is None
-    if served:
-        y = _tiled(x, w, counts, chosen, key)
+    groups = groups if isinstance(groups, jax.Array) else np.asarray(groups)
+    x, w = vary_alike(jnp.asarray(x), jnp.asarray(w))
+    _check(x, w, groups)
+    if x.shape[0] == 0 or w.shape[0] == 0:
+        return jnp.zeros((x.shape[0], w.shape[-1]), x.dtype)
+
+    def run(x: jax.Array, w: jax.Array, groups: jax.Array | np.ndarray, key: jax.Array | None) -> jax.Array:
+        own = own_key(key, (chosen,), (x, w))
+        return first_order(_products(x, w, groups, chosen, own, backend), x, w)
+
+    found = explicit_sharding(x, w)
+    if found is None:
+        return run(x, w, groups, key)
+    rows = NamedSharding(found.mesh, PartitionSpec(*jax.typeof(x).sharding.spec[:1]))  # of x, and of the result
+    return in_auto_axes(run, x, w, jnp.asarray(groups), key, out=rows)
+
+
+def _products(
+    x: jax.Array, w: jax.Array, groups: jax.Array | np.ndarray, recipe: Recipe, key: jax.Array | None, backend: str
+) -> jax.Array:
+    counts = jnp.asarray(groups, jnp.int32)
+    if backend == "auto" and unserved(recipe) is None:
+        y = _tiled(x, w, counts, recipe, key)
     elif isinstance(groups, jax.core.Tracer):
-        y = _looped(x, w, counts, chosen, key, backend)
+        y = _looped(x, w, counts, recipe, key, backend)
     else:
-        y = _unrolled(x, w, np.asarray(groups), chosen, key, backend)
-    fits = (jnp.sum(counts) <= x.shape[0]) & (jnp.min(counts) >= 0)
+        y = _unrolled(x, w, np.asarray(groups), recipe, key, backend)
+    fits = (jnp.min(counts) >= 0) & (jnp.max(counts) <= x.shape[0]) & (jnp.sum(counts) <= x.shape[0])
     return jnp.where(fits, y, jnp.full((), jnp.nan, x.dtype))
 
 
@@ -101,22 +127,23 @@ def _looped(
         kept = jnp.where(own, made, lax.dynamic_slice_in_dim(y, start, room))
         return lax.dynamic_update_slice_in_dim(y, kept, start, 0), None
 
-    begun = jnp.zeros((rows + room, w.shape[-1]), x.dtype)
+    begun, *_ = vary_alike(jnp.zeros((rows + room, w.shape[-1]), x.dtype), x, counts)
     y, _ = lax.scan(one, begun, (w, jnp.arange(w.shape[0], dtype=jnp.int32), starts, counts))
     return y[:rows]
 
 
-def _checked(x: jax.Array, w: jax.Array, groups: jax.Array | np.ndarray) -> jax.Array:
-    """The groups as int32 [experts], if all three fit."""
+def _check(x: jax.Array, w: jax.Array, groups: jax.Array | np.ndarray) -> None:
+    """All three fit each other, as far as it is known when they are traced."""
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1] or groups.shape != w.shape[:1]:
         raise ValueError(
             f"grouped_qdot takes x [rows, inputs], w [experts, inputs, outputs] and groups [experts], got {x.shape}, "
             f"{w.shape} and {groups.shape}"
         )
+    if x.dtype not in (jnp.bfloat16, jnp.float32):
+        raise TypeError(f"grouped_qdot takes bfloat16 or float32, got x of {x.dtype}; convert with astype first")
     if not jnp.issubdtype(groups.dtype, jnp.integer):
         raise TypeError(f"grouped_qdot: groups are counts of rows, whole numbers, got {groups.dtype}")
     if not isinstance(groups, jax.core.Tracer):
         listed = np.asarray(groups)
         if listed.min(initial=0) < 0 or listed.sum() > x.shape[0]:
             raise ValueError(f"grouped_qdot: groups {listed.tolist()} must be 0 or more, and x has {x.shape[0]} rows")
-    return jnp.asarray(groups, jnp.int32)

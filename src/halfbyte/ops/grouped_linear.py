@@ -25,6 +25,7 @@ from halfbyte.ops.gemms import Contraction, dot, finish
 from halfbyte.ops.linear import quantize_part, weight_operand
 from halfbyte.ops.operand import BlockScaled, pinned, to_bfloat16
 from halfbyte.ops.problem import target
+from halfbyte.ops.surroundings import vary_alike
 from halfbyte.ops.tiles import Tiles
 from halfbyte.recipe import ROLES, OperandPolicy, Recipe, role_key
 
@@ -309,7 +310,8 @@ def _by_expert(left: TileOperand, right: TileOperand, tiles: Tiles, axes: Contra
         made = finish(sums, None if alpha is None else alpha[expert], dtype)
         return lax.dynamic_update_slice_in_dim(y, made, number * tiles.tile, 0)
 
-    return lax.fori_loop(0, tiles.used, one, jnp.zeros((left.array.shape[0], outputs), dtype))
+    begun, *_ = vary_alike(jnp.zeros((left.array.shape[0], outputs), dtype), left.array, right.array, tiles.experts)
+    return lax.fori_loop(0, tiles.used, one, begun)
 
 
 def wgrad(x: TileOperand, dy: TileOperand, tiles: Tiles, dtype: jnp.dtype) -> jax.Array:
@@ -326,6 +328,7 @@ def wgrad(x: TileOperand, dy: TileOperand, tiles: Tiles, dtype: jnp.dtype) -> ja
         more = _product(tiles.slice(x.array, number), tiles.slice(dy.array, number), ((0,), (0,)))
         return sums.at[expert].add(more)
 
-    sums = lax.fori_loop(0, tiles.used, one, jnp.zeros((tiles.counts.shape[0], *sides), jnp.float32))
+    begun, *_ = vary_alike(jnp.zeros((tiles.counts.shape[0], *sides), jnp.float32), x.array, dy.array, tiles.experts)
+    sums = lax.fori_loop(0, tiles.used, one, begun)
     rows = (tiles.counts > 0)[:, None, None]
     return jnp.where(rows, finish(sums, None if alpha is None else alpha[:, None, None], dtype), 0)
