@@ -136,3 +136,12 @@ def test_a_layer_that_no_family_has_is_not_exported(tmp_path, field):
 def _ignored(fields):
     found = fields["quantization_config"]
     return found.get("ignore") or found["exclude_modules"]
+
+
+@pytest.mark.parametrize("field", ["rms_norm_eps", "rope_theta", "head_dim", "tie_word_embeddings", "hidden_act"])
+def test_a_field_that_is_left_out_means_what_it_means_to_transformers(transformers, cfg, field):
+    """Each family has defaults of its own. Here head_dim is one that a default can say."""
+    fields = hf_config.config_to_hf(cfg.replace(head_dim=cfg.embed // cfg.heads))
+    fields.pop(field, None)
+    said = transformers.AutoConfig.for_model(**fields).to_dict()
+    assert hf_config.config_from_hf(fields) == hf_config.config_from_hf(said)

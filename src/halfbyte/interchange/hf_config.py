@@ -60,7 +60,7 @@ def config_from_hf(fields: Mapping[str, Any], name: str = "imported") -> LlamaCo
     rope, types = _rope(fields), {field.name: field.type for field in dataclasses.fields(LlamaConfig)}
     cfg = LlamaConfig(
         name=name,
-        rope_theta=_positive(rope, "rope_theta", 10_000.0),
+        rope_theta=_positive(rope, "rope_theta", family.absent.get("rope_theta", 10_000.0)),
         rope_scaling=_scaling(rope),
         **family.marks,
         **{ours: READ[str(types[ours])](said, theirs) for ours, theirs in words.items()},

@@ -246,17 +246,19 @@ EACH = {"experts": "num_experts", "experts_per_token": "num_experts_per_tok", "n
 NAMED = ("mlp.gate", *(f"mlp.experts.*.{name}_proj" for name in ("gate", "up", "down")))
 QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM", "qwen3_moe", QWEN3.marks, {"mlp": "moe_intermediate_size"} | EACH,
-    absent={"num_key_value_heads": None, "head_dim": None, "norm_topk_prob": None},
+    absent={"num_key_value_heads": None, "norm_topk_prob": None},
     settled=lambda cfg: {"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []}, experts=NAMED,
     also={"num_experts": "num_local_experts"},
 )  # fmt: skip
 OLMOE = Family(
-    "OlmoeForCausalLM", "olmoe", {"qk_norm": True, "joint_qk_norm": True}, EACH, absent={"norm_topk_prob": None},
+    "OlmoeForCausalLM", "olmoe", {"qk_norm": True, "joint_qk_norm": True}, EACH,
+    absent={"norm_topk_prob": None, "rms_norm_eps": 1e-5},
     settled=lambda cfg: {"clip_qkv": None}, experts=NAMED,
 )  # fmt: skip
 MIXTRAL = Family(
     "MixtralForCausalLM", "mixtral", {"qk_norm": False, "norm_topk": True},
     {"experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
+    absent={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
     settled=lambda cfg: {"sliding_window": None},
     experts=("block_sparse_moe.gate", *(f"block_sparse_moe.experts.*.{name}" for name in ("w1", "w3", "w2"))),
 )  # fmt: skip
