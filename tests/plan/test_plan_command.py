@@ -101,6 +101,10 @@ def test_a_faster_step_that_needs_more_tokens_may_be_no_gain(capfd, tmp_path, ov
     assert {row["against"]: row["gain"] for row in data["break_even"]} == gains
     charged = {"mlp": overhead / 100, "all_linear": 0.03}[policy]  # its own policy's
     assert data["budget"]["te_nvfp4"]["token_overhead"] == pytest.approx(charged)
+    assert data["budget"]["te_nvfp4"]["tokens"] == pytest.approx(1e12 * (1 + charged))
+    assert data["budget"]["fp8"]["token_overhead"] == {"mlp": 0.0, "all_linear": None}[policy]
+    assert data["budget"]["bf16"]["token_overhead"] is None  # not charged, and said
+    assert err.count("does not say how many more it needs") == {"mlp": 1, "all_linear": 2}[policy]
 
 
 def test_what_is_no_parity_report_is_refused(capfd, tmp_path):
@@ -156,6 +160,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_helps(capfd):
 @pytest.mark.parametrize("flags, said", [
     (("--device", "gb30"), "did you mean gb300"),
     (("--device", "cpu"), "has no links"),
+    (("--device", "spark"), "plan for one of h100, h200, b200, gb200, b300, gb300"),
     (("--count", "100"), "take 96 or 104"),
     (("--count", "3"), "take 1 or 2 or 4"),
     (("--mesh", "fsdp=64"), "needs 64 devices, and --count is 128"),

@@ -90,7 +90,7 @@ def run(args: Args) -> Result:
     if tokens:
         data["budget"] = {}
         for name, each in found.items():
-            overhead = plan.overhead_of(each.config, known) or 0.0
+            overhead = plan.overhead_of(each.config, known)
             data["budget"][name] = plan.budget(each, tokens=tokens, price=args.price, overhead=overhead)
     if known:
         data["break_even"] = plan.break_even(found[args.recipe], list(found.values()), known)
@@ -172,7 +172,9 @@ def _show(data: Mapping[str, Any]) -> None:
             f", {each['cost']:,.0f} (a percent of step time is worth {each['cost'] / 100:,.0f})" if each["cost"] else ""
         )
         energy = f", at most {each['megawatt_hours_at_most']:,.0f} MWh" if each["megawatt_hours_at_most"] else ""
-        say(f"{name}: {each['days']:.1f} days to {each['tokens']:.3g} tokens{cost}{energy}")
+        unknown = "break_even" in data and each["token_overhead"] is None
+        more = "; the report does not say how many more it needs" if unknown else ""
+        say(f"{name}: {each['days']:.1f} days to {each['tokens']:.3g} tokens{cost}{energy}{more}")
     for each in data.get("break_even", ()):
         verdict = {True: "a gain", False: "no gain", None: "not known: the study has not both"}[each["gain"]]
         say(f"against {each['against']}: may need {each['may_need_more_tokens']:.1%} more tokens; {verdict}")

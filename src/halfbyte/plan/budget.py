@@ -27,13 +27,15 @@ def tokens_of(text: str) -> float:
     return float(found[1]) * UNITS[found[2]]
 
 
-def budget(found: Outcome, *, tokens: float, price: float, overhead: float = 0.0) -> dict[str, Any]:
-    """Days, cost and energy to `tokens`, and `overhead` (a part of them) more; None where a figure is missing."""
-    seconds = tokens * (1 + overhead) / (found.tokens / found.shared.seconds) / found.on.count
+def budget(found: Outcome, *, tokens: float, price: float, overhead: float | None = None) -> dict[str, Any]:
+    """Days, cost and energy to `tokens`, and `overhead` (a part of them, where it is known) more; None where a figure
+    is missing."""
+    tokens *= 1 + (overhead or 0.0)
+    seconds = tokens / (found.tokens / found.shared.seconds) / found.on.count
     watts = WATTS.get(found.on.device.name)
     cost = seconds / 3600 * found.on.count * price if price else None
     return {
-        "tokens": tokens * (1 + overhead),
+        "tokens": tokens,
         "token_overhead": overhead,
         "days": seconds / DAY,
         "cost": cost,

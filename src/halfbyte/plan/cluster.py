@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from math import prod
 
-from halfbyte.devices import Device
+from halfbyte.devices import DEVICES, Device
 from halfbyte.sharding import DEFAULT_RULES, format_mesh, parse_mesh
 from halfbyte.sharding.hybrid import DCN
 from halfbyte.sharding.mesh import EVERY, whole_sizes
@@ -36,7 +36,8 @@ class Cluster:
 def cluster(device: Device, count: int) -> Cluster:
     """ValueError for a device that is no GPU of the table, and for a count that trays and racks cannot make."""
     if device.nvlink_domain is None or device.nvlink_bandwidth is None:
-        raise ValueError(f"device: {device.name} has no links in the table; plan for an NVIDIA GPU, as --device gb300")
+        linked = [name for name, each in DEVICES.items() if each.nvlink_domain]
+        raise ValueError(f"device: {device.name} has no links in the table; plan for one of {', '.join(linked)}")
     board, domain = TRAY.get(device.name, BOARD), device.nvlink_domain
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
