@@ -41,7 +41,7 @@ EXPERTS, WIDTH, HIDDEN, ROWS = 128, 2048, 768, 2048
 PEAK_ROWS = EXPERTS * ROWS
 STEP = command.Args("qwen3-30b-a3b", policy="experts", batch=8, seq=4096, layers=8, state="bfloat16")
 STEPS, LONGEST = 3, 40
-TRIED = (GemmTiling(), GemmTiling(in_flight=1), GemmTiling(64, 256, split="m", in_flight=1))
+TRIED = (GemmTiling(), GemmTiling(64, 256, split="m"))
 Job = tuple[Callable[..., Any], tuple[jax.Array, ...]]
 
 
@@ -85,7 +85,7 @@ def ours(what: str, x: jax.Array, w: jax.Array, dy: jax.Array, counts: np.ndarra
     }
     for name, (fn, args) in gemms.items():
         for t in TRIED[: None if what == "drawn groups" else 1]:
-            yield f"ours {name}, {what}, {t.m}x{t.n} {t.split} in flight {t.in_flight}", (partial(fn, tiling=t), args)
+            yield f"ours {name}, {what}, {t.m}x{t.n} {t.split}", (partial(fn, tiling=t), args)
 
 
 def einsums(what: str, x: jax.Array, w: jax.Array, dy: jax.Array, room: int) -> Iterator[tuple[str, Job]]:
