@@ -66,6 +66,18 @@ def test_seeds_without_a_token_overhead_are_counted(gap, count, above, tmp_path)
     assert overhead_text(found).endswith(told) == (above > 0)
 
 
+def test_a_candidate_that_began_below_the_baselines_end_is_not_said_to_be_above(tmp_path):
+    plan = fake_parity(tmp_path)
+    arm = next(arm for arm in plan.arms if arm.name == "nvfp4")
+    for seed in plan.seeds:
+        path = run_directory(tmp_path, arm, seed) / "metrics.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = [{**row, "validation_loss": 0.5} if "validation_loss" in row else row for row in rows]
+        path.write_text("".join(json.dumps(row) + "\n" for row in lines))
+    found = next(arm for arm in analyse(plan, tmp_path)["arms"] if arm["name"] == "nvfp4")
+    assert found["interval"]["mean"] < 0 and found["token_overhead"] is None
+
+
 def test_two_seeds_say_that_there_is_no_interval(tmp_path):
     data = analyse(fake_parity(tmp_path, plan_of(seeds=2)), tmp_path)
     assert set(verdicts(data).values()) == {"CANNOT TELL"}

@@ -262,7 +262,7 @@ def token_overhead(mine: Sequence[Cell], base: Sequence[Cell]) -> dict[str, Any]
             continue
         falling = np.minimum.accumulate(losses)
         if final > falling[0]:
-            above += 1
+            above += ahead is b.curve  # the other way round the candidate is better by more than can be said
             continue
         saved = tokens[-1] / float(np.interp(-final, -falling, tokens))
         found.append(100 * (saved - 1 if ahead is b.curve else 1 / saved - 1))
