@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from halfbyte.ops.first_order import first_order
 from halfbyte.ops.grouped_linear import grouped_tiles, unserved
+from halfbyte.ops.problem import check_dtype
 from halfbyte.ops.qdot import qdot
 from halfbyte.ops.surroundings import explicit_sharding, in_auto_axes, own_key, vary_alike
 from halfbyte.ops.tiles import through_tiles, tile_rows
@@ -139,8 +140,7 @@ def _check(x: jax.Array, w: jax.Array, groups: jax.Array | np.ndarray) -> None:
             f"grouped_qdot takes x [rows, inputs], w [experts, inputs, outputs] and groups [experts], got {x.shape}, "
             f"{w.shape} and {groups.shape}"
         )
-    if x.dtype not in (jnp.bfloat16, jnp.float32):
-        raise TypeError(f"grouped_qdot takes bfloat16 or float32, got x of {x.dtype}; convert with astype first")
+    check_dtype(x, "grouped_qdot")
     if not jnp.issubdtype(groups.dtype, jnp.integer):
         raise TypeError(f"grouped_qdot: groups are counts of rows, whole numbers, got {groups.dtype}")
     if not isinstance(groups, jax.core.Tracer):

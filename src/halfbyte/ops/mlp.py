@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from halfbyte.kernels.stacks import Layer, array_of
@@ -27,6 +26,7 @@ from halfbyte.ops.execution import ALONE, Execution
 from halfbyte.ops.linear import Linear, with_linears
 from halfbyte.ops.operand import Owed, add_rounded, name_saved
 from halfbyte.ops.passes import GatedPasses, Made, Normed, Passes, Read, as_array
+from halfbyte.ops.problem import check_dtype
 from halfbyte.ops.qdot import qdots
 from halfbyte.ops.shards import Placement, axes_of, gather, gathered_in
 from halfbyte.ops.sharing import first_wanting, maxima_of_x, once_each, operands_of_x
@@ -162,8 +162,7 @@ def _recipes(recipe: Recipe | str | Mapping[str, Recipe | str]) -> tuple[Recipe,
 
 
 def _check(x: jax.Array, weights: Sequence[Weight], recipes: tuple[Recipe, ...]) -> None:
-    if x.dtype not in (jnp.bfloat16, jnp.float32):
-        raise TypeError(f"mlp takes bfloat16 or float32, got x of {x.dtype}; convert with astype first")
+    check_dtype(x, "mlp")
     gate, up, down = (w.shape for w in weights)
     if x.ndim == 0 or x.shape[-1:] != gate[:1] or gate != up or down != gate[::-1]:
         raise ValueError(

@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 
 from halfbyte.devices import Device, lookup, lowering_for
 from halfbyte.ops.gemms import FPROP, GEMMS, Gemm
@@ -26,6 +27,12 @@ def target() -> Device:
     """The device that programs traced now are meant for."""
     chosen: Device | None = _target.value
     return chosen or lookup(jax.devices()[0])
+
+
+def check_dtype(x: jax.Array, asked: str) -> None:
+    """TypeError for an x that no linear multiplies; `asked` is the function that was called."""
+    if x.dtype not in (jnp.bfloat16, jnp.float32):
+        raise TypeError(f"{asked} takes bfloat16 or float32, got x of {x.dtype}; convert with astype first")
 
 
 @dataclasses.dataclass(frozen=True)

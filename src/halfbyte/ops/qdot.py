@@ -21,6 +21,7 @@ from halfbyte.ops.execution import ALONE, Execution
 from halfbyte.ops.linear import Linear, with_linears
 from halfbyte.ops.operand import add_rounded
 from halfbyte.ops.passes import Normed, as_array
+from halfbyte.ops.problem import check_dtype
 from halfbyte.ops.shards import Placement, gather, gathered_in
 from halfbyte.ops.sharing import first_wanting, once_each, operands_of_x
 from halfbyte.ops.side import beside, split
@@ -106,8 +107,7 @@ def _products(
 
 
 def _check(x: jax.Array, weight: Weight, recipe: Recipe) -> None:
-    if x.dtype not in (jnp.bfloat16, jnp.float32):
-        raise TypeError(f"qdot takes bfloat16 or float32, got x of {x.dtype}; convert with astype first")
+    check_dtype(x, "qdot")
     if len(weight.shape) != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[0]:
         raise ValueError(f"qdot contracts the last axis of x with the first of w, got x {x.shape} and w {weight.shape}")
     if isinstance(weight, QWeight) and weight.recipe != recipe:

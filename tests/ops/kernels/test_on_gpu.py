@@ -261,15 +261,18 @@ def test_f8_cast(element):
     np.testing.assert_array_equal(np.asarray(turned).view(np.uint8), want.view(np.uint8).T)
 
 
+def shapes_of(layout, m, n, k):
+    """Of a and b, where the GEMM kernel multiplies them."""
+    if unsupported(m, n, k, layout=layout, capability=capability()):
+        pytest.skip("the GEMM kernel is written for compute capability 9.0")
+    return (k, m) if layout == "tn" else (m, k), (n, k) if layout == "nt" else (k, n)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gemm_rounds_once(layout):
     """Small integers: every partial sum is exact, so alpha and the one rounding decide every bit."""
-    m, n, k = 512, 512, 256
-    if unsupported(m, n, k, layout=layout, capability=capability()):
-        pytest.skip("the GEMM kernel is written for compute capability 9.0")
     rng = np.random.default_rng(0)
-    a = rng.integers(-6, 7, (k, m) if layout == "tn" else (m, k)).astype(ml_dtypes.bfloat16)
-    b = rng.integers(-6, 7, (n, k) if layout == "nt" else (k, n)).astype(ml_dtypes.bfloat16)
+    a, b = (rng.integers(-6, 7, shape).astype(ml_dtypes.bfloat16) for shape in shapes_of(layout, 512, 512, 256))
     left, right = jnp.float32(0.37), jnp.float32(1.93e-3)
     got = jax.jit(lambda a, b, s, t: matmul(a, b, s, t, layout=layout))(jnp.asarray(a), jnp.asarray(b), left, right)
     turned = [
@@ -285,11 +288,8 @@ def test_gemm_rounds_once(layout):
 def test_a_tile_is_summed_before_the_next_overwrites_what_it_reads(layout, steps):
     """Many tiles a multiprocessor, and a last step in the first slot of shared memory, which the next tile takes first.
     Small integers: sums are exact in whatever order."""
-    m, n, k = 4096, 14336, 64 * steps
-    if unsupported(m, n, k, layout=layout, capability=capability()):
-        pytest.skip("the GEMM kernel is written for compute capability 9.0")
-    a, b = (k, m) if layout == "tn" else (m, k), (n, k) if layout == "nt" else (k, n)
-    a, b = (jax.random.randint(jax.random.key(i), shape, -6, 7).astype(jnp.bfloat16) for i, shape in enumerate((a, b)))
+    shapes = enumerate(shapes_of(layout, 4096, 14336, 64 * steps))
+    a, b = (jax.random.randint(jax.random.key(i), shape, -6, 7).astype(jnp.bfloat16) for i, shape in shapes)
     summed = (0 if layout == "tn" else 1,), (1 if layout == "nt" else 0,)
     dot = functools.partial(jax.lax.dot_general, dimension_numbers=(summed, ((), ())))
     want = jax.jit(functools.partial(dot, preferred_element_type=jnp.float32))(a, b).astype(jnp.bfloat16)
