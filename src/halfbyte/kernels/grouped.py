@@ -45,7 +45,7 @@ def rows(
     """bfloat16 [rows, n]: x [rows, k] times w[e] [k, n] (or [n, k] under "nt") of each tile's expert, times alpha[e];
     `experts` int32 [rows / ROWS], the number of experts where a tile has none."""
     n = w.shape[1 if layout == "nt" else 2]
-    tiling = _settled(tiling or _tiling(n))
+    tiling = tiling or _tiling(n)
     count, known = w.shape[0], experts < w.shape[0]
     steps = -(-x.shape[1] // tiling.k)
     own = jnp.minimum(experts, count - 1)
@@ -60,7 +60,7 @@ def contraction(
     x: jax.Array, dy: jax.Array, alpha: jax.Array, counts: jax.Array, *, tiling: GemmTiling | None = None
 ) -> jax.Array:
     """float32 [experts, m, n]: x[own]^T dy[own] of each expert's own rows, times alpha[e]; `counts` int32 [experts]."""
-    tiling = with_float32_output(_settled(tiling or _tiling(dy.shape[1])))
+    tiling = with_float32_output(tiling or _tiling(dy.shape[1]))
     turns = -(-counts // ROWS) * (ROWS // tiling.k)
     first, factor = jnp.cumsum(turns) - turns, jnp.where(counts > 0, alpha, 0)
     if is_interpreted():
@@ -71,14 +71,6 @@ def contraction(
 
 def _tiling(n: int) -> GemmTiling:
     return GemmTiling(n=WIDE if n >= 2 * WIDE else NARROW)
-
-
-def _settled(tiling: GemmTiling) -> GemmTiling:
-    """`tiling`, unless it keeps multiplications in flight: a walk waits for their end tile by tile, and tiles without a
-    product may come faster than that is noticed."""
-    if tiling.in_flight:
-        raise ValueError(f"grouped GEMM kernels keep no multiplication in flight, got {tiling}")
-    return tiling
 
 
 def _rows_kernel(*refs, tiling: GemmTiling, layout: str):
@@ -93,7 +85,7 @@ def _rows_kernel(*refs, tiling: GemmTiling, layout: str):
         part = matrix.at[columns, :] if layout == "nt" else matrix.at[:, columns]
         return Work(x.at[own, :], part, y.at[own, columns], turns[i], factor[i])
 
-    walk(work, down * across, (x, w.at[0], y), depth=tiling.stages, tiling=tiling, layout=layout)
+    walk(work, down * across, (x, w.at[0], y), tiling=tiling, layout=layout)
 
 
 def _contraction_kernel(x, dy, first, turns, factor, dw, *, tiling: GemmTiling):
@@ -106,7 +98,7 @@ def _contraction_kernel(x, dy, first, turns, factor, dw, *, tiling: GemmTiling):
         down, across = (pl.ds(at * size, size) for at, size in zip((i, j), tiling.block, strict=True))
         return Work(x.at[:, down], dy.at[:, across], dw.at[e].at[down, across], turns[e], factor[e], first[e])
 
-    walk(work, dw.shape[0] * each, (x, dy, dw.at[0]), depth=tiling.stages, tiling=tiling, layout="tn")
+    walk(work, dw.shape[0] * each, (x, dy, dw.at[0]), tiling=tiling, layout="tn")
 
 
 def _rows_through_xla(x, w, experts, factor, layout: str) -> jax.Array:

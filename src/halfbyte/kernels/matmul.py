@@ -35,6 +35,7 @@ from halfbyte.later import later
 
 plgpu = later("jax.experimental.pallas.mosaic_gpu")
 LAYOUTS = ("nn", "nt", "tn")
+FEEDING, MULTIPLYING = 40, 232  # registers of a thread, of the 65,536 that three warpgroups share
 ALIGNED = 16  # elements of bf16 in the smallest piece of a row that the copy engine moves, 32 bytes
 
 
@@ -43,7 +44,7 @@ class GemmTiling:
     """Tile of one warpgroup, and how the blocks of the grid share the work.
 
     `split` says along which output dim the two warpgroups lie; `minor` along which the snake runs first, `width` tiles
-    wide. `in_flight` multiplications may be unfinished when the next one is issued.
+    wide. `in_flight` multiplications, fewer than `stages`, may be unfinished when the next one is issued.
     """
 
     m: int = 128
@@ -185,7 +186,7 @@ def _kernel(a, b, left, right, out, *, tiling: GemmTiling, layout: str):
         right_part = b.at[columns, :] if layout == "nt" else b.at[:, columns]
         return Work(left_part, right_part, out.at[rows, columns], turns, alpha)
 
-    walk(work, tiles[0] * tiles[1], (a, b, out), depth=min(tiling.stages, turns), tiling=tiling, layout=layout)
+    walk(work, tiles[0] * tiles[1], (a, b, out), tiling=tiling, layout=layout)
 
 
 Ref = Any  # a view of memory, as Mosaic GPU hands it to a body
@@ -205,110 +206,119 @@ class Work(NamedTuple):
 
 def walk(
     work_of: Callable[[jax.Array], Work], count: int, arrays: Sequence[Ref], *, tiling: GemmTiling, layout: str,
-    depth: int,
 ) -> None:  # fmt: skip
-    """All `count` output tiles, block after block, the `Work` of each by its number. `depth` steps are under way at a
-    time. Of `arrays` (a, b and out, whole) only types and widths are read here."""
+    """All `count` output tiles, block after block, the `Work` of each by its number. Of `arrays` (a, b and out, whole)
+    only types and widths are read here.
+
+    Steps of k pass through slots of shared memory, those of a tile right after those of the last: operands of the next
+    tile arrive while the sums of this one are written. A slot is free again when both warpgroups have read it.
+    """
     a, b, out = arrays
     block_m, block_n = tiling.block
     turned_a, turned_b = layout == "tn", layout == "nt"
+    shape_a = (tiling.k, block_m) if turned_a else (block_m, tiling.k)
+    shape_b = (block_n, tiling.k) if turned_b else (tiling.k, block_n)
     in_order = _transforms(tiling.k, jnp.bfloat16, a.shape[-1], b.shape[-1])
     out_order = _transforms(tiling.epilogue_n, out.dtype, out.shape[-1])
-
-    def pipeline(multiply, context, turns, first=0):
-        shape_a = (tiling.k, block_m) if turned_a else (block_m, tiling.k)
-        shape_b = (block_n, tiling.k) if turned_b else (tiling.k, block_n)
-        return plgpu.emit_pipeline_warp_specialized(
-            multiply,
-            grid=(turns,),
-            memory_registers=40,
-            in_specs=[
-                _operand(shape_a, turned_a, 1, in_order, tiling, first),
-                _operand(shape_b, turned_b, 0, in_order, tiling, first),
-            ],
-            wg_axis="warpgroup",
-            num_compute_wgs=2,
-            max_concurrent_steps=tiling.stages,
-            compute_context=context,
-        )
-
-    slots = min(2, (tiling.m * tiling.n) // (tiling.epilogue_m * tiling.epilogue_n))
-    stage_shape = (2, slots, tiling.epilogue_m, tiling.epilogue_n)
+    places = min(2, (tiling.m * tiling.n) // (tiling.epilogue_m * tiling.epilogue_n))
 
     @functools.partial(
         pl.run_scoped,
-        buffers=pipeline(_nothing, _nothing, depth).get_allocations(a, b),
-        staged=plgpu.SMEM(stage_shape, out.dtype, transforms=out_order),
-        summed=plgpu.Barrier(num_arrivals=2),
+        slots_a=plgpu.SMEM((tiling.stages, *shape_a), a.dtype, transforms=in_order),
+        slots_b=plgpu.SMEM((tiling.stages, *shape_b), b.dtype, transforms=in_order),
+        staged=plgpu.SMEM((2, places, tiling.epilogue_m, tiling.epilogue_n), out.dtype, transforms=out_order),
+        full=plgpu.Barrier(num_arrivals=2, num_barriers=tiling.stages),  # copies of a and of b
+        free=plgpu.Barrier(num_arrivals=2, num_barriers=tiling.stages),  # warpgroups that multiply
         collective_axes="warpgroup",
     )
-    def _(buffers, staged, summed):
+    def _(slots_a, slots_b, staged, full, free):
         warpgroup = lax.axis_index("warpgroup")
 
-        @plgpu.nd_loop((count,), collective_axes="block")
-        def _(loop):
-            work = work_of(loop.index[0])
+        def tiles(visit):
+            """visit(work, steps before it) of every tile of this block."""
+            block, blocks = lax.axis_index("block"), lax.axis_size("block")
+
+            def one(turn, before):
+                work = work_of(block + turn * blocks)
+                visit(work, before)
+                return before + work.turns
+
+            lax.fori_loop(0, lax.div(count - block + blocks - 1, blocks), one, jnp.int32(0))
+
+        def slot_of(step):
+            return lax.rem(step, jnp.int32(tiling.stages))
+
+        def feed():
+            plgpu.set_max_registers(FEEDING, action="decrease")
+
+            def visit(work, before):
+                @pl.loop(0, work.turns)
+                def _(turn):
+                    slot, along = slot_of(before + turn), pl.ds((work.first + turn) * tiling.k, tiling.k)
+                    plgpu.barrier_wait(free.at[slot])
+                    part_a = work.left.at[along, :] if turned_a else work.left.at[:, along]
+                    part_b = work.right.at[:, along] if turned_b else work.right.at[along, :]
+                    plgpu.copy_gmem_to_smem(part_a, slots_a.at[slot], full.at[slot])
+                    plgpu.copy_gmem_to_smem(part_b, slots_b.at[slot], full.at[slot])
+
+            tiles(visit)
+            for slot in range(tiling.stages):
+                plgpu.barrier_wait(free.at[slot])
+
+        def multiply():
+            plgpu.set_max_registers(MULTIPLYING, action="increase")
             own_m = pl.ds(warpgroup * tiling.m, tiling.m) if tiling.split == "m" else slice(None)
             own_n = pl.ds(warpgroup * tiling.n, tiling.n) if tiling.split == "n" else slice(None)
+            for slot in range(tiling.stages):
+                plgpu.barrier_arrive(free.at[slot])
 
-            def multiply(_, a_tile, b_tile, sums):
-                left_tile = transposed(a_tile.at[:, own_m], (1, 0)) if turned_a else a_tile.at[own_m]
-                right_tile = transposed(b_tile.at[own_n], (1, 0)) if turned_b else b_tile.at[:, own_n]
-                plgpu.wgmma(sums, left_tile, right_tile)
-                plgpu.wgmma_wait(tiling.in_flight)
-                return sums
-
-            def context(run):
+            def visit(work, before):
                 @functools.partial(pl.run_scoped, sums=plgpu.ACC((tiling.m, tiling.n), jnp.float32))
                 def _(sums):
-                    run(sums)
-                    if tiling.in_flight:
-                        plgpu.wgmma_wait(0)
-                        plgpu.barrier_arrive(summed)
+                    @pl.loop(0, work.turns)
+                    def _(turn):
+                        slot = slot_of(before + turn)
+                        plgpu.barrier_wait(full.at[slot])
+                        tile_a, tile_b = slots_a.at[slot], slots_b.at[slot]
+                        left = transposed(tile_a.at[:, own_m], (1, 0)) if turned_a else tile_a.at[own_m]
+                        right = transposed(tile_b.at[own_n], (1, 0)) if turned_b else tile_b.at[:, own_n]
+                        plgpu.wgmma(sums, left, right)
+                        plgpu.wgmma_wait(tiling.in_flight)
+
+                        @pl.when(turn >= tiling.in_flight)
+                        def _():
+                            plgpu.barrier_arrive(free.at[slot_of(before + turn - tiling.in_flight)])
+
+                    plgpu.wgmma_wait(0)
+
+                    @pl.loop(lax.max(work.turns - tiling.in_flight, 0), work.turns)
+                    def _(turn):
+                        plgpu.barrier_arrive(free.at[slot_of(before + turn)])
+
                     target = work.target.at[own_m, own_n]
                     _write(sums[...], work.alpha, staged, target, warpgroup, tiling, out.dtype)
 
-            pipeline(multiply, context, work.turns, work.first)(work.left, work.right, allocations=buffers)
+            tiles(visit)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-            # What is in flight at a tile's end still reads slots that the pipeline of the next would fill at once.
-            if tiling.in_flight:
-                pl.when(warpgroup == 2)(lambda: plgpu.barrier_wait(summed))
-
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        lax.cond(warpgroup == 2, feed, multiply)
 
 
 def _write(sums, alpha, staged, target, warpgroup, tiling: GemmTiling, dtype):
-    """Scales and rounds the accumulator once, and sends it out in small tiles through two slots of shared memory."""
+    """Scales and rounds the accumulator once, and sends it out in small tiles through two places of shared memory."""
     result = (sums * alpha).astype(dtype)
     across = tiling.n // tiling.epilogue_n
-    slots = min(2, (tiling.m * tiling.n) // (tiling.epilogue_m * tiling.epilogue_n))
+    places = staged.shape[1]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for index in range((tiling.m // tiling.epilogue_m) * across):
         i, j = divmod(index, across)
         rows = slice(i * tiling.epilogue_m, (i + 1) * tiling.epilogue_m)
         columns = slice(j * tiling.epilogue_n, (j + 1) * tiling.epilogue_n)
-        slot = index % slots
-        plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
-        staged[warpgroup, slot] = result[rows, columns]
+        place = index % places
+        plgpu.wait_smem_to_gmem(places - 1, wait_read_only=True)
+        staged[warpgroup, place] = result[rows, columns]
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staged.at[warpgroup, slot], target.at[rows, columns])
-
-
-def _operand(
-    shape: tuple[int, int], turned: bool, summed: int, transforms: Sequence[Any], tiling: GemmTiling,
-    first: jax.Array | int,
-) -> Any:  # fmt: skip
-    """Tiles that walk, from step `first` on, along the dim that is summed over: `summed`, or the other one if the
-    operand is turned.
-    """
-    along = 1 - summed if turned else summed
-    return plgpu.BlockSpec(
-        shape,
-        (lambda i: (first + i, 0)) if along == 0 else (lambda i: (0, first + i)),
-        transforms=transforms,
-        memory_space=plgpu.SMEM,
-        delay_release=tiling.in_flight,
-    )
+        plgpu.copy_smem_to_gmem(staged.at[warpgroup, place], target.at[rows, columns])
 
 
 def _transforms(columns: int, dtype: DTypeLike, *widths: int) -> tuple[Any, ...]:
@@ -323,7 +333,3 @@ def _transforms(columns: int, dtype: DTypeLike, *widths: int) -> tuple[Any, ...]
 def transposed(ref: Ref, order: tuple[int, ...]) -> Ref:
     """A view of a reference with its dims in `order`: a method since JAX 0.11, a function before."""
     return ref.transpose(order) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, order)
-
-
-def _nothing(*_: object, **__: object) -> None:
-    """Stands for a body where only the pipeline's allocations are asked for."""

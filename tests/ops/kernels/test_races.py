@@ -21,6 +21,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 kernels = importlib.import_module("halfbyte.kernels.matmul")  # its function has the module's name
+grouped = importlib.import_module("halfbyte.kernels.grouped")
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU runs the kernel itself")
 M, N, STEPS = 128, 512, 5  # two tiles; the last step of each in the slot that the next begins with
 
@@ -82,22 +83,27 @@ def noted(given):
         gpu_callbacks.get_races().check_read(device, thread, clock, key, part, source_info=None)
 
 
-def product(tiling):
-    """Whether the product of small integers is right, and whether it raced."""
+def integers(*shapes):
     random = np.random.default_rng(0)
-    a, b = (random.integers(-3, 4, shape).astype(np.float32) for shape in ((M, 64 * STEPS), (64 * STEPS, N)))
+    return [random.integers(-3, 4, shape).astype(np.float32) for shape in shapes]
+
+
+def ran(body, shape, blocks, *arrays):
+    """What one kernel makes of the arrays, and whether it raced."""
     run = plgpu.kernel(
-        functools.partial(kernels._kernel, tiling=tiling, layout="nn"),
-        out_type=jax.ShapeDtypeStruct((M, N), jnp.bfloat16), grid=(1,), grid_names=("block",), num_threads=3,
+        body, out_type=jax.ShapeDtypeStruct(shape, jnp.bfloat16), grid=(blocks,), grid_names=("block",), num_threads=3,
         thread_name="warpgroup", interpret=InterpretGPUParams(detect_races=True),
     )  # fmt: skip
-    one = jnp.ones(1)
-    made = np.asarray(run(jnp.asarray(a, jnp.bfloat16), jnp.asarray(b, jnp.bfloat16), one, one))
-    return np.array_equal(made, (a @ b).astype(made.dtype)), gpu_callbacks.get_races().races_found
+    made = np.asarray(run(*(jnp.asarray(a, jnp.bfloat16 if a.ndim > 1 else a.dtype) for a in arrays)))
+    return made, gpu_callbacks.get_races().races_found
 
 
-def _nothing(_):
-    pass
+def product(tiling):
+    """Whether the product of small integers is right, and whether it raced."""
+    a, b = integers((M, 64 * STEPS), (64 * STEPS, N))
+    one = np.ones(1, np.float32)
+    made, raced = ran(functools.partial(kernels._kernel, tiling=tiling, layout="nn"), (M, N), 1, a, b, one, one)
+    return np.array_equal(made, (a @ b).astype(made.dtype)), raced
 
 
 TILING = kernels.GemmTiling(64, 256, in_flight=1, split="m")  # of dgrad
@@ -107,6 +113,23 @@ def test_nothing_is_overwritten_while_a_multiplication_reads_it(late):
     assert product(TILING) == (True, False)
 
 
-def test_a_tile_that_does_not_wait_for_the_last_races(late, monkeypatch):
-    monkeypatch.setattr(kernels, "plgpu", Changed(plgpu, barrier_wait=_nothing, barrier_arrive=_nothing))
+def test_a_slot_that_is_free_while_a_multiplication_reads_it_races(late, monkeypatch):
+    """Planted: a walk that waits for one multiplication fewer than it frees slots."""
+    early = Changed(plgpu, wgmma_wait=lambda unfinished: plgpu.wgmma_wait(unfinished + 1))
+    monkeypatch.setattr(kernels, "plgpu", early)
     assert product(TILING)[1]
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+@pytest.mark.parametrize(("steps", "blocks"), [((5, 0, 0, 3), 1), ((0, 1, 5, 0), 2)])
+def test_tiles_of_experts_have_steps_of_their_own(late, steps, blocks, in_flight):
+    """Some have none, and the next one's begin in whatever slot is free."""
+    experts = np.array([0, 0, 1, 2], np.int32)
+    x, w = integers((len(experts) * grouped.ROWS, 64 * STEPS), (3, 64 * STEPS, N))
+    tiling = kernels.GemmTiling(in_flight=in_flight)
+    body = functools.partial(grouped._rows_kernel, tiling=tiling, layout="nn")
+    shape, factor = (len(x), N), np.ones(len(experts), np.float32)
+    made, raced = ran(body, shape, blocks, x, w, experts, np.array(steps, np.int32), factor)
+    tiles = zip(x.reshape(len(experts), grouped.ROWS, -1), experts, steps, strict=True)
+    want = np.concatenate([tile[:, : 64 * n] @ w[e, : 64 * n] for tile, e, n in tiles])
+    assert np.array_equal(made, want.astype(made.dtype)) and not raced
