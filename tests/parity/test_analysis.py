@@ -7,7 +7,8 @@ import math
 import pytest
 from fakes import GAPS, fake_parity, fake_run, plan_of
 
-from halfbyte.parity.analysis import analyse, body_size, verdict_line
+from halfbyte import models
+from halfbyte.parity.analysis import analyse, body_size, size_text, verdict_line
 from halfbyte.parity.between import between
 from halfbyte.parity.cells import run_directory
 from halfbyte.parity.plan import load_plan, settle
@@ -291,6 +292,14 @@ def test_tokens_a_parameter_mean_one_thing(tmp_path):
     per = 60 * 256 / body_size(plan.base.model)
     assert f"({per:.2f} a parameter)" in data["scope"]
     assert data["arms"][1]["gap_curve"]["points"][-1]["x"] == pytest.approx(per)
+
+
+def test_a_model_of_experts_says_what_a_token_passes():
+    """By hand: of moe-demo's 8 experts, 3 x 128 x 128 numbers each in 4 layers, a token passes 2."""
+    model = models.preset("moe-demo")
+    passed_over = 4 * 6 * 3 * 128 * 128
+    assert size_text(model) == f"1,774,976 parameters without embeddings ({1_774_976 - passed_over:,} a token)"
+    assert size_text(models.preset("demo")).endswith("without embeddings")
 
 
 def test_a_gap_across_the_margin_ends_the_plan_and_says_what_a_larger_study_would_take(tmp_path):

@@ -160,7 +160,7 @@ def scope(plan: Plan, arms: Sequence[Mapping[str, Any]], directory: Path) -> str
     ran = ", ".join(how[word] for word in runs if word in how) or "nothing yet"
     spent = f"{tokens:,} tokens ({tokens / size:.2f} a parameter)" if tokens else f"{plan.base.steps} steps"
     return (
-        f"Scope: {plan.base.model.name}, {size:,} parameters without embeddings, {spent}, data {plan.base.data}, "
+        f"Scope: {plan.base.model.name}, {size_text(plan.base.model)}, {spent}, data {plan.base.data}, "
         f"{ran}. It says nothing about other sizes, longer runs (gaps tend to grow with tokens a parameter), other "
         "data, or tasks downstream."
     )
@@ -168,7 +168,17 @@ def scope(plan: Plan, arms: Sequence[Mapping[str, Any]], directory: Path) -> str
 
 def body_size(model: models.LlamaConfig) -> int:
     """Parameters without embeddings and head: those that tokens a parameter are counted by, here and in the grid."""
-    return models.count_params(model) - (1 if model.tied else 2) * model.vocab_size * model.embed
+    return models.count_params(model) - _embeddings(model)
+
+
+def size_text(model: models.LlamaConfig) -> str:
+    """The size as a scope has it; with experts, also how much of it a token passes."""
+    active = f" ({models.count_active(model) - _embeddings(model):,} a token)" if model.experts else ""
+    return f"{body_size(model):,} parameters without embeddings{active}"
+
+
+def _embeddings(model: models.LlamaConfig) -> int:
+    return (1 if model.tied else 2) * model.vocab_size * model.embed
 
 
 def total_tokens(plan: Plan, directory: Path) -> int:

@@ -14,7 +14,7 @@ from halfbyte.train import TrainConfig, jsonconfig
 from halfbyte.train.identity import load_identity
 from halfbyte.train.reading import open_directory
 
-from .analysis import DRAWN, body_size, spikes
+from .analysis import DRAWN, body_size, size_text, spikes
 from .cells import executions
 from .facts import environment, manifest_rows
 from .radar_view import radar_of, radar_section
@@ -59,7 +59,7 @@ def sections(
     mean = f"mean of the last {last} steps" if last > 1 else "of its last step"
     head = f"training loss {loss:.4f} nats a token ({mean}){held_out} after {done}"
     read = f"{tokens:,} tokens ({tokens / size:.2f} a parameter), data {config.data}"
-    scope = f"{size:,} parameters without embeddings, {read}. {CAVEAT}"
+    scope = f"{size_text(config.model)}, {read}. {CAVEAT}"
     content = load_identity(directory)
     facts = {"run": str(directory), **environment(config, content, str(manifest.get("device", "")))}
     return [
