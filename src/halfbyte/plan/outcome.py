@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from halfbyte import models
+from halfbyte.bench.load import even_load
 from halfbyte.recipe import recipe
 from halfbyte.sharding import parse_mesh
 from halfbyte.train import TrainConfig
 
 from .calibration import BAND, FITTED, ZEROS, is_blackwell, residual
 from .cluster import Cluster, batch_shards
-from .load import even_load
 from .rates import GROUPED, Rates
 from .reading import Reading
 from .schedule import Event, walk

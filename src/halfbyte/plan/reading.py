@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from halfbyte import bench, models, ops
+from halfbyte.bench.load import even_load
 from halfbyte.bench.operand_traffic import compulsory_bytes
 from halfbyte.bench.placement import AGAIN, EXPERTS
 from halfbyte.devices import target_cudnn, topology
@@ -27,7 +28,6 @@ from halfbyte.train.step import compiler_options
 from . import analytic
 from .cluster import Cluster, crossing
 from .linears import fp4_calls, linear_gemms
-from .load import even_load
 from .schedule import Event, from_json, schedule, walk
 
 NATIVE = ("block-scaled", "mosaic")  # who multiplies codes as they are: a library, or our kernel of experts
