@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from halfbyte import bench, devices, models, ops, runs
+from halfbyte.bench.load import even_load
 from halfbyte.bench.placement import EXPERTS
 from halfbyte.plan import cluster
-from halfbyte.plan.load import even_load
 from halfbyte.plan.reading import read_step
 from halfbyte.plan.schedule import walk
 from halfbyte.program import gemms, read

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from halfbyte import bench, devices, models, ops, runs
+from halfbyte.bench.load import even_load
 from halfbyte.bench.placement import EXPERTS
 from halfbyte.models import experts
-from halfbyte.plan.load import even_load
 from halfbyte.program import collectives, gemms, read
 from halfbyte.program.collectives import kind_of
 from halfbyte.train import run_mesh

@@ -9,12 +9,13 @@ import pytest
 
 from halfbyte import bench, conformance, ops
 from halfbyte.bench import timing
+from halfbyte.bench.placement import EXPERTS
 from halfbyte.cli.bench import gemm_shares
 from halfbyte.cli.main import main
 from halfbyte.devices import device
 from halfbyte.ops.passes import Passes
 from halfbyte.runs import run_config
-from halfbyte.train import build_manifest, phases
+from halfbyte.train import build_manifest, phases, run_mesh
 
 
 def row(name: str, milliseconds: float | None, remat: str = "none") -> bench.Measured:
@@ -28,6 +29,22 @@ def test_gemm_flops_are_counted_by_format() -> None:
     work = bench.gemm_work(gpu_program.TEXT)
     assert work == {name: {"calls": count, "flops": count * each} for name, count in calls.items()}
     assert gemm_shares(work) == "fp4 10.0%, fp8 10.0%, bf16 70.0%, bf16 by our kernel 10.0%"
+
+
+def test_gemms_of_experts_are_counted_under_an_even_load(quick_compiles, monkeypatch) -> None:
+    """On a CPU loops over the tiles that have rows multiply; how many these are no program says. A tile has 16 rows: 64
+    pairs for each of 8 experts are too few for larger ones."""
+    monkeypatch.setattr(timing, "_time", lambda *_, **__: ([1.0], None, {"loss": 0.0}))
+    monkeypatch.setattr(timing, "create_state", lambda *_: None)
+    base = run_config("moe-demo")
+    model = dataclasses.replace(base.model, layers=1)
+    config = dataclasses.replace(base, model=model, recipe="nvfp4", data="synthetic", batch=8, seq=32, mesh="")
+    found = bench.measure(config, seq=32)
+    pairs, needed = 8 * 32 * 2, bench.needed_flops(config)
+    filling = sum(needed[path] for path in EXPERTS) * 8 * (16 - 1) / 2 / pairs
+    total = (sum(needed.values()) + filling) / run_mesh(config).size
+    assert found.note == "" and sum(work["flops"] for work in found.gemms.values()) == pytest.approx(total, rel=0.02)
+    assert "%" in gemm_shares(found.gemms)
 
 
 def test_shares_are_of_flops_and_not_of_calls() -> None:

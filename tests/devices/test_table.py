@@ -22,6 +22,7 @@ from halfbyte.devices import (
     settle_platform,
 )
 from halfbyte.devices.cudnn import is_here
+from halfbyte.devices.table import NETWORK, WATTS
 
 GPUS = [name for name in DEVICES if name != "cpu"]
 FACTS = ("capability", "sms", "clock_ghz", "l2_bytes", "memory_bytes", "bandwidth")
@@ -55,6 +56,12 @@ def test_every_fact_is_there_and_has_a_source(name):
         assert entry.sources[fact], fact
     for unit in entry.peak:
         assert entry.sources[unit], unit
+
+
+def test_whatever_a_cluster_is_made_of_has_a_network_and_a_limit_of_power():
+    linked = {name for name, entry in DEVICES.items() if entry.nvlink_domain}
+    assert linked == NETWORK.keys() == WATTS.keys()
+    assert WATTS["b200"] < WATTS["b300"] < WATTS["gb300"]  # air, and the newer chip; the rack has water
 
 
 @pytest.mark.parametrize(

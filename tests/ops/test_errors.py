@@ -72,6 +72,20 @@ def test_dtypes_and_shapes_that_do_not_fit():
         forward(array(64, 64), array(2, 64, 32, dtype=jnp.float32))
 
 
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int32, jnp.bool, jnp.complex64])
+@pytest.mark.parametrize("recipe", ["nvfp4", "bf16"])
+@pytest.mark.parametrize("asked, name, run", [
+    ("qdot", "w", lambda x, w, how: hb.qdot(x, w, recipe=how)),
+    ("grouped_qdot", "w", lambda x, w, how: hb.grouped_qdot(x, w[None], [64], recipe=how)),
+    ("mlp", "up", lambda x, w, how: hb.mlp(x, jnp.ones(w.shape), w, w.T, recipe=how)),
+    ("quantize_weight", "w", lambda x, w, how: hb.quantize_weight(w, recipe=how)),
+])  # fmt: skip
+def test_weights_that_are_not_in_floating_point(asked, name, run, recipe, dtype):
+    message = f"{asked} takes weights in floating point.*got {name} of {jnp.dtype(dtype)}; convert with astype"
+    with pytest.raises(TypeError, match=message):
+        jax.eval_shape(lambda x, w: run(x, w, recipe), array(64, 64), array(64, 32, dtype=dtype))
+
+
 def test_a_weight_quantized_under_another_recipe():
     def run(x, w):
         return hb.qdot(x, hb.quantize_weight(w, recipe=NVFP4), recipe=hb.recipe("mxfp8"))

@@ -2,6 +2,7 @@
 and refuses where this must."""
 
 import functools
+import re
 import warnings
 
 import jax
@@ -12,6 +13,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import halfbyte as hb
+from halfbyte import ops
+from halfbyte.devices import device
 from halfbyte.formats import SharedBitsWarning
 
 GROUPS, EXPERTS, INPUTS, OUTPUTS = (5, 0, 9), 3, 32, 32
@@ -100,6 +103,24 @@ def test_a_device_of_a_shard_map_has_its_own_groups(backend):
     assert np.array_equal(dx, np.concatenate([half[0] for half in halves]))
     summed = np.asarray(halves[0][1]) + np.asarray(halves[1][1])
     np.testing.assert_allclose(dw, summed, atol=1e-6 * np.abs(summed).max())
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("chip", ["h200", "gb300"])
+def test_where_xla_shares_a_program_out_no_kernel_of_ours_is_in_it(chip, recipe):
+    """Each reads a whole array on one device. qdot's are left out there by `Problem.sharded`; on one device both have
+    some."""
+    shapes = ((512, 256), jnp.bfloat16), ((4, 256, 256), jnp.float32), ((4,), jnp.int32)
+    x, w, groups = (jax.ShapeDtypeStruct(*each) for each in shapes)
+    run = gradients(functools.partial(grouped, recipe=recipe))
+
+    def kernels(devices):
+        mesh = Mesh(np.array(jax.devices("cpu")[:devices]), ("data",), axis_types=(AxisType.Auto,))
+        with jax.set_mesh(mesh), ops.compile_for(device(chip)):
+            return set(re.findall("mpmd_map|pallas_call", str(jax.make_jaxpr(run)(x, w, groups))))
+
+    assert not kernels(2)
+    assert kernels(1) or (chip, recipe) == ("gb300", "bf16")  # whose grouped GEMMs are XLA's
 
 
 def test_on_explicit_axes_the_result_lies_as_its_rows():

@@ -5,7 +5,7 @@ import dataclasses
 import json
 
 import pytest
-from fakes import BASE
+from fakes import BASE, fake_parity
 
 from halfbyte.cli.main import main
 from halfbyte.optim import OptimizerConfig
@@ -137,6 +137,27 @@ def test_a_branch_needs_a_run_in_another_recipe(config_file, tmp_path, capfd):
 def test_a_report_without_a_plan_is_refused(config_file, tmp_path, capfd):
     assert parity(config_file, tmp_path / "p", "--report") == 2
     assert "holds no plan.json" in " ".join(capfd.readouterr().err.split())
+
+
+@pytest.mark.parametrize("typed", [["parity", "CONFIG"], ["league", "--model", "CONFIG", "--recipes", "nvfp4,mxfp4"]])
+def test_an_edited_plan_is_refused_and_one_without_a_seal_is_said(typed, config_file, tmp_path, capfd):
+    """A margin that is changed after the runs turns verdicts round; an earlier version's plan says nothing of edits."""
+    typed = [str(config_file) if word == "CONFIG" else word for word in typed]
+    fake_parity(tmp_path / "p")
+    command, file = [*typed, "--out", str(tmp_path / "p"), "--report"], tmp_path / "p" / "plan.json"
+    codes = [main([*command, "--json"])]
+    assert json.loads(capfd.readouterr().out)["notes"] == []
+
+    stored = json.loads(file.read_text())
+    file.write_text(json.dumps(stored | {"margin": "5%"}))
+    for again in (command, command[:-1]):
+        assert main(again) == 2
+        assert "plan.json was changed after it was written" in " ".join(capfd.readouterr().err.split())
+    file.write_text(json.dumps({name: value for name, value in stored.items() if name != "seal"} | {"version": 2}))
+    codes.append(main([*command, "--json"]))
+    (note,) = json.loads(capfd.readouterr().out)["notes"]
+    assert "plan.json has no seal" in note and codes[0] == codes[1] != 2
+    assert note in (tmp_path / "p" / "report.md").read_text()
 
 
 def test_a_recipe_of_ones_own_is_judged_and_goes_on_while_its_file_is_the_same(

@@ -74,7 +74,8 @@ def test_a_study_of_one_or_two_seeds_has_its_look_before_it_has_seen_one(tmp_pat
         settle(tmp_path, plan_of(seeds=8, looks=(3, 8)))
     assert settle(tmp_path, plan_of(seeds=8)).looks == (3,)
     stored = json.loads((tmp_path / "plan.json").read_text()) | {"looks": [begun], "seeds": list(range(begun))}
-    (tmp_path / "plan.json").write_text(json.dumps(stored))  # as the version before wrote it
+    del stored["seal"]
+    (tmp_path / "plan.json").write_text(json.dumps(stored | {"version": 2}))  # as a version before wrote it
     assert load_plan(tmp_path).looks == (3,)
 
 
@@ -103,12 +104,36 @@ def test_a_plan_of_an_earlier_version_is_read_and_its_later_seeds_are_not_judged
     """It let seeds be added until it was clear, and nothing says how often."""
     settle(tmp_path, plan_of(seeds=5))
     old = json.loads((tmp_path / "plan.json").read_text())
-    stored = {k: v for k, v in old.items() if k not in ("looks", "levels", "candidates")} | {"version": 1}
+    stored = {k: v for k, v in old.items() if k not in ("looks", "levels", "candidates", "seal")} | {"version": 1}
     for arm in stored["arms"]:
         del arm["seeds"]
     (tmp_path / "plan.json").write_text(json.dumps(stored))
     found = load_plan(tmp_path)
     assert found.looks == (3,) and found.seeds == (0, 1, 2, 3, 4) and found.arms == plan_of().arms
+
+
+@pytest.mark.parametrize("edit", [
+    {"margin": "5%"}, {"seeds": [0, 1, 2]}, {"looks": [3]}, {"levels": [0.5, 0.5]}, {"written": "2020-01-01"},
+    {"outcome": "luck"}, {"version": 2}, {"more": 1}, {"seal": None}, {"seal": "0" * 64},
+])  # fmt: skip
+def test_a_plan_that_was_edited_is_refused(tmp_path, edit):
+    settle(tmp_path, plan_of(seeds=5, looks=(3, 5)))
+    file = tmp_path / "plan.json"
+    stored = json.loads(file.read_text())
+    file.write_text(json.dumps(dict(reversed(stored.items()))))  # as an editor might leave it, and nothing else
+    assert load_plan(tmp_path) == settle(tmp_path, plan_of(seeds=5, looks=(3, 5)))
+    file.write_text(json.dumps({name: value for name, value in (stored | edit).items() if value is not None}))
+    for read in (load_plan, lambda folder: settle(folder, plan_of(seeds=5, looks=(3, 5)))):
+        with pytest.raises(ValueError, match="was changed after it was written.*begin anew with another --out"):
+            read(tmp_path)
+
+
+def test_a_plan_that_has_no_seal_gets_none_with_more_seeds(tmp_path):
+    """Nobody knows whether it is as it was written, then and later."""
+    settle(tmp_path, dataclasses.replace(plan_of(), sealed=False))
+    stored = json.loads((tmp_path / "plan.json").read_text())
+    assert stored["version"] == 2 and "seal" not in stored
+    assert not settle(tmp_path, plan_of(seeds=5)).sealed and load_plan(tmp_path).seeds == (0, 1, 2, 3, 4)
 
 
 def test_a_directory_with_other_things_is_left_alone(tmp_path):

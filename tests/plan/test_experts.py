@@ -9,10 +9,10 @@ from hlo import condition_of, opening_of
 
 import halfbyte.plan.reading  # noqa: F401 (the module is changed below)
 from halfbyte import models
+from halfbyte.bench.load import Load, even_load
 from halfbyte.cli.main import main
 from halfbyte.devices import device
 from halfbyte.plan import by_hand, cluster, outcome, placed
-from halfbyte.plan.load import Load, even_load
 from halfbyte.plan.outcome import remarks
 from halfbyte.plan.schedule import schedule, walk
 from halfbyte.plan.search import layouts

@@ -69,6 +69,16 @@ def test_every_figure_of_every_recipe(capfd, tmp_path):
     assert max(ends) == pytest.approx(1e6 * four["step_time_s"], rel=1e-3)
 
 
+def test_every_device_that_is_planned_for_has_an_energy(capfd):
+    """At most its limit, all the time. B300 had none, and nothing said why."""
+    limits = {"h100": 0.7, "b200": 1.0, "b300": 1.1, "gb300": 1.4}  # kW
+    for chip, kilowatts in limits.items():
+        _, data, err = plan(capfd, "llama3-8b", "--device", chip, "--count", "8", "--tokens", "1T")
+        found = data["budget"]["nvfp4"]
+        assert found["megawatt_hours_at_most"] == pytest.approx(found["days"] * 24 * 8 * kilowatts / 1e3)
+        assert f"at most {found['megawatt_hours_at_most']:,.0f} MWh" in " ".join(err.split())
+
+
 def report_of(folder, *, overhead, above=0):
     """What `halfbyte parity --baseline fp8 --policy mlp` leaves, with this overhead of nvfp4; on all linears 3%."""
     arms = [Arm("fp8", "baseline", {"recipe": "fp8"}), Arm("nvfp4", "candidate", {"recipe": "nvfp4"}),

@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from halfbyte import models
+from halfbyte import models, ops
 from halfbyte.devices import Device
 from halfbyte.models.config import EXPERT_SITES, SHARED_SITES
 from halfbyte.program import (
@@ -30,6 +30,7 @@ from halfbyte.program import (
 from halfbyte.train import TrainConfig
 
 from .fitting import bytes_needed
+from .load import NONE, Load, even_load
 
 GATE_UP = tuple(f"layers/mlp/{name}" for name in ("gate", "up", *SHARED_SITES[:2]))
 EXPERTS = tuple(f"layers/mlp/{name}" for name in EXPERT_SITES)  # down's result too: its weight's gradient reads it
@@ -67,11 +68,11 @@ class Placement:
 def placement(compiled: Any, config: TrainConfig, mesh: Mesh) -> Placement:
     """How the compiled step of `config` is placed on `mesh`. Raises program.Unreadable where it cannot tell."""
     program, sizes = read(compiled.as_text()), dict(mesh.shape)
-    found = collectives(program, sizes)
+    found, load = collectives(program, sizes), even_load(config, mesh.size, ops.target())
     weight = config.model.embed * config.model.mlp // sizes.get("tensor", 1)
     return Placement(
         needed_flops=sum(needed_flops(config).values()) / mesh.size,
-        multiplied_flops=sum(gemm.flops for gemm in linear_gemms(program)),
+        multiplied_flops=sum(map(load.flops, linear_gemms(program, load))),
         bytes_needed=bytes_needed(compiled),
         gathered=gathered_bytes(found),
         wide_gathers=tuple(each for each in found if _gathers_wide(each, weight)),
@@ -90,9 +91,10 @@ def needed_flops(config: TrainConfig) -> dict[str, int]:
     return needed
 
 
-def linear_gemms(program: Program) -> list[Gemm]:
-    """The GEMMs of a program that are not attention's."""
-    return [gemm for gemm in gemms(program) if category(program, gemm.instruction) == "gemm"]
+def linear_gemms(program: Program, load: Load = NONE) -> list[Gemm]:
+    """The GEMMs of a program that are not attention's, under the `load` of its experts."""
+    found = gemms(program, turns=load.turns, branches=load.branches)
+    return [gemm for gemm in found if category(program, gemm.instruction) == "gemm"]
 
 
 def gathered_bytes(found: list[Collective]) -> dict[str, int]:

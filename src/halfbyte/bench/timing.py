@@ -25,6 +25,7 @@ from halfbyte.train.preflight import shard_bytes
 from halfbyte.train.step import batch_sharding
 
 from .fitting import bytes_needed, compile_step, fit_batch
+from .load import NONE, Load, even_load
 from .placement import linear_gemms
 
 GIB = 2**30
@@ -57,23 +58,23 @@ class Measured:
     compile_s: float | None = None
     loss: float | None = None
     gemms: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
-    """As compiled, by format: `gemm_work`."""
+    """As compiled, by format, experts under an even load: `gemm_work`."""
     linears: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     """Of each linear of a layer, for each of its GEMMs: operands, who multiplies, who made the operands."""
     compute_only: bool = False  # collectives were skipped: mocked GPUs
     note: str = ""
 
 
-def gemm_work(text: str) -> dict[str, dict[str, int]]:
+def gemm_work(text: str, load: Load = NONE) -> dict[str, dict[str, int]]:
     """Calls and FLOPs of one device and step of the linears' GEMMs in a compiled program's text, by the format that is
-    multiplied; those of our kernel apart.
+    multiplied; those of our kernel apart. Of experts those that their `load` takes.
     """
     work: dict[str, dict[str, int]] = {}
-    for gemm in linear_gemms(read(text)):
+    for gemm in linear_gemms(read(text), load):
         name = f"{gemm.format} by our kernel" if gemm.kind == "mosaic" else gemm.format
         each = work.setdefault(name, {"calls": 0, "flops": 0})
         each["calls"] += gemm.times
-        each["flops"] += gemm.flops
+        each["flops"] += load.flops(gemm)
     return work
 
 
@@ -88,7 +89,8 @@ def measure(
         if compiled is None:
             compiled = compile_step(config, mesh, seq=seq)
             row = dataclasses.replace(row, compile_s=time.perf_counter() - started)
-        row = _of_program(row, compiled, gradients=shard_bytes(abstract_state(config, mesh).params))
+        load = even_load(config, mesh.size, ops.target())
+        row = _of_program(row, compiled, load, gradients=shard_bytes(abstract_state(config, mesh).params))
         state, batch = create_state(config, mesh), synthetic_batch(config, mesh, seq)
         times, joules, metrics = _time(compiled, state, batch, steps=steps, repeats=repeats, warmup=warmup)
         return _timed(row, config, seq, times, float(metrics["loss"]), joules=joules)
@@ -134,11 +136,11 @@ def _row(config: TrainConfig, seq: int) -> Measured:
     return Measured(config.recipe, config.policy, config.remat, backends, config.batch, linears=linears)
 
 
-def _of_program(row: Measured, compiled: Any, *, gradients: int) -> Measured:
+def _of_program(row: Measured, compiled: Any, load: Load, *, gradients: int) -> Measured:
     """`row` with what the compiled program says of itself; `gradients` are a device's, in bytes."""
     found = compiled.memory_analysis()
     try:
-        gemms, note = gemm_work(compiled.as_text()), row.note
+        gemms, note = gemm_work(compiled.as_text(), load), row.note
     except Unreadable as error:  # a time is worth having without the FLOPs
         gemms, note = {}, f"GEMMs not counted: {error}"
     return dataclasses.replace(

@@ -171,7 +171,7 @@ def _show(data: Mapping[str, Any]) -> None:
         cost = (
             f", {each['cost']:,.0f} (a percent of step time is worth {each['cost'] / 100:,.0f})" if each["cost"] else ""
         )
-        energy = f", at most {each['megawatt_hours_at_most']:,.0f} MWh" if each["megawatt_hours_at_most"] else ""
+        energy = f", at most {each['megawatt_hours_at_most']:,.0f} MWh"
         unknown = "break_even" in data and each["token_overhead"] is None
         more = "; the report does not say how many more it needs" if unknown else ""
         say(f"{name}: {each['days']:.1f} days to {each['tokens']:.3g} tokens{cost}{energy}{more}")

@@ -79,6 +79,10 @@ _RACK_LINKS = "NVIDIA GB200 and GB300 NVL72 pages: NVLink 5, 1.8 TB/s a GPU, 130
 
 NETWORK = {"h100": 50e9, "h200": 50e9, "b200": 50e9, "gb200": 50e9, "b300": 100e9, "gb300": 100e9}
 """Bytes/s of a GPU's network card one way, as sold: 400 Gbit/s (ConnectX-7), 800 Gbit/s (ConnectX-8)."""
+WATTS = {"h100": 700, "h200": 700, "b200": 1000, "gb200": 1200, "b300": 1100, "gb300": 1400}
+"""The limit of one GPU, without host and cooling, as sold (NVIDIA's datasheets); of B300 the cap that the driver has
+for it (nvidia-smi of NVIDIA B300 SXM6 AC in public listings, a Dell XE9780 and others). The 1,400 W that some print for
+it are those of the part in GB300 (NVIDIA blog, Inside Blackwell Ultra: up to 1,400 W)."""
 
 _TABLE = (
     Device(

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from halfbyte.ops.first_order import first_order
 from halfbyte.ops.grouped_linear import grouped_tiles, unserved
-from halfbyte.ops.problem import check_dtype
+from halfbyte.ops.problem import check_dtype, check_weight
 from halfbyte.ops.qdot import qdot
 from halfbyte.ops.surroundings import explicit_sharding, in_auto_axes, own_key, vary_alike
 from halfbyte.ops.tiles import through_tiles, tile_rows
@@ -141,6 +141,7 @@ def _check(x: jax.Array, w: jax.Array, groups: jax.Array | np.ndarray) -> None:
             f"{w.shape} and {groups.shape}"
         )
     check_dtype(x, "grouped_qdot")
+    check_weight(w, "grouped_qdot")
     if not jnp.issubdtype(groups.dtype, jnp.integer):
         raise TypeError(f"grouped_qdot: groups are counts of rows, whole numbers, got {groups.dtype}")
     if not isinstance(groups, jax.core.Tracer):

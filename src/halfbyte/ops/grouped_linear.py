@@ -108,7 +108,7 @@ def grouped_operands(
     codes = _as_codes(static, x, w, tiles)
     made = functools.partial(_rows, static, codes=codes)
     rows = [*made(x, tiles, keys, *forward), *made(dy, tiles, keys, *backward)]
-    weights = {role: _weights(static, w, keys, role, amax, codes=codes) for role in ("fprop_w", "dgrad_w")}
+    weights = {role: _weights(static, w, tiles, keys, role, amax, codes=codes) for role in ("fprop_w", "dgrad_w")}
     return dict(zip(forward + backward, rows, strict=True)) | weights
 
 
@@ -132,13 +132,13 @@ def _grouped(
 ) -> jax.Array:
     codes = _as_codes(static, x, w, tiles)
     (left,) = _rows(static, x, tiles, keys, "fprop_x", codes=codes)
-    return fprop(left, _weights(static, w, keys, "fprop_w", amax, codes=codes), tiles, x.dtype)
+    return fprop(left, _weights(static, w, tiles, keys, "fprop_w", amax, codes=codes), tiles, x.dtype)
 
 
 def _grouped_fwd(static, x, w, tiles, keys, amax):
     codes = _as_codes(static, x, w, tiles)
     left, kept = _rows(static, x, tiles, keys, "fprop_x", "wgrad_x", codes=codes)
-    y = fprop(left, _weights(static, w, keys, "fprop_w", amax, codes=codes), tiles, x.dtype)
+    y = fprop(left, _weights(static, w, tiles, keys, "fprop_w", amax, codes=codes), tiles, x.dtype)
     return y, (kept, w, tiles, keys, amax)
 
 
@@ -146,7 +146,7 @@ def _grouped_bwd(static, residuals, dy):
     kept, w, tiles, keys, amax = residuals
     codes = kept.scales is not None
     row, column = _rows(static, dy, tiles, keys, "dgrad_dy", "wgrad_dy", codes=codes)
-    dx = dgrad(row, _weights(static, w, keys, "dgrad_w", amax, codes=codes), tiles, dy.dtype)
+    dx = dgrad(row, _weights(static, w, tiles, keys, "dgrad_w", amax, codes=codes), tiles, dy.dtype)
     return dx, wgrad(kept, column, tiles, w.dtype), None, None, None
 
 
@@ -163,7 +163,7 @@ def _as_codes(static: Static, x: jax.Array, w: jax.Array, tiles: Tiles) -> bool:
     """Whether all operands are codes, for block-scaled units."""
     recipe, sides, dtypes = static[0], w.shape[1:], (x.dtype, w.dtype)
     reason = tile_kernels.unscaled(recipe, sides, target(), backend=tiles.backend, tile=tiles.tile, dtypes=dtypes)
-    return reason is None
+    return reason is None and not tiles.sharded
 
 
 def _key(static: Static, words: jax.Array) -> jax.Array:
@@ -179,12 +179,17 @@ def _rows(
     policies = {role: getattr(static[0], role) for role in roles}
     bits = {role: _bits(static, keys, role) for role, policy in policies.items() if policy.draws_bytes}
     if x.dtype == jnp.bfloat16 and all(
-        tile_kernels.makes(role, policy, (x.shape[1], x.shape[1]), target()) for role, policy in policies.items()
+        _makes(role, policy, (x.shape[1], x.shape[1]), tiles) for role, policy in policies.items()
     ):
         order = ScaleOrder.TILED if codes else None
         return [TileOperand(*made) for made in tile_kernels.rows(x, policies, bits, tiles, order=order)]
     assert not codes, f"kernels make codes of {', '.join(roles)}"
     return [_defined(x, policy, role, bits.get(role), tiles) for role, policy in policies.items()]
+
+
+def _makes(role: str, policy: OperandPolicy, sides: tuple[int, ...], tiles: Tiles) -> bool:
+    """Whether a kernel makes operand `role` here."""
+    return not tiles.sharded and tile_kernels.makes(role, policy, sides, target())
 
 
 def _bits(static: Static, keys: jax.Array | None, role: str) -> jax.Array:
@@ -240,8 +245,9 @@ def _noise(words: jax.Array, shape: tuple[int, ...], tiles: Tiles) -> jax.Array:
 
 
 def _weights(
-    static: Static, w: jax.Array, keys: jax.Array | None, role: str, amax: jax.Array | None, *, codes: bool
-) -> TileOperand:
+    static: Static, w: jax.Array, tiles: Tiles, keys: jax.Array | None, role: str, amax: jax.Array | None, *,
+    codes: bool,
+) -> TileOperand:  # fmt: skip
     """w [experts, inputs, outputs] as operand `role`, each expert quantized as a weight of its own."""
     recipe = static[0]
     if recipe is None:
@@ -250,7 +256,7 @@ def _weights(
         return TileOperand(to_bfloat16(w), None)
     if codes:
         return TileOperand(*tile_kernels.weight_codes(w, amax, _axis(role)))
-    if w.dtype == jnp.float32 and tile_kernels.makes(role, getattr(recipe, role), w.shape[1:], target()):
+    if w.dtype == jnp.float32 and _makes(role, getattr(recipe, role), w.shape[1:], tiles):
         return TileOperand(*tile_kernels.weights(w, amax))
 
     def one(w: jax.Array, words: jax.Array | None, amax: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -273,7 +279,7 @@ def _ones(alpha: jax.Array | None, tiles: Tiles) -> jax.Array:
 
 def _multiplied_by_kernels(left: TileOperand, right: TileOperand, sides: tuple[int, ...], tiles: Tiles) -> bool:
     dtypes = {left.array.dtype, right.array.dtype}
-    fit = tiles.tile == grouped.ROWS and dtypes == {jnp.dtype("bfloat16")}
+    fit = not tiles.sharded and tiles.tile == grouped.ROWS and dtypes == {jnp.dtype("bfloat16")}
     return fit and tile_kernels.multiplies(*sides, device=target())
 
 

@@ -37,6 +37,7 @@ from halfbyte.ops.passes import (
     defined_weight,
     request,
 )
+from halfbyte.ops.problem import check_weight
 from halfbyte.ops.shards import (
     WHOLE,
     Cut,
@@ -129,6 +130,7 @@ def quantize_weight(
         raise ValueError(
             f"a weight is a matrix [inputs, outputs], got shape {w.shape}; reshape it, or vmap over the leading dims"
         )
+    check_weight(w, "quantize_weight")
     chosen = as_recipe(recipe, "quantize_weight")
     if sharding is None or sharding.mesh.size == 1:
         return quantize_part(w, chosen, key, amax=amax)

@@ -26,7 +26,7 @@ from halfbyte.ops.execution import ALONE, Execution
 from halfbyte.ops.linear import Linear, with_linears
 from halfbyte.ops.operand import Owed, add_rounded, name_saved
 from halfbyte.ops.passes import GatedPasses, Made, Normed, Passes, Read, as_array
-from halfbyte.ops.problem import check_dtype
+from halfbyte.ops.problem import check_dtype, check_weight
 from halfbyte.ops.qdot import qdots
 from halfbyte.ops.shards import Placement, axes_of, gather, gathered_in
 from halfbyte.ops.sharing import first_wanting, maxima_of_x, once_each, operands_of_x
@@ -170,6 +170,7 @@ def _check(x: jax.Array, weights: Sequence[Weight], recipes: tuple[Recipe, ...])
             f"got x {x.shape}, gate {gate}, up {up}, down {down}"
         )
     for site, weight, recipe in zip(SITES, weights, recipes, strict=True):
+        check_weight(weight, "mlp", site)
         if isinstance(weight, QWeight) and weight.recipe != recipe:
             raise ValueError(
                 f"mlp: the QWeight of {site} was made under recipe {weight.recipe.name}, and the op was asked for "

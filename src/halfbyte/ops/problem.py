@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,15 @@ def check_dtype(x: jax.Array, asked: str) -> None:
     """TypeError for an x that no linear multiplies; `asked` is the function that was called."""
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         raise TypeError(f"{asked} takes bfloat16 or float32, got x of {x.dtype}; convert with astype first")
+
+
+def check_weight(w: Any, asked: str, name: str = "w") -> None:
+    """TypeError for a weight that has no gradient to train it by, under the name it has there."""
+    if not jnp.issubdtype(w.dtype, jnp.floating):
+        raise TypeError(
+            f"{asked} takes weights in floating point, float32 as a rule, got {name} of {w.dtype}; convert with astype "
+            "first, and codes by their scales"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

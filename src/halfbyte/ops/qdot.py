@@ -21,7 +21,7 @@ from halfbyte.ops.execution import ALONE, Execution
 from halfbyte.ops.linear import Linear, with_linears
 from halfbyte.ops.operand import add_rounded
 from halfbyte.ops.passes import Normed, as_array
-from halfbyte.ops.problem import check_dtype
+from halfbyte.ops.problem import check_dtype, check_weight
 from halfbyte.ops.shards import Placement, gather, gathered_in
 from halfbyte.ops.sharing import first_wanting, once_each, operands_of_x
 from halfbyte.ops.side import beside, split
@@ -108,6 +108,7 @@ def _products(
 
 def _check(x: jax.Array, weight: Weight, recipe: Recipe) -> None:
     check_dtype(x, "qdot")
+    check_weight(weight, "qdot")
     if len(weight.shape) != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[0]:
         raise ValueError(f"qdot contracts the last axis of x with the first of w, got x {x.shape} and w {weight.shape}")
     if isinstance(weight, QWeight) and weight.recipe != recipe:

@@ -17,6 +17,7 @@ from jax import lax
 from halfbyte.devices import Device
 from halfbyte.formats.bits import float_of_bits
 from halfbyte.ops.problem import target
+from halfbyte.ops.surroundings import several_devices
 from halfbyte.recipe import ROLES, Recipe
 
 LARGEST = 128
@@ -24,13 +25,15 @@ LARGEST = 128
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["counts", "experts", "first"], meta_fields=["tile", "backend"]
+    jax.tree_util.register_dataclass,
+    data_fields=["counts", "experts", "first"],
+    meta_fields=["tile", "backend", "sharded"],
 )
 @dataclasses.dataclass(frozen=True)
 class Tiles:
     """Where experts lie: `counts` int32 [experts] rows of each; of each tile its expert (the number of experts where it
     has none) and its first row, counted within the expert. Of another `backend` than "auto" the products are XLA's, or
-    those of carriers.
+    those of carriers; where rows are `sharded` by the compiler, no kernel of ours reads them.
     """
 
     counts: jax.Array
@@ -38,6 +41,7 @@ class Tiles:
     first: jax.Array
     tile: int
     backend: str = "auto"
+    sharded: bool = False
 
     @classmethod
     def of(cls, counts: jax.Array, rows: int, tile: int) -> "Tiles":
@@ -46,7 +50,7 @@ class Tiles:
         start = jnp.arange(rows // tile, dtype=jnp.int32) * tile
         experts = jnp.searchsorted(ends, start, side="right", method="compare_all").astype(jnp.int32)
         before = jnp.concatenate([jnp.zeros(1, ends.dtype), ends])[experts]
-        return cls(counts, experts, (start - before).astype(jnp.int32), tile)
+        return cls(counts, experts, (start - before).astype(jnp.int32), tile, sharded=several_devices())
 
     @property
     def used(self) -> jax.Array:

@@ -81,6 +81,8 @@ def notes(plan: Plan, cells: Cells) -> list[str]:
             f"EXPLORATORY: {extra} of {len(plan.seeds)} seeds are beyond the plan, which was to look after "
             f"{', '.join(map(str, plan.looks))}; they are in the gaps below, and no verdict counts them"
         )
+    if not plan.sealed:
+        found.append("plan.json has no seal (an earlier version wrote it): whether it was edited since is not known")
     dropped = [f"{arm.name} {arm.note}" for arm in plan.arms if arm.seeds == 0]
     if plan.screen is not None:
         found.append("; ".join(dropped) or "the screening round has dropped no arm so far")

@@ -8,7 +8,8 @@ that a plan of one or two lacks for the one look that it has, after three.
 
 import datetime
 import fcntl
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,16 @@ from typing import Any
 from halfbyte.inputs import check_whole, no_follow, read_json, write_json
 from halfbyte.inputs.programs import only_named
 from halfbyte.train import LogConfig, TrainConfig, jsonconfig, phases
+from halfbyte.train.identity import text_hash
 
 from .arms import BASELINE, CANDIDATE, Arm
 from .margin import Margin, parse_margin
 from .pairing import unlike
 from .statistics import FEWEST_SEEDS, spending
 
-FILE, LOCK = "plan.json", ".lock"
-VERSION = 2
-READ = (1, 2)  # version 1 had no looks
+FILE, LOCK, SEAL = "plan.json", ".lock", "seal"
+VERSION, UNSEALED = 3, 2
+READ = (1, UNSEALED, VERSION)  # version 1 had no looks
 OUTCOME = "validation loss after the last step, nats a token, each arm under its own forward recipe"
 
 
@@ -41,7 +43,7 @@ class Screen:
 @dataclass(frozen=True)
 class Plan:
     """What will be run and how it will be judged: after each number of seeds in `looks`; if none are given, once after
-    all of them, and never before FEWEST_SEEDS."""
+    all of them, and never before FEWEST_SEEDS. Not `sealed`: of a version that did not notice edits."""
 
     base: TrainConfig
     arms: tuple[Arm, ...]
@@ -51,6 +53,7 @@ class Plan:
     command: str = ""
     looks: tuple[int, ...] = ()
     screen: Screen | None = None
+    sealed: bool = True
 
     def __post_init__(self) -> None:
         names = [arm.name for arm in self.arms]
@@ -117,7 +120,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "version": VERSION,
+            "version": VERSION if self.sealed else UNSEALED,
             "written": self.written,
             "command": self.command,
             "outcome": OUTCOME,
@@ -150,15 +153,18 @@ def plan_from_json(found: Any, where: str) -> Plan:
         raise ValueError(
             f"{where} is damaged: {type(error).__name__} {error}; begin anew in another directory"
         ) from None
-    return Plan(base, arms, seeds, margin, found.get("written", ""), found.get("command", ""), looks, screen)
+    words, sealed = (found.get("written", ""), found.get("command", "")), found["version"] > UNSEALED
+    return Plan(base, arms, seeds, margin, *words, looks, screen, sealed)
 
 
 def load_plan(directory: Path) -> Plan | None:
-    """The plan of a parity directory, None if it has none."""
+    """The plan of a parity directory, None if it has none. ValueError if it is not as it was written."""
     path = directory / FILE
     if not path.is_file():
         return None
     found = read_json(path)
+    if isinstance(found, dict) and (found.get("version") == VERSION or SEAL in found):
+        _check_seal(found, path)
     with only_named():
         return plan_from_json(found, str(path))
 
@@ -183,8 +189,22 @@ def settle(directory: Path, plan: Plan) -> Plan:
 
 
 def _write(directory: Path, plan: Plan) -> Plan:
-    write_json(directory / FILE, plan.to_json())
+    made = plan.to_json()
+    write_json(directory / FILE, made | {SEAL: _seal(made)} if plan.sealed else made)
     return plan
+
+
+def _check_seal(found: Mapping[str, Any], path: Path) -> None:
+    if found.get(SEAL) != _seal(found):
+        raise ValueError(
+            f"{path} was changed after it was written: it does not match its seal, and nobody knows what was planned "
+            "before the first step. Restore it from a copy, or begin anew with another --out"
+        )
+
+
+def _seal(made: Mapping[str, Any]) -> str:
+    """Over all else that a plan says, however it is indented."""
+    return text_hash(json.dumps({name: value for name, value in made.items() if name != SEAL}, sort_keys=True))
 
 
 def refuse_changes(directory: Path, stored: Plan, plan: Plan) -> None:

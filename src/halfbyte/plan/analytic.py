@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 from halfbyte import models
+from halfbyte.bench.load import even_load, pairs_of
 from halfbyte.bench.operand_traffic import compulsory_bytes
 from halfbyte.sharding import parse_mesh
 from halfbyte.sharding.mesh import whole_sizes
@@ -19,7 +20,6 @@ from halfbyte.train.oscillation import first_step, looked_at
 
 from .cluster import Cluster, crossing, span
 from .linears import LinearGemm
-from .load import even_load, pairs_of
 from .rates import GROUPED
 from .schedule import Event
 

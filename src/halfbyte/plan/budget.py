@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from halfbyte.devices.table import WATTS
 from halfbyte.inputs import read_json
 from halfbyte.parity.arms import BASELINE
 from halfbyte.recipe import recipe
@@ -12,9 +13,6 @@ from halfbyte.train import TrainConfig
 
 from .outcome import Outcome
 
-WATTS = {"h100": 700, "h200": 700, "b200": 1000, "gb200": 1200, "gb300": 1400}
-"""The limit of one GPU, as sold (the device table's descriptions and NVIDIA's datasheets). Hosts and cooling are not in
-it."""
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 DAY = 86_400
 
@@ -28,11 +26,10 @@ def tokens_of(text: str) -> float:
 
 
 def budget(found: Outcome, *, tokens: float, price: float, overhead: float | None = None) -> dict[str, Any]:
-    """Days, cost and energy to `tokens`, and `overhead` (a part of them, where it is known) more; None where a figure
-    is missing."""
+    """Days, cost (None without a price) and energy to `tokens`, and `overhead` (a part of them, where it is known)
+    more."""
     tokens *= 1 + (overhead or 0.0)
     seconds = tokens / (found.tokens / found.shared.seconds) / found.on.count
-    watts = WATTS.get(found.on.device.name)
     cost = seconds / 3600 * found.on.count * price if price else None
     return {
         "tokens": tokens,
@@ -40,7 +37,7 @@ def budget(found: Outcome, *, tokens: float, price: float, overhead: float | Non
         "days": seconds / DAY,
         "cost": cost,
         "percent_of_step_time_is_worth": cost / 100 if cost else None,
-        "megawatt_hours_at_most": seconds / 3600 * found.on.count * watts / 1e6 if watts else None,
+        "megawatt_hours_at_most": seconds / 3600 * found.on.count * WATTS[found.on.device.name] / 1e6,
     }
 
 

@@ -45,7 +45,7 @@ class LinearGemm:
     @property
     def filling(self) -> int:
         """FLOPs of a step and device that only fill tiles of a library's block-scaled GEMMs up."""
-        if not self.native or self.experts:  # of experts `load.even_load` says how full tiles are
+        if not self.native or self.experts:  # of experts `bench.load` says how full tiles are
             return 0
         left, right, summed = self.sizes
         whole = (left + -left % TILE) * (right + -right % TILE)

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from halfbyte import models
+from halfbyte.bench.load import even_load
 from halfbyte.recipe import recipe
 from halfbyte.sharding import parse_mesh
 from halfbyte.train import TrainConfig
 
 from .calibration import BAND, FITTED, ZEROS, is_blackwell, residual
 from .cluster import Cluster, batch_shards
-from .load import even_load
 from .rates import GROUPED, Rates
 from .reading import Reading
 from .schedule import Event, walk
@@ -91,7 +91,13 @@ def outcome(config: TrainConfig, on: Cluster, found: Reading, *, assumed: Sequen
 def problems(found: Outcome) -> Iterator[str]:
     """What is wrong with the program, or does not fit."""
     read = found.reading
-    multiplied = (read.gemm_flops - read.filling_flops) / read.needed_flops
+    if not found.fits:
+        yield does_not_fit(found)
+    remade = read.remade_flops / read.needed_flops
+    multiplied = (read.gemm_flops - read.filling_flops) / read.needed_flops - remade
+    if found.fits and remade > EXCESS - 1:
+        knob = "" if found.config.remat == "full" else "--remat full, or "
+        yield f"for want of memory XLA multiplies {remade:.0%} of the FLOPs again; take {knob}a smaller --batch"
     if multiplied > EXCESS:
         where = found.config.mesh or "one device"
         yield (
@@ -100,8 +106,6 @@ def problems(found: Outcome) -> Iterator[str]:
         )
     if read.native != read.native_expected:
         yield f"{read.native} FP4 GEMMs a step run natively, and the manifest says {read.native_expected}"
-    if not found.fits:
-        yield does_not_fit(found)
 
 
 def does_not_fit(found: Outcome) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from halfbyte import bench, models, ops
+from halfbyte.bench.load import even_load
 from halfbyte.bench.operand_traffic import compulsory_bytes
 from halfbyte.bench.placement import AGAIN, EXPERTS
 from halfbyte.devices import target_cudnn, topology
@@ -27,7 +28,6 @@ from halfbyte.train.step import compiler_options
 from . import analytic
 from .cluster import Cluster, crossing
 from .linears import fp4_calls, linear_gemms
-from .load import even_load
 from .schedule import Event, from_json, schedule, walk
 
 NATIVE = ("block-scaled", "mosaic")  # who multiplies codes as they are: a library, or our kernel of experts
@@ -56,8 +56,18 @@ class Reading:
     @property
     def gemm_flops(self) -> float:
         """Multiplied by the linears' GEMMs in a step."""
-        linears = ((e, times) for e, times in walk(self.events) if e.what == "gemm" and e.purpose != "attention")
-        return sum(times * each.flops for each, times in linears)
+        return sum(times * each.flops for each, times in self._linears())
+
+    @property
+    def remade_flops(self) -> float:
+        """Of these, what XLA multiplies again for want of memory: all but the first of an instruction's copies, which
+        it names so."""
+        first: dict[str, str] = {}
+        remade = lambda name: first.setdefault(name.partition(".remat")[0], name) != name  # noqa: E731
+        return sum(times * each.flops for each, times in self._linears() if remade(each.name))
+
+    def _linears(self) -> Iterator[tuple[Event, int]]:
+        return ((e, times) for e, times in walk(self.events) if e.what == "gemm" and e.purpose != "attention")
 
     @property
     def operand_bytes(self) -> float:

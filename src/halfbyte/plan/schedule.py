@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from halfbyte.bench.load import NONE, Load
 from halfbyte.program import Collective, Instruction, Launch, Program, Unreadable, category, collectives, move_of
 from halfbyte.program.attention import BACKWARD, attention_of
 from halfbyte.program.categories import OWN_KERNEL
@@ -18,7 +19,6 @@ from halfbyte.program.schedule import CALLS, NOTHING
 from halfbyte.program.traffic import bytes_of
 
 from .cluster import span
-from .load import NONE, Load
 from .rates import GROUPED
 
 PURPOSES = (

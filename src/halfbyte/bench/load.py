@@ -1,16 +1,18 @@
 """How many rows the experts of a device multiply: a program has room for any routing, and passes over what is empty.
 
-No program says it, so a plan counts an even load: every expert has as many rows as any other, and its last tile is half
+No program says it, so an even load is counted: every expert has as many rows as any other, and its last tile is half
 full on average.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from halfbyte.ops.tiles import LARGEST
+from halfbyte.devices import Device
+from halfbyte.models.config import EXPERT_SITES
+from halfbyte.ops.tiles import LARGEST, tile_rows
 from halfbyte.program import Gemm, Instruction, Program, Unreadable
 from halfbyte.program.schedule import trips
-from halfbyte.train import TrainConfig
+from halfbyte.train import TrainConfig, phases
 
 ROOM = "models/experts"  # where a program for few rows and one for all are asked for
 LOOPS = ("ops/grouped_linear", ROOM)  # where loops over the tiles that are used are written
@@ -24,6 +26,8 @@ class Load:
     """That tokens have."""
     rows: float
     """In whole tiles."""
+    tile: int = LARGEST
+    """Rows of one."""
 
     @property
     def filled(self) -> float:
@@ -33,11 +37,15 @@ class Load:
     @property
     def tiles(self) -> int:
         """That have rows."""
-        return round(self.rows / LARGEST)
+        return round(self.rows / self.tile)
 
     def share(self, gemm: Gemm) -> float:
         """Of a GEMM's FLOPs: 1 for one that is not of experts."""
         return min(self.rows / gemm.rows, 1.0) if gemm.rows else 1.0
+
+    def flops(self, gemm: Gemm) -> int:
+        """Of a GEMM in a step."""
+        return round(self.share(gemm) * gemm.flops)
 
     def unread(self, gemm: Gemm) -> float:
         """Bytes of a GEMM's operands that lie in tiles without rows."""
@@ -71,9 +79,15 @@ def pairs_of(config: TrainConfig) -> int:
     return config.batch // config.accumulate * config.seq * config.model.experts_per_token
 
 
-def even_load(config: TrainConfig, devices: int) -> Load:
-    """That of `config` on so many devices, which share its experts."""
+def even_load(config: TrainConfig, devices: int, device: Device | None = None) -> Load:
+    """That of `config` on so many devices, which share its experts: GPUs, or `device`, whose tiles may be smaller; the
+    largest, where layers differ.
+    """
     if not config.model.experts:
         return NONE
-    pairs, filled = pairs_of(config), config.model.experts * (LARGEST - 1) / 2
-    return Load(pairs / devices, (pairs + filled) / devices)
+    pairs, experts, tile = pairs_of(config), config.model.experts, LARGEST
+    if device is not None:
+        recipes = (each.recipes for each in phases(config)[0].resolved(config).segments)
+        all_of_them = [found[f"layers/mlp/{name}"] for found in recipes for name in EXPERT_SITES]
+        tile = tile_rows(pairs, experts, all_of_them, device=device)
+    return Load(pairs / devices, (pairs + experts * (tile - 1) / 2) / devices, tile)
