@@ -223,6 +223,19 @@ def test_groups_that_do_not_fit_are_refused_or_nan():
         ops.grouped_qdot(x, w, COUNTS.astype(np.float32), recipe="bf16")
 
 
+def test_groups_that_no_one_can_have_are_no_steps_of_a_kernel(monkeypatch):
+    """A walk that is told of fewer steps than none, or of more than there are rows, may never end."""
+    seen, made = [], tiles.Tiles.of
+    watched = lambda counts, *more: (jax.debug.callback(seen.append, counts), made(counts, *more))[1]  # noqa: E731
+    monkeypatch.setattr(tiles.Tiles, "of", watched)
+    x, w, _ = given()
+    run = jax.jit(lambda groups: ops.grouped_qdot(x, w, groups, recipe="bf16"))
+    y = run(jnp.array([-200, 1, 2**31 - 1, 0, -(2**31), 5], jnp.int32))
+    jax.effects_barrier()
+    assert np.isnan(np.asarray(y, np.float32)).all()
+    assert [each.tolist() for each in seen] == [[0, 1, ROWS, 0, 0, 5]]
+
+
 @pytest.mark.parametrize("device, weight", [("h200", "quantize_weight"), ("gb300", "pack_weight")])
 def test_kernels_make_and_multiply_the_codes_of_each_expert(interpreted, device, weight):
     """As a Hopper or Blackwell GPU runs it, with kernels interpreted: a table of scales, keys and places for tiles and

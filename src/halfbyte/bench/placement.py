@@ -66,7 +66,8 @@ class Placement:
 
 
 def placement(compiled: Any, config: TrainConfig, mesh: Mesh) -> Placement:
-    """How the compiled step of `config` is placed on `mesh`. Raises program.Unreadable where it cannot tell."""
+    """How the compiled step of `config` is placed on `mesh`; of experts, in tiles of the device that is the target now.
+    Raises program.Unreadable where it cannot tell."""
     program, sizes = read(compiled.as_text()), dict(mesh.shape)
     found, load = collectives(program, sizes), even_load(config, mesh.size, ops.target())
     weight = config.model.embed * config.model.mlp // sizes.get("tensor", 1)

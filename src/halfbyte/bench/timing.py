@@ -89,7 +89,7 @@ def measure(
         if compiled is None:
             compiled = compile_step(config, mesh, seq=seq)
             row = dataclasses.replace(row, compile_s=time.perf_counter() - started)
-        load = even_load(config, mesh.size, ops.target())
+        load = even_load(dataclasses.replace(config, seq=seq), mesh.size, ops.target())
         row = _of_program(row, compiled, load, gradients=shard_bytes(abstract_state(config, mesh).params))
         state, batch = create_state(config, mesh), synthetic_batch(config, mesh, seq)
         times, joules, metrics = _time(compiled, state, batch, steps=steps, repeats=repeats, warmup=warmup)

@@ -58,6 +58,10 @@ class GemmTiling:
     width: int = 8
     in_flight: int = 0
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.in_flight < self.stages:
+            raise ValueError(f"in_flight must be from 0 to stages - 1, or no slot is ever free: got {self}")
+
     @property
     def block(self) -> tuple[int, int]:
         """Output tile of one multiprocessor."""

@@ -67,7 +67,7 @@ def _products(
 ) -> jax.Array:
     counts = jnp.asarray(groups, jnp.int32)
     if backend == "auto" and unserved(recipe) is None:
-        y = _tiled(x, w, counts, recipe, key)
+        y = _tiled(x, w, jnp.clip(counts, 0, x.shape[0]), recipe, key)  # a kernel counts its steps by them
     elif isinstance(groups, jax.core.Tracer):
         y = _looped(x, w, counts, recipe, key, backend)
     else:

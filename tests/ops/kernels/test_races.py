@@ -120,6 +120,19 @@ def test_a_slot_that_is_free_while_a_multiplication_reads_it_races(late, monkeyp
     assert product(TILING)[1]
 
 
+def test_more_blocks_than_tiles_and_more_slots_than_steps(late):
+    """The third block has no tile, and the others' steps leave slots that nobody filled."""
+    a, b = integers((M, 2 * 64), (2 * 64, N))
+    one, body = np.ones(1, np.float32), functools.partial(kernels._kernel, tiling=TILING, layout="nn")
+    made, raced = ran(body, (M, N), 3, a, b, one, one)
+    assert np.array_equal(made, (a @ b).astype(made.dtype)) and not raced
+
+
+def test_a_tiling_that_would_wait_for_itself_is_refused():
+    with pytest.raises(ValueError, match="no slot is ever free"):
+        kernels.GemmTiling(stages=2, in_flight=2)
+
+
 @pytest.mark.parametrize("in_flight", [0, 1])
 @pytest.mark.parametrize(("steps", "blocks"), [((5, 0, 0, 3), 1), ((0, 1, 5, 0), 2)])
 def test_tiles_of_experts_have_steps_of_their_own(late, steps, blocks, in_flight):
