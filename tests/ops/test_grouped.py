@@ -226,7 +226,11 @@ def test_groups_that_do_not_fit_are_refused_or_nan():
 def test_groups_that_no_one_can_have_are_no_steps_of_a_kernel(monkeypatch):
     """A walk that is told of fewer steps than none, or of more than there are rows, may never end."""
     seen, made = [], tiles.Tiles.of
-    watched = lambda counts, *more: (jax.debug.callback(seen.append, counts), made(counts, *more))[1]  # noqa: E731
+
+    def watched(counts, *more):
+        jax.debug.callback(seen.append, counts)
+        return made(counts, *more)
+
     monkeypatch.setattr(tiles.Tiles, "of", watched)
     x, w, _ = given()
     run = jax.jit(lambda groups: ops.grouped_qdot(x, w, groups, recipe="bf16"))

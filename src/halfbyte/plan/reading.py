@@ -63,8 +63,8 @@ class Reading:
         """Of these, what XLA multiplies again for want of memory: all but the first of an instruction's copies, which
         it names so."""
         first: dict[str, str] = {}
-        remade = lambda name: first.setdefault(name.partition(".remat")[0], name) != name  # noqa: E731
-        return sum(times * each.flops for each, times in self._linears() if remade(each.name))
+        made = ((first.setdefault(e.name.partition(".remat")[0], e.name), e, times) for e, times in self._linears())
+        return sum(times * each.flops for earliest, each, times in made if earliest != each.name)
 
     def _linears(self) -> Iterator[tuple[Event, int]]:
         return ((e, times) for e, times in walk(self.events) if e.what == "gemm" and e.purpose != "attention")

@@ -98,11 +98,11 @@ def ran(body, shape, blocks, *arrays):
     return made, gpu_callbacks.get_races().races_found
 
 
-def product(tiling):
+def product(tiling, *, steps=STEPS, blocks=1):
     """Whether the product of small integers is right, and whether it raced."""
-    a, b = integers((M, 64 * STEPS), (64 * STEPS, N))
-    one = np.ones(1, np.float32)
-    made, raced = ran(functools.partial(kernels._kernel, tiling=tiling, layout="nn"), (M, N), 1, a, b, one, one)
+    a, b = integers((M, 64 * steps), (64 * steps, N))
+    one, body = np.ones(1, np.float32), functools.partial(kernels._kernel, tiling=tiling, layout="nn")
+    made, raced = ran(body, (M, N), blocks, a, b, one, one)
     return np.array_equal(made, (a @ b).astype(made.dtype)), raced
 
 
@@ -122,10 +122,7 @@ def test_a_slot_that_is_free_while_a_multiplication_reads_it_races(late, monkeyp
 
 def test_more_blocks_than_tiles_and_more_slots_than_steps(late):
     """The third block has no tile, and the others' steps leave slots that nobody filled."""
-    a, b = integers((M, 2 * 64), (2 * 64, N))
-    one, body = np.ones(1, np.float32), functools.partial(kernels._kernel, tiling=TILING, layout="nn")
-    made, raced = ran(body, (M, N), 3, a, b, one, one)
-    assert np.array_equal(made, (a @ b).astype(made.dtype)) and not raced
+    assert product(TILING, steps=2, blocks=3) == (True, False)
 
 
 def test_a_tiling_that_would_wait_for_itself_is_refused():
