@@ -173,7 +173,7 @@ class Program:
 
     def __init__(self, job: Job, rows: Tree, held: Tree, steps: int, options: Mapping[str, Any]):
         self.config, self.count = job.config, len(job.replicas)
-        self.mesh = run_mesh(self.config)
+        self.mesh = run_mesh(self.config, jax.devices()[:1])
         self.resolved = phases(self.config)[0].resolved(self.config)
         self.rows, self.held, self.steps = rows, held, steps
         made = compiler_options(self.config, self.mesh, self.resolved)
@@ -278,11 +278,11 @@ class Records:
 
     def __init__(self, out: Path):
         out.mkdir(parents=True, exist_ok=True)
-        self.out, self.rows, self.file = out, dict[str, np.ndarray](), open(out / "records.jsonl", "a")
+        self.out, self.rows = out, dict[str, np.ndarray]()
 
     def write(self, **fields: Any) -> None:
-        self.file.write(json.dumps({"at": round(time.monotonic() - BEGAN, 2), **fields}) + "\n")
-        self.file.flush()
+        with open(self.out / "records.jsonl", "a") as file:
+            file.write(json.dumps({"at": round(time.monotonic() - BEGAN, 2), **fields}) + "\n")
 
     def keep_rows(self, name: str, sums: np.ndarray) -> None:
         self.rows[name] = sums.astype(np.float32)
@@ -449,8 +449,10 @@ def train(
             sums = {name: np.asarray(evaluate(p, state.seed, program.held), np.float64) for name, p in weights.items()}
             validated = (time.monotonic() - at) / len(weights)
             report(job, records, done, sums, facts, losses, norms, state, rates, time.monotonic() - began)
-    say(f"{job.name}: {len(job.replicas)} runs of {steps} steps in {time.monotonic() - began:.1f} s, "
-        f"{1e3 * (pace or 0):.2f} ms per step, {len(job.replicas) * tokens_of_step / (pace or 1) / 1e6:.2f}M tokens/s")
+    say(
+        f"{job.name}: {len(job.replicas)} runs of {steps} steps in {time.monotonic() - began:.1f} s, "
+        f"{1e3 * (pace or 0):.2f} ms per step, {len(job.replicas) * tokens_of_step / (pace or 1) / 1e6:.2f}M tokens/s"
+    )
 
 
 def report(
@@ -496,7 +498,7 @@ def own_step(job: Job) -> tuple[TrainConfig, Any]:
     """(config, compiled step) of the job's first replica as `halfbyte train` would run it: no vmap, backend auto."""
     first = job.replicas[0].config
     config = replace(first, precision=replace(first.precision, backend="auto"))
-    mesh, resolved = run_mesh(config), phases(config)[0].resolved(config)
+    mesh, resolved = run_mesh(config, jax.devices()[:1]), phases(config)[0].resolved(config)
     with _tracing:
         lowered = jit_train_step(config, resolved, mesh).lower(
             abstract_state(config, mesh), abstract_batch(config, mesh, seq=config.seq)
@@ -513,7 +515,7 @@ def compare(
         say(f"{job.name}: not compared with the library's own step, no time is left")
         return None
     config, step = beside.result()
-    mesh = run_mesh(config)
+    mesh = run_mesh(config, jax.devices()[:1])
     state, losses, times = create_state(config, mesh), [], []
     for number in range(min(steps, len(FIRST[job.name]))):
         index = packed.orders[config.seed][number * config.batch : (number + 1) * config.batch]

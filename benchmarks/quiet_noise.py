@@ -96,8 +96,8 @@ def summarize(records: Sequence[Mapping[str, Any]], rows: Mapping[str, np.ndarra
         readings |= {name: by_seed(last, lambda r, n=name: r["averaged"][n]) for name in last[0]["averaged"]}
         value, freedom = deviation(readings["last"])
         row = {
-            "setup": setup, "recipe": recipe, "job": job, "steps": steps, "tokens": last[0]["tokens"], "runs": len(last),
-            "loss": float(np.mean([r["validation"] for r in last])), "freedom": freedom, "sd": value,
+            "setup": setup, "recipe": recipe, "job": job, "steps": steps, "tokens": last[0]["tokens"],
+            "runs": len(last), "loss": float(np.mean([r["validation"] for r in last])), "freedom": freedom, "sd": value,
             "interval": interval(value, freedom) if freedom else None,
             "detected": {n: detected(value, n) for n in (3, 5, 8)} if freedom else None,
             "skipped": sum(r["skipped"] for r in last),
@@ -138,16 +138,18 @@ def show(table: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]
             print(json.dumps({k: v for k, v in record.items() if k != "folder"}))
     for row in table:
         low, high = row["interval"] or (math.nan, math.nan)
-        print(f"\n{row['setup']} {row['recipe']}, {row['tokens'] / 1e6:.1f}M tokens, {row['runs']} runs: loss {row['loss']:.4f}")
+        others = [f"{name} {r['loss']:.4f} ({r['sd']:.3f}%)" for name, r in row["readings"].items() if name != "last"]
+        print(f"\n{row['setup']} {row['recipe']}, {row['tokens'] / 1e6:.1f}M tokens, {row['runs']} runs, "
+              f"{row['skipped']} steps skipped: loss {row['loss']:.4f}")  # fmt: skip
         print(f"  twins differ by {row['sd']:.3f}% [{low:.3f}, {high:.3f}] ({row['freedom']} degrees of freedom); "
               f"of that by the choice of rows {row.get('rows') or math.nan:.3f}%")  # fmt: skip
         if row["detected"]:
             listed = ", ".join(f"{n} seeds {x:.2f}%" for n, x in row["detected"].items())
             print(f"  detected in 80% of studies: {listed}")
-        averaged = "; ".join(f"{n} {r['loss']:.4f} and {r['sd']:.3f}%" for n, r in row["readings"].items() if n != "last")
-        print(f"  {averaged}")
+        print("  " + ", ".join(others))
         print("  on the way: " + ", ".join(f"{part:g}: {loss:.3f} ({sd:.2f}%)" for part, loss, sd in row["on the way"]))
-        print("  losses: " + "; ".join(f"seed {s}: {', '.join(f'{v:.4f}' for v in x)}" for s, x in row["losses"].items()))
+        for seed, losses in row["losses"].items():
+            print(f"  seed {seed}: " + ", ".join(f"{value:.4f}" for value in losses))
 
 
 def main() -> None:
