@@ -410,6 +410,9 @@ def train(
     program, step, evaluate = ready
     steps, began = job.replicas[0].config.steps, time.monotonic()
     tokens_of_step = job.config.batch * job.config.seq
+    needed, there = steps * job.config.batch, len(packed.tokens)
+    if needed > there:
+        raise ValueError(f"{job.name} reads {needed} rows and one epoch, which is packed, has {there}; shorten the run")
     rates = jnp.asarray(rate_tables(job, program.steps))
     orders = jnp.asarray(np.stack([packed.orders[r.config.seed] for r in job.replicas]).astype(np.int32))
     state = initial(job)
