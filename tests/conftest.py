@@ -149,7 +149,7 @@ def pytest_collection_finish():
     gc.set_threshold(50_000, 20, 100)
 
 
-# Mosaic GPU assembles all kernels of a process for the first target that it meets, so files that compile for Blackwell
+# Mosaic GPU of JAX 0.11 assembles all kernels of a process for its first target, so files that compile for Blackwell
 # run where nothing compiles for Hopper: test_other_targets.py starts a process for each target, with all its files.
 BLACKWELL = {
     "gb200": (
@@ -159,8 +159,14 @@ BLACKWELL = {
         "ops/test_blackwell.py",
         "ops/kernels/test_block_scaled_gemms.py",
     ),
-    "gb300": ("bench/test_405b.py", "bench/test_experts_on_blackwell.py", "ops/kernels/test_blackwell_codes.py"),
+    "gb300": (
+        "bench/test_405b.py",
+        "bench/test_experts_on_blackwell.py",
+        "ops/kernels/test_blackwell_codes.py",
+        "ops/kernels/test_blackwell_norms.py",
+    ),
     "rtx-pro-6000": ("ops/test_workstation.py",),
+    "spark": ("ops/test_spark.py",),
 }
 
 

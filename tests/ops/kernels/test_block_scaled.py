@@ -89,16 +89,14 @@ class Machine:
         self.here, self.block = threading.local(), block
         self.plgpu = SimpleNamespace(
             planar_snake=lambda *given: tuple(map(int, mosaic_gpu.planar_snake(jnp.int32(given[0]), *given[1:]))),
-            nd_loop=self.nd_loop, WarpMesh=lambda **_: None, Layout=mosaic_gpu.Layout, layout_cast=lambda x, _: x,
-            copy_gmem_to_smem=self.fetch, barrier_wait=lambda barrier: barrier.wait(),
+            nd_loop=self.nd_loop, warp_map=lambda body: body(self.here.warp), Layout=mosaic_gpu.Layout,
+            layout_cast=lambda x, _: x, copy_gmem_to_smem=self.fetch, barrier_wait=lambda barrier: barrier.wait(),
             barrier_arrive=lambda barrier: barrier.arrive(), tcgen05_commit_arrive=lambda barrier: barrier.arrive(),
             async_copy_scales_to_tmem=self.scales, tcgen05_mma=self.multiply, wait_load_tmem=lambda: None,
             async_load_tmem=lambda ref: ref.array.copy(), commit_smem=lambda: None, copy_smem_to_gmem=self.send,
             wait_smem_to_gmem=self.sent,
         )  # fmt: skip
-        self.pl = SimpleNamespace(
-            when=when, core_map=lambda _: lambda body: body(), ds=lambda at, size: slice(int(at), int(at) + size)
-        )
+        self.pl = SimpleNamespace(when=when, ds=lambda at, size: slice(int(at), int(at) + size))
         self.lax = SimpleNamespace(
             rem=lambda a, b: int(a) % int(b), div=lambda a, b: int(a) // int(b), fori_loop=fori_loop,
             axis_index=lambda name: getattr(self.here, name),

@@ -89,9 +89,12 @@ def test_what_it_cannot_take_is_said(shape, words):
 
 
 @pytest.mark.cuda_compiler
-@pytest.mark.parametrize("name", ["h200", "b200", "gb300"])
-def test_it_compiles(name):
-    """With x as it is, and where it lies in a stack, of which nothing is copied."""
+def test_it_compiles():
+    check_program("h200")
+
+
+def check_program(name):
+    """Compiles the kernels for the device `name`: over x itself, and over a layer of a stack, which is not copied."""
     like = shapes(topology_of(name))
 
     def both(x, stack, number, scale, carry, *gradients):

@@ -85,8 +85,12 @@ def test_codes_are_refused():
 
 
 @pytest.mark.cuda_compiler
-@pytest.mark.parametrize("name", ["h200", "gb300"])
-def test_it_compiles(name):
+def test_it_compiles():
+    check_program("h200")
+
+
+def check_program(name):
+    """Compiles the quantize passes with the norm in them for the device `name`."""
     like = shapes(topology_of(name))
     key = like(2, 2, dtype=jnp.uint32)
     text = compiled(in_one, name, like(256, 4096), like(4096, dtype=jnp.float32), key)

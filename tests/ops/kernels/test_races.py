@@ -42,36 +42,62 @@ def late(monkeypatch):
     at_once, summed = gpu_callbacks.wgmma, gpu_callbacks.wgmma_accumulator_deref
 
     def issue(**given):
-        issued.setdefault(int(given["thread_id"]), []).append(given)
+        issued.setdefault(thread_of(given), []).append(given)
         return given["token"]
 
     def finish(thread, left):
-        waiting = issued.get(int(thread), [])
+        waiting = issued.get(thread, [])
         while len(waiting) > left:
             noted(waiting[0])
             at_once(**waiting.pop(0))
 
     def read(**given):
-        finish(given["thread_id"], 0)
+        finish(thread_of(given), 0)
         return summed(**given)
+
+    def unfinished(eqn):
+        return eqn.params["n"] if "n" in eqn.params else eqn.invars[0].val
 
     def other(interpreter, eqn, values):
         """Of what the interpreter passes over: a wait."""
         if eqn.primitive is not primitives.wgmma_wait_p:
             return arithmetic(interpreter, eqn, values)
-        wait = functools.partial(finish, left=eqn.params["n"] if "n" in eqn.params else eqn.invars[0].val)
+        wait = lambda thread: finish(int(thread), unfinished(eqn))  # noqa: E731
         callback.io_callback(wait, None, interpreter.thread_id, ordered=True)
         return []
 
-    arithmetic = jaxpr_interpret.JaxprInterpreter._interpret_arithmetic_primitive
+    def waits(interpreter, eqn, token, values):
+        """The same for JAX 0.11 and later, which order callbacks by a token. Replaces the rule of `wait_load_tmem`, a
+        primitive that Hopper does not use.
+        """
+
+        def wait(token, thread):
+            finish(thread, unfinished(eqn))
+            return token
+
+        return callback.io_callback(wait, gpu_callbacks.TOKEN_SHAPE_DTYPE, token, interpreter.thread), []
+
+    interpreter = jaxpr_interpret.JaxprInterpreter
     monkeypatch.setattr(gpu_callbacks, "wgmma", issue)
     monkeypatch.setattr(gpu_callbacks, "wgmma_accumulator_deref", read)
-    monkeypatch.setattr(jaxpr_interpret, "gpu_primitives", Changed(primitives, wgmma_wait_p=None))
-    monkeypatch.setattr(jaxpr_interpret.JaxprInterpreter, "_interpret_arithmetic_primitive", other)
+    if hasattr(interpreter, "_interpret_wait_load_tmem_p"):
+        changed = Changed(primitives, wgmma_wait_p=None, wait_load_tmem_p=primitives.wgmma_wait_p)
+        monkeypatch.setattr(interpreter, "_interpret_wait_load_tmem_p", waits)
+    else:  # JAX 0.10
+        changed, arithmetic = Changed(primitives, wgmma_wait_p=None), interpreter._interpret_arithmetic_primitive
+        monkeypatch.setattr(interpreter, "_interpret_arithmetic_primitive", other)
+    monkeypatch.setattr(jaxpr_interpret, "gpu_primitives", changed)
+
+
+def thread_of(given):
+    """Returns the thread of a callback: its number in JAX 0.10, its location in the grid in JAX 0.11 and later."""
+    return int(given["thread_id"]) if "thread_id" in given else given["thread"]
 
 
 def noted(given):
     """The operands of a multiplication as read now by its thread."""
+    if "thread" in given:
+        return noted_by_location(given["thread"], given)
     memory, device, thread = gpu_callbacks._get_shared_memory(), int(given["device_id"]), int(given["thread_id"])
     utils = gpu_callbacks.interpret_utils
     where = utils.GPULoggingInfo(device_id=device, grid_point_coords=(), thread_id=thread, source_info=None)
@@ -83,6 +109,18 @@ def noted(given):
         gpu_callbacks.get_races().check_read(device, thread, clock, key, part, source_info=None)
 
 
+def noted_by_location(thread, given):
+    """The same for JAX 0.11 and later, whose memory has a clock per proxy: WGMMA reads through the asynchronous one."""
+    memory = gpu_callbacks._get_shared_memory()
+    where = gpu_callbacks.memory.GPULoggingInfo(given["mesh_location"], thread, None)
+    for side in "ab":
+        key = gpu_callbacks.HostAllocationKey.from_array(given[f"{side}_allocation_key_as_array"])
+        views = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(given[f"{side}_transforms"]))
+        part = memory.access(key, views)
+        clock = memory.get_buffer_content(key, part, thread, logging_info=where)[2]
+        gpu_callbacks.get_races().check_read(thread, clock.async_smem_clock, key, part, source_info=None)
+
+
 def integers(*shapes):
     random = np.random.default_rng(0)
     return [random.integers(-3, 4, shape).astype(np.float32) for shape in shapes]
@@ -90,9 +128,10 @@ def integers(*shapes):
 
 def ran(body, shape, blocks, *arrays):
     """What one kernel makes of the arrays, and whether it raced."""
+    noting = {"on_race": "warn"} if hasattr(InterpretGPUParams, "on_race") else {}  # JAX 0.12 raises by default
     run = plgpu.kernel(
         body, out_type=jax.ShapeDtypeStruct(shape, jnp.bfloat16), grid=(blocks,), grid_names=("block",), num_threads=3,
-        thread_name="warpgroup", interpret=InterpretGPUParams(detect_races=True),
+        thread_name="warpgroup", interpret=InterpretGPUParams(detect_races=True, **noting),
     )  # fmt: skip
     made = np.asarray(run(*(jnp.asarray(a, jnp.bfloat16 if a.ndim > 1 else a.dtype) for a in arrays)))
     return made, gpu_callbacks.get_races().races_found
