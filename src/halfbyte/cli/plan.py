@@ -100,7 +100,8 @@ def run(args: Args) -> Result:
 
 
 def _check_together(args: Args) -> None:
-    """ValueError for flags that would be given for nothing."""
+    """Raises ValueError for flags that would have no effect, and for a CUDA compiler that is installed in part."""
+    from halfbyte.devices import check_cuda_compiler
     from halfbyte.plan.reading import can_compile
 
     idle = [name for name in ("versus", "tokens", "price", "parity", "csv", "html", "trace") if getattr(args, name)]
@@ -111,6 +112,8 @@ def _check_together(args: Args) -> None:
         raise ValueError(f"search: it compares layouts of one recipe, without --{' and --'.join(idle)}; leave one out")
     if other and not can_compile():
         raise ValueError("xla-flags: nothing is compiled without the CUDA compiler: pip install 'halfbyte[plan]'")
+    if can_compile():
+        check_cuda_compiler()
     if args.price and not args.tokens:
         raise ValueError("price: what a run costs takes its --tokens (15T, 300B)")
 

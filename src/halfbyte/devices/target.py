@@ -8,7 +8,8 @@ specifications by compute capability; openxla/xla h200.txtpb and rtx6000pro.txtp
 import contextlib
 from typing import Any
 
-from halfbyte.devices.platform import CUDA_PLUGINS, any_installed
+from halfbyte.devices.cuda_compiler import check_cuda_compiler
+from halfbyte.devices.lookup import lookup
 from halfbyte.devices.table import Device
 
 # The versions the compiled program is for. Block-scaled GEMMs on SM 10.3 and cuDNN attention need cuDNN >= 9.11. The
@@ -99,13 +100,22 @@ def lowering_for(device: Device) -> contextlib.AbstractContextManager[Any]:
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=described))
 
 
+def lowering_capability() -> tuple[int, int] | None:
+    """Returns the compute capability for which Mosaic GPU lowers kernels now: that of `lowering_for`, else that of this
+    machine's GPU, else None.
+    """
+    import jax
+
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    return lookup(described or jax.local_devices()[0]).capability
+
+
 def topology(device: Device, *, hosts: int, per_host: int) -> Any:
     """A JAX topology of hosts x per_host devices to compile for; `.devices` make a mesh. Needs the extra `plan`."""
     if hosts < 1 or per_host < 1:
         raise ValueError(f"a topology needs at least one host and one device, got hosts={hosts}, per_host={per_host}")
     config = target_config(device)
-    if not any_installed(CUDA_PLUGINS):
-        raise ValueError("compiling for a GPU needs the CUDA compiler plugin; pip install 'halfbyte[plan]'")
+    check_cuda_compiler()
     from jax.experimental import topologies
 
     return topologies.get_topology_desc(platform="cuda", target_config=config, topology=f"1x{hosts}x{per_host}")

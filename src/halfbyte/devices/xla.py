@@ -5,8 +5,6 @@ import mmap
 from importlib.util import find_spec
 from pathlib import Path
 
-GATHERS_AHEAD = ("xla_gpu_pipeline_all_gather", "xla_gpu_enable_pipelined_all_gather")  # renamed in JAX 0.11
-
 
 @functools.cache
 def known_to_xla(flag: str) -> bool:

@@ -28,12 +28,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
+from halfbyte.devices.jax_versions import transpose_ref
 from halfbyte.formats import E2M1, E4M3, unpack, untile_scales
 from halfbyte.formats.bits import round_bfloat16
 from halfbyte.formats.elements import decode
+from halfbyte.kernels.architecture import check_architecture
 from halfbyte.kernels.interpret import is_interpreted
 from halfbyte.kernels.launch import multiprocessors
-from halfbyte.kernels.matmul import Ref, transposed
+from halfbyte.kernels.matmul import Ref
 from halfbyte.later import later
 
 plgpu = later("jax.experimental.pallas.mosaic_gpu")
@@ -126,6 +128,7 @@ def _launch(
     in_tensor_memory = plgpu.TMEM((SIDE, step // BLOCK), jnp.float8_e4m3fn, layout=plgpu.TMEMLayout.SCALES_LAYOUT)
     codes = plgpu.SMEM((stages, SIDE, step), jnp.float4_e2m1fn, transforms=order)
     barrier = functools.partial(plgpu.Barrier, orders_tensor_core=True)
+    check_architecture()
     run = plgpu.kernel(
         functools.partial(_kernel, work_of=work_of, count=count, step=step),
         out_type=shape,
@@ -252,7 +255,7 @@ def _kernel(*refs, work_of, count, step, **room):
             plgpu.tcgen05_mma(
                 into,
                 left,
-                transposed(right, (1, 0)),
+                transpose_ref(right, (1, 0)),
                 consumed.at[slot],
                 a_scale=scales[0],
                 b_scale=scales[1],
@@ -297,10 +300,8 @@ def _kernel(*refs, work_of, count, step, **room):
 
         @pl.when(lax.axis_index("warpgroup") == 0)
         def _():
-            @pl.core_map(plgpu.WarpMesh(axis_name="warp"))
-            def _():
-                warp = lax.axis_index("warp")
-
+            @plgpu.warp_map
+            def _(warp):
                 @pl.when(warp == 0)
                 def _():
                     fetch(work, begun)

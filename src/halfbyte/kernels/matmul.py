@@ -27,7 +27,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
+from halfbyte.devices.jax_versions import transpose_ref
 from halfbyte.kernels import layout as layouts
+from halfbyte.kernels.architecture import check_architecture
 from halfbyte.kernels.interpret import is_interpreted
 from halfbyte.kernels.launch import multiprocessors
 from halfbyte.kernels.scale import GEMM, SIZE
@@ -150,6 +152,7 @@ def matmul(
             raise ValueError(f"{name} must be a scalar or a vector of tensor_scale, ({SIZE},), got shape {scale.shape}")
     if is_interpreted():
         return _through_xla(a, b, _factor(left) * _factor(right), layout, out_dtype)
+    check_architecture()
     run = plgpu.kernel(
         functools.partial(_kernel, tiling=tiling, layout=layout),
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
@@ -284,8 +287,8 @@ def walk(
                         slot = slot_of(before + turn)
                         plgpu.barrier_wait(full.at[slot])
                         tile_a, tile_b = slots_a.at[slot], slots_b.at[slot]
-                        left = transposed(tile_a.at[:, own_m], (1, 0)) if turned_a else tile_a.at[own_m]
-                        right = transposed(tile_b.at[own_n], (1, 0)) if turned_b else tile_b.at[:, own_n]
+                        left = transpose_ref(tile_a.at[:, own_m], (1, 0)) if turned_a else tile_a.at[own_m]
+                        right = transpose_ref(tile_b.at[own_n], (1, 0)) if turned_b else tile_b.at[:, own_n]
                         plgpu.wgmma(sums, left, right)
                         plgpu.wgmma_wait(tiling.in_flight)
 
@@ -332,8 +335,3 @@ def _transforms(columns: int, dtype: DTypeLike, *widths: int) -> tuple[Any, ...]
     while any(width * size % swizzle for width in widths):
         swizzle //= 2
     return plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
-
-
-def transposed(ref: Ref, order: tuple[int, ...]) -> Ref:
-    """A view of a reference with its dims in `order`: a method since JAX 0.11, a function before."""
-    return ref.transpose(order) if hasattr(ref, "transpose") else plgpu.transpose_ref(ref, order)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfbyte.devices.xla import GATHERS_AHEAD, known_to_xla
+from halfbyte.devices.jax_versions import ALL_GATHER_PIPELINING, REDUCE_SCATTER_PIPELINING
+from halfbyte.devices.xla import known_to_xla
 
 GIB = 2**30
 PIPELINING = "COLLECTIVE_PIPELINING_MODE_"
@@ -48,7 +49,7 @@ class Setting:
 # start the next. They are not combined beyond XLA's own sizes. docs/distributed.md has what compiled schedules show.
 SCHEDULED = Setting("xla_gpu_enable_latency_hiding_scheduler", "true", "overlap FSDP gathers with GEMMs")
 WHY_AHEAD = "a layer's weights travel beside the GEMMs of the last"
-AHEAD = Setting(GATHERS_AHEAD[0], "on", WHY_AHEAD, Setting(GATHERS_AHEAD[1], "true", WHY_AHEAD))
+AHEAD = Setting(ALL_GATHER_PIPELINING[0], "on", WHY_AHEAD, Setting(ALL_GATHER_PIPELINING[1], "true", WHY_AHEAD))
 
 
 def under_way(count: int) -> Setting:
@@ -67,8 +68,8 @@ DOUBLED = Setting("xla_gpu_enable_while_loop_double_buffering", "true", "two lay
 # are made last and partly in the open, more of them the larger the model (docs/distributed.md).
 WHY_OWN_TURN = "gradients are not copied into the next turn of the loop"
 OWN_TURN = (
-    Setting("xla_gpu_pipeline_reduce_scatter", "off", WHY_OWN_TURN,
-            Setting("xla_gpu_enable_pipelined_reduce_scatter", "false", WHY_OWN_TURN)),
+    Setting(REDUCE_SCATTER_PIPELINING[0], "off", WHY_OWN_TURN,
+            Setting(REDUCE_SCATTER_PIPELINING[1], "false", WHY_OWN_TURN)),
     Setting("xla_gpu_reduce_scatter_combine_threshold_bytes", "0", "each gradient leaves as soon as it is there"),
     Setting("xla_gpu_memory_limit_slop_factor", "300", "XLA counts a loop's stacks twice, and orders to save memory"),
 )  # fmt: skip

@@ -81,7 +81,7 @@ class Reading:
 
 
 def can_compile() -> bool:
-    """Whether the CUDA compiler plugin is here."""
+    """Returns True if the CUDA compiler plugin is installed; `check_cuda_compiler` asks for `ptxas`, too."""
     return any_installed(CUDA_PLUGINS)
 
 

@@ -17,7 +17,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from halfbyte import models, ops, optim
-from halfbyte.devices import GATHERS_AHEAD, known_to_xla
+from halfbyte.devices import known_to_xla
+from halfbyte.devices.jax_versions import ALL_GATHER_PIPELINING
 from halfbyte.recipe import Resolved, step_key
 from halfbyte.sharding import DEFAULT_RULES, named_sharding
 
@@ -28,7 +29,8 @@ from .scheduling import Scheduling
 from .state import TrainState, abstract_state, bit_sum, make_optimizer, watch_weights
 
 Batch = dict[str, jax.Array]
-NOT_AHEAD = dict(zip(GATHERS_AHEAD, ("COLLECTIVE_PIPELINING_MODE_OFF", False), strict=True))  # as options of XLA
+# As compiler options, under the name of each JAX version.
+NOT_AHEAD = dict(zip(ALL_GATHER_PIPELINING, ("COLLECTIVE_PIPELINING_MODE_OFF", False), strict=True))
 UNFILLED = "xla_gpu_enable_dus_accumulator_zero_init_elimination"
 Metrics = dict[str, jax.Array]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]

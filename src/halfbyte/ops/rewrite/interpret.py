@@ -19,8 +19,9 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
+from halfbyte.devices.jax_versions import scan_counts
 from halfbyte.ops.contraction import Rounded, linear, linears, swiglu, weight_first
-from halfbyte.ops.rewrite.origin import aval, open_jaxpr, scan_counts
+from halfbyte.ops.rewrite.origin import aval, open_jaxpr
 from halfbyte.ops.rewrite.plan import JIT, REMAT, Body, Dot, Inner, Split, Step
 from halfbyte.recipe import layer_key, site_key
 
@@ -113,7 +114,7 @@ class Interpreter:
 
     def _scan(self, eqn: JaxprEqn, split: Split, key: Key, values: list[jax.Array]) -> list[jax.Array]:
         params = eqn.params
-        first, carries = scan_counts(eqn)
+        first, carries = scan_counts(params, eqn.invars)
         consts, carry, xs = values[:first], values[first : first + carries], values[first + carries :]
         pieces: dict[int, list[jax.Array]] = {}
         for start, stop, body in reversed(split.segments) if params["reverse"] else split.segments:

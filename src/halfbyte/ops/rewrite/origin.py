@@ -17,6 +17,8 @@ from typing import Any, cast
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from halfbyte.devices.jax_versions import scan_counts
+
 _SAME = {"convert_element_type", "copy", "copy_p", "reduce_precision", "sharding_constraint", "reshard", "name"}
 _SAME |= {"device_put", "stop_gradient", "pvary", "pcast", "optimization_barrier", "mesh_cast"}
 CALLS = ("jit", "pjit", "checkpoint", "remat", "remat2", "closed_call", "core_call", "shard_map")
@@ -185,7 +187,7 @@ _MOVES: dict[str, Callable[[JaxprEqn, Origin], Origin]] = {
 
 
 def _flow_scan(eqn: JaxprEqn, values: list[Value]) -> list[Value]:
-    consts, carries = scan_counts(eqn)
+    consts, carries = scan_counts(eqn.params, eqn.invars)
     inner = scan_inputs(eqn, values)
     outs = flow_body(called_jaxpr(eqn), inner)
     stacked = [value.computed() if isinstance(value, Origin) else value for value in outs[carries:]]
@@ -194,7 +196,7 @@ def _flow_scan(eqn: JaxprEqn, values: list[Value]) -> list[Value]:
 
 def scan_inputs(eqn: JaxprEqn, values: Sequence[Value]) -> list[Value]:
     """The values of the inputs of a scan's body, for all of its iterations: constants, carries, slices."""
-    consts, carries = scan_counts(eqn)
+    consts, carries = scan_counts(eqn.params, eqn.invars)
     slices = [slice_of(value, 0, eqn.params["length"]) for value in values[consts + carries :]]
     head, start = list(values[:consts]), list(values[consts : consts + carries])
 
@@ -248,12 +250,3 @@ def open_jaxpr(value: Jaxpr | ClosedJaxpr) -> Jaxpr:
 
 def _is_jaxpr(value: Any) -> bool:
     return hasattr(open_jaxpr(value), "eqns")
-
-
-def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """(constants, carries): how many of a scan's operands are which; the rest are scanned over."""
-    if "num_consts" in eqn.params:
-        return eqn.params["num_consts"], eqn.params["num_carry"]
-    # JAX 0.11 keeps the three groups as a tree instead of two numbers.
-    consts, carries, _ = eqn.params["ft_in"].update(list(range(len(eqn.invars)))).unpack()
-    return len(list(consts)), len(list(carries))

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import AxisType
 
+from halfbyte.devices.jax_versions import scan_counts
 from halfbyte.ops.activation import SILU
 from halfbyte.ops.contraction import refusal
 from halfbyte.ops.execution import Execution, plan_linear
@@ -32,7 +33,6 @@ from halfbyte.ops.rewrite.origin import (
     loop_carry,
     open_jaxpr,
     read,
-    scan_counts,
     scan_inputs,
     slice_of,
     sub_jaxprs,
@@ -163,7 +163,7 @@ class Planner:
         return _inner(self.body(open_jaxpr(eqn.params["body_jaxpr"]), values[cond_consts:][:body_consts] + carry))
 
     def _scan(self, eqn: JaxprEqn, values: list[Value]) -> Step | None:
-        (consts, carries), length = scan_counts(eqn), eqn.params["length"]
+        (consts, carries), length = scan_counts(eqn.params, eqn.invars), eqn.params["length"]
         xs, inputs = values[consts + carries :], scan_inputs(eqn, values)
         outer, before, sites = self.runs, dict(self.uses), len(self.sites)
         segments = []
