@@ -37,6 +37,10 @@ WITH_MANY_PARAMETERS = [
     "ops.qdot", "train.train",
 ]  # fmt: skip
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
+# The module that knows what differs between JAX versions, and its test.
+OF_VERSIONS = ("src/halfbyte/devices/jax_versions.py", "tests/devices/test_jax_versions.py")
+# Private names that every supported JAX has; without them a cache is off, or an import slower.
+PRIVATE_NAMES = {"inputs/compile_cache.py", "kernels/inline.py"}
 # Folders that only exist on somebody's machine.
 MACHINE_PATH = re.compile(r"/(?:work|root|farm|home/[a-z]\w*|Users/\w+|tmp/bash_jobs)/|file:///")
 
@@ -155,6 +159,59 @@ def uses_of_any(source: Path) -> int:
     return sum(isinstance(node, ast.Name) and node.id == "Any" for tree in trees for node in ast.walk(tree))
 
 
+def roots_of(node: ast.expr) -> set[str]:
+    """The first name of a dotted name such as `jax.core.Jaxpr`; empty for other expressions."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return {node.id} if isinstance(node, ast.Name) else set()
+
+
+def jax_names(tree: ast.Module) -> set[str]:
+    """Names that a module imports from JAX, as it calls them."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {(each.asname or each.name).split(".")[0] for each in node.names if is_jax(each.name)}
+        elif isinstance(node, ast.ImportFrom) and is_jax(node.module or ""):
+            names |= {each.asname or each.name for each in node.names}
+    return names
+
+
+def is_jax(module: str) -> bool:
+    return module.split(".")[0] in ("jax", "jaxlib")
+
+
+def version_comparisons(text: str) -> list[int]:
+    """Lines that compare the version of JAX, or ask `jax_series` for it."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        parts = list(ast.walk(node)) if isinstance(node, ast.Compare | ast.Match) else []
+        versions = [p for p in parts if isinstance(p, ast.Attribute) and p.attr in ("__version__", "__version_info__")]
+        if any(roots_of(version) & {"jax", "jaxlib"} for version in versions) or (
+            isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "jax_series"
+        ):
+            found.append(node.lineno)
+    return found
+
+
+def jax_probes(text: str) -> list[int]:
+    """Lines that try whether JAX has a name: hasattr, getattr with a default, an import whose error is caught."""
+    tree, found = ast.parse(text), []
+    names = jax_names(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            asks = (node.func.id, len(node.args)) in (("hasattr", 2), ("getattr", 3))
+            if asks and roots_of(node.args[0]) & names:
+                found.append(node.lineno)
+        elif isinstance(node, ast.Try):
+            caught = {part.id for each in node.handlers for part in ast.walk(each.type or each)
+                      if isinstance(part, ast.Name)}  # fmt: skip
+            imported = jax_names(ast.Module(node.body, []))
+            if imported and caught & {"ImportError", "ModuleNotFoundError", "AttributeError"}:
+                found.append(node.lineno)
+    return found
+
+
 def vague_names(source: Path) -> list[str]:
     return [name for name in modules(source) if VAGUE_NAMES & set(name.split("."))]
 
@@ -205,6 +262,14 @@ def test_the_way_to_a_kernel_is_typed():
 
 def test_no_vague_module_names():
     assert vague_names(SOURCE) == []
+
+
+def test_one_module_compares_versions_of_jax():
+    files = [file for folder in ("src", "tests", "benchmarks") for file in sorted((ROOT / folder).rglob("*.py"))]
+    texts = {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in files}
+    assert [name for name, text in texts.items() if version_comparisons(text) and name not in OF_VERSIONS] == []
+    probing = {str(file.relative_to(SOURCE)) for file in modules(SOURCE).values() if jax_probes(file.read_text())}
+    assert probing == PRIVATE_NAMES
 
 
 def test_no_machine_paths():
@@ -299,6 +364,26 @@ def test_checker_sees_a_long_signature(tmp_path):
 def test_checker_counts_any(tmp_path):
     text = "from typing import Any\nx: Any = 1\ndef f(a: list[Any]) -> Any: ...\n"
     assert uses_of_any(write_tree(tmp_path, {"ops/a.py": text})) == 3
+
+
+@pytest.mark.parametrize("text", [
+    "import jax\nNEW = jax.__version_info__ >= (0, 11)",
+    "import jaxlib\ndef f():\n    return jaxlib.version.__version__ == '0.10.2'",
+    "from halfbyte.devices.jax_versions import jax_series\nOLD = jax_series() < (0, 11)",
+])  # fmt: skip
+def test_checker_sees_a_version_comparison(text):
+    assert len(version_comparisons(text)) == 1
+
+
+@pytest.mark.parametrize("text, count", [
+    ("import jax\nx = hasattr(jax.core, 'is_constant_dim')", 1),
+    ("from jax.experimental import pallas as pl\nx = getattr(pl, 'core_map', None)", 1),
+    ("try:\n    from jax import shard_map\nexcept ImportError:\n    shard_map = None", 1),
+    ("import jax\nx = hasattr(leaf, 'shape'), getattr(jax.config, 'jax_enable_pgle')", 0),
+    ("try:\n    import ray\nexcept ImportError:\n    ray = None", 0),
+])  # fmt: skip
+def test_checker_sees_a_name_that_jax_may_lack(text, count):
+    assert len(jax_probes(text)) == count
 
 
 def test_checker_sees_a_machine_path(tmp_path):

@@ -2,11 +2,11 @@
 
 import socket
 
-import jax
 import pytest
 
 from halfbyte.cli.train import gpu_settings, parse
 from halfbyte.devices import known_to_xla
+from halfbyte.devices.jax_versions import ALL_GATHER_PIPELINING
 from halfbyte.launch import FLAG_SETS, DistributedConfig, Setting, apply, find_peers, recommended
 from halfbyte.launch.cluster import first_host, under_kubernetes
 from halfbyte.launch.start import _check_port_is_free
@@ -137,8 +137,7 @@ def test_every_recommended_flag_is_known_to_the_installed_xla():
     assert flags
     flags += [setting.name for settings in FLAG_SETS.values() for setting in as_known(settings)]
     assert all(map(known_to_xla, flags))
-    new, old = "xla_gpu_pipeline_all_gather", "xla_gpu_enable_pipelined_all_gather"
-    assert (new in flags, old in flags) == ((True, False) if jax.__version_info__ >= (0, 11) else (False, True))
+    assert len(set(ALL_GATHER_PIPELINING) & set(flags)) == 1  # tests/devices/test_jax_versions.py knows which
     assert not known_to_xla("xla_gpu_no_such_flag_at_all")
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from halfbyte.cli import bench
 from halfbyte.devices import device
+from halfbyte.devices.jax_versions import has_measured_h200_memory
 from halfbyte.plan import BAND, FITTED, ROWS, cluster, fit, outcome, predicted, residual, simulate
 from halfbyte.plan.analytic import step
 from halfbyte.plan.calibration import ZEROS
@@ -96,10 +97,17 @@ def test_steps_of_an_h200_that_nothing_was_fitted_to(name):
 @pytest.mark.cuda_compiler
 @pytest.mark.parametrize("name, count", [("plan_8b16_h200", 1), ("mesh_fsdp4_tensor2_h200", 8)])
 def test_a_compiled_step_of_an_h200_that_nothing_was_fitted_to(name, count):
-    """Whole, and one GPU's part of a mocked mesh, where nothing arrives: docs/plan.md has all of them."""
+    """Whole, and one GPU's part of a mocked mesh, where nothing arrives: docs/plan.md has all of them.
+
+    The memory of an H200 was measured with the program of JAX 0.11. XLA of JAX 0.12 compiles another one for the mesh,
+    which needs 8.6% less and which no H200 has run: the measurement is an upper bound there until it is repeated.
+    """
     measured = next(row for row in evidence(name)["rows"] if row["recipe"] == "bf16")
     on, config = cluster(device("h200"), count), config_of(name, "bf16")
     found = outcome(config, on, compiled(dataclasses.replace(config, mesh=config.mesh or "fsdp=1"), on))
     seconds = found.shared.seconds if count == 1 else found.mocked
     assert 1e3 * seconds == pytest.approx(measured["milliseconds"], rel=0.08)
-    assert found.reading.bytes_needed / 2**30 == pytest.approx(measured["needed_gib"], rel=0.05)
+    needed_gib = found.reading.bytes_needed / 2**30
+    assert needed_gib <= 1.05 * measured["needed_gib"]
+    if has_measured_h200_memory():
+        assert needed_gib >= 0.95 * measured["needed_gib"]
