@@ -13,7 +13,6 @@ from halfbyte.devices.jax_versions import mosaic_keeps_first_architecture
 from halfbyte.devices.target import lowering_capability
 from halfbyte.kernels import architecture
 
-
 ROWS = itertools.count(1024, 128)  # JAX traces a kernel of a new shape anew
 
 
