@@ -6,13 +6,14 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
   $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 VENV   := .venv
 BIN    := $(VENV)/bin
-# -qq: errors only; the two installs say themselves what they do.
-PIP    := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt
-# Other people's models, which ours is tried in; their packages bring more than the models need, so they come alone.
+PIP    := .ci/pip_install.sh $(VENV) --constraint constraints.txt
+# Published models of other projects that the tests run. Their packages list dependencies that the models do not use,
+# so they are installed without dependencies.
 MODELS := gemma google-tunix penzai ordered-set
-# Two workers: compiling is single-threaded, so two tests at a time use two cores; who is done takes
-# half of what the other has left, so neighbours mostly share a worker and its fixtures. make test WORKERS=8 on a larger machine.
+# XLA compiles on one thread, so one worker per core. `worksteal` keeps the tests of a module on one worker, which
+# shares module fixtures. On a larger machine: make test WORKERS=8.
 WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 # Images often set this; without bytecode every start of Halfbyte takes twice as long. It lies in $(VENV) and src.
 unexport PYTHONDONTWRITEBYTECODE
 ARGS   ?=
@@ -21,12 +22,13 @@ GPU    ?= $(if $(wildcard /dev/nvidiactl /dev/nvidia0 /dev/dxg),1,0)
 EXTRA  := $(strip $(if $(filter 1 cuda12,$(GPU)),cuda12,$(filter cuda13 tpu,$(GPU))))
 BASE   := $(VENV)/.base$(if $(EXTRA),-$(EXTRA))$(if $(LOCKED),-locked)
 
-.PHONY: help train test lint docs bench faults soak setup clean wheels
+.PHONY: help train test test-all lint docs bench faults soak setup clean wheels
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train   set up, then train a small Llama in NVFP4 on the embedded corpus (a few minutes on a laptop)"
-	@echo "make test    set up, then run every test that needs no special hardware"
+	@echo "make test    set up, then run the fast tests (about 8 minutes on two cores)"
+	@echo "make test-all  run every test; also installs torch, transformers, lm-eval and the CUDA compiler (about an hour)"
 	@echo "make lint    ruff and mypy"
 	@echo "make docs    the documents as a site, in build/site"
 	@echo "make bench   the benchmarks that run on this machine"
@@ -42,8 +44,12 @@ setup: $(BASE)
 train: $(BASE)
 	$(BIN)/halfbyte train $(ARGS)
 
+# CONTRIBUTING.md says which tests are slow.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: $(VENV)/.test-all
+	$(PYTEST) $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check src tests benchmarks
@@ -84,7 +90,12 @@ $(BASE): pyproject.toml constraints.txt requirements.lock
 	@touch $@
 
 $(VENV)/.test: $(BASE)
-	@echo "adding what the tests need: pytest, the CUDA compiler plugin, torch, transformers and lm-eval (a few minutes, once)"
-	@$(PIP) --editable '.[dev,plan,interop,harness]'
+	@echo "adding what the tests need: pytest, hypothesis, Flax, Equinox, Haiku, Haliax, MkDocs, ruff and mypy (once)"
+	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.test-all: $(VENV)/.test
+	@echo "adding what the slow tests need: torch, transformers, lm-eval and the CUDA compiler (several minutes, once)"
+	@$(PIP) --editable '.[plan,interop,harness]'
 	@$(PIP) --no-deps $(MODELS)
 	@touch $@

@@ -205,13 +205,33 @@ LONGEST = {
 }  # fmt: skip
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest evaluates -m
 def pytest_collection_modifyitems(items):
+    keep_fast_cases(items)
     items.sort(key=lambda item: item.path.name not in LONGEST)
     if not any_installed(CUDA_PLUGINS):
         missing = pytest.mark.skip(reason="needs the CUDA compiler: pip install 'halfbyte[plan]'")
         for item in items:
             if item.get_closest_marker("cuda_compiler"):
                 item.add_marker(missing)
+
+
+def keep_fast_cases(items):
+    """Removes the mark `slow(fast_cases=[...])` from the named cases. A name without a case is an error, so that a
+    renamed case does not leave the fast tier unnoticed."""
+    collected = {}
+    for item in items:
+        for mark in item.own_markers:
+            if mark.name == "slow" and "fast_cases" in mark.kwargs:
+                function = item.nodeid.split("[")[0]
+                _, named = collected.setdefault(function, (set(), set(mark.kwargs["fast_cases"])))
+                collected[function][0].add(item.callspec.id)
+                if item.callspec.id in named:
+                    item.own_markers.remove(mark)
+                break
+    for function, (cases, named) in collected.items():
+        if len(cases) > 1 and named - cases:  # one case: it was selected by its id
+            raise pytest.UsageError(f"{function}: slow(fast_cases={sorted(named - cases)}) names no case of this test")
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 
 
-@pytest.mark.slow
 def test_blackwell(blackwell_files):
     files = [str(HERE / file) for file in blackwell_files]
     run = subprocess.run(

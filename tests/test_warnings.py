@@ -31,6 +31,7 @@ def test_a_deprecated_call_of_ours_is_an_error():
         theirs.old()
 
 
+@pytest.mark.slow
 def test_pytorch_warns_from_c_without_failing_us():
     """As on a CPU without bf16 units; a deprecation of what we call still counts."""
     native = pytest.importorskip("torch", reason="needs the extra `interop`")._C

@@ -50,7 +50,6 @@ def test_a_need_that_does_not_grow_is_followed_in_steps_and_in_whole_units(unit)
     assert all(b <= FARTHEST * a for a, b in itertools.pairwise(tried))
 
 
-@pytest.mark.slow
 def test_the_batch_found_runs_and_the_next_needs_more() -> None:
     mesh = run_mesh(TINY_RUN)
     limit = bytes_needed(fitting.compile_step(dataclasses.replace(TINY_RUN, batch=2 * mesh.size), mesh, seq=SEQ))
@@ -82,6 +81,7 @@ def test_the_command_reports_it(tmp_path, monkeypatch, capsys) -> None:
     assert [(row["remat"], row["batch"], row["limit_gib"]) for row in rows] == [("none", 24, 0.5), ("full", 24, 0.5)]
 
 
+@pytest.mark.slow
 def test_a_negative_memory_is_refused(capsys) -> None:
     assert main(["bench", "demo", "--recipes", "bf16", "--largest-batch", "--memory-gib", "-1"]) == 2
     assert "memory-gib" in capsys.readouterr().err

@@ -37,6 +37,7 @@ def test_ratios_are_to_the_first_set():
     assert found == {("recommended", "bf16", "none"): 1.0, ("none", "bf16", "none"): 1.25}
 
 
+@pytest.mark.slow
 def test_a_set_is_measured_in_a_process_of_its_own_and_may_fail():
     command = [sys.executable, "-c", CHILD, "bench", "demo", "--seq", "32"]
     good, bad = measure_set("recommended", command), measure_set("none", command)

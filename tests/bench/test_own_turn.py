@@ -10,8 +10,9 @@ from eight_gpus import check, compile_for, config_of, kernels_kept, recommended
 
 from halfbyte.devices import device
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 @pytest.mark.cuda_compiler
 def test_a_gradient_that_is_scattered_in_its_own_turn_is_copied_into_no_other(tmp_path, monkeypatch):
     """On eight GB200, where it hides there. By the recommended flags three whole gradients a turn are copied."""

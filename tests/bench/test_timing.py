@@ -31,6 +31,7 @@ def test_gemm_flops_are_counted_by_format() -> None:
     assert gemm_shares(work) == "fp4 10.0%, fp8 10.0%, bf16 70.0%, bf16 by our kernel 10.0%"
 
 
+@pytest.mark.slow
 def test_gemms_of_experts_are_counted_under_an_even_load(quick_compiles, monkeypatch) -> None:
     """On a CPU loops over the tiles that have rows multiply; how many these are no program says. A tile has 16 rows: 64
     pairs for each of 8 experts are too few for larger ones."""
@@ -67,6 +68,7 @@ def test_no_ratio_without_a_baseline_or_a_time() -> None:
     assert bench.compare([row("bf16", 100.0), row("nvfp4", None)])[1].ratio is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe, mixed", [("bf16", False), ("nvfp4", False), ("fp8", True)])
 def test_mfu_is_the_trainers(recipe, mixed, monkeypatch) -> None:
     """Against the peak of the formats that are multiplied: bf16's, emulated nvfp4 too, and between both for fp8."""
@@ -100,6 +102,7 @@ def test_a_backend_that_differs_is_found_and_no_ratio_is_printed(monkeypatch, ca
     assert "carrier DIFFER" in shown and "no ratio is given" in shown and "1.000" not in shown
 
 
+@pytest.mark.slow(fast_cases=["1"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_bench_that_is_stopped_keeps_the_rows_it_has(number, monkeypatch, capfd, tmp_path) -> None:
     """On stdout with --json, and in --out, where also a kill finds them."""
@@ -130,6 +133,7 @@ def test_a_bench_that_is_stopped_before_its_first_row_was_interrupted(monkeypatc
 AGREE = conformance.operands_agree
 
 
+@pytest.mark.slow(fast_cases=["flags6-memory-gib must be 0"])
 @pytest.mark.parametrize("flags, said", [
     (("--unroll", "-2"), "unroll must be 0 (all layers) or more, got -2"),
     (("--steps", "0"), "steps must be 1 or more, got 0"),

@@ -4,6 +4,8 @@ import ast
 import pathlib
 import sys
 
+import pytest
+
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 
 
@@ -14,6 +16,7 @@ def imported(file, known):
     return (names | {node.module for node in nodes if isinstance(node, ast.ImportFrom)}) & known
 
 
+@pytest.mark.slow
 def test_no_circle():
     known = {file.stem for file in BENCHMARKS.glob("*.py")}
     left = {name: imported(BENCHMARKS / f"{name}.py", known) for name in known}

@@ -34,6 +34,7 @@ def writing(tmp_path, until):
         assert writer.wait() == 0
 
 
+@pytest.mark.slow
 def test_readers_get_a_whole_checkpoint_and_speak_of_no_damage(writing, monkeypatch):
     monkeypatch.setattr(beside, "STILL", 3000)  # a writer that stands still while it deletes, on a busy machine
     monkeypatch.setattr(restoring, "MOST_GONE", 3000)  # or one that deletes faster than a slow reader opens
@@ -82,6 +83,7 @@ def test_what_is_read_is_deleted_later(tmp_path):
     store.close()
 
 
+@pytest.mark.slow
 def test_what_was_deleted_is_gone_and_what_lacks_a_file_is_damaged(tmp_path):
     store = filled(tmp_path, steps=(1, 2))
     shutil.rmtree(tmp_path / "1")

@@ -47,11 +47,13 @@ def test_no_checkpoint_is_none(tmp_path):
     assert Checkpoints(tmp_path / "checkpoints").restore_latest(abstract(tree(1))) is None
 
 
+@pytest.mark.slow
 def test_keeps_the_last_and_every_mth(tmp_path):
     store = filled(tmp_path / "checkpoints", steps=(10, 20, 25, 30, 35), keep_last=2, keep_every=20)
     assert store.steps() == [20, 30, 35]
 
 
+@pytest.mark.slow(fast_cases=["False"])
 @pytest.mark.parametrize("room", [True, False])
 def test_what_is_saved_is_what_it_was_although_training_writes_on_it_at_once(tmp_path, monkeypatch, room):
     """From a copy on the device, or, where there is no room for one, after the arrays are off it; said once."""
@@ -70,6 +72,7 @@ def test_what_is_saved_is_what_it_was_although_training_writes_on_it_at_once(tmp
     store.close()
 
 
+@pytest.mark.slow(fast_cases=["1099511627776-64", "1099511627776-1e-9"])
 @pytest.mark.parametrize("free, limit", [(2**40, "64"), (1000, "64"), (2**40, "1e-9")])
 def test_saves_go_through_locked_memory_of_the_host_or_it_is_said_why_not(tmp_path, monkeypatch, free, limit):
     """Taken beside what is done meanwhile, once. A CPU's devices have such memory too."""
@@ -113,6 +116,7 @@ def test_locked_memory_is_taken_from_what_host_and_container_have_free(tmp_path)
     assert aside.free_on_the_host(tmp_path) == 400
 
 
+@pytest.mark.slow
 def test_processes_of_one_host_share_its_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "local_device_count", lambda: 2)
     assert aside.processes_here(tmp_path) == 1
@@ -122,6 +126,7 @@ def test_processes_of_one_host_share_its_memory(tmp_path, monkeypatch):
     assert aside.processes_here(tmp_path) == 2
 
 
+@pytest.mark.slow
 def test_saving_returns_before_anything_is_written(tmp_path, monkeypatch):
     store = Checkpoints(tmp_path / "checkpoints")
     go_on, begin = threading.Event(), store._orbax.save_checkpointables_async
@@ -157,6 +162,7 @@ def test_of_several_processes_one_that_cannot_begin_meets_the_others_all_the_sam
     assert store.close()
 
 
+@pytest.mark.slow(fast_cases=["truncate"])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
 def test_damage_is_named_and_the_older_one_restored(tmp_path, damage):
     filled(tmp_path / "checkpoints").close()
@@ -187,6 +193,7 @@ def test_damage_is_named_and_the_older_one_restored(tmp_path, damage):
     assert store.steps() == [10, 20]
 
 
+@pytest.mark.slow
 def test_a_flip_anywhere_is_refused_or_harmless(tmp_path):
     """Every file of the newest checkpoint, one flipped byte each: never wrong arrays."""
     filled(tmp_path / "checkpoints").close()
@@ -206,6 +213,7 @@ def test_a_flip_anywhere_is_refused_or_harmless(tmp_path):
     assert refusals >= 3
 
 
+@pytest.mark.slow
 def test_all_damaged_is_an_error_not_a_restart(tmp_path):
     filled(tmp_path / "checkpoints").close()
     for step in ("10", "20"):
@@ -228,6 +236,7 @@ def test_wrong_dtype_shape_or_name_is_refused_by_name(tmp_path):
     assert "params/new: checkpoint has nothing" in text
 
 
+@pytest.mark.slow
 def test_one_item_alone(tmp_path):
     store = filled(tmp_path / "checkpoints")
     restored = store.restore_latest({"params": abstract(tree(20)["params"])})
@@ -245,6 +254,7 @@ def test_checksum_sees_every_element_and_order():
     assert checksums({"x": x.reshape(6, 4)})["x"] != words
 
 
+@pytest.mark.slow
 def test_checksum_does_not_depend_on_the_mesh():
     if len(jax.devices()) < 4:
         pytest.skip("needs 4 devices (XLA_FLAGS=--xla_force_host_platform_device_count=4)")

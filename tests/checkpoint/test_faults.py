@@ -40,6 +40,7 @@ def poisoned_tree():
     return items
 
 
+@pytest.mark.slow
 def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
     kept = filled(tmp_path / "checkpoints", steps=(10,))
     with pytest.raises(PoisonedCheckpoint, match=r"3 in params/w"):
@@ -68,6 +69,7 @@ def test_a_poisoned_checkpoint_is_named_and_the_one_before_used(tmp_path):
     assert "3 in params/w" in said[0]
 
 
+@pytest.mark.slow
 def test_threads_and_handles_stay_flat(tmp_path):
     kept = filled(tmp_path / "checkpoints", steps=(1, 2, 3))
     before = threading.active_count(), len(os.listdir("/proc/self/fd"))
@@ -79,6 +81,7 @@ def test_threads_and_handles_stay_flat(tmp_path):
     assert after[1] <= before[1] + 2
 
 
+@pytest.mark.slow
 def test_a_renamed_swapped_or_foreign_checkpoint_is_refused(tmp_path):
     filled(tmp_path / "a" / "checkpoints", run="aaaa").close()
     filled(tmp_path / "b" / "checkpoints", steps=(30,), run="bbbb").close()
@@ -120,6 +123,7 @@ def test_one_read_error_is_not_damage(tmp_path, monkeypatch):
     assert kept.steps() == [10, 20]
 
 
+@pytest.mark.slow(fast_cases=["{"])
 @pytest.mark.parametrize("damaged", ['{"a": {}}', '{"a": null}', '["a"]', '{"a": {"bytes": "1"}}', "{"])
 def test_a_damaged_list_of_files_is_named(tmp_path, damaged):
     """A flip may leave JSON that is no list of ours."""
@@ -162,6 +166,7 @@ os._exit(0)  # Orbax keeps threads that wait ten minutes for the directory that 
 """
 
 
+@pytest.mark.slow
 def test_a_failed_write_leaves_nothing_behind_and_the_next_one_works(tmp_path):
     """A file lies where the save wants its directory: the storage's own error, as on a full disk."""
     command = [sys.executable, "-W", "ignore", "-c", FAILED_WRITE, str(tmp_path), str(Path(__file__).parent)]
@@ -169,6 +174,7 @@ def test_a_failed_write_leaves_nothing_behind_and_the_next_one_works(tmp_path):
     assert ended.stdout.endswith("done\n"), ended.stderr
 
 
+@pytest.mark.slow
 def test_an_array_without_its_file_list_is_still_verified(tmp_path):
     filled(tmp_path / "checkpoints").close()
     victim = biggest_files(tmp_path / "checkpoints" / "20")[0]
@@ -191,6 +197,7 @@ def test_a_closed_event_loop_is_not_printed_and_everything_else_is(monkeypatch):
     assert [str(found.exc_value) for found in passed] == ["another"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["_CHECKPOINT_METADATA", "params/_METADATA", "params/manifest.ocdbt", "a-pipe"])
 def test_a_pipe_in_a_checkpoint_is_named_and_not_waited_for(tmp_path, name):
     filled(tmp_path, steps=(10,)).close()

@@ -70,6 +70,7 @@ def head(s3):
     return json.loads(s3.objects["team/first/head.json"][0])
 
 
+@pytest.mark.slow
 def test_another_machine_goes_on_with_the_same_bytes(s3, machine, until):
     with opened() as mirror:
         checkpoint(mirror.directory, 2)
@@ -133,6 +134,7 @@ def test_a_holder_that_lives_is_left_alone_and_one_that_died_is_followed(s3, mac
         mirror.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("faults", [["refuse"] * 9, ["cut"] * 9, [0.2, "refuse", 0.2, "cut"]])
 def test_faults_lose_nothing(s3, machine, until, faults):
     said = []
@@ -146,6 +148,7 @@ def test_faults_lose_nothing(s3, machine, until, faults):
     assert contents(remote.fetch(URL, say=print)) == contents(mirror.directory)
 
 
+@pytest.mark.slow
 def test_a_store_slower_than_checkpoints_are_made_and_removed_gets_whole_ones(s3, machine):
     mirror, step = opened(), 1
     copied = lambda: {path for path in head(s3)["files"] if path.startswith("checkpoints")}  # noqa: E731
@@ -159,6 +162,7 @@ def test_a_store_slower_than_checkpoints_are_made_and_removed_gets_whole_ones(s3
     mirror.close()
 
 
+@pytest.mark.slow
 def test_with_the_server_gone_the_run_goes_on_and_the_copy_is_tried_again(s3, machine, until):
     said = []
     with opened(said.append) as mirror:
@@ -198,6 +202,7 @@ def process_ends(mirror):
         thread.join()
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_waits_for_no_store_and_a_failed_one_ends_with_its_error(s3, machine, monkeypatch):
     monkeypatch.setattr(remote, "PATIENCE", 600.0)
     interrupted = opened()
@@ -257,6 +262,7 @@ def test_damage_in_the_store_is_named(s3, machine):
         opened()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("url", ["ftp://a/b", "s3://", "gs:///b", "s3://../b"])
 def test_an_address_that_is_no_store_is_refused(url):
     with pytest.raises(ValueError, match="s3://BUCKET/PREFIX"):

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from halfbyte.checkpoint import together
 from halfbyte.launch.supervise import held_port
 
@@ -34,6 +36,7 @@ PROGRAM = """if True:
 """
 
 
+@pytest.mark.slow
 def test_a_save_that_one_process_cannot_write_is_given_up_by_all(tmp_path):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     command = [sys.executable, "-c", PROGRAM]

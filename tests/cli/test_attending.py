@@ -11,7 +11,11 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from halfbyte.cli.attending import SILENCE_S
+
+pytestmark = pytest.mark.slow
 
 STUCK = """if True:
     import contextlib, ctypes, os, sys, threading

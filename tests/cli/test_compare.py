@@ -37,6 +37,7 @@ def runs(tmp_path):
     return base, other
 
 
+@pytest.mark.slow
 def test_numbers(runs, tmp_path, capfd):
     assert main(["compare", *map(str, runs), "--png", str(tmp_path / "out" / "a.png"), "--json"]) == 0
     found = json.loads(capfd.readouterr().out)
@@ -51,12 +52,14 @@ def test_numbers(runs, tmp_path, capfd):
     assert (tmp_path / "out" / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_another_device_is_no_speed_up(runs, capfd):
     (runs[1] / "manifest.json").write_text(json.dumps({"device": "h200"}))
     other = compared(capfd, *runs)["runs"][1]
     assert other["device"] == "h200" and other["speedup"] is other["speedup_90"] is None and other["gap"]
 
 
+@pytest.mark.slow
 def test_what_people_read(runs, tmp_path, capfd):
     assert main(["compare", *map(str, runs), "--png", "", "--last", "10"]) == 0
     out = capfd.readouterr().out
@@ -94,6 +97,7 @@ def test_runs_are_paired_by_seed_and_the_interval_is_over_seeds(seeds, capfd):
     assert arm["gap"]["high"] - arm["gap"]["mean"] == pytest.approx(2.92 * 0.01 / 3**0.5, abs=0.006)
 
 
+@pytest.mark.slow
 def test_two_seeds_have_no_interval_over_seeds(seeds, capfd):
     base, other = seeds
     assert main(["compare", *map(str, (*base[:2], *other[:2])), "--png", ""]) == 0
@@ -106,6 +110,7 @@ def test_a_run_without_a_baseline_of_its_seed_has_no_gap(seeds, capfd):
     assert found["runs"][1]["gap"] is None and "no baseline run has its seed 1" in found["arms"][0]["refusal"]
 
 
+@pytest.mark.slow
 def test_unlike_pairs_are_not_averaged(seeds, tmp_path, capfd):
     base, other = seeds
     wide = make_run(tmp_path / "wide", recipe="mxfp4", gap=0.01, seed=0, batch=16)
@@ -129,6 +134,7 @@ def test_runs_that_were_made_from_other_things_have_no_gap(tmp_path, capfd, fiel
     assert f"made from something else than base: {field}: " in found["runs"][1]["refusal"]
 
 
+@pytest.mark.slow
 def test_a_baseline_of_another_seed_on_other_data_is_refused_by_the_field(tmp_path, capfd):
     arms = [make_run(tmp_path / f"{name}{seed}", recipe=name, gap=0.0, seed=seed)
             for name in ("bf16", "nvfp4") for seed in (0, 1)]  # fmt: skip
@@ -141,6 +147,7 @@ def test_a_baseline_of_another_seed_on_other_data_is_refused_by_the_field(tmp_pa
         assert "made from something else than bf160: data: set 0 against set 1" in found[name]["refusal"]
 
 
+@pytest.mark.slow
 def test_a_speed_up_has_a_spread(tmp_path, capfd):
     times = np.random.default_rng(0).uniform(0.5, 1.5, 12)
     folders = [make_run(tmp_path / name, recipe=name, gap=0.0, steps=12) for name in ("bf16", "nvfp4")]
@@ -152,6 +159,7 @@ def test_a_speed_up_has_a_spread(tmp_path, capfd):
     assert low < 0.9 < 1.1 < high  # noise of 50% a step is no speed-up
 
 
+@pytest.mark.slow
 def test_a_speed_up_of_equal_runs_is_none_in_nine_of_ten_intervals():
     """As wide as it is called: bounds of one run over bounds of the other would hold 1 in 98%."""
     random = np.random.default_rng(0)
@@ -173,6 +181,7 @@ def test_a_diverged_run_is_said_to_be_one(runs, capfd):
     assert "other: 40 steps have a loss that is not finite" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_that_was_trained(tiny_run, tmp_path, capfd):
     assert main(["compare", str(tiny_run), str(tiny_run), "--png", str(tmp_path / "a.png"), "--json"]) == 0
     found = json.loads(capfd.readouterr().out)
@@ -196,6 +205,7 @@ def test_names_tell_runs_apart(tmp_path):
     assert len(set(short_names([a, a]))) == 2
 
 
+@pytest.mark.slow
 def test_evaluations_that_are_none_are_passed_over(runs, capfd):
     for run in runs:
         with open(run / "evaluations.jsonl", "a") as file:

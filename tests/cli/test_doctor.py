@@ -53,6 +53,7 @@ def test_every_gemm_says_who_multiplies_and_who_made_its_operands():
     assert rows["mxfp4"]["gemms"]["wgrad"]["multiplied_by"] == "xla"
 
 
+@pytest.mark.slow
 def test_a_corrupt_vector_exits_3(few_vectors, capfd):
     arrays = dict(np.load(few_vectors))
     arrays["mxfp4/codes"][0, 3, 5] ^= 1

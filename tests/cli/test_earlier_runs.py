@@ -26,6 +26,7 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
+@pytest.mark.slow
 def test_it_resumes_where_its_own_version_would(run, capfd):
     assert main(["train", "--run-dir", str(run), "--steps", "6", "--json"]) == 0
     found = json.loads(capfd.readouterr().out)

@@ -36,6 +36,7 @@ def task_folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_validation_split_gives_the_loss_of_training(tiny_run, capfd):
     measured = next(row for row in reversed(read_rows(tiny_run / "metrics.jsonl")) if "validation_loss" in row)
     code, found, err = evaluate(capfd, tiny_run, "--batch-tokens", 8 * 32)
@@ -83,6 +84,7 @@ def test_every_kind_of_task(tiny_run, task_folder, capfd):
 TASK_HEADS = ("acc_norm", "chance", "nats/token", "bits/byte")
 
 
+@pytest.mark.slow
 def test_a_malformed_task_is_named_before_anything_is_scored(tiny_run, task_folder, capfd):
     (task_folder / "bad.jsonl").write_text(json.dumps(TASKS["piqa.jsonl"]) + '\n{"query": 3}\n')
     before = (tiny_run / "evaluations.jsonl").read_bytes() if (tiny_run / "evaluations.jsonl").exists() else b""
@@ -92,6 +94,7 @@ def test_a_malformed_task_is_named_before_anything_is_scored(tiny_run, task_fold
     assert before == after
 
 
+@pytest.mark.slow(fast_cases=["flags0-fields question, answer are no task"])
 @pytest.mark.parametrize(
     "flags, message",
     [

@@ -22,6 +22,7 @@ YAML = "run: llama-60m\nsteps: 7\noptimizer:\n  learning_rate: 0.5\n"
 JSON = '{"run": "llama-60m", "steps": 7, "optimizer": {"learning_rate": 0.5}}'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, text", [("a.toml", TOML), ("a.yaml", YAML), ("a.yml", YAML), ("a.json", JSON)])
 def test_a_partial_config_in_any_language(tmp_path, name, text):
     (tmp_path / name).write_text(text)
@@ -38,6 +39,7 @@ def test_a_partial_config_is_a_run_for_every_command(tmp_path):
     assert found == dataclasses.replace(run_config("llama-60m"), batch=4)
 
 
+@pytest.mark.slow
 def test_a_partial_config_over_a_named_run_with_another_model(tmp_path):
     (tmp_path / "a.toml").write_text('model = "llama-125m"\nbatch = 2\n')
     made = parse(["llama-60m", "--config", str(tmp_path / "a.toml")]).run
@@ -91,6 +93,23 @@ VALUES |= {"warmup_steps_fraction": "0.1", "learning_rate_final_fraction": "0.1"
 VALUES |= {"opt_type": "muon", "adam_b1": "0.9", "adam_b2": "0.95", "max_target_length": "128", "steps": "500"}
 
 
+@pytest.mark.slow(
+    fast_cases=[
+        "run_name",
+        "base_output_directory",
+        "per_device_batch_size",
+        "remat_policy",
+        "scan_layers",
+        "attention=cudnn_flash_te",
+        "dataset_type=grain",
+        "grain_train_files",
+        "eval_interval",
+        "checkpoint_period",
+        "enable_tensorboard",
+        "skip_first_n_steps_for_profiler",
+        "profiler_steps",
+    ]
+)
 @pytest.mark.parametrize("word", table_keys())
 def test_every_key_of_the_page_has_a_translation_that_parses(word):
     key, equals, _ = word.partition("=")
@@ -137,6 +156,7 @@ def script(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "typed, wanted",
     [

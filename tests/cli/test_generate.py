@@ -25,6 +25,7 @@ def generate(capfd, *flags):
     return code, json.loads(out) if out else {}, err
 
 
+@pytest.mark.slow
 def test_the_run_generates_under_its_own_recipe(tiny_run, capfd):
     code, found, err = generate(capfd, tiny_run, "--prompt", "the union", "--max-tokens", 8)
     assert code == 0 and (found["step"], found["recipe"]) == (4, "nvfp4")
@@ -33,6 +34,7 @@ def test_the_run_generates_under_its_own_recipe(tiny_run, capfd):
     assert "step 4, nvfp4" in err and "the union" in err
 
 
+@pytest.mark.slow
 def test_text_alone_on_stdout_and_the_same_seed_the_same_text(tiny_run, capfd):
     flags = ["generate", str(tiny_run), "--prompt", "a", "--recipe", "bf16", "--temperature", "1", "--top-p", "0.9"]
     assert main([*flags, "--max-tokens", "8", "--seed", "1", "--samples", "2"]) == 0
@@ -43,6 +45,7 @@ def test_text_alone_on_stdout_and_the_same_seed_the_same_text(tiny_run, capfd):
     assert code == 0 and out.startswith("a") and out.endswith(f"a{second['text']}\n") and out.count("\n") >= 2
 
 
+@pytest.mark.slow
 def test_the_prompt_from_a_pipe_and_an_older_checkpoint(tiny_run, capfd, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("of law"))
     code, found, _ = generate(capfd, tiny_run, "--prompt", "-", "--recipe", "bf16", "--step", 2, "--max-tokens", 999)
@@ -101,6 +104,7 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_used(tiny_run, tmp_path
     assert "is damaged" in " ".join(capfd.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_the_data_may_be_gone(tiny_run, tmp_path, capfd, monkeypatch):
     """The run directory holds the tokenizer; the data set is not opened."""
     monkeypatch.setattr("halfbyte.train.source.open_source", lambda config: pytest.fail("opened the data"))

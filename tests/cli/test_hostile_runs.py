@@ -99,6 +99,7 @@ def reseal(run):
     save_identity(run, dataclasses.replace(identity, files=files))
 
 
+@pytest.mark.slow(fast_cases=["False-False"])
 @pytest.mark.parametrize("sealed", [True, False])
 @pytest.mark.parametrize("pinned", [True, False])
 def test_a_recipe_beside_the_run_is_not_executed(run, sealed, pinned, capsys):
@@ -125,6 +126,7 @@ CHUNKS = tensorstore.ChunkLayout(chunk_shape=[1 << 20, 32])
 PLACES = ("tokenizer.json", "data.json", "metrics.jsonl", "run.json", "checkpoints/4/params/manifest.ocdbt")
 
 
+@pytest.mark.slow(fast_cases=["link-data.json", "link-run.json", "link-checkpoints/4/params/manifest.ocdbt"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", ["pipe", "link"])
 def test_pipes_and_links_are_refused_wherever_they_lie(run, place, kind, capsys):
@@ -136,6 +138,7 @@ def test_pipes_and_links_are_refused_wherever_they_lie(run, place, kind, capsys)
     assert "symbolic link" in said if kind == "link" else "neither a file nor a directory" in said
 
 
+@pytest.mark.slow
 def test_other_files_than_the_run_wrote_are_refused(run, capsys):
     """config.json, data.json, two ids of the tokenizer exchanged; then the same in a run that no seal covers."""
     for name, change in {
@@ -177,6 +180,7 @@ def test_a_tokenizer_that_explodes_is_refused_before_it_reads_a_text(run, capsys
     assert "times as long" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_names_cannot_speak_to_the_terminal(run, capsys):
     edit(run, "config.json", lambda values: values["model"].update(name="a\x1b]0;b\x07\x1b[2J"))
     reseal(run)
@@ -194,6 +198,7 @@ def header(entries):
     return len(text).to_bytes(8, "little") + text
 
 
+@pytest.mark.slow
 def test_giants_are_refused(run, capsys):
     """A header of many empty tensors, one that claims more than there is, and a config of two million bytes."""
     (run / "imported.json").write_text("{}")
@@ -254,6 +259,7 @@ def test_arrays_that_are_claimed_and_not_there_are_refused(run, capsys):
     capsys.readouterr()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["data.json", "config.json", "metrics.jsonl"])
 def test_lengths_that_nobody_could_hold_are_refused(run, name, capsys):
     """Rows of a million million tokens, batches of two thousand million rows, a file of metrics that never ends."""
@@ -315,6 +321,7 @@ def test_imported_weights_are_sealed_and_finite(run, tmp_path, capsys):
     assert "too large to be squared" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_came_with_an_imported_model_is_compared_before_it_is_taken_along(run, capsys):
     (run / "huggingface").mkdir()
     for name in ("config.json", "chat_template.jinja"):

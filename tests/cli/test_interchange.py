@@ -66,6 +66,7 @@ def test_all_formats_write_the_same_text(tiny_run, exports, capfd):
         assert tokenizer.decode(made, skip_special_tokens=True) == text
 
 
+@pytest.mark.slow
 def test_import_then_export_is_the_same_folder(exports, tmp_path, capfd):
     code, found, err = command(capfd, "import", exports / "hf", "--out", tmp_path / "run")
     assert code == 0 and found["family"] == "Llama", err
@@ -92,7 +93,6 @@ def test_eval_takes_runs_and_folders_alike(tiny_run, exports, tmp_path, capfd):
     assert code == 2 and "name files to score" in " ".join(err.split())
 
 
-@pytest.mark.slow
 def test_training_goes_on_from_an_import(tiny_run, exports, tmp_path, capfd):
     """The first loss is the imported model's on that batch: as the run's own step 0 under the same weights."""
     config = json.loads((tiny_run / "config.json").read_text())
@@ -143,6 +143,7 @@ def test_what_cannot_start_says_what_to_do(tiny_run, exports, tmp_path, capfd):
     assert code == 2 and (tmp_path / "mine" / "notes.txt").read_text() == "keep"
 
 
+@pytest.mark.slow
 def test_export_warns_where_a_fused_group_differs_and_overwrites_when_told(tiny_run, exports, tmp_path, capfd):
     shutil.copytree(exports / "modelopt", tmp_path / "out")
     code, found, err = command(

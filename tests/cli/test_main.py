@@ -158,6 +158,7 @@ def test_help_does_not_import_jax():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], capture_output=True)
 
 
+@pytest.mark.slow(fast_cases=["--save-every---checkpoint.every"])
 @pytest.mark.parametrize(
     "typed, meant",
     [
@@ -180,6 +181,7 @@ def test_suggestions_fit(typed, meant, capfd):
     assert error.count("halfbyte:") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", ["data prepare", "data sample"])
 def test_suggestions_for_sub_commands(group, capfd):
     name, sub = group.split()
@@ -187,6 +189,7 @@ def test_suggestions_for_sub_commands(group, capfd):
     assert "did you mean" in " ".join(capfd.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_error():
     """`halfbyte recipes | head -1`: nothing on stderr, and the exit code of SIGPIPE."""
     code = "from halfbyte.cli.main import entry; entry()"

@@ -46,6 +46,7 @@ def test_what_a_run_prints_reproduces_it(tiny_run):
     assert parse_flags("generate", generate, found["generate"][0]).run == str(tiny_run)
 
 
+@pytest.mark.slow
 def test_a_run_on_the_embedded_text_is_offered_on_own_text(tmp_path):
     jsonconfig.save(DEMO, tmp_path / "config.json")
     prepare, train = next_steps(DEMO, tmp_path)[-1].commands
@@ -80,6 +81,7 @@ def test_only_what_is_there_is_said_to_be(tiny_run):
     assert len(names) > 3 and all((tiny_run / name).exists() for name in names)
 
 
+@pytest.mark.slow
 def test_a_run_in_bf16_is_offered_in_nvfp4(tmp_path):
     jsonconfig.save(dataclasses.replace(DEMO, recipe="bf16"), tmp_path / "config.json")
     (train, pair), ((_, _, *flags),) = (step.commands for step in next_steps(parse_demo(tmp_path), tmp_path)[:2])
@@ -92,6 +94,7 @@ def parse_demo(folder):
     return parse(["--config", str(folder / "config.json")]).run
 
 
+@pytest.mark.slow
 def test_rules_that_name_their_recipes_are_changed_too(tmp_path):
     """`--recipe bf16` alone would leave them in 4 bits."""
     rules = dataclasses.replace(DEMO, policy="mlp/*=nvfp4; layers[-1:]=bf16")

@@ -1,6 +1,10 @@
 """Runs from Python: the same run that the commands read, loaded, written with and scored."""
 
+import pytest
+
 import halfbyte as hb
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_run_is_loaded_written_with_and_scored(tiny_run, one_device):

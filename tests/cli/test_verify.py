@@ -26,6 +26,7 @@ def run(tiny_run, tmp_path):
     return tmp_path / "run"
 
 
+@pytest.mark.slow
 def test_a_whole_run(run, capsys):
     assert main(["verify", str(run)]) == 0
     text = capsys.readouterr().out
@@ -47,6 +48,7 @@ def test_damage_is_named_and_nothing_is_moved(run, capsys):
     assert not (run / "damaged").exists()
 
 
+@pytest.mark.slow
 def test_checkpoints_from_before_an_allowed_change_are_whole_if_the_newest_is_of_the_config(run, capsys, monkeypatch):
     states = [verify.EARLIER, verify.GOOD]
     found = lambda store, step, opened: verify.Finding("checkpoint", states.pop(0), "")  # noqa: E731
@@ -106,6 +108,7 @@ def test_a_step_that_ends_while_rows_are_read_is_no_damage(tmp_path, monkeypatch
     assert check_metrics(tmp_path).state == "NOT WHOLE"  # the row of checkpoint 3 is still not there
 
 
+@pytest.mark.slow
 def test_a_giant_of_metrics_takes_no_memory(tmp_path):
     with open(tmp_path / "metrics.jsonl", "wb") as file:
         file.truncate(1 << 28)

@@ -59,6 +59,7 @@ def test_a_card_that_is_right_is_believed_and_remembered(here, monkeypatch):
     assert ask_card(said.append) is None and choose("auto", PROBLEM).name == "native"
 
 
+@pytest.mark.slow(fast_cases=["zero gradients"])
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_card_that_is_wrong_is_emulated_and_says_why(here, monkeypatch, tmp_path, kind):
     said = []

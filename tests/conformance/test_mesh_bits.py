@@ -1,13 +1,11 @@
 """Oracle: the definition on one device. What must be found: a part that does not know where it lies."""
 
 import jax
-import pytest
 
 from halfbyte.conformance import definition, mesh_bits
 from halfbyte.recipe import recipe
 
 
-@pytest.mark.slow
 def test_a_cut_tensor_gives_the_operands_of_one_device(quick_compiles, monkeypatch):
     chosen, devices, made = recipe("nvfp4"), jax.devices("cpu")[:2], []
 

@@ -15,6 +15,7 @@ from halfbyte.conformance import (
 from halfbyte.recipe import recipe
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compiles")
 def test_native_self_test_passes_and_fails(monkeypatch):
     """First a backend that agrees, then one whose gradients are all zero."""
@@ -31,6 +32,7 @@ def test_native_self_test_passes_and_fails(monkeypatch):
         native_gemms_agree(recipe("nvfp4"), candidate="native")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compiles")
 def test_experts_are_compared_with_a_loop_of_carriers(monkeypatch):
     """On a GPU with a grouped kernel that one, here XLA's loop of tiles; then one that moves a row to another expert,

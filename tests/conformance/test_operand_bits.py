@@ -19,6 +19,7 @@ from halfbyte.ops.passes import XLA, Passes
 from halfbyte.recipe import recipe
 
 
+@pytest.mark.slow
 def test_operands_of_every_backend_here_equal_the_definition() -> None:
     found = operands_agree(recipe("nvfp4"), tokens=32, features=128)
     assert {"reference", "carrier"} <= set(found) and all(found.values())
@@ -31,6 +32,7 @@ class BrokenWeight(Passes):
         return super().weight(w * 1.01, wanted, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_code")
 def test_a_wrong_weight_is_found_and_counted() -> None:
     x, dy, w = (jax.random.normal(jax.random.key(i), (32, 128), jnp.float32) for i in range(3))
@@ -40,6 +42,7 @@ def test_a_wrong_weight_is_found_and_counted() -> None:
     assert differing(recipe("fp8"), XLA, BrokenWeight(), x, dy, w, right) >= 2  # at least both scales
 
 
+@pytest.mark.slow
 def test_scales_of_rows_are_compared_row_by_row() -> None:
     right = Carrier(jnp.ones((4, 16)), jnp.arange(4.0), recipe("nvfp4_row").fprop_x)
     assert distance(right, right) == 0
@@ -52,6 +55,7 @@ def interpreted(quick_code):
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4_4over6_mse", "halfbyte"])
 def test_kernels_of_weights_are_compared_as_multiplied_and_as_they_travel(name) -> None:
@@ -71,6 +75,7 @@ class OfAnotherNorm(FusedPasses):
         return super().quantize_normed(dataclasses.replace(h, scale=h.scale[::-1]), requests, shape)
 
 
+@pytest.mark.slow(fast_cases=["passes0"])
 @pytest.mark.parametrize("passes", [FusedPasses(), OfAnotherNorm(), XLA])
 @pytest.mark.usefixtures("interpreted")
 def test_operands_that_passes_norm_themselves_are_those_of_the_norm(passes) -> None:
@@ -86,6 +91,7 @@ class InTheWrongLayer(FusedPasses):
         return made, tuple(layer.stack for layer in into)
 
 
+@pytest.mark.slow(fast_cases=["passes1"])
 @pytest.mark.parametrize("passes", [FusedPasses(), InTheWrongLayer()])
 @pytest.mark.usefixtures("interpreted")
 def test_a_run_asks_whether_layers_are_kept_as_they_are(monkeypatch, passes) -> None:
@@ -107,6 +113,7 @@ def test_an_activation_that_kernels_do_not_hold_is_not_asked_about(monkeypatch) 
     assert not check_stacks([recipe("nvfp4")] * 3, "fused", other, tokens=32, features=128)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 def test_layers_of_a_stack_are_read_as_arrays_are_and_a_wrong_layer_is_found(monkeypatch) -> None:
     """Above `check_stacks` has found no difference in the same program."""

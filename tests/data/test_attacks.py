@@ -40,6 +40,7 @@ def text(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_more_shards_than_file_handles(tmp_path):
     """784 shards and more, at most 256 handles: verified, read at random, loaded."""
     path = tmp_path / "a.jsonl"
@@ -165,6 +166,7 @@ def on_a_terminal(*words):
     return done.wait(), shown
 
 
+@pytest.mark.slow
 def test_a_source_that_is_markup_or_a_command_to_the_terminal(tmp_path):
     """A name that would clear the screen, set the title, or be a tag: shown as text, spelled out."""
     evil = "[/bold][red]x\x1b[2J\x1b]0;owned\x07\x9b31m"
@@ -180,6 +182,7 @@ def test_a_source_that_is_markup_or_a_command_to_the_terminal(tmp_path):
     assert b"\x1b[2J" not in shown and rb"\x1b[2J" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [["--seed", "-1"], ["--rows", "0"], ["--rows", "-3"]])
 def test_samples_out_of_range(prepared, capfd, flags):
     assert main(["data", "sample", str(prepared), *flags]) == 2

@@ -88,6 +88,7 @@ STANDS_STILL = """if True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_preparation_leaves_nothing(tmp_path, number):
     (tmp_path / "a.txt").write_bytes(b"words and words, line after line\n" * 1000)

@@ -41,6 +41,7 @@ def test_an_intact_set_opens(prepared):
     assert dataset.sources("validation") == ("default", "laws", "news")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [0, 0.3, 0.5, 0.99])
 def test_a_flipped_bit_anywhere(copy, where):
     path = copy / SHARD

@@ -29,6 +29,7 @@ def demo(cache):
     return demo_dataset(cache)
 
 
+@pytest.mark.slow
 def test_training_again_gives_the_committed_tokenizer():
     train, _, tokenizer = demo_files()
     assert train_bpe(texts(train), 1024).text == tokenizer.read_text(encoding="utf-8")
@@ -48,6 +49,7 @@ def test_text_survives_the_tokenizer(demo):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+@pytest.mark.slow
 def test_it_is_prepared_once_for_each_length(cache, demo):
     stamp = (demo.directory / "manifest.json").stat().st_mtime_ns
     assert demo_dataset(cache).directory == demo.directory
@@ -76,6 +78,7 @@ def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
     assert user_cache() == tmp_path / "b" / "halfbyte"
 
 
+@pytest.mark.slow
 def test_processes_that_race_all_get_it(tmp_path):
     program = "import sys; from halfbyte.data import demo_dataset; print(demo_dataset(sys.argv[1]).num_rows('train'))"
     racers = [
@@ -87,11 +90,13 @@ def test_processes_that_race_all_get_it(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1  # one data set, no leftovers
 
 
+@pytest.mark.slow
 def test_baselines_of_the_demo(demo):
     """Pinned to two decimals: the bar that a model trained on the demo is held to."""
     assert ngram_baselines(demo) == pytest.approx({"unigram": 5.953, "bigram": 4.163}, abs=0.005)
 
 
+@pytest.mark.slow
 def test_the_room_stays_clear_of_jax():
     program = "import sys, halfbyte.data; sys.exit('jax' in sys.modules or 'grain' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -58,6 +58,7 @@ def test_batches_have_the_promised_shape(make):
     assert batch["targets"].min() >= -1
 
 
+@pytest.mark.slow(fast_cases=["synthetic-4"])
 @pytest.mark.parametrize("hosts", [2, 4])
 def test_global_batches_are_the_same_on_any_number_of_hosts(make, hosts):
     alone = take(make(), 30)
@@ -66,6 +67,7 @@ def test_global_batches_are_the_same_on_any_number_of_hosts(make, hosts):
         assert_same(a, joined(list(parts)))
 
 
+@pytest.mark.slow(fast_cases=["synthetic-0", "synthetic-1000"])
 @pytest.mark.parametrize("index", [0, 1, 13, 1000])
 def test_resumes_anywhere_on_another_number_of_hosts(make, index):
     alone = make()
@@ -78,6 +80,7 @@ def test_resumes_anywhere_on_another_number_of_hosts(make, index):
         assert_same(a, joined([next(one) for one in hosts]))
 
 
+@pytest.mark.slow
 def test_state_is_the_number_of_batches_taken_whatever_was_read_ahead(make):
     source = make(prefetch=16)
     assert source.get_state() == {"next_index": 0}
@@ -90,6 +93,7 @@ def test_state_is_the_number_of_batches_taken_whatever_was_read_ahead(make):
     assert_same(next(fresh), batches[6])
 
 
+@pytest.mark.slow
 def test_seeds_differ_and_one_seed_repeats(make):
     assert_same(next(make(seed=3)), next(make(seed=3)))
     assert not np.array_equal(next(make(seed=3))["tokens"], next(make(seed=4))["tokens"])
@@ -112,6 +116,7 @@ def test_an_epoch_holds_every_row_once_and_epochs_differ(dataset):
     assert seen[:count].tolist() != rows["tokens"][:, :-1].tolist()
 
 
+@pytest.mark.slow
 def test_a_mixture_is_drawn_in_proportion(mixture):
     rows = [{row.tobytes() for row in d.read_rows("train")["tokens"][:, :-1]} for d in mixture.datasets]
     drawn = joined(take(loader(mixture, batch=BATCH), 125))["tokens"].astype("<u2")
@@ -125,6 +130,7 @@ def test_a_set_smaller_than_a_batch_can_be_part_of_a_mixture(mixture):
     assert len(next(loader(mixture, batch=small + 1))["tokens"]) == small + 1
 
 
+@pytest.mark.slow
 def test_rows_read_by_many_threads_are_the_rows(dataset):
     rows = dataset.rows("train")
     order = np.random.default_rng(0).integers(0, len(rows), 3000).tolist()
@@ -158,6 +164,7 @@ def test_validation_counts_every_target_on_any_number_of_hosts(mixture):
     assert validation_sources(mixture) == ("default", "laws", "news", "more")
 
 
+@pytest.mark.slow
 def test_fewer_batches_can_be_asked_for(make, dataset):
     assert len(list(loader(dataset, batch=BATCH, split="validation", max_batches=1))) == 1
     assert len(list(loader(dataset, batch=BATCH, max_batches=3))) == 3
@@ -205,6 +212,7 @@ def test_no_validation_says_how_to_get_one(corpus, tmp_path):
         loader(open_dataset(out), batch=2, split="validation")
 
 
+@pytest.mark.slow
 def test_waiting_is_measured_and_hidden_when_the_step_is_longer(dataset):
     source = loader(dataset, batch=BATCH, prefetch=4)
     next(source)

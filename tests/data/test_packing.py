@@ -1,6 +1,7 @@
 """Packing. Property: rows, unpacked and joined, are the documents; a batch follows from its rows token by token."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ def pack(documents: list[list[int]], seq_len: int, *, at_once: int = 1, source: 
     return np.concatenate([*parts, packer.finish()])
 
 
+@pytest.mark.slow
 @given(documents_and_width)
 def test_rows_joined_are_the_documents_in_order(case):
     documents, seq_len = case
@@ -31,6 +33,7 @@ def test_rows_joined_are_the_documents_in_order(case):
     assert (rows["source"] == 5).all()
 
 
+@pytest.mark.slow
 @given(documents_and_width, st.integers(1, 5))
 def test_how_documents_arrive_does_not_matter(case, at_once):
     documents, seq_len = case
@@ -61,6 +64,7 @@ def test_boundaries_of_segments_are_boundaries_of_documents(case):
             assert (flat[i] != flat[i - 1]) == (owner[i] != owner[i - 1])
 
 
+@pytest.mark.slow
 @given(documents_and_width)
 def test_a_batch_follows_from_its_rows(case):
     documents, seq_len = case

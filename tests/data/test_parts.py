@@ -54,6 +54,7 @@ def test_eight_parts_give_the_bytes_of_one_machine(tmp_path, folder, monkeypatch
     assert open_dataset(out).manifest.rows("validation") > 0
 
 
+@pytest.mark.slow
 def test_what_no_part_has_made_is_made_by_the_packer(tmp_path, folder):
     options = {"tokenizer": "bytes", "validation": [folder / "2.jsonl"]}
     one = contents(prepare(folder, out=tmp_path / "one", **options, **PACKED).directory)

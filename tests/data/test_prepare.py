@@ -64,6 +64,7 @@ def test_the_same_bytes_for_any_number_of_workers(corpus, prepared, tmp_path, mo
     assert contents(out) == contents(prepared)
 
 
+@pytest.mark.slow
 def test_the_same_rows_however_documents_fall_into_chunks(corpus, dataset, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "CHUNK", 700)
     monkeypatch.setattr(compression, "BLOCK", 512)
@@ -174,6 +175,7 @@ def test_losing_a_race_uses_the_winners_data_set(corpus, tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["set"]
 
 
+@pytest.mark.slow
 def test_a_bad_line_fails_the_same_in_a_worker_process(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["fine"])
     path.write_text(path.read_text() + "nonsense\n")
@@ -207,6 +209,7 @@ def test_input_without_text_is_refused(tmp_path):
         prepare([path, tmp_path / "b.txt"], tokenizer="bytes", out=tmp_path / "set")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
 @pytest.mark.parametrize(
     "content", [b"", b" \n\t\n", b"\xef\xbb\xbf\n", b" \n" * (5 << 19)], ids=["empty", "blank", "mark", "5MiB"]

@@ -20,6 +20,7 @@ def divide(rule: SplitRule, document: bytes) -> list[tuple[str, bytes, bool]]:
     return rule.divide("s", key_of(document), start=0, data=document)
 
 
+@pytest.mark.slow
 @given(texts, st.floats(0.0, 0.9))
 def test_nothing_is_lost(documents, fraction):
     rule = rule_for(documents, fraction)
@@ -29,6 +30,7 @@ def test_nothing_is_lost(documents, fraction):
         assert all(begins for _, _, begins in parts)
 
 
+@pytest.mark.slow
 @given(texts, st.floats(0.01, 0.9), st.randoms())
 def test_order_plays_no_part(documents, fraction, rng):
     shuffled = random.Random(rng.random()).sample(documents, len(documents))

@@ -15,12 +15,14 @@ BYTES = byte_tokenizer()
 BPE = train_bpe(["the state of the union is strong " * 20, "naïve 数"], 300)
 
 
+@pytest.mark.slow
 @given(st.text())
 def test_ids_of_the_byte_tokenizer_are_the_bytes(text):
     assert BYTES.encode(text) == list(text.encode())
     assert BYTES.decode(BYTES.encode(text)) == text
 
 
+@pytest.mark.slow
 @given(st.text())
 def test_bpe_loses_nothing(text):
     assert BPE.decode(BPE.encode(text)) == text

@@ -35,7 +35,6 @@ def with_outlier(params):
     return {**params, "layers": {**params["layers"], "mlp": mlp}}
 
 
-@pytest.mark.slow
 def test_a_planted_outlier_channel_is_named_first_and_kept_in_bf16():
     config = dataclasses.replace(CONFIG, model=MODEL, recipe="nvfp4", policy="mlp")
     resolved = resolve(MODEL, "mlp", recipe("nvfp4"))
@@ -66,6 +65,7 @@ def test_what_the_run_leaves_in_bf16_is_shown_as_such():
     assert [gemm["quantized"] for gemm in as_data(found, "mlp")["gemms"]] == [False, True]
 
 
+@pytest.mark.slow
 def test_numbers_of_one_operand_against_numpy():
     x = np.random.default_rng(0).normal(0, 1, (32, 64)).astype(np.float32)
     x[3, 7] = 80.0
@@ -86,6 +86,7 @@ def test_numbers_of_one_operand_against_numpy():
     assert float(told(given, OperandPolicy(FP8), -1)["snr"]) == pytest.approx(expected, abs=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axis, policy", [(-2, OperandPolicy(NVFP4, hadamard=True)), (-1, OperandPolicy(NVFP4, block="2d"))]
 )

@@ -100,6 +100,7 @@ def test_operands_that_are_not_the_recipes_are_seen_and_no_others(name, linear, 
     assert wrong == expected
 
 
+@pytest.mark.slow
 def test_a_carrier_that_its_codes_do_not_stand_for_is_seen(linear, right):
     with carrier_unlike_codes():
         found = jax.jit(unpacked_weights)(linear)
@@ -159,6 +160,7 @@ def test_a_link_in_the_place_of_the_record_is_not_followed(tmp_path):
     assert victim.read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_a_part_of_the_batch():
     assert part_of(batch_of(0), 128)["tokens"].shape == (2, 64)
     assert part_of(batch_of(0), 32)["tokens"].shape == (1, 32)

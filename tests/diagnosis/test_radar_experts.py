@@ -82,7 +82,6 @@ def moment():
     return Moment(1, MOE, resolve(MODEL, "mlp", recipe("nvfp4")), mesh, params, batch_of(0, rows=2))
 
 
-@pytest.mark.slow
 def test_faults_in_operands_of_experts_are_seen_in_a_running_model(moment, monkeypatch, tmp_path):
     planted, radar = Planted(monkeypatch), Radar(1, tmp_path)
     for planted.now in FAULTS:

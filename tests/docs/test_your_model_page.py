@@ -28,6 +28,7 @@ def block(heading):
     return re.search(r"```python\n(.*?)```", PAGE.partition(f"## {heading}\n")[2], re.S)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heading", SAYS)
 def test_an_example_prints_its_sites(heading):
     if "haliax" in heading and not hasattr(jax.core, "is_constant_dim"):

@@ -68,6 +68,7 @@ def test_no_common_point():
     assert math.isnan(curves.end_of(diverged)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [0.0, 0.6])
 def test_the_error_allows_for_memory(memory):
     """Means of 300 simulated series with neighbours correlated by `memory` spread as the estimate says, within a

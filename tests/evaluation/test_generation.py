@@ -42,11 +42,13 @@ def random(model):
     return Generator(model, Sampling(temperature=1.0, top_p=0.95))
 
 
+@pytest.mark.slow
 def test_greedy_with_a_cache_is_greedy_without(model, greedy, expected):
     assert len(set(expected)) > 3  # a model that repeats itself would show nothing
     assert list(greedy.tokens(model.tokenizer.encode(PROMPT, bos=True), max_tokens=20)) == expected
 
 
+@pytest.mark.slow
 def test_a_mesh_writes_the_same(model, expected):
     """One text over four devices: weights split along both dims, as for a model that one device cannot hold."""
     mesh = make_mesh({"fsdp": 2, "tensor": 2}, jax.devices("cpu")[:4])
@@ -66,6 +68,7 @@ def test_it_stops_at_the_end_of_text(model, greedy, expected, monkeypatch):
     assert made.ended and list(made.tokens) == expected[: expected.index(expected[6])]
 
 
+@pytest.mark.slow
 def test_seeds_decide(random):
     first, again, other = (random.write("a b", max_tokens=12, seed=seed) for seed in (1, 1, 2))
     assert first.tokens == again.tokens != other.tokens

@@ -27,6 +27,7 @@ def kept(sampling, logits=LOGITS):
     return {int(token) for token in np.flatnonzero(np.isfinite(found))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("top_p", [0.01, 0.39, 0.5, 0.7, 0.9, 0.97])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_top_p_keeps_the_nucleus(top_p, temperature):
@@ -42,6 +43,7 @@ def test_top_k_and_then_top_p_of_what_it_leaves():
     assert kept(Sampling(1.0, top_k=3, top_p=0.75)) == {1, 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.5), Sampling(1.0, top_p=0.8), Sampling(2.0, top_k=2)])
 def test_draws_follow_the_distribution(sampling):
     many = 20_000

@@ -53,6 +53,7 @@ def scores(scorer):
     return scorer.score(REQUESTS)
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_each_request_alone(logits_alone, scores):
     for made, found in zip(REQUESTS, scores, strict=True):
         nll, _ = judged(logits_alone(made.tokens), made)
@@ -100,6 +101,7 @@ def test_logits_in_slices_are_the_same(model, scores, monkeypatch):
     assert [s.greedy for s in sliced] == [s.greedy for s in scores]
 
 
+@pytest.mark.slow
 def test_a_mesh_gives_the_same(model, scores):
     mesh = make_mesh({"fsdp": 2, "tensor": 2}, jax.devices("cpu")[:4])
     placed = jax.device_put(model.params, models.param_shardings(model.config, mesh))
@@ -126,6 +128,7 @@ def packed(rows, seq=64):
     return {**batch, "positions": np.broadcast_to(np.arange(seq, dtype=np.int32), tokens.shape)}
 
 
+@pytest.mark.slow
 def test_packed_windows_are_scored_one_by_one(model, logits_alone):
     """However they are put into batches; rows of padding are no windows."""
     batch = packed(5)
@@ -138,6 +141,7 @@ def test_packed_windows_are_scored_one_by_one(model, logits_alone):
     assert together[0].nll == pytest.approx(nll, rel=2e-6)  # float32 sums
 
 
+@pytest.mark.slow
 def test_scales_of_a_window_are_its_own(model):
     """Under nvfp4 a score moves with its neighbours, unless each window is a batch."""
     resolved = policy("mlp/down", recipe("nvfp4")).resolve(models.linear_sites(model.config), model.config.layers)

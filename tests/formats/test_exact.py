@@ -33,6 +33,7 @@ def adversarial_bits():
 BITS = adversarial_bits()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("top", [1.0, 448.0, 2688.0, 57344.0])
 def test_quotients(top):
     with np.errstate(divide="ignore", over="ignore", under="ignore"):
@@ -45,6 +46,7 @@ def test_a_dividend_with_too_many_bits_is_refused():
         divide_bits(1 / 3, jnp.uint32(1))
 
 
+@pytest.mark.slow
 def test_products_with_a_short_factor():
     rng = np.random.default_rng(6)
     finite = BITS[BITS < INFINITY]
@@ -55,6 +57,7 @@ def test_products_with_a_short_factor():
     np.testing.assert_array_equal(jax.jit(multiply_short_bits)(short.view(np.uint32), finite), expected)
 
 
+@pytest.mark.slow
 def test_every_scale_times_a_subnormal_decode_scale():
     """The products that the table of encode scales is made of, where they underflow."""
     scales = np.arange(127, dtype=np.uint8).view(E4M3.dtype).astype(np.float32)

@@ -123,6 +123,7 @@ def test_tensor(name, golden_count):
         golden_count(name, compare(found, expected(load(name), side, block), f"{name} {side}"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [batched, scanned], ids=["vmap", "scan"])
 @pytest.mark.parametrize("block, transform", [("1d", False), ("2d", False), ("1d", True)])
 def test_stacked_tensors(run, block, transform, golden_count):

@@ -56,6 +56,7 @@ def cases():
     ])  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_matrix():
     """Rows of H from unit vectors; orthogonal; the mask of the negative signs."""
     h = np.asarray(transformed(np.eye(16).astype(BF16))).astype(np.float64)
@@ -64,6 +65,7 @@ def test_the_matrix():
     assert sum(1 << i for i, s in enumerate(SIGNS) if s < 0) == 0xD7E8
 
 
+@pytest.mark.slow
 def test_the_order_of_the_sums():
     x = cases()
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -78,17 +80,20 @@ def test_one_rounding():
     np.testing.assert_array_equal(np.asarray(transformed(x)), exact.astype(BF16).reshape(x.shape))
 
 
+@pytest.mark.slow
 def test_other_dtypes_are_rounded_to_bfloat16_first():
     x = np.random.default_rng(1).standard_normal((32, 64)).astype(np.float32)
     np.testing.assert_array_equal(bits(transformed(x)), bits(transformed(x.astype(BF16))))
 
 
+@pytest.mark.slow
 def test_along_another_axis():
     x = cases()[:3]
     down = jax.jit(lambda x: transform_runs(x, axis=-2))(np.ascontiguousarray(x.swapaxes(1, 2)))
     np.testing.assert_array_equal(bits(down.swapaxes(1, 2)), bits(transformed(x)))
 
 
+@pytest.mark.slow
 def test_it_cancels_in_a_product():
     """(x^T H)(H^T y) = x^T y, up to the rounding of both sides to bfloat16 (2^-9 each of the norms' product)."""
     rng = np.random.default_rng(2)
@@ -104,6 +109,7 @@ def test_it_cancels_in_a_product():
     assert (np.abs(a @ b.T - plain) <= bound).all()
 
 
+@pytest.mark.slow
 def test_non_finite_numbers_spread_over_their_run():
     x = np.ones((1, 32), BF16)
     x[0, 3] = np.nan

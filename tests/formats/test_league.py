@@ -119,6 +119,7 @@ def asked(fields, family, mode):
     return [np.asarray(a) for a in program(*settings(family, mode))(jnp.asarray(bits), noise, amax)]
 
 
+@pytest.mark.slow(fast_cases=["te46-edge_32x128_bf16", "te_row-edge_32x128_bf16"])
 @pytest.mark.parametrize(("family", "case"), FILES)
 def test_codes_and_scales_are_the_authors(family, case, golden_count):
     fields = stored(family, case)
@@ -167,6 +168,7 @@ def eden_steps(x, uniform):
     return found.codes, z.reshape(x.shape), q.code.reshape(x.shape), found.tensor_decode, made.codes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", sorted(p.stem for p in (LEAGUE / "quartet2").glob("*.npz")))
 def test_ms_eden_from_the_transformed_tensor_on(case):
     fields = stored("quartet2", case)

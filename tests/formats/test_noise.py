@@ -29,17 +29,20 @@ def test_the_definition(shape):
     np.testing.assert_array_equal(drawn(shape), expected)
 
 
+@pytest.mark.slow
 def test_numbers_wrap_at_32_bits():
     number = np.array([0, 1, 0xFFFF_FFFF, 0x8000_0000], np.uint32)
     np.testing.assert_array_equal(hash_words(number, *KEY), oracle.hash_words(number, *KEY))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("generator", list(Generator), ids=lambda g: g.value)
 def test_leading_dims_are_tokens(generator):
     """[2, 4, 16] and [8, 16] are the same tokens, whatever makes the words."""
     np.testing.assert_array_equal(drawn((2, 4, 16), generator).reshape(8, 16), drawn((8, 16), generator))
 
 
+@pytest.mark.slow
 def test_philox_words():
     number = np.arange(12, dtype=np.uint32).reshape(3, 4)
     zero = np.zeros_like(number)
@@ -51,12 +54,14 @@ def test_philox_words():
     )
 
 
+@pytest.mark.slow
 def test_a_key_is_typed_or_raw():
     typed = jax.random.wrap_key_data(jnp.asarray(KEY))
     for key in (typed, jnp.asarray(KEY)):
         assert tuple(map(int, key_words(key))) == tuple(map(int, oracle.key_words(*KEY)))
 
 
+@pytest.mark.slow
 def test_a_key_may_be_mixed_among_others():
     keys = jnp.asarray([[5, 6], KEY, [7, 8]], jnp.uint32)
     key = MixedKey(mixed_words(keys), jnp.int32(1))
@@ -69,6 +74,7 @@ def test_a_mixed_key_is_the_counter_hashs_alone(generator):
         random_bytes(MixedKey(jnp.zeros((1, 2), jnp.uint32), jnp.int32(0)), (8, 4), generator=generator)
 
 
+@pytest.mark.slow
 def test_keys_differ():
     a = np.asarray(random_bytes(jax.random.key(0), (64, 64)))
     b = np.asarray(random_bytes(jax.random.key(1), (64, 64)))
@@ -83,6 +89,7 @@ def test_no_two_keys_share_words():
     assert all(len(np.unique(words[:, i])) > len(keys) - 5 for i in range(2))
 
 
+@pytest.mark.slow
 def test_a_bit_of_the_key_turns_half_of_the_bits_of_its_words():
     keys = np.random.default_rng(0).integers(0, 2**32, (512, 1, 2), dtype=np.uint64).astype(np.uint32)
     one_bit = np.uint32(1) << np.arange(32, dtype=np.uint32)
@@ -104,6 +111,7 @@ WINDOWS = [  # global shape, offset, shape
 ]
 
 
+@pytest.mark.slow(fast_cases=["threefry", "philox"])
 @pytest.mark.parametrize("generator", list(Generator), ids=lambda g: g.value)
 def test_a_window_is_a_slice_of_the_whole(generator):
     """With offsets that are known and with offsets that are traced."""
@@ -124,6 +132,7 @@ def test_a_window_is_a_slice_of_the_whole(generator):
             np.testing.assert_array_equal(window, drawn(whole, generator)[place])
 
 
+@pytest.mark.slow
 def test_a_shard_makes_its_own_bytes():
     """The end of a tensor of 2**34 elements, which is never made whole; its bytes come from 64-bit numbers."""
     whole, shape = (2**20 + 4, 2**14), (8, 16)
@@ -142,6 +151,7 @@ def test_a_shard_makes_its_own_bytes():
     np.testing.assert_array_equal(found[4:], (high >> (8 * (token % 4)).astype(np.uint32)).astype(np.uint8)[4:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("generator", [Generator.COUNTER_HASH, Generator.PHILOX], ids=lambda g: g.value)
 def test_numbers_do_not_wrap(generator):
     """At width 16384, tokens t and t + 2**20 have bytes of their own."""

@@ -38,6 +38,7 @@ POLICIES = [(NVFP4, "rne"), (NVFP4, "stochastic"), (MXFP4, "rne"), (FP8, "rne")]
 policies = pytest.mark.parametrize("fmt, rounding", POLICIES, ids=[f"{f}-{r}" for f, r in POLICIES])
 
 
+@pytest.mark.slow
 @policies
 @given(x=any_finite)
 def test_sign_symmetry(fmt, rounding, x):
@@ -49,6 +50,7 @@ def test_sign_symmetry(fmt, rounding, x):
     assert mirrored[2] == amax and mirrored[3].view(np.uint32) == decode.view(np.uint32)
 
 
+@pytest.mark.slow
 @policies
 @given(x=arrays(np.float32, SHAPE, elements=moderate), k=st.integers(-40, 40))
 def test_power_of_two_equivariance(fmt, rounding, x, k):
@@ -65,6 +67,7 @@ def test_power_of_two_equivariance(fmt, rounding, x, k):
         np.testing.assert_array_equal(moved[1], scales + shift)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fmt", [MXFP4_FLOOR, MXFP8_FLOOR], ids=repr)
 @given(x=any_finite)
 def test_mx_formats_with_scales_rounded_down_are_idempotent(fmt, x):
@@ -75,6 +78,7 @@ def test_mx_formats_with_scales_rounded_down_are_idempotent(fmt, x):
     np.testing.assert_array_equal(again[1], scales)
 
 
+@pytest.mark.slow
 @given(x=any_finite)
 def test_rounded_up_scales_keep_the_values(x):
     """Except next to the end of float32: 1.75 * 2**127 rounds to 4 * 2**126, which is infinity."""
@@ -93,6 +97,7 @@ def test_rounded_up_scales_do_not_keep_the_codes():
     assert (again[0][0, 0], again[1][0, 0], again[-1][0, 0]) == (7, 126, 3)
 
 
+@pytest.mark.slow
 @given(
     mantissa=arrays(np.float32, SHAPE, elements=st.floats(-1, 1, width=32)),
     block=arrays(np.int64, (4, 4), elements=st.integers(-6, 0)),

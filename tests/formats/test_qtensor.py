@@ -31,6 +31,7 @@ def spread(scales, size, shape, square):
     return np.repeat(np.repeat(scales, tall, 0), size, 1).reshape(shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fmt, block", CASES)
 def test_dequantize(hard_tensors, fmt, block):
     """element * block scale is exact, times 1/S is rounded once; subnormal results included."""
@@ -60,6 +61,7 @@ def test_packed_bytes(hard_tensors):
     np.testing.assert_array_equal(packed, made.codes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", [-1, -2, 0])
 def test_packing_and_back(axis):
     codes = np.random.default_rng(0).integers(0, 16, (6, 4, 8)).astype(np.uint8)
@@ -82,6 +84,7 @@ def test_a_pytree_that_jit_takes_and_gives(hard_tensors):
     assert jax.eval_shape(lambda q: q.dequantize(), jax.tree.map(lambda leaf: leaf[0], made)).dtype == jnp.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows, columns", [(128, 4), (1, 1), (200, 6), (130, 3)])
 def test_scale_tiles_are_padded_with_zeros(rows, columns):
     """Where scale (r, c) lies, from the layout's definition, byte by byte."""

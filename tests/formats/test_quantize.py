@@ -53,6 +53,7 @@ def same(found, expected, what):
     np.testing.assert_array_equal(np.asarray(found), expected, err_msg=what)
 
 
+@pytest.mark.slow(fast_cases=["1d-stochastic", "2d-rne"])
 @pytest.mark.parametrize("rounding", ["rne", "stochastic"])
 @pytest.mark.parametrize("block", ["1d", "2d"])
 def test_nvfp4(hard_tensors, block, rounding):
@@ -74,6 +75,7 @@ def test_nvfp4(hard_tensors, block, rounding):
             )
 
 
+@pytest.mark.slow(fast_cases=["floor-mxfp8"])
 @pytest.mark.parametrize("fmt", [MXFP4, MXFP6, MXFP8, MXFP8_E5M2], ids=repr)
 @pytest.mark.parametrize("up", [False, True], ids=["floor", "up"])
 def test_mx(hard_tensors, fmt, up):
@@ -84,6 +86,7 @@ def test_mx(hard_tensors, fmt, up):
         same(made.codes[i], codes, f"codes of case {i}")
 
 
+@pytest.mark.slow
 def test_rounded_up_scales_saturate_nothing(hard_tensors):
     up, down = (compiled(f)(hard_tensors) for f in (MXFP4, MXFP4_FLOOR))
 
@@ -96,6 +99,7 @@ def test_rounded_up_scales_saturate_nothing(hard_tensors):
     assert sum(over(down, i) for i in range(len(hard_tensors))) > 100
 
 
+@pytest.mark.slow
 def test_mx_square_blocks(hard_tensors):
     made = compiled(MXFP4, "2d")(hard_tensors[:4])
     for i, x in enumerate(hard_tensors[:4]):
@@ -104,6 +108,7 @@ def test_mx_square_blocks(hard_tensors):
         same(made.codes[i], codes, f"codes of case {i}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fmt, element", [(FP8, "E4M3"), (FP8_E5M2, "E5M2")], ids=["E4M3", "E5M2"])
 def test_fp8(hard_tensors, fmt, element):
     made = compiled(fmt)(hard_tensors)
@@ -120,6 +125,7 @@ def test_fp8(hard_tensors, fmt, element):
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
 def test_narrow_inputs_are_widened_exactly(hard_tensors, dtype):
     """Their subnormals too: a bfloat16 subnormal is one in float32, a float16 subnormal is not."""
@@ -131,6 +137,7 @@ def test_narrow_inputs_are_widened_exactly(hard_tensors, dtype):
     same(as_bytes(made.scales), as_bytes(wide.scales), "scales")
 
 
+@pytest.mark.slow
 def test_columnwise_is_the_transpose_quantized(hard_tensors):
     down = compiled(NVFP4, axis=-2)(hard_tensors)
     across = compiled(NVFP4)(np.ascontiguousarray(hard_tensors.swapaxes(1, 2)))
@@ -139,6 +146,7 @@ def test_columnwise_is_the_transpose_quantized(hard_tensors):
     same(down.packed.swapaxes(1, 2), np.asarray(across.packed), "packed bytes")
 
 
+@pytest.mark.slow
 def test_square_blocks_serve_the_transpose(hard_tensors):
     made = compiled(NVFP4, "2d")(hard_tensors)
     turned = compiled(NVFP4, "2d")(np.ascontiguousarray(hard_tensors.swapaxes(1, 2)))
@@ -146,6 +154,7 @@ def test_square_blocks_serve_the_transpose(hard_tensors):
     same(as_bytes(made.scales).swapaxes(1, 2), as_bytes(turned.scales), "scales")
 
 
+@pytest.mark.slow
 def test_leading_dims_share_one_amax():
     x = np.random.default_rng(0).standard_normal((2, 3, 16, 32)).astype(np.float32)
     for block, scale_shape in (("1d", (2, 3, 16, 2)), ("2d", (2, 3, 1, 2))):
@@ -158,6 +167,7 @@ def test_leading_dims_share_one_amax():
         same(made.amax, amax, block)
 
 
+@pytest.mark.slow
 def test_a_vector():
     x = np.linspace(-3, 5, 64, dtype=np.float32)
     made = jax.jit(lambda x: quantize(x, NVFP4))(x)
@@ -166,6 +176,7 @@ def test_a_vector():
     same(as_bytes(made.scales), scales[0], "scales")
 
 
+@pytest.mark.slow
 def test_a_given_amax_replaces_the_tensors_own():
     """Delayed scaling: elements beyond it saturate."""
     x = np.float32([[1, 2, 448, 449, 900, -1000, 0.5, 0]])
@@ -174,6 +185,7 @@ def test_a_given_amax_replaces_the_tensors_own():
     assert made.amax == 448
 
 
+@pytest.mark.slow
 def test_what_is_on_the_grid_is_what_is_stored(hard_tensors):
     """`to_grid` gives values and codes of the same numbers."""
     values, codes = jax.jit(lambda x: to_grid(x, MXFP8)[:2])(hard_tensors[0])
@@ -193,6 +205,7 @@ def broken(hard_tensors):
 
 
 class TestNonFinite:
+    @pytest.mark.slow
     @pytest.mark.parametrize("value", [np.inf, -np.inf])
     def test_infinity_saturates_and_stays_in_the_amax(self, broken, value):
         x, made = broken(NVFP4, value)
@@ -203,6 +216,7 @@ class TestNonFinite:
         same(made.codes, codes, "codes")
         same(as_bytes(made.scales), scales, "scales")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("fmt", [NVFP4, FP8, MXFP4, MXFP8], ids=repr)
     def test_nan_is_never_hidden(self, broken, fmt):
         _, made = broken(fmt, np.nan)
@@ -211,6 +225,7 @@ class TestNonFinite:
         assert made.codes[3, 5] & largest == largest
         assert np.isnan(dequantized(made)[3, 5])
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("fmt, value", [(MXFP4, np.nan), (MXFP4_FLOOR, np.nan), (MXFP4_FLOOR, np.inf)])
     def test_an_mx_block_has_the_scale_nan(self, broken, fmt, value):
         _, made = broken(fmt, value)
@@ -218,12 +233,14 @@ class TestNonFinite:
         assert (as_bytes(made.scales) == 255).sum() == 1
         assert np.isnan(dequantized(made)[3, :32]).all()
 
+    @pytest.mark.slow
     def test_an_infinity_has_the_largest_scale_where_scales_are_rounded_up(self, broken):
         """As in Transformer Engine: zeros beside it, a NaN itself, and the amax says so."""
         _, made = broken(MXFP8, np.inf)
         assert as_bytes(made.scales)[3, 0] == 254 and not made.finite
         assert made.codes[3, 5] == 0x7F and (made.codes[3, 6:32] & 0x7F == 0).all()
 
+    @pytest.mark.slow
     def test_finite_checks(self):
         check, largest = jax.jit(all_finite), jax.jit(amax_of)
         for shape in ((32, 32), (5, 7), (3,), (2, 3, 4)):
@@ -247,6 +264,7 @@ class TestErrors:
         with pytest.raises(TypeError, match="int32.*astype"):
             quantize(jnp.zeros((16, 16), jnp.int32), NVFP4)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "shape, fmt, block",
         [((16, 24), NVFP4, "1d"), ((8, 16), NVFP4, "2d"), ((2, 48), MXFP4, "1d"), ((4, 0), NVFP4, "1d")],

@@ -32,6 +32,7 @@ def magnitudes(element):
     return np.concatenate([narrow, edges.ravel().view(np.float32)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("element", [E2M1, E4M3, E5M2], ids=lambda e: e.name)
 def test_powers_rounded_up_are_transformer_engines(element):
     """Zero, subnormal, infinite and NaN maxima among them."""
@@ -40,6 +41,7 @@ def test_powers_rounded_up_are_transformer_engines(element):
     np.testing.assert_array_equal(scale_codes(POWER_UP, element, amax), oracle.up_scales(amax, element.name))
 
 
+@pytest.mark.slow
 def test_scales_that_are_subnormal():
     """S of the largest numbers where they are mapped to less than 4; factors of block scales that are mapped to less
     than four times the largest of them (four over six).
@@ -59,6 +61,7 @@ def test_scales_that_are_subnormal():
     np.testing.assert_array_equal(np.asarray(table).view(np.uint32), expected.view(np.uint32))
 
 
+@pytest.mark.slow(fast_cases=["nvfp4_46_sr"])
 @pytest.mark.parametrize("fmt", [formats.NVFP4, formats.NVFP4_46_MSE, formats.NVFP4_46_SR], ids=lambda fmt: fmt.name)
 def test_the_largest_numbers_have_the_codes_of_the_same_a_million_times_smaller(fmt):
     """Four over six with headroom has encode scales there that are subnormal, which a CPU flushes."""

@@ -42,6 +42,7 @@ def test_the_oracle_agrees_with_the_outside_stochastic_table():
     )
 
 
+@pytest.mark.slow
 def test_every_quantizer_passes_here():
     checks = selftest.self_test()
     assert {check.name for check in checks} == {name.partition("/")[0] for name in oracle.make()}

@@ -24,6 +24,7 @@ def everything(x):
     return [(q.codes, q.scales, q.amax) for q in made]
 
 
+@pytest.mark.slow(fast_cases=["2-2"])
 @pytest.mark.parametrize("rows, columns", [(1, 1), (4, 1), (2, 2), (1, 4)])
 def test_any_mesh(rows, columns):
     devices = jax.devices("cpu")
@@ -42,6 +43,7 @@ def test_any_mesh(rows, columns):
         assert found[2] == amax
 
 
+@pytest.mark.slow
 def test_a_shard_alone_is_its_own_tensor():
     """Inside shard_map each device quantizes what it holds, with its own amax."""
     devices = jax.devices("cpu")

@@ -39,6 +39,7 @@ def test_one_key_under_vmap_is_said():
     assert (found == found[0]).all()
 
 
+@pytest.mark.slow
 def test_also_inside_jit_and_in_a_backward_pass():
     def gradient(x, key):
         return jax.grad(lambda x: jnp.sum(through(x, key) ** 2))(x)
@@ -47,6 +48,7 @@ def test_also_inside_jit_and_in_a_backward_pass():
         jax.eval_shape(jax.vmap(jax.jit(gradient), (0, None)), X, KEY)
 
 
+@pytest.mark.slow
 def test_a_key_each_and_one_tensor_are_no_matter():
     keys = np.stack([KEY + np.uint32(i) for i in range(4)])
     with warnings.catch_warnings():
@@ -63,6 +65,7 @@ def on_shards(fn):
     return jax.eval_shape(jax.jit(mapped), X, KEY)
 
 
+@pytest.mark.slow
 def test_one_key_on_every_shard_is_said():
     with pytest.warns(SharedBitsWarning, match="along the mesh axes data.*lax.axis_index"):
         on_shards(codes)

@@ -23,6 +23,7 @@ def step_of(a):
     return np.where(a < 2, 0.5, np.where(a < 4, 1.0, 2.0))
 
 
+@pytest.mark.slow
 def test_the_bias_is_what_is_left_below_a_256th_of_a_step():
     """mean = a - step * frac(256 a / step) / 256: never up, by less than step/256."""
     a = np.arange(0, 6 * 2**9 + 1).astype(np.float32) / np.float32(2**9)
@@ -55,6 +56,7 @@ def test_small_numbers_become_zero():
     np.testing.assert_array_equal(means(np.float32([1 / 512 - 2.0**-28])), 0.5 / 256)
 
 
+@pytest.mark.slow
 def test_everything_else_matches_the_definition():
     rng = np.random.default_rng(2)
     a = np.abs(rng.standard_normal(2000) * 3).astype(np.float32)

@@ -36,6 +36,7 @@ def run(directory, home):
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_only_what_this_user_compiled_is_run(tmp_path):
     """Written and used; then one bit of every entry flipped; then the same cache brought to another user."""
     directory, home = tmp_path / "cache", tmp_path / "home"
@@ -119,6 +120,7 @@ def test_without_a_private_place_for_the_key_programs_are_compiled_again_and_it_
     assert len(said) == 1 and "NO COMPILE CACHE" in said[0] and "chmod go-w" in said[0]
 
 
+@pytest.mark.slow
 def test_brackets_in_what_is_said_of_a_cache_are_no_markup(tmp_path, monkeypatch):
     """A run says it on a console for which brackets could mean a style."""
 

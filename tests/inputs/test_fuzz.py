@@ -79,6 +79,7 @@ def mutated(tree, draw):
     return tree
 
 
+@pytest.mark.slow
 @more_fire
 @given(st.data())
 def test_configs(data):
@@ -88,6 +89,7 @@ def test_configs(data):
         assert jsonconfig.from_dict(TrainConfig, jsonconfig.to_dict(made)) == made
 
 
+@pytest.mark.slow
 @fire
 @given(content=st.binary(max_size=300) | st.text(alphabet='{}[]":,model0.eN ', max_size=300).map(str.encode))
 def test_config_files(content, tmp_path_factory):
@@ -143,6 +145,7 @@ def test_checkpoint_records_of_any_shape(record, crc):
         Record.from_json({"record": record, "crc32": crc})
 
 
+@pytest.mark.slow
 def test_a_deep_checkpoint_record():
     text = "[" * 200_000
     with pytest.raises(DamagedCheckpoint, match="levels deep"):
@@ -163,6 +166,7 @@ PARTS = [
 ]
 
 
+@pytest.mark.slow
 @fire
 @given(data=st.data())
 def test_tokenizers(data, capfd):
@@ -177,6 +181,7 @@ def test_tokenizers(data, capfd):
     assert "panicked" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @fire
 @given(st.text(max_size=60) | st.binary(max_size=60).map(lambda data: data.decode("latin-1")))
 def test_tokenizer_text(text):
@@ -215,6 +220,7 @@ def test_metrics_files(content, tmp_path_factory):
     assert {"step": 1} in read_rows(path) and {"step": 2} in read_rows(path)
 
 
+@pytest.mark.slow
 @fire
 @given(st.text(max_size=40))
 def test_names_of_input_files(name):

@@ -25,6 +25,7 @@ def depth_of(value):
     return 0 if inside is None else 1 + max(map(depth_of, inside), default=0)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(values)
 def test_what_json_writes_is_read_back(value):
@@ -33,6 +34,7 @@ def test_what_json_writes_is_read_back(value):
     assert nesting(text.encode()) == depth_of(value)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200) | st.text(alphabet='[]{}",:\\ 01eNa', max_size=200).map(str.encode))
 def test_bytes_are_read_as_json_reads_them_or_refused(content):
@@ -40,6 +42,7 @@ def test_bytes_are_read_as_json_reads_them_or_refused(content):
         assert inputs.parse_json(content, what="the file") == json.loads(content.decode())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("opening", ["[", '{"a":', '[{"b":['])
 def test_depth_is_refused_before_it_is_parsed(opening):
     with pytest.raises(inputs.UnreadableFile, match="levels deep"):
@@ -117,6 +120,7 @@ def test_text_that_would_move_the_cursor():
     assert inputs.printable("\x1b[2J\r\x9b\u202e\x7f") == "\\x1b[2J\\x0d\\x9b\\u202e\\x7f"
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.text())
 def test_printable_text_has_no_control_characters(text):

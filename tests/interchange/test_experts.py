@@ -57,6 +57,7 @@ def folder(transformers, cfg, tmp_path_factory):
     return made
 
 
+@pytest.mark.slow
 def test_logits_agree_in_and_out(transformers, folder, cfg, tmp_path):
     with Folder(folder) as opened:
         assert hf_config.config_from_hf(opened.config, cfg.name) == cfg
@@ -89,6 +90,7 @@ def spoil(folder, out, *, config=(), tensor=None):
     return out
 
 
+@pytest.mark.slow
 def test_a_bad_folder_is_refused_by_what_is_wrong(transformers, tmp_path):
     cfg = QWEN
     params = initial(cfg)
@@ -108,6 +110,7 @@ def test_a_bad_folder_is_refused_by_what_is_wrong(transformers, tmp_path):
             import_folder(spoil(good, tmp_path / f"bad{number}", **how), tmp_path / f"run{number}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["compressed-tensors", "modelopt"])
 def test_exported_experts_are_the_codes_that_fprop_multiplies(tmp_path, to):
     """And the router is among what engines are told to leave alone."""

@@ -85,6 +85,7 @@ def test_pipes_and_directories_are_refused(tmp_path):
         TensorFile(tmp_path)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(edits=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=6), cut=st.integers(0, 400))
 def test_damaged_bytes_are_refused_or_read_as_the_library_reads_them(tmp_path_factory, edits, cut):
@@ -111,6 +112,7 @@ ENTRY = st.fixed_dictionaries({"dtype": FIELD, "shape": st.lists(st.integers(0, 
                                "data_offsets": st.tuples(st.integers(0, 40), st.integers(0, 40)) | JSON})  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(header=st.dictionaries(st.text(max_size=4), ENTRY | JSON, max_size=3), size=st.integers(0, 64))
 def test_any_header_is_refused_or_whole(tmp_path_factory, header, size):
@@ -262,6 +264,7 @@ def test_a_tensor_without_a_place_is_named(folder, tmp_path):
         load_params(opened, config_from_hf(opened.config))
 
 
+@pytest.mark.slow
 def test_an_interrupted_export_leaves_nothing_that_looks_whole(tmp_path):
     """A child process is killed while it writes the second shard."""
     import subprocess

@@ -122,6 +122,7 @@ def test_transformers_computes_the_weight_only_forward(compressed_tensors, trans
         np.testing.assert_allclose(run(cfg, read, batch, exact), theirs, atol=0.05)  # weights to 2^-9
 
 
+@pytest.mark.slow(fast_cases=["square blocks"])
 def test_every_quantized_linear_has_all_its_scales_and_no_other_has_any(folders, cfg, params, tmp_path):
     export_model(Model(cfg, params), tmp_path / "mlp", to="compressed-tensors", resolved=resolve(cfg, "nvfp4", "mlp"))
     with Folder(tmp_path / "mlp") as folder:

@@ -40,6 +40,7 @@ def imported(written, cfg):
         return load_params(folder, cfg)
 
 
+@pytest.mark.slow(fast_cases=["llama-tied", "qwen3-untied"])
 def test_names_and_bytes_come_back(imported, written, cfg, tmp_path):
     parts = plain_parts(cfg, imported, BF16)
     write_folder(tmp_path / "out", parts, hf_config.config_to_hf(cfg), {}, shard_bytes=30_000)
@@ -47,6 +48,7 @@ def test_names_and_bytes_come_back(imported, written, cfg, tmp_path):
     assert raw_tensors(tmp_path / "out") == raw_tensors(written)
 
 
+@pytest.mark.slow
 def test_logits_of_an_export_agree(imported, transformers, written, cfg, tokens, tmp_path):
     write_folder(tmp_path / "out", plain_parts(cfg, imported, BF16), hf_config.config_to_hf(cfg), {})
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="float32")
@@ -61,6 +63,7 @@ def test_logits_of_an_export_agree(imported, transformers, written, cfg, tokens,
     assert np.sqrt(np.mean(error**2)) < 0.02 and np.abs(error).max() < 0.1
 
 
+@pytest.mark.slow(fast_cases=["llama-tied"])
 def test_an_activation_is_written_and_read_by_its_name(imported, transformers, cfg, tokens, tmp_path):
     gelu = cfg.replace(activation="gelu")
     fields = hf_config.config_to_hf(gelu)
@@ -74,6 +77,7 @@ def test_an_activation_is_written_and_read_by_its_name(imported, transformers, c
         hf_config.config_to_hf(cfg.replace(activation="relu2"))
 
 
+@pytest.mark.slow
 def test_a_mesh_reads_the_same(imported, written, cfg):
     mesh = make_mesh({"fsdp": 2, "tensor": 2}, jax.devices("cpu")[:4])
     with Folder(written) as folder:

@@ -29,6 +29,7 @@ def params():
     return jax.jit(lambda key: models.init(LLAMA, key))(jax.random.key(3))
 
 
+@pytest.mark.slow
 def test_exported_codes_are_those_of_the_forward_pass(params, tmp_path):
     resolved = resolve(SHARED)
     made = export_model(Model(LLAMA, params), tmp_path / "out", to="compressed-tensors", resolved=resolved)

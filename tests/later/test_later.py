@@ -26,6 +26,7 @@ def test_what_stands_for_a_module_has_what_the_module_has(name, attribute):
     assert getattr(later(name), attribute) is getattr(module, attribute)
 
 
+@pytest.mark.slow
 def test_nothing_slow_is_imported_for_the_help_of_train():
     slow = "'optax', 'orbax.checkpoint', 'jax.experimental.mosaic.gpu', 'torch', 'grain'"
     listed = f"repr([name for name in ({slow}) if name in sys.modules])"

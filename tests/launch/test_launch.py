@@ -125,6 +125,7 @@ def test_recommended_by_device():
     assert "NCCL_NVLS_ENABLE" not in hopper
 
 
+@pytest.mark.slow
 def test_train_takes_a_set_of_flags_by_its_name(monkeypatch):
     monkeypatch.setattr("halfbyte.launch.visible_gpus", lambda: ["NVIDIA GB200"] * 8)
     flags = ("recommended", "own-turn", "none")
@@ -132,6 +133,7 @@ def test_train_takes_a_set_of_flags_by_its_name(monkeypatch):
     assert own_turn > recommended > none == set()
 
 
+@pytest.mark.slow
 def test_every_recommended_flag_is_known_to_the_installed_xla():
     flags = [setting.name for setting in as_known(recommended("NVIDIA GB300", several=True)) if setting.is_flag]
     assert flags

@@ -67,6 +67,7 @@ def test_a_held_port_is_the_coordinators_and_nobody_elses():
         other.bind(("127.0.0.1", port))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="held on Linux alone")
 def test_nobody_takes_the_port_before_the_first_rank_listens(tmp_path, monkeypatch):
     behave = """
@@ -82,6 +83,7 @@ sys.exit(3)
     assert found.run() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [2, 3])
 def test_an_answer_is_not_asked_for_again(tmp_path, monkeypatch, code):
     found, _ = supervisor(tmp_path, monkeypatch, f"sys.exit({code})")
@@ -96,6 +98,7 @@ def test_restarts_without_a_new_checkpoint_are_bounded(tmp_path, monkeypatch):
     assert "giving up" in said[-1]
 
 
+@pytest.mark.slow
 def test_progress_renews_the_bound(tmp_path, monkeypatch):
     behave = "(folder / 'checkpoints' / str(start + 1)).mkdir(parents=True); sys.exit(0 if start == 6 else 75)"
     found, _ = supervisor(tmp_path, monkeypatch, behave)
@@ -112,6 +115,7 @@ def test_signals_go_to_the_ranks_and_nothing_is_started_again(tmp_path, monkeypa
     assert starts(tmp_path) == 1
 
 
+@pytest.mark.slow
 def test_a_signal_while_ranks_are_being_started_goes_to_all_of_them(tmp_path, monkeypatch, until):
     behave = "import signal; signal.signal(signal.SIGTERM, lambda *_: os._exit(75)); "
     behave += "(folder / f'up-{rank}').touch(); time.sleep(600)"
@@ -160,6 +164,7 @@ SUPERVISE = """if True:
 """
 
 
+@pytest.mark.slow
 def test_ranks_end_with_a_supervisor_that_is_killed(tmp_path, until):
     (tmp_path / "rank.py").write_text(RANK)
     (tmp_path / "behave.py").write_text(ORPHAN)
@@ -179,6 +184,7 @@ def is_running(pid):
         return False
 
 
+@pytest.mark.slow
 def test_what_lies_in_the_present_directory_is_no_program_of_ours(tmp_path):
     """As when somebody goes into a run directory that came from elsewhere, and launches from there."""
     (tmp_path / "difflib.py").write_text("raise SystemExit(99)")

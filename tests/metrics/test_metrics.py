@@ -301,6 +301,7 @@ def test_rows_reach_a_sink_aside_in_order():
     assert taken == [*range(100), "closed"]
 
 
+@pytest.mark.slow
 def test_tensorboard_events_are_what_the_protocol_says(tmp_path):
     """Oracle: tensorboardX's protocol buffers and its record writer, byte for byte."""
     from tensorboardX.proto.event_pb2 import Event, SessionLog

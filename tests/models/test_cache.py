@@ -10,6 +10,7 @@ from halfbyte import models
 FLOAT = models.Context(compute_dtype=jnp.float32)
 
 
+@pytest.mark.slow(fast_cases=["ctx1-0.05"])
 @pytest.mark.parametrize(
     "ctx, atol", [(FLOAT, 2e-5), (models.Context(), 0.05)]
 )  # bf16: logits of size 1 to 4, a few roundings
@@ -30,6 +31,7 @@ def test_decoding_equals_the_whole_sequence(tiny, tiny_params, packed_batch, ctx
     assert np.array_equal(cache.lengths, lengths + 5)
 
 
+@pytest.mark.slow
 def test_shapes_and_dtypes(tiny, tiny_params):
     _, cache = jax.eval_shape(
         lambda p, t: models.prefill(tiny, p, t, size=8), tiny_params, jnp.zeros((2, 6), jnp.int32)

@@ -110,6 +110,7 @@ def a_router_in_bf16(monkeypatch):
     monkeypatch.setattr(routing, "jnp", SimpleNamespace(**vars(jnp) | {"dot": narrow}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("normalise", [True, False])
 def test_a_planted_fault_of_the_router_is_found(monkeypatch, normalise):
     """Weights normalised where the model does not, and the reverse; a router in bf16."""
@@ -121,6 +122,7 @@ def test_a_planted_fault_of_the_router_is_found(monkeypatch, normalise):
                 check_layer(normalise)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("normalise", [True, False])
 def test_a_router_is_float32_and_weighs_as_the_model_says(normalise):
     """Two experts whose logits differ by 2^-12 of their size: in bfloat16 they are the same, and the first is taken."""
@@ -190,6 +192,7 @@ def no_bias(monkeypatch):
     monkeypatch.setattr(experts, "route", lambda *given, bias, **how: real(*given, bias=jnp.zeros_like(bias), **how))
 
 
+@pytest.mark.slow
 def test_a_sigmoid_router_chooses_with_its_bias_and_weighs_without(monkeypatch):
     check_deepseek()
     for fault in (bias_in_the_weights, no_bias):
@@ -199,6 +202,7 @@ def test_a_sigmoid_router_chooses_with_its_bias_and_weighs_without(monkeypatch):
                 check_deepseek()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("normalise", [False, True])
 def test_a_router_of_softmax_has_the_gradient_of_its_formula(normalise):
     """Of weights and both losses. Oracle: differences of float64 NumPy, the choice held fast."""
@@ -255,6 +259,7 @@ def resolved(name):
     return policy("experts", recipe(name)).resolve(models.linear_sites(TINY), TINY.layers)
 
 
+@pytest.mark.slow
 def test_a_step_learns_and_tells_the_load_of_experts(quick_compiles, tmp_path):
     """Microbatches add up: both losses of the routers are means over all scored tokens. The bias of a sigmoid router
     moves by its rate alone, has moments of zero, and goes on from a checkpoint bit for bit."""

@@ -73,6 +73,7 @@ def _exact(made):
     return *made[:2], {name: dw for name, dw in made[2].items() if name != "router"}, made[3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", MESHES)
 def test_a_layer_on_a_mesh_is_that_of_one_device_bit_for_bit(text):
     """y, dx and the gradients of all weights, of experts with other loads, some of them ragged: so codes, scales and
@@ -86,6 +87,7 @@ def test_a_layer_on_a_mesh_is_that_of_one_device_bit_for_bit(text):
     np.testing.assert_allclose(many[2]["router"], one[2]["router"], atol=2e-6 * np.abs(one[2]["router"]).max())
 
 
+@pytest.mark.slow
 def test_how_much_room_a_device_has_changes_no_bit(monkeypatch):
     """Experts alone in the mesh: devices whose rows fit into room for twice the mean load beside devices whose do
     not, and so both programs, bit for bit."""
@@ -152,6 +154,7 @@ def gradients_of(text):
     return float(sums["nll_sum"] / sums["tokens"]), jax.tree.map(np.asarray, grads), np.asarray(sums["load"])
 
 
+@pytest.mark.slow
 def test_a_model_on_a_mesh_has_the_gradients_of_one_device():
     """Attention's GEMMs and sums over tokens run in another order: a rounding to bfloat16 flips here and there, and a
     token in hundreds may choose another expert by it. Found were 5e-5 in norm (attention's q) and 1e-7 of the loss."""
@@ -164,6 +167,7 @@ def test_a_model_on_a_mesh_has_the_gradients_of_one_device():
     assert max(jax.tree.leaves(apart)) < 2e-3, apart
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_read_on_another_number_of_experts_a_device(tmp_path):
     def experts_on(mesh):
         return {"experts": {"expert_up": models.abstract_params(TINY, mesh)["layers"]["mlp"]["expert_up"]}}

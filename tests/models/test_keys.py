@@ -37,6 +37,7 @@ def by_hand(path, layer):
     return functools.reduce(site_key, WAYS[path], layer_key(STEP, layer))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", WAYS)
 def test_each_linear_of_each_layer_has_the_key_that_is_folded_by_hand(path):
     keys = keys_of_layers(STEP, {path: recipe("nvfp4")}, jnp.arange(2, 5))
@@ -45,6 +46,7 @@ def test_each_linear_of_each_layer_has_the_key_that_is_folded_by_hand(path):
     assert words(keys[site]) == [words(by_hand(path, layer)) for layer in (2, 3, 4)]
 
 
+@pytest.mark.slow
 def test_what_a_linear_draws_is_what_its_own_key_gives():
     drawn = drawn_in_layers(STEP, {path: recipe("nvfp4") for path in WAYS}, jnp.arange(2, 5))
     here = drawn_in_layer(drawn, jnp.int32(1))
@@ -63,6 +65,7 @@ def test_linears_that_draw_nothing_and_steps_without_a_key_fold_none():
     assert drawn_in_layers(None, {"layers/mlp/up": recipe("nvfp4")}, jnp.arange(2)) == {}
 
 
+@pytest.mark.slow
 def test_no_layer_folds_a_key():
     """Without a loop each fold would be compiled once a layer: a hundred instructions of one number, and the mixing of
     its words as many again for two keys."""

@@ -39,6 +39,7 @@ def exact(tiny, tiny_params, packed_batch):
     return with_gradients(tiny, FLOAT)(tiny_params, packed_batch)
 
 
+@pytest.mark.slow(fast_cases=["True"])
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_initial_loss(qk_norm):
     """ln(vocab) + half the variance of the logits: what targets that the model knows nothing of cost on average."""
@@ -88,6 +89,7 @@ def stepping(cfg, made, **how):
     return run
 
 
+@pytest.mark.slow
 def test_layers_one_after_another_are_the_loop(tiny, tiny_params, packed_batch):
     """Of each layer its weights and its random bits: dy is rounded by chance, the rest compiles sooner in bf16."""
     made = dataclasses.replace(recipe("bf16"), name="dy", dgrad_dy=recipe("nvfp4").dgrad_dy)
@@ -130,6 +132,7 @@ def test_a_packed_document_is_as_if_alone(tiny, tiny_params, packed_batch):
     np.testing.assert_allclose(np.asarray(together)[0, 13:28], np.asarray(alone)[0, :15], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_bf16_is_near_float32(exact, rounded):
     (loss, grads), (exact_loss, exact_grads) = rounded, exact
     assert float(loss) == pytest.approx(float(exact_loss), rel=2e-3)
@@ -137,6 +140,7 @@ def test_bf16_is_near_float32(exact, rounded):
     assert distance(grads, exact_grads) < 0.03  # some twenty roundings of 2^-9 between a weight and the loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data=2,fsdp=2,tensor=2", "fsdp=2,tensor=2,context=2"])
 def test_meshes_agree_with_one_device(tiny, tiny_params, packed_batch, exact, mesh):
     mesh = make_mesh(parse_mesh(mesh), jax.devices("cpu"))
@@ -157,6 +161,7 @@ def rounded(tiny, tiny_params, packed_batch):
     return with_gradients(tiny, models.Context())(tiny_params, packed_batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["dots", "full", "quantized"])
 def test_remat_changes_nothing_but_memory(tiny, tiny_params, packed_batch, rounded, remat):
     again = with_gradients(tiny, models.Context(remat=remat))(tiny_params, packed_batch)
@@ -178,6 +183,7 @@ def quantized_once(tiny_params, packed_batch, quantized):
     return quantized(tiny_params, packed_batch, 0)
 
 
+@pytest.mark.slow
 def test_nvfp4_is_near_and_its_bits_come_from_the_step(tiny_params, packed_batch, exact, quantized, quantized_once):
     loss, grads = quantized_once
     assert float(loss) == pytest.approx(float(exact[0]), rel=0.05) and float(loss) != float(exact[0])
@@ -194,12 +200,14 @@ def kept_bytes(cfg, params, batch, remat):
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(vjp))
 
 
+@pytest.mark.slow
 def test_remat_orders_memory(tiny, packed_batch):
     params = models.abstract_params(tiny)
     none, dots, full = (kept_bytes(tiny, params, packed_batch, remat) for remat in ("none", "dots", "full"))
     assert full < dots < none
 
 
+@pytest.mark.slow
 def test_segments_do_not_change_the_model(tiny, tiny_params, packed_batch, exact):
     """Two rules with the same numerics under two names make two scans; the result is that of one."""
     other = recipe("bf16").__class__(**{**recipe("bf16").operands(), "name": "bf16 too"})

@@ -38,6 +38,7 @@ def step(ctx, run=jax.jit):
         return run(found)(params), (alone.called, inside.called)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize("name", ["attention/[qkv]", "mlp"])
 def test_no_bit_of_a_step_changes(name, monkeypatch):

@@ -49,6 +49,7 @@ def step(chosen, run=compiled, **how):
     return made, [isinstance(call.args[0], Layer) for call in backward.call_args_list]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize("chosen", [recipe("bf16"), LIGHT], ids=lambda chosen: chosen.name)
 def test_a_loop_has_the_bits_of_layers_without_one(chosen):
@@ -72,12 +73,14 @@ def test_kernels_have_one_result_for_each_reader():
     assert len(forked()[-1]) == len(llama.QKV)
 
 
+@pytest.mark.slow
 def test_without_kernels_it_is_the_norm_itself():
     x, scale, through, h = forked()
     assert through is x and len(h) == 1
     np.testing.assert_array_equal(h[0], rms_norm(x, scale, CFG.norm_eps))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize("how", [{}, {"stacked": True, "remat": "quantized"}], ids=["no stacks", "remat"])
 def test_where_a_loop_has_no_stacks_of_its_own_norms_are_xlas(how):

@@ -45,6 +45,7 @@ def test_impossible_shapes_are_refused(tiny, change):
         tiny.replace(**change)
 
 
+@pytest.mark.slow
 def test_init_matches_the_specs(tiny, tiny_params):
     specs = models.flatten(models.param_specs(tiny))
     params = models.flatten(tiny_params)
@@ -56,6 +57,7 @@ def test_init_matches_the_specs(tiny, tiny_params):
             assert float(np.std(params[path])) == pytest.approx(spec.init, rel=0.05)
 
 
+@pytest.mark.slow
 def test_init_is_the_same_on_a_mesh(tiny, tiny_params):
     mesh = make_mesh({"fsdp": 4, "tensor": 2}, jax.devices("cpu"))
     shardings = models.param_shardings(tiny, mesh)

@@ -23,6 +23,7 @@ def resolved(cfg, name="mlp"):
     return policy(name, NVFP4).resolve(models.linear_sites(cfg), cfg.layers)
 
 
+@pytest.mark.slow
 def test_codes_are_those_of_each_layer(tiny, tiny_params):
     ready = jax.jit(lambda p: models.quantize_weights(tiny, p, resolved(tiny)))(tiny_params)
     quantized = [is_qweight(leaf) for leaf in jax.tree.leaves(ready["layers"], is_leaf=is_qweight)]
@@ -43,6 +44,7 @@ def ahead(cfg, params, mesh):
     return jax.jit(lambda layers: quantize_ahead(layers, x, here))(params["layers"])
 
 
+@pytest.mark.slow
 def test_codes_made_ahead_of_the_loop_are_those_of_each_layer(tiny, tiny_params):
     mesh = make_mesh({"fsdp": 2, "tensor": 2}, jax.devices("cpu")[:4])
     made = ahead(tiny, jax.device_put(tiny_params, models.param_shardings(tiny, mesh)), mesh)
@@ -72,6 +74,7 @@ def test_policies_that_differ_by_layer_are_left_to_the_model(tiny):
     assert not any(map(is_qweight, jax.tree.leaves(ready, is_leaf=is_qweight)))
 
 
+@pytest.mark.slow
 def test_a_decoded_token_is_the_same(tiny, tiny_params):
     ctx = models.Context(policy=resolved(tiny))
 

@@ -33,6 +33,7 @@ def test_each_layer_has_its_gradient(cut):
     np.testing.assert_array_equal(gradient(cut)(stack), plain(stack))
 
 
+@pytest.mark.slow
 @pytest.mark.cuda_compiler
 def test_on_a_mesh_no_device_has_the_whole_stack():
     lies = over_eight(np.array(topology(device("h200"), hosts=1, per_host=8).devices))

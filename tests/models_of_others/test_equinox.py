@@ -12,6 +12,8 @@ import pytest
 from halfbyte.ops import apply_recipe
 from halfbyte.recipe import Policy, Rule
 
+pytestmark = pytest.mark.slow
+
 
 @functools.cache
 def model():
@@ -40,6 +42,5 @@ def test_quantized_sites(regression, nvfp4):
     assert report.left[0].why_left == "no rule matches layers/2/weight"
 
 
-@pytest.mark.slow
 def test_trained_100_steps(verdict, regression):
     verdict(loss_in, eqx.filter(model(), eqx.is_array), regression, control=True)

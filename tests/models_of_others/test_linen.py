@@ -10,6 +10,8 @@ import pytest
 
 from halfbyte.ops import dot_general
 
+pytestmark = pytest.mark.slow
+
 
 class Layer(nn.Module):
     """Pre-norm attention and MLP, built from Linen's own layers."""
@@ -48,7 +50,6 @@ def params():
     return Model(jax.lax.dot_general).init(jax.random.key(0), jnp.zeros((1, 16), jnp.int32))
 
 
-@pytest.mark.slow
 def test_trained_100_steps(verdict, text, params):
     verdict(loss_in, params, text, control=False)
 

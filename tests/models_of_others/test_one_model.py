@@ -132,6 +132,7 @@ def replaced(loss, params, policy):
     return rewritten.report(params, TOKENS)
 
 
+@pytest.mark.slow(fast_cases=["nnx module-mlp"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # other people's code, older than this JAX
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("tree", TREES)
@@ -142,6 +143,7 @@ def test_the_same_linears_in_every_tree(tree, policy):
     assert sorted((p[p.index("layers") + 1], p[p.index("layers") + 2]) for p in parts) == wanted, report
 
 
+@pytest.mark.slow
 def test_linears_without_names_are_told_by_what_they_do():
     """Haiku's own numbers, in the order in which they are made: the head, and of each layer q, o, router, up, down."""
     report = replaced(*haiku(names=False), "mlp")

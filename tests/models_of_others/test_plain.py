@@ -11,6 +11,8 @@ import pytest
 from halfbyte.ops import apply_recipe
 from halfbyte.recipe import Policy, Rule
 
+pytestmark = pytest.mark.slow
+
 SHAPES = {
     "embed": (32, 32),
     "head": (32, 32),
@@ -66,7 +68,6 @@ def test_quantized_sites(text, nvfp4):
     ]
 
 
-@pytest.mark.slow
 def test_trained_100_steps(verdict, text):
     verdict(loss_in, PARAMS, text, control=True)
 

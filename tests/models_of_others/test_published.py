@@ -33,6 +33,7 @@ def dots(jaxpr):
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_sites_found_are_the_dots_of_the_program(name):
     loss, params = MODELS[name]()
@@ -76,7 +77,6 @@ def four_devices(axes):
     return jax.set_mesh(jax.make_mesh((4,), ("d",), axis_types=(axes,), devices=jax.devices("cpu")[:4]))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma", "llama3", "haliax"])
 def test_trained_100_steps_on_four_devices(name, text):
     loss, params = MODELS[name]()
@@ -94,6 +94,7 @@ def test_trained_100_steps_on_four_devices(name, text):
     assert gap.mean() < noise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma", "haliax", "haiku", "equinox"])
 def test_lowered_with_explicit_axes(name, text):
     loss, params = MODELS[name]()

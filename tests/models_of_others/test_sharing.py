@@ -83,6 +83,7 @@ def together(found):
     return {last(site.path): sorted(map(last, site.shares_x)) for site in found.replaced}
 
 
+@pytest.mark.slow
 def test_dots_of_one_x_are_made_together_and_have_the_bits_of_separate_ones():
     ours = hb.apply_recipe(model(plain, attend), LIGHT, key=KEY, show=None)
     separate = model(by_hand, attend)
@@ -96,6 +97,7 @@ def count(jaxpr, name):
     return sum((eqn.primitive.name == name) + sum(count(sub, name) for sub in sub_jaxprs(eqn)) for eqn in jaxpr.eqns)
 
 
+@pytest.mark.slow
 def test_x_is_quantized_once_for_all_that_read_it():
     """Each quantized tensor has its maxima: six weights, and three times x, for q, k and v, for gate and up, and for
     down, instead of six times; one more is the softmax's own."""
@@ -127,6 +129,7 @@ def twins():
     yield lambda m, x: jnp.mean(m(x) ** 2), NnxBlock(nnx.Rngs(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn, params", list(twins()), ids=["linen", "nnx"])
 def test_what_frameworks_cast_for_each_layer_is_the_same_x(fn, params):
     found = hb.apply_recipe(fn, "nvfp4", key=KEY).report(params, X)
@@ -157,6 +160,7 @@ def swiglu(p, x):
     return ((x @ narrow["up"]) * jax.nn.silu(x @ narrow["gate"])) @ narrow["down"]
 
 
+@pytest.mark.slow(fast_cases=["fp8"])
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8"])
 def test_swiglu_is_inside_the_passes_where_kernels_hold_it(recipe):
     x = jnp.asarray(NUMBERS.normal(size=(128, 128)), jnp.bfloat16)
@@ -174,6 +178,7 @@ def test_swiglu_is_inside_the_passes_where_kernels_hold_it(recipe):
         jax.tree.map(np.testing.assert_array_equal, *both(MLP, x))
 
 
+@pytest.mark.slow
 def test_a_product_that_somebody_else_reads_is_not_taken_away():
     def fn(p, x):
         h = jax.nn.silu(x @ p["gate"]) * (x @ p["up"])

@@ -78,6 +78,7 @@ def test_explicit_axes_serve_every_entry_and_keep_the_shardings():
     assert jax.eval_shape(jax.grad(recipe_in(plain)), {"w": W}, sharded)["w"].shape == W.shape
 
 
+@pytest.mark.slow(fast_cases=["0-P('d', None)"])
 @pytest.mark.parametrize("wanted", [P(None, None), P("d", None), P(None, "d")], ids=str)
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_dot_lies_where_its_out_sharding_says(side, wanted):
@@ -93,6 +94,7 @@ def test_a_dot_lies_where_its_out_sharding_says(side, wanted):
         assert specs == [w.sharding.spec, x.sharding.spec]
 
 
+@pytest.mark.slow
 def test_explicit_axes_change_no_gradient():
     program = jax.jit(jax.grad(recipe_in(plain)))
     whole = program({"w": W}, X)["w"]
@@ -119,6 +121,7 @@ def test_shard_map_as_it_is_by_default():
     assert 0 < np.linalg.norm(a - exact) < 0.3 * np.linalg.norm(exact)  # one in four bits' noise, no factor of 4
 
 
+@pytest.mark.slow(fast_cases=["False"])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_replicas_have_bits_of_their_own(shown_keys, check_vma):
     def body(w, x):
@@ -128,6 +131,7 @@ def test_replicas_have_bits_of_their_own(shown_keys, check_vma):
     assert first_of_each(fn(W, X)) == 4
 
 
+@pytest.mark.slow
 def test_devices_that_compute_the_same_thing_round_alike(shown_keys):
     two = jax.make_mesh((2, 2), ("d", "t"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices("cpu")[:4])
     fn = jax.shard_map(
@@ -145,6 +149,7 @@ def loops(step):
     )
 
 
+@pytest.mark.slow
 def test_a_key_that_a_loop_does_not_change_is_refused(shown_keys):
     dot = hb.dot_general("nvfp4", key=KEY, site="mlp/up")
     shared = (
@@ -159,6 +164,7 @@ def test_a_key_that_a_loop_does_not_change_is_refused(shown_keys):
                 loop()
 
 
+@pytest.mark.slow
 def test_a_key_folded_with_the_loops_counter_is_not(shown_keys):
     def by_recipe(i):
         return recipe_in(lambda w: X @ w, layer_key(KEY, i))(W)[0, 0]
@@ -172,6 +178,7 @@ def test_a_key_folded_with_the_loops_counter_is_not(shown_keys):
         assert first_of_each(loops(step)[0]()) == 4
 
 
+@pytest.mark.slow
 def test_einsum_may_turn_its_operands_around_and_the_second_is_the_weight(monkeypatch):
     seen = []
 
@@ -197,6 +204,7 @@ def test_einsums_of_one_shape_read_their_keys_each(shown_keys):
     assert first_of_each(keys) == 3
 
 
+@pytest.mark.slow
 def test_second_derivatives_raise():
     def linear_critic(w):  # its own gradient is w: only the weight is differentiated twice
         return jnp.sum(jax.grad(lambda x: jnp.sum(recipe_in(lambda w, x: x @ w)(w, x)))(X) ** 2)
@@ -210,6 +218,7 @@ def test_second_derivatives_raise():
             jax.eval_shape(second, W)
 
 
+@pytest.mark.slow
 def test_a_program_for_several_gpus_takes_no_kernel_for_one():
     gpu = next(device for device in hb.DEVICES.values() if "h200" in device.name.lower())
     x, w = jnp.zeros((4096, 1024), jnp.bfloat16), jnp.zeros((1024, 1024), jnp.bfloat16)
@@ -224,6 +233,7 @@ def test_a_program_for_several_gpus_takes_no_kernel_for_one():
             assert kernels() == 0
 
 
+@pytest.mark.slow
 def test_linears_of_one_shape_are_lowered_once():
     params = [W] * 6
 
@@ -268,6 +278,7 @@ DOTS = {
 }
 
 
+@pytest.mark.slow(fast_cases=["qdot-in_a_remat_in_a_loop", "qdot-on_devices", "apply_recipe-in_a_remat_in_a_loop"])
 @pytest.mark.parametrize("around", SHARED, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", DOTS)
 def test_one_key_for_several_tensors_is_said(name, around):
@@ -283,6 +294,7 @@ def test_one_key_for_several_tensors_is_said(name, around):
             jax.eval_shape(found, X)
 
 
+@pytest.mark.slow
 def test_a_key_each_is_not_warned_of():
     dot, keys = DOTS["qdot"], jax.random.split(KEY, 2)
     scan = lambda x: lax.scan(lambda x, item: (dot(x, *item), None), x, (jnp.stack([W, W]), keys))[0]  # noqa: E731

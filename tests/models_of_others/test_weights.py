@@ -180,6 +180,7 @@ class Linear(eqx.Module):
         return self.dot(x, self.w, (((1,), (0,)), ((), ())))
 
 
+@pytest.mark.slow
 def test_dot_general_is_a_pytree_of_one_child_whatever_that_is():
     dot = hb.dot_general("nvfp4", key=KEY, site="lin")
     holes = jax.tree.map(lambda _: None, dot)
@@ -201,6 +202,7 @@ class Stateful(nnx.Module):
         return self.drop(self.norm(self.up(x))) @ self.tied[...]
 
 
+@pytest.mark.slow
 def test_what_a_function_writes_into_an_nnx_module_is_written():
     model, loss = Stateful(nnx.Rngs(0)), lambda m, x: jnp.mean((m(x) - x) ** 2)
     ours = hb.apply_recipe(loss, "fp8", show=None)
@@ -220,6 +222,7 @@ class Block(nnx.Module):
         return x + self.down(nnx.relu(self.up(x)))
 
 
+@pytest.mark.slow
 def test_stacked_nnx_layers_scan():
     @nnx.split_rngs(splits=3)
     @nnx.vmap(in_axes=(0,), out_axes=0)
@@ -236,6 +239,7 @@ def test_stacked_nnx_layers_scan():
     assert shapes.up.kernel.shape == (3, 32, 64)
 
 
+@pytest.mark.slow
 def test_a_rewritten_function_hashes():
     f = hb.apply_recipe(lambda p, x: jnp.sum((x @ p["w"]) ** 2), "nvfp4", key=KEY, show=None)
     p = {"w": square()}
@@ -269,6 +273,7 @@ def test_named_policies_find_mlps_by_name():
     assert len(report(fn, hb.policy("all_linear", "nvfp4"), transformer_names(), X).replaced) == 18
 
 
+@pytest.mark.slow
 def test_named_policies_find_mlps_by_what_they_compute():
     model = eqx.nn.MLP(32, 32, width_size=64, depth=2, key=jax.random.key(0))
     found = report(lambda m, x: jax.vmap(m)(x), hb.policy("mlp", "nvfp4"), model, X)
@@ -298,6 +303,7 @@ def test_what_lies_in_an_mlp_is_its_own_and_the_scale_of_a_norm_is_no_weight():
     assert paths(report(fn, hb.policy("mlp", "nvfp4"), params, X).replaced) == names[1:4]
 
 
+@pytest.mark.slow
 def test_haiku_and_its_numbers():
     net = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([32, 32, 16])(x)))
     params = net.init(jax.random.key(0), X)

@@ -67,6 +67,7 @@ def packed(batch, seq):
     return rows
 
 
+@pytest.mark.slow(fast_cases=["4-2-True"])
 @pytest.mark.parametrize("heads, kv_heads, with_segments", [(2, 2, False), (4, 2, True), (3, 1, True)])
 def test_agrees_with_the_definition(heads, kv_heads, with_segments):
     q, k, v = inputs(2, 24, heads, kv_heads, 8)
@@ -75,6 +76,7 @@ def test_agrees_with_the_definition(heads, kv_heads, with_segments):
     np.testing.assert_allclose(ours, oracle(q, k, v, segments), atol=2e-6)  # float32 sums of 24 terms
 
 
+@pytest.mark.slow
 def test_a_packed_document_is_as_if_alone():
     q, k, v = inputs(1, 20, 2, 1, 8)
     segments = jnp.asarray([[1] * 12 + [2] * 8], jnp.int32)
@@ -85,6 +87,7 @@ def test_a_packed_document_is_as_if_alone():
     assert np.abs(np.asarray(grads)[:, :12]).max() == 0.0
 
 
+@pytest.mark.slow
 def test_long_sequences_go_in_blocks(monkeypatch):
     q, k, v = inputs(1, 72, 2, 1, 8)
     segments = jnp.asarray(packed(1, 72))
@@ -97,6 +100,7 @@ def test_long_sequences_go_in_blocks(monkeypatch):
     assert "32,64]" in text and "72,72]" not in text  # a block's scores end at its diagonal; the whole never exists
 
 
+@pytest.mark.slow
 def test_bf16_output_is_one_rounding_away():
     q, k, v = inputs(1, 16, 2, 2, 16, jnp.bfloat16)
     ours = plain(q, k, v)
@@ -105,6 +109,7 @@ def test_bf16_output_is_one_rounding_away():
     np.testing.assert_allclose(np.asarray(ours, np.float64), exact, atol=2**-7)  # weights and output rounded to bf16
 
 
+@pytest.mark.slow(fast_cases=["data=2,context=2,tensor=2-True"])
 @pytest.mark.parametrize("mesh, with_segments", [
     ("fsdp=4,tensor=2", True),
     ("data=2,context=2,tensor=2", True),
@@ -126,6 +131,7 @@ def on_one_device(with_segments):
     return with_gradients(run)(*inputs(4, 32, 4, 2, 8))
 
 
+@pytest.mark.slow
 def test_an_odd_number_of_devices_shares_a_sequence():
     """The one in the middle is its own partner."""
     mesh = make_mesh({"context": 3}, jax.devices("cpu")[:3])
@@ -140,6 +146,7 @@ def test_a_sequence_of_half_chunks_is_refused():
         attention(*inputs(1, 20, 2, 2, 8), mesh=mesh)
 
 
+@pytest.mark.slow
 def test_context_shares_the_work_of_8192_positions_evenly():
     """All devices run one program without a branch, so none has more to do than another; and what they multiply is
     what one device would, but for the upper triangles of the diagonal's chunks (XLA's kernels do not skip them)."""
@@ -161,6 +168,7 @@ def test_context_shares_the_work_of_8192_positions_evenly():
     assert multiplied / (products * needed) == 1 + 1 / (2 * parts)  # before: 2.0, every query against every key
 
 
+@pytest.mark.slow
 def test_cached_attention_sees_what_is_visible():
     q, k, v = inputs(2, 10, 4, 2, 8)
     visible = jnp.asarray(np.arange(10)[None, None] < np.array([4, 9])[:, None, None])
@@ -191,6 +199,7 @@ def test_unknown_implementation_is_refused():
         choose_attention((1, 16, 2, 64), jnp.bfloat16, implementation="flash")
 
 
+@pytest.mark.slow
 @pytest.mark.cuda_compiler
 @pytest.mark.parametrize("mesh, packed, calls", [
     ("fsdp=4,tensor=2", False, {"fmhaSoftmax", "fmhaSoftmaxBackward"}),
@@ -222,6 +231,7 @@ def test_compiles_to_cudnn_without_a_gpu(mesh, packed, calls):
 ON_GPU = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU with cuDNN")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", pytest.param("cudnn", marks=ON_GPU)])
 @pytest.mark.parametrize("with_segments", [False, True])
 def test_parts_of_attention_add_up(monkeypatch, implementation, with_segments):

@@ -42,6 +42,7 @@ def shifted(dtype, seed=0):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend, dtype", [("reference", "float32"), ("carrier", "bfloat16")])
 def test_a_linear_is_what_the_formulas_say(backend, dtype):
     x, w, dy = shifted(dtype)
@@ -67,6 +68,7 @@ def test_the_mean_of_dx_is_that_of_no_quantized_dy():
     np.testing.assert_allclose(matrix(dx).sum(0), (matrix(dy).astype(np.float64) @ matrix(w).T).sum(0), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_tokens_share_is_not_rounded_any_more():
     """The error of y, of an x that is mostly its mean."""
     x, w, _ = shifted("float32")
@@ -78,6 +80,7 @@ def test_what_tokens_share_is_not_rounded_any_more():
     assert errors[1] < errors[0] / 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_cpu")
 def test_an_mlp_is_three_linears_bit_for_bit():
     """But for dx, where gate and up have one mean, and one rounding with it."""
@@ -91,6 +94,7 @@ def test_an_mlp_is_three_linears_bit_for_bit():
     np.testing.assert_allclose(dx, dx_apart, atol=2.0**-7 * np.abs(dx).max())
 
 
+@pytest.mark.slow
 def test_a_quantized_weight_is_the_same_weight():
     x, w, dy = shifted("float32")
 
@@ -106,6 +110,7 @@ def test_a_quantized_weight_is_the_same_weight():
         np.testing.assert_allclose(one, other, atol=1e-6 * float(jnp.max(jnp.abs(other))), rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(4, 1), (2, 2)], ids=lambda s: f"{s[0]}x{s[1]}")
 def test_the_residual_does_not_know_the_mesh(shape):
     """m and R to the bit; the order of the sums of products may differ where a contraction is cut."""
@@ -122,6 +127,7 @@ def test_the_residual_does_not_know_the_mesh(shape):
         np.testing.assert_allclose(one, other, atol=2.0**-7 * np.abs(other).max())
 
 
+@pytest.mark.slow
 def test_tokens_along_an_axis_of_a_shard_map_around_count_too():
     grid = Mesh(np.array(jax.devices("cpu")[:4]), ("data",))
     x, _, _ = tensors(BLOCKS_OF_16[4]._replace(lead=(4, 32)), "bfloat16")
@@ -130,6 +136,7 @@ def test_tokens_along_an_axis_of_a_shard_map_around_count_too():
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_makes_the_result_nan():
     x, w, _ = shifted("float32")
     run = jax.jit(functools.partial(hb.qdot, recipe=AVERIS, key=KEY), compiler_options=quick)

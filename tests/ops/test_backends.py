@@ -57,6 +57,7 @@ def test_a_backend_that_serves_nothing_is_found_out():
     assert not serves_something(idle)
 
 
+@pytest.mark.slow(fast_cases=["carrier-nvfp4-2x48.48.80-bfloat16"])
 @pytest.mark.parametrize("name, shape, dtype", CASES, ids=lambda p: str(p))
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "reference"])
 def test_conformance(backend, name, shape, dtype):
@@ -75,6 +76,7 @@ class InterpretedPasses(FusedPasses):
         return None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 def test_fused_passes_in_interpret_mode(monkeypatch):
     """On any machine: the bodies of the quantize kernels run on the host, and give every GEMM the right operands.
@@ -118,6 +120,7 @@ def cudnn_call(a, b, *scales, dtype):
 LAID_OUT = [("nvfp4", BLOCKS_OF_16[4]), ("nvfp4", BLOCKS_OF_16[5]), ("mxfp8", BLOCKS_OF_32[2])]
 
 
+@pytest.mark.slow(fast_cases=["mxfp8-shape2"])
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("name, shape", LAID_OUT)
 def test_native_lays_out_its_operands_right(name, shape, monkeypatch):
@@ -134,6 +137,7 @@ def test_native_lays_out_its_operands_right(name, shape, monkeypatch):
         check_linear(hb.recipe(name), *tensors(shape, "bfloat16"), backend="native", compiler_options=quick)
 
 
+@pytest.mark.slow(fast_cases=["mxfp8-shape1"])
 @pytest.mark.parametrize("name, shape", [LAID_OUT[0], LAID_OUT[2]])
 def test_native_hands_scaled_matmul_the_right_operands(name, shape, monkeypatch):
     """The same of the plain way: the one of Hopper, of old cuDNNs and of programs that the compiler cuts."""
@@ -148,6 +152,7 @@ def choose_native(name, shape):
     return ops.choose("native", problem(hb.recipe(name), shape, B200))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 def test_a_bfloat16_result_loses_no_bit_of_the_factor(monkeypatch):
     """The power of two goes into the call and the rest onto its result: bf16(bf16(sums * 2^e) * m), to the bit."""
@@ -164,6 +169,7 @@ def test_a_bfloat16_result_loses_no_bit_of_the_factor(monkeypatch):
     assert 1 < rest < 2 and ((low <= got) & (got <= high)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [1.0, 3.0, 2.0**-126, 1e-3, 7e-20, 0.0, 1e-45, np.inf, np.nan])
 def test_a_factor_is_split_without_loss(factor):
     factor = jnp.float32(factor)

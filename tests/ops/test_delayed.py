@@ -48,6 +48,7 @@ def fresh():
     return {"amaxes": jnp.zeros(3), "history": jnp.zeros((SHORT.history, 3))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend, dtype", [("reference", "float32"), ("carrier", "bfloat16")])
 def test_six_steps_are_those_of_the_rule(backend, dtype):
     theirs, ours = delayed_oracle.Linear(SHORT.history), fresh()
@@ -70,6 +71,7 @@ def test_six_steps_are_those_of_the_rule(backend, dtype):
     assert saturated  # numbers beyond what was seen before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fast", "input"])
 @pytest.mark.usefixtures("on_cpu")
 def test_an_mlp_is_three_linears_bit_for_bit(mode):
@@ -84,6 +86,7 @@ def test_an_mlp_is_three_linears_bit_for_bit(mode):
     assert (seen[0][:2] == [jnp.max(jnp.abs(x)), jnp.max(jnp.abs(weights[0]))]).all() and np.min(seen) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(4, 1), (2, 2), (1, 4)], ids=lambda s: f"{s[0]}x{s[1]}")
 @pytest.mark.usefixtures("on_cpu")
 def test_what_is_seen_and_its_codes_do_not_know_the_mesh(shape):
@@ -103,6 +106,7 @@ def test_what_is_seen_and_its_codes_do_not_know_the_mesh(shape):
         np.testing.assert_allclose(one, other, atol=1e-6 * float(jnp.max(jnp.abs(other))))
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_not_hidden_by_a_scale_of_before():
     x, w, dy = tensors(BLOCKS_OF_16[1], "float32")
     y, dx, dw, seen = jax.jit(linear, compiler_options=quick)(x.at[0, 0, 0].set(jnp.inf), w, dy, jnp.ones(3))
@@ -111,6 +115,7 @@ def test_what_is_not_finite_is_not_hidden_by_a_scale_of_before():
     np.testing.assert_array_equal(advanced(before, seen)["amaxes"][0], 2)
 
 
+@pytest.mark.slow
 def test_without_a_history_it_is_fp8():
     @functools.partial(jax.jit, static_argnums=0, compiler_options=quick)
     def run(recipe, x, w, dy):

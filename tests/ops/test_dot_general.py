@@ -49,6 +49,7 @@ def normal(seed, *shape, dtype=jnp.float32):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
+@pytest.mark.slow
 def test_the_same_bits_as_qdot_by_hand():
     x, w = normal(0, 2, 16, 32), normal(1, 32, 16)
     dot = dot_general(NVFP4, key=KEY, site="up")
@@ -70,6 +71,7 @@ def test_the_same_bits_as_qdot_by_hand():
 
 # [batch, seq, embed] x [embed, heads, head_dim], [.., heads, head_dim] x [heads, head_dim, embed], and dims that lie
 # elsewhere.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lhs", "rhs", "dims"),
     [
@@ -87,6 +89,7 @@ def test_every_contraction_without_batch_dims_has_the_shape_and_order_of_lax(pla
     np.testing.assert_allclose(dot_general(BF16)(a, b, numbers), lax.dot_general(a, b, numbers), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lhs", [jnp.bfloat16, jnp.float32, jnp.float16])
 @pytest.mark.parametrize("preferred", [None, jnp.float32, jnp.bfloat16])
 def test_the_result_has_the_preferred_type(lhs, preferred):
@@ -147,6 +150,7 @@ def linen_keys(model, dot, key=KEY):
     return np.asarray(model.apply(params, X, rngs={"quantize": key})[1]).ravel().tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["quantize", KEY], ids=["stream", "plain key"])
 def test_linen_layers_have_their_paths_for_sites(shown_keys, key):
     dot = dot_general(NVFP4, key=key)
@@ -158,6 +162,7 @@ def test_linen_layers_have_their_paths_for_sites(shown_keys, key):
         assert keys == [float(np.float32(int(w[0] ^ w[1]))) for w in words]
 
 
+@pytest.mark.slow
 def test_a_linen_stream_gives_other_bits_at_another_step(shown_keys):
     dot = dot_general(NVFP4, key="quantize")
     model = Block(dot)
@@ -181,6 +186,7 @@ def scanned(dot):
     return layers(dot)
 
 
+@pytest.mark.slow
 def test_scanned_linen_layers_have_different_bits(shown_keys):
     dot = dot_general(NVFP4, key="quantize")
     assert len(set(linen_keys(scanned(dot), dot))) == 6
@@ -198,6 +204,7 @@ def test_rematerialised_linen_layers_have_different_bits(shown_keys, key):
     assert len(set(linen_keys(nn.remat(Block)(dot), dot))) == 2
 
 
+@pytest.mark.slow
 def test_linen_attention_projections(plain_qdot):
     dot = dot_general(NO_SR)
     attention = nn.MultiHeadDotProductAttention(num_heads=2, qkv_dot_general=dot, out_dot_general=dot)

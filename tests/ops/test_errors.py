@@ -40,6 +40,7 @@ def test_a_width_that_the_format_cannot_block(recipe, inputs, outputs, message):
         forward(array(64, inputs), array(inputs, outputs, dtype=jnp.float32), recipe=hb.recipe(recipe))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe, tokens, block", [("nvfp4", 40, 16), ("mxfp8", 48, 32)])
 def test_tokens_that_wgrad_cannot_block(recipe, tokens, block):
     """The forward pass alone does not care."""

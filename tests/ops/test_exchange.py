@@ -43,6 +43,7 @@ def pairs():
     return jnp.asarray(np.random.default_rng(1).normal(size=(DEVICES * OWN, WIDTH)), jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", MESHES)
 def test_rows_come_in_the_order_of_pairs_and_go_back(text, owners):
     x = np.asarray(pairs())
@@ -55,6 +56,7 @@ def test_rows_come_in_the_order_of_pairs_and_go_back(text, owners):
     np.testing.assert_array_equal(back, np.where((np.asarray(owners) < DEVICES)[:, None], 2 * x, 0))
 
 
+@pytest.mark.slow(fast_cases=["all to one"])
 def test_each_is_the_others_gradient(owners):
     """<dispatch x, g> = <x, collect g>, of numbers whose sums are exact."""
 

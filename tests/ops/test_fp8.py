@@ -41,6 +41,7 @@ def same(found: Operand, expected: Operand) -> bool:
     return bool((got == want).all()) and float(found.factor) == float(expected.factor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("roles", [("fprop_x", "wgrad_x"), ("dgrad_dy", "wgrad_dy"), ("fprop_x",)])
 def test_operands_equal_the_definition(roles) -> None:
     requests = [request(FP8, role, None) for role in roles]
@@ -49,6 +50,7 @@ def test_operands_equal_the_definition(roles) -> None:
     assert all(same(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.slow
 def test_one_cast_writes_the_row_and_keeps_the_transpose() -> None:
     wanted = [request(FP8, "fprop_x", None), request(FP8, "wgrad_x", None, kept=True)]
     row, kept = PASSES.quantize(X, wanted)
@@ -57,6 +59,7 @@ def test_one_cast_writes_the_row_and_keeps_the_transpose() -> None:
     assert str(jax.make_jaxpr(lambda x: PASSES.quantize(x, wanted))(X)).count("name=cast\n") == 1
 
 
+@pytest.mark.slow
 def test_swiglu_operands_equal_those_of_the_numbers_it_makes() -> None:
     pair = [request(FP8, role, None) for role in ("dgrad_dy", "wgrad_dy")]
     ahead, kept = [request(FP8, "fprop_x", None)], [request(FP8, "wgrad_x", None)]
@@ -80,6 +83,7 @@ def test_swiglu_operands_equal_those_of_the_numbers_it_makes() -> None:
         assert all(same(a, b) for a, b in zip((*dg, *du, h), expected, strict=True))
 
 
+@pytest.mark.slow(fast_cases=["bfloat16"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_weight_comes_in_both_orders(dtype) -> None:
     w = normal(1, 128, 256).astype(dtype)
@@ -105,6 +109,7 @@ def gemms(passes, gemm, x, w, dy):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one_call", [False, True])
 def test_the_scales_are_applied_in_float32(one_call) -> None:
     """x and dy have one number other than 0 in each row and column, so every sum has one term and only the scales can
@@ -182,6 +187,7 @@ def test_a_function_traced_inside_one_call_is_traced_again_outside() -> None:
         assert (inside, takes_scales()) == (True, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("amax, factor", [(3.5, 1 / 128), (0.0, 1.0), (np.inf, np.nan), (np.nan, np.nan)])
 def test_the_factor_is_that_of_the_scale_vector_and_of_its_own_top(amax, factor) -> None:
     bits = kernels.amax_bits(jnp.float32([1.0, amax])) if amax else jnp.zeros((2,), jnp.int32)
@@ -190,6 +196,7 @@ def test_the_factor_is_that_of_the_scale_vector_and_of_its_own_top(amax, factor)
         np.testing.assert_array_equal([vector[scale.GEMM], found], [np.float32(want)] * 2)
 
 
+@pytest.mark.slow
 def test_weights_of_all_layers_at_once_are_those_of_each() -> None:
     """What `quantize_stacks` does for passes that batch; the layers' maxima differ."""
     stack = normal(9, 3, 128, 256) * jnp.float32([1.0, 0.01, 30.0])[:, None, None]
@@ -201,6 +208,7 @@ def test_weights_of_all_layers_at_once_are_those_of_each() -> None:
             np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fast", "input"])
 def test_an_mlp_computes_what_carrier_computes(mode) -> None:
     """All nine GEMMs and both casts of each tensor, forward and backward, through the backend as `auto` chooses it."""

@@ -61,6 +61,7 @@ def operands(name, asked, passes):
     return jitted(lambda x: [made for requests in wanted for made in passes.quantize(x, requests)])
 
 
+@pytest.mark.slow(fast_cases=["asked1-nvfp4"])
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("asked", [OF_X, OF_DY])
 def test_operands_equal_the_definition(name, asked) -> None:
@@ -70,6 +71,7 @@ def test_operands_equal_the_definition(name, asked) -> None:
     assert len(found) == sum(map(len, asked)) and all(same(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.slow(fast_cases=["halfbyte", "quartet2"])
 @pytest.mark.parametrize("name", PRESETS)
 def test_operands_by_maxima_that_were_found_before_equal_the_definition(name) -> None:
     """Found for two, they serve one of them as well."""
@@ -84,6 +86,7 @@ def test_operands_by_maxima_that_were_found_before_equal_the_definition(name) ->
     assert all(same(a, b) for a, b in zip(jitted(by_maxima)(x), (row, row, column), strict=True))
 
 
+@pytest.mark.slow
 def test_a_forward_operand_that_nobody_asked_for_is_made_and_one_that_was_is_made_once() -> None:
     rows, again = (request(HALFBYTE, role, KEY) for role in ("fprop_x", "wgrad_x"))
     (found,), (expected,) = (jitted(functools.partial(p.quantize, requests=[again]))(X) for p in (PASSES, XLA))
@@ -92,6 +95,7 @@ def test_a_forward_operand_that_nobody_asked_for_is_made_and_one_that_was_is_mad
     assert text.count("name=quantize_rows_squared") == 1
 
 
+@pytest.mark.slow(fast_cases=["quartet2"])
 @pytest.mark.parametrize("given", [HALFBYTE, QUARTET2], ids=str)
 def test_a_forward_operand_of_a_weight_is_quantized_once_more_and_made_again_from_the_master(given) -> None:
     w = jax.random.normal(jax.random.key(1), (128, 256), jnp.float32)
@@ -121,6 +125,7 @@ def test_what_it_does_not_make_of_a_forward_operand_is_said() -> None:
     assert "multiple of 16 tokens" in PASSES.unsupported(Problem(QUARTET2, 24, 128, 256, H200, training=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_a_tensor_of_quartet2_that_is_not_finite_gives_nan_as_the_definition_does(bad) -> None:
     """Its row has the definition's numbers all the same."""
@@ -131,6 +136,7 @@ def test_a_tensor_of_quartet2_that_is_not_finite_gives_nan_as_the_definition_doe
     assert (a == b).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("passes", [PASSES, XLA], ids=["fused", "xla"])
 def test_a_choice_does_not_depend_on_the_size_of_a_tensor(passes) -> None:
     """Where squares of its numbers leave float32's range the definition and the kernels choose as elsewhere."""
@@ -140,6 +146,7 @@ def test_a_choice_does_not_depend_on_the_size_of_a_tensor(passes) -> None:
         assert bool((chosen(X) == chosen((X * power).astype(X.dtype))).all()), size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [NVFP4, QUARTET2], ids=str)
 def test_a_kept_operand_is_packed_as_the_definition_packs_it_and_loads_back(given) -> None:
     requests = [request(given, "fprop_x", KEY), request(given, "wgrad_x", KEY, kept=True)]
@@ -153,6 +160,7 @@ def test_a_kept_operand_is_packed_as_the_definition_packs_it_and_loads_back(give
     assert same(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])  # of a master, and of one that its owner casts
 def test_a_weight_equals_the_definition(dtype) -> None:
     w = jax.random.normal(jax.random.key(1), (128, 256), dtype)
@@ -162,6 +170,7 @@ def test_a_weight_equals_the_definition(dtype) -> None:
     assert same(found(w), expected(w))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [256, 88])  # of tiles, and of none
 @pytest.mark.parametrize("name", ["nvfp4_1d_weights", "nvfp4_4over6_mse", "nvfp4_4over6_mae"])
 def test_a_weight_in_blocks_along_an_axis_equals_the_definition(name, width) -> None:
@@ -200,6 +209,7 @@ def test_a_weight_that_travels_is_packed_as_the_definition_packs_it_and_loads_ba
     assert same(found, expected)
 
 
+@pytest.mark.slow
 def test_a_weight_is_made_again_from_its_master_and_its_scales() -> None:
     w = jax.random.normal(jax.random.key(1), (128, 256), jnp.float32)
     made = QWeight(w, PASSES.weight(w, Request(NVFP4.fprop_w, -2), packed=False), None, NVFP4)
@@ -237,6 +247,7 @@ def test_it_serves_widths_that_no_tile_divides() -> None:
     assert fused.BACKEND.unable(Problem(NVFP4, 256, 96, 1376, H200)) is None
 
 
+@pytest.mark.slow
 def test_a_weight_is_read_where_it_lies_among_those_of_other_layers() -> None:
     """The same carrier, and the master kept as where it lies."""
     stack = jax.random.normal(jax.random.key(1), (3, 128, 256), jnp.float32)
@@ -272,6 +283,7 @@ def maxima(layer, *shapes) -> int:
     return sum(count for eqn, count in equations(traced.jaxpr) if eqn.params.get("name") in MAXIMA)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4_4over6_mse", "fp8"])
 def test_no_tensor_is_read_again_for_scales_that_are_kept(name) -> None:
     """A layer that is made again from its input takes the maxima of no more tensors than one whose operands are kept,
@@ -284,6 +296,7 @@ def test_no_tensor_is_read_again_for_scales_that_are_kept(name) -> None:
     assert 0 < maxima(linear, *shapes) == maxima(KEPT(linear), *shapes) < maxima(jax.checkpoint(linear), *shapes)
 
 
+@pytest.mark.slow(fast_cases=["fp8"])
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4_4over6_mse", "fp8"])
 def test_nor_is_the_x_of_an_mlp_that_makes_its_operands_again_itself(name) -> None:
     def gated(mode):

@@ -87,6 +87,7 @@ FEW = np.array([0, 15, 0, 17, 0, 0], np.int32)
 CASES = [*((name, "auto") for name in RECIPES), ("nvfp4", "reference"), ("mxfp8", "reference")]
 
 
+@pytest.mark.slow(fast_cases=["mxfp8-reference"])
 @pytest.mark.parametrize("name, backend", CASES)
 def test_each_expert_is_a_qdot_of_its_own_bit_for_bit(name, backend):
     """As `reference` of known groups all of it. By tiles (`auto`) float32 sums run in another order: 1e-6 of dw's
@@ -123,6 +124,7 @@ def test_each_expert_is_a_qdot_of_its_own_bit_for_bit(name, backend):
     assert not np.any(y[counts.sum() :]) and not np.any(dx[counts.sum() :])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoilt", ["x", "w", "dy"])
 def test_nan_stays_in_its_expert(spoilt):
     x, w, dy = given()
@@ -188,6 +190,7 @@ def forward(backend):
     return jax.jit(lambda: ops.grouped_qdot(x, w, COUNTS, recipe=RANDOM_Y, key=KEY, backend=backend))()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(monkeypatch, fault):
     """Each is one that other grouped GEMMs had; rubbish in tail rows is in the data of all of these tests. x is rounded
@@ -198,6 +201,7 @@ def test_a_planted_fault_is_found(monkeypatch, fault):
     assert not np.array_equal(bits(right), bits(forward.__wrapped__("auto")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS_OF_DW)
 def test_a_planted_fault_of_the_weight_gradient_is_found(monkeypatch, fault):
     """What meets in wgrad alone: Hadamard runs over tokens, and rows that belong to nobody."""
@@ -223,6 +227,7 @@ def test_groups_that_do_not_fit_are_refused_or_nan():
         ops.grouped_qdot(x, w, COUNTS.astype(np.float32), recipe="bf16")
 
 
+@pytest.mark.slow
 def test_groups_that_no_one_can_have_are_no_steps_of_a_kernel(monkeypatch):
     """A walk that is told of fewer steps than none, or of more than there are rows, may never end."""
     seen, made = [], tiles.Tiles.of
@@ -240,6 +245,7 @@ def test_groups_that_no_one_can_have_are_no_steps_of_a_kernel(monkeypatch):
     assert [each.tolist() for each in seen] == [[0, 1, ROWS, 0, 0, 5]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device, weight", [("h200", "quantize_weight"), ("gb300", "pack_weight")])
 def test_kernels_make_and_multiply_the_codes_of_each_expert(interpreted, device, weight):
     """As a Hopper or Blackwell GPU runs it, with kernels interpreted: a table of scales, keys and places for tiles and
@@ -260,6 +266,7 @@ def test_kernels_make_and_multiply_the_codes_of_each_expert(interpreted, device,
     assert np.all(np.abs(found[2] - expected[2]) <= 1e-6 * largest)
 
 
+@pytest.mark.slow
 def test_codes_for_blackwell_are_the_definition_s(interpreted):
     """All six operands decoded, as the radar reads them, beside those that XLA makes: equal, bit for bit."""
     random, counts, wide = np.random.default_rng(2), jnp.array([130, 0, 17]), 128

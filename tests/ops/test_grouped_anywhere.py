@@ -43,6 +43,7 @@ def gradients(run):
     return jax.jit(jax.grad(lambda x, w, groups: jnp.sum(run(x, w, groups).astype(jnp.float32) ** 2), argnums=(0, 1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [GROUPS, list(GROUPS), np.array(GROUPS, np.uint8), np.array(GROUPS, np.int64)])
 def test_groups_are_any_whole_numbers(groups):
     x, w, known = given()
@@ -57,6 +58,7 @@ def test_no_rows_and_no_experts_give_no_rows_and_zeros():
     assert y.shape == (ROWS, OUTPUTS) and not np.any(y)
 
 
+@pytest.mark.slow
 def test_rows_of_other_dtypes_are_refused_as_by_qdot():
     x, w, groups = given()
     for dtype in (jnp.float16, jnp.int32):
@@ -64,12 +66,14 @@ def test_rows_of_other_dtypes_are_refused_as_by_qdot():
             grouped(x.astype(dtype), w, groups)
 
 
+@pytest.mark.slow
 def test_traced_groups_whose_sum_wraps_around_give_nan():
     x, w, _ = given()
     wraps = jnp.array([2**31 - 1, 2**31 - 1, 2 + ROWS], jnp.int32)  # 2^32 + ROWS
     assert np.isnan(np.asarray(jax.jit(grouped)(x, w, wraps), np.float32)).all()
 
 
+@pytest.mark.slow
 def test_one_key_for_several_tensors_is_said():
     """Of what is rounded by chance: nvfp4's gradients; mxfp8 draws nothing."""
     x, w, groups = given()
@@ -91,6 +95,7 @@ def test_there_is_no_second_derivative():
         jax.eval_shape(jax.grad(slope), x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_a_device_of_a_shard_map_has_its_own_groups(backend):
     """Weights that all devices have in common get the sum of their gradients, but for its order."""
@@ -105,6 +110,7 @@ def test_a_device_of_a_shard_map_has_its_own_groups(backend):
     np.testing.assert_allclose(dw, summed, atol=1e-6 * np.abs(summed).max())
 
 
+@pytest.mark.slow(fast_cases=["h200-bf16", "gb300-nvfp4"])
 @pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
 @pytest.mark.parametrize("chip", ["h200", "gb300"])
 def test_where_xla_shares_a_program_out_no_kernel_of_ours_is_in_it(chip, recipe):
@@ -123,6 +129,7 @@ def test_where_xla_shares_a_program_out_no_kernel_of_ours_is_in_it(chip, recipe)
     assert kernels(1) or (chip, recipe) == ("gb300", "bf16")  # whose grouped GEMMs are XLA's
 
 
+@pytest.mark.slow
 def test_on_explicit_axes_the_result_lies_as_its_rows():
     x, w, groups = given()
     mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("data",), axis_types=(AxisType.Explicit,))

@@ -50,6 +50,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, shape, dtype", CASES, ids=lambda p: str(p))
 def test_every_gemm_is_the_oracles(name, shape, dtype):
     check_linear(hb.recipe(name), *tensors(shape, dtype), backend="reference", compiler_options=quick)
@@ -69,6 +70,7 @@ LINEARS = {  # file, and what its fields begin with
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "mode"), LINEARS)
 def test_whole_linears_are_the_authors(file, mode):
     """*Golden*: y, dx and dw of the authors' own linears, as far as they drew nothing; the first rows of each are
@@ -89,6 +91,7 @@ def test_whole_linears_are_the_authors(file, mode):
             assert (error > order).mean() < 0.01  # the last place is the exception
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nvfp4_row", "quartet2", "tetrajet2", "halfbyte"])
 def test_a_mesh_changes_nothing_but_the_order_of_sums(name):
     """A code that differed would show a step of its grid, ten thousand times the tolerance."""
@@ -104,6 +107,7 @@ def test_a_mesh_changes_nothing_but_the_order_of_sums(name):
         assert relative_error(got, want) < 1e-5
 
 
+@pytest.mark.slow
 def test_fresh_signs_are_those_of_the_step_and_of_both_operands():
     fmt = OperandPolicy(NVFP4, hadamard=True, signs="fresh")
     recipe = hb.Recipe("signs", wgrad_x=fmt, wgrad_dy=fmt)
@@ -131,6 +135,7 @@ def gain(fmt, rounding):
     return (mean * exact).sum() / (exact * exact).sum()
 
 
+@pytest.mark.slow
 def test_what_is_called_unbiased_is_and_the_published_rounding_is_not():
     """Exact: every byte is as likely as any other. 4e-5 is a tenth of what cutting eight bits off costs."""
     for name in ("nvfp4_unbiased", "nvfp4_4over6_sr"):

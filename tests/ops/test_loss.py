@@ -47,6 +47,7 @@ def with_gradients(run):
 
 
 # one chunk; three whole ones; a last one that is padded, and logits (of about 1.7) under a cap
+@pytest.mark.slow(fast_cases=["40-0.01-2.0"])
 @pytest.mark.parametrize("chunk, z_loss, cap", [(None, 1e-2, None), (32, 0.0, None), (40, 1e-2, 2.0)])
 def test_value_and_gradients(chunk, z_loss, cap):
     hidden, head, targets = inputs()
@@ -58,6 +59,7 @@ def test_value_and_gradients(chunk, z_loss, cap):
     np.testing.assert_allclose(dw, ew, atol=1e-5)  # sums over 96 tokens
 
 
+@pytest.mark.slow
 def test_bf16_hidden_states_and_a_float32_head():
     hidden, head, targets = inputs(jnp.bfloat16)
     _, (dh, dw) = with_gradients(lambda h, w: cross_entropy(h, w, targets, chunk=32)[0])(hidden, head)
@@ -69,6 +71,7 @@ def test_bf16_hidden_states_and_a_float32_head():
         assert np.abs(np.asarray(ours, np.float32) - exact).max() <= 2**-7 * np.abs(exact).max()
 
 
+@pytest.mark.slow
 def test_counts_and_ignores():
     hidden, head, targets = inputs()
     run = jax.jit(lambda targets: cross_entropy(hidden, head, targets, z_loss=1e-3))
@@ -87,6 +90,7 @@ def test_no_gradient_flows_through_aux():
     assert np.abs(dh).max() == 0.0
 
 
+@pytest.mark.slow
 def test_token_nll_adds_up():
     hidden, head, targets = inputs()
     each = np.asarray(jax.jit(lambda h: token_nll(h, head, targets, chunk=40))(hidden))
@@ -103,6 +107,7 @@ def test_whole_logits_never_exist():
         assert f"[{shape}]" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["fsdp=4,tensor=2", "data=2,context=2,tensor=2"])
 def test_on_a_mesh(mesh):
     mesh = make_mesh(parse_mesh(mesh), jax.devices("cpu"))

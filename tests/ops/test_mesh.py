@@ -46,6 +46,7 @@ def assert_equal(got, want):
         np.testing.assert_array_equal(got[name], value, err_msg=name)
 
 
+@pytest.mark.slow(fast_cases=["1x4"])
 @pytest.mark.parametrize("shape", MESHES[1:], ids=lambda s: f"{s[0]}x{s[1]}")
 def test_operands_are_the_same_on_every_mesh(shape):
     assert_equal(operands(shape), {name: operands((1, 1))[name] for name in operands(shape)})
@@ -57,6 +58,7 @@ def test_parts_are_the_definition_of_the_whole():
         np.testing.assert_array_equal(made[name], made[name.replace("parts", "compiler")], err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_part_that_does_not_know_its_place_is_found(monkeypatch):
     monkeypatch.setattr("halfbyte.ops.operand.offsets", lambda shape, cut: (0,) * len(shape))
     lost, right = mesh_program.flat(mesh_program.run(mesh((2, 1)), ways=("parts",))), operands((1, 1))
@@ -71,6 +73,7 @@ def test_the_amax_is_of_the_whole_tensor():
             assert operands((2, 2))[f"parts {role}.2"] == 30, tensor
 
 
+@pytest.mark.slow
 def test_two_processes_of_two_devices(tmp_path):
     """fsdp lies over the processes, tensor inside each."""
     out = tmp_path / "operands.npz"
@@ -92,6 +95,7 @@ def test_two_processes_of_two_devices(tmp_path):
         assert_equal(dict(saved), {name: value for name, value in operands((1, 1)).items() if "parts" in name})
 
 
+@pytest.mark.slow
 def test_fsdp_and_tensor_sharding_of_a_weight():
     """On 2x2: results of the oracle; dw rests where w does; what is kept of w are shards of codes."""
     grid = mesh((2, 2))

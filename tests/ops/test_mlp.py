@@ -74,6 +74,7 @@ def reference(name):
     return jax.jit(gradients(composed(RECIPES[name])), compiler_options=quick)(*inputs())
 
 
+@pytest.mark.slow(fast_cases=["bf16-input"])
 @pytest.mark.parametrize(
     "name, mode",
     [
@@ -91,6 +92,7 @@ def test_the_mlp_is_three_linears_around_swiglu(name, mode):
     assert_same_bits(jax.jit(run, compiler_options=quick)(*inputs()), reference(name))
 
 
+@pytest.mark.slow
 def test_quantizations_are_shared():
     """13 tensors: three weights; x, h and dy by two; dg and du by two. The composition quantizes x twice more.
 
@@ -111,6 +113,7 @@ def test_gemms(mode, gemms):
     assert len(found) == gemms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ("reference", "carrier")])
 def test_other_backends(backend):
     """Where the device serves them. The device's exp may round h to its other neighbour, rarely: 2^-8 of one number."""
@@ -127,6 +130,7 @@ def test_other_backends(backend):
         assert relative_error(left.astype(jnp.float32), right.astype(jnp.float32)) < 2.0**-8
 
 
+@pytest.mark.slow
 def test_weights_quantized_ahead():
     """As traced: the same program, less the quantization of three weights."""
     x, *weights = inputs()
@@ -139,6 +143,7 @@ def test_weights_quantized_ahead():
     assert quantizations(run, x, *quantized) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_swiglu_is_its_formula(dtype):
     """Against float64: to float32's own exp (2e-6) in float32, and to two bfloat16 roundings in bfloat16."""
@@ -164,6 +169,7 @@ def test_swiglu_keeps_its_roundings_inside_jit():
     np.testing.assert_array_equal(wide, SILU.forward(g, u).astype(jnp.float32))
 
 
+@pytest.mark.slow(fast_cases=["gelu", "relu2"])
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
 def test_slopes_are_those_of_the_curves(name):
     """Against JAX's own derivative of the curve, in float32, away from the kink of relu2."""
@@ -171,6 +177,7 @@ def test_slopes_are_those_of_the_curves(name):
     np.testing.assert_allclose(chosen.slope(g), jax.vmap(jax.grad(chosen.curve))(g), rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_cpu")
 def test_another_activation_is_an_argument():
     """relu2 between the linears: g of one sign leaves nothing of h, and the result is the composition's."""
@@ -184,6 +191,7 @@ def test_another_activation_is_an_argument():
         assert not np.array_equal(np.asarray(want), np.asarray(hb.mlp(x, *weights, recipe=hb.recipe("bf16"))))
 
 
+@pytest.mark.slow
 def test_a_recipe_may_be_given_by_its_name():
     """The same program, by its jaxpr; nothing runs."""
     x, w = jnp.ones((16, 32), jnp.bfloat16), jnp.ones((32, 32))

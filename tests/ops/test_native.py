@@ -53,12 +53,14 @@ def same(found, expected) -> None:
         np.testing.assert_array_equal(a.factor, b.factor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("roles", [("fprop_x", "wgrad_x"), ("dgrad_dy", "wgrad_dy"), ("fprop_x",)])
 def test_operands_are_the_definitions_bytes(roles) -> None:
     requests = [request(NVFP4, role, KEY) for role in roles]
     same(*(compiled(lambda x, p=p: p.quantize(x, requests), X) for p in (PASSES, TILED)))
 
 
+@pytest.mark.slow
 def test_a_residual_is_what_wgrad_reads() -> None:
     wanted = [request(NVFP4, "fprop_x", KEY), request(NVFP4, "wgrad_x", KEY)]
     kept = [wanted[0], dataclasses.replace(wanted[1], kept=True)]
@@ -66,6 +68,7 @@ def test_a_residual_is_what_wgrad_reads() -> None:
     same([PASSES.load(residual, NVFP4.wgrad_x)], [read])
 
 
+@pytest.mark.slow
 def test_a_weight_is_the_definitions_bytes_in_both_orders() -> None:
     w = jax.random.normal(jax.random.key(1), (128, 128), jnp.float32)
 
@@ -77,6 +80,7 @@ def test_a_weight_is_the_definitions_bytes_in_both_orders() -> None:
     same(*(compiled(lambda p=p: operands(p)) for p in (PASSES, XLA)))
 
 
+@pytest.mark.slow(fast_cases=["-2"])
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_a_weight_whose_outputs_are_gathered_is_put_in_order_first(axis) -> None:
     """Four devices as a mapped axis; their parts, ordered and gathered, are the whole weight's bytes."""
@@ -103,6 +107,7 @@ def test_a_weight_whose_outputs_are_gathered_is_put_in_order_first(axis) -> None
 MX_ROLES = ("fprop_x", "wgrad_x"), ("dgrad_dy", "wgrad_dy"), ("wgrad_x",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [0.0, np.inf, np.nan])
 @pytest.mark.parametrize("roles", MX_ROLES, ids=str)
 def test_mxfp8_operands_are_the_definitions_bytes(roles, bad) -> None:
@@ -127,6 +132,7 @@ def test_mxfp8_of_a_gated_activation_is_that_of_its_numbers() -> None:
     assert MX_PASSES.load(found[2][0], MXFP8.wgrad_x) is found[2][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["fprop_w", "dgrad_w"])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_an_mxfp8_weight_is_quantized_where_it_rests_and_gathered_in_order(role, dim) -> None:
@@ -157,6 +163,7 @@ def paid(tensors):
     return [finish(t.astype(jnp.float32), m, jnp.dtype(jnp.bfloat16)) for t, m in zip(tensors, OWED, strict=False)]
 
 
+@pytest.mark.slow
 def test_a_gated_pass_applies_what_a_gemm_owes_it() -> None:
     requests = [request(NVFP4, "fprop_x", KEY)]
     owing = [Owed(t, m) for t, m in zip((G, U), OWED, strict=False)]
@@ -165,6 +172,7 @@ def test_a_gated_pass_applies_what_a_gemm_owes_it() -> None:
     assert not np.array_equal(found[0].codes, PASSES.activate(G, U, requests)[0].codes)
 
 
+@pytest.mark.slow
 def test_the_backward_pass_applies_what_gemms_owe_it() -> None:
     dy = [request(NVFP4, role, KEY) for role in ("dgrad_dy", "wgrad_dy")]
     asked = dy, dy, [request(NVFP4, "wgrad_x", KEY)]
@@ -175,6 +183,7 @@ def test_the_backward_pass_applies_what_gemms_owe_it() -> None:
         same(a, b)
 
 
+@pytest.mark.slow
 def test_g_and_u_in_stacks_are_written_and_read_where_they_lie() -> None:
     """In the second of three layers, beside numbers that nobody may read; what is owed to them stays owed."""
     ahead, dy = [request(NVFP4, "fprop_x", KEY)], [request(NVFP4, role, KEY) for role in ("dgrad_dy", "wgrad_dy")]

@@ -27,6 +27,7 @@ def oracle(x, scale, g):
     return n * scale, dx, (g * n).reshape(-1, x.shape[-1]).sum(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, tolerance", [(jnp.float32, 2e-6), (jnp.bfloat16, 2**-8)]
 )  # one rounding to bf16 is 2^-9
@@ -80,6 +81,7 @@ def a_place():
     return Layer(jnp.full((3, *SHAPE), jnp.nan, jnp.bfloat16), jnp.int32(1))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 def test_a_fork_is_the_norm_and_the_sum_of_its_gradients():
     """As XLA's norm beside a stream, but for the order of float32 sums: a bf16 number in thousands is a neighbour."""
@@ -109,6 +111,7 @@ def plain_backward(x, inverse, scale, carry, gradients):
     return (carry.astype(jnp.float32) + through).astype(x.dtype), jnp.sum((g * n).reshape(-1, 32, x.shape[1]), axis=1)
 
 
+@pytest.mark.slow(fast_cases=["in a stack-{'data': 2, 'context': 2}"])
 @on_cpus
 @pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {"data": 2, "context": 2}], ids=str)
 @pytest.mark.parametrize("place", [None, a_place()], ids=["alone", "in a stack"])
@@ -139,6 +142,7 @@ def test_who_computes_it_is_known_before():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 def test_a_fork_in_a_stack_is_the_fork():
     """Bit for bit; the oracle keeps x itself."""

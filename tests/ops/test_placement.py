@@ -63,6 +63,7 @@ def accepted(grid, x, w, y):
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 2), (1, 4)], ids=str)
 def test_what_fits_is_accepted_and_nothing_else(shape):
     grid = mesh(shape)
@@ -87,6 +88,7 @@ def assert_as_on_one_device(placement, recipe, *, width, tolerance):
         assert np.linalg.norm(got - want) <= tolerance * np.linalg.norm(want), name
 
 
+@pytest.mark.slow(fast_cases=["x2-w2-y2"])
 @pytest.mark.parametrize(
     ("x", "w", "y"),
     [
@@ -100,6 +102,7 @@ def test_results_are_those_of_one_device(x, w, y):
     assert_as_on_one_device(ops.Placement(mesh((2, 2)), x, w, y), hb.recipe("bf16"), width=96, tolerance=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [P(None, "t"), P()], ids=["inputs", "idle"])
 def test_an_axis_of_three_devices(axes):
     """dy reaches the codes with all its digits: one in sixteen lost changes codes, 2e-2 and more of the results."""

@@ -40,11 +40,13 @@ CASES = [
 ]
 
 
+@pytest.mark.slow(fast_cases=["nvfp4-2x48.48.80-float32", "bf16-2x48.48.80-float32"])
 @pytest.mark.parametrize("name, shape, dtype", CASES, ids=lambda p: str(p))
 def test_every_gemm_is_the_oracles(name, shape, dtype):
     check_linear(hb.recipe(name), *tensors(shape, dtype), backend="reference", compiler_options=quick)
 
 
+@pytest.mark.slow(fast_cases=["gemm_64x64x64"])
 @pytest.mark.parametrize("name", ["gemm_64x64x64", "gemm_128x32x256"])
 def test_golden_gemms(name):
     """Round to nearest, weights stored [outputs, inputs] in the vectors."""
@@ -67,6 +69,7 @@ def finite(results):
     return [bool(jnp.isfinite(r).all()) for r in results], [bool(jnp.isnan(r).all()) for r in results]
 
 
+@pytest.mark.slow(fast_cases=["nvfp4-nan"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "fp8", "halfbyte"])
 def test_what_is_not_finite_is_never_hidden(name, bad):
@@ -82,6 +85,7 @@ def test_what_is_not_finite_is_never_hidden(name, bad):
         assert nans == poisoned and finite_ones == [not p for p in poisoned]
 
 
+@pytest.mark.slow
 def test_random_bits_follow_the_key():
     x, w, dy = tensors(BLOCKS_OF_16[4], "bfloat16")
     run = compiled("nvfp4")
@@ -122,6 +126,7 @@ def transformed():
     return jax.jit(linear(recipe), compiler_options=quick)
 
 
+@pytest.mark.slow
 def test_hadamard_operands_cancel_exactly_where_nothing_is_rounded():
     """Multiples of 4 up to 8: the transform is exact in bfloat16, so is every sum."""
     rng = np.random.default_rng(3)
@@ -132,6 +137,7 @@ def test_hadamard_operands_cancel_exactly_where_nothing_is_rounded():
     np.testing.assert_array_equal(dw, np.einsum("btk,btn->kn", x, dy))
 
 
+@pytest.mark.slow
 def test_hadamard_operands_cancel_to_rounding():
     """Each transformed operand is rounded to bfloat16 once: 2^-8 of a number, so 2^-7 of the norms for a product."""
     x, w, dy = (t.astype(jnp.float32) for t in tensors(BLOCKS_OF_16[4], "bfloat16"))
@@ -142,6 +148,7 @@ def test_hadamard_operands_cancel_to_rounding():
     assert (np.abs(np.asarray(dw) - x.T @ dy) <= 2.0**-7 * bound).all()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_cpu")
 def test_a_vector_and_one_token_are_linears_too():
     """Forward alone asks nothing of the number of tokens."""
@@ -150,6 +157,7 @@ def test_a_vector_and_one_token_are_linears_too():
     np.testing.assert_array_equal(run(x[0, :1], w)[0], run(x[0, 0], w))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_cpu")
 def test_out_dtype_is_the_unrounded_result():
     x, w, _ = tensors(BLOCKS_OF_16[4], "bfloat16")

@@ -24,6 +24,7 @@ def gradient(mesh, dtype, x, w):
     return jax.grad(total)(w)
 
 
+@pytest.mark.slow
 def test_each_devices_part_is_rounded_once():
     """CPU collectives add bfloat16 numbers up in float32 and round the sum."""
     mesh = make_mesh({"fsdp": 4}, jax.devices("cpu")[:4])

@@ -31,6 +31,7 @@ def results(recipe, backend, dtype):
     return jax.jit(linear(recipe, backend=backend), compiler_options=quick)(*tensors(BLOCKS_OF_16[1], dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend, dtype", [("reference", "float32"), ("auto", "bfloat16")])
 def test_y_is_the_sum_of_both_products_and_gradients_are_as_without(backend, dtype):
     x, w, dy = tensors(BLOCKS_OF_16[1], dtype)
@@ -52,6 +53,7 @@ def test_y_is_the_sum_of_both_products_and_gradients_are_as_without(backend, dty
     assert errors[1] < errors[0] / 8
 
 
+@pytest.mark.slow
 def test_an_mlp_is_three_linears_bit_for_bit():
     x, gate, _ = tensors(BLOCKS_OF_16[1], "float32")
     up, down = jnp.flip(gate, 0), gate.T
@@ -81,6 +83,7 @@ def judgement(recipe, gemms):
     return lambda: {gemm: tuple(map(float, told)) for gemm, told in judge(x, w, dy, dw).items()}
 
 
+@pytest.mark.slow
 def test_the_radar_knows_the_second_piece_and_sees_a_wrong_one(monkeypatch):
     """A program asks at every call whether its second piece is wrong, and is compiled once. It is a piece of fprop
     alone: of four over six in two pieces, that one GEMM is judged."""

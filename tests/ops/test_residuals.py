@@ -44,6 +44,7 @@ def mlp(name, mode):
     return bytes_per_token(fn, (WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
 
 
+@pytest.mark.slow
 def test_a_lone_linear_keeps_its_input_packed():
     assert linear("bf16") == 2 * WIDTH
     assert linear("nvfp4") == 4.5 / 8 * WIDTH
@@ -62,6 +63,7 @@ def test_weights_are_kept_as_codes():
     assert WIDTH * HIDDEN * (4 + 8 / 256) / 8 <= fixed <= WIDTH * HIDDEN * (4 + 8 / 256) / 8 + 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fast", "input"])
 def test_the_mlp_keeps_what_its_page_says(mode):
     expected = {
@@ -74,6 +76,7 @@ def test_the_mlp_keeps_what_its_page_says(mode):
         assert mlp(name, mode) == expected[name, mode]
 
 
+@pytest.mark.slow
 def test_the_table_of_the_recipe_page():
     """Each row of the table: recipe, mode, bytes a token, ratio to bf16 in fast mode."""
     rows = re.findall(

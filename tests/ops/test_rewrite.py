@@ -63,6 +63,7 @@ def plain(x, w, _=None):
 PLAIN = network(plain, plain, plain)
 
 
+@pytest.mark.slow
 def test_the_same_bits_as_qdot_by_hand_through_scan_remat_and_jit():
     def by(made, site):
         def dot(x, w, layer=None):
@@ -75,6 +76,7 @@ def test_the_same_bits_as_qdot_by_hand_through_scan_remat_and_jit():
     same_bits(apply_recipe(PLAIN, policy, key=KEY), network(by(NVFP4, "layers/a"), plain, by(FP8, "head")), PARAMS, X)
 
 
+@pytest.mark.slow
 def test_rules_by_layer_split_the_scan():
     policy = Policy("test", (Rule("layers/a", BF16, (1, -1)), Rule("layers/b", BF16, (2, None))))
 
@@ -153,6 +155,7 @@ def test_weights_are_followed_through_casts_reshapes_transposes_and_slices():
     assert replaced(fn, rule("*", FP8), weights, X) == ["qkv", "t", "cut", "cut#2"]
 
 
+@pytest.mark.slow
 def test_a_weight_on_the_left_is_transposed_into_place():
     w = normal(0, 32, 16)
 
@@ -222,6 +225,7 @@ def test_cond_and_while():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_each_use_layer_and_step_has_its_own_key(monkeypatch):
     def show_key(x, w, *, key=None, out_dtype=None, **_):
         words = jax.random.key_data(key)

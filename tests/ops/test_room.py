@@ -16,6 +16,7 @@ def run(rows, weights, rest):
     return jnp.where(jnp.arange(rows.shape[0])[:, None] < rest, made, 0)
 
 
+@pytest.mark.slow(fast_cases=["6"])
 @pytest.mark.parametrize("count", [0, 4, SOME, SOME + 1, ALL])
 def test_which_program_runs_changes_no_result_and_no_gradient(count):
     random = np.random.default_rng(0)

@@ -8,6 +8,7 @@ import pytest
 from halfbyte.nn.rope import RopeScaling, apply_rope, rope_frequencies, rope_tables
 
 
+@pytest.mark.slow
 def test_turns_pairs_by_the_angle_of_their_position():
     frequencies = rope_frequencies(8, theta=100.0)
     positions = jnp.asarray([[0, 1, 5, 1000]], jnp.int32)
@@ -19,6 +20,7 @@ def test_turns_pairs_by_the_angle_of_their_position():
     np.testing.assert_allclose(ours, exact, atol=2e-4)  # 1000 radians in float32: 6e-5 of angle
 
 
+@pytest.mark.slow
 def test_scores_depend_on_the_distance_alone():
     frequencies = rope_frequencies(16, theta=10_000.0)
     q, k = jax.random.normal(jax.random.key(1), (2, 1, 1, 1, 16))
@@ -30,6 +32,7 @@ def test_scores_depend_on_the_distance_alone():
     assert score(7, 3) == pytest.approx(score(104, 100), abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", [None, RopeScaling(8.0), RopeScaling(32.0, 1.0, 4.0, 8192)])
 def test_frequencies_equal_those_of_transformers(scaling):
     pytest.importorskip("torch", reason="needs the extra `interop`")
@@ -45,6 +48,7 @@ def test_frequencies_equal_those_of_transformers(scaling):
     np.testing.assert_allclose(rope_frequencies(128, theta=500_000.0, scaling=scaling), theirs, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_dtype_is_kept():
     tables = rope_tables(jnp.zeros((1, 2), jnp.int32), rope_frequencies(8, theta=1e4))
     assert apply_rope(jnp.ones((1, 2, 1, 8), jnp.bfloat16), tables).dtype == jnp.bfloat16

@@ -22,6 +22,8 @@ from halfbyte.ops.shards import empty_stack
 from halfbyte.program.traffic import move_of, traffic_of_launches
 from halfbyte.sharding import make_mesh
 
+pytestmark = pytest.mark.slow
+
 LAYERS = 3
 H200 = devices.device("h200")
 CUT = {"gate": P("fsdp"), "up": P("fsdp"), "down": P(None, "fsdp")}
@@ -109,7 +111,6 @@ def moved(recipe, device=H200):
     return {kind: each.total for kind, each in program.moves(program.read(text)).items()}
 
 
-@pytest.mark.slow
 @pytest.mark.cuda_compiler
 @pytest.mark.parametrize("recipe", ["bf16", "nvfp4", "fp8"])
 def test_a_step_copies_no_layer_fills_no_stack_and_transposes_no_gradient(recipe):

@@ -17,7 +17,7 @@ import halfbyte as hb
 from halfbyte.ops.operand import SAVED
 from halfbyte.recipe import layer_key
 
-pytestmark = pytest.mark.usefixtures("on_cpu")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("on_cpu")]
 
 NVFP4 = hb.recipe("nvfp4")
 LAYERS, WIDTH, TOKENS = 3, 32, 32

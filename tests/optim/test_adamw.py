@@ -41,6 +41,7 @@ def test_five_steps_with_a_decay_mask():
         np.testing.assert_allclose(np.asarray(params[name]), expected[name], atol=2e-6)
 
 
+@pytest.mark.slow
 def test_state_dtypes():
     params = {"w": jnp.ones((3, 2), jnp.float32)}
     adam = adamw(OptimizerConfig(mu_dtype="bfloat16", nu_dtype="bfloat16"), {"w": True})

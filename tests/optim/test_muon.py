@@ -65,6 +65,7 @@ def gradients(params):
         yield jax.tree.map(lambda p, rng=rng: rng.normal(size=p.shape).astype(np.float32), params)
 
 
+@pytest.mark.slow
 def test_matrices_are_optax_muon_and_the_rest_optax_adamw(alone):
     config, start = CONFIG.optimizer, first_weights()
     dims = optax.contrib.MuonDimensionNumbers(-2, -1)
@@ -90,6 +91,7 @@ def test_matrices_are_optax_muon_and_the_rest_optax_adamw(alone):
         np.testing.assert_allclose(found, both[matrices[path]][path], rtol=0, atol=1e-6, err_msg=path)
 
 
+@pytest.mark.slow
 def test_a_mesh_changes_the_order_of_sums_alone(alone):
     found, moments = three_updates(EIGHT, jax.devices("cpu"))
     for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(found), strict=True):

@@ -38,6 +38,7 @@ def test_known_gaps_are_judged_right(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_gaps_by_source_tokens_and_curve(tmp_path):
     data = analyse(fake_parity(tmp_path), tmp_path)
     mxfp4 = next(arm for arm in data["arms"] if arm["name"] == "mxfp4")
@@ -51,6 +52,7 @@ def test_gaps_by_source_tokens_and_curve(tmp_path):
     assert mxfp4["interval"]["count"] == 3 and mxfp4["within_run"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gap, count, above", [(0.0, 3, 0), (3.0, 0, 3), ("one", 2, 1)])
 def test_seeds_without_a_token_overhead_are_counted(gap, count, above, tmp_path):
     """A candidate that ends above the baseline's first validation has none: the baseline was there before it began."""
@@ -67,6 +69,7 @@ def test_seeds_without_a_token_overhead_are_counted(gap, count, above, tmp_path)
     assert overhead_text(found).endswith(told) == (above > 0)
 
 
+@pytest.mark.slow
 def test_a_candidate_that_began_below_the_baselines_end_is_not_said_to_be_above(tmp_path):
     plan = fake_parity(tmp_path)
     arm = next(arm for arm in plan.arms if arm.name == "nvfp4")
@@ -79,6 +82,7 @@ def test_a_candidate_that_began_below_the_baselines_end_is_not_said_to_be_above(
     assert found["interval"]["mean"] < 0 and found["token_overhead"] is None
 
 
+@pytest.mark.slow
 def test_two_seeds_say_that_there_is_no_interval(tmp_path):
     data = analyse(fake_parity(tmp_path, plan_of(seeds=2)), tmp_path)
     assert set(verdicts(data).values()) == {"CANNOT TELL"}
@@ -88,12 +92,14 @@ def test_two_seeds_say_that_there_is_no_interval(tmp_path):
     assert "nothing about another seed" in first["is"] and first["low"] <= first["mean"] <= first["high"]
 
 
+@pytest.mark.slow
 def test_a_look_that_the_plan_has_after_three_seeds_is_said_so_in_a_study_of_two(tmp_path):
     data = analyse(fake_parity(tmp_path, plan_of(seeds=2), skip={(name, 1) for name in GAPS}), tmp_path)
     assert "1 of the 3 seeds of the first look are there" in data["verdict"]
     assert data["next"] == ["some runs are not there: the same command goes on; the next look is after 3 seeds"]
 
 
+@pytest.mark.slow
 def test_half_of_the_arms_missing_is_said(tmp_path):
     skip = {(name, 2) for name in GAPS}
     data = analyse(fake_parity(tmp_path, skip=skip), tmp_path)
@@ -113,12 +119,14 @@ def test_a_pass_is_withheld_where_the_broken_recipe_does_not_fail(tmp_path):
     assert "CANNOT TELL nvfp4" in data["verdict"] and "this comparison is blind" in data["verdict"]
 
 
+@pytest.mark.slow
 def test_a_broken_recipe_that_is_better_is_not_seen_to_fail(tmp_path):
     data = analyse(fake_parity(tmp_path, gaps={**GAPS, "control-fp4_one_scale": -0.4}), tmp_path)
     assert data["controls"]["broken"]["word"] == "FAIL" and data["controls"]["sensitive"] is False
     assert verdicts(data)["nvfp4"] == "CANNOT TELL"
 
 
+@pytest.mark.slow
 def test_runs_of_earlier_versions_are_said_to_be_such(tmp_path):
     plan = fake_parity(tmp_path)
     assert analyse(plan, tmp_path)["notes"] == []
@@ -129,6 +137,7 @@ def test_runs_of_earlier_versions_are_said_to_be_such(tmp_path):
     assert code.startswith("2 of 15 runs") and "same code" in code
 
 
+@pytest.mark.slow
 def test_an_alarm_of_an_earlier_probe_is_shown(tmp_path):
     plan = fake_parity(tmp_path)
     file = run_directory(tmp_path, plan.arms[1], 1) / "radar.jsonl"
@@ -140,6 +149,7 @@ def test_an_alarm_of_an_earlier_probe_is_shown(tmp_path):
     assert "seed 1 step 10: wgrad: gain 0.5" in radar_section([found])
 
 
+@pytest.mark.slow
 def test_a_pass_is_withheld_where_the_broken_recipe_cannot_be_told(tmp_path):
     gaps = {**GAPS, "control-fp4_one_scale": 0.0125}  # 0.47%: more seeds would tell it from the margin, three do not
     data = analyse(fake_parity(tmp_path, gaps=gaps, noise=0.0015), tmp_path)
@@ -165,6 +175,7 @@ def test_a_pass_needs_controls_that_were_judged(tmp_path, skip, word):
     assert verdicts(data)["nvfp4"] == word and data["passed"] == (word == "PASS")
 
 
+@pytest.mark.slow
 def test_a_pass_needs_twins_that_could_show_twice_the_margin(tmp_path):
     """The control near the margin: equal runs that differ as much as these would hide a gap of 1%."""
     plan = fake_parity(tmp_path, plan_of(candidates=("nvfp4",)))
@@ -183,6 +194,7 @@ def change_last_row(folder, **fields):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [float("nan"), "inf"])
 def test_a_run_that_ends_without_a_finite_loss_has_diverged(tmp_path, end):
     plan = fake_parity(tmp_path)
@@ -190,6 +202,7 @@ def test_a_run_that_ends_without_a_finite_loss_has_diverged(tmp_path, end):
     assert "FAIL nvfp4: diverged in 1 of 3 seeds" in analyse(plan, tmp_path)["verdict"]
 
 
+@pytest.mark.slow
 def test_the_loss_of_another_step_is_no_outcome(tmp_path):
     plan = fake_parity(tmp_path)
     file = run_directory(tmp_path, plan.arms[1], 1) / "metrics.jsonl"
@@ -205,6 +218,7 @@ def reidentify(folder, **fields):
     save_identity(folder, dataclasses.replace(known, **fields))
 
 
+@pytest.mark.slow
 def test_runs_on_other_data_or_with_another_tokenizer_are_refused_by_name(tmp_path):
     plan = fake_parity(tmp_path)
     folders = [run_directory(tmp_path, arm, 0) for arm in plan.arms]
@@ -260,6 +274,7 @@ def test_seeds_beyond_the_plan_are_shown_and_not_judged(tmp_path):
     assert data["arms"][1]["interval"]["count"] == 10 and data["notes"][0].startswith("EXPLORATORY: 7 of 10 seeds")
 
 
+@pytest.mark.slow
 def test_what_a_study_sees_is_that_of_all_its_seeds_also_where_the_first_look_decides(tmp_path):
     plan = plan_of(seeds=5, looks=(3, 5), candidates=("nvfp4",))
     late = {(arm.name, seed) for arm in plan.arms for seed in (3, 4)}
@@ -269,6 +284,7 @@ def test_what_a_study_sees_is_that_of_all_its_seeds_also_where_the_first_look_de
     assert data["passed"] and interval["count"] == 3 and f"a gap of {plan.margin.show(gap)} would" in data["sees"][0]
 
 
+@pytest.mark.slow
 def test_a_grid_that_was_planned_with_fewer_seeds_of_some_arms_is_complete(tmp_path):
     plan = plan_of()
     arms = tuple(dataclasses.replace(arm, seeds=1) if arm.name == "mxfp4" else arm for arm in plan.arms)
@@ -278,6 +294,7 @@ def test_a_grid_that_was_planned_with_fewer_seeds_of_some_arms_is_complete(tmp_p
     assert load_plan(tmp_path).jobs() == plan.jobs()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gap", [-0.03, 0.03])
 def test_a_token_overhead_has_a_sign(tmp_path, gap):
     """A candidate that is ahead saves about what one that is behind costs; clipped at 0, twins would have a cost."""
@@ -286,6 +303,7 @@ def test_a_token_overhead_has_a_sign(tmp_path, gap):
     assert 2 < abs(found["mean"]) < 60 and (found["mean"] > 0) == (gap > 0)
 
 
+@pytest.mark.slow
 def test_tokens_a_parameter_mean_one_thing(tmp_path):
     plan = fake_parity(tmp_path)
     data = analyse(plan, tmp_path)
@@ -302,6 +320,7 @@ def test_a_model_of_experts_says_what_a_token_passes():
     assert size_text(models.preset("demo")).endswith("without embeddings")
 
 
+@pytest.mark.slow
 def test_a_gap_across_the_margin_ends_the_plan_and_says_what_a_larger_study_would_take(tmp_path):
     data = analyse(fake_parity(tmp_path, gaps={**GAPS, "nvfp4": 0.011}, noise=0.003), tmp_path)
     assert verdicts(data)["nvfp4"] == "CANNOT TELL"
@@ -335,6 +354,7 @@ def edit_last(folder, **changes):
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
 
 
+@pytest.mark.slow
 def test_numbers_that_are_none_are_left_out(tmp_path):
     plan = fake_parity(tmp_path)
     arms = {arm.name: run_directory(tmp_path, arm, 0) for arm in plan.arms}

@@ -139,6 +139,7 @@ def test_a_report_without_a_plan_is_refused(config_file, tmp_path, capfd):
     assert "holds no plan.json" in " ".join(capfd.readouterr().err.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("typed", [["parity", "CONFIG"], ["league", "--model", "CONFIG", "--recipes", "nvfp4,mxfp4"]])
 def test_an_edited_plan_is_refused_and_one_without_a_seal_is_said(typed, config_file, tmp_path, capfd):
     """A margin that is changed after the runs turns verdicts round; an earlier version's plan says nothing of edits."""
@@ -160,6 +161,7 @@ def test_an_edited_plan_is_refused_and_one_without_a_seal_is_said(typed, config_
     assert note in (tmp_path / "p" / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_recipe_of_ones_own_is_judged_and_goes_on_while_its_file_is_the_same(
     config_file, tmp_path, monkeypatch, capfd
 ):

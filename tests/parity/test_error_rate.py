@@ -14,6 +14,7 @@ STUDIES = 800
 MOST = 0.05 + 3 * np.sqrt(0.05 * 0.95 / STUDIES)  # three binomial standard errors: 7.3%
 
 
+@pytest.mark.slow(fast_cases=["looks0-1"])
 @pytest.mark.parametrize("looks, candidates", [((3, 4, 5, 6, 7, 8), 1), ((3,), 8)])
 def test_a_candidate_at_the_margin_passes_in_5_percent_of_studies_at_most(looks, candidates):
     random = np.random.default_rng(1)
@@ -21,6 +22,7 @@ def test_a_candidate_at_the_margin_passes_in_5_percent_of_studies_at_most(looks,
     assert np.mean([rate.passes(study, looks) for study in studies]) <= MOST
 
 
+@pytest.mark.slow
 def test_a_look_that_is_asked_for_after_two_seeds_is_not_given():
     """docs/parity.md has what it would do to 10,000 studies."""
     assert rate.granted((8,)) == rate.granted((3, 8)) == (3,)
@@ -70,6 +72,7 @@ def test_each_pass_makes_the_next_easier():
     assert word(middling) is Word.PASS
 
 
+@pytest.mark.slow
 def test_a_study_through_the_whole_runner_is_judged_as_planned(tmp_path):
     """Command, plan, runner, report and its advice, with losses in place of training."""
     random = np.random.default_rng(0)

@@ -45,6 +45,7 @@ def test_places_that_noise_leaves_open_and_single_runs():
     assert many[0]["high"] > ranking(gaps, of=3, costs={})[0]["high"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names, ranked", [(NAMES[:1], ["nvfp4"]), (NAMES[:2], ["nvfp4", "mxfp4"])])
 def test_one_or_two_recipes_are_ranked_on_the_page(tmp_path, capsys, names, ranked):
     plan = fake_parity(tmp_path, plan_of(candidates=names, seeds=2), gaps=PUT_IN)
@@ -64,6 +65,7 @@ def screen(folder, keep, *, noise=3.0, steps=20):
     return {arm.name for arm in screened(plan, folder).arms if arm.seeds == 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep, noise, dropped", [
     ("2", 3.0, {"nvfp4", "mxfp4"}), ("1", 0.0, {"mxfp8", "nvfp4", "mxfp4"}), ("1", 3.0, {"nvfp4", "mxfp4"}),
     ("nvfp4", 3.0, {"mxfp4"}), ("nvfp4", 60.0, set()), ("9", 0.0, set()),
@@ -119,6 +121,7 @@ OF_EXPERTS = dict.fromkeys(("nvfp4_row", "nvfp4_remainder", "halfbyte"), "for ex
 OF_EXPERTS |= {"fp8_delayed": "for experts: its scales", "averis": "for experts: its mean"}
 
 
+@pytest.mark.slow(fast_cases=["moe-demo-without1"])
 @pytest.mark.parametrize("model, without", [("demo", WIDE), ("moe-demo", WIDE | OF_EXPERTS)])
 def test_the_field_is_every_preset_that_the_model_allows(tmp_path, monkeypatch, capfd, model, without):
     """What is named and cannot run is an error, before the first arm is trained."""

@@ -55,6 +55,7 @@ def test_other_arms_or_another_base_are_refused_and_more_seeds_are_not(tmp_path)
     assert settle(tmp_path, plan_of(seeds=2)).seeds == (0, 1, 2, 3, 4)
 
 
+@pytest.mark.slow
 def test_looks_are_part_of_the_plan_and_seeds_that_are_added_are_beyond_it(tmp_path):
     first = settle(tmp_path / "a", plan_of(seeds=5, looks=(3, 5)))
     assert load_plan(tmp_path / "a").looks == (3, 5)
@@ -79,6 +80,7 @@ def test_a_study_of_one_or_two_seeds_has_its_look_before_it_has_seen_one(tmp_pat
     assert load_plan(tmp_path).looks == (3,)
 
 
+@pytest.mark.slow
 def test_of_hosts_that_begin_at_once_one_writes_the_plan_and_the_others_must_agree(tmp_path, monkeypatch):
     written, begin = [], threading.Barrier(4)
 
@@ -112,6 +114,7 @@ def test_a_plan_of_an_earlier_version_is_read_and_its_later_seeds_are_not_judged
     assert found.looks == (3,) and found.seeds == (0, 1, 2, 3, 4) and found.arms == plan_of().arms
 
 
+@pytest.mark.slow(fast_cases=["edit8", "edit3", "edit6"])
 @pytest.mark.parametrize("edit", [
     {"margin": "5%"}, {"seeds": [0, 1, 2]}, {"looks": [3]}, {"levels": [0.5, 0.5]}, {"written": "2020-01-01"},
     {"outcome": "luck"}, {"version": 2}, {"more": 1}, {"seal": None}, {"seal": "0" * 64},
@@ -128,6 +131,7 @@ def test_a_plan_that_was_edited_is_refused(tmp_path, edit):
             read(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_plan_that_has_no_seal_gets_none_with_more_seeds(tmp_path):
     """Nobody knows whether it is as it was written, then and later."""
     settle(tmp_path, dataclasses.replace(plan_of(), sealed=False))
@@ -166,6 +170,7 @@ def test_a_damaged_plan_is_said_to_be_one(tmp_path):
         load_plan(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_ablation_has_every_ingredient_off_and_misused():
     arms = {arm.name: arm for arm in ablation()}
     assert next(iter(arms)) == "nvfp4" and len(arms) == 12

@@ -23,6 +23,7 @@ def report(tmp_path_factory):
     return data, write_report(plan, folder, data)
 
 
+@pytest.mark.slow
 def test_the_page_has_all_parts_in_order(report):
     text = report[1]["html"].read_text()
     parts = ["INCOMPLETE: 14 of 15 runs", "VERDICT: PASS nvfp4", "Scope: tiny", "Gap over seeds", "Ranking"]
@@ -57,7 +58,6 @@ def test_the_terminal_has_one_verdict_line_and_the_scope_under_it(report, capsys
     assert any("nvfp4" in line and "PASS" in line and "emulated" in line for line in lines)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_a_browser_draws_it_without_error_or_request(report, tmp_path, dark):

@@ -40,6 +40,7 @@ def test_the_load_of_experts_is_drawn():
     assert drawn.count("<path") + drawn.count("<polyline") >= 2 and "emptiest" in drawn
 
 
+@pytest.mark.slow
 def test_a_browser_opens_it_without_a_word(page):
     """No message on the console: nothing is refused by the page's own policy, nothing fails to load."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")

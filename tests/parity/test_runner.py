@@ -74,6 +74,7 @@ def test_a_signal_near_the_end_of_a_run_ends_the_parity(tmp_path, monkeypatch):
     assert status_of(run_directory(tmp_path, plan.baseline, 0), plan.base.steps).state == "done"  # and it counts
 
 
+@pytest.mark.slow(fast_cases=["5-1"])
 @pytest.mark.parametrize("within, count", [(5, 1), (41, 3), (60, 5), (1e9, 12)])
 def test_no_run_begins_that_would_not_end_in_time(tmp_path, monkeypatch, within, count):
     """The first takes 20 s, the others 10, by a clock that training alone moves; the same call goes on later."""
@@ -123,6 +124,7 @@ def test_a_report_that_cannot_be_written_does_not_keep_the_process(monkeypatch):
     assert left[0] == 75 and "no space left on device" in said[1]
 
 
+@pytest.mark.slow
 def test_a_step_in_progress_is_waited_for(tmp_path, monkeypatch, until):
     plan = settle(tmp_path, PLAN)
     left = []

@@ -74,11 +74,13 @@ def test_error_rates_at_the_margin():
     assert 0.035 <= rates[Word.FAIL] <= 0.065
 
 
+@pytest.mark.slow
 def test_beyond_the_margin_passes_less_and_inside_fails_less():
     assert verdicts(0.025)[Word.PASS] <= 0.05
     assert verdicts(0.015)[Word.FAIL] <= 0.05
 
 
+@pytest.mark.slow
 def test_a_twin_fails_at_most_at_the_stated_rate():
     """No gap at all; even with a margin a tenth of the noise, at most 5% a side."""
     assert verdicts(0.0)[Word.FAIL] <= 0.001

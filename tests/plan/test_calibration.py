@@ -94,6 +94,7 @@ def test_steps_of_an_h200_that_nothing_was_fitted_to(name):
         assert 1e3 * seconds == pytest.approx(row["milliseconds"], rel=0.08)  # docs/plan.md: -7.3% to -1.8%
 
 
+@pytest.mark.slow
 @pytest.mark.cuda_compiler
 @pytest.mark.parametrize("name, count", [("plan_8b16_h200", 1), ("mesh_fsdp4_tensor2_h200", 8)])
 def test_a_compiled_step_of_an_h200_that_nothing_was_fitted_to(name, count):

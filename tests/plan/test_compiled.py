@@ -8,6 +8,8 @@ import pytest
 import halfbyte.plan.reading  # noqa: F401 (the module is changed below)
 from halfbyte.cli.main import main
 
+pytestmark = pytest.mark.slow
+
 MODULE = sys.modules["halfbyte.plan.reading"]
 STEP = "plan demo --device h200 --count 2 --layers 1 --seq 128 --batch 4 --recipe bf16 --json".split()
 

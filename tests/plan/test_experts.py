@@ -90,6 +90,7 @@ def test_codes_of_experts_are_counted_in_fp4():
 REACHED = {"fp4": 0.609 * 0.722, "bf16": 0.609}
 
 
+@pytest.mark.slow(fast_cases=["bf16-auto-768-bf16"])
 @pytest.mark.parametrize("recipe, backend, mlp, unit", [
     ("nvfp4", "auto", 768, "fp4"), ("nvfp4_no_rht", "auto", 768, "fp4"),
     ("nvfp4", "carrier", 768, "bf16"), ("nvfp4", "auto", 704, "bf16"),  # tiles by name; no multiple of 128
@@ -166,6 +167,7 @@ def test_of_programs_for_few_and_for_all_rows_the_first_counts(order):
     assert [each.name for each, _ in walk(found) if each.name.startswith("dot1")] == ["dot128"]
 
 
+@pytest.mark.slow
 def test_every_recipe_of_a_model_with_experts_has_an_answer(capfd, no_plugin):
     flags = ["--device", "h200", "--count", "8", "--recipe", "nvfp4", "--versus", "bf16,fp8", "--json"]
     assert main(["plan", "qwen3-30b-a3b", *flags]) == 0
@@ -195,6 +197,7 @@ def test_experts_are_cut_where_they_rest_and_nowhere_else():
     assert fsdp.memory["activations"] > 2 * 8 * 4096 * 8 * 2 * 2 * config.model.embed  # room for all pairs, twice
 
 
+@pytest.mark.slow
 def test_a_search_knows_the_axis_of_experts():
     config, on = eight()
     assert {"expert=8", "fsdp=2,expert=4", "fsdp=8"} <= {each.mesh for each in layouts(config, on)}

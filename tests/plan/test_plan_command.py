@@ -69,6 +69,7 @@ def test_every_figure_of_every_recipe(capfd, tmp_path):
     assert max(ends) == pytest.approx(1e6 * four["step_time_s"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_every_device_that_is_planned_for_has_an_energy(capfd):
     """At most its limit, all the time. B300 had none, and nothing said why."""
     limits = {"h100": 0.7, "b200": 1.0, "b300": 1.1, "gb300": 1.4}  # kW
@@ -95,6 +96,7 @@ def report_of(folder, *, overhead, above=0):
     return str(path)
 
 
+@pytest.mark.slow(fast_cases=["90.0-0-mlp-gains1", "1.0-1-mlp-gains3"])
 @pytest.mark.parametrize("overhead, above, policy, gains", [
     (1.0, 0, "mlp", {"fp8": True, "bf16": None}),  # the study had no bf16
     (90.0, 0, "mlp", {"fp8": False, "bf16": None}),
@@ -123,6 +125,7 @@ def test_what_is_no_parity_report_is_refused(capfd, tmp_path):
     assert code == 2 and "is no report.json of `halfbyte parity`" in " ".join(err.split())
 
 
+@pytest.mark.slow
 def test_four_bits_on_hopper_are_emulated(capfd):
     code, data, _ = plan(capfd, "llama3-8b", "--device", "h200", "--count", "8", "--versus", "fp8,bf16")
     row = data["recipes"]["nvfp4"]
@@ -131,6 +134,7 @@ def test_four_bits_on_hopper_are_emulated(capfd):
     assert row["native_fp4_gemms"] == 0
 
 
+@pytest.mark.slow(fast_cases=["gb300-nvfp4+bf16_forward", "h200-halfbyte"])
 @pytest.mark.parametrize("chip, name", [
     ("gb300", "nvfp4"), ("gb300", "mxfp4"), ("gb300", "nvfp4_fwd_mxfp8_bwd"), ("gb300", "nvfp4+bf16_forward"),
     ("gb300", "ue5m3"), ("gb300", "halfbyte"), ("h200", "halfbyte"), ("h200", "fp8"),
@@ -156,6 +160,7 @@ def test_what_the_manifest_calls_native_is(capfd, name, chip):
     assert ("is emulated" in " ".join(row["remarks"])) == (manifest.share_4bit > 0 and not native)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_by_how_much_and_what_helps(capfd):
     code, data, _ = plan(
         capfd, "llama3.1-405b", "--device", "h100", "--count", "8", "--mesh", "fsdp=8", "--remat", "full"
@@ -233,6 +238,7 @@ DEMO = run_config("demo")
 RULES = "all_linear; layers[-1:]=bf16"
 
 
+@pytest.mark.slow(fast_cases=["directory"])
 @pytest.mark.parametrize("started", ["name", "file", "directory"])
 def test_the_best_layout_is_a_command_that_trains_it(capfd, tmp_path, started):
     """Oracle: what `halfbyte train` reads in the words that a shell makes of it. The run is not what its name says."""

@@ -71,6 +71,7 @@ def compilations(monkeypatch, tmp_path):
     return made
 
 
+@pytest.mark.slow
 def test_a_step_is_compiled_once(eight, compilations, monkeypatch):
     config, on = eight
     first = reading(config, on, say=silent)
@@ -84,6 +85,7 @@ def test_a_step_is_compiled_once(eight, compilations, monkeypatch):
     assert len(compilations) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [
     lambda content: b"", lambda content: b"{ half", lambda content: b"{}", lambda content: content[:-1],
     lambda content: content.replace(b'"flops": 1', b'"flops": 9', 1), lambda content: content + b" ",

@@ -51,6 +51,7 @@ def eight():
     return placed(run_config("llama3-8b"), on)[0], on
 
 
+@pytest.mark.slow
 def test_all_that_are_near_the_best_by_the_bound_are_compiled(eight, monkeypatch):
     compiler = Compiler(monkeypatch)
     found = compiler.search(*eight, minutes=1000)
@@ -90,6 +91,7 @@ def test_the_front_has_what_nothing_else_beats():
     assert front(made) == [made[0], made[1], made[3]]  # the third is slower in the same memory
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_fit_is_cut_into_microbatches(eight):
     config = dataclasses.replace(eight[0], batch=256)
     found = search(config, eight[1], minutes=0, say=lambda _: None)

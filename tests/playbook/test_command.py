@@ -131,7 +131,6 @@ def stopped_everywhere(config_file, tmp_path_factory):
     return out
 
 
-@pytest.mark.slow
 def test_stopped_at_every_stage_it_goes_on_and_gives_one_page(stopped_everywhere, config_file, one_cache):
     out = stopped_everywhere
     assert set(one_cache) == {out / "study" / "compiled"}
@@ -230,6 +229,7 @@ def test_a_larger_budget_plans_a_study_that_had_no_room(config_file, tmp_path):
     assert work.records.data("plan")["seeds"] >= 3
 
 
+@pytest.mark.slow
 def test_two_starts_at_once_are_one_and_a_report_is_made_beside_it(config_file, tmp_path, monkeypatch, capfd):
     monkeypatch.setitem(stages.RUN, "doctor", interrupted)
     assert playbook(config_file, tmp_path / "p") == 75  # leaves nobody's lock
@@ -274,6 +274,7 @@ def test_the_cluster_is_planned_with_the_candidates_policy(config_file, tmp_path
     assert asked[0].policy == "all_linear" and "--policy all_linear" in command
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("controls, arms", [(True, 5), (False, 3)])
 def test_the_plan_counts_the_arms_that_will_run(config_file, tmp_path, controls, arms):
     args = playbook_command.Args(model=str(config_file), controls=controls)
@@ -296,6 +297,9 @@ def test_what_inspect_suggests_joins_as_a_candidate(tmp_path):
     assert work.arms()[-1].changes == {"recipe": "nvfp4", "policy": "mlp; mlp/down=bf16"}
 
 
+@pytest.mark.slow(
+    fast_cases=["flags6-gb9000", "flags7-0 or more", "flags9-holds no records", "flags1-The least is --budget 1m"]
+)
 @pytest.mark.parametrize(
     "flags, message",
     [

@@ -29,6 +29,7 @@ def shown(records, folder):
     return decide(records), files["html"].read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_healthy_recipe_is_switched_to_with_its_error_rate(healthy, tmp_path):
     decision, page = shown(planted.records(tmp_path, found=healthy), tmp_path)
     assert decision.word == SWITCH and "nvfp4" in decision.sentence and "5%" in decision.sentence
@@ -60,12 +61,14 @@ def test_losses_beyond_the_margin_are_not_switched_to(tmp_path):
     assert decision.word == DO_NOT and "stay with fp8" in decision.sentence and "5%" in decision.sentence
 
 
+@pytest.mark.slow
 def test_one_good_candidate_is_enough(tmp_path):
     gaps = {**planted.HEALTHY, "nvfp4_no_rht": 0.12}
     decision = decide(planted.records(tmp_path, found=planted.study(tmp_path / "study", gaps=gaps)))
     assert decision.sentence.startswith("SWITCH to nvfp4,") and "that pass" not in decision.sentence
 
 
+@pytest.mark.slow
 def test_runs_of_a_real_length_are_switched_to_without_reserve(healthy, tmp_path):
     found = copy.deepcopy(healthy)
     for arm in found["arms"]:
@@ -88,6 +91,7 @@ def test_too_little_budget_cannot_tell_and_says_what_it_would_take(tmp_path, see
     assert "It would take" in page
 
 
+@pytest.mark.slow(fast_cases=["0"])
 @pytest.mark.parametrize("done", [0, 1, 2, 7, 12])
 def test_a_study_that_the_clock_ended_says_so_and_what_the_whole_would_take(tmp_path, done):
     found = planted.study(tmp_path / "study", done=done)
@@ -99,6 +103,7 @@ def test_a_study_that_the_clock_ended_says_so_and_what_the_whole_would_take(tmp_
     assert int(minutes) * 60 * 0.92 >= 100 + 500 * 15 / max(1, done)  # as it went, not as it was planned
 
 
+@pytest.mark.slow
 def test_an_alarm_needs_no_whole_study(tmp_path):
     found = planted.study(tmp_path / "study", done=7)
     for arm in found["arms"]:
@@ -107,6 +112,7 @@ def test_an_alarm_needs_no_whole_study(tmp_path):
     assert decide(planted.records(tmp_path, found=found)).word == DO_NOT
 
 
+@pytest.mark.slow
 def test_an_interval_across_the_margin_takes_more_seeds(tmp_path):
     found = planted.study(tmp_path / "study", noise=0.01)
     decision = decide(planted.records(tmp_path, found=found))
@@ -115,6 +121,7 @@ def test_an_interval_across_the_margin_takes_more_seeds(tmp_path):
     assert told and (told[1] is None or int(told[1]) > 3)
 
 
+@pytest.mark.slow
 def test_a_stalling_input_is_not_the_recipes_speed(healthy, tmp_path):
     """Neither is a slow recipe then a reason not to switch."""
     decision, page = shown(planted.records(tmp_path, found=healthy, wait=0.4, rates=(100.0, 90.0, 90.0)), tmp_path)
@@ -131,6 +138,7 @@ def test_what_is_as_good_and_no_faster_on_its_own_units_is_no_reason_to_switch(h
     assert decide(emulated).word == SWITCH and "says nothing" in decide(emulated).speed
 
 
+@pytest.mark.slow
 def test_of_those_that_are_as_good_a_faster_one_is_switched_to(healthy, tmp_path):
     """Not the one whose interval ends lowest, which is no faster."""
     decision = decide(planted.records(tmp_path, found=healthy, rates=(100.0, 99.0, 130.0)))
@@ -154,6 +162,7 @@ def test_a_loss_that_is_lower_by_more_than_the_margin_is_a_reason_to_switch(tmp_
     assert decide(planted.records(tmp_path / "blind", found=found)).word == CANNOT_TELL
 
 
+@pytest.mark.slow
 def test_a_loss_beyond_the_margin_keeps_its_error_rate_beside_an_alarm(tmp_path):
     found = planted.study(tmp_path / "study", gaps={**planted.HEALTHY, "nvfp4": 0.1})
     next(arm for arm in found["arms"] if arm["name"] == "nvfp4_no_rht")["radar"][0]["alarms"] = ["wgrad: gain 0.88"]

@@ -129,6 +129,7 @@ def test_hidden_communication_is_not_counted_twice():
     )
 
 
+@pytest.mark.slow
 def test_a_real_trace_counts_matmuls_and_products_as_what_they_are(tmp_path):
     """Which takes longer is the machine's: the oracle is how long the trace says that each has run."""
     said = []

@@ -14,8 +14,9 @@ import halfbyte as hb
 from halfbyte import devices, ops
 from halfbyte.program import collectives, flops_by_kind, gemms, overlap, read, traffic
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 @pytest.mark.cuda_compiler
 def test_fsdp_on_eight_gb200_in_four_bits():
     """One linear, [1024, 512] x [512, 1024], tokens and weights over fsdp=8: an eighth of three GEMMs a device, all of

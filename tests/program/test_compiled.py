@@ -39,6 +39,7 @@ def nested(x, w):
     return lax.scan(outer, x, None, length=3)[0] @ w
 
 
+@pytest.mark.slow
 def test_flops_of_nested_loops_on_the_cpu():
     program = compiled(nested, shape(32, 64), shape(64, 64))
     assert sum(gemm.flops for gemm in gemms(program)) == (3 * (1 + 5) + 1) * 2 * 32 * 64 * 64
@@ -91,6 +92,7 @@ def test_collectives_have_bytes_and_axes():
     assert (reduce.group, reduce.moved, reduce.wire_each) == (4, 64 * 16 * 4, 2 * 64 * 16 * 4 * 3 / 4)
 
 
+@pytest.mark.slow
 def test_a_collective_in_a_loop_counts_its_turns():
     mesh, sizes = cpu_mesh(data=2, tensor=4)
 
@@ -120,7 +122,6 @@ def test_of_a_stack_the_slices_are_moved():
     assert total.total < 16 * 512 * 4 * 16
 
 
-@pytest.mark.slow
 @pytest.mark.cuda_compiler
 def test_flops_on_an_h200_with_a_peeled_or_whole_loop():
     target = devices.topology(devices.device("h200"), hosts=1, per_host=1)

@@ -97,6 +97,7 @@ def test_all_stop_at_one_step_wherever_each_is():
         group.close()
 
 
+@pytest.mark.slow
 def test_a_stop_before_the_first_step_ends_all_with_75(until):
     groups, ends = make_groups(2, Store())
     for group in groups:
@@ -123,6 +124,7 @@ def test_one_failure_is_everyones_sentence(until):
         group.close()
 
 
+@pytest.mark.slow
 def test_a_silent_rank_is_named_and_a_dead_coordinator_too(until):
     store = Store()
     groups, ends = make_groups(2, store, limits=Limits(silence=1.0))

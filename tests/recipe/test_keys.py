@@ -38,6 +38,7 @@ def test_every_step_layer_site_and_role_has_its_own_key():
     assert len(np.unique(grid[:, 0])) == len(grid) and len(np.unique(grid[:, 1])) == len(grid)
 
 
+@pytest.mark.slow
 def test_step_and_layer_may_be_traced():
     traced = jax.jit(lambda step, layer: jax.random.key_data(full_key(0, step, layer, "layers/mlp/up", "dgrad_dy")))(
         3, 1
@@ -56,18 +57,21 @@ def test_a_raw_key_is_as_good_as_a_typed_one():
     assert tuple(int(w) for w in signs_key(raw, "wgrad")) == words(signs_key(typed, "wgrad"))
 
 
+@pytest.mark.slow
 def test_of_all_that_is_drawn_each_has_the_key_that_the_linears_own_gives():
     found, own = operand_words(step_key(0, 0)), step_key(0, 0)
     keys = [*(role_key(own, role) for role in ROLES), *(signs_key(own, gemm) for gemm in GEMMS)]
     assert found.tolist() == [[int(word) for word in key_words(key)] for key in keys]
 
 
+@pytest.mark.slow
 def test_keys_of_several_sites_are_folded_at_once():
     keys = jax.random.split(step_key(0, 0), 2)
     found = site_keys(keys, SITES[:2])
     assert [words(key) for key in found] == [words(site_key(*pair)) for pair in zip(keys, SITES, strict=False)]
 
 
+@pytest.mark.slow
 def test_of_keys_mixed_before_each_is_found_by_its_name():
     table = jnp.arange(6, dtype=jnp.uint32).reshape(3, 2)
     drawn = {name: MixedKey(table + 10 * n, jnp.int32(1)) for n, name in enumerate(("dgrad_dy", "wgrad signs"))}
@@ -75,6 +79,7 @@ def test_of_keys_mixed_before_each_is_found_by_its_name():
     assert [int(word) for word in key_words(signs_key(drawn, "wgrad"))] == [12, 13]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4, 6])
 def test_an_array_of_keys_is_not_taken_for_one(count):
     with pytest.raises(ValueError, match="fold_in accepts a single key"):

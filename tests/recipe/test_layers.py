@@ -107,6 +107,7 @@ def test_attention_is_higher_than_a_4_bit_mlp(text, run, attention):
 BOUNDS = st.one_of(st.none(), st.integers(-6, 6))
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 8),
     st.lists(st.tuples(st.sampled_from(["layers/mlp/*", "layers/*", "*"]), BOUNDS, BOUNDS), max_size=3),

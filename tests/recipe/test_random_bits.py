@@ -66,12 +66,14 @@ def joint(a, b):
     return chi_square(np.bincount(((a >> 4) * 16 + (b >> 4)).ravel(), minlength=256))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_bytes_are_uniform(draw, variant):
     for at in VARIANTS[variant]:
         assert abs(chi_square(np.bincount(draw(*at).ravel(), minlength=256))) < LIMIT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_streams_of_different_steps_layers_sites_and_roles_are_uncorrelated(draw, variant):
     streams = [draw(*at) for at in VARIANTS[variant]]
@@ -83,6 +85,7 @@ def test_streams_of_different_steps_layers_sites_and_roles_are_uncorrelated(draw
 
 
 # Four tokens share a word, so shifts of 1..3 tokens test the bytes of a word against each other; 16 is a block.
+@pytest.mark.slow
 @pytest.mark.parametrize("shift", [(1, 0), (2, 0), (3, 0), (4, 0), (16, 0), (0, 1), (0, 2), (0, 16), (1, 1), (4, 1)])
 def test_neighbouring_elements_are_uncorrelated(draw, shift):
     bytes_ = draw(*VARIANTS["steps"][0])
@@ -107,6 +110,7 @@ def bare_keys():
     return np.stack([*seeds, *map(jax.random.key_data, derived), *words])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("generator", list(Generator), ids=lambda g: g.value)
 def test_streams_of_keys_made_by_hand_are_uncorrelated(generator):
     """17 keys, 136 pairs: 1,000 statistics within 5 standard deviations (chance of a false alarm: 1e-3). Unmixed,
@@ -124,6 +128,7 @@ def test_streams_of_keys_made_by_hand_are_uncorrelated(generator):
             assert abs(joint(a[:-4], b[4:])) < LIMIT and abs(joint(a[:, :-1], b[:, 1:])) < LIMIT
 
 
+@pytest.mark.slow
 def test_unmixed_words_of_neighbouring_keys_would_correlate():
     """Why `key_words` mixes: the hash adds the second word late. Were it not so, the mixing could go."""
     number = jnp.arange(2**16, dtype=jnp.uint32)

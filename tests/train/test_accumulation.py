@@ -5,12 +5,15 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from tiny import MODEL, ONE_LINEAR, tiny
 
 from halfbyte.program import collectives, read
 from halfbyte.train import create_state, open_source, phases, run_mesh
 from halfbyte.train.source import to_mesh
 from halfbyte.train.step import gradients
+
+pytestmark = pytest.mark.slow
 
 
 def gradients_of(config, devices, **options):

@@ -59,22 +59,26 @@ def with_data(directory, **changes):
     return tiny(data=str(directory), model=BYTES, **changes)
 
 
+@pytest.mark.slow
 def test_mesh_that_does_not_divide(attempt):
     assert "devices" in attempt(tiny(mesh="fsdp=3"))
     assert "kv_heads" in attempt(tiny(mesh="tensor=4,fsdp=2"))
     assert "the global batch is 4" in attempt(tiny(mesh="data=8", batch=4))
 
 
+@pytest.mark.slow
 def test_shards_that_cut_a_block(attempt):
     assert "not a multiple of 16" in attempt(tiny(mesh="fsdp=8"))
 
 
+@pytest.mark.slow
 def test_backend_that_cannot_serve(attempt):
     error = attempt(tiny(), "--precision.backend", "native", "--mesh", "data=8")
     assert "layers/mlp/gate" in error
     assert "native" in error
 
 
+@pytest.mark.slow
 def test_model_that_cannot_fit(attempt):
     huge = dataclasses.replace(MODEL, embed=65536, mlp=262144, layers=64)
     error = attempt(tiny(model=huge, mesh="data=8"))
@@ -82,6 +86,7 @@ def test_model_that_cannot_fit(attempt):
     assert "larger mesh" in error
 
 
+@pytest.mark.slow
 def test_missing_and_tiny_data(attempt, prepared, tmp_path):
     assert "nowhere" in attempt(tiny(data=str(tmp_path / "nowhere")))
     (tmp_path / "empty").mkdir()
@@ -89,16 +94,19 @@ def test_missing_and_tiny_data(attempt, prepared, tmp_path):
     assert "fewer than one global batch" in attempt(with_data(prepared, batch=4096, mesh="data=8"))
 
 
+@pytest.mark.slow
 def test_token_outside_the_vocabulary(attempt, prepared):
     error = attempt(tiny(data=str(prepared), mesh="data=8"))
     assert "outside the model's vocabulary of 64" in error
     assert "--model.vocab-size 272" in error  # 257, rounded up; the flag makes the run work
 
 
+@pytest.mark.slow
 def test_rows_of_another_length(attempt, prepared):
     assert "rows of 32 tokens" in attempt(with_data(prepared, seq=64, mesh="data=8"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["missing", "truncated", "duplicated", "changed"])
 def test_damaged_shards_are_named_at_start(attempt, prepared, tmp_path, damage):
     copy = tmp_path / "copy"
@@ -117,6 +125,7 @@ def test_damaged_shards_are_named_at_start(attempt, prepared, tmp_path, damage):
     assert shard.name in attempt(with_data(copy, mesh="data=8"))
 
 
+@pytest.mark.slow
 def test_unknown_flag_names_the_nearest(capfd):
     assert main(["train", "--optimizer.learning-rte", "1"]) == 2
     assert "--optimizer.learning-rate" in capfd.readouterr().err
@@ -191,6 +200,7 @@ def test_a_name_with_nul_in_a_config(attempt):
         tiny(name="a\0b")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [".lock", "config.json", "metrics.jsonl", "checkpoints"])
 def test_links_out_of_the_run_directory_are_not_followed(attempt, tmp_path, name):
     run, outside = tmp_path / "linked", tmp_path / "outside"
@@ -202,6 +212,7 @@ def test_links_out_of_the_run_directory_are_not_followed(attempt, tmp_path, name
     assert not outside.exists()
 
 
+@pytest.mark.slow
 def test_the_directory_of_a_model_is_no_run(attempt, tmp_path):
     """A Hugging Face model has config.json and tokenizer.json; with --allow-change both would be overwritten."""
     (tmp_path / "model").mkdir()
@@ -210,6 +221,7 @@ def test_the_directory_of_a_model_is_no_run(attempt, tmp_path):
     assert "is not that of a run" in attempt(tiny(mesh="data=8"), "--allow-change", run_dir=tmp_path / "model")
 
 
+@pytest.mark.slow
 def test_an_error_after_the_directory_was_made_leaves_none(tmp_path, monkeypatch, capfd):
     """Whatever fails before the first step: no half-made run is left to resume."""
     import halfbyte.train.loop as loop
@@ -236,10 +248,12 @@ def test_a_directory_that_another_process_holds(attempt, tmp_path):
     holder.communicate("")
 
 
+@pytest.mark.slow
 def test_a_backend_that_nobody_asks_for_has_a_name_all_the_same(attempt):
     assert "unknown backend 'nope'" in attempt(tiny(recipe="bf16", mesh="data=8"), "--precision.backend", "nope")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [".lock", "metrics.jsonl", "config.json", "run.json"])
 def test_a_pipe_in_a_run_directory_is_named_and_not_waited_for(attempt, tmp_path, name):
     (tmp_path / "run").mkdir()
@@ -250,6 +264,7 @@ def test_a_pipe_in_a_run_directory_is_named_and_not_waited_for(attempt, tmp_path
     assert name in attempt(config, run_dir=tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_resume_with_another_model_recipe_or_dtype(attempt, tmp_path):
     config = tiny(mesh="data=8")
     (tmp_path / "old").mkdir()
@@ -262,6 +277,7 @@ def test_resume_with_another_model_recipe_or_dtype(attempt, tmp_path):
     assert "--allow-change" in error
 
 
+@pytest.mark.slow
 def test_a_directory_with_other_files(attempt, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("precious")

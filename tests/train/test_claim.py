@@ -169,6 +169,7 @@ def test_a_run_without_its_directory_ends_and_leaves_nothing_at_its_place(tmp_pa
     assert not list(vandal.directory.rglob("*"))
 
 
+@pytest.mark.slow
 def test_a_run_without_its_directory_touches_nothing_of_the_next_run_there(tmp_path):
     """Which has its lock there before it has anything else."""
     saves = store.Checkpoints(tmp_path / "run" / "checkpoints")

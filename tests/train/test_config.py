@@ -11,6 +11,7 @@ from halfbyte.train.claim import refuse_foreign_directory
 from halfbyte.train.resume import ChangedConfig, check_unchanged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", names())
 def test_every_run_survives_json(name, tmp_path):
     config = run_config(name)

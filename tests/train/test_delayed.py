@@ -65,6 +65,7 @@ def alone():
     return run(RUN)
 
 
+@pytest.mark.slow
 def test_six_steps_remember_what_the_rule_says():
     states, losses, _ = alone()
     before = np.zeros((4, *states[0].delayed["amaxes"].shape), np.float32), states[0].delayed["amaxes"]
@@ -84,6 +85,7 @@ def test_six_steps_remember_what_the_rule_says():
     np.testing.assert_array_equal(q[:, 0], v[:, 0])
 
 
+@pytest.mark.slow
 def test_a_scale_of_before_is_what_a_step_computes_with():
     mesh, step = prepared(RUN, 1)
     (batch,) = (to_mesh(rows, mesh, batch=RUN.batch) for rows in some_rows(RUN, mesh, 1))
@@ -97,6 +99,7 @@ def test_a_scale_of_before_is_what_a_step_computes_with():
     assert abs(losses[1] - own) < 1e-6  # 448 / 448 is 1 too; only dy's scale is another, which no loss sees
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same_run(tmp_path):
     states, losses, _ = alone()
     mesh, store = prepared(RUN, 1)[0], Checkpoints(tmp_path)
@@ -120,6 +123,7 @@ def other(**changes):
 LONGER = spell_recipe(dataclasses.replace(hb.recipe("fp8_delayed"), name="longer", history=6))
 
 
+@pytest.mark.slow(fast_cases=["another length"])
 @pytest.mark.parametrize(
     "before, after, history",
     [
@@ -160,6 +164,7 @@ def one_alone():
     return run(ONE, steps=3)[0]
 
 
+@pytest.mark.slow(fast_cases=["{'remat': 'quantized', 'unroll': 0}-1"])
 @pytest.mark.parametrize(
     "changes, devices",
     [
@@ -177,6 +182,7 @@ def test_no_mesh_accumulation_or_remat_changes_what_is_seen(changes, devices):
         np.testing.assert_allclose(one.delayed["history"][-1], other.delayed["history"][-1], rtol=0.05, atol=0)
 
 
+@pytest.mark.slow
 def test_a_skipped_step_forgets_and_remembers_nothing():
     mesh, step = prepared(RUN, 1)
     first, second = (to_mesh(batch, mesh, batch=RUN.batch) for batch in some_rows(RUN, mesh, 2))

@@ -45,6 +45,7 @@ def test_the_same_config_goes_on(begun):
     assert look(directory, config).identity.run == load_identity(directory).run
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_of_the_config_is_noticed(begun):
     """The config that a person resumes with is read from the damaged file, as `train --run-dir DIR` does."""
     directory, config = begun

@@ -40,6 +40,7 @@ def wide(chosen):
     return dataclasses.replace(chosen, name="long", **longer)
 
 
+@pytest.mark.slow(fast_cases=["gb300-nvfp4-carrier-384-None-False"])
 @pytest.mark.parametrize("where, name, backend, mlp, down, native", [
     ("gb300", "nvfp4", "auto", 384, None, True), ("b200", "nvfp4_no_rht", "auto", 384, None, True),
     ("gb300", "nvfp4", "carrier", 384, None, False), ("gb300", "nvfp4", "auto", 320, None, False),

@@ -66,6 +66,7 @@ def test_flags_change_fields_and_groups():
     assert args.run == expected
 
 
+@pytest.mark.slow
 def test_a_config_file_and_a_run_directory_give_their_config_back(tmp_path):
     config = tiny(seed=7)
     jsonconfig.save(config, tmp_path / "config.json")
@@ -85,10 +86,12 @@ def test_a_damaged_config_of_a_run_directory_is_named(tmp_path, text):
     assert f"{tmp_path}/config.json" in str(refused.value) and "restore it from a copy" in str(refused.value)
 
 
+@pytest.mark.slow
 def test_scaled_rope_survives_flags():
     assert parse(["llama3.1-405b"]).run.model.rope_scaling == run_config("llama3.1-405b").model.rope_scaling
 
 
+@pytest.mark.slow
 def test_groups_beside_the_run():
     args = parse(
         ["--profile", "xprof", "--profile-start", "3", "--profile-stop", "4", "--distributed.cpu-devices", "2"]

@@ -97,6 +97,7 @@ def with_weight(state, path, index, value):
     return dataclasses.replace(state, params={**state.params, "layers": {**layers, "mlp": mlp}})
 
 
+@pytest.mark.slow
 def test_one_flipped_bit_in_a_weight_is_noticed_and_nothing_is_built_on_it(one_step):
     *_, state, batch, step = one_step
     after, values = step(state, batch)
@@ -112,6 +113,7 @@ def test_one_flipped_bit_in_a_weight_is_noticed_and_nothing_is_built_on_it(one_s
     assert int(then.scaler["skipped"]) == 1
 
 
+@pytest.mark.slow
 def test_weights_are_looked_at_after_the_gradients_and_not_before(one_step):
     """Or a bit that flips while a step runs would be built on. A norm that cannot be shows that it is waited for."""
     state = one_step[3]

@@ -59,6 +59,7 @@ def finished(tmp_path_factory):
     return config, directory, *run(config, directory, profile=ProfileConfig("xprof", 2, 3))
 
 
+@pytest.mark.slow
 def test_the_run_directory(finished):
     config, directory, result, _ = finished
     assert jsonconfig.load(TrainConfig, directory / "config.json") == config
@@ -111,6 +112,7 @@ def test_a_run_does_not_become_shorter_than_it_was(finished):
     assert {name: (directory / name).read_bytes() for name in before} == before
 
 
+@pytest.mark.slow
 def test_without_validation_nothing_is_compiled_for_it(tmp_path, monkeypatch):
     monkeypatch.delattr(loop, "make_eval_step")
     result, text = run(tiny(recipe="bf16"), tmp_path / "run")
@@ -142,6 +144,7 @@ def test_a_last_checkpoint_that_could_not_begin_is_no_success(tmp_path, begins):
         loop._finish()
 
 
+@pytest.mark.slow
 def test_a_failed_self_test_stops_the_run_before_its_first_step(tmp_path, monkeypatch):
     """It runs beside the compiler, in a thread of its own, and over the recipes of every phase; where both fail, it is
     what is said.

@@ -32,12 +32,14 @@ def three_losses(recipe, mesh_text):
     return found
 
 
+@pytest.mark.slow
 def test_bf16_sharded_over_weights_heads_and_sequences():
     """Over `data`: the gradients of test_accumulation.py, the updates of optim/test_muon.py."""
     found = three_losses("bf16", "fsdp=2,tensor=2,context=2")
     np.testing.assert_allclose(found, three_losses("bf16", ""), rtol=2e-3)
 
 
+@pytest.mark.slow
 def test_nvfp4_sharded_over_weights_and_heads():
     """The other linears of an MLP on such a mesh: ops/test_mesh.py."""
     np.testing.assert_allclose(three_losses("nvfp4", "fsdp=2,tensor=2"), three_losses("nvfp4", ""), rtol=1e-2)

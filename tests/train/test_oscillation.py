@@ -77,6 +77,7 @@ def hooked_alone(name):
     return hooked(swinging(AS_RULED, name))
 
 
+@pytest.mark.slow(fast_cases=["nvfp4_1d_weights"])
 @pytest.mark.parametrize("name", RULES)
 def test_the_weights_that_swing_are_set_and_no_others(name):
     config = swinging(AS_RULED, name)
@@ -92,6 +93,7 @@ def test_the_weights_that_swing_are_set_and_no_others(name):
     assert [step for step in range(1, 25) if due(config, step) == RESET] == [14, 22]
 
 
+@pytest.mark.slow
 def test_no_mesh_changes_a_bit():
     (alone, state), (spread, on_mesh) = hooked_alone("nvfp4"), hooked(swinging(AS_RULED, "nvfp4"), 8, "fsdp=4,tensor=2")
     np.testing.assert_array_equal(spread, alone)
@@ -129,6 +131,7 @@ def ended(stopped):
     return trained(WITHOUT, stopped("ended"), allow_change=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
 def test_a_resumed_run_is_the_same_run_and_sets_weights(stopped, ended, tmp_path):
     whole, said = trained(SHORT, tmp_path)
@@ -215,6 +218,7 @@ def test_a_run_that_has_no_weights_to_set_says_so_and_goes_on_without(changes, s
     assert (abstract_state(config, mesh).oscillation is None) == bool(changes)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
 def test_a_run_may_begin_or_end_it_where_a_change_is_allowed(ended, tmp_path):
     """With what a period begins with, and without."""

@@ -53,6 +53,7 @@ def test_a_recipe_of_a_file_trains_resumes_and_is_refused_after_a_change(tmp_pat
 FORMS = ("{}:half", "{}:half@{hash}", "{}:half+bf16_backward", "mlp; layers[-1:]={}:half", "mlp={}:half@{hash}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("field", ["recipe", "policy", "precision.switch_to"])
 def test_nothing_that_a_stored_config_names_is_executed(tmp_path, field, form):

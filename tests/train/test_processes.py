@@ -13,6 +13,8 @@ from outside import wait_until
 from runner import Runner, final_checksums, finish, losses
 from tiny import MODEL, ONE_LINEAR, tiny
 
+pytestmark = pytest.mark.slow
+
 BEGUN = 8
 ON = ("--steps", "100000", "--checkpoint.every", "100000")  # no end before a signal, and no save that it could meet
 

@@ -38,6 +38,7 @@ def started(folder, state, extra):
         with_record.close()
 
 
+@pytest.mark.slow
 def test_a_forged_record_is_refused(state, tmp_path):
     assert started(tmp_path / "whole", state, WHOLE).step == 2
     assert started(tmp_path / "back", state, {**WHOLE, "data": {"next_index": 3}, "returns": [BACK]}).step == 2

@@ -27,6 +27,8 @@ from halfbyte.train import CheckpointConfig, LossScaleConfig
 sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))  # an S3 server on loopback
 from s3_server import S3
 
+pytestmark = pytest.mark.slow
+
 STEPS, EVERY, URL = 60, 10, "s3://runs/killed"
 
 

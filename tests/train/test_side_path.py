@@ -29,6 +29,7 @@ def losses(devices, mesh):
     return found
 
 
+@pytest.mark.slow
 def test_no_mesh_changes_a_run():
     """To the tolerance of sums in another order, and of bfloat16 activations that these are rounded to. Tokens lie
     along two axes, of which `accumulate` takes one away."""

@@ -43,6 +43,7 @@ def equal(a, b):
     return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
+@pytest.mark.slow
 def test_microbatches_keep_rows_on_their_device():
     batch = {"tokens": jnp.arange(8)[:, None] * jnp.ones((1, 3), jnp.int32)}
     split = microbatches(batch, 2)["tokens"]
@@ -77,6 +78,7 @@ PLAIN = tiny(recipe="nvfp4", policy=ONE_LINEAR)
 SCALED = dataclasses.replace(PLAIN, loss_scale=LossScaleConfig(mode="dynamic", initial=2.0**9))
 
 
+@pytest.mark.slow
 def test_a_power_of_two_loss_scale_changes_no_bit():
     (a, first), (b, second) = run(PLAIN), run(SCALED)
     assert equal(a.params, b.params)
@@ -91,6 +93,7 @@ def quantizer(rounding):
     return jax.jit(functools.partial(quantize, fmt=NVFP4, rounding=rounding, key=key))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounding", ["rne", "stochastic"])
 @pytest.mark.parametrize("power", [-20, -3, 1, 15])
 def test_every_code_is_unchanged_by_a_power_of_two(rounding, power):

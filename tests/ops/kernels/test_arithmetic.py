@@ -129,6 +129,7 @@ def chosen_data(kind: str) -> np.ndarray:
     return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", CHOOSING)
 @pytest.mark.parametrize("stochastic", [False, True])
@@ -158,6 +159,7 @@ def test_rows_and_columns_by_another_rule(kind, rule, stochastic):
         np.testing.assert_array_equal(array(got[8:], np.uint8), scale_bytes)
 
 
+@pytest.mark.slow(fast_cases=["plain-normal", "plain-ties", "plain-negative_zero", "expected-zeros"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", ["plain", *CHOOSING])
 def test_blocks_of_float32(kind, rule):
@@ -173,6 +175,7 @@ def test_blocks_of_float32(kind, rule):
     same_bits(array(got, ml_dtypes.bfloat16), oracle.quantize(w, amax, axis=0, rule=rule)[2])
 
 
+@pytest.mark.slow
 def test_midpoint_codes_of_every_byte():
     """Magnitudes a few units from each multiple of 1/512 up to 8, and the smallest and largest."""
     marks = np.arange(8 * 512 + 1, dtype=np.float32) / np.float32(512)
@@ -187,6 +190,7 @@ def test_midpoint_codes_of_every_byte():
         np.testing.assert_array_equal((got >> np.uint32(9 + half)) & np.uint32(7), oracle.round_midpoint(y, byte))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [6, 1536])
 def test_a_quotient_of_three_instructions(number):
     """Oracle: NumPy's division. The steps that a GPU is given, in float64, where the remainder is exact, and so is what
@@ -205,6 +209,7 @@ def test_a_quotient_of_three_instructions(number):
     np.testing.assert_array_equal(got.astype(np.float32), a / np.float32(number))
 
 
+@pytest.mark.slow
 def test_stochastic_codes_where_the_definition_rounds_its_sum():
     """Every byte for magnitudes a few units from each multiple of 1/512 up to 8, and for the smallest and largest."""
     marks = np.arange(8 * 512 + 1, dtype=np.float32) / np.float32(512)
@@ -240,6 +245,7 @@ def test_hadamard_amax(kind):
     assert got == np.abs(oracle.hadamard_tokens(x)).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_square(kind):
     rng = np.random.default_rng(5)

@@ -212,6 +212,7 @@ def runner(request, monkeypatch):
 ALPHA = np.array([0.5, 3, 100, 0.01], np.float32)
 
 
+@pytest.mark.slow(fast_cases=["machine-1536-float32"])
 @pytest.mark.usefixtures("runner")
 @pytest.mark.parametrize("k, dtype", [(384, jnp.bfloat16), (1536, jnp.float32)])
 def test_a_tile_of_rows_meets_its_expert(k, dtype):
@@ -230,6 +231,7 @@ def test_a_tile_of_rows_meets_its_expert(k, dtype):
         assert np.abs(found - expected).max() <= close * np.abs(expected).max()
 
 
+@pytest.mark.slow(fast_cases=["interpreted"])
 @pytest.mark.usefixtures("runner")
 def test_an_expert_s_gradient_has_its_own_rows_alone():
     """Of 0 to 9 tiles, more than are under way; columns after the last have codes that nobody may count."""

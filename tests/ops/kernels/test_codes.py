@@ -76,6 +76,7 @@ def same(got, want):
         np.testing.assert_array_equal(np.asarray(a), b)
 
 
+@pytest.mark.slow(fast_cases=["(48, 144)-ScaleOrder.PLAIN"])
 @pytest.mark.parametrize("order", ScaleOrder)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rows_and_columns_in_one_read(shape, order):
@@ -101,6 +102,7 @@ def test_stochastic(shape):
     same(got, [*rows_of(x, order, noise[0]), *columns_of(x, order, noise[1], hadamard=False)])
 
 
+@pytest.mark.slow(fast_cases=["64 bits"])
 @pytest.mark.parametrize(
     ("whole", "offset"),
     [((4, 96, 400), (2, 16, 144)), ((64, 2**18, 2**12), (62, 2**17 + 32, 640))],
@@ -121,6 +123,7 @@ def test_a_part_takes_the_random_bytes_of_its_elements(whole, offset):
     same(got, [*rows_of(x, ScaleOrder.PLAIN, noise), *columns_of(x, ScaleOrder.PLAIN, noise, hadamard=False)])
 
 
+@pytest.mark.slow(fast_cases=["(64, 128)"])
 @pytest.mark.parametrize("shape", [(64, 128), (48, 72)], ids=str)
 def test_swiglu(shape):
     rng, order = np.random.default_rng(8), ScaleOrder.PLAIN
@@ -153,6 +156,7 @@ def host_launch(body, arrays, outputs, *, name, **sizes):
     return on_host(body, arrays, outputs, **sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", ["nvfp4_1d", "nvfp4_2d", "nvfp4_hadamard", "nvfp4_stochastic"])
 def test_stored_vectors(group, monkeypatch):
     """The answers that `formats` is checked with, outside XLA, which would flush the subnormal ones."""
@@ -200,6 +204,7 @@ def bits(x):
     return np.asarray(x).view(np.uint16)
 
 
+@pytest.mark.slow(fast_cases=["(16, 133)"])
 @pytest.mark.parametrize(
     "shape",
     [(48, 144), (32, 43), (16, 62), (32, 129), (16, 133), (32, 125), (16, 127), (16, 258), (16, 3), (144, 131)],
@@ -224,6 +229,7 @@ def test_carriers_of_widths_that_no_tile_divides(shape):
     np.testing.assert_array_equal(bits(K.unpack(codes, scales)), column[2].view(np.uint16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [67, 131])
 def test_swiglu_carriers_of_an_odd_width(width):
     """Two columns a lane. Oracle: the carriers of the tensors themselves, four columns a lane."""

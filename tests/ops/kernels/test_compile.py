@@ -14,7 +14,7 @@ from halfbyte import kernels as K
 from halfbyte.nn.norm import Fork, forked_norm_in_passes
 from halfbyte.recipe import recipe
 
-pytestmark = pytest.mark.cuda_compiler
+pytestmark = [pytest.mark.cuda_compiler, pytest.mark.slow]
 
 
 def linear(x, w, dy, key):

@@ -115,6 +115,7 @@ def test_divisions_without_a_branch_are_rounded_as_divisions_are():
     assert good.mean() > 0.9 and (b < np.finfo(np.float32).tiny).mean() > 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*arrays.KINDS, "inf", "nan"])
 def test_forward_operands(kind):
     """Along rows in every layout of lanes and down columns, of bf16; of float32 down columns."""
@@ -145,6 +146,7 @@ def test_forward_operands(kind):
     same(got, [oracle.quartet(w, axis=0)[2]])
 
 
+@pytest.mark.slow(fast_cases=["-1-huge", "-2-runs_of_zeros"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_a_gradient(kind, axis):
@@ -156,6 +158,7 @@ def test_a_gradient(kind, axis):
             same(made(x, x, axis, packed=True)[0], [oracle.pack_tokens(codes), scales])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_what_a_forward_operand_stands_for(kind, axis):
@@ -169,6 +172,7 @@ def test_what_a_forward_operand_stands_for(kind, axis):
         same(got, [carrier] if axis == -1 else [oracle.pack_tokens(codes), scales])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [(2, 256, 512), (2, 2**20, 2**16)])  # of 32 and of more bits
 def test_a_part_of_a_tensor_has_the_bytes_of_its_place(whole):
     key, offset, shape = jax.random.key(3), (1, 128, 256), (1, 128, 128)
@@ -180,6 +184,7 @@ def test_a_part_of_a_tensor_has_the_bytes_of_its_place(whole):
         same(got, [carrier])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize("kind", ["wide", "huge"])
 def test_every_operand_of_quartet2(kind):

@@ -31,6 +31,7 @@ def scale(x, element):
     return kernels.tensor_scale(bits, top=f8.TOPS[element])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32])
 def test_cast(element, dtype):
@@ -42,6 +43,7 @@ def test_cast(element, dtype):
     np.testing.assert_array_equal(np.asarray(turned).view(np.uint8), codes(x, element).T)
 
 
+@pytest.mark.slow
 def test_swiglu_casts_are_those_of_the_activation():
     rng = np.random.default_rng(1)
     g, u, d = (jnp.asarray(rng.standard_normal((64, 128)).astype(ml_dtypes.bfloat16)) for _ in range(3))
@@ -56,6 +58,7 @@ def test_swiglu_casts_are_those_of_the_activation():
     np.testing.assert_array_equal(np.asarray(row).view(np.uint8), h)
 
 
+@pytest.mark.slow
 def test_a_layer_of_a_stack_is_read_in_place():
     rng = np.random.default_rng(1)
     g, u, d = (jnp.asarray(rng.standard_normal((64, 128)).astype(ml_dtypes.bfloat16)) for _ in range(3))

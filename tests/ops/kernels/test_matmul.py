@@ -14,6 +14,7 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 PRODUCT = {"nn": lambda a, b: a @ b, "nt": lambda a, b: a @ b.T, "tn": lambda a, b: a.T @ b}
 
 
+@pytest.mark.slow(fast_cases=["bfloat16-nt"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_alpha_is_applied_before_the_one_rounding(layout, dtype):

@@ -50,6 +50,7 @@ def same(got, x, operands):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ScaleOrder)
 @pytest.mark.parametrize("shape", [(128, 128), (96, 160), (32, 43), (160, 62)], ids=str)
 def test_rows_and_columns_in_one_read(shape, order):
@@ -65,6 +66,7 @@ def test_weights_and_gradients(element):
     same(mxfp8.quantize(jnp.asarray(w), operands=operands), [w, w], operands)
 
 
+@pytest.mark.slow
 def test_swiglu():
     rng = np.random.default_rng(8)
     g, u, d = (jnp.asarray(rng.standard_normal((64, 96)).astype(ml_dtypes.bfloat16)) for _ in range(3))
@@ -77,6 +79,7 @@ def test_swiglu():
     same(mxfp8.quantize_forward(g, u, operands=operands), [h, h], operands)
 
 
+@pytest.mark.slow
 def test_the_definition_is_that_of_formats():
     x = data((64, 64))
     made = quantize(jnp.asarray(x), MXFP8)
@@ -85,6 +88,7 @@ def test_the_definition_is_that_of_formats():
     np.testing.assert_array_equal(np.asarray(made.scales).view(np.uint8), scales)
 
 
+@pytest.mark.slow
 def test_a_block_with_an_infinity_or_a_nan():
     x = data((32, 64))
     x[8, 3], x[9, 40] = np.inf, np.nan

@@ -37,6 +37,7 @@ def summed(gradients):
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_forward(shape):
     x, scale, _ = data(shape)
@@ -47,6 +48,7 @@ def test_forward(shape):
     np.testing.assert_array_equal(wide(h), bf16(wide(x) * np.asarray(inverse)[:, None] * np.asarray(scale)))
 
 
+@pytest.mark.slow(fast_cases=["(32, 1024)-3"])
 @pytest.mark.parametrize("readers", [1, 3])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_backward(shape, readers):
@@ -65,6 +67,7 @@ def test_backward(shape, readers):
     np.testing.assert_allclose(parts.sum(0), (g * n).sum(0), atol=2e-6 * np.abs(g * n).sum(0).max())
 
 
+@pytest.mark.slow
 def test_rows_do_not_know_their_place():
     """A row's bits are the same wherever it lies: in another program, beside other rows, on another device."""
     x, scale, (carry, g, *_) = data((64, 2048))
@@ -88,6 +91,7 @@ def test_what_it_cannot_take_is_said(shape, words):
         norm.forward(jnp.zeros(shape, jnp.bfloat16), jnp.ones(shape[1]), eps=EPS)
 
 
+@pytest.mark.slow
 @pytest.mark.cuda_compiler
 def test_it_compiles():
     check_program("h200")

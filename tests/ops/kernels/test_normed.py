@@ -50,6 +50,7 @@ def same(got, want):
         np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_code")
 @pytest.mark.parametrize("shape", [(64, 2048), (32, 4096), (32, 5120), (32, 8192)], ids=str)
 def test_the_bits_are_those_of_separate_passes(shape):
@@ -58,6 +59,7 @@ def test_the_bits_are_those_of_separate_passes(shape):
         same(in_one(x, scale, KEYS), separate(x, scale, KEYS))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_code")
 @pytest.mark.parametrize("kind", ["wide", "zero row", "nan", "overflow"])
 @pytest.mark.parametrize("packed, rule", [(True, "plain"), (False, "plain"), (True, "squared")])
@@ -67,6 +69,7 @@ def test_whatever_is_read_and_asked_for(kind, packed, rule):
         same(in_one(x, scale, KEYS, packed, rule), separate(x, scale, KEYS, packed, rule))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_code")
 def test_one_operand_alone():
     x, scale = data((32, 1024))
@@ -84,6 +87,7 @@ def test_codes_are_refused():
         normed.quantize(x, jnp.ones(32), scale, rows=row)
 
 
+@pytest.mark.slow
 @pytest.mark.cuda_compiler
 def test_it_compiles():
     check_program("h200")

@@ -36,6 +36,7 @@ def test_tensor_scale(amax):
     np.testing.assert_array_equal(scale(amax), oracle.scale_vector(amax))
 
 
+@pytest.mark.slow
 def test_maxima_and_nan(x):
     run = jax.jit(lambda a: kernels.maxima(a, tiling=TILING))
     plain, transformed = run(jnp.asarray(x))
@@ -46,6 +47,7 @@ def test_maxima_and_nan(x):
     assert all(np.isnan(np.asarray(p).max().view(np.float32)) for p in run(jnp.asarray(broken)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lies", ["alone", "among others"])
 @pytest.mark.parametrize("width", [N, 96])  # of tiles, and of none
 def test_stochastic_columns_take_the_bytes_of_their_element(x, lies, width):
@@ -87,6 +89,7 @@ def test_weight(x):
     same_bits(got, oracle.quantize(w, np.abs(w).max(), axis=1, block2d=True)[2])
 
 
+@pytest.mark.slow(fast_cases=["96-1e+33"])
 @pytest.mark.parametrize("size", [1.0, 1e-30, 1e33])
 @pytest.mark.parametrize("width", [128, 96])  # of tiles, and of none
 def test_a_forward_operand_is_quantized_once_more(x, size, width):
@@ -98,6 +101,7 @@ def test_a_forward_operand_is_quantized_once_more(x, size, width):
         np.testing.assert_array_equal(np.asarray(got).view(np.uint8), np.ascontiguousarray(want).view(np.uint8))
 
 
+@pytest.mark.slow
 def test_swiglu_operands_are_those_of_the_activation(x):
     rng = np.random.default_rng(8)
     g, u, d = (jnp.asarray(rng.standard_normal((T, N)).astype(ml_dtypes.bfloat16)) for _ in range(3))
@@ -134,6 +138,7 @@ def test_swiglu_operands_are_those_of_the_activation(x):
     same_bits(made[4], oracle.quantize(turned["h"], np.abs(turned["h"]).max(), axis=0)[2])
 
 
+@pytest.mark.slow
 def test_a_layer_of_a_stack_is_read_in_place():
     """Oracle: the same kernels on the layer alone. The stack is turned to NaN everywhere else."""
     rng = np.random.default_rng(9)
@@ -154,6 +159,7 @@ def test_a_layer_of_a_stack_is_read_in_place():
         np.testing.assert_array_equal(np.asarray(got).view(np.uint16), np.asarray(want).view(np.uint16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [N, 96])
 def test_a_pass_writes_a_layer_of_a_stack_and_nothing_else(width):
     """Oracle: the arrays themselves, and maxima without a stack. Tiles do not divide the smaller width."""

@@ -159,6 +159,7 @@ def test_a_slot_that_is_free_while_a_multiplication_reads_it_races(late, monkeyp
     assert product(TILING)[1]
 
 
+@pytest.mark.slow
 def test_more_blocks_than_tiles_and_more_slots_than_steps(late):
     """The third block has no tile, and the others' steps leave slots that nobody filled."""
     assert product(TILING, steps=2, blocks=3) == (True, False)
@@ -169,6 +170,7 @@ def test_a_tiling_that_would_wait_for_itself_is_refused():
         kernels.GemmTiling(stages=2, in_flight=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_flight", [0, 1])
 @pytest.mark.parametrize(("steps", "blocks"), [((5, 0, 0, 3), 1), ((0, 1, 5, 0), 2)])
 def test_tiles_of_experts_have_steps_of_their_own(late, steps, blocks, in_flight):
