@@ -18,7 +18,7 @@ CASES = [
     (extra, machine, python)
     for extra in ("", "cuda12", "cuda13", "tpu")
     for machine in MACHINES
-    for python in ("3.12", "3.11")
+    for python in ("3.13", "3.12", "3.11")
     if extra != "tpu" or machine == "x86_64"  # TPU hosts are x86-64
 ]
 
