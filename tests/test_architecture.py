@@ -236,7 +236,6 @@ def repository_files() -> list[Path]:
     return [file for file in files if file.is_file() and file != Path(__file__).resolve()]
 
 
-@pytest.mark.slow
 def test_imports_point_down_the_layers():
     assert layer_violations(SOURCE) == []
 
@@ -245,12 +244,10 @@ def test_no_layer_names_a_room_that_does_not_exist():
     assert [room for room in LAYER_OF if not (SOURCE / room).is_dir()] == []
 
 
-@pytest.mark.slow
 def test_no_import_cycles():
     assert import_cycles(SOURCE) == []
 
 
-@pytest.mark.slow
 def test_no_long_files():
     assert long_files(SOURCE) == []
 
@@ -260,12 +257,10 @@ def test_only_entry_points_take_many_parameters():
     assert long_signatures(SOURCE) == WITH_MANY_PARAMETERS
 
 
-@pytest.mark.slow
 def test_the_way_to_a_kernel_is_typed():
     assert uses_of_any(SOURCE / "ops") + uses_of_any(SOURCE / "kernels") < MOST_ANY
 
 
-@pytest.mark.slow
 def test_no_vague_module_names():
     assert vague_names(SOURCE) == []
 

@@ -34,7 +34,6 @@ def test_linked_files_exist(document):
     assert missing == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("document", [*DOCUMENTS, *EVIDENCE], ids=lambda path: str(path.relative_to(ROOT)))
 def test_lines_of_prose_fit_a_screen(document):
     blocks = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.M | re.S)
@@ -97,7 +96,6 @@ def test_the_install_page_names_extras_that_exist():
 EXTRAS = [("GPU=0", "'.'"), ("GPU=1", "'.[cuda12]'"), ("GPU=cuda13", "'.[cuda13]'"), ("GPU=tpu", "'.[tpu]'")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("choice, extra", EXTRAS)
 def test_make_installs_what_was_asked_for(choice, extra):
     done = subprocess.run(["make", "-nB", "setup", choice, "LOCKED=1"], cwd=ROOT, capture_output=True, text=True)
@@ -126,7 +124,6 @@ def test_the_partial_config_of_the_training_page_is_one(tmp_path):
     assert (made.name, made.data, made.steps, made.optimizer.learning_rate) == ("llama-60m", "data/corpus", 500, 1e-3)
 
 
-@pytest.mark.slow
 def test_the_way_from_recipe_to_kernel_is_the_one_that_the_architecture_page_shows():
     """Ten functions in five files, each of them called by one that stands above it."""
     page = (ROOT / "docs/architecture.md").read_text()

@@ -19,7 +19,7 @@ def test_an_unknown_name_is_an_attribute_error():
         _ = hb.quantise
 
 
-@pytest.mark.slow
+@pytest.mark.slow(fast_cases=["hb.NVFP4"])
 @pytest.mark.parametrize(
     "first", ["import halfbyte.recipe", "import halfbyte.recipe as r; r.ROLES", "hb.NVFP4", "pass"]
 )

@@ -78,7 +78,6 @@ def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
     assert user_cache() == tmp_path / "b" / "halfbyte"
 
 
-@pytest.mark.slow
 def test_processes_that_race_all_get_it(tmp_path):
     program = "import sys; from halfbyte.data import demo_dataset; print(demo_dataset(sys.argv[1]).num_rows('train'))"
     racers = [
@@ -96,7 +95,6 @@ def test_baselines_of_the_demo(demo):
     assert ngram_baselines(demo) == pytest.approx({"unigram": 5.953, "bigram": 4.163}, abs=0.005)
 
 
-@pytest.mark.slow
 def test_the_room_stays_clear_of_jax():
     program = "import sys, halfbyte.data; sys.exit('jax' in sys.modules or 'grain' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -63,7 +63,6 @@ KILLS = """if True:
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_a_kill_leaves_the_old_or_the_new_and_what_is_left_is_removed(tmp_path, can_exchange):
     command = [sys.executable, "-c", KILLS, str(tmp_path), str(can_exchange)]

@@ -90,7 +90,6 @@ def test_the_objects_of_the_api_page_are_where_it_says():
     assert [(room, name) for room, name in paths if not hasattr(importlib.import_module(room), name)] == []
 
 
-@pytest.mark.slow
 def test_the_messages_of_the_troubleshooting_page_are_in_the_sources():
     page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
     quoted = [text for row in re.findall(r"^\| (.*?) \| ", page, re.M) for text in re.findall(r"`([^`]+)`", row)]
@@ -104,7 +103,6 @@ def test_the_messages_of_the_troubleshooting_page_are_in_the_sources():
     assert missing == []
 
 
-@pytest.mark.slow
 def test_the_menu_names_every_page():
     class Loader(yaml.SafeLoader):
         pass

@@ -50,7 +50,7 @@ def boundaries(element):
 
 @pytest.mark.parametrize("element", ELEMENTS, ids=lambda e: e.name)
 class TestSignedElements:
-    @pytest.mark.slow
+    @pytest.mark.slow(fast_cases=["E2M1"])
     def test_every_code_decodes_as_in_ml_dtypes(self, element):
         codes = every_code(element)
         np.testing.assert_array_equal(bits(decoded(element, codes)), bits(codes.view(element.dtype).astype(np.float32)))
@@ -59,7 +59,7 @@ class TestSignedElements:
         values = every_code(element)[: element.sign_bit].view(element.dtype).astype(np.float32)
         np.testing.assert_array_equal(bits(element.magnitudes()), bits(values))
 
-    @pytest.mark.slow
+    @pytest.mark.slow(fast_cases=["E2M1"])
     def test_every_value_encodes_to_its_code(self, element):
         codes = every_code(element)
         values = codes.view(element.dtype).astype(np.float32)
@@ -70,7 +70,7 @@ class TestSignedElements:
         np.testing.assert_array_equal(made[np.isinf(values)], saturated(element, codes[np.isinf(values)]))
         np.testing.assert_array_equal(made[np.isnan(values)] & (element.sign_bit - 1), element.sign_bit - 1)
 
-    @pytest.mark.slow
+    @pytest.mark.slow(fast_cases=["E2M1"])
     def test_boundaries_round_as_in_ml_dtypes(self, element):
         x = boundaries(element)
         inside = np.clip(x, -element.max, element.max)
@@ -91,7 +91,7 @@ class TestSignedElements:
         np.testing.assert_array_equal(encoded(element, x), expected.view(np.uint8))
         np.testing.assert_array_equal(bits(rounded(element, x)), bits(expected.astype(np.float32)))
 
-    @pytest.mark.slow
+    @pytest.mark.slow(fast_cases=["E2M1"])
     def test_nan(self, element):
         x = np.float32([np.nan, -np.nan])
         codes, values = np.asarray(encoded(element, x)), np.asarray(rounded(element, x))

@@ -205,7 +205,6 @@ def broken(hard_tensors):
 
 
 class TestNonFinite:
-    @pytest.mark.slow
     @pytest.mark.parametrize("value", [np.inf, -np.inf])
     def test_infinity_saturates_and_stays_in_the_amax(self, broken, value):
         x, made = broken(NVFP4, value)
@@ -216,7 +215,6 @@ class TestNonFinite:
         same(made.codes, codes, "codes")
         same(as_bytes(made.scales), scales, "scales")
 
-    @pytest.mark.slow
     @pytest.mark.parametrize("fmt", [NVFP4, FP8, MXFP4, MXFP8], ids=repr)
     def test_nan_is_never_hidden(self, broken, fmt):
         _, made = broken(fmt, np.nan)
@@ -225,7 +223,6 @@ class TestNonFinite:
         assert made.codes[3, 5] & largest == largest
         assert np.isnan(dequantized(made)[3, 5])
 
-    @pytest.mark.slow
     @pytest.mark.parametrize("fmt, value", [(MXFP4, np.nan), (MXFP4_FLOOR, np.nan), (MXFP4_FLOOR, np.inf)])
     def test_an_mx_block_has_the_scale_nan(self, broken, fmt, value):
         _, made = broken(fmt, value)

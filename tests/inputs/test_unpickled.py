@@ -33,7 +33,6 @@ def dangers(node):
     return []
 
 
-@pytest.mark.slow
 def test_nothing_that_reads_a_file_runs_it():
     assert breaches(SOURCE) == []
 

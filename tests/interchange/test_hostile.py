@@ -264,7 +264,6 @@ def test_a_tensor_without_a_place_is_named(folder, tmp_path):
         load_params(opened, config_from_hf(opened.config))
 
 
-@pytest.mark.slow
 def test_an_interrupted_export_leaves_nothing_that_looks_whole(tmp_path):
     """A child process is killed while it writes the second shard."""
     import subprocess

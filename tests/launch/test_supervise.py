@@ -184,7 +184,6 @@ def is_running(pid):
         return False
 
 
-@pytest.mark.slow
 def test_what_lies_in_the_present_directory_is_no_program_of_ours(tmp_path):
     """As when somebody goes into a run directory that came from elsewhere, and launches from there."""
     (tmp_path / "difflib.py").write_text("raise SystemExit(99)")

@@ -137,7 +137,6 @@ def test_hadamard_operands_cancel_exactly_where_nothing_is_rounded():
     np.testing.assert_array_equal(dw, np.einsum("btk,btn->kn", x, dy))
 
 
-@pytest.mark.slow
 def test_hadamard_operands_cancel_to_rounding():
     """Each transformed operand is rounded to bfloat16 once: 2^-8 of a number, so 2^-7 of the norms for a product."""
     x, w, dy = (t.astype(jnp.float32) for t in tensors(BLOCKS_OF_16[4], "bfloat16"))

@@ -73,7 +73,7 @@ def test_bytes_are_uniform(draw, variant):
         assert abs(chi_square(np.bincount(draw(*at).ravel(), minlength=256))) < LIMIT
 
 
-@pytest.mark.slow
+@pytest.mark.slow(fast_cases=["counter-hash-steps", "counter-hash-layers"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_streams_of_different_steps_layers_sites_and_roles_are_uncorrelated(draw, variant):
     streams = [draw(*at) for at in VARIANTS[variant]]
@@ -85,7 +85,6 @@ def test_streams_of_different_steps_layers_sites_and_roles_are_uncorrelated(draw
 
 
 # Four tokens share a word, so shifts of 1..3 tokens test the bytes of a word against each other; 16 is a block.
-@pytest.mark.slow
 @pytest.mark.parametrize("shift", [(1, 0), (2, 0), (3, 0), (4, 0), (16, 0), (0, 1), (0, 2), (0, 16), (1, 1), (4, 1)])
 def test_neighbouring_elements_are_uncorrelated(draw, shift):
     bytes_ = draw(*VARIANTS["steps"][0])

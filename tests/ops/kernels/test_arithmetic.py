@@ -190,7 +190,6 @@ def test_midpoint_codes_of_every_byte():
         np.testing.assert_array_equal((got >> np.uint32(9 + half)) & np.uint32(7), oracle.round_midpoint(y, byte))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [6, 1536])
 def test_a_quotient_of_three_instructions(number):
     """Oracle: NumPy's division. The steps that a GPU is given, in float64, where the remainder is exact, and so is what
