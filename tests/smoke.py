@@ -128,7 +128,7 @@ def expect(condition: object, shown: object) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=sys.executable, help="a Python with halfbyte installed")
-    parser.add_argument("--limit", type=float, default=180.0, help="seconds for each command")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds for each command (240)")
     args = parser.parse_args()
     failed = 0
     with tempfile.TemporaryDirectory(prefix="halfbyte-smoke-") as folder:
