@@ -25,7 +25,8 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from halfbyte.devices.platform import CUDA_PLUGINS, any_installed, is_compiler_alone, load_jax_quietly, settle_platform
+from halfbyte.devices.cuda_compiler import missing_cuda_compiler
+from halfbyte.devices.platform import is_compiler_alone, load_jax_quietly, settle_platform
 
 if is_compiler_alone():
     settle_platform(os.environ)
@@ -209,7 +210,7 @@ LONGEST = {
 def pytest_collection_modifyitems(items):
     keep_fast_cases(items)
     items.sort(key=lambda item: item.path.name not in LONGEST)
-    if not any_installed(CUDA_PLUGINS):
+    if missing_cuda_compiler() is not None:
         missing = pytest.mark.skip(reason="needs the CUDA compiler: pip install 'halfbyte[plan]'")
         for item in items:
             if item.get_closest_marker("cuda_compiler"):
