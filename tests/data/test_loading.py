@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import json
+import threading
 import time
 
 import numpy as np
@@ -226,8 +227,11 @@ def test_waiting_is_measured_and_hidden_when_the_step_is_longer(dataset):
 
 
 def test_a_closed_loader_frees_its_threads(dataset):
+    before = set(threading.enumerate())
     with loader(dataset, batch=BATCH) as source:
         next(source)
+        assert set(threading.enumerate()) - before
+    assert not set(threading.enumerate()) - before
     with pytest.raises(Exception, match="close"):
         next(source)
 

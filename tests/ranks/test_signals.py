@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 
 import pytest
 
@@ -39,3 +40,12 @@ def test_a_second_interrupt_stops_at_once():
 
     with Signals(lambda name: None), pytest.raises(KeyboardInterrupt):
         interrupt_twice()
+
+
+def test_nothing_listens_or_watches_after_the_end():
+    before = set(threading.enumerate())
+    group = Group().open()
+    with Signals(group.request_stop):
+        assert {"halfbyte-signals", "halfbyte-watch"} <= {thread.name for thread in threading.enumerate()}
+        group.close()
+    assert not set(threading.enumerate()) - before

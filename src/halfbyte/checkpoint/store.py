@@ -211,6 +211,14 @@ class Checkpoints(Restoring):
         self._orbax.close()
         return written
 
+    def release(self) -> None:
+        """Close after the write in progress, without waiting for it: for a run that failed. Does nothing after
+        `close`."""
+        if jax.process_count() == 1:  # processes close Orbax together, and one that failed is alone
+            with contextlib.suppress(RuntimeError):  # the thread takes no more work: closed
+                self._thread.submit(self._orbax.close)
+        self._thread.shutdown(wait=False)
+
     def set_aside(self, steps: Mapping[int, str]) -> None:
         """Move damaged checkpoints to `damaged/STEP`, so that the run can write those steps again."""
         if not steps:

@@ -35,6 +35,7 @@ error: the command ends as the shell's own tools do.
 """
 
 import ast
+import atexit
 import contextlib
 import difflib
 import errno
@@ -101,6 +102,8 @@ def entry() -> None:
         timer.start()
     if "halfbyte.ranks" in sys.modules:  # where it was needed; it loads JAX
         _leave_the_group(code)
+    if "jaxlib" in sys.modules:
+        _leave_with_jax(code)
     sys.exit(code)
 
 
@@ -109,6 +112,26 @@ def _leave_the_group(code: int) -> None:
 
     if is_connected():
         leave_and_exit(code)
+
+
+def _leave_with_jax(code: int) -> None:
+    """Join threads, run the `atexit` functions, flush, and end the process without finalizing the interpreter.
+
+    XLA's worker threads cannot be joined by any public call, and since jaxlib 0.11 such a thread takes the GIL when it
+    has copied an array to the host, to drop its reference. Up to Python 3.13 a thread that asks for the GIL during
+    finalization is ended by `pthread_exit` (https://github.com/python/cpython/issues/87135). That unwinds C++ frames
+    which are `noexcept`, so the process aborts after all its work is done: "terminate called without an active
+    exception", exit code 134. Seen with jaxlib 0.11.2 on Python 3.13; jaxlib 0.10.2 does not take the GIL there.
+    """
+    with contextlib.suppress(KeyboardInterrupt):
+        threading._shutdown()  # type: ignore[attr-defined]  # what finalization begins with, as does `multiprocessing`
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # a full disk, or a stream that is closed
+            code = code or FAILED
+    os._exit(code)
 
 
 def open_standard_streams() -> None:

@@ -160,8 +160,13 @@ def run(args: Args) -> Result:
         if warning := idle_card(os.environ, jax.devices()[0].platform):
             console.say(f"WARNING: {warning}")
         signals.on_signal = group.request_stop
-        with mirrored(args, group, console.say):
-            result = ending(group, lambda: _train(args, console, group))
+        try:
+            with mirrored(args, group, console.say):
+                result = ending(group, lambda: _train(args, console, group))
+        except BaseException:
+            if group.count == 1:  # with several ranks the others still have to hear why
+                group.close(FAILED)
+            raise
         group.close(result.code)
         return result
 

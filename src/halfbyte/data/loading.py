@@ -19,6 +19,7 @@ from halfbyte.data.shards import Rows
 from halfbyte.data.splitting import TRAIN, VALIDATION
 
 Batch = dict[str, np.ndarray]
+CLOSE_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,13 @@ class Loader(AbstractContextManager["Loader"]):
         self._iterator.set_state({"next_index": index})
 
     def close(self) -> None:
+        """Stop reading ahead. Waits up to `CLOSE_S` for the reads in progress: Grain's own `close` cancels only those
+        that have not begun, and leaves its threads running."""
+        executor = getattr(self._iterator, "_executor", None)  # Grain 0.2.18 has no public way to join its threads
         self._iterator.close()
+        deadline = time.monotonic() + CLOSE_S
+        for thread in tuple(executor._threads) if executor is not None else ():
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -58,7 +58,8 @@ class Stop:
     def __exit__(self, *error: Any) -> None:
         self._over.set()
         with self._ending:  # a process that is leaving is not held up
-            self._signals.__exit__(*error)
+            pass
+        self._signals.__exit__(*error)  # waits for the thread, which may wait for the lock
 
     @contextlib.contextmanager
     def group(self, config: TrainConfig) -> Iterator[Group]:

@@ -20,6 +20,7 @@ from .ending import FAILED, PREEMPTED, End, leave
 ROOT = "halfbyte"
 EXPLAIN_S = 6.0
 GRACE_S = 10.0
+JOIN_S = 5.0
 MOST_WATCHERS = 64
 COORDINATOR_GONE = "rank 0, the coordinator, has gone; every rank ends, the last checkpoint is intact"
 
@@ -55,25 +56,31 @@ class Group:
         self._seen: dict[int, tuple[int, float]] = {}
         self._closed = threading.Event()
         self._urgent = threading.Event()
+        self._threads: list[threading.Thread] = []
 
     # Life
 
     def open(self) -> "Group":
         """Begin to talk and to watch."""
-        watch = threading.Thread(target=self._watch, name="halfbyte-watch", daemon=True)
-        watch.start()
+        self._threads = [threading.Thread(target=self._watch, name="halfbyte-watch", daemon=True)]
         if self._client is not None:
-            threading.Thread(target=self._talk_on, name="halfbyte-talk", daemon=True).start()
+            self._threads.append(threading.Thread(target=self._talk_on, name="halfbyte-talk", daemon=True))
+        for thread in self._threads:
+            thread.start()
         return self
 
     def close(self, code: int = 0) -> None:
-        """This rank has done its part and will exit with `code`."""
+        """Stop watching: this rank has done its part and will exit with `code`. Joins its threads, `JOIN_S` at most."""
         self._code = code
         self.at("done")
         self._stage = "after"
         if self._client is not None and not self._closed.is_set():
             self._put(f"beat/{self.rank}", self._beat().to_json())
         self._closed.set()
+        self._urgent.set()
+        deadline = time.monotonic() + JOIN_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     # What this rank is at
 
@@ -288,6 +295,8 @@ class Group:
         while not self._closed.is_set():
             self._urgent.wait(self._interval)
             self._urgent.clear()
+            if self._closed.is_set():
+                return
             self._put(f"beat/{self.rank}", self._beat().to_json())
             found = self._end or self._read_end()
             if found is not None:

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 WATCHED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+JOIN_S = 5.0
 
 
 class Signals:
@@ -29,7 +30,8 @@ class Signals:
         os.set_blocking(self._write, False)
         self._old = {number: signal.signal(number, self._receive) for number in WATCHED}
         self._old_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        threading.Thread(target=self._listen, args=(reading,), name="halfbyte-signals", daemon=True).start()
+        self._thread = threading.Thread(target=self._listen, args=(reading,), name="halfbyte-signals", daemon=True)
+        self._thread.start()
         return self
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -52,3 +54,4 @@ class Signals:
         for number, handler in self._old.items():
             signal.signal(number, handler if self._afterwards is None else self._afterwards)
         os.close(self._write)  # the thread reads the end of its pipe
+        self._thread.join(JOIN_S)  # bounded: `on_signal` may be talking to peers that do not answer

@@ -66,6 +66,7 @@ def train(
         check_native_gemms(session)
         group.at("restore")
         taken = take(session.found, config, session.content, is_main=session.is_main, say=session.say)
+        stack.callback(taken.store.release)
         group.agree("checkpoints", {"checkpoints seen": taken.store.steps()})
         restore = functools.partial(
             begin, config, session.mesh, taken.store, content=session.content, say=session.say, initial=initial

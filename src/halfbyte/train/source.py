@@ -131,9 +131,8 @@ def validate(source: Source, mesh: Mesh, evaluate: Callable[[Any], Any]) -> dict
     validation rows."""
     results, nll_total, tokens_total = {}, 0.0, 0.0
     for name, start in source.validation(mesh).items():
-        loader = start()
-        sums = [evaluate(to_mesh(rows, mesh, batch=source.config.batch)) for rows in loader]
-        loader.close()
+        with start() as loader:
+            sums = [evaluate(to_mesh(rows, mesh, batch=source.config.batch)) for rows in loader]
         nll, tokens = (float(sum(np.asarray(part[i], np.float64) for part in sums)) for i in (0, 1))
         results[name] = nll / max(tokens, 1.0)
         nll_total, tokens_total = nll_total + nll, tokens_total + tokens
