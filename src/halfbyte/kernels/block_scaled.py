@@ -32,7 +32,7 @@ from halfbyte.devices.jax_versions import transpose_ref
 from halfbyte.formats import E2M1, E4M3, unpack, untile_scales
 from halfbyte.formats.bits import round_bfloat16
 from halfbyte.formats.elements import decode
-from halfbyte.kernels.architecture import check_architecture
+from halfbyte.kernels.architecture import record_architecture
 from halfbyte.kernels.interpret import is_interpreted
 from halfbyte.kernels.launch import multiprocessors
 from halfbyte.kernels.matmul import Ref
@@ -128,7 +128,7 @@ def _launch(
     in_tensor_memory = plgpu.TMEM((SIDE, step // BLOCK), jnp.float8_e4m3fn, layout=plgpu.TMEMLayout.SCALES_LAYOUT)
     codes = plgpu.SMEM((stages, SIDE, step), jnp.float4_e2m1fn, transforms=order)
     barrier = functools.partial(plgpu.Barrier, orders_tensor_core=True)
-    check_architecture()
+    record_architecture()
     run = plgpu.kernel(
         functools.partial(_kernel, work_of=work_of, count=count, step=step),
         out_type=shape,

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from halfbyte.formats.bits import round_bfloat16
-from halfbyte.kernels.architecture import check_architecture
+from halfbyte.kernels.architecture import record_architecture
 from halfbyte.kernels.interpret import is_interpreted
 from halfbyte.kernels.launch import multiprocessors
 from halfbyte.kernels.matmul import ALIGNED, GemmTiling, Work, walk, with_float32_output
@@ -116,7 +116,7 @@ def _contraction_through_xla(x, dy, tiles, factor) -> jax.Array:
 
 
 def _launch(body: Callable[..., None], shape: jax.ShapeDtypeStruct, *arrays: jax.Array) -> jax.Array:
-    check_architecture()
+    record_architecture()
     run = plgpu.kernel(
         body,
         out_type=shape,

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from halfbyte.kernels.architecture import check_architecture
+from halfbyte.kernels.architecture import record_architecture
 from halfbyte.kernels.interpret import is_interpreted
 from halfbyte.kernels.machine import MemoryMachine
 from halfbyte.kernels.memory import PtxMemory, VectorMemory
@@ -76,7 +76,7 @@ def launch(
         assemble = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(functools.partial(_assemble, text))
         assemble(*read, *written, *numbers)
 
-    check_architecture()
+    record_architecture()
     run = plgpu.kernel(
         kernel,
         out_type=[jax.ShapeDtypeStruct((math.prod(o.shape),), o.dtype) for o in outputs],

@@ -29,7 +29,7 @@ from jax.typing import DTypeLike
 
 from halfbyte.devices.jax_versions import transpose_ref
 from halfbyte.kernels import layout as layouts
-from halfbyte.kernels.architecture import check_architecture
+from halfbyte.kernels.architecture import record_architecture
 from halfbyte.kernels.interpret import is_interpreted
 from halfbyte.kernels.launch import multiprocessors
 from halfbyte.kernels.scale import GEMM, SIZE
@@ -152,7 +152,7 @@ def matmul(
             raise ValueError(f"{name} must be a scalar or a vector of tensor_scale, ({SIZE},), got shape {scale.shape}")
     if is_interpreted():
         return _through_xla(a, b, _factor(left) * _factor(right), layout, out_dtype)
-    check_architecture()
+    record_architecture()
     run = plgpu.kernel(
         functools.partial(_kernel, tiling=tiling, layout=layout),
         out_type=jax.ShapeDtypeStruct((m, n), out_dtype),

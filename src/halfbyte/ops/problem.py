@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from halfbyte.devices import Device, lookup, lowering_for
+from halfbyte.kernels.architecture import explained_compile_errors
 from halfbyte.ops.gemms import FPROP, GEMMS, Gemm
 from halfbyte.recipe import Recipe
 
@@ -17,10 +18,10 @@ _target = jax.make_user_context(None)  # JAX traces a function anew where it dif
 
 @contextlib.contextmanager
 def compile_for(device: Device) -> Iterator[None]:
-    """Backends are chosen and kernels lowered for `device` instead of this machine's: for programs compiled here and
-    run elsewhere.
+    """Chooses backends and lowers kernels for `device` instead of this machine's: for programs that are compiled here
+    and run elsewhere. Raises RuntimeError if JAX cannot compile for a second GPU architecture in this process.
     """
-    with _target(device), lowering_for(device):
+    with _target(device), lowering_for(device), explained_compile_errors():
         yield
 
 
