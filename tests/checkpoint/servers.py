@@ -215,6 +215,7 @@ def s3():
     moto = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     moto.start()
     proxy = Proxy(moto.get_host_and_port()[1], "s3")
+    proxy._ask("POST", "/moto-api/reset")  # moto's objects belong to the process
     yield proxy
     proxy.close()
     moto.stop()
