@@ -62,7 +62,7 @@ def check_head(head: dict[str, Any], what: str) -> dict[str, Any]:
             raise TypeError(key)
     for files in (head["files"], *(head["checkpoints"][str(int(step))] for step in head["checkpoints"])):
         for path, parts in files.items():
-            if {*path.split("/")} & {"", ".", ".."} or printable(path) != path:
+            if {*path.split("/")} & {"", ".", ".."} or "\n" in path or printable(path) != path:
                 raise ValueError(f"{what} names a file outside of the run: {path!r}")
             if not all(re.fullmatch("[0-9a-f]{24,64}", digest) and size >= -1 for digest, size, _ in parts):
                 raise TypeError(path)
@@ -116,7 +116,7 @@ class Copy:
         data, generation = self._objects.read(HEAD)
         if data is None or unseal(data, HEAD)["session"] != self._head["session"]:
             raise ObjectChanged(f"another process writes to {self.url}")
-        self._objects.write(HEAD, seal(head | {"delete": own}), generation)
+        self._objects.write(HEAD, seal(check_head(head | {"delete": own}, self.url)), generation)
         for key in own:
             if not self._objects.delete(key, base64.b64decode(own[key])):
                 self._say(f"COPY: {self.url}/{key} is not as this run wrote it; it was not deleted")
