@@ -5,11 +5,12 @@ gcp-storage-emulator knows no conditions (`ifGenerationMatch`) and returns no ge
 the proxy adds both.
 """
 
+import functools
 import http.client
 import json
 import logging
-import os
 import re
+import secrets
 import socket
 import threading
 import time
@@ -19,11 +20,10 @@ from collections import namedtuple
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import pytest
-
 Request = namedtuple("Request", "method key status conditions")  # key: BUCKET/OBJECT, unquoted
 JSON = {"Content-Type": "application/json"}
-SIGNED = {"Authorization": "AWS4-HMAC-SHA256 Credential=a/20200101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"}
+AS = "AWS4-HMAC-SHA256 Credential=a/20200101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
+SIGNED = {"Authorization": AS}
 WRITES = ("PUT", "POST", "DELETE", "PATCH")
 
 
@@ -33,7 +33,8 @@ class Proxy:
     when a request has arrived whole, and may return a status to refuse it with."""
 
     def __init__(self, port, kind):
-        self.backend, self.kind, self.log, self.faults, self.lock = port, kind, [], [], threading.Lock()
+        self.backend, self.kind, self.scheme, self.log, self.faults = port, kind, kind, [], []
+        self.bucket, self.lock = f"bucket-{secrets.token_hex(4)}", threading.Lock()
         self.before = lambda method, key: None
         self._kept = socket.socket()  # the port stays ours while the server is gone: bound, and nobody listens
         self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -73,41 +74,41 @@ class Proxy:
         connection.close()
         return answer.status, content
 
-    def _path(self, bucket, key):
+    def _path(self, key):
         quoted = urllib.parse.quote(key, safe="/" if self.kind == "s3" else "")
-        return f"/{bucket}/{quoted}" if self.kind == "s3" else f"/storage/v1/b/{bucket}/o/{quoted}?alt=media"
+        return f"/{self.bucket}/{quoted}" if self.kind == "s3" else f"/storage/v1/b/{self.bucket}/o/{quoted}?alt=media"
 
-    def make(self, bucket):
+    def make(self):
         if self.kind == "s3":
-            status, _ = self._ask("PUT", f"/{bucket}")
+            status, _ = self._ask("PUT", f"/{self.bucket}")
         else:
-            status, _ = self._ask("POST", "/storage/v1/b?project=p", json.dumps({"name": bucket}), **JSON)
+            status, _ = self._ask("POST", "/storage/v1/b?project=p", json.dumps({"name": self.bucket}), **JSON)
         assert status == 200, status
 
-    def put(self, bucket, key, data):
+    def put(self, key, data):
         name = urllib.parse.quote(key, safe="")
-        upload = f"/upload/storage/v1/b/{bucket}/o?uploadType=media&name={name}"
+        upload = f"/upload/storage/v1/b/{self.bucket}/o?uploadType=media&name={name}"
         status, content = (
-            self._ask("PUT", self._path(bucket, key), data)
+            self._ask("PUT", self._path(key), data)
             if self.kind == "s3"
             else self._ask("POST", upload, data, **{"Content-Type": "application/octet-stream"})
         )
         assert status == 200, (status, content)
 
-    def get(self, bucket, key):
-        status, content = self._ask("GET", self._path(bucket, key))
+    def get(self, key):
+        status, content = self._ask("GET", self._path(key))
         return content if status == 200 else None
 
-    def remove(self, bucket, key):
-        self._ask("DELETE", self._path(bucket, key).partition("?")[0])
+    def remove(self, key):
+        self._ask("DELETE", self._path(key).partition("?")[0])
 
-    def objects(self, bucket):
+    def objects(self):
         """key -> content of every object."""
         if self.kind == "s3":
             keys, after = [], ""
             while True:
                 token = f"&continuation-token={urllib.parse.quote(after)}" if after else ""
-                _, content = self._ask("GET", f"/{bucket}?list-type=2&encoding-type=url{token}")
+                _, content = self._ask("GET", f"/{self.bucket}?list-type=2&encoding-type=url{token}")
                 text = content.decode()
                 keys += [urllib.parse.unquote_plus(key) for key in re.findall("<Key>(.*?)</Key>", text)]
                 found = re.search("<NextContinuationToken>(.*?)</NextContinuationToken>", text)
@@ -115,13 +116,13 @@ class Proxy:
                     break
                 after = found[1]
         else:
-            _, content = self._ask("GET", f"/storage/v1/b/{bucket}/o")
+            _, content = self._ask("GET", f"/storage/v1/b/{self.bucket}/o")
             keys = [item["name"] for item in json.loads(content).get("items", [])]
-        return {key: self.get(bucket, key) for key in keys}
+        return {key: self.get(key) for key in keys}
 
-    def generation(self, bucket, key):
+    def generation(self, key):
         """Of an object in the GCS emulator; 0 if there is none."""
-        status, content = self._ask("GET", self._path(bucket, key).partition("?")[0])
+        status, content = self._ask("GET", self._path(key).partition("?")[0])
         return int(json.loads(content)["generation"]) if status == 200 else 0
 
     def writes(self):
@@ -154,11 +155,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _unmet(self, query, key):
         """The status with which Google's store answers a request whose condition does not hold."""
-        bucket, _, name = key.partition("/")
-        if "ifGenerationMatch" in query and self.proxy.generation(bucket, name) != int(query["ifGenerationMatch"]):
+        name = key.partition("/")[2]
+        if "ifGenerationMatch" in query and self.proxy.generation(name) != int(query["ifGenerationMatch"]):
             return 412
         other = query.get("ifGenerationNotMatch")
-        return 304 if other is not None and self.proxy.generation(bucket, name) == int(other) else None
+        return 304 if other is not None and self.proxy.generation(name) == int(other) else None
 
     def _forward(self):
         length = int(self.headers.get("Content-Length") or 0)
@@ -182,67 +183,58 @@ class _Handler(BaseHTTPRequestHandler):
             status, content, headers = (refused, b"", {}) if refused else self._passed_on(body)
             proxy.log.append(Request(self.command, key, status, conditions))
             if proxy.kind == "gs" and query.get("alt") == "media" and status < 300:
-                headers["x-goog-generation"] = str(proxy.generation(*key.split("/", 1)))
+                headers["x-goog-generation"] = str(proxy.generation(key.partition("/")[2]))
         if fault == "lose":
             return self.connection.close()
         self.send_response(status)
         for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", headers.get("content-length", "0") if self.command == "HEAD" else str(len(content)))
+            if name != "content-length":
+                self.send_header(name, value)
+        length = headers.get("content-length", "0") if self.command == "HEAD" else str(len(content))
+        self.send_header("Content-Length", length)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(content)
 
     def _passed_on(self, body):
         connection = http.client.HTTPConnection("127.0.0.1", self.proxy.backend, timeout=120)
-        headers = {name: value for name, value in self.headers.items() if name.lower() not in ("connection", "accept-encoding")}
+        left_out = ("connection", "accept-encoding", "transfer-encoding", "date", "server")
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in left_out}
         connection.request(self.command, self.path, body=body or None, headers=headers)
         answer = connection.getresponse()
         content = answer.read()
         connection.close()
-        dropped = ("connection", "transfer-encoding", "date", "server", *(() if self.command == "HEAD" else ("content-length",)))
-        kept = {name.lower(): value for name, value in answer.getheaders() if name.lower() not in dropped}
+        kept = {name.lower(): value for name, value in answer.getheaders() if name.lower() not in left_out}
         return answer.status, content, kept
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_PATCH = _forward
 
 
-@contextmanager
-def s3():
-    """moto's server behind a proxy."""
-    server = pytest.importorskip("moto.server", reason="needs moto: pip install 'moto[server]'")
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    moto = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    moto.start()
-    proxy = Proxy(moto.get_host_and_port()[1], "s3")
-    proxy._ask("POST", "/moto-api/reset")  # moto's objects belong to the process
-    yield proxy
-    proxy.close()
-    moto.stop()
+@functools.cache
+def backend(kind):
+    """The port of the one server of a kind that this process has; ImportError where its package is not installed."""
+    if kind == "s3":
+        from moto.server import ThreadedMotoServer
 
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)
+        moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        moto.start()
+        return moto.get_host_and_port()[1]
+    from gcp_storage_emulator.server import create_server
 
-@contextmanager
-def gs():
-    """gcp-storage-emulator behind a proxy."""
-    emulator = pytest.importorskip("gcp_storage_emulator.server", reason="needs gcp-storage-emulator from the package index")
+    for name in ("api.object", "gcp_storage_emulator.storage", "gcp_storage_emulator.server"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    server = emulator.create_server("127.0.0.1", port, in_memory=True)
-    server.start()
-    proxy = Proxy(port, "gs")
+    create_server("127.0.0.1", port, in_memory=True).start()
+    return port
+
+
+@contextmanager
+def served(kind):
+    """A proxy in front of the server of this kind, and a new bucket in it."""
+    proxy = Proxy(backend(kind), kind)
+    proxy.make()
     yield proxy
     proxy.close()
-    server.stop()
-
-
-SERVERS = {"s3": s3, "gs": gs}
-
-
-def use(proxy, monkeypatch):
-    for name, value in proxy.environment.items():
-        monkeypatch.setenv(name, value)
-    return proxy
-
-
-__all__ = ["SERVERS", "Proxy", "Request", "gs", "os", "s3", "use"]
