@@ -16,58 +16,41 @@ ANSWER_S = 300.0  # per request, with its retries
 RETRIES = {"max_retries": 2, "initial_delay": "200ms", "max_delay": "1s"}
 
 
-class StoreError(OSError):
-    """The store did not answer, or refused."""
-
-    def __init__(self, text: str):
-        super().__init__(errno.EIO, text)
-
-    def __str__(self) -> str:
-        return str(self.strerror)
-
-
 class ObjectChanged(ValueError):
     """An object is not as this process knows it: another one wrote it."""
 
 
 class Objects:
-    """Objects under `url`. Every method raises StoreError, with the address, if the store fails."""
+    """Objects under `url`. Every method raises OSError, with the address, if the store fails."""
 
     def __init__(self, url: str):
-        self.url = url.rstrip("/")
-        spec = spec_of(url)
+        self.url, spec = url.rstrip("/"), spec_of(url)
         self._kv = self._request(lambda: ts.KvStore.open(spec))
 
     def _request(self, start: Callable[[], Any]) -> Any:
         try:
             return start().result(timeout=ANSWER_S)
         except (ValueError, OSError, RuntimeError) as error:  # the types of TensorStore's errors, whatever failed
-            denied = re.search(r"http_response_code='(40[13])'", str(error))
-            reason = f"refuses these credentials: HTTP {denied[1]}" if denied else one_line(error)
-            raise StoreError(f"{self.url} does not do what is asked ({reason})") from error
+            raise OSError(errno.EIO, f"the store does not do what is asked: {one_line(error)}", self.url) from error
 
     def read(self, key: str) -> tuple[bytes | None, bytes]:
         """Returns (content, None if there is no such object; generation)."""
         answer = self._request(lambda: self._kv.read(key))
         return (bytes(answer.value) if answer.state == "value" else None), answer.stamp.generation
 
-    def write(self, key: str, data: bytes, generation: bytes = ABSENT) -> bytes:
-        """Writes an object if it is `generation`. Returns its new generation. Raises ObjectChanged, and writes nothing,
-        if it is another one, unless it has this content already (an interrupted upload, an answer that was lost)."""
+    def write(self, key: str, data: bytes | None, generation: bytes = ABSENT) -> bytes:
+        """Writes an object, or deletes it (None), if it is `generation`. Returns its new generation. Raises
+        ObjectChanged, and changes nothing, if it is another one; not if its content is this already (an interrupted
+        upload, an answer that was lost)."""
         written: bytes = self._request(lambda: self._kv.write(key, data, if_equal=generation)).generation
         if written:
             return written
         content, now = self.read(key)
         if content is None and generation == ABSENT:  # S3 answers a write with 404 if there is no bucket
-            raise StoreError(f"{self.url} cannot be written to: there is no such bucket")
+            raise OSError(errno.EIO, "nothing can be written: there is no such bucket", self.url)
         if content != data:
-            raise ObjectChanged(f"{self.url}/{key} was written by another process; it was not overwritten")
+            raise ObjectChanged(f"{self.url}/{key} was written by another process; it was left as it is")
         return now
-
-    def delete(self, key: str, generation: bytes) -> bool:
-        """Deletes an object if it is `generation`. Returns False, and deletes nothing, if it is another one."""
-        deleted: bytes = self._request(lambda: self._kv.write(key, None, if_equal=generation)).generation
-        return bool(deleted) or self.read(key)[0] is None
 
 
 def spec_of(url: str) -> dict[str, Any]:

@@ -34,25 +34,31 @@ class Args:
 
 def run(args: Args) -> Result:
     """List, or fetch."""
-    from halfbyte.checkpoint.fetching import fetch, listing
-    from halfbyte.checkpoint.objects import Objects
+    from halfbyte.checkpoint.copying import fetch
 
     if args.list:
-        _, head = listing(Objects(args.url))
-        found = head["checkpoints"]
-        sizes = {step: _size(found[step]) for step in sorted(found, key=int)}
-        rows = [(step, len(found[step]), "?" if size is None else f"{size / 2**20:,.1f}") for step, size in sizes.items()]
-        writer = head["where"] if head["session"] else None
-        title = f"run {head['run'] or 'of an earlier version'}" + (f", being written from {writer}" if writer else "")
+        listed = listing(args.url)
+        rows = [(step, files, f"{size / 2**20:,.1f}") for step, (files, size) in listed["checkpoints"].items()]
+        title = f"run {listed['run']}" + (f", being written from {listed['writer']}" if listed["writer"] else "")
         console().print(table(("checkpoint", "files", "MiB"), rows, title=title))
-        return Result({"url": args.url, "run": head["run"], "writer": writer, "checkpoints": sizes})
+        return Result(listed)
     directory = check_output(args.directory, flag="DIR")
     result = fetch(args.url, directory, step=args.step, say=note)
     say(f"fetched step {result['step']}; go on with: {program()} train --run-dir {shlex.quote(str(directory))}")
     return Result({**result, "run_dir": str(directory)})
 
 
-def _size(files: dict[str, list[list[Any]]]) -> int | None:
-    """Bytes of a checkpoint; None where an earlier version wrote it down nowhere."""
-    sizes = [part[1] for parts in files.values() for part in parts]
-    return None if -1 in sizes else sum(sizes)
+def listing(url: str) -> dict[str, Any]:
+    """The run that a prefix holds, who writes it now, and step -> (files, bytes) of its checkpoints."""
+    from halfbyte.checkpoint.copying import read_head
+    from halfbyte.checkpoint.objects import Objects
+
+    head, _ = read_head(Objects(url))
+    if head is None:
+        raise ValueError(f"{url} holds no copy of a run")
+    steps = {
+        step: (len(files), sum(size for parts in files.values() for _, size, _ in parts))
+        for step, files in sorted(head["checkpoints"].items(), key=lambda item: int(item[0]))
+    }
+    writer = head["where"] if head["session"] else None
+    return {"url": url, "run": head["run"], "writer": writer, "checkpoints": steps}
