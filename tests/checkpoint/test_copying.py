@@ -303,9 +303,9 @@ def test_checkpoint_removed_before_it_was_copied_is_reported(store, run, monkeyp
     shutil.rmtree(run / "checkpoints/2")
     time.sleep(0.2)  # it is tried again and again, and reported once
     monkeypatch.setattr(Objects, "write", write)
-    assert made.close() == ["checkpoint 2"]
+    assert made.close() == []
     assert [text for text in said if "the store is not there" in text] == said[:1]
-    assert said[-1] == f"COPY: not in {store.url}: checkpoint 2"
+    assert said[-1] == f"COPY: not in {store.url}: checkpoint 2, which the run has removed"
 
 
 def test_store_that_stays_away_ends_the_wait_and_loses_nothing(store, run, tmp_path, monkeypatch):

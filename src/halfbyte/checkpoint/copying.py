@@ -80,7 +80,7 @@ class Copy:
     def __init__(self, url: str, directory: Path, run: str, *, keep: int, take_over: bool, say: Say):
         check_run_name(run)
         self.url, self._directory, self._run, self._keep, self._say = url.rstrip("/"), directory, run, keep, say
-        self._objects, self._seen = Objects(url), set[str]()
+        self._objects, self._waiting = Objects(url), set[str]()  # the second: checkpoints to be copied
         self._failing, self._answered = False, time.monotonic()
         self._head = self._claim(take_over)
         self._end, self._thread = threading.Event(), threading.Thread(target=self._work, daemon=True)
@@ -149,6 +149,7 @@ class Copy:
             kept = {*sorted(checkpoints, key=int)[-self._keep :], *self._checkpoints()}  # all of them without `keep`
             checkpoints = {step: files for step, files in checkpoints.items() if step in kept}
             self._commit(checkpoints=checkpoints, files=self._upload_around())
+            self._waiting -= {new[-1]}
             self._say(f"copied checkpoint {new[-1]} to {self.url}")
         if is_end:
             self._commit(files=self._upload_around(), session="")
@@ -157,7 +158,7 @@ class Copy:
         """Steps of committed checkpoints in the run directory, oldest first."""
         lists = self._directory.glob(f"checkpoints/*/{FILE_LIST}")
         steps = {path.parent.name for path in lists if path.parent.name.isdigit()}
-        self._seen |= steps
+        self._waiting |= steps - self._head["checkpoints"].keys()
         return sorted(steps, key=int)
 
     def _upload_around(self) -> Files:
@@ -191,9 +192,11 @@ class Copy:
         self._end.set()
         while self._thread.is_alive():
             self._thread.join(1.0)  # in pieces, so that Ctrl-C ends it
-        missing = [f"checkpoint {step}" for step in sorted(self._seen - self._head["checkpoints"].keys(), key=int)]
+        missing = [f"checkpoint {step}" for step in self._checkpoints() if step in self._waiting]
         missing += ["the last rows and files"] if self._failing else []
-        self._say(f"COPY: not in {self.url}: {', '.join(missing)}" if missing else f"copied to {self.url}")
+        gone = sorted(self._waiting.difference(self._checkpoints()), key=int)  # faster than they could be copied
+        lacks = missing + [f"checkpoint {step}, which the run has removed" for step in gone]
+        self._say(f"COPY: not in {self.url}: {', '.join(lacks)}" if lacks else f"copied to {self.url}")
         return missing
 
 
