@@ -9,7 +9,6 @@ import jax
 import pytest
 
 from halfbyte import models
-from halfbyte.checkpoint.remote import local_directory
 from halfbyte.cli.after_training import sample_text
 from halfbyte.cli.main import main
 from halfbyte.data.tokenizer import byte_tokenizer
@@ -81,13 +80,6 @@ def test_directories_that_are_no_run(tmp_path, tiny_run, capfd):
     shutil.copy(tiny_run / "config.json", tmp_path)
     assert main(["generate", str(tmp_path)]) == 2
     assert "has no checkpoint yet" in " ".join(capfd.readouterr().err.split())
-
-
-def test_a_run_in_a_store_is_read_where_it_lies_on_this_machine(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path))
-    assert main(["generate", "s3://bucket/runs/a"]) == 2
-    said = capfd.readouterr().err.replace("\n  ", " ")
-    assert "s3://bucket/runs/a is in a store" in said and str(local_directory("s3://bucket/runs/a")) in said
 
 
 def test_a_damaged_checkpoint_is_named_and_the_older_one_used(tiny_run, tmp_path, capfd):

@@ -1,6 +1,7 @@
 """Every kind of fault: what is done to the trainer, and what must come of it."""
 
-import disagreeing  # noqa: F401  each adds its kinds to the list
+import buckets  # noqa: F401  each adds its kinds to the list
+import disagreeing  # noqa: F401
 import disks  # noqa: F401
 import files  # noqa: F401
 import hostile  # noqa: F401

@@ -182,7 +182,8 @@ class Trainer:
                     stderr=subprocess.STDOUT, **request,
                 )  # fmt: skip
             else:
-                process = self.warm.start({"words": words, **{key: str(request[key]) for key in request}}, output)
+                watched = {key: value if key == "environ" else str(value) for key, value in request.items()}
+                process = self.warm.start({"words": words, **watched}, output)
         return Started(process, log)
 
     def run(self, name: str, *words: str, limit_s: float = LIMIT_S, **options) -> tuple[int, Started]:

@@ -3,33 +3,23 @@
 Oracle: the run that nobody interrupted. Processes are really killed (-9) and restarted.
 """
 
-import itertools
-import json
-import re
-import shutil
 import signal
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 from outside import Gate, wait_until
 from runner import Runner, final_checksums, finish, losses
-from states import checkpoint_steps
+from servers import served
 from tiny import MODEL, ONE_LINEAR, tiny
 
-from halfbyte.checkpoint import remote
-from halfbyte.inputs import compile_cache as sealed
-from halfbyte.inputs.names import user_cache
+from halfbyte.checkpoint import copying
+from halfbyte.checkpoint.objects import Objects
 from halfbyte.optim import OptimizerConfig
 from halfbyte.train import CheckpointConfig, LossScaleConfig
 
-sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))  # an S3 server on loopback
-from s3_server import S3
-
 pytestmark = pytest.mark.slow
 
-STEPS, EVERY, URL = 60, 10, "s3://runs/killed"
+STEPS, EVERY = 60, 10
 
 
 @pytest.fixture(scope="module")
@@ -60,55 +50,59 @@ def damage(directory, step):
 
 
 @pytest.fixture
-def machines(whole, tmp_path, monkeypatch):
-    """(an S3 server, `elsewhere`): the next start is on another machine, where nothing is but the address of the run
-    (and what seals compiled programs); the directory in which the run will live there."""
-    server, numbers, key = S3(), itertools.count(), user_cache() / sealed.KEY
-
-    def elsewhere():
-        cache = tmp_path / str(next(numbers))
-        cache.mkdir(mode=0o700)
-        shutil.copy(key, cache)
-        monkeypatch.setattr(whole[0], "environ", server.environment | {"HALFBYTE_CACHE": str(cache)})
-        monkeypatch.setenv("HALFBYTE_CACHE", str(cache))
-        return remote.local_directory(URL)
-
-    yield server, elsewhere
-    server.close()
+def bucket(whole, tmp_path, monkeypatch):
+    """The URL of a bucket to which runs are copied: a server of the fault harness."""
+    pytest.importorskip("moto.server")
+    with served("s3") as proxy:
+        monkeypatch.setattr(whole[0], "environ", proxy.environment)
+        for name, value in proxy.environment.items():
+            monkeypatch.setenv(name, value)
+        proxy.url = f"s3://{proxy.bucket}/killed"
+        yield proxy
 
 
-def test_killed_told_to_stop_and_damaged_in_a_store(whole, machines, tmp_path):
-    (runner, reference), (server, elsewhere) = whole, machines
+@pytest.mark.slow
+def test_killed_copied_stopped_and_damaged(whole, bucket, tmp_path):
+    """Killed during an upload, resumed; stopped, fetched elsewhere, its newest checkpoint damaged: the same end."""
+    (runner, reference), copied = whole, ("--copy-to", bucket.url)
 
-    # Killed with the second copy under way: the head is the first one's.
-    run = elsewhere()
+    # Killed with the second checkpoint under way: the head is the first one's.
+    run = tmp_path / "here"
     gate = Gate(run, 2 * EVERY, tmp_path / "first")
-    started = runner.start(URL, gate=gate)
-    assert wait_until(lambda: committed(server), [started], 600), started.output
-    coming, killed = hold_the_second_object(server)
+    started = runner.start(run, *copied, gate=gate)
+    assert wait_until(lambda: steps_in(bucket) == {EVERY}, [started], 600), started.output
+    coming, killed = threading.Event(), threading.Event()
+
+    def hold(method, key):
+        if method == "PUT" and f"/checkpoints/{2 * EVERY}/" in key:
+            coming.set()
+            killed.wait(600)
+
+    bucket.before = hold
     gate.open()
     assert wait_until(coming.is_set, [started], 600), started.output
     started.process.send_signal(signal.SIGKILL)
     assert started.wait(600) == -signal.SIGKILL
     killed.set()
-    assert committed(server) == {EVERY} and arriving(server)
-    named = json.loads(server.objects["killed/head.json"][0])["files"].values()
-    assert {f"killed/{name}" for name in named} < set(server.objects)
+    bucket.before = lambda method, key: None
+    assert steps_in(bucket) == {EVERY}
 
-    # Started elsewhere it goes on; told to stop it saves, and nothing is lost.
-    run = elsewhere()
+    # Told to stop it saves, and says how it goes on; all of it is in the bucket.
     gate = Gate(run, 3 * EVERY, tmp_path / "second")
-    started = runner.start(URL, gate=gate)
+    started = runner.start(run, *copied, gate=gate)
     gate.wait([started], 600)
     started.process.send_signal(signal.SIGTERM)
     gate.open()
     code, output = finish([started])
     assert code == 75, output
-    assert "resuming" in output and "stopped by SIGTERM after step" in output and f"--run-dir {URL}" in output
+    assert "resuming" in output and f"--copy-to {bucket.url}" in output
     assert losses(run) == losses(reference)[: len(losses(run))]
-    assert checkpoint_steps(run)[-1] == len(losses(run))
-    run = elsewhere()
-    as_if_never_stopped(runner, run, reference)
+
+    # Elsewhere it goes on.
+    run = tmp_path / "elsewhere"
+    assert copying.fetch(bucket.url, run, step=None, say=print)["step"] == len(losses(run))
+    as_if_never_stopped(runner, run, reference, *copied)
+    assert steps_in(bucket) >= {EVERY, STEPS}
 
     # The newest checkpoint loses a bit: it is named, the one before it is used, and the run ends in the same state.
     damage(run, STEPS)
@@ -118,35 +112,15 @@ def test_killed_told_to_stop_and_damaged_in_a_store(whole, machines, tmp_path):
     assert (run / "damaged" / str(STEPS)).is_dir()
 
 
-def hold_the_second_object(server):
-    """Of a checkpoint that the head does not name: (the event that it has come, the event that lets it in)."""
-    coming, go_on = threading.Event(), threading.Event()
-
-    def hold(key):
-        if "/checkpoints/" in key and arriving(server):
-            coming.set()
-            go_on.wait(600)
-
-    server.before_put = hold
-    return coming, go_on
+def steps_in(bucket):
+    """The steps of the checkpoints that the bucket's head lists."""
+    head, _ = copying.read_head(Objects(bucket.url))
+    return set(map(int, head["checkpoints"])) if head else set()
 
 
-def committed(server):
-    """The steps of the checkpoints that the store's head names."""
-    head = json.loads(server.objects.get("killed/head.json", (b"{}",))[0])
-    return {int(path.split("/")[1]) for path in head.get("files", {}) if path.startswith("checkpoints/")}
-
-
-def arriving(server):
-    """Whether something of a checkpoint is there that is newer than the head's."""
-    found = (re.search(r"/checkpoints/(\d+)/", name) for name in list(server.objects))
-    newest = max((int(match[1]) for match in found if match), default=0)
-    return newest > max(committed(server))
-
-
-def as_if_never_stopped(runner, run, reference):
+def as_if_never_stopped(runner, run, reference, *flags):
     """Started once more, it ends in the state of the run that nobody interrupted; what it said."""
-    code, output = runner.run(URL)
+    code, output = runner.run(run, *flags)
     assert code == 0, output
     assert "resuming" in output
     assert losses(run) == losses(reference)

@@ -2,6 +2,7 @@
 
 from .beside import GoneCheckpoint, reading
 from .checksum import LARGEST, inspect, named_leaves
+from .copying import NAME, Copy
 from .lock import LOCK, RunDirectoryHeld, RunLock
 from .record import CheckpointMismatch, DamagedCheckpoint, PoisonedCheckpoint, Record, UnreadableCheckpoint
 from .restoring import NoGoodCheckpoint, Restored

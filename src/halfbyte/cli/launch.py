@@ -76,8 +76,6 @@ def with_run_directory(command: tuple[str, ...]) -> tuple[list[str], Path]:
 
     words = list(command)
     given = flag_value(words, "--run-dir")
-    if "://" in given:
-        raise ValueError(f"--run-dir {given}: `halfbyte launch` looks into the run directory; give it a local one")
     if given:
         return words, Path(given)
     name = split_name(words[1:])[0] or "demo"

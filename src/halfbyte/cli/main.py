@@ -58,6 +58,7 @@ from halfbyte.cli.attending import attended
 from halfbyte.cli.errors import say_error
 from halfbyte.cli.interrupting import keep_interrupts, resumable
 from halfbyte.cli.result import BAD_INPUT, DONE, FAILED, Result
+from halfbyte.inputs import refuse_url
 from halfbyte.inputs.programs import only_named
 
 HERE = Path(__file__).parent
@@ -74,8 +75,8 @@ GARBAGE = (50_000, 20, 100)
 BROKEN_PIPE = 128 + signal.SIGPIPE
 # Shown first and in this order by `halfbyte --help`; commands not named here follow by name.
 ORDER = tuple(
-    "train launch verify generate eval compare parity league playbook inspect plan data recipes bench import export "
-    "doctor".split()
+    "train launch fetch verify generate eval compare parity league playbook inspect plan data recipes bench import "
+    "export doctor".split()
 )
 
 
@@ -218,6 +219,7 @@ def run_command(name: str, file: Path, flags: list[str], *, as_json: bool) -> in
             load_jax_quietly()
         stdout = stack.enter_context(_stdout_to_stderr()) if as_json else sys.stdout
         try:
+            refuse_urls(name, flags)
             module = importlib.import_module(f"halfbyte.cli.{file.stem}")
             result: Result = module.run(parse_flags(name, module, flags))
         except SystemExit as stop:  # the parser has said what is wrong, or printed its help
@@ -232,6 +234,14 @@ def run_command(name: str, file: Path, flags: list[str], *, as_json: bool) -> in
     if as_json:
         print(json.dumps(plain(result.data), default=str, allow_nan=False), file=stdout, flush=True)
     return result.code
+
+
+def refuse_urls(name: str, flags: Sequence[str]) -> None:
+    """ValueError if a flag other than --copy-to names a bucket: runs are read and written in local directories."""
+    for before, word in zip(["", *flags], flags):
+        flag, _, value = word.rpartition("=") if word.startswith("--") else (before, "", word)
+        if name != "fetch" and flag.replace("_", "-") not in ("--copy-to", "--prompt"):
+            refuse_url(value)
 
 
 def parse_flags(name: str, module: ModuleType, flags: list[str]) -> Any:

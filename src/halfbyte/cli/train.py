@@ -4,7 +4,6 @@
 llama-60m, ..., llama3.1-405b); every field can be changed by a flag, groups by dotted ones. A run directory with a
 checkpoint is resumed; `--run-dir DIR` alone goes on with the config that DIR holds."""
 
-import contextlib
 import datetime
 import os
 import re
@@ -27,7 +26,7 @@ from halfbyte.cli.next_steps import program
 from halfbyte.cli.result import BAD_INPUT, DONE, FAILED, NOT_PASSED, PREEMPTED, Result
 from halfbyte.cli.screen import MayClose, PlainConsole
 from halfbyte.devices.platform import idle_card
-from halfbyte.inputs import check_output
+from halfbyte.inputs import check_output, check_whole
 from halfbyte.launch.cluster import DistributedConfig
 from halfbyte.profiling import ProfileConfig
 from halfbyte.train.config import TrainConfig
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
 
 SWITCHES = (
     "--deterministic", "--no-deterministic", "--allow-change", "--no-allow-change", "--json", "--sample", "--no-sample",
+    "--copy-take-over", "--no-copy-take-over",
     "--log.tensorboard", "--log.no-tensorboard", "--model.tied", "--model.no-tied", "--model.qk-norm",
     "--model.no-qk-norm", "--model.joint-qk-norm", "--model.no-joint-qk-norm", "--model.norm-topk",
     "--model.no-norm-topk", "--validation.at-end", "--validation.no-at-end",
@@ -56,7 +56,13 @@ class Args:
     config: str = ""
     """Start from this config: JSON, TOML or YAML; fields that it leaves out are those of RUN."""
     run_dir: str = ""
-    """Where the run lives; default runs/NAME-DATE. s3://BUCKET/PREFIX or gs://BUCKET/PREFIX: here, and copied there."""
+    """Where the run lives; default runs/NAME-DATE."""
+    copy_to: str = ""
+    """Copy each checkpoint, and the run's files, to s3://BUCKET/PREFIX or gs://BUCKET/PREFIX while the run trains."""
+    copy_keep: int = 0
+    """Keep this many checkpoints in the bucket, and those in the run directory; 0: delete none."""
+    copy_take_over: bool = False
+    """Write to a bucket that another directory of this run was writing to; the process there must have ended."""
     allow_change: bool = False
     """Resume although model, recipe or other fields have changed."""
     sample: bool = True
@@ -67,29 +73,22 @@ class Args:
     """Settings of XLA, NCCL and the allocator on GPUs; `own-turn`: a layer's gradients travel before the next layer's
     turn."""
 
+    def __post_init__(self) -> None:
+        check_whole("--copy-keep", self.copy_keep)
+        if (self.copy_keep or self.copy_take_over) and not self.copy_to:
+            raise ValueError("--copy-keep and --copy-take-over need a copy: give --copy-to s3://BUCKET/PREFIX, too")
+        if self.copy_to:
+            from halfbyte.checkpoint.objects import spec_of
+
+            spec_of(self.copy_to)
+
 
 def parse(argv: list[str]) -> Args:
     """Flags over the config of the named run, of --config, or of the run directory."""
     refuse_maxtext(argv)
-    argv = from_store(argv)
     name, rest = split_name(argv)
     default = Args(run=base_config(name, rest))
     return read_flags(Args, rest, prog=f"halfbyte train {name or 'RUN'}", doc=__doc__, default=default)
-
-
-def from_store(argv: list[str]) -> list[str]:
-    """The arguments with the address of a store, as --run-dir, replaced by the directory of this machine to which what
-    is there was fetched."""
-    url = flag_value(argv, "--run-dir")
-    if "://" not in url:
-        return argv
-    from halfbyte.checkpoint import remote
-
-    try:
-        directory = str(remote.fetch(url, say=lambda text: print(text, file=sys.stderr)))
-    except remote.StoreFailed as error:
-        raise ValueError(f"--run-dir: {error}; check the address, the credentials and the network") from None
-    return [word.replace(url, directory) if word.partition("=")[2] == url or word == url else word for word in argv]
 
 
 def split_name(argv: list[str]) -> tuple[str, list[str]]:
@@ -161,26 +160,13 @@ def run(args: Args) -> Result:
             console.say(f"WARNING: {warning}")
         signals.on_signal = group.request_stop
         try:
-            with mirrored(args, group, console.say):
-                result = ending(group, lambda: _train(args, console, group))
+            result = ending(group, lambda: train_and_copy(args, console, group))
         except BaseException:
             if group.count == 1:  # with several ranks the others still have to hear why
                 group.close(FAILED)
             raise
         group.close(result.code)
         return result
-
-
-def mirrored(args: Args, group: "Group", say: Callable[[str], None]) -> contextlib.AbstractContextManager[Any]:
-    """Copies the run directory to its store, where it has one."""
-    from halfbyte.checkpoint import remote
-
-    url = remote.shown(Path(args.run_dir)) if args.run_dir else ""
-    if not remote.is_url(url):
-        return contextlib.nullcontext()
-    if group.count > 1:
-        raise ValueError(f"--run-dir {url}: a run of several processes needs a directory that all of them see")
-    return remote.Mirror(url, Path(args.run_dir), say=say)
 
 
 def gpu_settings(args: Args) -> "tuple[Setting, ...]":
@@ -243,8 +229,30 @@ def leave_together(group: "Group", end: "End") -> None:
     leave(end)
 
 
-def _train(args: Args, console: PlainConsole, group: "Group") -> Result:
-    from halfbyte.checkpoint import remote
+def train_and_copy(args: Args, console: PlainConsole, group: "Group") -> Result:
+    """Train, with --copy-to copied to a bucket; exit code 1 if the end of a finished run is not there."""
+    from halfbyte.checkpoint import Copy
+
+    copies: list[Copy] = []
+
+    def opened(directory: Path, run: str) -> None:
+        options: Any = {"keep": args.copy_keep, "take_over": args.copy_take_over, "say": console.say}
+        copies.extend([Copy(args.copy_to, directory, run, **options)] if args.copy_to else [])
+
+    try:
+        result = _train(args, console, group, opened)
+    except Exception:  # an interrupt waits for no bucket
+        for copy in copies:
+            copy.close()
+        raise
+    for copy in copies:
+        missing = copy.close()
+        code = FAILED if missing and result.code == DONE else result.code
+        result = Result({**result.data, "copy": {"url": copy.url, "missing": missing}}, code)
+    return result
+
+
+def _train(args: Args, console: PlainConsole, group: "Group", opened: Callable[[Path, str], None]) -> Result:
     from halfbyte.conformance import SelfTestFailed
     from halfbyte.train import Diverged, train
 
@@ -260,6 +268,7 @@ def _train(args: Args, console: PlainConsole, group: "Group") -> Result:
             group=group,
             initial=initial_weights(args.run, directory),
             observers=observers(args.run, directory),
+            opened=opened,
         )
     except (Diverged, SelfTestFailed) as stop:
         code = FAILED if isinstance(stop, Diverged) else NOT_PASSED
@@ -271,7 +280,8 @@ def _train(args: Args, console: PlainConsole, group: "Group") -> Result:
         if main:
             console.say(
                 f"stopped by {result.stopped} after step {result.step}, checkpoint written; "
-                f"go on with: {program()} train --run-dir {shlex.quote(remote.shown(directory))}"
+                f"go on with: {program()} train --run-dir {shlex.quote(str(directory))}"
+                + (f" --copy-to {shlex.quote(args.copy_to)}" if args.copy_to else "")
             )
         return Result(_data(result), PREEMPTED)
     data = _data(result)

@@ -4,7 +4,7 @@ Every limit is stated here or beside the reader that has it, and everything that
 command line turns it into one paragraph and exit code 2. `docs/security.md` says what this protects from and what not.
 """
 
-from .names import check_choices, check_output, check_run_name, home_expanded, printable, user_cache
+from .names import check_choices, check_output, check_run_name, home_expanded, printable, refuse_url, user_cache
 from .numbers import check_real, check_whole
 from .reading import (
     MOST_JSON,

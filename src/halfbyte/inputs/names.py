@@ -12,6 +12,7 @@ LONGEST_PATH = 4096 - 512
 """Bytes of a whole path, with room for what lies under it."""
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_URL = re.compile(r"(s3|gs):/+")
 _OVERRIDES = frozenset("\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u2028\u2029")
 
 
@@ -53,6 +54,7 @@ def check_output(path: str | os.PathLike[str], *, flag: str) -> Path:
     text = os.fspath(path)
     if not text:
         raise ValueError(f"{flag} is empty; name a directory")
+    refuse_url(text)
     if any(unicodedata.category(char) == "Cc" for char in text):
         raise ValueError(f"{flag} {text!r}: the path holds a control character; take another name")
     try:
@@ -66,6 +68,16 @@ def check_output(path: str | os.PathLike[str], *, flag: str) -> Path:
             f"a part may have {LONGEST_NAME} and the whole {LONGEST_PATH:,}"
         )
     return home_expanded(text)
+
+
+def refuse_url(path: str | os.PathLike[str]) -> None:
+    """ValueError if `path`, of a run directory, is the address of a bucket (a `Path` has lost one slash of it)."""
+    if match := _URL.match(os.fspath(path)):
+        url = f"{match[1]}://{os.fspath(path)[match.end() :]}"
+        raise ValueError(
+            f"{url} is in a bucket, and a run directory is local: `halfbyte fetch {url} DIR` downloads a run, "
+            f"`halfbyte train --run-dir DIR --copy-to {url}` trains one and copies it there"
+        )
 
 
 def user_cache() -> Path:

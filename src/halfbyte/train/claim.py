@@ -7,14 +7,14 @@ import os
 import shutil
 from pathlib import Path
 
-from halfbyte.checkpoint import LOCK, RunLock
+from halfbyte.checkpoint import LOCK, NAME, RunLock
 from halfbyte.inputs import UnreadableFile, check_output, read_json, refuse_links
 
 KEPT = ("config.json", "run.json")  # there from before the first step to the end
 WRITTEN = (
     LOCK, *KEPT, "manifest.json", "data.json", "tokenizer.json", "metrics.jsonl",
     "evaluations.jsonl", "tensorboard", "checkpoints", "damaged", "profile", "wandb", "wandb_id",
-    "report.html", "huggingface", "radar.jsonl", "telemetry.jsonl",
+    "report.html", "huggingface", "radar.jsonl", "telemetry.jsonl", NAME,
 )  # fmt: skip
 """What a run writes. Where a symbolic link has one of these names, the run would write somewhere else."""
 IMPORTED = "imported.json"  # of a directory that holds an imported model and no training

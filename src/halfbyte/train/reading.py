@@ -14,8 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.checkpoint.remote import local_directory
-from halfbyte.inputs import MOST_JSON, UnreadableFile, printable
+from halfbyte.inputs import MOST_JSON, UnreadableFile, printable, refuse_url
 from halfbyte.inputs.programs import NotNamed, only_named
 
 from . import jsonconfig
@@ -111,12 +110,7 @@ def open_directory(directory: Path, *, check: bool = True, say: Callable[[str], 
     """The run in `directory`. ValueError if there is none, if something in it is neither file nor directory, or, with
     `check`, if a file is not what the run wrote. What no seal covers is said."""
     if not (directory / CONFIG).is_file():
-        if directory.parts[:1] in (("s3:",), ("gs:",)):  # a path has lost one slash
-            url = f"{directory.parts[0]}//{'/'.join(directory.parts[1:])}"
-            raise ValueError(
-                f"{url} is in a store, and a run is read from a directory: on a machine that has trained it that is "
-                f"{local_directory(url)}"
-            )
+        refuse_url(directory)
         if directory.is_file():
             raise ValueError(f"{directory} is a file, and a run is a directory; name the one that holds {CONFIG}")
         what = "there is no such directory" if not directory.is_dir() else f"it holds no {CONFIG}"

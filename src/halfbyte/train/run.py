@@ -1,7 +1,7 @@
 """A run from its config to its end: checks, the directory, the checkpoint it goes on from, and then the loop."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
@@ -42,13 +42,14 @@ def train(
     initial: Initial | None = None,
     observers: Sequence[Observer] = (),
     until: int | None = None,
+    opened: Callable[[Path, str], object] = lambda directory, run: None,
 ) -> RunResult:
     """Train to the last step, to step `until` of the same schedule, or to a signal; resume by itself when the directory
     has a checkpoint.
 
     `group` is this process among its peers, with signals in the caller's hands; without one the run is alone and
     takes its signals itself. `initial` makes the weights of a run that has `init_from`. `observers` are shown some
-    steps.
+    steps. `opened` is called on the main process with the directory and the run's name, once both are the run's.
     """
     with ExitStack() as stack:
         if group is None:
@@ -76,6 +77,8 @@ def train(
         goodput = Goodput.resumed(start.goodput, dropped_rows(session, start.step))
         _announce(session, start)
         settle_directory(session, taken, start.returns)
+        if session.is_main:
+            opened(session.directory, taken.identity.run)
         sinks = open_sinks(session, stack, resume_step=start.step if start.resumed else None)
         capture = Capture(profile or ProfileConfig(), session.directory / "profile", say=session.say)
         outputs = Outputs(stack, taken.store, sinks, goodput, capture, claim=claim)

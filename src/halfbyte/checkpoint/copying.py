@@ -1,0 +1,250 @@
+"""A run directory copied to a bucket while the run trains (`train --copy-to URL`), and fetched from there.
+
+One object under the URL is ever replaced, by compare and swap: the head, which lists all others. Those are stored under
+the run's name, with the sha256 of their content in their own, and are only created: first the parts of files, then the
+head that lists them. A kill at any moment leaves a head whose objects are all there.
+"""
+
+import base64
+import hashlib
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from halfbyte.inputs import check_run_name, no_follow, parse_json, printable, regular, replace_file
+
+from .beside import reading
+from .files import FILE_LIST, check_file_list
+from .lock import LOCK, RunLock
+from .objects import ObjectChanged, Objects
+
+HEAD, OLD_HEAD = "halfbyte-copy.json", "head.json"  # the second: of versions whose runs lived in buckets
+FIELDS = {"run": str, "session": str, "writer": str, "where": str, "files": dict, "checkpoints": dict, "delete": dict}
+NAME = "copy-name"  # in the run directory: tells it, with its inode, from a copy made by hand
+NOT_COPIED = {"checkpoints", "damaged", "profile", "wandb", LOCK, NAME}
+PART, GROWING_PART, MAX_HEAD = 32 << 20, 1 << 20, 256 << 20  # bytes; of a growing file the last part is sent again
+WORKERS = 4  # files under way at once, each with one part in memory
+LOOK_S, RETRY_S = 0.5, 5.0
+PATIENCE_S = 300.0  # how long the end of a run waits for a store that does not answer
+Files = dict[str, list[list[Any]]]  # path -> its parts: [sha256, bytes, generation as base64]
+Say = Callable[[str], None]
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def is_inside(path: str) -> bool:
+    """Whether a path stays inside of a run directory, and on one line."""
+    return not {*path.split("/")} & {"", ".", ".."} and printable(path) == path and "\n" not in path
+
+
+def seal(head: dict[str, Any]) -> bytes:
+    """JSON with its own sha256."""
+    text = json.dumps(head, sort_keys=True)
+    return json.dumps({"sha256": sha256(text.encode()), "content": text}).encode()
+
+
+def read_head(objects: Objects) -> tuple[dict[str, Any] | None, bytes]:
+    """Returns (what the prefix holds, None if nothing; generation). Raises ValueError if it is not what was sealed."""
+    data, generation = objects.read(HEAD)
+    if data is None:
+        if objects.read(OLD_HEAD)[0] is not None:
+            raise ValueError(f"{objects.url} holds the run of an earlier version: docs/buckets.md says how to read it")
+        return None, generation
+    with suppress(LookupError, TypeError, AttributeError, ValueError):  # whatever JSON of any form leads to
+        stored = parse_json(data, what=HEAD, most=MAX_HEAD)
+        head = parse_json(stored["content"], what=HEAD, most=MAX_HEAD)
+        listed = [head["files"], *(head["checkpoints"][str(int(step))] for step in head["checkpoints"])]
+        parts = [(path, len(sha), size > 0) for files in listed for path in files for sha, size, _ in files[path]]
+        is_good = all(length == 64 and is_some and is_inside(path) for path, length, is_some in parts)
+        is_good = is_good and all(isinstance(head[name], kind) for name, kind in FIELDS.items())
+        if is_good and sha256(stored["content"].encode()) == stored["sha256"]:
+            return head, generation
+    raise ValueError(f"{objects.url}/{HEAD} is not what was written")
+
+
+class Copy:
+    """Copies the run in `directory` until `close`. With `keep`, deletes from the bucket what it wrote for checkpoints
+    that are neither among the newest `keep` nor in the directory any more. Raises ValueError if the prefix is not this
+    run's to write to."""
+
+    def __init__(self, url: str, directory: Path, run: str, *, keep: int, take_over: bool, say: Say):
+        check_run_name(run)
+        self.url, self._directory, self._run, self._keep, self._say = url.rstrip("/"), directory, run, keep, say
+        self._objects, self._waiting = Objects(url), set[str]()  # the second: checkpoints to be copied
+        self._failing, self._answered = False, time.monotonic()
+        self._head = self._claim(take_over)
+        self._end, self._thread = threading.Event(), threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def _claim(self, take_over: bool) -> dict[str, Any]:
+        found, generation = read_head(self._objects)
+        head: dict[str, Any] = found or {name: kind() for name, kind in FIELDS.items()} | {"run": self._run}
+        if head["run"] != self._run:
+            raise ValueError(f"--copy-to {self.url} holds another run; give this one another prefix")
+        name = self._directory / NAME
+        if not name.exists():
+            replace_file(name, uuid.uuid4().hex)
+        writer = f"{name.read_text()[:32]}-{name.stat().st_ino}"
+        if head["session"] and head["writer"] != writer and not take_over:
+            held = f"--copy-to {self.url} is being written from {head['where']}"
+            raise ValueError(f"{held}; if that process has ended, add --copy-take-over")
+        where = f"{socket.gethostname()}:{self._directory.absolute()}"
+        head |= {"writer": writer, "where": where, "session": uuid.uuid4().hex}
+        self._objects.write(HEAD, seal(head), generation)
+        return head
+
+    def _commit(self, **changes: Any) -> None:
+        """Replaces the head. With `keep`, objects that it no longer lists are then deleted, each by name."""
+        head, (found, generation) = self._head | changes, read_head(self._objects)
+        if found is None or found["session"] != self._head["session"]:
+            raise ObjectChanged(f"another process writes to {self.url}")
+        dropped, listed = self._head["delete"] | self._keys(self._head) if self._keep else {}, self._keys(head)
+        head["delete"] = {k: dropped[k] for k in dropped.keys() - listed if k.startswith(f"{self._run}/")}
+        self._objects.write(HEAD, seal(head), generation)
+        for key, written in head["delete"].items():
+            try:
+                self._objects.write(key, None, base64.b64decode(written))
+            except ObjectChanged as error:
+                self._say(f"COPY: {error}")
+        self._head = head | {"delete": {}}
+
+    def _keys(self, head: dict[str, Any]) -> dict[str, str]:
+        """key -> generation of every object that a head lists."""
+        parts = ((p, part) for f in [head["files"], *head["checkpoints"].values()] for p in f for part in f[p])
+        return {f"{self._run}/{path}@{digest}": generation for path, (digest, _, generation) in parts}
+
+    def _work(self) -> None:
+        is_done = False
+        while not is_done:
+            is_end = self._end.wait(RETRY_S if self._failing else LOOK_S)
+            try:
+                self._copy(is_end)
+                self._failing, is_done = False, is_end
+            except Exception as error:
+                is_late = is_end and time.monotonic() - self._answered > PATIENCE_S
+                is_done = isinstance(error, ObjectChanged) or is_late
+                then = "this process copies nothing more" if is_done else f"tried again every {RETRY_S:.0f} s"
+                if is_done or not self._failing:
+                    self._say(f"COPY: {getattr(error, 'strerror', None) or error}; training goes on, {then}")
+                self._failing = True
+                time.sleep(RETRY_S if is_end and not is_done else 0)
+
+    def _copy(self, is_end: bool) -> None:
+        while new := [step for step in self._checkpoints() if step not in self._head["checkpoints"]]:
+            folder = self._directory / "checkpoints" / new[-1]  # the newest first: the run removes older ones
+            with reading(folder):  # but not this one, now
+                check_file_list(folder)
+                copied = self._upload(folder.rglob("*"), PART)
+            checkpoints = self._head["checkpoints"] | {new[-1]: copied}
+            kept = {*sorted(checkpoints, key=int)[-self._keep :], *self._checkpoints()}  # all of them without `keep`
+            checkpoints = {step: files for step, files in checkpoints.items() if step in kept}
+            self._commit(checkpoints=checkpoints, files=self._upload_around())
+            self._waiting -= {new[-1]}
+            self._say(f"copied checkpoint {new[-1]} to {self.url}")
+        if is_end:
+            self._commit(files=self._upload_around(), session="")
+
+    def _checkpoints(self) -> list[str]:
+        """Steps of committed checkpoints in the run directory, oldest first."""
+        lists = self._directory.glob(f"checkpoints/*/{FILE_LIST}")
+        steps = {path.parent.name for path in lists if path.parent.name.isdigit()}
+        self._waiting |= steps - self._head["checkpoints"].keys()
+        return sorted(steps, key=int)
+
+    def _upload_around(self) -> Files:
+        """The run's files outside of its checkpoints."""
+        top = [path for path in self._directory.iterdir() if path.name not in NOT_COPIED and path.suffix != ".tmp"]
+        return self._upload((inner for path in top for inner in (path, *path.rglob("*"))), GROWING_PART)
+
+    def _upload(self, paths: Iterable[Path], part: int) -> Files:
+        files = [path for path in paths if path.is_file() and not path.is_symlink()]
+        names = sorted(path.relative_to(self._directory).as_posix() for path in files)
+        if strange := [name for name in names if not is_inside(name)]:
+            raise ValueError(f"a file named {strange[0]!r} cannot be copied; rename it")
+        with ThreadPoolExecutor(WORKERS) as pool:
+            return dict(zip(names, pool.map(lambda name: self._upload_file(name, part), names)))
+
+    def _upload_file(self, name: str, part: int) -> list[list[Any]]:
+        known = {digest: generation for digest, _, generation in self._head["files"].get(name, ())}
+        parts = list[list[Any]]()
+        with open(self._directory / name, "rb", opener=regular) as file:
+            while data := file.read(part):
+                if (digest := sha256(data)) not in known:
+                    generation = self._objects.write(f"{self._run}/{name}@{digest}", data)
+                    known[digest], self._answered = base64.b64encode(generation).decode(), time.monotonic()
+                parts.append([digest, len(data), known[digest]])
+                if len(parts) % 32 == 0:  # of a large file, each GiB
+                    self._say(f"copying to {self.url}: {len(parts) * part / 2**30:.0f} GiB of {name}")
+        return parts
+
+    def close(self) -> list[str]:
+        """Copies what is left and lets the prefix go. Returns, and reports, what is not in the bucket."""
+        self._end.set()
+        while self._thread.is_alive():
+            self._thread.join(1.0)  # in pieces, so that Ctrl-C ends it
+        missing = [f"checkpoint {step}" for step in self._checkpoints() if step in self._waiting]
+        missing += ["the last rows and files"] if self._failing else []
+        gone = sorted(self._waiting.difference(self._checkpoints()), key=int)  # faster than they could be copied
+        lacks = missing + [f"checkpoint {step}, which the run has removed" for step in gone]
+        self._say(f"COPY: not in {self.url}: {', '.join(lacks)}" if lacks else f"copied to {self.url}")
+        return missing
+
+
+def fetch(url: str, directory: Path, *, step: int | None, say: Say) -> dict[str, Any]:
+    """Downloads a run with one checkpoint, the newest or that of `step`, into a directory that is new or empty.
+    Everything is verified and appears at once; a broken download is resumed by the next. Returns what was fetched."""
+    objects = Objects(url)
+    head, _ = read_head(objects)
+    if head is None:
+        raise ValueError(f"{objects.url} holds no copy of a run; name the URL that was given to --copy-to")
+    if directory.is_symlink() or (directory.exists() and (not directory.is_dir() or any(directory.iterdir()))):
+        raise ValueError(f"{directory} holds something else; name a new directory")
+    arriving = directory.with_name(f".{directory.name}.fetching")
+    if arriving.is_symlink():
+        raise ValueError(f"{arriving} is a symbolic link; remove it")
+    steps = sorted(map(int, head["checkpoints"]))
+    chosen = step if step is not None else max(steps, default=None)
+    if chosen not in steps:
+        raise ValueError(f"{objects.url} has no checkpoint {chosen or ''}; it has: {steps or 'none'}")
+    files: Files = head["files"] | head["checkpoints"][str(chosen)]
+    size = sum(size for parts in files.values() for _, size, _ in parts)
+    say(f"fetching checkpoint {chosen} of {objects.url}: {len(files)} files, {size / 2**20:,.1f} MiB")
+    with RunLock(arriving), ThreadPoolExecutor(WORKERS) as pool:
+        list(pool.map(lambda path: _download(objects, head["run"], path, files[path], arriving, say), files))
+        there = {path.relative_to(arriving).as_posix() for path in arriving.rglob("*") if not path.is_dir()}
+        if other := there - files.keys() - {LOCK}:
+            raise ValueError(f"{arriving} holds {min(other)!r}, which is not in the copy; remove that directory")
+        os.replace(arriving, directory)
+    return {"url": objects.url, "run": head["run"], "step": chosen, "files": len(files), "bytes": size}
+
+
+def _download(objects: Objects, run: str, path: str, parts: list[list[Any]], arriving: Path, say: Say) -> None:
+    """Writes one file, part by part. What is there already, and is what it should be, is not fetched again."""
+    place = arriving / path
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if place.parent.resolve() != arriving.resolve() / Path(path).parent:
+        raise ValueError(f"{place.parent} leads out of {arriving}; remove that directory")
+    with open(place, "r+b" if place.exists() else "x+b", opener=no_follow) as file:
+        for number, (digest, size, _) in enumerate(parts, 1):
+            at = file.tell()
+            if sha256(file.read(size)) != digest:
+                data, _ = objects.read(f"{run}/{path}@{digest}")
+                if data is None or sha256(data) != digest:
+                    what = "is missing" if data is None else "is not what was written"
+                    raise ValueError(f"{objects.url}/{run}/{path}@{digest} {what}; fetch another step, or restore it")
+                file.seek(at)
+                file.write(data)
+            if number % 32 == 0:
+                say(f"fetching: {number / len(parts):.0%} of {path}")
+        file.truncate()
+        os.fsync(file.fileno())

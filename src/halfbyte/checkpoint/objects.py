@@ -1,0 +1,72 @@
+"""Objects under a prefix of S3 or Google Cloud Storage, through TensorStore. Nothing is ever listed."""
+
+import errno
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+from halfbyte.later import later
+
+from .record import one_line
+
+ts = later("tensorstore")
+ABSENT = b"\x02"  # TensorStore's generation of an object that does not exist
+ANSWER_S = 300.0  # per request, with its retries
+RETRIES = {"max_retries": 2, "initial_delay": "200ms", "max_delay": "1s"}
+
+
+class ObjectChanged(ValueError):
+    """An object is not as this process knows it: another one wrote it."""
+
+
+class Objects:
+    """Objects under `url`. Every method raises OSError, with the address, if the store fails."""
+
+    def __init__(self, url: str):
+        self.url, spec = url.rstrip("/"), spec_of(url)
+        self._kv = self._request(lambda: ts.KvStore.open(spec))
+
+    def _request(self, start: Callable[[], Any]) -> Any:
+        try:
+            return start().result(timeout=ANSWER_S)
+        except (ValueError, OSError, RuntimeError) as error:  # the types of TensorStore's errors, whatever failed
+            raise OSError(errno.EIO, f"the store does not do what is asked: {one_line(error)}", self.url) from error
+
+    def read(self, key: str) -> tuple[bytes | None, bytes]:
+        """Returns (content, None if there is no such object; generation)."""
+        answer = self._request(lambda: self._kv.read(key))
+        return (bytes(answer.value) if answer.state == "value" else None), answer.stamp.generation
+
+    def write(self, key: str, data: bytes | None, generation: bytes = ABSENT) -> bytes:
+        """Writes an object, or deletes it (None), if it is `generation`. Returns its new generation. Raises
+        ObjectChanged, and changes nothing, if it is another one; not if its content is this already (an interrupted
+        upload, an answer that was lost)."""
+        written: bytes = self._request(lambda: self._kv.write(key, data, if_equal=generation)).generation
+        if written:
+            return written
+        content, now = self.read(key)
+        if content is None and generation == ABSENT:  # S3 answers a write with 404 if there is no bucket
+            raise OSError(errno.EIO, "nothing can be written: there is no such bucket", self.url)
+        if content != data:
+            raise ObjectChanged(f"{self.url}/{key} was written by another process; it was left as it is")
+        return now
+
+
+def spec_of(url: str) -> dict[str, Any]:
+    """TensorStore's spec of an address, with what the environment says. Raises ValueError if it is no address."""
+    match = re.fullmatch(r"(s3|gs)://([A-Za-z0-9][\w.-]*)(?:/(.*))?", url)
+    if match is None:
+        raise ValueError(f"{url!r} is not the address of a bucket; write s3://BUCKET/PREFIX or gs://BUCKET/PREFIX")
+    driver, prefix = {"s3": "s3", "gs": "gcs"}[match[1]], (match[3] or "").strip("/")
+    context: dict[str, Any] = {f"{driver}_request_retries": RETRIES}
+    spec = {"driver": driver, "bucket": match[2], "path": f"{prefix}/" if prefix else "", "context": context}
+    if driver == "s3":
+        # Later versions of TensorStore send a write's condition to Amazon's own servers only, unless this is set.
+        os.environ.setdefault("TENSORSTORE_S3_USE_CONDITIONAL_WRITE", "1")
+        if "AWS_ACCESS_KEY_ID" in os.environ:  # else the search for credentials logs every file that is not there
+            context["aws_credentials"] = {"type": "environment"}
+        if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
+            region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+            spec |= {"endpoint": endpoint.rstrip("/"), "aws_region": region}
+    return spec

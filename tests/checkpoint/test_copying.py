@@ -1,0 +1,503 @@
+"""Copies of runs in buckets, written and read back: in a directory that TensorStore serves as a store, and against real
+servers of both kinds, whose every request is looked at. Oracle: the run directory, byte for byte, and what else was in
+the bucket, byte for byte.
+
+Processes that are killed: tests/faults/buckets.py. Training: tests/train/test_resume.py.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from contextlib import contextmanager
+
+import pytest
+import servers
+
+from halfbyte.checkpoint import NAME, Copy, copying, objects
+from halfbyte.checkpoint.files import write_file_list
+from halfbyte.checkpoint.objects import Objects
+
+RUN = "0123456789abcdef"
+PREFIX = "my runs/ü/first"
+OTHERS = {  # whatever else may be in a bucket: under the prefix, beside it, and named like what we write
+    "README.md": b"mine",
+    "my runs/thesis.pdf": b"mine",
+    f"{PREFIX}/notes.txt": b"mine",
+    f"{PREFIX}2/halfbyte-copy.json": b"mine",
+    f"{PREFIX}/{RUN}/hello": b"mine",
+    f"{PREFIX}/{RUN}/checkpoints/2/d/array@00": b"mine",
+    f"{PREFIX}/fedcba9876543210/config.json@11": b"mine",
+}
+
+
+class Folder:
+    """A directory as a bucket, through TensorStore's driver for files: a store like any other, without a log."""
+
+    kind, log, scheme, bucket = "folder", None, "s3", "runs"
+
+    def __init__(self, path):
+        self.path = path
+
+    def make(self):
+        (self.path / self.bucket).mkdir(parents=True)
+
+    def put(self, key, data):
+        (self.path / self.bucket / key).parent.mkdir(parents=True, exist_ok=True)
+        (self.path / self.bucket / key).write_bytes(data)
+
+    def get(self, key):
+        return self.objects().get(key)
+
+    def remove(self, key):
+        (self.path / self.bucket / key).unlink()
+
+    def objects(self):
+        files = [path for path in (self.path / self.bucket).rglob("*") if path.is_file() and path.suffix != ".__lock"]
+        return {path.relative_to(self.path / self.bucket).as_posix(): path.read_bytes() for path in files}
+
+    def spec_of(self, url):
+        return {"driver": "file", "path": f"{self.path}/{url.partition('://')[2].rstrip('/')}/"}
+
+
+SERVERS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("s3", "gs")]
+
+
+@pytest.fixture(params=["folder", *SERVERS])
+def store(request, monkeypatch, tmp_path):
+    """A store with a bucket `runs` that holds OTHERS; fast about its own pauses."""
+    for name, seconds in {"LOOK_S": 0.01, "RETRY_S": 0.05, "PATIENCE_S": 0.5}.items():
+        monkeypatch.setattr(copying, name, seconds)
+    monkeypatch.setattr(objects, "RETRIES", {"max_retries": 2, "initial_delay": "1ms", "max_delay": "1ms"})
+    if request.param == "folder":
+        found = Folder(tmp_path / "store")
+        found.make()
+        monkeypatch.setattr(objects, "spec_of", found.spec_of)
+        yield filled(found)
+        return
+    pytest.importorskip({"s3": "moto.server", "gs": "gcp_storage_emulator"}[request.param])  # the extra `buckets`
+    with servers.served(request.param) as found:
+        for name, value in found.environment.items():
+            monkeypatch.setenv(name, value)
+        yield filled(found)
+
+
+def filled(store):
+    for key, data in OTHERS.items():
+        store.put(key, data)
+    store.url = f"{store.scheme}://{store.bucket}/{PREFIX}"
+    return store
+
+
+@pytest.fixture
+def run(tmp_path):
+    directory = tmp_path / "run"
+    (directory / "tensorboard").mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
+    (directory / ".lock").write_text("pid 1")
+    (directory / "tensorboard" / "events ü 1").write_bytes(os.urandom(100))
+    (directory / "profile").mkdir()
+    (directory / "profile" / "trace").write_text("large")
+    return directory
+
+
+def checkpoint(directory, step, size=1000):
+    """As a run leaves one: whole at once."""
+    folder = directory / "checkpoints" / f"{step}.orbax-checkpoint-tmp-1"
+    (folder / "d").mkdir(parents=True)
+    (folder / "d" / "array").write_bytes(os.urandom(size))
+    (folder / "empty").write_text("")
+    write_file_list(folder)
+    folder.rename(folder.with_name(str(step)))
+    with open(directory / "metrics.jsonl", "a") as rows:
+        rows.write(f'{{"step": {step}}}\n' * 100)
+
+
+def copy(store, directory, run=RUN, keep=0, take_over=False, say=lambda text: None):
+    return Copy(store.url, directory, run, keep=keep, take_over=take_over, say=say)
+
+
+def contents(directory):
+    """What of a run is copied."""
+    left_out = (".lock", NAME, "profile/trace")
+    files = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
+    return {name: path.read_bytes() for name, path in files.items() if name not in left_out and "tmp" not in name}
+
+
+def only_our_own_is_touched(store, *, deletes=0):
+    """Nothing foreign has changed, and, where there is a log, nothing foreign was even asked for."""
+    there = store.objects()
+    assert {key: there.get(key) for key in OTHERS} == OTHERS
+    if store.log is None:
+        return
+    assert not store.lists()
+    own = f"{store.bucket}/{PREFIX}/"
+    for request in store.writes():
+        assert request.key == f"{own}halfbyte-copy.json" or request.key.startswith(f"{own}{RUN}/"), request
+        assert request.key.removeprefix(f"{store.bucket}/") not in OTHERS, request
+        assert request.conditions or (store.kind == "s3" and request.method == "DELETE"), request
+    assert sum(request.method == "DELETE" and request.status < 300 for request in store.writes()) == deletes
+
+
+def test_copied_run_is_fetched_byte_for_byte(store, run, tmp_path, until):
+    said = []
+    done = copy(store, run, say=said.append)
+    for step in (2, 4, 6):
+        checkpoint(run, step)
+        until(lambda step=step: any(f"copied checkpoint {step} " in text for text in said))
+    (run / "checkpoints" / "8.orbax-checkpoint-tmp-9").mkdir()
+    (run / "report.html").write_text("the end")
+    assert done.close() == [] and said[-1] == f"copied to {store.url}"
+    for step in (None, 4):
+        told = copying.fetch(store.url, tmp_path / f"to {step}", step=step, say=said.append)
+        assert told["step"] == (step or 6) and told["run"] == RUN
+        other = [f"checkpoints/{step}/" for step in {2, 4, 6} - {told["step"]}]
+        expected = {name: data for name, data in contents(run).items() if not name.startswith(tuple(other))}
+        assert contents(tmp_path / f"to {step}") == expected
+    assert sorted(copying.read_head(Objects(store.url))[0]["checkpoints"]) == ["2", "4", "6"]
+    only_our_own_is_touched(store)
+
+
+def test_files_larger_than_a_part_are_split_and_growing_ones_sent_once(store, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(copying, "PART", 700)
+    monkeypatch.setattr(copying, "GROWING_PART", 256)
+    checkpoint(run, 2, size=2000)
+    with closing(copy(store, run)):
+        pass
+    before = set(store.objects())
+    checkpoint(run, 4, size=1400)
+    with closing(copy(store, run)):
+        pass
+    new = [key for key in set(store.objects()) - before if "metrics.jsonl" in key]
+    assert 0 < len(new) * 256 < (run / "metrics.jsonl").stat().st_size
+    copying.fetch(store.url, tmp_path / "to", step=None, say=print)
+    assert contents(tmp_path / "to") == {k: v for k, v in contents(run).items() if "checkpoints/2" not in k}
+    only_our_own_is_touched(store)
+
+
+@contextmanager
+def closing(made):
+    yield made
+    assert made.close() == []
+
+
+def test_another_run_is_refused(store, run, tmp_path):
+    checkpoint(run, 2)
+    with closing(copy(store, run)):
+        pass
+    before = store.objects()
+    with pytest.raises(ValueError, match="holds another run"):
+        copy(store, run, run="fedcba9876543210")
+    assert store.objects() == before
+
+
+def test_second_writer_is_refused_and_takes_over_when_told(store, run, tmp_path, until):
+    said = []
+    first = copy(store, run, say=said.append)
+    checkpoint(run, 2)
+    until(lambda: any("copied checkpoint 2" in text for text in said))
+    shutil.copytree(run, tmp_path / "by hand")  # its name in the bucket comes with it
+    with pytest.raises(ValueError, match=r"is being written from .*add --copy-take-over"):
+        copy(store, tmp_path / "by hand")
+    with closing(copy(store, tmp_path / "by hand", take_over=True)):
+        checkpoint(run, 4)
+        until(lambda: any("copies nothing more" in text for text in said))
+        assert first.close() == ["checkpoint 4", "the last rows and files"]
+        assert said[-1] == f"COPY: not in {store.url}: checkpoint 4, the last rows and files"
+    assert list(copying.read_head(Objects(store.url))[0]["checkpoints"]) == ["2"]
+    with closing(copy(store, run)):  # after one that has ended, anybody may go on
+        pass
+    assert sorted(copying.read_head(Objects(store.url))[0]["checkpoints"]) == ["2", "4"]
+    only_our_own_is_touched(store)
+
+
+def test_two_at_the_same_moment_are_one(store, run, monkeypatch):
+    """Both have read that nothing is there; one writes first."""
+    read = Objects.read
+
+    def and_another_comes(self, key):
+        answer = read(self, key)
+        monkeypatch.setattr(Objects, "read", read)
+        copy(store, run)._end.set()
+        return answer
+
+    monkeypatch.setattr(Objects, "read", and_another_comes)
+    with pytest.raises(ValueError, match="was written by another process"):
+        copy(store, run)
+
+
+def test_interrupted_upload_is_resumed(store, run, tmp_path, monkeypatch, until):
+    checkpoint(run, 2)
+    for name in ("one", "two", "three", "four", "five"):
+        (run / "checkpoints/2" / name).write_text(name * 100)
+    write_file_list(run / "checkpoints/2")
+    write, written = Objects.write, []
+
+    def dies(self, key, data, generation=objects.ABSENT):
+        if len(written) >= 6:
+            raise objects.ObjectChanged("dead")  # nothing of this process happens any more
+        written.append(key)
+        return write(self, key, data, generation)
+
+    monkeypatch.setattr(Objects, "write", dies)
+    dead = copy(store, run)
+    until(lambda: not dead._thread.is_alive())
+    monkeypatch.setattr(Objects, "write", write)
+    before = store.objects()
+    assert sum("checkpoints/2/" in key for key in before) > 3  # OTHERS has one
+    if store.log is not None:
+        store.log.clear()
+    with closing(copy(store, run)):
+        pass
+    if store.log is not None:
+        sent = [r.key for r in store.writes() if r.status == 200 and "halfbyte-copy" not in r.key]
+        assert len(set(sent)) == len(sent) and not {f"{store.bucket}/{key}" for key in before} & set(sent)
+    copying.fetch(store.url, tmp_path / "to", step=None, say=print)
+    assert contents(tmp_path / "to") == contents(run)
+    only_our_own_is_touched(store)
+
+
+def test_keep_deletes_only_what_the_run_wrote(store, run, tmp_path):
+    said = []
+    for step in (2, 4, 6, 8):
+        checkpoint(run, step)
+        if step > 2:
+            shutil.rmtree(run / "checkpoints" / str(step - 2))
+        if step == 6:  # somebody has replaced an object of checkpoint 4
+            (key,) = [key for key in store.objects() if "/checkpoints/4/d/array" in key]
+            store.put(key, b"theirs")
+        with closing(copy(store, run, keep=1, say=said.append)):
+            pass
+    there = store.objects()
+    steps = {key.split("/checkpoints/")[1].split("/")[0] for key in there.keys() - OTHERS if "/checkpoints/" in key}
+    assert steps == {"4", "8"} and there[key] == b"theirs"
+    assert any("was written by another process; it was left as it is" in text and "/4/d/array" in text for text in said)
+    assert sum("metrics.jsonl@" in key for key in there) == 1
+    copying.fetch(store.url, tmp_path / "to", step=None, say=print)
+    assert contents(tmp_path / "to") == contents(run)
+    # The lists of 2, 4 and 6, the arrays of 2 and 6, and three earlier metrics.jsonl.
+    only_our_own_is_touched(store, deletes=8)
+
+
+def test_keep_keeps_what_the_directory_holds(store, run):
+    for step in (2, 4, 6):
+        checkpoint(run, step)
+    with closing(copy(store, run, keep=1)):
+        pass
+    assert sorted(copying.read_head(Objects(store.url))[0]["checkpoints"]) == ["2", "4", "6"]
+    only_our_own_is_touched(store)
+
+
+def test_checkpoint_removed_before_it_was_copied_is_reported(store, run, monkeypatch, until):
+    said, write = [], Objects.write
+    made = copy(store, run, say=said.append)
+
+    def fails(*_):
+        raise OSError("the store is not there")
+
+    monkeypatch.setattr(Objects, "write", fails)
+    checkpoint(run, 2)
+    until(lambda: made._failing)
+    checkpoint(run, 4)
+    shutil.rmtree(run / "checkpoints/2")
+    time.sleep(0.2)  # it is tried again and again, and reported once
+    monkeypatch.setattr(Objects, "write", write)
+    assert made.close() == []
+    assert [text for text in said if "the store is not there" in text] == said[:1]
+    assert said[-1] == f"COPY: not in {store.url}: checkpoint 2, which the run has removed"
+
+
+def test_store_that_stays_away_ends_the_wait_and_loses_nothing(store, run, tmp_path, monkeypatch):
+    said, write = [], Objects.write
+    made = copy(store, run, say=said.append)
+
+    def fails(*_):
+        raise OSError("the store is not there")
+
+    monkeypatch.setattr(Objects, "write", fails)
+    checkpoint(run, 2)
+    assert made.close() == ["checkpoint 2", "the last rows and files"]
+    monkeypatch.setattr(Objects, "write", write)
+    with closing(copy(store, run)):  # the same command again
+        pass
+    copying.fetch(store.url, tmp_path / "to", step=None, say=print)
+    assert contents(tmp_path / "to") == contents(run)
+
+
+def test_tampered_truncated_and_missing_objects_are_refused(store, run, tmp_path):
+    checkpoint(run, 2)
+    with closing(copy(store, run)):
+        pass
+    own = {key: data for key, data in store.objects().items() if key not in OTHERS}
+    said = []
+    for key, data in own.items():
+        for change in (data[:-1], data[:1] + b"!" + data[2:], data + b" ", None):
+            store.remove(key) if change is None else store.put(key, change)
+            try:
+                copying.fetch(store.url, tmp_path / "to", step=None, say=print)
+                assert change == data + b" " and key.endswith("halfbyte-copy.json")  # JSON, as it was
+                shutil.rmtree(tmp_path / "to")
+            except (ValueError, OSError) as error:
+                said.append(str(error))
+            assert not (tmp_path / "to").exists()
+            shutil.rmtree(tmp_path / ".to.fetching", ignore_errors=True)  # which would spare it the next
+            store.put(key, data)
+    assert all("\n" not in text and store.url in text for text in said) and len(said) == 4 * len(own) - 1
+    copying.fetch(store.url, tmp_path / "to", step=None, say=print)
+    assert contents(tmp_path / "to") == contents(run)
+
+
+def resealed(content):
+    text = content if isinstance(content, str) else json.dumps(content)
+    return json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": text}).encode()
+
+
+def hostile(head):
+    """Heads that somebody made, each sealed anew: what is wrong with them is not their checksum."""
+    sha = "0" * 64
+    outside = ["/etc/passwd", "../out", "a/../../out", "", ".", "a//b", "a/", "x\x00y", "a\nb", "\ud800"]
+    for path in outside:
+        yield head | {"files": {path: [[sha, 1, ""]]}}
+    strange = [
+        [5],
+        [[]],
+        [[sha]],
+        [["", 1, ""]],
+        [["z" * 64, 1, ""]],
+        [[sha, "1", ""]],
+        [[sha, -5, ""]],
+        [[None, 1, ""]],
+    ]
+    for parts in (None, 5, "ab", *strange, [[sha, 1, ""]] * 2, {sha: 1}, [[sha, None, ""]]):
+        yield head | {"files": {"a": parts}}
+        yield head | {"checkpoints": {"2": {"checkpoints/2/a": parts}}}
+    for field in head:
+        yield {key: value for key, value in head.items() if key != field}
+        for value in (None, 5, "text", [], [1], {}, {"a": 1}, True):
+            yield head | {field: value}
+    for steps in ({"x": {}}, {"-1": {}}, {"2": None}, {"2.5": {}}, {" 2": {}}, {"2": {"a": [[sha, 1, ""]]}}):
+        yield head | {"checkpoints": steps}
+    yield from (None, [], 5, "text", {}, "[" * 1000, "{", "NaN", '{"run": 1, "run": 2}')
+    yield head | {"files": {"a": [[sha, 1, ""]], "a/b": [[sha, 1, ""]]}}
+
+
+def test_hostile_heads_write_nothing_and_are_one_sentence(store, run, tmp_path):
+    checkpoint(run, 2)
+    with closing(copy(store, run)):
+        pass
+    key = f"{PREFIX}/halfbyte-copy.json"
+    good = json.loads(json.loads(store.get(key))["content"])
+    heads = list(hostile(good))
+    assert len(heads) > 100
+    before, said = {path for path in tmp_path.rglob("*") if "store" not in path.parts}, []
+    for number, head in enumerate(heads if store.kind == "folder" else heads[::7]):
+        store.put(key, resealed(head))
+        for use in (
+            lambda: copying.fetch(store.url, tmp_path / "to", step=None, say=print),
+            lambda: copy(store, run, take_over=True)._end.set(),
+        ):
+            try:
+                use()
+            except (ValueError, OSError, FileExistsError, NotADirectoryError, IsADirectoryError) as error:
+                said.append((str(error), number, head))
+        shutil.rmtree(tmp_path / "to", ignore_errors=True)
+        shutil.rmtree(tmp_path / ".to.fetching", ignore_errors=True)
+    assert not [one for one in said if "\n" in one[0]]
+    assert {path for path in tmp_path.rglob("*") if "store" not in path.parts} <= before
+    if store.kind == "folder":
+        assert {k: v for k, v in store.objects().items() if k in OTHERS} == OTHERS
+
+
+def test_broken_download_is_resumed(store, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(copying, "PART", 300)
+    checkpoint(run, 2, size=3000)
+    with closing(copy(store, run)):
+        pass
+    read, keys = Objects.read, []
+
+    def breaks(self, key):
+        keys.append(key)
+        if len(keys) == 9:
+            raise OSError("the network is gone")
+        return read(self, key)
+
+    monkeypatch.setattr(Objects, "read", breaks)
+    with pytest.raises(OSError, match="the network is gone"):
+        copying.fetch(store.url, tmp_path / "to", step=None, say=print)
+    first = keys.copy()
+    assert not (tmp_path / "to").exists()
+    copying.fetch(store.url, tmp_path / "to", step=None, say=print)
+    assert contents(tmp_path / "to") == contents(run)
+    again = keys[len(first) :]
+    assert len(set(again)) == len(again) < len(store.objects()) - len(OTHERS)  # what was whole is not fetched again
+
+
+def test_what_a_broken_download_left_is_not_believed(store, run, tmp_path):
+    checkpoint(run, 2)
+    with closing(copy(store, run)):
+        pass
+    (tmp_path / ".to.fetching").mkdir()
+    (tmp_path / ".to.fetching" / "config.json").write_text("[]")
+    (tmp_path / ".to.fetching" / "metrics.jsonl").write_bytes((run / "metrics.jsonl").read_bytes() + b"more")
+    copying.fetch(store.url, tmp_path / "to", step=None, say=print)
+    assert contents(tmp_path / "to") == contents(run)
+
+
+def test_directory_that_holds_something_else_is_left_alone(store, run, tmp_path):
+    checkpoint(run, 2)
+    with closing(copy(store, run)):
+        pass
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    for name in ("mine", "file", "link"):
+        with pytest.raises(ValueError, match="holds something else"):
+            copying.fetch(store.url, tmp_path / name, step=None, say=print)
+    for name in ("a", "b"):
+        (tmp_path / f".{name}.fetching").mkdir()
+    (tmp_path / ".a.fetching" / "checkpoints").symlink_to(tmp_path / "mine")
+    (tmp_path / ".b.fetching" / "config.json").symlink_to(tmp_path / "file")
+    with pytest.raises(ValueError, match="leads out of"):
+        copying.fetch(store.url, tmp_path / "a", step=None, say=print)
+    with pytest.raises(ValueError, match="symbolic link"):
+        copying.fetch(store.url, tmp_path / "b", step=None, say=print)
+    (tmp_path / ".c.fetching").mkdir()
+    (tmp_path / ".c.fetching" / "thesis").write_text("mine")
+    with pytest.raises(ValueError, match="is not in the copy"):
+        copying.fetch(store.url, tmp_path / "c", step=None, say=print)
+    (tmp_path / "empty").mkdir()
+    copying.fetch(store.url, tmp_path / "empty", step=None, say=print)
+    assert [path.read_text() for path in tmp_path.rglob("thesis")] == ["mine"] * 2
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_run_that_an_earlier_version_kept_in_a_bucket_is_left_alone(store, run, tmp_path):
+    store.put(f"{PREFIX}/head.json", b'{"files": {}}')
+    before = store.objects()
+    checkpoint(run, 2)
+    for use in (lambda: copy(store, run), lambda: copying.fetch(store.url, tmp_path / "to", step=None, say=print)):
+        with pytest.raises(ValueError, match=r"holds the run of an earlier version: docs/buckets\.md"):
+            use()
+    assert store.objects() == before
+
+
+def test_nothing_there_and_no_such_step_are_said(store, run, tmp_path):
+    with pytest.raises(ValueError, match="holds no copy of a run"):
+        copying.fetch(store.url, tmp_path / "to", step=None, say=print)
+    with closing(copy(store, run)):
+        pass
+    with pytest.raises(ValueError, match="has no checkpoint ; it has: none"):
+        copying.fetch(store.url, tmp_path / "to", step=None, say=print)
+    checkpoint(run, 2)
+    with closing(copy(store, run)):
+        pass
+    with pytest.raises(ValueError, match=r"has no checkpoint 4; it has: \[2\]"):
+        copying.fetch(store.url, tmp_path / "to", step=4, say=print)
+
+
+@pytest.mark.parametrize("url", ["ftp://a/b", "s3://", "gs:///b", "s3://../b", "bucket", "s3:/a"])
+def test_address_that_is_none_is_refused(url):
+    with pytest.raises(ValueError, match="s3://BUCKET/PREFIX"):
+        Objects(url)
