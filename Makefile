@@ -10,6 +10,9 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt
 # Other people's models, which ours is tried in; their packages bring more than the models need, so they come alone.
 MODELS := gemma google-tunix penzai ordered-set
+# Servers of S3 and of Google Cloud Storage on loopback, for the tests of --copy-to; they ask for older packages than work.
+SERVERS := moto boto3 botocore s3transfer jmespath responses xmltodict py-partiql-parser cryptography cffi pycparser \
+  flask flask-cors werkzeug itsdangerous blinker gcp-storage-emulator google-crc32c
 # Two workers: compiling is single-threaded, so two tests at a time use two cores; who is done takes
 # half of what the other has left, so neighbours mostly share a worker and its fixtures. make test WORKERS=8 on a larger machine.
 WORKERS ?= 2
@@ -86,5 +89,5 @@ $(BASE): pyproject.toml constraints.txt requirements.lock
 $(VENV)/.test: $(BASE)
 	@echo "adding what the tests need: pytest, the CUDA compiler plugin, torch, transformers and lm-eval (a few minutes, once)"
 	@$(PIP) --editable '.[dev,plan,interop,harness]'
-	@$(PIP) --no-deps $(MODELS)
+	@$(PIP) --no-deps $(MODELS) $(SERVERS)
 	@touch $@
