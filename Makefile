@@ -10,6 +10,10 @@ PIP    := .ci/pip_install.sh $(VENV) --constraint constraints.txt
 # Published models of other projects that the tests run. Their packages list dependencies that the models do not use,
 # so they are installed without dependencies.
 MODELS := gemma google-tunix penzai ordered-set
+# Servers of S3 and Google Cloud Storage on loopback, for the tests of --copy-to, without dependencies: the older versions
+# that they ask for are not needed.
+SERVERS := moto boto3 botocore s3transfer jmespath responses xmltodict py-partiql-parser cryptography cffi pycparser \
+  flask flask-cors werkzeug itsdangerous blinker gcp-storage-emulator google-crc32c
 # XLA compiles on one thread, so one worker per core. `worksteal` keeps the tests of a module on one worker, which
 # shares module fixtures. On a larger machine: make test WORKERS=8.
 WORKERS ?= 2
@@ -90,6 +94,10 @@ $(BASE): pyproject.toml constraints.txt requirements.lock
 	@touch $@
 
 $(VENV)/.test: $(BASE)
+# Servers of S3 and Google Cloud Storage on loopback, for the tests of --copy-to, without dependencies: the older versions
+# that they ask for are not needed.
+SERVERS := moto boto3 botocore s3transfer jmespath responses xmltodict py-partiql-parser cryptography cffi pycparser \
+  flask flask-cors werkzeug itsdangerous blinker gcp-storage-emulator google-crc32c
 	@echo "adding what the tests need: pytest, hypothesis, Flax, Equinox, Haiku, Haliax, MkDocs, ruff and mypy (once)"
 	@$(PIP) --editable '.[dev]'
 	@touch $@

@@ -8,9 +8,13 @@ Processes that are killed: tests/faults/buckets.py. Training: tests/train/test_r
 import hashlib
 import json
 import os
+import re
 import shutil
+import subprocess
+import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import servers
@@ -481,6 +485,22 @@ def test_run_that_an_earlier_version_kept_in_a_bucket_is_left_alone(store, run, 
         with pytest.raises(ValueError, match=r"holds the run of an earlier version: docs/buckets\.md"):
             use()
     assert store.objects() == before
+
+
+def test_recipe_of_the_docs_reads_a_run_of_an_earlier_version(run, tmp_path):
+    """docs/buckets.md, on the files of a prefix as an earlier version wrote them."""
+    checkpoint(run, 2)
+    old = tmp_path / "old"
+    names = {path: f"{path}@{hashlib.sha256(data).hexdigest()[:24]}" for path, data in contents(run).items()}
+    for path, name in names.items():
+        (old / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(run / path, old / name)
+    (old / "head.json").write_text(json.dumps({"files": names, "copy": "1", "holder": None, "beat": "1"}))
+    shutil.move(run, tmp_path / "gone")
+    page = (Path(__file__).parents[2] / "docs" / "buckets.md").read_text()
+    (program,) = re.findall(r'python -c "\n(.*?)\n"', page, re.S)
+    subprocess.run([sys.executable, "-c", program], cwd=old, check=True)
+    assert contents(tmp_path / "run") == contents(tmp_path / "gone")
 
 
 def test_nothing_there_and_no_such_step_are_said(store, run, tmp_path):
