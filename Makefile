@@ -94,16 +94,12 @@ $(BASE): pyproject.toml constraints.txt requirements.lock
 	@touch $@
 
 $(VENV)/.test: $(BASE)
-# Servers of S3 and Google Cloud Storage on loopback, for the tests of --copy-to, without dependencies: the older versions
-# that they ask for are not needed.
-SERVERS := moto boto3 botocore s3transfer jmespath responses xmltodict py-partiql-parser cryptography cffi pycparser \
-  flask flask-cors werkzeug itsdangerous blinker gcp-storage-emulator google-crc32c
 	@echo "adding what the tests need: pytest, hypothesis, Flax, Equinox, Haiku, Haliax, MkDocs, ruff and mypy (once)"
 	@$(PIP) --editable '.[dev]'
 	@touch $@
 
 $(VENV)/.test-all: $(VENV)/.test
-	@echo "adding what the slow tests need: torch, transformers, lm-eval and the CUDA compiler (several minutes, once)"
+	@echo "adding what the slow tests need: torch, transformers, lm-eval, the CUDA compiler, servers of S3 and GCS (minutes, once)"
 	@$(PIP) --editable '.[plan,interop,harness]'
-	@$(PIP) --no-deps $(MODELS)
+	@$(PIP) --no-deps $(MODELS) $(SERVERS)
 	@touch $@

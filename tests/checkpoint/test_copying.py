@@ -80,7 +80,8 @@ def store(request, monkeypatch, tmp_path):
         monkeypatch.setattr(objects, "spec_of", found.spec_of)
         yield filled(found)
         return
-    pytest.importorskip({"s3": "moto.server", "gs": "gcp_storage_emulator"}[request.param])  # the extra `buckets`
+    server = {"s3": "moto.server", "gs": "gcp_storage_emulator"}[request.param]
+    pytest.importorskip(server, reason="`make test-all` installs servers of S3 and GCS")
     with servers.served(request.param) as found:
         for name, value in found.environment.items():
             monkeypatch.setenv(name, value)
