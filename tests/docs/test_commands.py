@@ -71,7 +71,6 @@ def understood(name, words):
     if name == "launch":
         name, words = "train", list(parse_launch(words).command[1:])
     if name == "train":
-        words = ["runs/mine" if "://" in word else word for word in words]  # a store is fetched from
         if "--init-from" in words:  # reads the folder that is named; its flags are those of train
             at = words.index("--init-from")
             words = [*words[:at], *words[at + 2 :]]
