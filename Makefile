@@ -79,6 +79,7 @@ soak: $(VENV)/.test
 	$(BIN)/python tests/faults/soak.py $(ARGS)
 
 clean:
+	@test ! -e $(VENV) || test -f $(VENV)/pyvenv.cfg || { echo "$(VENV) is no virtual environment; not removed"; exit 1; }
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 wheels: $(BASE)
@@ -87,6 +88,7 @@ wheels: $(BASE)
 $(BASE): pyproject.toml constraints.txt requirements.lock
 	@test -n "$(PYTHON)" || { echo "Halfbyte needs Python 3.11 or later and found none; set PYTHON=/path/to/it"; exit 1; }
 	@echo "setting up $(VENV) with $(PYTHON)$(if $(EXTRA), for $(EXTRA)) (about a minute, once)"
+	@test -x $(BIN)/python || test ! -e $(VENV) || { echo "$(VENV) exists and is no virtual environment"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 	  { echo "cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; rm -rf $(VENV); exit 1; }
 	@$(if $(LOCKED),$(subst --constraint constraints.txt,--require-hashes,$(PIP)) --requirement requirements.lock)

@@ -285,6 +285,66 @@ def test_keep_deletes_only_what_the_run_wrote(store, run, tmp_path):
     only_our_own_is_touched(store, deletes=8)
 
 
+def test_emptied_directory_deletes_nothing_in_the_bucket(store, run, until):
+    """`rm -rf RUN/*` while the run is copied, with --copy-keep."""
+    said = []
+    checkpoint(run, 2)
+    made = copy(store, run, keep=1, say=said.append)
+    until(lambda: any("copied checkpoint 2 " in text for text in said))
+    before = store.objects()
+    for path in (run / "config.json", run / "metrics.jsonl", run / NAME):
+        path.unlink()
+    shutil.rmtree(run / "checkpoints")
+    assert made.close() == ["the last rows and files"]
+    assert store.objects() == before and any("was replaced while it was copied" in text for text in said)
+    only_our_own_is_touched(store)
+
+
+def test_removed_file_stays_in_the_bucket(store, run, tmp_path):
+    checkpoint(run, 2)
+    config = (run / "config.json").read_bytes()
+    with closing(copy(store, run, keep=1)):
+        pass
+    (run / "config.json").unlink()
+    with closing(copy(store, run, keep=1)):
+        pass
+    copying.fetch(store.url, tmp_path / "to", step=None, say=print)
+    assert (tmp_path / "to" / "config.json").read_bytes() == config
+    only_our_own_is_touched(store)
+
+
+def test_unknown_generation_deletes_nothing(store):
+    """TensorStore takes an empty generation for no condition."""
+    with pytest.raises(ValueError, match="no generation is known"):
+        Objects(store.url).write("notes.txt", None, b"")
+    only_our_own_is_touched(store)
+
+
+def test_server_without_conditions_is_refused(store, run, monkeypatch):
+    """A server that creates an object although it exists. Found before any part is written."""
+
+    class Careless:
+        def __init__(self, real):
+            self.real = real
+
+        def read(self, key):
+            return self.real.read(key)
+
+        def write(self, key, data, **_):
+            return self.real.write(key, data)
+
+    opened = Objects.__init__
+
+    def careless(self, url):
+        opened(self, url)
+        self._kv = Careless(self._kv)
+
+    monkeypatch.setattr(Objects, "__init__", careless)
+    with pytest.raises(ValueError, match="ignores the conditions of writes"):
+        copy(store, run)
+    assert {key for key in store.objects() if key not in OTHERS} == {f"{PREFIX}/halfbyte-copy.json"}
+
+
 def test_keep_keeps_what_the_directory_holds(store, run):
     for step in (2, 4, 6):
         checkpoint(run, step)

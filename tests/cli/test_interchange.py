@@ -141,6 +141,13 @@ def test_what_cannot_start_says_what_to_do(tiny_run, exports, tmp_path, capfd):
     (tmp_path / "mine" / "notes.txt").write_text("keep")
     code, _, err = command(capfd, "export", tiny_run, "--out", tmp_path / "mine", "--overwrite")
     assert code == 2 and (tmp_path / "mine" / "notes.txt").read_text() == "keep"
+    shutil.copytree(exports / "hf", tmp_path / "tuned")  # an export, and what somebody has put beside it
+    (tmp_path / "tuned" / "notes.txt").write_text("keep")
+    code, _, err = command(capfd, "export", tiny_run, "--out", tmp_path / "tuned", "--overwrite")
+    assert code == 2 and "notes.txt, which no export writes" in " ".join(err.split())
+    assert (tmp_path / "tuned" / "notes.txt").read_text() == "keep"
+    code, _, err = command(capfd, "export", tiny_run, "--out", tmp_path / "run" / "huggingface", "--overwrite")
+    assert code == 2 and "is part of the run" in " ".join(err.split())
 
 
 @pytest.mark.slow

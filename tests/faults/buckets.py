@@ -294,4 +294,3 @@ def changed_objects(bench: Bench, folder: Path, random: Random) -> str:
 def changed(data: bytes, change: str, random: Random) -> bytes:
     at = random.randrange(len(data))
     return data[:at] if change == "cut" and at else bytes([*data[:at], data[at] ^ 1, *data[at + 1 :]])
-

@@ -336,3 +336,12 @@ def test_another_question_in_the_same_directory_is_refused(config_file, tmp_path
 def test_other_hosts_wait_for_the_first(config_file, tmp_path, capfd):
     assert playbook(config_file, tmp_path / "p", "--host", "1/2") == 75
     assert "host 0" in capfd.readouterr().out
+
+
+def test_directory_that_holds_something_else_is_refused(config_file, tmp_path, capfd):
+    """Its stages replace `trace` and other names of their directory."""
+    (tmp_path / "project" / "trace").mkdir(parents=True)
+    (tmp_path / "project" / "trace" / "mine").write_text("precious")
+    assert playbook(config_file, tmp_path / "project") == 2
+    assert "is not empty (trace) and holds no playbook" in " ".join(capfd.readouterr().err.split())
+    assert (tmp_path / "project" / "trace" / "mine").read_text() == "precious"

@@ -181,3 +181,27 @@ def test_a_run_without_its_directory_touches_nothing_of_the_next_run_there(tmp_p
     with RunLock(tmp_path / "run"):
         saves.abandon()
     assert theirs.is_dir()
+
+
+def test_abandoned_run_without_its_lock_file_keeps_its_checkpoints(tmp_path):
+    """Somebody has removed `.lock` alone: the directory is still the one that was opened."""
+    saves = store.Checkpoints(tmp_path / "run" / "checkpoints")
+    for step in (2, 4):
+        assert saves.save(step, {"params": {"w": jnp.ones(2)}}, extra={})
+    saves.wait()
+    saves.abandon()
+    assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"2", "4"}
+
+
+def test_abandoned_run_keeps_a_backup_that_was_restored_to_its_place(tmp_path):
+    """Same steps, committed, without a lock. What the run's own write has left unfinished there goes."""
+    saves = store.Checkpoints(tmp_path / "run" / "checkpoints")
+    assert saves.save(2, {"params": {"w": jnp.ones(2)}}, extra={})
+    saves.wait()
+    (tmp_path / "run").rename(tmp_path / "moved")
+    shutil.copytree(tmp_path / "moved" / "checkpoints", tmp_path / "run" / "checkpoints")
+    unfinished = tmp_path / "run" / "checkpoints" / "2.orbax-checkpoint-tmp-1"
+    unfinished.mkdir()
+    before = {path for path in (tmp_path / "run").rglob("*") if path != unfinished}
+    saves.abandon()
+    assert set((tmp_path / "run").rglob("*")) == before

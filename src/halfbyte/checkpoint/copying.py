@@ -66,6 +66,7 @@ def read_head(objects: Objects) -> tuple[dict[str, Any] | None, bytes]:
         listed = [head["files"], *(head["checkpoints"][str(int(step))] for step in head["checkpoints"])]
         parts = [(path, len(sha), size > 0) for files in listed for path in files for sha, size, _ in files[path]]
         is_good = all(length == 64 and is_some and is_inside(path) for path, length, is_some in parts)
+        is_good = is_good and all(is_inside(key) and base64.b64decode(of) for key, of in head["delete"].items())
         is_good = is_good and all(isinstance(head[name], kind) for name, kind in FIELDS.items())
         if is_good and sha256(stored["content"].encode()) == stored["sha256"]:
             return head, generation
@@ -94,20 +95,31 @@ class Copy:
         name = self._directory / NAME
         if not name.exists():
             replace_file(name, uuid.uuid4().hex)
-        writer = f"{name.read_text()[:32]}-{name.stat().st_ino}"
+        writer = self._writer()
         if head["session"] and head["writer"] != writer and not take_over:
             held = f"--copy-to {self.url} is being written from {head['where']}"
             raise ValueError(f"{held}; if that process has ended, add --copy-take-over")
         where = f"{socket.gethostname()}:{self._directory.absolute()}"
         head |= {"writer": writer, "where": where, "session": uuid.uuid4().hex}
         self._objects.write(HEAD, seal(head), generation)
+        self._objects.check_conditions(HEAD, seal(head))
         return head
 
+    def _writer(self) -> str:
+        """Identifies the run directory: a copy of it made by hand has another inode. Returns "" if it is gone."""
+        name = self._directory / NAME
+        with suppress(FileNotFoundError):
+            return f"{name.read_text()[:32]}-{name.stat().st_ino}"
+        return ""
+
     def _commit(self, **changes: Any) -> None:
-        """Replaces the head. With `keep`, objects that it no longer lists are then deleted, each by name."""
+        """Replaces the head. With `keep`, objects that it no longer lists are then deleted, each by name. Raises
+        ObjectChanged if the prefix or the run directory is no longer that of this process."""
         head, (found, generation) = self._head | changes, read_head(self._objects)
         if found is None or found["session"] != self._head["session"]:
             raise ObjectChanged(f"another process writes to {self.url}")
+        if self._writer() != self._head["writer"]:
+            raise ObjectChanged(f"{self._directory} was replaced while it was copied")
         dropped, listed = self._head["delete"] | self._keys(self._head) if self._keep else {}, self._keys(head)
         head["delete"] = {k: dropped[k] for k in dropped.keys() - listed if k.startswith(f"{self._run}/")}
         self._objects.write(HEAD, seal(head), generation)
@@ -152,7 +164,8 @@ class Copy:
             self._waiting -= {new[-1]}
             self._say(f"copied checkpoint {new[-1]} to {self.url}")
         if is_end:
-            self._commit(files=self._upload_around(), session="")
+            self._commit(files=self._upload_around())
+            self._commit(session="")  # the prefix is free once the deletions of the commit before are done
 
     def _checkpoints(self) -> list[str]:
         """Steps of committed checkpoints in the run directory, oldest first."""
@@ -162,9 +175,10 @@ class Copy:
         return sorted(steps, key=int)
 
     def _upload_around(self) -> Files:
-        """The run's files outside of its checkpoints."""
+        """Uploads the run's files outside of its checkpoints. Returns them with those that were copied before and are
+        not in the directory now: a file that was removed by mistake stays in the bucket."""
         top = [path for path in self._directory.iterdir() if path.name not in NOT_COPIED and path.suffix != ".tmp"]
-        return self._upload((inner for path in top for inner in (path, *path.rglob("*"))), GROWING_PART)
+        return self._head["files"] | self._upload((p for path in top for p in (path, *path.rglob("*"))), GROWING_PART)
 
     def _upload(self, paths: Iterable[Path], part: int) -> Files:
         files = [path for path in paths if path.is_file() and not path.is_symlink()]

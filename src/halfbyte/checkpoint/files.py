@@ -93,11 +93,14 @@ def remove_unfinished(directory: Path) -> list[str]:
     return [path.name for path in left]
 
 
-def remove_saves(directory: Path, steps: Sequence[int]) -> None:
-    """Delete what these saves have made, finished or not, and the directory with it if it held nothing else."""
+def remove_saves(directory: Path, steps: Sequence[int], *, committed: Sequence[int]) -> None:
+    """Deletes what the saves of `steps` left unfinished, and the directory if it is empty then. Of committed
+    checkpoints only those of the steps `committed` go: others may come from a backup that was restored to this place.
+    """
     for step in steps:
         for path in (directory / str(step), *directory.glob(str(step) + UNFINISHED.removeprefix("*"))):
-            shutil.rmtree(path, ignore_errors=True)
+            if step in committed or not (path / FILE_LIST).exists():
+                shutil.rmtree(path, ignore_errors=True)
     with contextlib.suppress(OSError):
         directory.rmdir()
 

@@ -42,6 +42,8 @@ class Objects:
         """Writes an object, or deletes it (None), if it is `generation`. Returns its new generation. Raises
         ObjectChanged, and changes nothing, if it is another one; not if its content is this already (an interrupted
         upload, an answer that was lost)."""
+        if not generation:  # TensorStore would write without a condition
+            raise ValueError(f"{self.url}/{key}: no generation is known, so nothing is written or deleted")
         written: bytes = self._request(lambda: self._kv.write(key, data, if_equal=generation)).generation
         if written:
             return written
@@ -51,6 +53,15 @@ class Objects:
         if content != data:
             raise ObjectChanged(f"{self.url}/{key} was written by another process; it was left as it is")
         return now
+
+    def check_conditions(self, key: str, data: bytes) -> None:
+        """Raises ValueError if the server ignores the conditions of writes: `key` exists, as `data`, and creating it
+        must fail. Without conditions two writers would overwrite each other unnoticed."""
+        if self._request(lambda: self._kv.write(key, data, if_equal=ABSENT)).generation:
+            raise ValueError(
+                f"{self.url}: this server ignores the conditions of writes (If-None-Match, ifGenerationMatch), so what "
+                "others write there would not be safe; use a server that implements them"
+            )
 
 
 def spec_of(url: str) -> dict[str, Any]:

@@ -69,6 +69,8 @@ class Checkpoints(Restoring):
         self._copied = self._stops = False  # whether a save was made from a copy, and whether the last had no room
         self._prepared = self._locked = False  # the second: whether copies to the host go into locked memory
         self._orbax = self._open()
+        self._misplaced: list[int] = []  # saves that were committed at the place after the directory was removed
+        self._place = os.open(self.directory, os.O_RDONLY)  # open, so that its inode number is not used again
 
     def _open(self) -> Any:
         refuse_irregular(self.directory)
@@ -141,6 +143,8 @@ class Checkpoints(Restoring):
         write()
         if jax.process_index() or not (self.directory / str(step)).is_dir():
             return
+        if not self._is_in_place():  # removed during the write, which has created the directory again
+            self._misplaced.append(step)
         try:
             write_file_list(self.directory / str(step))
             self._committed()
@@ -195,20 +199,30 @@ class Checkpoints(Restoring):
             remove_unfinished(self.directory)
 
     def abandon(self) -> None:
-        """The directory is no longer this run's: let the write in progress end, and remove what it has made anew at
-        that place, unless the place is another run's by now. When one array cannot be written, Orbax does not wait for
-        the others, and TensorStore makes their folders anew: so this looks again for two seconds."""
+        """Ends the write in progress after the run directory was removed or replaced, and deletes the unfinished saves
+        that this write created at its place. Nothing is deleted if `checkpoints` is still the directory that was opened
+        (only the lock file is gone), or if another run has locked the place. When one array cannot be written, Orbax
+        does not wait for the others, and TensorStore creates their folders again: so this looks again for two seconds.
+        """
         self._thread.shutdown()
         for _ in range(10):
-            if self._begun and not (self.directory.parent / LOCK).exists():
-                remove_saves(self.directory, self._begun)
+            if self._begun and not self._is_in_place() and not (self.directory.parent / LOCK).exists():
+                remove_saves(self.directory, self._begun, committed=self._misplaced)
                 time.sleep(0.2)
+
+    def _is_in_place(self) -> bool:
+        with contextlib.suppress(OSError):
+            return os.path.samestat(os.fstat(self._place), self.directory.stat())
+        return False
 
     def close(self) -> bool:
         """Wait for the last write, then let go. False when that write failed."""
         written = self.wait()
         self._thread.shutdown()
         self._orbax.close()
+        if self._place >= 0:
+            os.close(self._place)
+            self._place = -1
         return written
 
     def release(self) -> None:

@@ -16,7 +16,7 @@ from halfbyte.interchange.hf_names import Site, sites
 from halfbyte.interchange.layouts import Amaxes, Part, nvfp4_parts, plain_parts, weight_amaxes, weight_policy
 from halfbyte.interchange.quantization_config import LAYOUTS, modelopt_config, quantization_config
 from halfbyte.interchange.tokenizer_files import tokenizer_files
-from halfbyte.interchange.writing import GB, Watch, write_folder
+from halfbyte.interchange.writing import GB, MODELOPT_CONFIG, Watch, write_folder
 from halfbyte.models import FUSED, LlamaConfig, Params
 from halfbyte.recipe import Resolved
 
@@ -76,7 +76,7 @@ def export_model(
         said: dict[str, Any] = {"activations": input_amax is not None, "producer": PRODUCER}
         fields["quantization_config"] = quantization_config(to, ignore, **said)
         if to == "modelopt":
-            files["hf_quant_config.json"] = json.dumps(modelopt_config(ignore, **said), indent=2) + "\n"
+            files[MODELOPT_CONFIG] = json.dumps(modelopt_config(ignore, **said), indent=2) + "\n"
     listed: list[Part] = list(parts)
     size = write_folder(out, listed, fields, files, shard_bytes=shard_bytes, replace=replace, watch=watch)
     found = [] if resolved is None else fused_mismatches(model.config, model.params, resolved)

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 
 from halfbyte.data.staging import Staging, clear_left, publish
-from halfbyte.interchange.folder import CONFIG, INDEX, SINGLE
+from halfbyte.interchange.folder import COMPANIONS, CONFIG, INDEX, SINGLE
 from halfbyte.interchange.layouts import Part
 from halfbyte.interchange.tensor_file import write_tensors
 
+MODELOPT_CONFIG = "hf_quant_config.json"
+RUN_FILE = "run.json"
 METADATA = {"format": "pt"}  # `transformers` refuses a file that does not say so
 GB = 10**9
 Watch = Callable[[int, int], None]
@@ -43,8 +45,8 @@ def write_folder(
 
 
 def check_target(out: Path, *, replace: bool) -> None:
-    """ValueError if `out` is taken: any directory without --overwrite, one that is no exported model in any case. What
-    was left of exports that were killed is removed."""
+    """Raises ValueError if `out` exists, unless `replace` and it holds an export and nothing else. What was left of
+    exports that were killed is removed."""
     clear_left(out)
     if not out.exists() and not out.is_symlink():
         return
@@ -52,6 +54,15 @@ def check_target(out: Path, *, replace: bool) -> None:
         raise ValueError(f"{out} exists; choose another --out, or give --overwrite to replace an earlier export")
     if out.is_symlink() or not out.is_dir() or not ((out / CONFIG).is_file() and list(out.glob("*.safetensors"))):
         raise ValueError(f"{out} exists and is no exported model; it is not overwritten, choose another --out")
+    others = sorted(path.name for path in out.iterdir() if not _is_exported(path.name))
+    if others:
+        raise ValueError(f"{out} holds {others[0]}, which no export writes; it stays as it is, choose another --out")
+    if (out.parent / RUN_FILE).exists():  # the imported weights of a run
+        raise ValueError(f"{out} is part of the run in {out.parent}; it is not overwritten, choose another --out")
+
+
+def _is_exported(name: str) -> bool:
+    return name in {CONFIG, INDEX, MODELOPT_CONFIG, *COMPANIONS} or name.endswith(".safetensors")
 
 
 def plan_shards(parts: Sequence[Part], shard_bytes: int) -> list[list[Part]]:

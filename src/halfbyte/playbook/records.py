@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from halfbyte.checkpoint import LOCK
 from halfbyte.inputs import read_json, replace_file
 from halfbyte.metrics import finite
 
@@ -71,10 +72,15 @@ class Records:
         return sum((self.get(stage) or {}).get("seconds", 0.0) for stage in STAGES)
 
     def settle(self, settings: Mapping[str, Any]) -> None:
-        """Write down what was asked for; ValueError, naming the field, if this directory was begun with something
-        else."""
+        """Writes the settings of this playbook. Raises ValueError if its directory holds something else, or was begun
+        with other settings, which are named."""
         stored, asked = self.data(SETTINGS), json.loads(json.dumps(settings))
         if stored is None:
+            out = self.directory.parent
+            present = out.iterdir() if out.is_dir() else ()
+            others = {path.name for path in present if path.suffix != ".tmp"} - {LOCK, self.directory.name}
+            if others:  # later stages replace files and folders of this directory by name
+                raise ValueError(f"{out} is not empty ({min(others)}) and holds no playbook; give another --out")
             self.put(SETTINGS, {"data": settings})
             return
         for name in asked:
