@@ -187,6 +187,24 @@ def closing(made):
     assert made.close() == []
 
 
+def test_prefix_may_be_a_bucket_and_lie_in_that_of_another_run(store, run, tmp_path):
+    """Neither run sees, replaces or deletes what the other has."""
+    (tmp_path / "other").mkdir()
+    shutil.copytree(run, tmp_path / "other", dirs_exist_ok=True)
+    inner, store.url = store.url, f"{store.scheme}://{store.bucket}"
+    for step in (2, 4, 6):
+        for directory, url, name in ((run, store.url, RUN), (tmp_path / "other", inner, "fedcba9876543210")):
+            checkpoint(directory, step)
+            shutil.rmtree(directory / "checkpoints" / str(step - 2), ignore_errors=True)
+            with closing(Copy(url, directory, name, keep=1, take_over=False, say=print)):
+                pass
+    for directory, url in ((run, store.url), (tmp_path / "other", inner)):
+        copying.fetch(url, tmp_path / f"{directory.name}-fetched", step=None, say=print)
+        assert contents(tmp_path / f"{directory.name}-fetched") == contents(directory)
+    there = store.objects()
+    assert {key: there.get(key) for key in OTHERS} == OTHERS
+
+
 def test_another_run_is_refused(store, run, tmp_path):
     checkpoint(run, 2)
     with closing(copy(store, run)):

@@ -202,7 +202,7 @@ def server_gone_for_a_minute(bench: Bench, folder: Path, random: Random) -> str:
         ended = last_step(folder)
         proxy.start()
         assert one.wait() == 0, one.output[-600:]
-        assert one.said.count("training goes on") == 1 and "copied to" in one.said, one.said[-600:]
+        assert one.said.count("training goes on") == 1, one.said[-600:]
         is_sentence(one.output)
         bench.same_end(folder)
         fetched_is_whole(bench, proxy, folder)
@@ -218,7 +218,7 @@ def slow_and_faulty_server(bench: Bench, folder: Path, random: Random) -> str:
         is_sentence(one.output)
         left = len(proxy.faults)
         proxy.faults.clear()
-        if code == 1:  # at the start, or at the end of its patience
+        if code == 2:  # at the start
             assert "does not do what is asked" in one.said, one.said[-600:]
             assert train(bench, folder, proxy).wait() == 0
         else:
@@ -233,10 +233,10 @@ def no_such_bucket(bench: Bench, folder: Path, random: Random) -> str:
         missing = proxy.url.replace(proxy.bucket, "no-such-bucket-here")
         before = proxy.log.copy()
         one = train(bench, folder, proxy, url=missing)
-        refused(one, one.wait(), "no-such-bucket-here", expect=1)
+        refused(one, one.wait(), "no-such-bucket-here")
         assert not checkpoint_steps(folder), "it has trained"
         proxy.log[:] = before  # what it asked of that bucket is no business of this one
-    return "exit 1 with a sentence, nothing trained"
+    return "exit 2 with a sentence, nothing trained"
 
 
 @kind(times=2, run="short")
@@ -245,7 +245,7 @@ def no_permission(bench: Bench, folder: Path, random: Random) -> str:
     with bucket(random.choice(["s3", "gs"])) as proxy:
         proxy.before = lambda method, key: 403
         one = train(bench, folder, proxy)
-        refused(one, one.wait(), "403", expect=1)
+        refused(one, one.wait(), "403")
         proxy.before = lambda method, key: None
         one = train(bench, folder, proxy)
         assert wait_until(lambda: "copied checkpoint" in one.said, [one]), one.output[-600:]
@@ -260,7 +260,7 @@ def no_permission(bench: Bench, folder: Path, random: Random) -> str:
         assert train(bench, folder, proxy).wait() == 0
         bench.same_end(folder)
         fetched_is_whole(bench, proxy, folder)
-    return "at the start: exit 1; later: said, trained to the end; copied by the next start"
+    return "at the start: exit 2; later: said, trained to the end; copied by the next start"
 
 
 @kind(times=2, run="short")

@@ -25,6 +25,7 @@ from .beside import reading
 from .files import FILE_LIST, check_file_list
 from .lock import LOCK, RunLock
 from .objects import ObjectChanged, Objects
+from .record import one_line
 
 HEAD, OLD_HEAD = "halfbyte-copy.json", "head.json"  # the second: of versions whose runs lived in buckets
 FIELDS = {"run": str, "session": str, "writer": str, "where": str, "files": dict, "checkpoints": dict, "delete": dict}
@@ -147,7 +148,7 @@ class Copy:
                 is_done = isinstance(error, ObjectChanged) or is_late
                 then = "this process copies nothing more" if is_done else f"tried again every {RETRY_S:.0f} s"
                 if is_done or not self._failing:
-                    self._say(f"COPY: {getattr(error, 'strerror', None) or error}; training goes on, {then}")
+                    self._say(f"COPY: {one_line(error)}; training goes on, {then}")
                 self._failing = True
                 time.sleep(RETRY_S if is_end and not is_done else 0)
 
@@ -203,6 +204,7 @@ class Copy:
 
     def close(self) -> list[str]:
         """Copies what is left and lets the prefix go. Returns, and reports, what is not in the bucket."""
+        self._answered = time.monotonic()  # from here on the store may keep the end of the run waiting
         self._end.set()
         while self._thread.is_alive():
             self._thread.join(1.0)  # in pieces, so that Ctrl-C ends it
@@ -233,7 +235,7 @@ def fetch(url: str, directory: Path, *, step: int | None, say: Say) -> dict[str,
     files: Files = head["files"] | head["checkpoints"][str(chosen)]
     size = sum(size for parts in files.values() for _, size, _ in parts)
     say(f"fetching checkpoint {chosen} of {objects.url}: {len(files)} files, {size / 2**20:,.1f} MiB")
-    with RunLock(arriving), ThreadPoolExecutor(WORKERS) as pool:
+    with RunLock(arriving, flag="DIR"), ThreadPoolExecutor(WORKERS) as pool:
         list(pool.map(lambda path: _download(objects, head["run"], path, files[path], arriving, say), files))
         there = {path.relative_to(arriving).as_posix() for path in arriving.rglob("*") if not path.is_dir()}
         if other := there - files.keys() - {LOCK}:

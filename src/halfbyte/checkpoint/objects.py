@@ -31,7 +31,7 @@ class Objects:
         try:
             return start().result(timeout=ANSWER_S)
         except (ValueError, OSError, RuntimeError) as error:  # the types of TensorStore's errors, whatever failed
-            raise OSError(errno.EIO, f"the store does not do what is asked: {one_line(error)}", self.url) from error
+            raise OSError(errno.EIO, f"the store does not do what is asked ({one_line(error)})", self.url) from error
 
     def read(self, key: str) -> tuple[bytes | None, bytes]:
         """Returns (content, None if there is no such object; generation)."""

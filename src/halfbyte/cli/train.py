@@ -237,7 +237,10 @@ def train_and_copy(args: Args, console: PlainConsole, group: "Group") -> Result:
 
     def opened(directory: Path, run: str) -> None:
         options: Any = {"keep": args.copy_keep, "take_over": args.copy_take_over, "say": console.say}
-        copies.extend([Copy(args.copy_to, directory, run, **options)] if args.copy_to else [])
+        try:
+            copies.extend([Copy(args.copy_to, directory, run, **options)] if args.copy_to else [])
+        except OSError as error:
+            raise ValueError(f"--copy-to: {error}; check the address, the credentials and the network") from None
 
     try:
         result = _train(args, console, group, opened)
