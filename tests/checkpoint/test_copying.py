@@ -112,6 +112,7 @@ def checkpoint(directory, step, size=1000):
     folder = directory / "checkpoints" / f"{step}.orbax-checkpoint-tmp-1"
     (folder / "d").mkdir(parents=True)
     (folder / "d" / "array").write_bytes(os.urandom(size))
+    (folder / "_METADATA").write_bytes(os.urandom(20))  # as the record of a checkpoint, like no other
     (folder / "empty").write_text("")
     write_file_list(folder)
     folder.rename(folder.with_name(str(step)))
@@ -235,6 +236,66 @@ def test_second_writer_is_refused_and_takes_over_when_told(store, run, tmp_path,
     only_our_own_is_touched(store)
 
 
+def test_another_continuation_of_the_run_is_refused(store, run, tmp_path, monkeypatch):
+    """Of step 2 two directories go on; what one has copied, the other does not replace."""
+    checkpoint(run, 2)
+    with closing(copy(store, run)):
+        pass
+    copying.fetch(store.url, tmp_path / "other", step=None, say=print)
+    checkpoint(run, 4)
+    with closing(copy(store, run)):
+        pass
+    before = store.objects()
+    for directory in (tmp_path / "other", tmp_path / "again"):
+        with pytest.raises(ValueError, match="holds checkpoint 4 of this run, and .* does not: fetch it"):
+            copy(store, directory, take_over=True)
+        copying.fetch(store.url, tmp_path / "again", step=2, say=print) if directory.name == "other" else None
+    checkpoint(tmp_path / "other", 4)  # the same step, and other arrays
+    with pytest.raises(ValueError, match="holds checkpoint 4 of this run"):
+        copy(store, tmp_path / "other")
+    assert store.objects() == before
+    copying.fetch(store.url, tmp_path / "newest", step=None, say=print)
+    with closing(copy(store, tmp_path / "newest")):
+        pass
+
+
+def test_step_that_the_run_has_made_again_is_copied_again(store, run, tmp_path):
+    for _ in range(2):
+        checkpoint(run, 2)
+        checkpoint(run, 4)
+        with closing(copy(store, run)):
+            pass
+        copying.fetch(store.url, tmp_path / "to", step=None, say=print)
+        assert contents(tmp_path / "to") == {k: v for k, v in contents(run).items() if "checkpoints/2/" not in k}
+        shutil.rmtree(tmp_path / "to")
+        for step in (2, 4):
+            shutil.rmtree(run / "checkpoints" / str(step))
+    only_our_own_is_touched(store)
+
+
+def test_head_write_that_was_given_up_and_came_through_ends_nothing(store, run, tmp_path, monkeypatch, until):
+    """A write of the head that timed out is done by the store between the next read of the head and its write."""
+    write, given_up = Objects.write, []
+
+    def slow(self, key, data, generation=objects.ABSENT):
+        if key == copying.HEAD and data is not None and b"checkpoints/2/" in data:
+            if not given_up:
+                given_up.append((data, generation))
+                raise OSError("timed out")
+            if len(given_up) == 1:
+                given_up.append(write(self, key, *given_up[0]))
+        return write(self, key, data, generation)
+
+    made = copy(store, run)
+    monkeypatch.setattr(Objects, "write", slow)
+    checkpoint(run, 2)
+    until(lambda: len(given_up) == 2)
+    (run / "more").write_text("more")
+    assert made.close() == []
+    copying.fetch(store.url, tmp_path / "to", step=None, say=print)
+    assert contents(tmp_path / "to") == contents(run)
+
+
 def test_two_at_the_same_moment_are_one(store, run, monkeypatch):
     """Both have read that nothing is there; one writes first."""
     read = Objects.read
@@ -299,8 +360,8 @@ def test_keep_deletes_only_what_the_run_wrote(store, run, tmp_path):
     assert sum("metrics.jsonl@" in key for key in there) == 1
     copying.fetch(store.url, tmp_path / "to", step=None, say=print)
     assert contents(tmp_path / "to") == contents(run)
-    # The lists of 2, 4 and 6, the arrays of 2 and 6, and three earlier metrics.jsonl.
-    only_our_own_is_touched(store, deletes=8)
+    # The lists and records of 2, 4 and 6, the arrays of 2 and 6, and three earlier metrics.jsonl.
+    only_our_own_is_touched(store, deletes=11)
 
 
 def test_emptied_directory_deletes_nothing_in_the_bucket(store, run, until):

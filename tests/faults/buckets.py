@@ -106,7 +106,7 @@ def killed_uploading(scheme: str, bench: Bench, folder: Path, random: Random) ->
         assert one.wait() == 0, one.output[-600:]
         bench.same_end(folder)
         fetched_is_whole(bench, proxy, folder)
-    return f"killed before writes {', '.join(left)}; resumed, fetched bit-identical"
+    return f"killed before writes {', '.join(left)}; resumed, fetched bit-identical; {proxy.summary()}"
 
 
 @kind(times=5, run="short")
@@ -133,7 +133,7 @@ def copy_goes_on_elsewhere(bench: Bench, folder: Path, random: Random) -> str:
         assert train(bench, other, proxy).wait() == 0
         bench.same_end(other)
         fetched_is_whole(bench, proxy, other)
-    return "stopped, fetched and trained to the end elsewhere: bit-identical"
+    return f"stopped, fetched and trained to the end elsewhere: bit-identical; {proxy.summary()}"
 
 
 @kind(times=1, run="short")
@@ -150,7 +150,7 @@ def killed_copy_is_taken_over_only_when_told(bench: Bench, folder: Path, random:
         assert train(bench, other, proxy, "--copy-take-over").wait() == 0
         bench.same_end(other)
         fetched_is_whole(bench, proxy, other)
-    return "refused without --copy-take-over; bit-identical with it"
+    return f"refused without --copy-take-over; bit-identical with it; {proxy.summary()}"
 
 
 @kind(times=1, run="short")
@@ -174,7 +174,7 @@ def two_writers_of_one_run(bench: Bench, folder: Path, random: Random) -> str:
         bench.same_end(folder)
         bench.same_end(other)
         fetched_is_whole(bench, proxy, other)
-    return "the second is refused; told to take over it copies, and the first says what it did not"
+    return f"the second is refused; told to take over it copies, and the first says what it did not; {proxy.summary()}"
 
 
 @kind(times=2, run="short", cores=2)
@@ -188,7 +188,7 @@ def two_runs_into_one_prefix(bench: Bench, folder: Path, random: Random) -> str:
         is_sentence(runs[loser].output)
         assert "another" in runs[loser].said and not checkpoint_steps(folders[loser])
         fetched_is_whole(bench, proxy, folders[1 - loser])
-    return "one has the prefix, the other exits 2"
+    return f"one has the prefix, the other exits 2; {proxy.summary()}"
 
 
 @kind(times=1, run="short")
@@ -206,7 +206,7 @@ def server_gone_for_a_minute(bench: Bench, folder: Path, random: Random) -> str:
         is_sentence(one.output)
         bench.same_end(folder)
         fetched_is_whole(bench, proxy, folder)
-    return f"reported once; trained to step {ended} meanwhile; all copied once it was back"
+    return f"reported once; trained to step {ended} meanwhile; all copied once it was back; {proxy.summary()}"
 
 
 @kind(times=2, run="short")
@@ -224,7 +224,7 @@ def slow_and_faulty_server(bench: Bench, folder: Path, random: Random) -> str:
         else:
             assert code == 0, (code, one.said[-600:])
         fetched_is_whole(bench, proxy, folder)
-    return f"exit {code}, {150 - left} faults met; fetched bit-identical"
+    return f"exit {code}, {150 - left} faults met; fetched bit-identical; {proxy.summary()}"
 
 
 @kind(times=1, run="short")
@@ -236,7 +236,7 @@ def no_such_bucket(bench: Bench, folder: Path, random: Random) -> str:
         refused(one, one.wait(), "no-such-bucket-here")
         assert not checkpoint_steps(folder), "it has trained"
         proxy.log[:] = before  # what it asked of that bucket is no business of this one
-    return "exit 2 with a sentence, nothing trained"
+    return f"exit 2 with a sentence, nothing trained; {proxy.summary()}"
 
 
 @kind(times=2, run="short")
@@ -260,7 +260,7 @@ def no_permission(bench: Bench, folder: Path, random: Random) -> str:
         assert train(bench, folder, proxy).wait() == 0
         bench.same_end(folder)
         fetched_is_whole(bench, proxy, folder)
-    return "at the start: exit 2; later: said, trained to the end; copied by the next start"
+    return f"at the start: exit 2; later: said, trained to the end; copied by the next start; {proxy.summary()}"
 
 
 @kind(times=2, run="short")
@@ -288,7 +288,7 @@ def changed_objects(bench: Bench, folder: Path, random: Random) -> str:
             proxy.put(key, data)
             tried += 1
         fetched_is_whole(bench, proxy, folder)
-    return f"{tried} objects changed: each exit 2 with a sentence, no run directory"
+    return f"{tried} objects changed: each exit 2 with a sentence, no run directory; {proxy.summary()}"
 
 
 def changed(data: bytes, change: str, random: Random) -> bytes:

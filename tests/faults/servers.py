@@ -129,6 +129,12 @@ class Proxy:
         """Every request that could change something, whatever came of it."""
         return [request for request in self.log if request.method in WRITES]
 
+    def summary(self):
+        """What was asked of the store, for a report."""
+        deleted = sum(request.method == "DELETE" for request in self.log)
+        total, lists = len(self.log), len(self.lists())
+        return f"{total} requests: {len(self.writes())} writes, {deleted} deletions, {lists} lists"
+
     def lists(self):
         return [request for request in self.log if request.method == "GET" and not request.key.partition("/")[2]]
 

@@ -100,6 +100,10 @@ class Copy:
         if head["session"] and head["writer"] != writer and not take_over:
             held = f"--copy-to {self.url} is being written from {head['where']}"
             raise ValueError(f"{held}; if that process has ended, add --copy-take-over")
+        newest = max(head["checkpoints"], key=int, default=None)
+        if newest and head["writer"] != writer and not self._is_copied(newest, head):
+            other = f"--copy-to {self.url} holds checkpoint {newest} of this run, and {self._directory} does not"
+            raise ValueError(f"{other}: fetch it and go on from there, or give another prefix")
         where = f"{socket.gethostname()}:{self._directory.absolute()}"
         head |= {"writer": writer, "where": where, "session": uuid.uuid4().hex}
         self._objects.write(HEAD, seal(head), generation)
@@ -123,7 +127,10 @@ class Copy:
             raise ObjectChanged(f"{self._directory} was replaced while it was copied")
         dropped, listed = self._head["delete"] | self._keys(self._head) if self._keep else {}, self._keys(head)
         head["delete"] = {k: dropped[k] for k in dropped.keys() - listed if k.startswith(f"{self._run}/")}
-        self._objects.write(HEAD, seal(head), generation)
+        try:
+            self._objects.write(HEAD, seal(head), generation)
+        except ObjectChanged as error:  # perhaps by a write of this process that it gave up: the next attempt will see
+            raise OSError(str(error)) from None
         for key, written in head["delete"].items():
             try:
                 self._objects.write(key, None, base64.b64decode(written))
@@ -153,7 +160,7 @@ class Copy:
                 time.sleep(RETRY_S if is_end and not is_done else 0)
 
     def _copy(self, is_end: bool) -> None:
-        while new := [step for step in self._checkpoints() if step not in self._head["checkpoints"]]:
+        while new := [step for step in self._checkpoints() if step in self._waiting]:
             folder = self._directory / "checkpoints" / new[-1]  # the newest first: the run removes older ones
             with reading(folder):  # but not this one, now
                 check_file_list(folder)
@@ -171,9 +178,15 @@ class Copy:
     def _checkpoints(self) -> list[str]:
         """Steps of committed checkpoints in the run directory, oldest first."""
         lists = self._directory.glob(f"checkpoints/*/{FILE_LIST}")
-        steps = {path.parent.name for path in lists if path.parent.name.isdigit()}
-        self._waiting |= steps - self._head["checkpoints"].keys()
-        return sorted(steps, key=int)
+        steps = sorted((path.parent.name for path in lists if path.parent.name.isdigit()), key=int)
+        self._waiting |= {step for step in steps if not self._is_copied(step, self._head)}
+        return steps
+
+    def _is_copied(self, step: str, head: dict[str, Any]) -> bool:
+        """Whether a checkpoint is in the bucket, and not another one of its step; each has its own list of files."""
+        name = f"checkpoints/{step}/{FILE_LIST}"
+        place, parts = self._directory / name, head["checkpoints"].get(step, {}).get(name)
+        return bool(parts) and place.exists() and sha256(place.read_bytes()) == parts[0][0]
 
     def _upload_around(self) -> Files:
         """Uploads the run's files outside of its checkpoints. Returns them with those that were copied before and are
