@@ -392,6 +392,41 @@ def test_removed_file_stays_in_the_bucket(store, run, tmp_path):
     only_our_own_is_touched(store)
 
 
+def test_folder_with_a_number_that_is_no_step_is_not_copied(store, run, tmp_path):
+    """A backup made by hand: `0010`, or digits that Python's int does not read."""
+    checkpoint(run, 2)
+    for name in ("0010", "8²"):
+        shutil.copytree(run / "checkpoints" / "2", run / "checkpoints" / name)
+    with closing(copy(store, run)):
+        pass
+    assert copying.fetch(store.url, tmp_path / "to", step=None, say=print)["step"] == 2
+
+
+def test_symbolic_link_in_a_checkpoint_is_reported(store, run, tmp_path):
+    said = []
+    checkpoint(run, 2)
+    array = run / "checkpoints" / "2" / "d" / "array"
+    array.rename(tmp_path / "array")
+    array.symlink_to(tmp_path / "array")
+    assert copy(store, run, say=said.append).close() == ["checkpoint 2", "the last rows and files"]
+    assert any("is a symbolic link" in text for text in said)
+
+
+def test_parts_are_sent_once_while_the_head_cannot_be_written(store, run, monkeypatch):
+    sent, write = [], Objects.write
+
+    def refused(self, key, data, *rest):
+        if key == copying.HEAD and len(sent):
+            raise OSError("no permission")
+        sent.append(key)
+        return write(self, key, data, *rest)
+
+    monkeypatch.setattr(Objects, "write", refused)
+    checkpoint(run, 2)
+    assert copy(store, run).close() == ["checkpoint 2", "the last rows and files"]
+    assert len(sent) == len(set(sent))
+
+
 def test_unknown_generation_deletes_nothing(store):
     """TensorStore takes an empty generation for no condition."""
     with pytest.raises(ValueError, match="no generation is known"):
@@ -657,7 +692,7 @@ def test_nothing_there_and_no_such_step_are_said(store, run, tmp_path):
         copying.fetch(store.url, tmp_path / "to", step=4, say=print)
 
 
-@pytest.mark.parametrize("url", ["ftp://a/b", "s3://", "gs:///b", "s3://../b", "bucket", "s3:/a"])
+@pytest.mark.parametrize("url", ["ftp://a/b", "s3://", "gs:///b", "s3://../b", "s3://a/../b", "gs://a/b/./c", "bucket", "s3:/a"])
 def test_address_that_is_none_is_refused(url):
     with pytest.raises(ValueError, match="s3://BUCKET/PREFIX"):
         Objects(url)

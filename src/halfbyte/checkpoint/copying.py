@@ -9,6 +9,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -30,8 +31,10 @@ from .record import one_line
 HEAD, OLD_HEAD = "halfbyte-copy.json", "head.json"  # the second: of versions whose runs lived in buckets
 FIELDS = {"run": str, "session": str, "writer": str, "where": str, "files": dict, "checkpoints": dict, "delete": dict}
 NAME = "copy-name"  # in the run directory: tells it, with its inode, from a copy made by hand
+DIGEST, STEP = re.compile("[0-9a-f]{64}"), re.compile("0|[1-9][0-9]{0,17}")
 NOT_COPIED = {"checkpoints", "damaged", "profile", "wandb", LOCK, NAME}
-PART, GROWING_PART, MAX_HEAD = 32 << 20, 1 << 20, 256 << 20  # bytes; of a growing file the last part is sent again
+PART, GROWING_PART = 32 << 20, 1 << 20  # bytes; of a growing file the last part is sent again
+MAX_PART, MAX_HEAD = 1 << 30, 256 << 20  # bytes that are read at most
 WORKERS = 4  # files under way at once, each with one part in memory
 LOOK_S, RETRY_S = 0.5, 5.0
 PATIENCE_S = 300.0  # how long the end of a run waits for a store that does not answer
@@ -65,9 +68,13 @@ def read_head(objects: Objects) -> tuple[dict[str, Any] | None, bytes]:
         stored = parse_json(data, what=HEAD, most=MAX_HEAD)
         head = parse_json(stored["content"], what=HEAD, most=MAX_HEAD)
         listed = [head["files"], *(head["checkpoints"][str(int(step))] for step in head["checkpoints"])]
-        parts = [(path, len(sha), size > 0) for files in listed for path in files for sha, size, _ in files[path]]
-        is_good = all(length == 64 and is_some and is_inside(path) for path, length, is_some in parts)
-        is_good = is_good and all(is_inside(key) and base64.b64decode(of) for key, of in head["delete"].items())
+        parts = [part for files in listed for path in files for part in files[path]]
+        paths = {path for files in listed for path in files} | head["delete"].keys()
+        generations = [*(generation for _, _, generation in parts), *head["delete"].values()]
+        is_good = all(is_inside(path) for path in paths)
+        is_good = is_good and all(DIGEST.fullmatch(sha) for sha, _, _ in parts)
+        is_good = is_good and all(type(size) is int and 0 < size <= MAX_PART for _, size, _ in parts)
+        is_good = is_good and all(base64.b64decode(generation, validate=True) for generation in generations)
         is_good = is_good and all(isinstance(head[name], kind) for name, kind in FIELDS.items())
         if is_good and sha256(stored["content"].encode()) == stored["sha256"]:
             return head, generation
@@ -84,6 +91,7 @@ class Copy:
         self.url, self._directory, self._run, self._keep, self._say = url.rstrip("/"), directory, run, keep, say
         self._objects, self._waiting = Objects(url), set[str]()  # the second: checkpoints to be copied
         self._failing, self._answered = False, time.monotonic()
+        self._sent = dict[str, str]()  # key -> generation of parts that no head lists yet: a retry does not send them
         self._head = self._claim(take_over)
         self._end, self._thread = threading.Event(), threading.Thread(target=self._work, daemon=True)
         self._thread.start()
@@ -121,14 +129,17 @@ class Copy:
         """Replaces the head. With `keep`, objects that it no longer lists are then deleted, each by name. Raises
         ObjectChanged if the prefix or the run directory is no longer that of this process."""
         head, (found, generation) = self._head | changes, read_head(self._objects)
-        if found is None or found["session"] != self._head["session"]:
+        own = {self._head["session"], head["session"]}  # the second: the answer to an earlier attempt was lost
+        if found is None or found["session"] not in own or found["writer"] != self._head["writer"]:
             raise ObjectChanged(f"another process writes to {self.url}")
         if self._writer() != self._head["writer"]:
             raise ObjectChanged(f"{self._directory} was replaced while it was copied")
         dropped, listed = self._head["delete"] | self._keys(self._head) if self._keep else {}, self._keys(head)
         head["delete"] = {k: dropped[k] for k in dropped.keys() - listed if k.startswith(f"{self._run}/")}
+        if len(sealed := seal(head)) > MAX_HEAD:
+            raise ObjectChanged(f"{self.url} holds more than its list can name; give --copy-keep or another prefix")
         try:
-            self._objects.write(HEAD, seal(head), generation)
+            self._objects.write(HEAD, sealed, generation)
         except ObjectChanged as error:  # perhaps by a write of this process that it gave up: the next attempt will see
             raise OSError(str(error)) from None
         for key, written in head["delete"].items():
@@ -136,7 +147,7 @@ class Copy:
                 self._objects.write(key, None, base64.b64decode(written))
             except ObjectChanged as error:
                 self._say(f"COPY: {error}")
-        self._head = head | {"delete": {}}
+        self._head, self._sent = head | {"delete": {}}, {}
 
     def _keys(self, head: dict[str, Any]) -> dict[str, str]:
         """key -> generation of every object that a head lists."""
@@ -164,7 +175,10 @@ class Copy:
             folder = self._directory / "checkpoints" / new[-1]  # the newest first: the run removes older ones
             with reading(folder):  # but not this one, now
                 check_file_list(folder)
-                copied = self._upload(folder.rglob("*"), PART)
+                paths = [*folder.rglob("*")]
+                if links := [path for path in paths if path.is_symlink()]:
+                    raise ValueError(f"{links[0]} is a symbolic link, which is not copied; put the file in its place")
+                copied = self._upload(paths, PART)
             checkpoints = self._head["checkpoints"] | {new[-1]: copied}
             kept = {*sorted(checkpoints, key=int)[-self._keep :], *self._checkpoints()}  # all of them without `keep`
             checkpoints = {step: files for step, files in checkpoints.items() if step in kept}
@@ -178,7 +192,7 @@ class Copy:
     def _checkpoints(self) -> list[str]:
         """Steps of committed checkpoints in the run directory, oldest first."""
         lists = self._directory.glob(f"checkpoints/*/{FILE_LIST}")
-        steps = sorted((path.parent.name for path in lists if path.parent.name.isdigit()), key=int)
+        steps = sorted((path.parent.name for path in lists if STEP.fullmatch(path.parent.name)), key=int)
         self._waiting |= {step for step in steps if not self._is_copied(step, self._head)}
         return steps
 
@@ -207,9 +221,11 @@ class Copy:
         parts = list[list[Any]]()
         with open(self._directory / name, "rb", opener=regular) as file:
             while data := file.read(part):
-                if (digest := sha256(data)) not in known:
-                    generation = self._objects.write(f"{self._run}/{name}@{digest}", data)
-                    known[digest], self._answered = base64.b64encode(generation).decode(), time.monotonic()
+                key = f"{self._run}/{name}@{(digest := sha256(data))}"
+                if digest not in known and key not in self._sent:
+                    generation = self._objects.write(key, data)
+                    self._sent[key], self._answered = base64.b64encode(generation).decode(), time.monotonic()
+                known.setdefault(digest, self._sent.get(key, ""))
                 parts.append([digest, len(data), known[digest]])
                 if len(parts) % 32 == 0:  # of a large file, each GiB
                     self._say(f"copying to {self.url}: {len(parts) * part / 2**30:.0f} GiB of {name}")
@@ -232,6 +248,8 @@ class Copy:
 def fetch(url: str, directory: Path, *, step: int | None, say: Say) -> dict[str, Any]:
     """Downloads a run with one checkpoint, the newest or that of `step`, into a directory that is new or empty.
     Everything is verified and appears at once; a broken download is resumed by the next. Returns what was fetched."""
+    if directory.name in ("", ".."):
+        raise ValueError(f"{directory} cannot be replaced by a download; name a new directory")
     objects = Objects(url)
     head, _ = read_head(objects)
     if head is None:
