@@ -70,7 +70,7 @@ def spec_of(url: str) -> dict[str, Any]:
     if match is None:
         raise ValueError(f"{url!r} is not the address of a bucket; write s3://BUCKET/PREFIX or gs://BUCKET/PREFIX")
     if {*(match[3] or "").split("/")} & {".", ".."}:  # HTTP libraries resolve them, and write elsewhere
-        raise ValueError(f"{url!r}: a prefix cannot have a part '.' or '..'; write where it leads")
+        raise ValueError(f"{url!r} has a part '.' or '..'; write s3://BUCKET/PREFIX or gs://BUCKET/PREFIX without it")
     driver, prefix = {"s3": "s3", "gs": "gcs"}[match[1]], (match[3] or "").strip("/")
     context: dict[str, Any] = {f"{driver}_request_retries": RETRIES}
     spec = {"driver": driver, "bucket": match[2], "path": f"{prefix}/" if prefix else "", "context": context}
