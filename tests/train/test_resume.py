@@ -66,26 +66,23 @@ def test_killed_copied_stopped_and_damaged(whole, bucket, tmp_path):
     """Killed during an upload, resumed; stopped, fetched elsewhere, its newest checkpoint damaged: the same end."""
     (runner, reference), copied = whole, ("--copy-to", bucket.url)
 
-    # Killed with the second checkpoint under way: the head is the first one's.
+    # Killed while its first checkpoint is uploaded: the head lists none. The gate keeps the run from training on.
     run = tmp_path / "here"
-    gate = Gate(run, 2 * EVERY, tmp_path / "first")
-    started = runner.start(run, *copied, gate=gate)
-    assert wait_until(lambda: steps_in(bucket) == {EVERY}, [started], 600), started.output
     coming, killed = threading.Event(), threading.Event()
 
     def hold(method, key):
-        if method == "PUT" and f"/checkpoints/{2 * EVERY}/" in key:
+        if method == "PUT" and f"/checkpoints/{EVERY}/" in key:
             coming.set()
             killed.wait(600)
 
     bucket.before = hold
-    gate.open()
+    started = runner.start(run, *copied, gate=Gate(run, 2 * EVERY, tmp_path / "first"))
     assert wait_until(coming.is_set, [started], 600), started.output
     started.process.send_signal(signal.SIGKILL)
     assert started.wait(600) == -signal.SIGKILL
     killed.set()
     bucket.before = lambda method, key: None
-    assert steps_in(bucket) == {EVERY}
+    assert steps_in(bucket) == set()
 
     # Told to stop it saves, and says how it goes on; all of it is in the bucket.
     gate = Gate(run, 3 * EVERY, tmp_path / "second")
@@ -102,7 +99,7 @@ def test_killed_copied_stopped_and_damaged(whole, bucket, tmp_path):
     run = tmp_path / "elsewhere"
     assert copying.fetch(bucket.url, run, step=None, say=print)["step"] == len(losses(run))
     as_if_never_stopped(runner, run, reference, *copied)
-    assert steps_in(bucket) >= {EVERY, STEPS}
+    assert STEPS in steps_in(bucket)
 
     # The newest checkpoint loses a bit: it is named, the one before it is used, and the run ends in the same state.
     damage(run, STEPS)
