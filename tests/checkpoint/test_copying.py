@@ -6,6 +6,7 @@ Processes that are killed: tests/faults/buckets.py. Training: tests/train/test_r
 """
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -511,7 +512,7 @@ def test_tampered_truncated_and_missing_objects_are_refused(store, run, tmp_path
     own = {key: data for key, data in store.objects().items() if key not in OTHERS}
     said = []
     for key, data in own.items():
-        for change in (data[:-1], data[:1] + b"!" + data[2:], data + b" ", None):
+        for change in (data[:-1], bytes([data[0] ^ 1]) + data[1:], data + b" ", None):
             store.remove(key) if change is None else store.put(key, change)
             try:
                 copying.fetch(store.url, tmp_path / "to", step=None, say=print)
@@ -593,11 +594,13 @@ def test_broken_download_is_resumed(store, run, tmp_path, monkeypatch):
     checkpoint(run, 2, size=3000)
     with closing(copy(store, run)):
         pass
-    read, keys = Objects.read, []
+    read, keys, number = Objects.read, [], itertools.count(1)
 
     def breaks(self, key):
+        if key == copying.HEAD:  # copies of other tests may still be ending
+            return read(self, key)
         keys.append(key)
-        if len(keys) == 9:
+        if next(number) == 8:  # in one of several threads
             raise OSError("the network is gone")
         return read(self, key)
 
