@@ -13,6 +13,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 EVIDENCE = sorted((ROOT / "docs" / "evidence").rglob("*.md"))
+# What the product had in earlier versions and no page mentions any more; the changelog and the log tell history.
+# The flags that were removed are in halfbyte.cli.flags.REMOVED.
+REMOVED_NAMES = ("branch test", "screening round")
+HISTORY = ("CHANGELOG.md", "LOG.md")
 
 
 def without_comments(text):
@@ -38,6 +42,15 @@ def test_linked_files_exist(document):
 def test_lines_of_prose_fit_a_screen(document):
     blocks = re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.M | re.S)
     assert [line for line in blocks.splitlines() if len(line) > 120 and not line.lstrip().startswith("|")] == []
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if d.name not in HISTORY], ids=lambda path: path.name)
+def test_no_page_names_what_was_removed(document):
+    from halfbyte.cli.flags import REMOVED
+
+    text = " ".join(document.read_text(encoding="utf-8").split())
+    flags = [flag for flag in REMOVED if re.search(rf"(?<![\w-]){flag}(?![\w-])", text)]
+    assert [name for name in REMOVED_NAMES if name.lower() in text.lower()] + flags == []
 
 
 def test_the_readme_lists_six_files_to_read_first():

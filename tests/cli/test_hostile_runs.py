@@ -32,13 +32,12 @@ COMMANDS = {
     "nvfp4 export": ("export", "RUN", "--out", "OUT", "--format", "modelopt"),
     "inspect": ("inspect", "RUN", "--batches", "1"),
     "compare": ("compare", "RUN", "RUN", "--png", ""),
-    "branch": ("parity", "RUN", "--branch", "--baseline", "bf16", "--out", "OUT"),
     "train": ("train", "--run-dir", "RUN"),
     "begin": ("train", "--init-from", "RUN", "--data", "synthetic", "--run-dir", "OUT"),
     "config": ("train", "--config", "RUN/config.json", "--run-dir", "OUT"),
     "study": ("parity", "RUN/config.json", "--out", "OUT"),
 }
-OTHERS = ("verify", "compare", "branch", "train", "begin", "config", "study")
+OTHERS = ("verify", "compare", "train", "begin", "config", "study")
 READERS = tuple(name for name in COMMANDS if name not in OTHERS)
 MOST_MEMORY, MOST_SECONDS = 8 << 30, 1200
 pytestmark = [

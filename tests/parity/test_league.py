@@ -1,6 +1,5 @@
 """The league: the order of many candidates, and the rule that drops some. Oracle: the gaps that were put in."""
 
-import dataclasses
 import json
 import re
 
@@ -12,9 +11,8 @@ from halfbyte.cli.study import show
 from halfbyte.parity import runner
 from halfbyte.parity.analysis import analyse
 from halfbyte.parity.between import ranking
-from halfbyte.parity.plan import Screen, load_plan, settle
+from halfbyte.parity.plan import load_plan
 from halfbyte.parity.report import rank_rows, write_report
-from halfbyte.parity.screening import FOLDER, round_of, screened
 from halfbyte.parity.statistics import over_seeds
 from halfbyte.recipe import recipe_names
 
@@ -57,38 +55,6 @@ def test_one_or_two_recipes_are_ranked_on_the_page(tmp_path, capsys, names, rank
     assert ("its place may be" in capsys.readouterr().out) == (len(names) > 1)  # one alone is in the table above
 
 
-def screen(folder, keep, *, noise=3.0, steps=20):
-    plan = plan_of(candidates=NAMES)
-    plan = settle(folder, dataclasses.replace(plan, screen=Screen(steps, keep, noise)))
-    assert load_plan(folder) == plan and screened(plan, folder) == plan  # nothing is dropped before the round is over
-    fake_parity(folder / FOLDER, round_of(plan), gaps=PUT_IN, noise=0.0)
-    return {arm.name for arm in screened(plan, folder).arms if arm.seeds == 0}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("keep, noise, dropped", [
-    ("2", 3.0, {"nvfp4", "mxfp4"}), ("1", 0.0, {"mxfp8", "nvfp4", "mxfp4"}), ("1", 3.0, {"nvfp4", "mxfp4"}),
-    ("nvfp4", 3.0, {"mxfp4"}), ("nvfp4", 60.0, set()), ("9", 0.0, set()),
-])  # fmt: skip
-def test_who_is_dropped(tmp_path, keep, noise, dropped):
-    """Gaps of 0.07, 0.13, 0.67 and 2.0%, and twins that differ by 0.033%."""
-    assert screen(tmp_path, keep, noise=noise) == dropped
-
-
-def test_dropped_arms_are_not_run_are_said_and_count_among_the_candidates(tmp_path):
-    screen(tmp_path, "2")
-    plan = screened(load_plan(tmp_path), tmp_path)
-    assert {arm.name for arm, _ in plan.jobs()} == {"bf16", "fp8", "mxfp8", "bf16-twin", "control-fp4_one_scale"}
-    fake_parity(tmp_path / "x", dataclasses.replace(plan, screen=None), gaps=PUT_IN, noise=1e-5)
-    data = analyse(plan, tmp_path / "x")
-    assert data["complete"] and data["decided"] and not data["passed"]
-    assert [row["arm"] for row in data["ranking"]] == ["fp8", "mxfp8"]
-    assert data["ranking"][0]["level"] == pytest.approx(1 - 0.1 / 4)
-    assert "nvfp4 dropped by the screening round: +0.5" in data["notes"][0]
-    with pytest.raises(ValueError, match="its rule is not changed"):
-        settle(tmp_path, dataclasses.replace(plan_of(candidates=NAMES), screen=Screen(20, "3")))
-
-
 def test_a_league_as_typed_is_interrupted_resumed_and_shared_by_hosts(tmp_path, monkeypatch, capfd):
     out, trained = tmp_path / "l", []
     fake = rate.invented(lambda arm, seed: 3 * (1 + PUT_IN[arm] + 0.001 * seed))
@@ -102,17 +68,18 @@ def test_a_league_as_typed_is_interrupted_resumed_and_shared_by_hosts(tmp_path, 
 
     def league(*flags):
         return main(["league", "--recipes", ",".join(NAMES), "--steps", "6", "--data", "synthetic", "--radar", "-1",
-                     "--screen", "3", "--keep", "2", "--out", str(out), *flags])  # fmt: skip
+                     "--out", str(out), *flags])  # fmt: skip
 
     monkeypatch.setattr(runner, "train", train)
     assert league() == 75 and len(trained) == 4
-    assert league("--host", "0/2") == 75 and "not done with their part of the screening" in capfd.readouterr().out
-    assert league("--host", "1/2") == 0 and league("--host", "0/2", "--json") == 0
+    assert [league("--host", host) for host in ("0/2", "1/2")] == [0, 0]
+    capfd.readouterr()
+    assert league("--host", "0/2", "--json") == 0
     found = json.loads(capfd.readouterr().out.splitlines()[-1])
-    assert [row["arm"] for row in found["ranking"]] == ["fp8", "mxfp8"] and found["complete"]
+    assert {row["arm"] for row in found["ranking"]} == set(NAMES) and found["complete"]
     begun = [job for job in trained if job]
-    assert len(begun) == len(set(begun)) == 7 + 5 * 3 and {steps for steps, *_ in begun[:7]} == {3}
-    assert load_plan(out).screen == Screen(3, "2") and load_plan(out).base.policy == "all_linear"
+    assert len(begun) == len(set(begun)) == 7 * 3 and {steps for steps, *_ in begun} == {6}
+    assert load_plan(out).base.policy == "all_linear"
 
 
 SAME = {"nvfp4_1d_weights": "it is nvfp4_no_2d by another name"}
@@ -138,10 +105,8 @@ def test_the_field_is_every_preset_that_the_model_allows(tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["--recipes", "nvfp5"], "no recipe named"), (["--screen", "6"], "shorter than 6 steps"),
-    (["--screen", "-1"], "1 step or more"),
-    (["--screen", "3", "--keep", "0"], "keeps a number of arms"),
-    (["--screen", "3", "--keep", "x"], "as good as one of"),
+    (["--recipes", "nvfp5"], "no recipe named"),
+    (["--screen", "3"], "--screen was removed; name the recipes with --recipes"),
 ])  # fmt: skip
 def test_bad_input_exits_2(tmp_path, capfd, flags, message):
     assert main(["league", "--recipes", "nvfp4", "--steps", "6", "--out", str(tmp_path / "l"), *flags]) == 2

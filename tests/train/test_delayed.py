@@ -135,7 +135,7 @@ LONGER = spell_recipe(dataclasses.replace(hb.recipe("fp8_delayed"), name="longer
     ids=["out", "in", "another length", "the same"],
 )
 def test_a_change_that_is_allowed_drops_the_history_or_begins_it_anew(tmp_path, before, after, history):
-    """As a branch of `parity --branch` does; where it is of the same length, it is kept."""
+    """A history of the same length is kept."""
     mesh, store = run_mesh(RUN, jax.devices("cpu")[:1]), Checkpoints(tmp_path)
     state = create_state(before, mesh)
     state = dataclasses.replace(state, delayed=jax.tree.map(lambda a: a + 2, state.delayed))

@@ -32,6 +32,14 @@ KNOWN_AS = {
 # Of several flags with that last part, the group that is meant.
 GROUP = {"save": "checkpoint", "eval": "validation", "log": "log", "logging": "log"}
 
+# A flag of earlier versions -> what to do instead.
+REMOVED = {
+    "--branch": "compare recipes from the run's config: halfbyte parity RUN/config.json --candidates RECIPE",
+    "--branch-steps": "compare recipes from the run's config: halfbyte parity RUN/config.json --candidates RECIPE",
+    "--screen": "name the recipes with --recipes",
+    "--keep": "name the recipes with --recipes",
+}
+
 
 def read_flags(kind: Any, argv: list[str], *, prog: str, doc: str | None, **settings: Any) -> Any:
     """The arguments as `kind`; `doc` is what --help says. What is wrong with them is said in one paragraph; then
@@ -96,7 +104,11 @@ def explained(complaint: str, kind: Any, argv: list[str], prog: str, settings: d
         known = ["--json", *known_flags(kind, argv, settings)]
         lines = []
         for flag in unknown:
-            near = nearest(flag.partition("=")[0], known)
+            name = flag.partition("=")[0]
+            if instead := REMOVED.get(name.replace("_", "-")):
+                lines.append(f"{name} was removed; {instead}.")
+                continue
+            near = nearest(name, known)
             meant = f"did you mean {' or '.join(near)}?" if near else "nothing here is called like that."
             lines.append(f"unknown flag {flag}; {meant}")
         return printable(" ".join([*lines, f"`{prog} --help` lists all of them."]))

@@ -28,24 +28,17 @@ class Args(Study):
     """A named run (demo, llama-60m, ...) or a config file (.json)."""
     policy: str = "all_linear"
     """Which linears, for every recipe that does not say (names, rules or @FILE)."""
-    screen: int = 0
-    """Steps of a screening round in the first seed; 0: none."""
-    keep: str = "4"
-    """Who goes on after it: so many of the best, or RECIPE and what is as good; and whoever is not further behind than
-    three times what twins of the baseline differ by."""
 
 
 def run(args: Args) -> Result:
     from halfbyte.parity.arms import BROKEN
-    from halfbyte.parity.plan import Screen
     from halfbyte.recipe import recipe_names
 
     field = [text for text in args.recipes.split(",") if text.strip()]
     if not field and not args.arms:
         names = [name for name in recipe_names() if name not in (args.baseline.partition("@")[0], BROKEN)]
         field = names if args.report else those_that_fit(args, names)
-    screen = Screen(args.screen, args.keep) if args.screen else None
-    plan = plan_of(args, args.model, field, screen=screen)
+    plan = plan_of(args, args.model, field)
     return conduct(args, plan, Path(args.out or f"league/{plan.base.name}"))
 
 

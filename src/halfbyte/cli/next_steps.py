@@ -99,6 +99,6 @@ def parity(config: TrainConfig, run: str, *, plain: bool) -> tuple[str, ...]:
     """Three seeds against bf16; for a recipe that has no name, branches from the checkpoints of this run."""
     name = "nvfp4" if plain else config.recipe
     if is_own(name):
-        return ("parity", run, "--branch", "--baseline", PLAIN, *(("--candidates", name) if FILE.match(name) else ()))
+        return ("parity", f"{run}/config.json", "--baseline", PLAIN, "--candidates", name)
     baseline = "@".join(in_precision(config, PLAIN)[1::2])
     return ("parity", f"{run}/config.json", "--baseline", baseline, "--candidates", name, "--out", f"{run}-parity")

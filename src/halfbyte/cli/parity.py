@@ -2,8 +2,6 @@
 
 halfbyte parity demo --baseline bf16 --candidates nvfp4,mxfp4 --seeds 3
 
-halfbyte parity RUN --branch
-
 In each seed all arms share initialisation, batches and schedule; only precision differs. Margin, seeds and looks are
 written into plan.json before the first step. PASS: the interval over seeds lies inside the margin; a candidate at the
 margin passes in 5% of studies at most, however many looks and candidates. FAIL: wholly beyond it. CANNOT TELL: all
@@ -21,9 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from halfbyte.cli.result import NOT_PASSED, PREEMPTED, Result
-from halfbyte.cli.screen import say
 from halfbyte.cli.study import Study, conduct, plan_of
-from halfbyte.inputs import write_json
 
 if TYPE_CHECKING:
     from halfbyte.parity.plan import Plan
@@ -32,7 +28,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Args(Study):
     model: Annotated[str, tyro.conf.Positional]
-    """A named run (demo, llama-60m, ...), a config file (.json), or with --branch a run directory."""
+    """A named run (demo, llama-60m, ...), a config file (.json)."""
     candidates: str = ""
     """RECIPE or RECIPE@POLICY, several with commas; default nvfp4."""
     looks: str = ""
@@ -41,20 +37,12 @@ class Args(Study):
     within: str = ""
     """Begin no further run when one as quick as the quickest so far would not end in this time: 90s, 12m, 2h. What is
     there is shown, exit code 75, and the same command goes on."""
-    branch: bool = False
-    """From a checkpoint of RUN: short branches in the baseline's recipe and in the run's own, on the same data."""
-    branch_steps: int = 0
-    """Steps of a branch; 0: a twentieth of the run."""
 
 
 def run(args: Args) -> Result:
     from halfbyte.playbook import seconds_of
 
     within = seconds_of(args.within, "within") if args.within else math.inf
-    if args.branch and args.within:
-        raise ValueError("--within is for a whole study; branches are as long as --branch-steps says")
-    if args.branch:
-        return run_branch_test(args)
     found = conduct(args, *make_plan(args), within=within)
     if args.within and not found.data["complete"]:
         return dataclasses.replace(found, code=PREEMPTED)
@@ -76,32 +64,3 @@ def looks_of(args: Args) -> tuple[int, ...]:
     if not all(text.isdigit() for text in texts):
         raise ValueError(f"--looks must be numbers of seeds with commas, such as 3,5, got {args.looks!r}")
     return tuple(sorted({*map(int, texts), args.seeds}))
-
-
-def run_branch_test(args: Args) -> Result:
-    """Branches of one run, and their gaps."""
-    from halfbyte.parity.branching import plan_branches, run_branches, verdict_line
-    from halfbyte.parity.margin import parse_margin
-
-    margin = parse_margin(args.margin)
-    plan = plan_branches(Path(args.model), baseline=args.baseline, steps=args.branch_steps)
-    out = Path(args.out or f"{args.model.rstrip('/')}-branches")
-    out.mkdir(parents=True, exist_ok=True)
-    steps = ", ".join(map(str, plan.at))
-    say(f"{out}: branches of {plan.run} at step {steps}, {plan.steps} steps each, margin ±{margin}")
-    found, stopped = run_branches(plan, out, say=say)
-    line = verdict_line(plan, found, margin)
-    data = {"verdict": line, "baseline": plan.baseline, "recipe": plan.config.recipe, "margin": str(margin),
-            "branch_steps": plan.steps, "branches": found}  # fmt: skip
-    write_json(out / "branches.json", data)
-    for row in found:
-        bounds = row["within_run"]
-        within = f", within this branch {bounds[0]:+.4f} to {bounds[1]:+.4f}" if bounds else ""
-        if row["training_gap"] is not None:
-            say(f"step {row['step']}: training loss {row['training_gap']:+.4f} nats over the branch{within}")
-    say(line)
-    say("Scope: branches of one run, on its data, size and tokens; a gap that needs longer to show is not seen here.")
-    if stopped:
-        say(f"stopped by {stopped} with {len(found)} of {len(plan.at)} branches done; the same command goes on")
-        return Result({**data, "stopped": stopped}, PREEMPTED)
-    return Result(data, NOT_PASSED)

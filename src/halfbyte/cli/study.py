@@ -145,10 +145,8 @@ def check_arms(plan: "Plan") -> None:
 
 
 def conduct(args: Study, plan: "Plan", directory: Path, *, within: float = math.inf) -> Result:
-    """Settle the plan, run what is not done yet and begins `within` so many seconds, the screening round first, and
-    write the report."""
+    """Settle the plan, run what is not done yet and begins `within` so many seconds, and write the report."""
     from halfbyte.parity.plan import load_plan, settle, share
-    from halfbyte.parity.screening import screened
 
     if args.host:
         share(plan.jobs(), args.host)  # refused before a plan is written that other flags would have to agree with
@@ -162,31 +160,23 @@ def conduct(args: Study, plan: "Plan", directory: Path, *, within: float = math.
         raise ValueError(f"{directory} holds no plan.json; run it without --report first")
     say(describe(settled, directory))
     stopped = None if args.report else run_all(args, settled, directory, within=within)
-    return finish(screened(settled, directory), directory, stopped=stopped)
+    return finish(settled, directory, stopped=stopped)
 
 
 def run_all(args: Study, plan: "Plan", directory: Path, *, within: float) -> str | None:
     """Run this host's jobs; what stopped it before their end."""
-    from halfbyte.parity.plan import settle, share
+    from halfbyte.parity.plan import share
     from halfbyte.parity.runner import run_jobs
-    from halfbyte.parity.screening import FOLDER, is_over, round_of, screened
 
     def run(part: "Plan", folder: Path) -> str | None:
         jobs = share(part.jobs(), args.host) if args.host else part.jobs()
         return run_jobs(
             part, folder, jobs, say=say, observers=watchers(args, part), within=within,
-            leave=lambda signal: finish(screened(plan, directory), directory, stopped=signal),
+            leave=lambda signal: finish(plan, directory, stopped=signal),
         )  # fmt: skip
 
     try:
-        if plan.screen is not None:
-            first = settle(directory / FOLDER, round_of(plan))
-            say(f"screening: {len(first.arms)} arms for {first.base.steps} steps")
-            if stopped := run(first, directory / FOLDER):
-                return stopped
-            if not is_over(directory):
-                return "hosts that are not done with their part of the screening round"
-        return run(screened(plan, directory), directory)
+        return run(plan, directory)
     except KeyboardInterrupt:
         return "SIGINT"
 

@@ -83,9 +83,6 @@ def notes(plan: Plan, cells: Cells) -> list[str]:
         )
     if not plan.sealed:
         found.append("plan.json has no seal (an earlier version wrote it): whether it was edited since is not known")
-    dropped = [f"{arm.name} {arm.note}" for arm in plan.arms if arm.seeds == 0]
-    if plan.screen is not None:
-        found.append("; ".join(dropped) or "the screening round has dropped no arm so far")
     known = [load_identity(cell.folder) for cell in cells.values() if cell.status.step]
     for what, count in (("data", known.count(None)), ("code", sum(not (run and run.made_with) for run in known))):
         if count:

@@ -29,7 +29,7 @@ TYPED = re.compile(r"(?P<recipe>[^@]+?(?:\.py:\w+(?:@[0-9a-f]{16})?)?)(?:@(?P<po
 @dataclass(frozen=True)
 class Arm:
     """`changes`: dotted field of the config -> value; precision alone. `seeds`: how many of the plan's it is run in,
-    None for all, 0 where a screening round has dropped it."""
+    None for all."""
 
     name: str
     kind: str

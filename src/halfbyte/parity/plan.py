@@ -31,16 +31,6 @@ OUTCOME = "validation loss after the last step, nats a token, each arm under its
 
 
 @dataclass(frozen=True)
-class Screen:
-    """A screening round of `steps` steps: an arm goes on if its gap is at most that of the arm `keep` (a name, or a
-    place in the round's order) plus `noise` times what a twin of the baseline differs by."""
-
-    steps: int
-    keep: str
-    noise: float = 3.0
-
-
-@dataclass(frozen=True)
 class Plan:
     """What will be run and how it will be judged: after each number of seeds in `looks`; if none are given, once after
     all of them, and never before FEWEST_SEEDS. Not `sealed`: of a version that did not notice edits."""
@@ -52,7 +42,6 @@ class Plan:
     written: str = ""
     command: str = ""
     looks: tuple[int, ...] = ()
-    screen: Screen | None = None
     sealed: bool = True
 
     def __post_init__(self) -> None:
@@ -76,8 +65,6 @@ class Plan:
                 f"looks must be rising numbers of seeds, from {FEWEST_SEEDS} to {many} (--seeds), got {self.looks}"
             )
         self._check_arms()
-        if self.screen is not None:
-            self._check_screen(self.screen)
 
     def _check_arms(self) -> None:
         """Arms must be runs, differ in precision alone, and from each other."""
@@ -91,17 +78,6 @@ class Plan:
             if config in seen:
                 raise ValueError(f"arms {seen[config]!r} and {arm.name!r} are the same run; leave one out")
             seen[config] = arm.name
-
-    def _check_screen(self, screen: Screen) -> None:
-        names = [arm.name for arm in self.of_kind(CANDIDATE)]
-        if not 0 < screen.steps < self.base.steps:
-            longest = f"shorter than {self.base.steps} steps, which the runs have"
-            raise ValueError(f"a screening round has 1 step or more and is {longest}, got {screen.steps}")
-        if screen.keep not in names and not (screen.keep.isdigit() and int(screen.keep)):
-            raise ValueError(
-                f"a screening round keeps a number of arms, or those as good as one of {', '.join(names)}, "
-                f"got {screen.keep!r}"
-            )
 
     @property
     def baseline(self) -> Arm:
@@ -129,7 +105,6 @@ class Plan:
             "looks": list(self.looks),
             "levels": list(spending(self.looks)),
             "candidates": len(self.of_kind(CANDIDATE)),
-            "screen": asdict(self.screen) if self.screen else None,
             "arms": [asdict(arm) for arm in self.arms],
             "base": jsonconfig.to_dict(self.base),
         }
@@ -139,6 +114,11 @@ def plan_from_json(found: Any, where: str) -> Plan:
     """The plan in a JSON value; ValueError when it is none."""
     if not isinstance(found, dict) or found.get("version") not in READ:
         raise ValueError(f"{where} is not a parity plan of version {' or '.join(map(str, READ))}")
+    if found.get("screen"):
+        raise ValueError(
+            f"{where} has a screening round, which this version does not run; begin anew in another directory and "
+            "name the recipes with --recipes"
+        )
     try:
         arms = tuple(Arm(a["name"], a["kind"], a["changes"], a.get("note", ""), a.get("seeds")) for a in found["arms"])
         base = jsonconfig.from_dict(TrainConfig, found["base"])
@@ -148,13 +128,12 @@ def plan_from_json(found: Any, where: str) -> Plan:
         # seeds the fewest are known to be planned.
         looks = tuple(map(int, found.get("looks", ())))
         looks = looks if looks and looks[-1] >= FEWEST_SEEDS else (FEWEST_SEEDS,)
-        screen = Screen(**found["screen"]) if found.get("screen") else None
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"{where} is damaged: {type(error).__name__} {error}; begin anew in another directory"
         ) from None
     words, sealed = (found.get("written", ""), found.get("command", "")), found["version"] > UNSEALED
-    return Plan(base, arms, seeds, margin, *words, looks, screen, sealed)
+    return Plan(base, arms, seeds, margin, *words, looks, sealed)
 
 
 def load_plan(directory: Path) -> Plan | None:
@@ -219,11 +198,6 @@ def refuse_changes(directory: Path, stored: Plan, plan: Plan) -> None:
         raise ValueError(
             f"{directory} was planned to be looked at after {_listed(stored.looks)} seeds; looks are not changed after "
             f"runs have begun (got {_listed(plan.looks)}). Give the same --seeds and --looks, or another --out"
-        )
-    if stored.screen != plan.screen:
-        raise ValueError(
-            f"{directory} was planned with screening by {stored.screen}; its rule is not changed after runs have begun "
-            f"(got {plan.screen}). Give the same, or another --out"
         )
     old, new = ([(arm.name, arm.kind, dict(arm.changes)) for arm in p.arms] for p in (stored, plan))
     if old != new:
