@@ -18,16 +18,32 @@ MOST_CONFIG = 1 << 20
 """Bytes of a config file; the largest that is written has three thousand."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Removed:
+    """A field that earlier versions wrote into configs: its default there, and what replaces it."""
+
+    default: Any
+    instead: str
+
+
+class RemovedField(ValueError):
+    """A config sets a field that this version does not have any more."""
+
+
 def to_dict(config: Any) -> dict[str, Any]:
     """Nested plain dict; tuples become lists."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
 def from_dict(kind: type[Config], values: Mapping[str, Any], *, where: str = "") -> Config:
-    """The dataclass `kind` from a nested dict. Unknown fields and wrong types are ValueErrors that name the path."""
+    """The dataclass `kind` from a nested dict. Unknown fields and wrong types are ValueErrors that name the path.
+
+    A field in `kind.REMOVED` is ignored at its default; another value is a RemovedField.
+    """
     hints = typing.get_type_hints(kind)
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     names = {field.name for field in fields if field.init}
+    values = without_removed(kind, values, where=where)
     for name in values:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
@@ -42,6 +58,15 @@ def from_dict(kind: type[Config], values: Mapping[str, Any], *, where: str = "")
         return kind(**built)
     except TypeError as error:
         raise ValueError(f"config {where or kind.__name__}: {error}") from None
+
+
+def without_removed(kind: type, values: Mapping[str, Any], *, where: str = "") -> dict[str, Any]:
+    """Returns `values` without the fields in `kind.REMOVED`; RemovedField where one is not at its default."""
+    removed: Mapping[str, Removed] = getattr(kind, "REMOVED", {})
+    for name, field in removed.items():
+        if name in values and values[name] != field.default:
+            raise RemovedField(f"{where}{name}={values[name]!r}: this version has no {where}{name}; {field.instead}")
+    return {name: value for name, value in values.items() if name not in removed}
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:

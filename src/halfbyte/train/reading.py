@@ -56,6 +56,8 @@ class RunDirectory:
                 return jsonconfig.from_dict(TrainConfig, {**self.values, "compile_cache": ""})
         except NotNamed:
             raise
+        except jsonconfig.RemovedField as error:
+            raise ValueError(f"{self.path / CONFIG}: {error}") from None
         except ValueError as error:
             self.refuse_changes()
             raise ValueError(f"{self.path / CONFIG}: {error}. {RESTORE}") from None
