@@ -162,17 +162,18 @@ def script(tmp_path_factory):
     [
         ("halfbyte tr", {"train"}),
         ("halfbyte data", {"data"}),
-        ("halfbyte data ", {"prepare", "verify", "show", "sample"}),
+        ("halfbyte data ", {"prepare", "verify", "show", "sample", "-h", "--help"}),
         ("halfbyte data prepare --tok", {"--tokenizer"}),
-        ("halfbyte train llama-1", {"llama-125m"}),
         ("halfbyte train demo --optimizer.learning", {"--optimizer.learning-rate"}),
-        ("halfbyte train demo --recipe nvfp4_no_s", {"nvfp4_no_sr"}),
+        ("halfbyte plan --dev", {"--device"}),
     ],
 )
 def test_completion_in_bash(script, typed, wanted):
     """The script is sourced by bash itself and asked as the shell asks it."""
     words = typed.split(" ")
     array = " ".join(f"'{word}'" for word in words)
-    ask = f'source {script}; COMP_WORDS=({array}); COMP_CWORD={len(words) - 1}; _halfbyte; echo "${{COMPREPLY[@]}}"'
+    ask = (
+        f'source {script}; COMP_WORDS=({array}); COMP_CWORD={len(words) - 1}; _tyro_halfbyte; echo "${{COMPREPLY[@]}}"'
+    )
     done = subprocess.run(["bash", "--norc", "-c", ask], capture_output=True, text=True, check=True)
     assert set(done.stdout.split()) == wanted
