@@ -115,7 +115,7 @@ def one_cache(quick_compiles):
     Gives the directories that were named instead."""
     named = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("halfbyte.train.run.use_compile_cache", lambda directory, *, say: named.append(Path(directory)))
+        patch.setattr("halfbyte.train.run.use_compile_cache", lambda directory: named.append(Path(directory)))
         yield named
 
 

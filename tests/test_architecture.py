@@ -39,8 +39,8 @@ WITH_MANY_PARAMETERS = [
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 # The module that knows what differs between JAX versions, and its test.
 OF_VERSIONS = ("src/halfbyte/devices/jax_versions.py", "tests/devices/test_jax_versions.py")
-# Private names that every supported JAX has; without them a cache is off, or an import slower.
-PRIVATE_NAMES = {"inputs/compile_cache.py", "kernels/inline.py"}
+# Private names that every supported JAX has; without them an import is slower.
+PRIVATE_NAMES = {"kernels/inline.py"}
 # Folders that only exist on somebody's machine.
 MACHINE_PATH = re.compile(r"/(?:work|root|farm|home/[a-z]\w*|Users/\w+|tmp/bash_jobs)/|file:///")
 

@@ -56,7 +56,7 @@ def train(
             group = stack.enter_context(_alone(config))
         say = functools.partial(console.print, soft_wrap=True, markup=False)
         if config.compile_cache:
-            use_compile_cache(config.compile_cache, say=say)
+            use_compile_cache(config.compile_cache)
         group.agree("config", common_facts(config, directory, allow_change=allow_change))
         claim = stack.enter_context(Claim(directory)) if group.rank == 0 else None
         if config.precision.backend == "auto":
