@@ -43,8 +43,6 @@ class Prepare:
     """Processes; without it one a core, or one alone for small input."""
     engine: Literal["processes", "ray"] = "processes"
     """ray: on the Ray cluster that RAY_ADDRESS names, or that runs here, a worker a CPU; extra `ray`."""
-    part: str = ""
-    """I/N: tokenize every N-th file into OUT.parts, for the same command without --part to pack; array jobs."""
     overwrite: bool = False
     """Replace what is in --out."""
     column: str = "text"
@@ -103,22 +101,13 @@ def run(args: Prepare | Verify | Show | Sample) -> Result:
             return run_sample(args)
 
 
-PART_DONE = "done; when every part is, the same command without --part packs the data set"
-PART_AGAIN = "its files are read, those of other parts are not yet; when every part has run once, run it again"
-
-
 def run_prepare(args: Prepare) -> Result:
-    from halfbyte.data import prepare, prepare_part
-    from halfbyte.data.parts import parse_part
+    from halfbyte.data import prepare
 
-    own = ("files", "source", "part", "seq_len", "overwrite")
+    own = ("files", "source", "seq_len", "overwrite")
     shared: dict[str, Any] = {name: value for name, value in vars(args).items() if name not in own}
     shared |= {"default_source": args.source, "progress": True}
     with terminated_as_interrupted():
-        if args.part:
-            done = prepare_part(args.files, part=parse_part(args.part), **shared)
-            print(f"part {args.part}: " + (PART_DONE if done else PART_AGAIN))
-            return Result({"part": args.part, "done": done})
         made = prepare(args.files, seq_len=args.seq_len, overwrite=args.overwrite, **shared)
     if made.fresh:
         print(f"prepared {made.directory} in {made.seconds:.1f} s")

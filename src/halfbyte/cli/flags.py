@@ -38,6 +38,7 @@ REMOVED = {
     "--branch-steps": "compare recipes from the run's config: halfbyte parity RUN/config.json --candidates RECIPE",
     "--screen": "name the recipes with --recipes",
     "--keep": "name the recipes with --recipes",
+    "--part": "use more processes (--workers) or a Ray cluster (--engine ray)",
 }
 
 

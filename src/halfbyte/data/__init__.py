@@ -8,6 +8,6 @@ from halfbyte.data.dataset import Dataset, Mixture, open_dataset, open_mixture, 
 from halfbyte.data.embedded import demo_dataset
 from halfbyte.data.loading import Loader, loader, validation_sources
 from halfbyte.data.ngram import ngram_baselines
-from halfbyte.data.preparation import Prepared, prepare, prepare_part
+from halfbyte.data.preparation import Prepared, prepare
 from halfbyte.data.synthesis import synthetic
 from halfbyte.data.tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer

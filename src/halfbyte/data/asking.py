@@ -8,7 +8,6 @@ from typing import Any, TypedDict
 
 from halfbyte.data.files import MOST_SOURCE, InputFile, find_files
 from halfbyte.data.manifest import VERSION
-from halfbyte.data.parts import Parts
 from halfbyte.data.tokenizer import END_OF_TEXT, Tokenizer, bpe_size, byte_tokenizer, load_tokenizer
 from halfbyte.inputs import check_output
 
@@ -25,14 +24,6 @@ class Reading(TypedDict, total=False):
     column: str
 
 
-class Working(Reading, total=False):
-    """Also who reads them: processes here, as many as the input asks for, or an engine's; and who is shown how far."""
-
-    workers: int | None
-    engine: str
-    progress: bool
-
-
 @dataclasses.dataclass(frozen=True)
 class Asked:
     """A request of `prepare`, looked at."""
@@ -42,7 +33,6 @@ class Asked:
     held_out: list[InputFile]
     tokenizer: Tokenizer | None  # None: it is to be trained
     settings: dict[str, Any]
-    parts: Parts
 
     @property
     def size(self) -> int:
@@ -76,8 +66,7 @@ def asked(files: Sequence[str | Path] | str | Path, tokenizer: str | Path, out: 
         "default_source": source,
         **({} if column == "text" else {"column": column}),
     }
-    parts = Parts(place, {**settings, "held_out": len(held_out)}, [*inputs, *held_out])
-    return Asked(place, inputs, held_out, named, settings, parts)
+    return Asked(place, inputs, held_out, named, settings)
 
 
 def _output(out: str | Path) -> Path:

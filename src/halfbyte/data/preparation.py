@@ -8,7 +8,6 @@ happens in a hidden directory beside `out`, renamed at the end: `out` is complet
 import concurrent.futures
 import dataclasses
 import functools
-import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,6 @@ from halfbyte.data.encoding import Encoder, parts_of, summarize, text_key
 from halfbyte.data.files import Chunk, InputFile, chunks, is_blank, sha256_of
 from halfbyte.data.manifest import FILE, SHARD_SUFFIX, TOKENIZER_FILE, Manifest, canonical, read_manifest
 from halfbyte.data.parallel import ChunkRunner, Runner
-from halfbyte.data.parts import SUMMARY, TOKENS
 from halfbyte.data.progress import Meter
 from halfbyte.data.shards import SHARD_BYTES
 from halfbyte.data.sinks import Sinks
@@ -32,7 +30,6 @@ BPE_BYTES = 100_000_000
 MOST_SEQ = 1 << 24
 MOST_WORKERS = 1024
 MOST_NAMED = 4  # files in a message
-NO_RULE = SplitRule()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +64,6 @@ def prepare(
     `bpe_bytes` when there are more) or 'bytes'. Validation is `val_fraction` of the documents, or exactly the files
     named in `validation`. An `out` that holds the same request is left as it is; any other needs `overwrite`.
     Compressed files must carry a checksum, unless `unchecked`. `column` is the field of a record that holds its text.
-    What `prepare_part` has made of the same request is taken, and not made again.
     """
     begun = time.monotonic()
     _check_numbers(seq_len=seq_len, workers=workers, shard_bytes=shard_bytes)
@@ -93,26 +89,6 @@ def prepare(
             return Prepared(out, _made_meanwhile(out, request, progress), False, time.monotonic() - begun)
     blank = tuple(file.name for file in asked.inputs + asked.held_out if is_blank(file))
     return Prepared(out, manifest, True, time.monotonic() - begun, blank)
-
-
-def prepare_part(
-    files: Sequence[str | Path] | str | Path,
-    *,
-    part: tuple[int, int],
-    tokenizer: str | Path,
-    out: str | Path,
-    **how: Unpack[asking.Working],
-) -> bool:
-    """Part (I, N) of a preparation: every N-th file, tokenized into `out`.parts for `prepare` to pack. False: its files
-    are summarized, and those of other parts are not, by which it is decided what is held out; call it again then.
-    """
-    workers = how.get("workers")
-    _check_numbers(workers=workers)
-    asked = asking.asked(files, tokenizer, out, how)
-    if asked.tokenizer is None:
-        raise ValueError(f"--part with --tokenizer {tokenizer}: it is trained on all files; name a tokenizer.json")
-    with ChunkRunner(workers, asked.size // part[1], engine=how.get("engine", "processes")) as run:
-        return _Job(run, asked, how.get("progress", False)).make_part(part, asked.tokenizer)
 
 
 def _made_meanwhile(out: Path, request: dict[str, Any], progress: bool) -> Manifest:
@@ -178,11 +154,11 @@ def _existing(out: Path, request: dict[str, Any], *, overwrite: bool, progress: 
 
 
 class _Job:
-    """The steps of one preparation; `run` maps over chunks in order, `parts` has what others have made."""
+    """The steps of one preparation; `run` maps over chunks in order."""
 
     def __init__(self, run: Runner, asked: asking.Asked, progress: bool):
         self.run, self.progress, self.size = run, progress, asked.size
-        self.inputs, self.held_out, self.parts = asked.inputs, asked.held_out, asked.parts
+        self.inputs, self.held_out = asked.inputs, asked.held_out
         self.default_source, self.fraction = asked.settings["default_source"], asked.settings["val_fraction"]
         self.text_keys: dict[Path, int] = {}
         self.total_text = 0
@@ -199,52 +175,21 @@ class _Job:
     def _summaries(self, files: Sequence[InputFile], meter: Meter) -> Iterator[Mapping[str, Summary]]:
         """Of every chunk of lines, and of every text file as a whole, whose key is remembered."""
         for file in (file for file in files if file.kind == "text"):
-            found = next(self._kept(SUMMARY, file, meter), None) if self.parts.has(SUMMARY, file) else None
-            summary = self._summarize_text(file, meter) if found is None else found
+            summary = self._summarize_text(file, meter)
             own = summary.get(self.default_source)
             self.text_keys[file.path] = 0 if own is None else own.smallest
             yield summary
         summarized = functools.partial(summarize, default_source=self.default_source)
-        yield from self._results(SUMMARY, summarized, [f for f in files if f.kind == "jsonl"], meter)
+        yield from self._results(summarized, [f for f in files if f.kind == "jsonl"], meter)
 
     def _summarize_text(self, file: InputFile, meter: Meter) -> dict[str, Summary]:
         key, size = text_key(chunks(file))
         meter.advance(file.size)
         return {self.default_source: Summary.of(key, size)} if size else {}
 
-    def _results(
-        self, stage: str, function: Callable[[Chunk], Any], files: Sequence[InputFile], meter: Meter,
-        rule: SplitRule = NO_RULE,
-    ) -> Iterator[Any]:  # fmt: skip
-        """The function of every chunk, in order: as a part has kept it, or made here."""
-        for kept, group in itertools.groupby(files, key=lambda file: self.parts.has(stage, file)):
-            if kept:
-                for file in group:
-                    yield from self._kept(stage, file, meter, rule)
-            else:
-                yield from (found for _, found in self.run(function, self._chunks(list(group), meter)))
-
-    def _kept(self, stage: str, file: InputFile, meter: Meter, rule: SplitRule = NO_RULE) -> Iterator[Any]:
-        yield from self.parts.read(stage, file, rule=rule)
-        meter.advance(file.size)
-
-    def make_part(self, part: tuple[int, int], tokenizer: Tokenizer) -> bool:
-        """Keep what is asked of every N-th file: summaries, and, once those of all files are there, tokens."""
-        self.parts.begin()
-        mine = [*self.inputs, *self.held_out][part[0] - 1 :: part[1]]
-        if self.fraction:
-            with Meter("reading", sum(f.size for f in mine), shown=self.progress) as meter:
-                for file in (file for file in mine if not self.parts.has(SUMMARY, file)):
-                    self.parts.write(SUMMARY, file, self._summaries([file], meter), rule=NO_RULE)
-        if self.fraction and not all(self.parts.has(SUMMARY, file) for file in self.inputs):
-            return False
-        encoder = self._encoder(self.parts.folder, tokenizer, self.split_rule(always=False))
-        with Meter("tokenizing", sum(f.size for f in mine), shown=self.progress) as meter:
-            for file in (file for file in mine if not self.parts.has(TOKENS, file)):
-                way = encoder if file in self.inputs else encoder.held_out()
-                found = self.run(way.encode, self._chunks([file], meter))
-                self.parts.write(TOKENS, file, (runs for _, runs in found), rule=way.rule)
-        return True
+    def _results(self, function: Callable[[Chunk], Any], files: Sequence[InputFile], meter: Meter) -> Iterator[Any]:
+        """The function of every chunk, in order."""
+        yield from (found for _, found in self.run(function, self._chunks(files, meter)))
 
     def train_tokenizer(self, rule: SplitRule, size: int, limit: int) -> Tokenizer:
         """A BPE of `size` from the training side of the documents, or of a fixed sample of them."""
@@ -284,7 +229,7 @@ class _Job:
         sinks = Sinks(staging, request["seq_len"], tokenizer.vocab_size, request["shard_bytes"])
         with Meter("tokenizing", self.size, shown=self.progress) as meter:
             for files, way in ((self.inputs, encoder), (self.held_out, encoder.held_out())):
-                for runs in self._results(TOKENS, way.encode, files, meter, way.rule):
+                for runs in self._results(way.encode, files, meter):
                     sinks.take(runs)
         shards, splits = sinks.finish()
         if not any(totals.rows for totals in splits[TRAIN].values()):

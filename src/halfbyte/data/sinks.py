@@ -29,10 +29,7 @@ class Sinks:
     def take(self, runs: Mapping[tuple[str, str], Run]) -> None:
         for place, run in runs.items():
             if run.tokens.max(initial=0) >= self.vocab_size:
-                raise ValueError(
-                    f"a part has token {run.tokens.max()}, outside the tokenizer's vocabulary of {self.vocab_size}; "
-                    "remove the folder of parts"
-                )
+                raise ValueError(f"token {run.tokens.max()} is outside the tokenizer's vocabulary of {self.vocab_size}")
             packer, writer = self._sink(place)
             writer.write(packer.add(run.tokens, run.starts))
             self._documents[place] += int(np.count_nonzero(run.starts))
