@@ -38,6 +38,10 @@ REMOVED = {
     "--branch-steps": "compare recipes from the run's config: halfbyte parity RUN/config.json --candidates RECIPE",
     "--screen": "name the recipes with --recipes",
     "--keep": "name the recipes with --recipes",
+    **{
+        f"--precision.reset-{name}": "the reset of oscillating weights has no replacement"
+        for name in ("at", "every", "over", "ratio")
+    },
     "--part": "use more processes (--workers) or a Ray cluster (--engine ray)",
 }
 

@@ -21,5 +21,5 @@ from halfbyte.models.params import (
     refuse_experts,
 )
 from halfbyte.models.presets import preset, presets
-from halfbyte.models.quantized import FUSED, amaxes_of, group_amaxes, quantize_weights, rounded_weights, with_anchors
+from halfbyte.models.quantized import FUSED, amaxes_of, group_amaxes, quantize_weights, with_anchors
 from halfbyte.models.spec import GEMMS, ParamSpec, flatten, map_specs, nest

@@ -67,24 +67,6 @@ def quantize_weights(
     return {**params, **nest({path: visit(path, w) for path, w in flatten({"layers": params["layers"]}).items()})}
 
 
-def rounded_weights(cfg: LlamaConfig, params: Params, resolved: Resolved, mesh: Mesh | None = None) -> Params:
-    """`params`, or some of its stacked weights, as the numbers that fprop reads: those of their codes, or as they are
-    in layers that do not quantize them. For recipes that round a weight to nearest by itself.
-    """
-    declared = flatten(param_specs(cfg))
-
-    def visit(path: str, weight: jax.Array) -> jax.Array:
-        sharding = None if mesh is None else named_sharding(declared[path].axes[1:], mesh)
-        parts = []
-        for segment in resolved.segments:
-            part, policy = weight[segment.start : segment.stop], segment.recipes[path].fprop_w
-            each = functools.partial(ops.rounded_weight, policy=policy, sharding=sharding)
-            parts.append(jax.vmap(each)(part) if policy.format.quantized else part)
-        return jnp.concatenate(parts)
-
-    return nest({path: visit(path, weight) for path, weight in flatten(params).items()})
-
-
 def share_scales(weights: Params, here: LayerContext, group: str) -> Params:
     """A layer's `weights` of one group, quantized with one tensor scale where its recipes say so (`shared_scales`);
     experts share theirs where they are multiplied."""

@@ -16,4 +16,4 @@ from halfbyte.ops.qdot import qdot, qdots
 from halfbyte.ops.rewrite import apply_recipe
 from halfbyte.ops.shards import Placement
 from halfbyte.ops.sharing import handed_normed, norm_outside
-from halfbyte.ops.weight import QWeight, Remembered, rounded_weight
+from halfbyte.ops.weight import QWeight, Remembered

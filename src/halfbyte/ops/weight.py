@@ -17,13 +17,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from halfbyte.formats import Packed
-from halfbyte.ops.operand import Carrier, EightBit, Operand, dequantized, quantize_operand
-from halfbyte.ops.shards import Cut, Shards, cut_of, gather
-from halfbyte.recipe import OperandPolicy, Recipe
-from halfbyte.sharding import on_parts
+from halfbyte.ops.operand import Carrier, EightBit, Operand
+from halfbyte.ops.shards import Cut, Shards, gather
+from halfbyte.recipe import Recipe
 
 CONTRACTED = {"fprop_w": -2, "dgrad_w": -1}  # the axis of W [inputs, outputs] that each GEMM sums over
 
@@ -85,21 +84,6 @@ def shares_codes(recipe: Recipe) -> bool:
     """Whether fprop and dgrad read one set of codes: square blocks, a tensor-wide scale, or no quantization."""
     same = recipe.fprop_w == recipe.dgrad_w and not recipe.fprop_w.hadamard and not recipe.fprop_w.stochastic
     return same and (recipe.fprop_w.block == "2d" or recipe.fprop_w.format.block is None)
-
-
-def rounded_weight(w: jax.Array, *, policy: OperandPolicy, sharding: NamedSharding | None = None) -> jax.Array:
-    """float32: the numbers that fprop's operand of `w` [inputs, outputs] stands for, of the whole weight also where
-    each device of a mesh has a part.
-    """
-
-    def local(w: jax.Array, cut: Cut = ((), ())) -> jax.Array:
-        return dequantized(quantize_operand(w, policy, axis=CONTRACTED["fprop_w"], key=None, cut=cut))
-
-    if sharding is None or sharding.mesh.size == 1:
-        return local(w)
-    part = functools.partial(local, cut=cut_of(sharding.spec, 2))
-    made: jax.Array = on_parts(part, sharding.mesh, (sharding.spec,), sharding.spec)(w)
-    return made
 
 
 def weight_specs(weight: Any, spec: PartitionSpec, *, lead: int = 0) -> Any:

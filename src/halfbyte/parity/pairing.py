@@ -26,7 +26,6 @@ from .statistics import Interval, over_seeds
 
 ARM_FIELDS = (
     "recipe", "policy", "precision.switch_at", "precision.switch_to", "precision.switch_part", "precision.twin",
-    "precision.reset_at", "precision.reset_every", "precision.reset_over", "precision.reset_ratio",
 )  # fmt: skip
 COMPUTED = (*(name for name in GUARDED if name != "unroll"), "steps")  # another order of sums is no other run
 
@@ -151,7 +150,7 @@ def _pair(run: Run, baselines: Mapping[int, Run], last: int | None) -> Pair:
 
 
 def arm_name(config: Mapping[str, Any]) -> str:
-    """Recipe, policy, and the switch and the reset of weights if there is one."""
+    """Recipe, policy, and the switch if there is one."""
     flat = flatten(config)
     words = [str(flat.get("recipe") or "?")]
     if flat.get("policy") not in (None, "mlp"):
@@ -160,8 +159,6 @@ def arm_name(config: Mapping[str, Any]) -> str:
         part = flat.get("precision.switch_part")
         words.append(f"then {flat.get('precision.switch_to')}{'' if part == 'both' else f' {part}'}")
         words.append(f"from {flat['precision.switch_at']:g}")
-    if flat.get("precision.reset_at"):
-        words.append(f"reset from {flat['precision.reset_at']:g}")
     if flat.get("precision.twin"):
         words.append(f"twin {flat['precision.twin']}")
     return " ".join(words)

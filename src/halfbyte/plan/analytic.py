@@ -16,7 +16,6 @@ from halfbyte.bench.operand_traffic import compulsory_bytes
 from halfbyte.sharding import parse_mesh
 from halfbyte.sharding.mesh import whole_sizes
 from halfbyte.train import TrainConfig, phases
-from halfbyte.train.oscillation import first_step, looked_at
 
 from .cluster import Cluster, crossing, span
 from .linears import LinearGemm
@@ -81,21 +80,12 @@ def memory(config: TrainConfig) -> dict[str, float]:
     second = parameters - by_muon / sizes.shards  # Muon has one moment
     return {
         "weights": 4 * parameters,
-        "optimizer": parameters * wide[str(config.optimizer.mu_dtype)]
-        + second * wide[str(config.optimizer.nu_dtype)]
-        + _remembered(config) / sizes.shards,
+        "optimizer": parameters * wide[str(config.optimizer.mu_dtype)] + second * wide[str(config.optimizer.nu_dtype)],
         "gradients": 4 * parameters * (2 if config.accumulate > 1 else 1),
         "residuals": (kept[config.remat] + (0 if config.remat == "full" else _of_pairs(config))) * model.layers,
         "activations": inside + 4 * stream + _room(config),
         "workspace": 0.0,
     }
-
-
-def _remembered(config: TrainConfig) -> float:
-    """Bytes that a run keeps of weights that may swing (`precision.reset_at`): three float32 each."""
-    if first_step(config) is None:
-        return 0.0
-    return sum(12.0 * spec.size for path, spec in models.declared(config.model).items() if path in looked_at(config))
 
 
 def _parameters(config: TrainConfig, sizes: Sizes) -> float:

@@ -7,7 +7,7 @@ Top-level fields are the flags that every command shares; the rest lives in grou
 import math
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from halfbyte.inputs import check_choices, check_real, check_run_name, check_whole
 from halfbyte.inputs.programs import Pinned
@@ -16,12 +16,19 @@ from halfbyte.optim import OptimizerConfig, check_warmup
 from halfbyte.recipe import Policy, Recipe, pin, policy, read_policy, recipe, spell_policy, spell_recipe
 from halfbyte.sharding import parse_mesh
 
+from .jsonconfig import Removed
+
 TWIN_STRIDE = 1_640_531_527  # odd, so that no small seeds of two twins are the same
 
 
 @dataclass(frozen=True)
 class PrecisionConfig:
     """How the recipe is carried out, and when it changes."""
+
+    REMOVED: ClassVar = {
+        name: Removed(default, "the reset of oscillating weights has no replacement")
+        for name, default in (("reset_at", 0.0), ("reset_every", 200), ("reset_over", 50), ("reset_ratio", 8.0))
+    }
 
     backend: str = "auto"
     """Of the quantized GEMMs: auto, reference, carrier, fused, fp8 or native."""
@@ -35,15 +42,6 @@ class PrecisionConfig:
     """The recipe from then on."""
     switch_part: Literal["forward", "backward", "both"] = "both"
     """Which GEMMs change: forward is fprop, backward is dgrad and wgrad."""
-    reset_at: float = 0.0
-    """From this step (1 or more) or fraction of the run on, set weights that swing between two codes onto one
-    (OsciReset); 0: never."""
-    reset_every: int = 200
-    """Steps of a period of that."""
-    reset_over: int = 50
-    """Steps of a period that are looked at, its first ones."""
-    reset_ratio: float = 8.0
-    """A weight swings whose code has moved this many times as far as itself."""
     twin: int = 0
     """A run that is equal but for rounding: other random bits, and master weights that begin a millionth away; 0: none.
     What two of them differ by is noise."""
@@ -56,10 +54,6 @@ class PrecisionConfig:
         wanted = "0 (never), a fraction or a step"
         check_real("precision.switch_at", self.switch_at, holds=self.switch_at >= 0, wanted=wanted)
         check_whole("precision.twin", self.twin, zero="none")
-        check_real("precision.reset_at", self.reset_at, holds=self.reset_at >= 0, wanted=wanted)
-        check_real("precision.reset_ratio", self.reset_ratio, holds=self.reset_ratio > 1, wanted="a number above 1")
-        check_whole("precision.reset_over", self.reset_over, least=1)
-        check_whole("precision.reset_every", self.reset_every, least=self.reset_over + 2)
 
 
 LARGEST_SCALE, SMALLEST_SCALE = 2.0**24, 2.0**-24

@@ -27,8 +27,6 @@ from .guard import Guard, Return, Trouble
 from .jsonconfig import to_dict
 from .locate import locate
 from .observing import Moment, Observer, due
-from .oscillation import RESET, compile_hook
-from .oscillation import due as hook_due
 from .precision import Phase, phase_at, phases, with_fallback
 from .preflight import GIB
 from .resume import Start
@@ -88,7 +86,6 @@ class Loop:
         for back in self.returns:
             self.phases = with_fallback(self.phases, back.step, back.recipe)
         self.programs: dict[Recipe, tuple[Any, Any]] = {}
-        self.hooks: dict[tuple[Recipe, str], Any] = {}
         self.tested: set[Recipe] = set()
         self.program: Any = None
         self.evaluate: Any = None
@@ -205,28 +202,9 @@ class Loop:
         self.capture.before(self.step, self.state)
         with jax.profiler.StepTraceAnnotation("train", step_num=self.step):
             self.state, values = self.program(self.state, batch)
-        self._after_the_update()
         self.recent.append((self.step, batch))
         self.capture.after(self.step, self.state, self.program.as_text)
         self._emit(self.late.push(self.step, values, input_wait_s=waited))
-
-    def _after_the_update(self) -> None:
-        """Look at weights that swing, or set them, where a step of the run is followed by that."""
-        what = hook_due(self.config, self.step, self.phases)
-        if what is None:
-            return
-        phase = phase_at(self.phases, self.step - 1)
-        if (phase.recipe, what) not in self.hooks:
-            self._drain()
-            self.group.at("compile", self.step)
-            given = self.config, phase.resolved(self.config), self.mesh, what, self.state
-            self.hooks[phase.recipe, what] = compile_hook(*given)
-            self.group.share(f"hook/{len(self.hooks)}", what)  # ranks meet here, as after compiling a step
-            self.group.at("step", self.step)
-            self.late.restart_clock()
-        self.state, share = self.hooks[phase.recipe, what](self.state)
-        if what == RESET:
-            self._note(f"OSCIRESET after step {self.step}: {float(share):.3%} of the weights looked at were set")
 
     def _observe(self, batch: Any) -> None:
         """Show what the next step is given to whoever is due, outside of the step's time."""

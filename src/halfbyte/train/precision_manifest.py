@@ -28,7 +28,6 @@ from halfbyte.recipe import OperandPolicy, Recipe, Resolved
 from halfbyte.sharding import DEFAULT_RULES, default_shape, parse_mesh, whole_sizes
 
 from .config import TrainConfig
-from .oscillation import says
 
 FOUR_BITS = 4
 PLAIN = str(BF16.unit)
@@ -90,8 +89,6 @@ class Manifest:
     share_by_multiplier: dict[str, float]
     norms: str
     """Who computes the norms of a layer: kernels, of which some may be passes that quantize, or xla and why."""
-    hook: str | None
-    """What is done to weights after steps, beside the optimizer."""
 
     def to_json(self) -> dict[str, Any]:
         """As written to manifest.json."""
@@ -138,7 +135,6 @@ def build_manifest(config: TrainConfig, resolved: Resolved, recipe: Recipe, *, s
         share_4bit=four_bit,
         share_by_multiplier=by_multiplier,
         norms=_norms(config, resolved, rows, seq, device),
-        hook=says(config, resolved),
     )
 
 

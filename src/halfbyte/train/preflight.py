@@ -13,7 +13,6 @@ from halfbyte.devices import Device
 from halfbyte.sharding import DEFAULT_RULES, axis_size, default_shape, format_mesh, make_mesh, parse_mesh
 
 from .config import TrainConfig
-from .oscillation import says
 from .precision import phases
 from .precision_manifest import Manifest, build_manifest
 from .state import TrainState, abstract_state
@@ -85,8 +84,6 @@ def check(config: TrainConfig, mesh: Mesh, *, seq: int, device: Device, memory: 
             f"memory may not suffice: about {estimate.total / GIB:.1f} of {memory / GIB:.1f} GiB; "
             "try --remat full, --remat quantized, more --accumulate, or a larger mesh"
         )
-    if said := says(config):
-        remarks.append(said)
     manifests = tuple(
         build_manifest(config, phase.resolved(config), phase.recipe, seq=seq, device=device) for phase in phases(config)
     )

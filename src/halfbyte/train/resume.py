@@ -12,7 +12,7 @@ from halfbyte.checkpoint import CheckpointMismatch, Checkpoints, DamagedCheckpoi
 from halfbyte.inputs.programs import only_named
 from halfbyte.recipe.own import same_program
 
-from . import delayed, oscillation
+from . import delayed
 from .config import COSMETIC, GUARDED, TrainConfig
 from .guard import Return
 from .identity import versions
@@ -120,21 +120,19 @@ def begin(
 
 
 def _as_stored(wanted: TrainState, store: Checkpoints) -> TrainState:
-    """The state that is wanted, with what the newest checkpoint remembers of maxima and of weights that swing, wanted
-    or not."""
+    """`wanted`, with the history of maxima (`delayed`) that the newest checkpoint holds, wanted or not."""
     try:
         leaves = store.record(store.steps()[-1]).leaves["progress"]
     except DamagedCheckpoint:  # restoring says so
         return wanted
     maxima = delayed.as_stored(leaves, wanted.step.sharding)
-    return replace(wanted, delayed=maxima, oscillation=oscillation.as_stored(wanted.params, leaves))
+    return replace(wanted, delayed=maxima)
 
 
 def _start(config: TrainConfig, mesh: Mesh, restored: Restored) -> Start:
     state = TrainState.from_items(restored.items, seed=seed_of(config, mesh))
     maxima = delayed.as_wanted(config, state.delayed, NamedSharding(mesh, PartitionSpec()))
-    moved = oscillation.as_wanted(config, state.params, state.oscillation)
-    state = replace(state, delayed=maxima, oscillation=moved)
+    state = replace(state, delayed=maxima)
     extra = restored.extra
     returns = tuple(_return(back) for back in extra.get("returns", ()))
     _check_position(restored.step, extra.get("data"), sum(back.skipped for back in returns))

@@ -18,7 +18,6 @@ from halfbyte.recipe import site_key, step_key
 
 from .config import TrainConfig
 from .delayed import nothing_seen
-from .oscillation import nothing_moved
 
 NUDGE = 2.0**-20  # of a twin's master weights
 
@@ -29,8 +28,7 @@ class TrainState:
     """step: finished steps. params: float32 master weights. optimizer: counts and moments. scaler: loss scale,
     steps since its last change, steps skipped. seed: of the rounding's random bits, uint32; derived from the config.
     sentinel: the sum of all bits of the weights as the last step wrote them, uint32; derived from the weights.
-    delayed: the maxima that delayed scaling remembers; None under recipes that do not. oscillation: how far weights and
-    their codes have moved (`precision.reset_at`); None in runs without."""
+    delayed: the maxima that delayed scaling remembers; None under recipes that do not."""
 
     step: Any
     params: Any
@@ -39,12 +37,10 @@ class TrainState:
     seed: Any
     sentinel: Any
     delayed: Any = None
-    oscillation: Any = None
 
     def items(self) -> dict[str, Any]:
         """As a checkpoint stores it: the weights apart, so that they can be read alone."""
-        kept = {"delayed": self.delayed, "oscillation": self.oscillation}
-        remembered = {name: value for name, value in kept.items() if value is not None}
+        remembered = {} if self.delayed is None else {"delayed": self.delayed}
         return {
             "params": self.params,
             "optimizer": self.optimizer,
@@ -56,8 +52,7 @@ class TrainState:
         """The state back from a checkpoint's items."""
         progress = items["progress"]
         sentinel, step, scaler = jax.jit(bit_sum)(items["params"]), progress["step"], progress["scaler"]
-        remembered = progress.get("delayed"), progress.get("oscillation")
-        return cls(step, items["params"], items["optimizer"], scaler, seed, sentinel, *remembered)
+        return cls(step, items["params"], items["optimizer"], scaler, seed, sentinel, progress.get("delayed"))
 
     def with_weights(self, params: Any) -> "TrainState":
         """The state with other weights. What memory may have changed in the old ones is still seen."""
@@ -131,8 +126,8 @@ def state_of(config: TrainConfig, params: Any, rounding_seed: jax.Array) -> Trai
         "skipped": jnp.zeros((), jnp.int32),
     }
     optimizer = make_optimizer(config).init(params)
-    begun, remembered = jnp.zeros((), jnp.int32), (nothing_seen(config), nothing_moved(config, params))
-    return TrainState(begun, params, optimizer, scaler, rounding_seed, bit_sum(params), *remembered)
+    begun = jnp.zeros((), jnp.int32)
+    return TrainState(begun, params, optimizer, scaler, rounding_seed, bit_sum(params), nothing_seen(config))
 
 
 SEED = jax.ShapeDtypeStruct((), jnp.uint32)
@@ -167,10 +162,10 @@ def state_shardings(shapes: TrainState, config: TrainConfig, mesh: Mesh) -> Trai
         ends = (path[start:] for start in range(len(path)))  # a moment's path ends as its parameter's
         return next((places[end] for end in ends if end in places), everywhere)
 
-    optimizer, moved = (jax.tree_util.tree_map_with_path(place, t) for t in (shapes.optimizer, shapes.oscillation))
+    optimizer = jax.tree_util.tree_map_with_path(place, shapes.optimizer)
     scaler = dict.fromkeys(shapes.scaler, everywhere)
     delayed = jax.tree.map(lambda _: everywhere, shapes.delayed)
-    return TrainState(everywhere, of_params, optimizer, scaler, everywhere, everywhere, delayed, moved)
+    return TrainState(everywhere, of_params, optimizer, scaler, everywhere, everywhere, delayed)
 
 
 def create_state(config: TrainConfig, mesh: Mesh, params: Any = None) -> TrainState:

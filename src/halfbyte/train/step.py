@@ -161,7 +161,6 @@ def make_train_step(config: TrainConfig, resolved: Resolved, mesh: Mesh) -> Trai
             seed=state.seed,
             sentinel=None if state.sentinel is None else bit_sum(params),
             delayed=keep(advanced(state.delayed, seen), state.delayed),
-            oscillation=state.oscillation,
         )
         metrics = {
             "loss": loss,
