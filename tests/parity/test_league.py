@@ -85,7 +85,7 @@ def test_a_league_as_typed_is_interrupted_resumed_and_shared_by_hosts(tmp_path, 
 SAME = {"nvfp4_1d_weights": "it is nvfp4_no_2d by another name"}
 WIDE = SAME | dict.fromkeys(("quartet2", "tetrajet2"), "layers/attention/k")  # blocks of 128, and k has 64 outputs
 OF_EXPERTS = dict.fromkeys(("nvfp4_row", "nvfp4_remainder", "halfbyte"), "for experts: fprop")
-OF_EXPERTS |= {"fp8_delayed": "for experts: its scales", "averis": "for experts: its mean"}
+OF_EXPERTS |= {"fp8_delayed": "for experts: its scales"}
 
 
 @pytest.mark.slow(fast_cases=["moe-demo-without1"])

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib.metadata
+import json
 
 import pytest
 
@@ -102,3 +103,12 @@ def test_packages_offer_recipes_and_policies_by_entry_points(monkeypatch, mine):
     assert recipe(recipe("theirs").name) == recipe("theirs")
     assert policy("their_layers", "nvfp4") == values["their_layers"]
     assert policy("mlp", "nvfp4").name == "mlp" and len(asked) == 1  # not once for each config that is made
+
+
+def test_what_earlier_versions_had_is_one_sentence():
+    with pytest.raises(ValueError, match="recipe averis was removed; nvfp4_no_rht is the nearest"):
+        recipe("averis")
+    values = json.loads(spell_recipe(dataclasses.replace(recipe("nvfp4"), name="mine")))
+    assert recipe(json.dumps(values | {"mean": False})).name == "mine"
+    with pytest.raises(ValueError, match="recipe mine: mean=true was removed"):
+        recipe(json.dumps(values | {"mean": True}))

@@ -66,8 +66,6 @@ def show_one(chosen: "Recipe") -> Result:
         console().print("weights of q, k and v share one tensor scale, and those of gate and up another")
     if chosen.remainder:
         console().print("fprop multiplies what rounding x has left over as well, in the same format")
-    if chosen.mean:
-        console().print("the mean of x over tokens is taken out before it is quantized, and passes beside the GEMMs")
     if chosen.history:
         console().print(f"x, W and dy are scaled by the largest magnitude of {chosen.history:,} steps before")
     return Result(describe(chosen))
@@ -90,7 +88,7 @@ def describe(chosen: "Recipe") -> dict[str, Any]:
         role: {field.name: plain(getattr(policy, field.name)) for field in fields(policy)}
         for role, policy in chosen.operands().items()
     }
-    whole = {name: getattr(chosen, name) for name in ("shared_scales", "remainder", "history", "mean")}
+    whole = {name: getattr(chosen, name) for name in ("shared_scales", "remainder", "history")}
     return {"name": chosen.name, "description": chosen.description, "operands": operands, **whole}
 
 

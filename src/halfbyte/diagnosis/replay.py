@@ -122,8 +122,6 @@ class Slots(NamedTuple):
 
 def forward(cfg: LlamaConfig, ctx: Context, params: Any, batch: Batch) -> tuple[list[jax.Array], jax.Array]:
     """(the inputs of all layers, stacked by segment; the gradient of the mean loss for the last layer's output)."""
-    if ctx.policy is not None:
-        ctx.policy.refuse_means("a replayed step")
     layer = layer_of(cfg, batch, ctx)
     x = begin(cfg, params, batch["tokens"], ctx)
     x, inputs = through_layers(cfg, params, x, ctx, lambda x, weights, here, _: (layer(x, weights, here), x))

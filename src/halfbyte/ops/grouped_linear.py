@@ -38,8 +38,6 @@ def unserved(recipe: Recipe) -> str | None:
         return "fprop multiplies what rounding x has left over as well"
     if recipe.history:
         return "its scales come from a history of maxima, which is kept for dense linears alone"
-    if recipe.mean:
-        return "its mean is one of all tokens, and an expert sees some"
     for role in ROLES:
         policy: OperandPolicy = getattr(recipe, role)
         if policy.format.scale.outer != "tensor" or policy.source == "forward" or policy.draws_signs:

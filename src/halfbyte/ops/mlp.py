@@ -21,13 +21,12 @@ import jax
 from jax.sharding import PartitionSpec
 
 from halfbyte.kernels.stacks import Layer, array_of
-from halfbyte.ops.activation import SILU, Activation, gated
+from halfbyte.ops.activation import SILU, Activation
 from halfbyte.ops.execution import ALONE, Execution
 from halfbyte.ops.linear import Linear, with_linears
 from halfbyte.ops.operand import Owed, add_rounded, name_saved
 from halfbyte.ops.passes import GatedPasses, Made, Normed, Passes, Read, as_array
 from halfbyte.ops.problem import check_dtype, check_weight
-from halfbyte.ops.qdot import qdots
 from halfbyte.ops.shards import Placement, axes_of, gather, gathered_in
 from halfbyte.ops.sharing import first_wanting, maxima_of_x, once_each, operands_of_x
 from halfbyte.ops.surroundings import own_key
@@ -110,8 +109,6 @@ def mlp_in_stacks(
     if not isinstance(key, tuple):
         own = own_key(key, recipes, (x, *weights))
         key = tuple(None if own is None else site_key(own, site) for site in SITES)
-    if any(made.mean for made in recipes):
-        return _composed(x if normed is None else normed, weights, recipes, key, middle, execution), place
     specs: tuple[Any, Any] = (), ()
     if execution.placements is not None:
         first, _, last = placed = execution.placements
@@ -126,19 +123,6 @@ def mlp_in_stacks(
     given = (x, place)
     y, place = with_linears(products, given, weights, key, recipes=recipes, execution=execution, specs=specs)
     return y.astype(x.dtype), place
-
-
-def _composed(
-    x: jax.Array | Normed, weights: tuple[Weight, Weight, Weight], recipes: tuple[Recipe, ...],
-    keys: tuple[LinearKey | None, ...], middle: Middle, execution: Execution,
-) -> jax.Array:  # fmt: skip
-    """The MLP as three linears around the activation, for those with a path beside their GEMMs."""
-
-    def linears(x: jax.Array | Normed, first: int, last: int) -> tuple[jax.Array, ...]:
-        part = execution.part(first, last)
-        return qdots(x, weights[first:last], recipes=recipes[first:last], keys=keys[first:last], execution=part)
-
-    return linears(gated(middle.activation, *linears(x, 0, 2)), 2, 3)[0]
 
 
 def _check_placements(placements: Sequence[Placement], ndim: int) -> None:

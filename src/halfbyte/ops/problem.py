@@ -106,8 +106,6 @@ class Problem:
         """Why GPU kernels of our own cannot serve it whatever its recipe, or None."""
         if self.device.capability is None:
             return f"its kernels are for NVIDIA GPUs, this is {self.device.name}"
-        if self.recipe.mean:
-            return "its kernels know no mean of tokens beside a GEMM, which the recipe takes out"
         if self.sharded:
             return "its kernels read a whole array on one device, and this program is sharded"
         return None if self.dtype == "bfloat16" else f"its kernels read bfloat16 activations, got {self.dtype}"

@@ -24,7 +24,6 @@ from halfbyte.ops.passes import Normed, as_array
 from halfbyte.ops.problem import check_dtype, check_weight
 from halfbyte.ops.shards import Placement, gather, gathered_in
 from halfbyte.ops.sharing import first_wanting, once_each, operands_of_x
-from halfbyte.ops.side import beside, split
 from halfbyte.ops.surroundings import anywhere, own_key
 from halfbyte.ops.weight import QWeight, Weight
 from halfbyte.recipe import LinearKey, Recipe
@@ -58,40 +57,10 @@ def qdots(
     once more for each further linear, each has its own gradient, for JAX to add up as it does those of separate dots.
     `Normed` only where `norm_outside` is None.
     """
-    array, _ = as_array(x)
-    for w, recipe in zip(weights, recipes, strict=True):
-        _check(array, w, recipe)
     dtype = jnp.dtype(out_dtype or x.dtype)
-    if any(recipe.mean for recipe in recipes):
-        return _beside_means(array, weights, recipes, keys, execution, dtype, copies)
-    return _products(x, weights, recipes, keys, execution, dtype, copies)
-
-
-def _beside_means(
-    x: jax.Array, weights: Sequence[Weight], recipes: Sequence[Recipe], keys: Sequence[LinearKey | None],
-    execution: Execution, dtype: jnp.dtype, copies: Sequence[jax.Array],
-) -> tuple[jax.Array, ...]:  # fmt: skip
-    """The products under recipes with a side path: one mean of x for all linears, or where some have none, or an x of
-    their own, each by itself.
-    """
-    if len(recipes) > 1 and (copies or not all(recipe.mean for recipe in recipes)):
-        xs = (x, *copies) if copies else _forked(x, len(recipes))
-        made: list[jax.Array] = []
-        for at, (each, w, recipe, key) in enumerate(zip(xs, weights, recipes, keys, strict=True)):
-            alone = execution.part(at, at + 1)
-            made += qdots(each, (w,), recipes=(recipe,), keys=(key,), execution=alone, out_dtype=dtype)
-        return tuple(made)
-    outer = execution.placements[0].outer if execution.placements else ()
-    rest, mean = split(outer, x)
-    sums = _products(rest, weights, recipes, keys, execution, jnp.dtype(jnp.float32), ())
-    return tuple(beside(y, mean, w, dtype) for y, w in zip(sums, weights, strict=True))
-
-
-def _products(
-    x: jax.Array | Normed, weights: Sequence[Weight], recipes: Sequence[Recipe], keys: Sequence[LinearKey | None],
-    execution: Execution, dtype: jnp.dtype, copies: Sequence[jax.Array],
-) -> tuple[jax.Array, ...]:  # fmt: skip
     (x, normed), placements = as_array(x), execution.placements or ()
+    for w, recipe in zip(weights, recipes, strict=True):
+        _check(x, w, recipe)
     if any((p.mesh, p.x) != (placements[0].mesh, placements[0].x) for p in placements):
         raise ValueError("placements: linears of one x have one mesh and one x, got " + "; ".join(map(str, placements)))
     specs = tuple(p.x for p in placements[:1]) * (1 + len(copies)), tuple(p.y for p in placements)

@@ -25,11 +25,6 @@ def blend(base: Recipe, other: Recipe, part: str) -> Recipe:
             f"{base.name} with the {part} of {other.name}: a history of maxima (delayed scaling) is that of all three "
             "tensors of a linear; take both parts of one recipe, or fp8"
         )
-    if base.mean != other.mean:
-        raise ValueError(
-            f"{base.name} with the {part} of {other.name}: a mean taken out of x passes beside the forward and the "
-            "backward GEMMs; take both parts of one recipe"
-        )
     taken = base.operands() | {role: getattr(other, role) for role in PARTS[part]}
     for again, forward in AGAIN.items():
         if not taken[forward].format.quantized:

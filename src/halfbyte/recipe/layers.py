@@ -94,15 +94,6 @@ class Resolved:
             return self.outside[path]
         return next(s.recipes[path] for s in self.segments if s.start <= layer < s.stop)
 
-    def refuse_means(self, where: str) -> None:
-        """ValueError beginning with `where`, which knows GEMMs and nothing beside them."""
-        found = {made.name for segment in self.segments for made in segment.recipes.values() if made.mean}
-        if found:
-            raise ValueError(
-                f"{where}: recipe {', '.join(sorted(found))} takes the mean over tokens out of x, and what passes "
-                "beside the GEMMs is not known here; do without, or use nvfp4_no_rht, which has no mean"
-            )
-
     def __str__(self) -> str:
         parts = [f"layers {s.start}..{s.stop - 1}: {_summary(s.recipes)}" for s in self.segments]
         return "; ".join(parts + [f"outside: {_summary(self.outside)}"] * bool(self.outside))

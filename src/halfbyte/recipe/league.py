@@ -8,7 +8,7 @@ from dataclasses import replace
 from halfbyte import formats
 from halfbyte.recipe.blends import BACKWARD, FORWARD
 from halfbyte.recipe.operands import AGAIN, GRADIENTS, ROLES, WEIGHTS, OperandPolicy
-from halfbyte.recipe.presets import bf16, fp8, mxfp4, nvfp4, nvfp4_no_rht, preset
+from halfbyte.recipe.presets import bf16, fp8, mxfp4, nvfp4, preset
 
 NOT_GRADIENTS = tuple(role for role in ROLES if role not in GRADIENTS)
 
@@ -107,15 +107,9 @@ fp8_delayed = preset(
     "fp8 scaled by the largest magnitude of the 1,024 steps before: Transformer Engine's delayed scaling",
     {"history": 1024},
 )
-averis = preset(
-    "averis",
-    nvfp4_no_rht,
-    "nvfp4_no_rht of x without its mean over tokens, which passes beside the GEMMs; derived from Averis' abstract",
-    {"mean": True},
-)
 
 LEAGUE = (
     nvfp4_1d_weights, nvfp4_unbiased, nvfp4_row, nvfp4_4over6_mse, nvfp4_4over6_mae, nvfp4_4over6_sr, ue5m3,
-    nvfp4_fwd_mxfp8_bwd, amd_mxfp4, quartet2, tetrajet2, nvfp4_remainder, halfbyte, fp8_delayed, averis,
+    nvfp4_fwd_mxfp8_bwd, amd_mxfp4, quartet2, tetrajet2, nvfp4_remainder, halfbyte, fp8_delayed,
 )  # fmt: skip
 """All of them."""

@@ -126,7 +126,6 @@ class Recipe:
     r = x - Q(x), the sums added in float32.
     `history`: x, W and dy are scaled by the largest magnitude that so many steps before have seen (delayed scaling);
     the trainer keeps those. 0, and wherever no trainer gives them: by the tensor's own.
-    `mean`: the mean over tokens is taken out of x before x is quantized, and passes beside the GEMMs (`ops/side.py`).
     """
 
     name: str
@@ -140,15 +139,9 @@ class Recipe:
     shared_scales: bool = False
     remainder: bool = False
     history: int = 0
-    mean: bool = False
 
     def __post_init__(self) -> None:
         x = self.fprop_x
-        if self.mean and not x.format.quantized:
-            raise ValueError(
-                f"recipe {self.name!r}: mean=True takes the mean over tokens out of what is quantized of x, but "
-                f"fprop_x is {x}; give fprop_x a format that rounds, or use mean=False"
-            )
         if self.remainder and (not x.format.quantized or x.hadamard or x.stochastic):
             raise ValueError(
                 f"recipe {self.name!r}: remainder=True multiplies what the rounding of x has left over, but fprop_x is "
@@ -182,20 +175,15 @@ class Recipe:
         pairs = [(getattr(self, first), getattr(self, again)) for first, again in SAME_TENSOR]
         plain = all(one == OperandPolicy(one.format, source=one.source) == again for one, again in pairs)
         one_scale = all(one.format.quantized and one.format.block is None for one, _ in pairs)
-        if not plain or not one_scale or self.remainder or self.shared_scales or self.mean:
+        if not plain or not one_scale or self.remainder or self.shared_scales:
             raise ValueError(
                 f"recipe {self.name!r}: history={self.history} is of one scale each for x, W and dy, so all six "
                 "operands need a format with one scale a tensor (FP8), both of a tensor alike, to nearest, without "
-                "hadamard, remainder, mean or shared_scales; use history=0"
+                "hadamard, remainder or shared_scales; use history=0"
             )
 
     def refuse_foreign(self, where: str) -> None:
         """ValueError beginning with `where`, in which no trainer keeps a history and nobody knows all tokens."""
-        if self.mean:
-            raise ValueError(
-                f"{where}: recipe {self.name!r} takes the mean over all tokens out of x, and here nothing says which "
-                "dims are tokens; use hb.qdot, hb.mlp or `halfbyte train`, or nvfp4_no_rht, which does not"
-            )
         if self.history:
             raise ValueError(
                 f"{where}: recipe {self.name!r} scales by what {self.history:,} steps before have seen, which "
@@ -262,6 +250,6 @@ def difference(a: Recipe, b: Recipe) -> list[tuple[str, str, object, object]]:
         for field in dataclasses.fields(OperandPolicy)
         if getattr(left, field.name) != getattr(right, field.name)
     ]
-    of_all = ("weights", "shared_scales"), ("fprop_x", "remainder"), ("all", "history"), ("x", "mean")
+    of_all = ("weights", "shared_scales"), ("fprop_x", "remainder"), ("all", "history")
     values = [(what, field, getattr(a, field), getattr(b, field)) for what, field in of_all]
     return operands + [change for change in values if change[2] != change[3]]

@@ -120,7 +120,7 @@ def _recipe_fields(made: Recipe) -> dict[str, Any]:
     operands = {role: _operand_fields(policy) for role, policy in made.operands().items()}
     about = {"name": made.name, "description": made.description, "shared_scales": made.shared_scales}
     # Configs of runs from before them have no such fields, and their text stays the same.
-    later = {name: getattr(made, name) for name in ("remainder", "history", "mean") if getattr(made, name)}
+    later = {name: getattr(made, name) for name in ("remainder", "history") if getattr(made, name)}
     return about | later | operands
 
 
@@ -140,8 +140,10 @@ def _formats() -> dict[str, BlockFormat]:
 
 def read_recipe(values: dict[str, Any]) -> Recipe:
     """The recipe of `spell_recipe`'s fields."""
+    if values.get("mean"):
+        raise ValueError(f"recipe {values['name']}: mean=true was removed; spell the recipe without it")
     known = _formats()
-    whole = ("description", "shared_scales", "remainder", "history", "mean")
+    whole = ("description", "shared_scales", "remainder", "history")
     fields: dict[str, Any] = {name: values[name] for name in whole if name in values}
     for role in ROLES:
         fields[role] = OperandPolicy(**{**values[role], "format": known[values[role]["format"]]})

@@ -26,6 +26,9 @@ _ALIASES = {
     "te_nvfp4_no_rht": "nvfp4_no_rht",
 }
 
+# A recipe of earlier versions -> what to do instead.
+REMOVED = {"averis": "nvfp4_no_rht is the nearest recipe"}
+
 
 def preset(name: str, base: Recipe, description: str, changes: dict) -> Recipe:
     made = dataclasses.replace(base, name=name, description=description, **changes)
@@ -136,6 +139,8 @@ def recipe(name: str) -> Recipe:
     if found is None and (offered := from_package(name, "recipe")) is not None:
         # Configs and arms hold this name, whatever the package calls the recipe: it may be a preset's.
         return dataclasses.replace(as_recipe(offered, f"the package that offers {name}"), name=name)
+    if name in REMOVED:
+        raise ValueError(f"recipe {name} was removed; {REMOVED[name]}")
     if found is None:
         near = difflib.get_close_matches(name, [*_PRESETS, *_ALIASES], n=3, cutoff=0.4)
         hint = f"did you mean {', '.join(near)}? " if near else ""

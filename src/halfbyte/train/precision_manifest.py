@@ -286,8 +286,6 @@ def _gemm(
 
 def _beside(gemm: ops.Gemm, recipe: Recipe) -> str:
     """What a recipe does with x that its operand's policy does not say."""
-    if recipe.mean and "x" in {role.partition("_")[2] for role in gemm.roles}:
-        return " of x less its mean over tokens, which passes beside in float32"
     return " and of what that leaves over" if recipe.remainder and gemm is ops.gemms.FPROP else ""
 
 

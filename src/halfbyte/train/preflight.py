@@ -68,9 +68,6 @@ def check(config: TrainConfig, mesh: Mesh, *, seq: int, device: Device, memory: 
     models.check_mesh(config.model, mesh, batch=config.batch // config.accumulate, seq=seq)
     if mesh.size > 1 and (config.radar or config.telemetry):
         models.refuse_experts(config.model, "radar and telemetry on a mesh")
-    if config.radar or config.telemetry:
-        for phase in phases(config):
-            phase.resolved(config).refuse_means("radar and telemetry")
     estimate = estimate_memory(config, mesh, seq=seq)
     remarks = []
     if memory is not None and estimate.floor > memory:
