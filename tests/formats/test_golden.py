@@ -16,7 +16,6 @@ from jax import lax
 from halfbyte.formats import E2M1, NVFP4, hadamard16, pack, quantize, tile_scales, untile_scales
 from halfbyte.formats.bits import copy_sign, float32_bits, float_of_bits
 from halfbyte.formats.elements import round_stochastic_e2m1, with_sign
-from halfbyte.formats.noise import philox4x32
 from halfbyte.formats.qtensor import scale_values
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -164,21 +163,3 @@ def test_scale_tiles(golden_count):
     np.testing.assert_array_equal(tiled, layout["swizzled_flat"])
     np.testing.assert_array_equal(jax.jit(untile_scales, static_argnums=(1, 2))(tiled, 256, 8), layout["compact"])
     golden_count("scale_swizzle_256x8", 2)
-
-
-def test_philox(golden_count):
-    """Counter words: offset (low, high), then subsequence (low, high); the seed is the key; one counter a block."""
-    answers = load("philox4x32_10")
-
-    @jax.jit
-    def words(counter, key):
-        return jnp.stack(philox4x32(tuple(counter), (key[0], key[1])), -1)
-
-    blocks = answers["out"].shape[1]
-    for seed, subsequence, offset, out in zip(*(answers[f] for f in ("seed", "subseq", "offset", "out"))):
-        numbers = offset + np.arange(blocks, dtype=np.uint64)
-        wide = [numbers, np.full(blocks, subsequence)]
-        counter = np.stack([half for n in wide for half in (n & np.uint64(0xFFFF_FFFF), n >> np.uint64(32))])
-        key = np.array([seed & np.uint64(0xFFFF_FFFF), seed >> np.uint64(32)])
-        np.testing.assert_array_equal(words(counter.astype(np.uint32), key.astype(np.uint32)), out)
-        golden_count("philox4x32_10", 1)

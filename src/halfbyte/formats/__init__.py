@@ -34,7 +34,7 @@ from .catalogue import (
 from .divided import ByDivision, DividedFirst, Eden, OuterFirst
 from .elements import E1M2, E2M1, E4M3, E5M2, UE5M3, Element
 from .hadamard import hadamard16, transform_runs
-from .noise import Generator, Key, MixedKey, key_words, mixed_words, random_bytes
+from .noise import Key, MixedKey, key_words, mixed_words, random_bytes
 from .qtensor import Packed, QTensor, pack, unpack
 from .quantize import BY_CHANCE, ROUNDINGS, OnGrid, all_finite, amax_of, outer_amax, quantize, store, to_grid, unrounded
 from .scales import ScaleRule, TensorScales, TwoLevel

@@ -4,21 +4,18 @@ A tensor is seen as [tokens, features]: all leading dims flattened into tokens. 
 32-bit word number (t // 4) * features + n, so one word serves four tokens of a column, and a kernel that holds 16
 tokens in registers draws four words, not sixteen. Numbers have 64 bits; the upper half is 0 in all but the largest
 tensors. Words are a function of (key, number) alone, so a part of a tensor makes its own bytes (`offset`,
-`global_shape`). Three generators make them:
+`global_shape`).
 
-- `COUNTER_HASH` (default): two multiply-xorshift rounds with one half of the key added before each. Key and counter
-  meet in the first round and again in the second, so that the streams of two keys are not permutations of each other.
-  About ten integer instructions a word. That is little after the second half comes in: halves that differ in a few
-  bits give correlated streams. So the key is mixed first, once a tensor (`key_words`).
-- `THREEFRY`: `jax.random.bits`, ten times slower on a CPU, for whoever distrusts the first.
-- `PHILOX`: Philox-4x32-10, the generator of cuRAND and of Transformer Engine's kernels.
+A word is a counter hash: two multiply-xorshift rounds with one half of the key added before each. Key and counter meet
+in the first round and again in the second, so the streams of two keys are not permutations of each other. It takes
+about ten integer instructions per word. That is little after the second half comes in: halves that differ in a few bits
+give correlated streams. So the key is mixed first, once per tensor (`key_words`).
 
 The rounding needs no cryptography: it needs uniform bytes without correlation between neighbours, steps, layers and
-operands, and the tests measure that for each generator.
+operands, and tests/recipe/test_random_bits.py measures that.
 """
 
 import dataclasses
-import enum
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -28,13 +25,6 @@ import jax.numpy as jnp
 from jax import lax
 
 Offset = int | jax.Array
-
-
-class Generator(enum.Enum):
-    COUNTER_HASH = "counter-hash"
-    THREEFRY = "threefry"
-    PHILOX = "philox"
-
 
 ROUNDS = (0x243F_6A88, 0x85A3_08D3, 0x1319_8A2E, 0x0370_7344)  # the first digits of pi
 
@@ -73,12 +63,6 @@ def key_words(key: Key) -> tuple[jax.Array, jax.Array]:
     return k0, k1
 
 
-def _unmixed(key: Key) -> jax.Array:
-    if isinstance(key, MixedKey):
-        raise TypeError("a mixed key is one of the counter hash alone; other generators take a key as it is")
-    return key
-
-
 def _data_words(key: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The first and the last word of the key's data: all there is of a threefry key."""
     data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
@@ -100,18 +84,6 @@ def multiply_high_low(a: int, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     low, cross = a0 * b0, a1 * b0
     middle = (low >> 16) + (cross & jnp.uint32(0xFFFF)) + a0 * b1
     return a1 * b1 + (cross >> 16) + (middle >> 16), jnp.uint32(a) * b
-
-
-def philox4x32(counter: tuple[jax.Array, ...], key: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-    """Four uint32 words for each 128-bit counter (Salmon et al., 2011)."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
-        high0, low0 = multiply_high_low(0xD251_1F53, c0)
-        high1, low1 = multiply_high_low(0xCD9E_8D57, c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = k0 + jnp.uint32(0x9E37_79B9), k1 + jnp.uint32(0xBB67_AE85)
-    return c0, c1, c2, c3
 
 
 def wide_key(high: jax.Array, k0: jax.Array, k1: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -161,47 +133,41 @@ def _numbers(rows: jax.Array, offset: Offset, whole: tuple[int, ...]) -> _Number
     return _Numbers(low + column, high + (low + column < low).astype(jnp.uint32))
 
 
-def _words(key: Key, numbers: _Numbers, generator: Generator) -> jax.Array:
+def _words(key: Key, numbers: _Numbers) -> jax.Array:
     low, high = numbers
-    if generator is Generator.PHILOX:
-        zero = jnp.zeros_like(low)
-        return philox4x32((low, zero if high is None else high, zero, zero), _data_words(_unmixed(key)))[0]
     words = key_words(key)
     return hash_words(low, *(words if high is None else wide_key(high, *words)))
 
 
 def random_bytes(
-    key: Key, shape: tuple[int, ...], *, generator: Generator = Generator.COUNTER_HASH,
+    key: Key, shape: tuple[int, ...], *,
     offset: Sequence[Offset] | None = None, global_shape: tuple[int, ...] | None = None, aligned: bool = False,
 ) -> jax.Array:  # fmt: skip
     """uint8 [..., tokens, features] uniform bytes for `shape`; a vector is one token. Equal on every mesh.
 
     With `global_shape` and `offset` they are those of a window: what slicing the bytes of a tensor of that shape at
-    `offset` would give, made without the rest of it (except under THREEFRY). An offset may be traced: inside shard_map
-    it is `lax.axis_index(...)` times the shard's size; `aligned` promises a multiple of four tokens, as blocks are.
+    `offset` would give, made without the rest of it. An offset may be traced: inside shard_map it is
+    `lax.axis_index(...)` times the shard's size; `aligned` promises a multiple of four tokens, as blocks are.
     Without them every device and every entry of a vmap that has the same key draws the same bytes (`shared_bits`).
     """
     offset, whole = _checked_window(shape, offset, global_shape)
     if len(shape) < 2:
-        made = random_bytes(key, (1, *shape), generator=generator, offset=(0, *offset), global_shape=(1, *whole))
+        made = random_bytes(key, (1, *shape), offset=(0, *offset), global_shape=(1, *whole))
         return made.reshape(shape)  # [1, features] -> [features]
-    if generator is Generator.THREEFRY:
-        return _slice(_threefry_bytes(_unmixed(key), whole), offset, shape)
     if whole[-2] % 4 == 0:
-        return _bytes_by_four(key, shape, offset, whole, generator, aligned)
+        return _bytes_by_four(key, shape, offset, whole, aligned)
     if shape == whole:  # words straddle the leading dims: flatten them, [..., tokens, features] -> [rows, features]
         rows = math.prod(shape[:-1])
         padded = (-(-rows // 4) * 4, shape[-1])
-        return _bytes_by_four(key, padded, (0, 0), padded, generator, True)[:rows].reshape(shape)
+        return _bytes_by_four(key, padded, (0, 0), padded, True)[:rows].reshape(shape)
     tokens = _rows(shape, offset, whole)
-    words = _words(key, _numbers(tokens >> 2, offset[-1], whole), generator)
+    words = _words(key, _numbers(tokens >> 2, offset[-1], whole))
     return (words >> ((tokens & jnp.uint32(3)) * jnp.uint32(8))).astype(jnp.uint8)
 
 
 def _bytes_by_four(
-    key: Key, shape: tuple[int, ...], offset: Sequence[Offset], whole: tuple[int, ...], generator: Generator,
-    aligned: bool,
-) -> jax.Array:  # fmt: skip
+    key: Key, shape: tuple[int, ...], offset: Sequence[Offset], whole: tuple[int, ...], aligned: bool
+) -> jax.Array:
     """Bytes of a window of `whole` [..., tokens, features], with tokens a multiple of four: a word for each four."""
     *lead, tokens, features = shape
     first = offset[-2]
@@ -210,18 +176,9 @@ def _bytes_by_four(
     count = tokens // 4 if aligned else (tokens + 6) // 4
     grouped, start = (*lead, count, features), (*offset[:-2], first // 4, offset[-1])
     whole = (*whole[:-2], whole[-2] // 4, whole[-1])
-    words = _words(key, _numbers(_rows(grouped, start, whole), start[-1], whole), generator)
+    words = _words(key, _numbers(_rows(grouped, start, whole), start[-1], whole))
     made = _spread(words)
     return made if aligned else _slice(made, (*[0] * len(lead), first % 4, 0), shape)
-
-
-def _threefry_bytes(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The bytes of a whole tensor from JAX's own generator."""
-    *lead, tokens, features = shape
-    if tokens % 4:  # [..., tokens, features] -> [rows, features]
-        rows = math.prod(shape[:-1])
-        return _spread(jax.random.bits(key, (-(-rows // 4), features), jnp.uint32))[:rows].reshape(shape)
-    return _spread(jax.random.bits(key, (*lead, tokens // 4, features), jnp.uint32))
 
 
 def _spread(words: jax.Array) -> jax.Array:

@@ -28,7 +28,7 @@ from .elements import (
     round_stochastic_e2m1,
     with_sign,
 )
-from .noise import Generator, random_bytes
+from .noise import random_bytes
 from .qtensor import QTensor, carried
 from .scales import Blocks, BlockScales
 from .shared_bits import warn_if_shared
@@ -126,7 +126,7 @@ def _rounded(element: Element, scaled: jax.Array, rounding: str, noise: jax.Arra
 
 def quantize(
     x: jax.Array, fmt: BlockFormat, *, block: str = "1d", rounding: str = "rne", key: jax.Array | None = None,
-    axis: int = -1, generator: Generator = Generator.COUNTER_HASH, amax: jax.Array | None = None,
+    axis: int = -1, amax: jax.Array | None = None,
 ) -> QTensor:  # fmt: skip
     """`x` in `fmt`, blocks along the last axis ("1d") or in square tiles of the last two ("2d").
 
@@ -138,7 +138,7 @@ def quantize(
     check_arguments(x, fmt, rounding=rounding, key=key)
     noise = None
     if key is not None and (rounding in BY_CHANCE or fmt.scale.stochastic):
-        noise = random_bytes(warn_if_shared(key, x), x.shape, generator=generator)
+        noise = random_bytes(warn_if_shared(key, x), x.shape)
     grid = to_grid(x, fmt, block=block, axis=axis, noise=noise, amax=amax, rounding=rounding)
     return store(grid, fmt, block=block, axis=axis)
 
