@@ -1,9 +1,6 @@
-"""What `gpu_kernels.py` times of RMSNorm: the kernels beside XLA's passes, and the norm in the passes that quantize
-beside the separate ones.
-"""
+"""What `gpu_kernels.py` times of RMSNorm: the kernels beside XLA's passes."""
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from kernel_timing import Case, random_array
 
-from halfbyte import kernels as K
-from halfbyte.kernels import Columnwise, Rowwise, norm, normed
+from halfbyte.kernels import norm
 from halfbyte.nn.norm import rms_norm
 from halfbyte.ops.operand import add_rounded
 
@@ -43,42 +39,6 @@ def only_backward(x: jax.Array, inverse: jax.Array, scale: jax.Array, carry: jax
     return dx, jnp.sum(parts, axis=0)
 
 
-def _sides(tops: Sequence[jax.Array]) -> dict[str, Any]:
-    """What a forward pass asks for: the row carrier, and packed columns for the backward pass."""
-    row, column = K.tensor_scales(*tops)
-    return {"rows": Rowwise(row), "columns": Columnwise(column, packed=True)}
-
-
-def quantized_after(x: jax.Array, scale: jax.Array) -> Any:
-    h, inverse = norm.forward(x, scale, eps=EPS)
-    return inverse, *K.quantize(h, **_sides(K.maxima(h)))
-
-
-def quantized_in_one(x: jax.Array, scale: jax.Array) -> Any:
-    inverse, *tops = normed.statistics(x, scale, eps=EPS)
-    return inverse, *normed.quantize(x, inverse, scale, **_sides(tops))
-
-
-def only_quantized(x: jax.Array, scale: jax.Array, inverse: jax.Array, *tops: jax.Array) -> Any:
-    return normed.quantize(x, inverse, scale, **_sides(tops))
-
-
-def quantize_cases(shape: tuple[int, int]) -> list[Case]:
-    """Of h: `norm + quantize` as separate passes and as one, and each of the two passes of the latter. The compulsory
-    bytes of the whole are two reads of x, since maxima come before scales, and the operands.
-    """
-    elements, written = float(np.prod(shape)), 2.5625
-    given = [(random_array(shape, i), random_array(shape[1:], 9, jnp.float32)) for i in range(4)]
-    known = [(*pair, *normed.statistics(*pair, eps=EPS)) for pair in given]
-    work = (4 + written) * elements
-    made = [Case("norm, then quantize", shape, "kernels", quantized_after, given, work)]
-    made.append(Case("norm + quantize", shape, "kernels", quantized_in_one, given, work))
-    found = functools.partial(normed.statistics, eps=EPS)
-    made.append(Case("norm + maxima", shape, "kernel", found, given, 2 * elements))
-    made.append(Case("norm + operands", shape, "kernel", only_quantized, known, (2 + written) * elements))
-    return made
-
-
 def cases(shapes: list[tuple[int, int]]) -> list[Case]:
     made = []
     for shape in shapes:
@@ -98,5 +58,4 @@ def cases(shapes: list[tuple[int, int]]) -> list[Case]:
             made.append(Case(f"backward of {readers}", shape, "kernel", only_backward, alone, work))
             made.append(Case(f"both of {readers}", shape, "kernel", by_kernel, sets, work))
             made.append(Case(f"both of {readers} xla", shape, "xla", by_xla, sets, work))
-        made += quantize_cases(shape)
     return made

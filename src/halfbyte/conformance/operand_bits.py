@@ -10,14 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from halfbyte import ops
-from halfbyte.kernels import norm
 from halfbyte.kernels.stacks import Layer
-from halfbyte.nn.norm import Fork, forked_norm_in_passes
 from halfbyte.ops.activation import SILU, Activation
 from halfbyte.ops.linear import quantize_part, weight_operand
 from halfbyte.ops.mlp import fused_passes
 from halfbyte.ops.operand import EightBit, Operand
-from halfbyte.ops.passes import XLA, GatedPasses, Normed, Passes, Request, request
+from halfbyte.ops.passes import XLA, GatedPasses, Passes, Request, request
 from halfbyte.ops.weight import CONTRACTED
 from halfbyte.recipe import Recipe
 
@@ -40,7 +38,6 @@ def operands_agree(chosen: Recipe, *, tokens: int = 256, features: int = 512) ->
     counts = {
         (passes, for_weight): differing(chosen, passes, for_weight, x, dy, w, right)
         + differing_in_stacks(chosen, passes, x, dy)
-        + differing_when_normed(chosen, passes, tokens=tokens)
         for passes, for_weight in set(makers.values())
     }
     return {name: counts[made] == 0 for name, made in makers.items()}
@@ -91,26 +88,6 @@ def differing_in_stacks(chosen: Recipe, passes: Passes, x: jax.Array, dy: jax.Ar
     wrong = sum(int(jnp.sum(s != others.at[at].set(a))) for s, a in zip(stacks, (x, dy), strict=True))
     found = made(*(Layer(stack, at) for stack in stacks), x)
     return wrong + sum(distance(a, b) for a, b in zip(found, made(x, dy, x), strict=True))
-
-
-def differing_when_normed(chosen: Recipe, passes: Passes, *, tokens: int, width: int = 1024) -> int:
-    """How many numbers of the operands of a norm's result that `passes` norm themselves differ from the definition's of
-    the result that the norm's own kernel writes; 0 for passes that do not norm.
-    """
-    if passes.unnormed([chosen]) is not None:
-        return 0
-    x = jax.random.normal(jax.random.key(4), (tokens, width), jnp.bfloat16)
-    scale, (requests, _) = jnp.linspace(0.5, 2, width), (each for _, each in _requests(chosen, x, x))
-
-    @jax.jit
-    def inside(x: jax.Array) -> list[Operand]:
-        _, (h,), _ = forked_norm_in_passes(Fork(EPS), x[None], scale)
-        assert isinstance(h, Normed)
-        return passes.operands(x, requests, h)
-
-    h, _ = jax.jit(functools.partial(norm.forward, eps=EPS))(x, scale)
-    right = [jax.jit(functools.partial(XLA.quantize, requests=[each]))(h)[0] for each in requests]
-    return sum(distance(a, b) for a, b in zip(inside(x), right, strict=True))
 
 
 def check_stacks(

@@ -62,14 +62,6 @@ def _site(here: LayerContext, group: str, name: str) -> ops.Site:
     return ops.Site(recipe, here.backend(recipe), here.placement(group, name))
 
 
-def norm_outside(x: jax.Array, weights: Params, here: LayerContext, group: str, names: Sequence[str]) -> str | None:
-    """Why the linears `names` of `group` are handed x normed, or None if their passes norm it themselves."""
-    if here.watch is not None or here.ctx.remat != "none":
-        return "what is normed is read, or kept"
-    given, recipes = [weights[name] for name in names], [here.recipe(group, name) for name in names]
-    return ops.norm_outside(x, given, recipes=recipes, execution=here.execution(x, group, names, weights))
-
-
 def linears(
     x: jax.Array, weights: Params, here: LayerContext, group: str, names: Sequence[str],
     copies: Sequence[jax.Array] = (),

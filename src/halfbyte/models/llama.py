@@ -21,7 +21,7 @@ from halfbyte.models.config import SHARED_SITES, LlamaConfig
 from halfbyte.models.context import BETWEEN, PLAIN, Context, LayerContext, in_loop, inside
 from halfbyte.models.embedding import embed_tokens, head_weight
 from halfbyte.models.experts import experts_mlp
-from halfbyte.models.linear import MLP_SITES, gated_mlp, linears, norm_outside
+from halfbyte.models.linear import MLP_SITES, gated_mlp, linears
 from halfbyte.models.params import Params
 from halfbyte.models.quantized import share_scales
 from halfbyte.models.remat import flattened, streamed
@@ -29,7 +29,7 @@ from halfbyte.models.walk import through_layers
 from halfbyte.nn.attention import attention
 from halfbyte.nn.loss import Spread, cross_entropy
 from halfbyte.nn.loss import token_nll as chunked_nll
-from halfbyte.nn.norm import Fork, by_xla, forked_norm, forked_norm_in_passes, rms_norm
+from halfbyte.nn.norm import Fork, by_xla, forked_norm, rms_norm
 from halfbyte.nn.rope import apply_rope, rope_frequencies, rope_tables
 from halfbyte.nn.routing import Load
 from halfbyte.ops.activation import ACTIVATIONS
@@ -152,9 +152,7 @@ def block(
 def forked(
     cfg: LlamaConfig, x: jax.Array, weights: Params, here: LayerContext, sites: tuple[str, Sequence[str]]
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    """(x as it goes on, x normed: once, or once for each of its readers, the linears `sites`; the first as `Normed` if
-    they norm x in the passes that quantize it).
-    """
+    """(x as it goes on, x normed: once, or once for each of its readers, the linears `sites`)."""
     ctx, (group, names), weight = here.ctx, sites, weights["norm"]
     many = 1 if here.watch or group == "mlp" else len(names)  # a watch sees one; an MLP is one op
     place = None if here.stacks is None else here.stacks.of_norm(group)
@@ -162,12 +160,8 @@ def forked(
     if by_xla(x.shape, x.dtype, looped=looped, mesh=ctx.mesh, rules=ctx.rules):
         return x, (ctx.constrain(rms_norm(x, weight, cfg.norm_eps), *BETWEEN),)
     fork = Fork(cfg.norm_eps, many, ctx.mesh, ctx.rules)
-    h: tuple[Any, ...]
-    if all(name in weights for name in names) and norm_outside(x, weights, here, group, names) is None:
-        x, h, stack = forked_norm_in_passes(fork, x, weight, place)
-    else:
-        x, h, stack = forked_norm(fork, x, weight, place)
-        h = tuple(ctx.constrain(each, *BETWEEN) for each in h)
+    x, made, stack = forked_norm(fork, x, weight, place)
+    h = tuple(ctx.constrain(each, *BETWEEN) for each in made)
     if here.stacks is not None and stack is not None:
         here.stacks.norms[group] = stack
     return x, h

@@ -10,8 +10,7 @@ made again by two products, the same to the last bit:
 `forked_norm` is how a block calls it: the norm between a stream and those who read it normed. Kernels of our own
 (`kernels/norm.py`) read and write each row once, with what comes back from every reader and along the stream in the
 same pass; XLA takes two passes forward and two to four backward. Kernels sum squares in an order of their own, the same
-on every GPU. Where the passes that quantize h for its readers norm x themselves (`kernels/normed.py`), h is never
-written: they are handed what it is made of, an `ops.Normed`.
+on every GPU.
 """
 
 from __future__ import annotations
@@ -31,10 +30,8 @@ from jax.typing import DTypeLike
 
 from halfbyte.devices import Device
 from halfbyte.kernels import norm as kernels
-from halfbyte.kernels import normed
 from halfbyte.kernels.stacks import Layer, array_of
 from halfbyte.ops.operand import SCALES, pinned
-from halfbyte.ops.passes import Normed
 from halfbyte.ops.problem import target
 from halfbyte.ops.surroundings import several_devices
 from halfbyte.sharding import DEFAULT_RULES, Rules, axis_size, on_parts
@@ -193,32 +190,3 @@ def _matrix(x: Any) -> Any:
 
 
 forked_norm.defvjp(_forked_fwd, _forked_bwd)
-
-
-def forked_norm_in_passes(
-    fork: Fork, x: jax.Array, scale: jax.Array, place: Layer | None = None
-) -> tuple[jax.Array, tuple[jax.Array | Normed, ...], jax.Array | None]:
-    """`forked_norm` on one device, for readers whose passes norm x themselves: the first h is `Normed`, the others are
-    there for their gradients. To whoever reads one as an array all the same it has the same bits, by XLA.
-    """
-    x, h, stack, inverse, maxima = _forked_in_passes(fork, x, scale, place)
-    made_of = jax.tree.map(lax.stop_gradient, (x, inverse, scale.astype(jnp.float32), maxima))
-    return x, (Normed(h[0], *made_of), *h[1:]), stack
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _forked_in_passes(fork, x, scale, place):
-    """`forked_norm`, r and the maxima of h."""
-    return _in_passes_fwd(fork, x, scale, place)[0]
-
-
-def _in_passes_fwd(fork, x, scale, place):
-    inverse, *maxima = normed.statistics(_matrix(x), scale.astype(jnp.float32), eps=fork.eps)
-    inverse = checkpoint_name(inverse.reshape(x.shape[:-1]), SCALES)
-    h = _scaled(x, inverse[..., None], scale)
-    kept, stack = _keep(x, place)
-    out = lax.optimization_barrier(x), (h,) * fork.readers, stack, inverse, tuple(maxima)
-    return out, (kept, scale, inverse)
-
-
-_forked_in_passes.defvjp(_in_passes_fwd, lambda fork, residuals, gradients: _forked_bwd(fork, residuals, gradients[:3]))

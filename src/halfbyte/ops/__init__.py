@@ -10,10 +10,8 @@ from halfbyte.ops.gemms import GEMMS, Gemm
 from halfbyte.ops.grouped import grouped_qdot
 from halfbyte.ops.linear import quantize_weight
 from halfbyte.ops.mlp import Middle, mlp, mlp_in_stacks
-from halfbyte.ops.passes import Normed
 from halfbyte.ops.problem import Problem, compile_for, target
 from halfbyte.ops.qdot import qdot, qdots
 from halfbyte.ops.rewrite import apply_recipe
 from halfbyte.ops.shards import Placement
-from halfbyte.ops.sharing import handed_normed, norm_outside
 from halfbyte.ops.weight import QWeight, Remembered

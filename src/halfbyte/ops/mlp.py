@@ -25,7 +25,7 @@ from halfbyte.ops.activation import SILU, Activation
 from halfbyte.ops.execution import ALONE, Execution
 from halfbyte.ops.linear import Linear, with_linears
 from halfbyte.ops.operand import Owed, add_rounded, name_saved
-from halfbyte.ops.passes import GatedPasses, Made, Normed, Passes, Read, as_array
+from halfbyte.ops.passes import GatedPasses, Made, Passes, Read
 from halfbyte.ops.problem import check_dtype, check_weight
 from halfbyte.ops.shards import Placement, axes_of, gather, gathered_in
 from halfbyte.ops.sharing import first_wanting, maxima_of_x, once_each, operands_of_x
@@ -94,16 +94,15 @@ def mlp(
 
 
 def mlp_in_stacks(
-    x: jax.Array | Normed, weights: tuple[Weight, Weight, Weight], place: Place | None, *, recipe: Recipes,
+    x: jax.Array, weights: tuple[Weight, Weight, Weight], place: Place | None, *, recipe: Recipes,
     key: jax.Array | tuple[LinearKey | None, ...] | None = None, middle: Middle = SWIGLU, execution: Execution = ALONE,
 ) -> tuple[jax.Array, Place | None]:  # fmt: skip
     """(`mlp` with the weights of gate, up and down, `place` with g and u written there); `key`: one for all, or a tuple
     of one each. The backward pass reads g and u at the cotangent of `place`: those of its stacks
     [layers, *x.shape[:-1], hidden] must be the stacks, as `stacks.hand_back` gives them. On a mesh both lie as gate's
     result, which must be cut over all axes. Where no kernel would read them there, or without a place, it stays as it
-    came, and they are kept as usual. `Normed` as for `qdots`.
+    came, and they are kept as usual.
     """
-    x, normed = as_array(x)
     recipes = _recipes(recipe)
     _check(x, weights, recipes)
     if not isinstance(key, tuple):
@@ -117,7 +116,7 @@ def mlp_in_stacks(
         specs = (first.x, at), (last.y, at)
 
     def products(tokens: jax.Array, linears: tuple[Linear, ...], place: Place | None) -> tuple[jax.Array, Place | None]:
-        y, place = _mlp(middle, tokens, linears, place, normed)
+        y, place = _mlp(middle, tokens, linears, place)
         return y if y.ndim == x.ndim else y.reshape(x.shape), place  # [tokens..., embed] -> [..., embed]
 
     given = (x, place)
@@ -219,23 +218,23 @@ def _taken(beside: tuple[Any, ...], stacks: tuple[jax.Array, jax.Array], lead: t
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(middle: Middle, x: jax.Array, linears: tuple[Linear, ...], place: Place | None, normed: Normed | None):
+def _mlp(middle: Middle, x: jax.Array, linears: tuple[Linear, ...], place: Place | None):
     """y = h Wd with h = a(g) u, g = x Wg, u = x Wu."""
     (gate, up, down), owing = linears, _owing(middle, linears)
     inside = gathered_in(x, gate.plan.shards)
-    (x_gate,), (x_up,) = operands_of_x(inside, (gate, up), ("fprop_x",), normed=normed)
+    (x_gate,), (x_up,) = operands_of_x(inside, (gate, up), ("fprop_x",))
     g, u = gate.fprop(x_gate, x.dtype, owing=owing), up.fprop(x_up, x.dtype, owing=owing)
     h, place = _operand_of_h(middle, g, u, linears, place)
     return down.fprop(h, x.dtype), place
 
 
-def _mlp_fwd(middle, x, linears, place, normed):
+def _mlp_fwd(middle, x, linears, place):
     (gate, up, down), owing = linears, _owing(middle, linears)
     kept = tuple(site.kept(fprop_again=middle.mode == "input") for site in linears)
     inside, again = gathered_in(x, gate.plan.shards), middle.mode == "input"
     maxima = maxima_of_x(inside, (gate, up), BOTH) if again else []
     (x_gate, *gate_column), (x_up, *up_column) = operands_of_x(
-        inside, (gate, up), BOTH[:1] if again else BOTH, kept=("wgrad_x",), normed=normed, maxima=maxima
+        inside, (gate, up), BOTH[:1] if again else BOTH, kept=("wgrad_x",), maxima=maxima
     )
     g, u = gate.fprop(x_gate, x.dtype, owing=owing), up.fprop(x_up, x.dtype, owing=owing)
     h, place = _operand_of_h(middle, g, u, linears, place)
@@ -275,7 +274,7 @@ def _mlp_bwd(middle, residuals, gradients):
     dw = tuple(site.wgrad(*pair) for site, pair in zip(linears, pairs, strict=True))
     dx = add_rounded(gate.dgrad(dg_row, dy.dtype, beside=dw), up.dgrad(du_row, dy.dtype, beside=dw))
     gradients = (site.gradient(each, *pair) for site, each, pair in zip(linears, dw, pairs, strict=True))
-    return dx, tuple(gradients), place, None  # how x is made is no way for its gradient
+    return dx, tuple(gradients), place
 
 
 _mlp.defvjp(_mlp_fwd, _mlp_bwd)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from halfbyte.formats import Key, Packed
 from halfbyte.kernels.stacks import Layer, array_of
@@ -66,34 +65,6 @@ class Request:
         if self.forward is not None and other.forward is not None:
             alike = alike and self.forward.same(other.forward)
         return alike and self.key is other.key and self.signs is other.signs and self.amax is other.amax
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Normed:
-    """h = norm(x) for passes that compute it where they read it: x, the norm's r of each row and its weight, and the
-    maxima of h and of its transform along tokens (`kernels.normed`). `array` is h, which has the gradient, and which no
-    program computes unless somebody reads it.
-    """
-
-    array: jax.Array
-    x: jax.Array
-    inverse: jax.Array
-    scale: jax.Array
-    maxima: tuple[jax.Array, jax.Array]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.array.shape
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        return self.array.dtype
-
-
-def as_array(x: jax.Array | Normed) -> tuple[jax.Array, Normed | None]:
-    """(x as an array, how it is made where that is known)."""
-    return (x.array, x) if isinstance(x, Normed) else (x, None)
 
 
 def request(recipe: Recipe, role: str, key: LinearKey | None, *, kept: bool = False, cut: Cut = ()) -> Request:
@@ -159,20 +130,8 @@ class Passes:
         made = [quantize_as(x, r) for r in requests]
         return [keep(operand) if r.kept else operand for operand, r in zip(made, requests, strict=True)]
 
-    def unnormed(self, recipes: Sequence[Recipe]) -> str | None:
-        """Why linears of these recipes are handed their x normed, or None if these passes norm it themselves."""
-        return f"the {self.name} passes read what is normed"
-
-    def quantize_normed(self, h: Normed, requests: Sequence[Request], shape: tuple[int, ...]) -> list[Made]:
-        """What is requested of h as an array of `shape` [tokens..., features]; only where `unnormed` is None."""
-        raise AssertionError(f"the {self.name} passes do not norm")
-
-    def operands(
-        self, x: jax.Array, requests: Sequence[Request], normed: Normed | None = None, maxima: Maxima = None
-    ) -> list[Made]:
-        """`quantize`, what rounding leaves over included; x is not read if it is given as `normed`."""
-        if normed is not None:
-            return self.quantize_normed(normed, requests, x.shape)
+    def operands(self, x: jax.Array, requests: Sequence[Request], maxima: Maxima = None) -> list[Made]:
+        """`quantize`, what rounding leaves over included."""
         made = self.quantize(x, requests) if maxima is None else self.quantize_by(x, requests, maxima)
         return [
             InTwo(first, *self.quantize(left_over(x, first), [r])) if r.in_two else first

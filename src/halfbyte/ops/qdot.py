@@ -20,7 +20,6 @@ from jax.sharding import NamedSharding
 from halfbyte.ops.execution import ALONE, Execution
 from halfbyte.ops.linear import Linear, with_linears
 from halfbyte.ops.operand import add_rounded
-from halfbyte.ops.passes import Normed, as_array
 from halfbyte.ops.problem import check_dtype, check_weight
 from halfbyte.ops.shards import Placement, gather, gathered_in
 from halfbyte.ops.sharing import first_wanting, once_each, operands_of_x
@@ -50,15 +49,14 @@ def qdot(
 
 
 def qdots(
-    x: jax.Array | Normed, weights: Sequence[Weight], *, recipes: Sequence[Recipe], keys: Sequence[LinearKey | None],
+    x: jax.Array, weights: Sequence[Weight], *, recipes: Sequence[Recipe], keys: Sequence[LinearKey | None],
     execution: Execution = ALONE, out_dtype: jnp.dtype | None = None, copies: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """`qdot` of one x with each of `weights`. The gradient of x is rounded after each of its sums. With `copies`, x
     once more for each further linear, each has its own gradient, for JAX to add up as it does those of separate dots.
-    `Normed` only where `norm_outside` is None.
     """
     dtype = jnp.dtype(out_dtype or x.dtype)
-    (x, normed), placements = as_array(x), execution.placements or ()
+    placements = execution.placements or ()
     for w, recipe in zip(weights, recipes, strict=True):
         _check(x, w, recipe)
     if any((p.mesh, p.x) != (placements[0].mesh, placements[0].x) for p in placements):
@@ -67,7 +65,7 @@ def qdots(
 
     def products(tokens: jax.Array, linears: tuple[Linear, ...], *others: jax.Array) -> tuple[jax.Array, ...]:
         each = (tokens, *(t.reshape(tokens.shape) for t in others)) if others else _forked(tokens, len(linears))
-        results = _qdots(dtype, each, linears, normed)
+        results = _qdots(dtype, each, linears)
         # [tokens..., outputs] -> [..., outputs]
         return tuple(y if y.ndim == x.ndim else y.reshape(*x.shape[:-1], y.shape[-1]) for y in results)
 
@@ -99,18 +97,16 @@ _forked.defvjp(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _qdots(
-    dtype: jnp.dtype, xs: tuple[jax.Array, ...], linears: tuple[Linear, ...], normed: Normed | None
-) -> tuple[jax.Array, ...]:
+def _qdots(dtype: jnp.dtype, xs: tuple[jax.Array, ...], linears: tuple[Linear, ...]) -> tuple[jax.Array, ...]:
     """y = Q(x) Q(W) of each; `xs` are all the same x."""
-    operands = operands_of_x(gathered_in(xs[0], linears[0].plan.shards), linears, ("fprop_x",), normed=normed)
+    operands = operands_of_x(gathered_in(xs[0], linears[0].plan.shards), linears, ("fprop_x",))
     return tuple(linear.fprop(row, dtype) for linear, (row,) in zip(linears, operands, strict=True))
 
 
-def _qdots_fwd(dtype, xs, linears, normed):
+def _qdots_fwd(dtype, xs, linears):
     kept = tuple(linear.kept() for linear in linears)
     inside = gathered_in(xs[0], linears[0].plan.shards)
-    operands = operands_of_x(inside, linears, ("fprop_x", "wgrad_x"), kept=("wgrad_x",), normed=normed)
+    operands = operands_of_x(inside, linears, ("fprop_x", "wgrad_x"), kept=("wgrad_x",))
     results = tuple(linear.fprop(row, dtype) for linear, (row, _) in zip(linears, operands, strict=True))
     columns = once_each(linears, "wgrad_x", [column for _, column in operands])
     return results, (columns, kept)
@@ -130,7 +126,7 @@ def _qdots_bwd(dtype, residuals, gradients):
         dw.append(linear.wgrad(*pairs[-1]))
     dx = [linear.dgrad(row, dtype_of_x, beside=dw) for linear, (row, _) in zip(linears, operands, strict=True)]
     gradients = (linear.gradient(each, *pair) for linear, each, pair in zip(linears, dw, pairs, strict=True))
-    return tuple(dx), tuple(gradients), None  # how x is made is no way for its gradient
+    return tuple(dx), tuple(gradients)
 
 
 _qdots.defvjp(_qdots_fwd, _qdots_bwd)

@@ -32,7 +32,6 @@ from .config import TrainConfig
 FOUR_BITS = 4
 PLAIN = str(BF16.unit)
 XLA = "xla"
-NORMED = {"attention": ("q", "k", "v"), "mlp": ("gate", "up")}  # the linears that read a norm of a layer
 BY_XLA = ("carrier", "reference")  # backends whose GEMMs are XLA's
 TILES = "tiles"  # of experts: tiles of rows, each multiplied with its expert's matrix
 
@@ -145,28 +144,7 @@ def _norms(config: TrainConfig, resolved: Resolved, rows: int, seq: int, device:
     reason = by_xla(shape, config.precision.compute_dtype, looped=looped, device=device)
     if reason is not None:
         return f"{XLA}: {reason}"
-    inside = _norms_in_passes(config, resolved, rows, seq, device)
-    return f"kernels; in the passes that quantize: {'; '.join(inside)}" if inside else "kernels"
-
-
-def _norms_in_passes(config: TrainConfig, resolved: Resolved, rows: int, seq: int, device: Device) -> list[str]:
-    """Before which linears of which layers the passes that quantize norm, as a block decides it."""
-    sites = {site.path: site for site in models.gemm_sites(config.model, rows, seq)}
-    mesh = whole_sizes(parse_mesh(config.mesh) or default_shape(jax.devices()))
-    if config.remat != "none" or math.prod(mesh.values()) > 1:
-        return []
-    found = []
-    for group, names in NORMED.items():
-        paths = [f"layers/{group}/{name}" for name in names]
-        for segment in resolved.segments if all(path in sites for path in paths) else ():
-            recipes = [segment.recipes[path] for path in paths]
-            problems = [_problem(sites[path], r, config, device) for path, r in zip(paths, recipes, strict=True)]
-            choices = (
-                [ops.choose(config.precision.backend, p) for p in problems] if all(r.quantized for r in recipes) else []
-            )
-            if choices and ops.handed_normed(choices, recipes) is None:
-                found.append(f"{group}, layers {segment.start} to {segment.stop - 1}")
-    return found
+    return "kernels"
 
 
 def _cuts(config: TrainConfig) -> Callable[..., int]:

@@ -2,10 +2,8 @@
 
 import pytest
 import test_norm_kernels
-import test_normed
 
 
 @pytest.mark.cuda_compiler
-@pytest.mark.parametrize("module", [test_norm_kernels, test_normed], ids=lambda module: module.__name__)
-def test_norm_kernels_compile_for_gb300(module):
-    module.check_program("gb300")
+def test_norm_kernels_compile_for_gb300():
+    test_norm_kernels.check_program("gb300")

@@ -11,7 +11,6 @@ from kernel_programs import compiled, compiled_choosing, compiled_codes, compile
 
 from halfbyte import devices, ops
 from halfbyte import kernels as K
-from halfbyte.nn.norm import Fork, forked_norm_in_passes
 from halfbyte.recipe import recipe
 
 pytestmark = [pytest.mark.cuda_compiler, pytest.mark.slow]
@@ -68,30 +67,6 @@ def test_an_input_of_three_linears_is_quantized_once():
 def one_linear(x, w, dy, seed):
     y, pull = jax.vjp(lambda x, w: ops.qdot(x, w, recipe=recipe("nvfp4"), key=jax.random.key(seed)), x, w)
     return y, pull(dy)
-
-
-def normed_mlp(x, scale, gate, up, down, dy, seed):
-    def program(x, scale, *weights):
-        x, (h,), _ = forked_norm_in_passes(Fork(1e-5), x, scale)
-        y, _ = ops.mlp_in_stacks(h, weights, None, recipe="nvfp4", key=jax.random.key(seed))
-        return x + y
-
-    y, pull = jax.vjp(program, x, scale, gate, up, down)
-    return y, pull(dy)
-
-
-def test_what_passes_norm_themselves_is_never_written():
-    like = shapes(topology_of("h200"))
-    weights = [like(*shape, dtype=jnp.float32) for shape in ((1024,), (1024, 512), (1024, 512), (512, 1024))]
-    x = like(256, 1024)
-    with ops.compile_for(devices.device("h200")):
-        text = compiled(normed_mlp, "h200", x, *weights, x, like(dtype=jnp.uint32))
-    names = Counter(re.findall(r'gpu.triton".*?, name = "(\w+)"', text))
-    assert names["norm_quantize_rows_columns_hadamard_packed"] == 1 and names["maxima"] == 1  # of dy
-    by_hand = Counter(re.findall(r'custom-call\(.*op_name="[^"]*?/(rms_norm\w*)/mpmd_map', text))
-    assert by_hand == {"rms_norm_maxima": 1, "rms_norm_backward": 1}
-    written = re.findall(r" = bf16\[256,1024\]\S* fusion\(.*", text)
-    assert len(written) == 2, written  # x + y, and the sum of gate's and up's dx
 
 
 def test_a_width_that_no_tile_divides_is_served_by_kernels():

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import test_eden as eden
 import test_mxfp8 as mx
-import test_normed as fused_norm
 from instruments import activation
 from kernel_programs import RULES, again, quartet2
 
@@ -395,15 +394,3 @@ def test_norm_of_a_layer_of_a_stack(layers, tokens, width):
 
     for got, want in zip(run(Layer(stack, jnp.int32(layers - 1))), run(x), strict=True):
         assert got.dtype == want.dtype and bool(jnp.array_equal(got, want)), (got.shape, got.dtype)
-
-
-@pytest.mark.parametrize("packed, rule", [(True, "plain"), (False, "plain"), (True, "squared")])
-@pytest.mark.parametrize("shape", [(4096, 2048), (2048, 4096), (1024, 8192)], ids=str)
-def test_norm_in_the_passes_that_quantize(shape, packed, rule):
-    """Oracle: the separate kernels."""
-    x, scale = fused_norm.data(shape)
-    how = {"keys": fused_norm.KEYS, "packed": packed, "rule": rule}
-    got, want = (
-        jax.jit(lambda x, s, fn=fn: fn(x, s, **how))(x, scale) for fn in (fused_norm.in_one, fused_norm.separate)
-    )
-    fused_norm.same(got, want)

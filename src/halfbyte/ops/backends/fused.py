@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from halfbyte import kernels
 from halfbyte.formats import Packed
 from halfbyte.formats.hadamard import fresh_signs
-from halfbyte.kernels import Columnwise, Rowwise, Window, eden, normed, top_of
+from halfbyte.kernels import Columnwise, Rowwise, Window, eden, top_of
 from halfbyte.kernels.layout import BLOCK
 from halfbyte.kernels.matmul import unsupported as gemm_unsupported
 from halfbyte.kernels.scale import AMAX, DECODE, GEMM, SIZE
@@ -45,7 +45,7 @@ from halfbyte.ops.operand import (
     key_pair,
     name_saved,
 )
-from halfbyte.ops.passes import ROWS, GatedPasses, KeptWeight, Made, Maxima, Normed, QuantizedWeight, Read, Request
+from halfbyte.ops.passes import ROWS, GatedPasses, KeptWeight, Made, Maxima, QuantizedWeight, Read, Request
 from halfbyte.ops.problem import Problem
 from halfbyte.ops.shards import axes_of, offsets, whole_maxima, whole_shape
 from halfbyte.recipe import OperandPolicy, Recipe
@@ -114,9 +114,6 @@ class FusedPasses(GatedPasses):
         transforms = {gate.wgrad_dy.hadamard, up.wgrad_dy.hadamard, down.wgrad_x.hadamard}
         return None if len(transforms) == 1 else "its kernels transform the columns of dg, du and h alike"
 
-    def unnormed(self, recipes: Sequence[Recipe]) -> str | None:
-        return "what rounding leaves over is read off it" if any(r.remainder for r in recipes) else apart(recipes)
-
     def maxima(self, x: jax.Array, requests: Sequence[Request]) -> Maxima:
         """Of what is not transformed in runs."""
         beside = [r for r in requests if not in_runs(r.policy)]
@@ -146,11 +143,6 @@ class FusedPasses(GatedPasses):
             return self._operands(_runs(flat, wanted, scale, forward, x.shape), [wanted], [scale], x.shape)[0]
 
         return [run(r) if in_runs(r.policy) else next(made) for r in requests]
-
-    def quantize_normed(self, h: Normed, requests: Sequence[Request], shape: tuple[int, ...]) -> list[Made]:
-        flat = h.x.reshape(-1, h.x.shape[-1])  # [tokens..., features] -> [tokens, features]
-        run = functools.partial(normed.quantize, flat, h.inverse.reshape(-1), h.scale)
-        return self._made(run, _of_all(h.maxima, requests), requests, shape)
 
     def _made(self, run, tops: Sequence[jax.Array], requests: Sequence[Request], shape: tuple) -> list[Made]:
         """Of the tensor itself, and of forward operands that are made of it first, once each."""

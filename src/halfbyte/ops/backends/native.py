@@ -242,9 +242,6 @@ class NativePasses(PackedWeights, FusedPasses):
         """Needs what our own call needs, and what the kernels need."""
         return uncalled(problem) or self.foreign(problem.recipe) or super().unsupported(problem)
 
-    def unnormed(self, recipes: Sequence[Recipe]) -> str | None:
-        return "the passes that norm write carriers"
-
     def _rowwise(self, row: Request, scale: jax.Array, shape: tuple[int, ...]) -> Rowwise:
         return dataclasses.replace(super()._rowwise(row, scale, shape), codes=ScaleOrder.TILED)
 
