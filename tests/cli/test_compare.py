@@ -1,14 +1,19 @@
 """`halfbyte compare` as typed, on run directories with known numbers."""
 
 import json
+from collections import Counter
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
-from halfbyte.cli.compare import short_names, speed_up
+from halfbyte.cli.compare import draw_curves, short_names, speed_up
 from halfbyte.cli.main import main
 from halfbyte.evaluation.curves import Curve
 from halfbyte.train.identity import Identity, save_identity
+
+SVG = "{http://www.w3.org/2000/svg}"
+COLOURS = ("#0072b2", "#c04a00")  # the first two of report/page.css
 
 
 def make_run(folder, *, recipe, gap, time=1.0, steps=100, model=None, seed=0, batch=8):
@@ -39,7 +44,7 @@ def runs(tmp_path):
 
 @pytest.mark.slow
 def test_numbers(runs, tmp_path, capfd):
-    assert main(["compare", *map(str, runs), "--png", str(tmp_path / "out" / "a.png"), "--json"]) == 0
+    assert main(["compare", *map(str, runs), "--out", str(tmp_path / "out" / "a.svg"), "--json"]) == 0
     found = json.loads(capfd.readouterr().out)
     base, other = found["runs"]
     assert base["gap"] is None and other["gap"]["value"] == pytest.approx(0.05, abs=0.02)
@@ -49,7 +54,13 @@ def test_numbers(runs, tmp_path, capfd):
     assert other["validation_loss"] == pytest.approx(3.05)
     assert found["config"] == {"model.layers": [4, 6], "recipe": ["bf16", "nvfp4"]}
     assert [round(cell["value"], 2) for cell in found["evaluations"]["arc acc"]] == [0.5, 0.55]
-    assert (tmp_path / "out" / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert found["picture"] == str(tmp_path / "out" / "a.svg")
+    picture = ElementTree.fromstring((tmp_path / "out" / "a.svg").read_text())
+    # Loss and speed, as logged and smoothed; of the second run also its difference, and the mean at its end.
+    assert Counter(line.get("stroke") for line in picture.iter(f"{SVG}polyline")) == {COLOURS[0]: 4, COLOURS[1]: 7}
+    assert [dot.get("fill") for dot in picture.iter(f"{SVG}circle")] == list(COLOURS)
+    texts = [text.text for text in picture.iter(f"{SVG}text")]
+    assert f"other: {other['gap']['value']:+.4f} over the last 20 steps" in texts and "base" in texts
 
 
 @pytest.mark.slow
@@ -61,12 +72,60 @@ def test_another_device_is_no_speed_up(runs, capfd):
 
 @pytest.mark.slow
 def test_what_people_read(runs, tmp_path, capfd):
-    assert main(["compare", *map(str, runs), "--png", "", "--last", "10"]) == 0
+    assert main(["compare", *map(str, runs), "--out", "", "--last", "10"]) == 0
     out = capfd.readouterr().out
     for text in ("end of training", "speed, medians", "2.00x", "loss minus base", "model.layers", "arc acc", "25.0%"):
         assert text in out
     assert "± is within one run, not over seeds" in out
-    assert not list(tmp_path.glob("**/*.png"))
+    assert not list(tmp_path.glob("**/*.svg"))
+
+
+def test_picture_places_points_by_its_axes():
+    """Oracle: the tick labels of the axes, read from the SVG, map the ends of the lines back to their values."""
+    rows = [
+        {"step": s, "tokens": 100.0 * s, "loss": 4.0 - s / 60, "tokens_per_s_per_device": 7.0} for s in range(1, 61)
+    ]
+    base = Curve("base", tuple(rows))
+    other = Curve("other", tuple({**row, "loss": row["loss"] + 0.25} for row in rows))
+    picture = ElementTree.fromstring(draw_curves([base, other], {"other": base}, 1, None))
+    loss, apart, _ = picture.iter(f"{SVG}g")
+    for panel, first, last in ((loss, 4.25 - 1 / 60, 3.25), (apart, 0.25, 0.25)):
+        strong = [p for p in panel.iter(f"{SVG}polyline") if p.get("stroke") == COLOURS[1] and p.get("opacity") == "1"]
+        points = [tuple(map(float, point.split(","))) for point in strong[0].get("points").split()]
+        x, y = axis_of(panel, "x"), axis_of(panel, "y")
+        assert [x(points[0][0]), x(points[-1][0])] == pytest.approx([100, 6000], abs=20)
+        assert [y(points[0][1]), y(points[-1][1])] == pytest.approx([first, last], abs=0.01)
+
+
+def test_picture_of_a_diverged_and_of_a_short_run():
+    rows = [{"step": s, "tokens": 100.0 * s, "loss": 3.0} for s in range(1, 61)]
+    base = Curve("base", tuple(rows))
+    broken = Curve("<b>", tuple({**row, "loss": np.nan if row["step"] > 50 else 3.1} for row in rows))
+    short = Curve("short", tuple(rows[:1]))
+    drawn = draw_curves([base, broken, short], {c.name: base for c in (broken, short)}, 5, None)
+    picture = ElementTree.fromstring(drawn)  # escaped: `<b>` is no element
+    assert "nan" not in drawn and "var(" not in drawn
+    assert [len(list(panel.iter(f"{SVG}polyline"))) for panel in picture.iter(f"{SVG}g")] == [4, 4]  # no speed is known
+
+
+def test_picture_replaces_a_link_and_is_svg_only(runs, tmp_path, capfd):
+    (tmp_path / "kept").write_text("kept")
+    (tmp_path / "a.svg").symlink_to("kept")
+    assert main(["compare", *map(str, runs), "--out", str(tmp_path / "a.svg")]) == 0
+    assert (tmp_path / "kept").read_text() == "kept" and not (tmp_path / "a.svg").is_symlink()
+    capfd.readouterr()
+    assert main(["compare", *map(str, runs), "--out", str(tmp_path / "b.png")]) == 2
+    said = " ".join(capfd.readouterr().err.split())
+    assert "compare writes SVG only" in said and f"use --out {tmp_path / 'b.svg'}" in said
+    assert not (tmp_path / "b.png").exists()
+
+
+def axis_of(panel, axis):
+    """Pixels to values, a line through the tick labels of one axis of a chart."""
+    anchor, shift = {"x": ("middle", 0), "y": ("end", 4)}[axis]  # labels of the y axis stand 4 below their lines
+    ticks = [t for t in panel.iter(f"{SVG}text") if t.get("text-anchor") == anchor and t.text != "tokens"]
+    values = [float(t.text.rstrip("k")) * (1000 if t.text.endswith("k") else 1) for t in ticks]
+    return np.poly1d(np.polyfit([float(t.get(axis)) - shift for t in ticks], values, 1))
 
 
 GAPS = {0: 0.05, 1: 0.06, 2: 0.04}
@@ -80,7 +139,7 @@ def seeds(tmp_path):
 
 
 def compared(capfd, *folders):
-    assert main(["compare", *map(str, folders), "--png", "", "--json"]) == 0
+    assert main(["compare", *map(str, folders), "--out", "", "--json"]) == 0
     return json.loads(capfd.readouterr().out)
 
 
@@ -100,7 +159,7 @@ def test_runs_are_paired_by_seed_and_the_interval_is_over_seeds(seeds, capfd):
 @pytest.mark.slow
 def test_two_seeds_have_no_interval_over_seeds(seeds, capfd):
     base, other = seeds
-    assert main(["compare", *map(str, (*base[:2], *other[:2])), "--png", ""]) == 0
+    assert main(["compare", *map(str, (*base[:2], *other[:2])), "--out", ""]) == 0
     assert "2 seeds: no interval over fewer than 3" in capfd.readouterr().out
 
 
@@ -128,7 +187,7 @@ def test_runs_that_were_made_from_other_things_have_no_gap(tmp_path, capfd, fiel
         own = {name: folder.name if name == field else "same" for name in ("data", "code", "tokenizer")}
         save_identity(folder, Identity(folder.name, own["data"], made_with={"code": own["code"]}))
         (folder / "tokenizer.json").write_text(own["tokenizer"])
-    assert main(["compare", str(base), str(other), "--png", "", "--json"]) == 2
+    assert main(["compare", str(base), str(other), "--out", "", "--json"]) == 2
     found = json.loads(capfd.readouterr().out)
     assert found["runs"][1]["gap"] is None and found["runs"][1]["speedup"] is None and found["arms"][0]["gap"] is None
     assert f"made from something else than base: {field}: " in found["runs"][1]["refusal"]
@@ -140,7 +199,7 @@ def test_a_baseline_of_another_seed_on_other_data_is_refused_by_the_field(tmp_pa
             for name in ("bf16", "nvfp4") for seed in (0, 1)]  # fmt: skip
     for folder in arms:
         save_identity(folder, Identity(folder.name, f"set {folder.name[-1]}"))
-    assert main(["compare", *map(str, arms), "--png", "", "--json"]) == 2
+    assert main(["compare", *map(str, arms), "--out", "", "--json"]) == 2
     found = {run["name"]: run for run in json.loads(capfd.readouterr().out)["runs"]}
     assert found["nvfp40"]["gap"] and not found["nvfp41"]["gap"]
     for name in ("bf161", "nvfp41"):
@@ -177,13 +236,13 @@ def test_a_diverged_run_is_said_to_be_one(runs, capfd):
     for row in rows[60:]:
         row["loss"] = "nan"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main(["compare", *map(str, runs), "--png", ""]) == 0
+    assert main(["compare", *map(str, runs), "--out", ""]) == 0
     assert "other: 40 steps have a loss that is not finite" in capfd.readouterr().out
 
 
 @pytest.mark.slow
 def test_a_run_that_was_trained(tiny_run, tmp_path, capfd):
-    assert main(["compare", str(tiny_run), str(tiny_run), "--png", str(tmp_path / "a.png"), "--json"]) == 0
+    assert main(["compare", str(tiny_run), str(tiny_run), "--out", str(tmp_path / "a.svg"), "--json"]) == 0
     found = json.loads(capfd.readouterr().out)
     assert found["runs"][1]["gap"]["value"] == 0.0 and found["config"] == {}
 
@@ -211,5 +270,5 @@ def test_evaluations_that_are_none_are_passed_over(runs, capfd):
         with open(run / "evaluations.jsonl", "a") as file:
             for row in ({"step": 1}, {"task": "arc", "metrics": []}, {"task": "arc", "metrics": {"acc": {}, "f1": 1}}):
                 file.write(json.dumps(row) + "\n")
-    assert main(["compare", *map(str, runs), "--png", "", "--json"]) == 0
+    assert main(["compare", *map(str, runs), "--out", "", "--json"]) == 0
     assert list(json.loads(capfd.readouterr().out)["evaluations"]) == ["arc acc"]

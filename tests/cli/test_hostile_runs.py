@@ -31,7 +31,7 @@ COMMANDS = {
     "export": ("export", "RUN", "--out", "OUT"),
     "nvfp4 export": ("export", "RUN", "--out", "OUT", "--format", "modelopt"),
     "inspect": ("inspect", "RUN", "--batches", "1"),
-    "compare": ("compare", "RUN", "RUN", "--png", ""),
+    "compare": ("compare", "RUN", "RUN", "--out", ""),
     "train": ("train", "--run-dir", "RUN"),
     "begin": ("train", "--init-from", "RUN", "--data", "synthetic", "--run-dir", "OUT"),
     "config": ("train", "--config", "RUN/config.json", "--run-dir", "OUT"),

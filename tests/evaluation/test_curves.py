@@ -1,4 +1,4 @@
-"""Oracles: closed forms and simulated noise of known correlation; the picture is a picture."""
+"""Oracles: closed forms and simulated noise of known correlation."""
 
 import json
 import math
@@ -122,13 +122,3 @@ def test_a_plot_of_nothing_and_of_one_point():
     assert "nothing to draw" in pictures.text_plot([nothing], title="loss").plain
     one = pictures.Line("y", np.array([5.0]), np.array([2.0]))
     assert "── y" in pictures.text_plot([one, nothing], title="loss").plain
-
-
-def test_the_png(tmp_path):
-    noise = np.random.default_rng(0).normal(0, 0.1, 60)
-    base = curve("base", 3 + noise, validation_loss=[None] * 59 + [3.1])
-    broken = curve("broken", np.where(np.arange(60) > 50, np.nan, 3.1 + noise))
-    short = curve("short", [3.0])
-    pictures.draw_png([base, broken, short], {c.name: base for c in (broken, short)}, tmp_path / "a.png", width=5)
-    data = (tmp_path / "a.png").read_bytes()
-    assert data.startswith(b"\x89PNG") and len(data) > 20_000

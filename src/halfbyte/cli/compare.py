@@ -6,7 +6,7 @@ The first run's arm (its recipe and policy) is the baseline. Each other run is c
 same seed, at equal numbers of tokens: a gap is the mean difference over the last steps (--last). The interval of an arm
 is over its seeds, three or more; the error beside a single run is of that run alone and says nothing about another
 seed. Runs that differ in more than precision are shown, and not averaged; runs whose data, tokenizer, code or recipe
-files differ from the baseline's have no gap at all, and the exit code is 2. Prints tables and a plot; writes a PNG."""
+files differ from the baseline's have no gap at all, and the exit code is 2. Prints tables and a plot; writes an SVG."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,14 +19,18 @@ import tyro
 from halfbyte.cli.eval import EVALUATIONS, cell
 from halfbyte.cli.result import BAD_INPUT, DONE, Result
 from halfbyte.cli.screen import console, say, table
-from halfbyte.inputs import check_output, check_whole
+from halfbyte.inputs import check_output, check_whole, replace_file
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from halfbyte.evaluation.curves import Curve
     from halfbyte.parity.pairing import Arm, Pair, Run
+    from halfbyte.report import Series
 
 
 MOST_TIMES = 4096  # step times that a spread is drawn from, evenly over a longer run
+MAX_POINTS = 1000  # of a drawn line, evenly over a longer run
 
 
 @dataclass(frozen=True)
@@ -37,20 +41,21 @@ class Args:
     """Logged steps that count as the end of a run; 0: a tenth of those in common, at least 20."""
     smooth: int = 0
     """Steps to average the drawn curves over; 0: a fiftieth of the longest run, at least 5."""
-    png: str = "compare.png"
-    """Where to write the picture; empty: nowhere."""
+    out: str = "compare.svg"
+    """Where to write the picture, an SVG; empty: nowhere."""
 
 
 def run(args: Args) -> Result:
-    from halfbyte.evaluation import curves, pictures
+    from halfbyte.evaluation import curves
     from halfbyte.parity.pairing import Run, facts_of, pair_up
 
     if len(args.runs) < 2:
         raise ValueError(f"compare takes two or more runs, got {len(args.runs)}; the first is the baseline")
     check_whole("--last", args.last)
     check_whole("--smooth", args.smooth)
-    if args.png:
-        check_output(args.png, flag="--png")
+    out = check_output(args.out, flag="--out") if args.out else None
+    if out and out.suffix.lower() != ".svg":
+        raise ValueError(f"--out {args.out}: compare writes SVG only; use --out {out.with_suffix('.svg')}")
     folders = [Path(name) for name in args.runs]
     loaded = [curves.read_curve(folder, name) for folder, name in zip(folders, short_names(folders), strict=True)]
     width = args.smooth or curves.default_width(max(len(curve.rows) for curve in loaded))
@@ -74,12 +79,12 @@ def run(args: Args) -> Result:
     print_plots(screen, loaded, width, baselines)
     print_fields(screen, "evaluations", data["evaluations"], loaded)
     print_fields(screen, "config: fields that differ", data["config"], loaded)
-    if args.png:
-        Path(args.png).parent.mkdir(parents=True, exist_ok=True)
-        pictures.draw_png(loaded, baselines, Path(args.png), width=width, last=args.last or None)
-        say(f"picture: {args.png}")
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(out, draw_curves(loaded, baselines, width, args.last or None))
+        say(f"picture: {out}")
     foreign = any(pair.foreign for pair in pairs.values())
-    return Result({**data, "png": args.png or None}, BAD_INPUT if foreign else DONE)
+    return Result({**data, "picture": str(out) if out else None}, BAD_INPUT if foreign else DONE)
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
@@ -331,3 +336,52 @@ def _shown(value: Any) -> str:
     if isinstance(value, Mapping) and value["value"] is not None:
         return cell(value["value"], value["error"])
     return "-" if value is None else str(value)
+
+
+# The picture
+
+
+def draw_curves(loaded: "Sequence[Curve]", baselines: "Mapping[str, Curve]", width: int, last: int | None) -> str:
+    """Returns an SVG of the loss, its difference from the baseline of the same seed, and the speed, over tokens.
+
+    Faint lines are as logged, strong ones smoothed over `width` steps, dots are validations, and the short strong line
+    of a difference is its mean over the `last` steps, which the legend names.
+    """
+    from halfbyte.evaluation.curves import aligned, gap
+    from halfbyte.report import Axes, Series, line_frame, svg_document
+
+    loss: list[Series] = []
+    apart: list[Series] = []
+    speed: list[Series] = []
+    legend = []
+    for place, curve in enumerate(loaded):
+        rate, text = curve.column("tokens_per_s_per_device"), curve.name
+        at, validation = (values.tolist() for values in curve.validation())
+        loss += logged_and_smoothed(curve.tokens, curve.loss, place, width)
+        loss.append(Series("", at, validation, place, faint=True, dots=True))
+        speed += logged_and_smoothed(curve.tokens, rate, place, width)
+        if curve.name in baselines:
+            tokens, mine, base, _ = aligned(curve, baselines[curve.name])
+            apart += logged_and_smoothed(tokens, mine - base, place, width)
+            if end := gap(curve, baselines[curve.name], last=last):
+                apart.append(Series("", [end.first_tokens, end.last_tokens], [end.value] * 2, place))
+                text += f": {end.value:+.4f} over the last {end.points} steps"
+        legend.append((text, place))
+    x_range = min(curve.tokens[0] for curve in loaded), max(curve.tokens[-1] for curve in loaded)
+    panels = (
+        (f"loss, nats per token (mean over {width} steps; dots: validation)", loss, Axes("tokens", x_range=x_range)),
+        ("loss minus the baseline's", apart, Axes("tokens", zero=True, height=200, x_range=x_range)),
+        ("tokens/s per device", speed, Axes("tokens", zero=True, clip=100, height=160, x_range=x_range)),
+    )
+    frames = [(caption, line_frame(series, axes)) for caption, series, axes in panels]
+    return svg_document(frames, legend, label="loss, difference and speed over tokens")
+
+
+def logged_and_smoothed(tokens: "np.ndarray", values: "np.ndarray", colour: int, width: int) -> "list[Series]":
+    """Returns the values as logged and their mean over `width` steps, at most MAX_POINTS of each."""
+    from halfbyte.evaluation.curves import smooth
+    from halfbyte.report import Series
+
+    every = 1 + len(tokens) // MAX_POINTS
+    lines = ((values, True), (smooth(values, width), False))
+    return [Series("", tokens[::every].tolist(), y[::every].tolist(), colour, faint=faint) for y, faint in lines]

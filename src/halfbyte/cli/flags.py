@@ -42,6 +42,7 @@ REMOVED = {
         f"--precision.reset-{name}": "the reset of oscillating weights has no replacement"
         for name in ("at", "every", "over", "ratio")
     },
+    "--png": "compare writes SVG, to the file that --out names",
     "--part": "use more processes (--workers) or a Ray cluster (--engine ray)",
 }
 

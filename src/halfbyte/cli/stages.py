@@ -300,7 +300,7 @@ def finished(work: Work) -> list[Arm]:
 
 def compare(work: Work) -> Found:
     arms = finished(work)
-    args = compare_command.Args(tuple(str(work.folder(arm)) for arm in arms), png="")
+    args = compare_command.Args(tuple(str(work.folder(arm)) for arm in arms), out="")
     found = dict(compare_command.run(args).data)
     named = [{"arm": arm.name, **row} for arm, row in zip(arms, found["runs"], strict=True)]
     return typed("compare", args), {**found, "runs": named}

@@ -1,22 +1,15 @@
-"""Curves as pictures: a PNG with matplotlib, and a plot of characters for a terminal.
-
-The terminal's plot uses braille characters, 2 x 4 dots each, so that a line of 70 characters shows 140 points.
-"""
+"""Plots of characters for a terminal: braille, 2 x 4 dots per character, so that 70 characters show 140 points."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.text import Text
 
-from halfbyte.evaluation.curves import Curve, aligned, gap, smooth
 from halfbyte.inputs import printable
 
-# Colours that stay apart for colour-blind readers (Okabe and Ito), and their nearest terminal colours.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+# The terminal colours nearest to those of Okabe and Ito, which colour-blind readers tell apart.
 TERMINAL = ("bright_blue", "bright_red", "bright_green", "bright_magenta", "yellow", "bright_cyan", "white")
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille character, by row and column
 BRAILLE = 0x2800
@@ -116,54 +109,3 @@ def short(value: float) -> str:
         if abs(value) >= size:
             return f"{value / size:.3g}{unit}"
     return f"{value:.3g}"
-
-
-def draw_png(
-    curves: Sequence[Curve], baselines: Mapping[str, Curve], path: Path, *, width: int, last: int | None = None
-) -> None:
-    """Three panels: loss (faint as logged, strong smoothed, circles validation); its difference from the baseline that
-    `baselines` has for its name; speed."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
-
-    figure = Figure(figsize=(9, 9), layout="constrained")
-    FigureCanvasAgg(figure)
-    loss, apart, speed = figure.subplots(3, 1, sharex=True, height_ratios=(3, 2, 1.4))
-    for number, curve in enumerate(curves):
-        colour = COLOURS[number % len(COLOURS)]
-        loss.plot(curve.tokens, curve.loss, color=colour, alpha=0.2, linewidth=0.8)
-        loss.plot(curve.tokens, smooth(curve.loss, width), color=colour, linewidth=1.6, label=curve.name)
-        loss.plot(*curve.validation(), "o", color=colour, markersize=4, markerfacecolor="white")
-        rate = curve.column("tokens_per_s_per_device")
-        speed.plot(curve.tokens, rate, color=colour, alpha=0.2, linewidth=0.8)
-        speed.plot(curve.tokens, smooth(rate, width), color=colour, linewidth=1.6)
-        if curve.name in baselines:
-            _draw_gap(apart, curve, baselines[curve.name], colour=colour, width=width, last=last)
-    finite = np.concatenate([curve.loss[np.isfinite(curve.loss)] for curve in curves])
-    if len(finite):
-        loss.set_ylim(*_limits(finite, zero=False))
-    apart.axhline(0, color=COLOURS[0], linewidth=1.2)
-    loss.set_ylabel("loss, nats a token")
-    apart.set_ylabel("loss minus the baseline's")
-    speed.set_ylabel("tokens/s a device")
-    speed.set_ylim(bottom=0)
-    speed.set_xlabel("tokens")
-    loss.legend(frameon=False, title=f"mean over {width} steps; circles: validation", title_fontsize="small")
-    for axes in (loss, apart, speed):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    speed.xaxis.set_major_formatter(EngFormatter(sep=""))
-    if baselines:
-        apart.legend(frameon=False, fontsize="small")
-    figure.savefig(path, dpi=130)
-
-
-def _draw_gap(axes: Any, curve: Curve, baseline: Curve, *, colour: str, width: int, last: int | None) -> None:
-    tokens, mine, base, _ = aligned(curve, baseline)
-    end = gap(curve, baseline, last=last)
-    axes.plot(tokens, mine - base, color=colour, alpha=0.2, linewidth=0.8)
-    told = "nothing in common" if end is None else f"{end.value:+.4f} over the last {end.points} steps of this run"
-    axes.plot(tokens, smooth(mine - base, width), color=colour, linewidth=1.6, label=f"{curve.name}: {told}")
-    if end is not None:
-        axes.plot((end.first_tokens, end.last_tokens), (end.value, end.value), color=colour, linewidth=3, alpha=0.5)

@@ -1,16 +1,21 @@
 """Pictures as inline SVG. Colours are the page's variables, so that one picture serves light and dark."""
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
 import numpy as np
 
-from .page import text
+from .page import STYLE, text
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 540, 58, 12, 10, 34
 COLOURS = 8
+# The light palette and the rules of text in page.css. A standalone picture has the values in place of the variables:
+# few programs but browsers know CSS variables.
+PALETTE = dict(re.findall(r"--(\w+):([^;}]+)", STYLE.partition("@media")[0]))
+TEXT_STYLE = "".join(re.findall(r"^text[^{]*\{[^}]*\}", STYLE, re.MULTILINE))
 
 
 @dataclass(frozen=True)
@@ -130,13 +135,14 @@ def colour(index: int) -> str:
 @dataclass(frozen=True)
 class Axes:
     """Those of a line chart. The y axis shows `zero` if asked to, and ends at the `clip` percentile, so that the first
-    steps do not squeeze all others; `log` is of x."""
+    steps do not squeeze all others; `log` is of x. `x_range`: both ends of the x axis; None: those of the data."""
 
     x_label: str
     zero: bool = False
     clip: float = 99.0
     log: bool = False
     height: int = 270
+    x_range: tuple[float, float] | None = None
 
 
 def line_chart(
@@ -144,11 +150,19 @@ def line_chart(
     lines: Sequence[tuple[float, str]] = (),
 ) -> str:  # fmt: skip
     """Lines over x with a legend; `lines` are horizontal rules with a name."""
+    frame = line_frame(series, axes, bands, lines)
+    return frame.svg(label) + _legend(series) if frame else ""
+
+
+def line_frame(
+    series: Sequence[Series], axes: Axes, bands: Sequence[Band] = (), lines: Sequence[tuple[float, str]] = ()
+) -> Frame | None:
+    """Draws a line chart; None if no series has a finite point."""
     zero, clip = axes.zero, axes.clip
-    xs = [x for s in series for x in s.x]
+    xs = [*(x for s in series for x in s.x), *(axes.x_range or ())]
     ys = [y for s in series for y in s.y if y is not None and math.isfinite(y)]
     if not xs or not ys:
-        return ""
+        return None
     edges = [value for band in bands for value in (*band.low, *band.high)] + [value for value, _ in lines]
     high = max([float(np.percentile(ys, clip)), *edges, *([0.0] if zero else [])])
     low = min([min(ys) if not zero else float(np.percentile(ys, 100 - clip)), *edges, *([0.0] if zero else [])])
@@ -165,7 +179,25 @@ def line_chart(
         frame.label(WIDTH - RIGHT - 2, at - 4, name, "end")
     for s in series:
         _line(frame, s)
-    return frame.svg(label) + _legend(series)
+    return frame
+
+
+def svg_document(panels: Sequence[tuple[str, Frame | None]], legend: Sequence[tuple[str, int]], *, label: str) -> str:
+    """Returns a standalone SVG: one line of the legend per (text, colour), then each chart under its caption."""
+    y, parts = 4, []
+    for name, index in legend:
+        parts.append(f'<rect x="8" y="{y + 6}" width="16" height="4" fill="{colour(index)}"/>')
+        parts.append(f'<text x="30" y="{y + 12}">{text(name)}</text>')
+        y += 18
+    for caption, frame in panels:
+        if frame is not None:
+            parts.append(f'<text x="8" y="{y + 20}" style="font-weight:600">{text(caption)}</text>')
+            parts += [f'<g transform="translate(0 {y + 26})">', *frame.parts, "</g>"]
+            y += 26 + frame.height
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 6}" width="{1.5 * WIDTH:.0f}"'
+    body = [f'{head} role="img" aria-label="{text(label)}">', f"<style>{TEXT_STYLE}</style>"]
+    body += ['<rect width="100%" height="100%" fill="var(--bg)"/>', *parts, "</svg>\n"]
+    return re.sub(r"var\(--(\w+)\)", lambda found: PALETTE[found[1]], "\n".join(body))
 
 
 def _area(frame: Frame, band: Band) -> None:
