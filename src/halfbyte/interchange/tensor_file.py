@@ -4,9 +4,10 @@
     N bytes    JSON: name -> {dtype, shape, data_offsets}, and `__metadata__`, a dict of strings
     the rest   the tensors' bytes, row-major, one after the other
 
-Everything the header says is checked against the file's size before a byte of a tensor is read or a byte of memory is
-asked for: N, every dtype, shape x dtype against offsets, and that the tensors cover the rest of the file without gap
-or overlap. Reading takes one tensor, or a run of its rows, at a time; nothing is mapped.
+`safetensors.safe_open` checks the header against the file before a byte of a tensor is read: shape x dtype against
+offsets, and that the tensors cover the rest of the file without gap or overlap. Reading is our own: one tensor, or some
+of its rows, at a time, and nothing is mapped. The library's NumPy reader has no float8, and a mapped file that is cut
+while it is read ends the process (SIGBUS).
 """
 
 import json
@@ -20,6 +21,7 @@ from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from halfbyte.inputs import parse_json, printable, regular
 
@@ -27,7 +29,6 @@ MOST_HEADER = 16 << 20
 """Bytes of a header; the format's own library takes six times as many. Dense models have two million at most."""
 MOST_TENSORS = 50_000
 """Tensors of a file; a Llama of 126 layers in NVFP4 has four thousand."""
-LARGEST_DIM = 2**40
 DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
     "U8": np.dtype(np.uint8),
@@ -102,66 +103,34 @@ def _fill(file: BinaryIO, array: np.ndarray, path: Path, name: str) -> None:
 
 
 def _read_header(file: BinaryIO, path: Path) -> tuple[int, dict[str, Entry]]:
-    """(where the tensors' bytes begin, the entries), all checked against the size of the file."""
-    head = file.read(8)
-    if len(head) < 8:
-        raise ValueError(f"{path} has {len(head)} bytes: not even the length of a safetensors header")
-    length, left = int.from_bytes(head, "little"), os.fstat(file.fileno()).st_size - 8
-    if not 2 <= length <= min(left, MOST_HEADER):
+    """Returns where the tensors' bytes begin, and the entries. The limits of size come before any parsing."""
+    length = int.from_bytes(file.read(8), "little")
+    if length > MOST_HEADER:
         raise ValueError(
-            f"{path}: the header claims {length:,} bytes, but the file has {left:,} left and a header at most "
-            f"{MOST_HEADER:,}; it is cut short or no safetensors file"
+            f"{path}: the header claims {length:,} bytes, but at most {MOST_HEADER:,} are read; "
+            "it is damaged or no safetensors file"
         )
     text = file.read(length)
     if text.count(b'"dtype"') > MOST_TENSORS:
         raise ValueError(f"{path}: the header lists more than {MOST_TENSORS:,} tensors, the most that are read")
-    header = parse_json(text, what=f"the header of {path}", most=MOST_HEADER, depth=8)
-    if not isinstance(header, dict):
-        raise ValueError(f"the header of {path} is no JSON object")
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError(f"{path}: __metadata__ must be a dict of strings")
-    entries = [_entry(name, value, path) for name, value in header.items()]
-    _check_cover(entries, left - length, path)
-    return 8 + length, {entry.name: entry for entry in entries}
+    try:
+        with safe_open(path, framework="numpy"):
+            header = parse_json(text, what=f"the header of {path}", most=MOST_HEADER, depth=8)
+    except SafetensorError as error:
+        reason = printable(str(error).removeprefix("Error while deserializing header: "))[:400]
+        raise ValueError(f"{path} is damaged or no safetensors file: {reason}; get it again") from None
+    header.pop("__metadata__", None)
+    return 8 + length, {name: _entry(name, value, path) for name, value in header.items()}
 
 
-def _entry(name: str, value: Any, path: Path) -> Entry:
+def _entry(name: str, value: Mapping[str, Any], path: Path) -> Entry:
+    """Returns the entry of a tensor whose fields `safe_open` has checked; it allows other fields and more dtypes."""
     where = f"{path}: tensor {printable(name)[:200]!r}"
-    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{where} must have dtype, shape and data_offsets")
-    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"{where} has dtype {str(dtype)[:40]!r}; known are {', '.join(DTYPES)}")
-    if not _whole_numbers(shape) or len(shape) > 32:
-        raise ValueError(f"{where}: shape must be a short list of whole numbers")
-    if not _whole_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"{where}: data_offsets must be two whole numbers, the first not above the second")
-    needed = math.prod(shape) * DTYPES[dtype].itemsize
-    if offsets[1] - offsets[0] != needed:
-        raise ValueError(
-            f"{where}: {dtype} {list(shape)} are {needed:,} bytes, but its offsets span {offsets[1] - offsets[0]:,}"
-        )
-    return Entry(name, DTYPES[dtype], tuple(shape), offsets[0], offsets[1])
-
-
-def _whole_numbers(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value <= LARGEST_DIM for value in values)
-
-
-def _check_cover(entries: Iterable[Entry], size: int, path: Path) -> None:
-    """The tensors must follow each other without gap or overlap up to the end of the file."""
-    at = 0
-    for entry in sorted(entries, key=lambda entry: (entry.start, entry.stop)):
-        if entry.start != at:
-            what = "overlaps the one before it" if entry.start < at else "leaves a gap before it"
-            raise ValueError(
-                f"{path}: tensor {printable(entry.name)[:200]!r} starts at byte {entry.start:,}, and {what}, which "
-                f"ends at {at:,}"
-            )
-        at = entry.stop
-    if at != size:
-        raise ValueError(f"{path} has {size:,} bytes of tensors, but its header accounts for {at:,}")
+    if others := value.keys() - {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{where} has the field {printable(min(others))[:40]!r}, which is no field of the format")
+    if (dtype := value["dtype"]) not in DTYPES:
+        raise ValueError(f"{where} has dtype {dtype}; known are {', '.join(DTYPES)}")
+    return Entry(name, DTYPES[dtype], tuple(value["shape"]), *value["data_offsets"])
 
 
 # Writing
