@@ -5,8 +5,8 @@ text, and no error. The formats have checksums for it: gzip always, xz unless it
 the frame has one (its command line writes it, most libraries do not). A file without one is refused, unless the caller
 says `unchecked`: then other text in place of a damaged one is only found where it is not UTF-8 or not JSON.
 
-A zstd block expands to at most 128 KiB, so blocks are walked one by one, and a small file that would fill the memory
-arrives in pieces. A file that expands more than a thousandfold is no text.
+A file that expands more than a thousandfold is no text. It is refused before it fills the memory: zstd gets 256 bytes
+at a time, which hold at most 64 blocks of 128 KiB.
 """
 
 import gzip
@@ -22,11 +22,12 @@ MOST_EXPANSION = 1000
 FREE_EXPANSION = 64 << 20
 """Bytes that any file may expand to, however small it is."""
 MOST_MEMORY = 256 << 20
-"""Bytes that a decompressor may take for itself: the window of zstd and the dictionary of xz."""
+"""Bytes that xz may take for its dictionary; the window of zstd has a limit of its own, 128 MiB."""
 
-MAGIC = 0xFD2FB528
+ZSTD_READ = 256
+ZSTD_HEADER = 18
+"""Bytes of the longest header of a zstd frame."""
 SKIPPABLE = range(0x184D2A50, 0x184D2A60)
-BLOCKS_AT_ONCE = 64  # of at most 128 KiB each
 
 
 class Unchecked(ValueError):
@@ -84,54 +85,25 @@ def _xz(raw: BinaryIO, unchecked: bool) -> Iterator[tuple[bytes, int]]:
 
 
 def _zstd(raw: BinaryIO, unchecked: bool) -> Iterator[tuple[bytes, int]]:
-    while start := raw.read(4):
-        magic = int.from_bytes(start, "little")
-        if magic in SKIPPABLE:
-            _exactly(raw, int.from_bytes(_exactly(raw, 4), "little"))
-        elif magic == MAGIC:
-            yield from _zstd_frame(raw, start, unchecked)
-        else:
-            raise EOFError("not a zstd frame")
-
-
-def _zstd_frame(raw: BinaryIO, start: bytes, unchecked: bool) -> Iterator[tuple[bytes, int]]:
-    """One frame: header, blocks, checksum. Their sizes are read here, so that little is decompressed at a time and
-    the end of the frame is known; a stream reader of the library takes a cut file for a complete one."""
+    """Frame by frame. `decompressobj` knows the end of its frame; the library's stream reader takes a cut file for a
+    complete one."""
     import zstandard
 
-    head = start + _exactly(raw, 1)
+    rest, held = raw.read(ZSTD_READ), bytearray()
     try:
-        head += _exactly(raw, zstandard.frame_header_size(head + bytes(16)) - len(head))
-        found = zstandard.get_frame_parameters(head)
-        if not found.has_checksum and not unchecked:
-            raise Unchecked("a zstd frame without a checksum")
-        frame = zstandard.ZstdDecompressor(max_window_size=MOST_MEMORY).decompressobj()
-        yield frame.decompress(head), raw.tell()
-        for blocks in _zstd_blocks(raw):
-            yield frame.decompress(blocks), raw.tell()
-        if found.has_checksum:
-            yield frame.decompress(_exactly(raw, 4)), raw.tell()
+        while rest:
+            skippable = int.from_bytes(rest[:4], "little") in SKIPPABLE
+            if not (unchecked or skippable or zstandard.get_frame_parameters(rest[:ZSTD_HEADER]).has_checksum):
+                raise Unchecked("a zstd frame without a checksum")
+            frame = zstandard.ZstdDecompressor().decompressobj()
+            while not frame.eof:
+                if not rest:
+                    raise EOFError("the last zstd frame is incomplete")
+                held += frame.decompress(rest)
+                if frame.eof or len(held) >= BLOCK:
+                    yield bytes(held), raw.tell()
+                    held.clear()
+                rest = frame.unused_data if frame.eof else raw.read(ZSTD_READ)
+            rest += raw.read(ZSTD_READ - len(rest))
     except zstandard.ZstdError as error:
         raise EOFError(str(error)) from error
-    if not frame.eof:
-        raise EOFError("the last zstd frame is incomplete")
-
-
-def _zstd_blocks(raw: BinaryIO) -> Iterator[bytes]:
-    """Up to 64 blocks at a time, as stored, to the one that says it is the last."""
-    gathered, last = [], False
-    while not last:
-        header = _exactly(raw, 3)
-        number = int.from_bytes(header, "little")
-        last, kind, size = bool(number & 1), number >> 1 & 3, number >> 3
-        gathered.append(header + _exactly(raw, 1 if kind == 1 else size))  # kind 1: one byte, repeated `size` times
-        if last or len(gathered) == BLOCKS_AT_ONCE:
-            yield b"".join(gathered)
-            gathered = []
-
-
-def _exactly(raw: BinaryIO, size: int) -> bytes:
-    found = raw.read(size)
-    if len(found) < size:
-        raise EOFError("the last zstd frame is incomplete")
-    return found
