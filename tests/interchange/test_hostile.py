@@ -61,6 +61,7 @@ BROKEN = {
     "offsets the wrong way": (raw({"a": entry(offsets=(8, 0))}, b"x" * 8), "invalid offset"),
     "an unknown dtype": (raw({"a": entry(dtype="F3")}, b"x" * 8), "unknown variant `F3`"),
     "a dtype that is not read": (raw({"a": entry(dtype="C64", shape=(1,))}, b"x" * 8), "has dtype C64; known are"),
+    "a thousand dims": (raw({"a": entry(shape=(2,) + (1,) * 1000)}, b"x" * 8), "has 1,001 dims"),
     "a tensor that is a number": (raw({"a": 3}), "invalid type: integer"),
     "a field too many": (raw({"a": entry() | {"code": "import os"}}, b"x" * 8), "has the field 'code'"),
     "a name that moves the cursor": (raw({"\x1b]0;a\x07": entry(offsets=(4, 12))}, b"x" * 12), r"`\\x1b\]0;a\\x07`"),

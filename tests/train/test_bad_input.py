@@ -208,7 +208,9 @@ def test_links_out_of_the_run_directory_are_not_followed(attempt, tmp_path, name
     jsonconfig.save(tiny(mesh="data=8"), run / "config.json")
     (run / name).unlink(missing_ok=True)
     (run / name).symlink_to(outside)
-    assert f"{name} is a symbolic link" in attempt(tiny(mesh="data=8"), run_dir=run)
+    error = attempt(tiny(mesh="data=8"), run_dir=run)
+    # Of a link in place of its config a directory is not known to be that of a run.
+    assert ("holds no run" if name == "config.json" else f"{name} is a symbolic link") in error
     assert not outside.exists()
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from array_record.python import array_record_module
 
-from halfbyte.data.compression import FREE_EXPANSION, MOST_EXPANSION
 from halfbyte.inputs import read_json
 
 MOST_TEXT = 64 << 20
@@ -40,26 +39,18 @@ def _parquet(path: Path, name: str, column: str) -> Iterator[Block]:
         with parquet.ParquetFile(path, page_checksum_verification=True, read_dictionary=wanted) as file:
             number, groups = 1, file.metadata.num_row_groups
             for group in range(groups):
-                rows = _batch_rows(file.metadata.row_group(group), name, wanted)
+                rows = _batch_rows(file.metadata.row_group(group), wanted)
                 for batch in file.iter_batches(rows, row_groups=[group], columns=wanted):
                     for written in _written(batch, name, column, number):
                         yield written, path.stat().st_size * (group + 1) // groups
                     number += batch.num_rows
 
 
-def _batch_rows(group: Any, name: str, wanted: list[str]) -> int:
-    """Rows to read at once, about a MiB of text by what the file says of itself; ValueError where that is no text."""
+def _batch_rows(group: Any, wanted: list[str]) -> int:
+    """Rows to read at once, about a MiB of text by what the file says of itself."""
     found = [group.column(i) for i in range(group.num_columns) if group.column(i).path_in_schema in wanted]
-    size, stored = (sum(getattr(c, f"total_{kind}_size") for c in found) for kind in ("uncompressed", "compressed"))
-    if size > FREE_EXPANSION + MOST_EXPANSION * stored:
-        raise ValueError(
-            f"{name}: column {wanted[0]!r} expands more than {MOST_EXPANSION} fold ({size >> 20} MiB from {stored:,}); "
-            "no text does: leave the file out"
-        )
-    rows = max(1, group.num_rows)  # a group without rows has its pages' headers all the same
-    if size > MOST_TEXT * rows:
-        raise ValueError(_too_long(name, f"its rows have {size // rows >> 20} MiB each"))
-    return max(1, min(MOST_ROWS, BATCH * rows // max(1, size)))
+    size = sum(column.total_uncompressed_size for column in found)
+    return max(1, min(MOST_ROWS, BATCH * group.num_rows // max(1, size)))
 
 
 def _arrow(path: Path, name: str, column: str) -> Iterator[Block]:
@@ -109,36 +100,17 @@ def _columns(schema: Any, name: str, column: str) -> list[str]:
 def _written(batch: Any, name: str, column: str, number: int) -> Iterator[bytes]:
     """The lines of a batch, about a MiB at a time: rows may share one stored text, and every line has its own."""
     batch.validate(full=True)  # offsets that point outside, text that is no UTF-8
-    held = start = 0
-    for row, sizes in enumerate(zip(*(_sizes(each) for each in batch.columns), strict=True)):
-        if max(sizes) > MOST_TEXT:
-            raise ValueError(_too_long(name, f"row {number + row} has {max(sizes) >> 20} MiB"))
-        held += sum(sizes)
-        if held >= BATCH or row - start + 1 == MOST_ROWS or row + 1 == batch.num_rows:
-            yield _lines(batch.slice(start, row - start + 1), name, column, number + start)
-            held, start = 0, row + 1
-
-
-def _sizes(texts: Any) -> list[int]:
-    """Bytes of each text, before one of them is copied."""
-    compute, types = _pyarrow("pyarrow.compute"), _pyarrow("pyarrow.types")
-    stored = texts.dictionary if types.is_dictionary(texts.type) else texts
-    if types.is_string_view(stored.type):  # which has no such function: a row at a time
-        return [BATCH] * len(texts)
-    sizes = compute.binary_length(stored)
-    return [size or 0 for size in (sizes if stored is texts else sizes.take(texts.indices)).to_pylist()]
-
-
-def _lines(batch: Any, name: str, column: str, number: int) -> bytes:
-    texts = batch.column(column).to_pylist()
-    names = batch.schema.names
-    sources = batch.column(SOURCE).to_pylist() if SOURCE in names and column != SOURCE else [None] * len(texts)
-    written = []
+    texts = batch.column(column)
+    sources = batch.column(SOURCE) if SOURCE in batch.schema.names and column != SOURCE else [None] * len(texts)
+    held = bytearray()
     for row, (text, source) in enumerate(zip(texts, sources, strict=True), start=number):
-        if text is None:
+        if (words := text.as_py()) is None:
             raise ValueError(f"{name}, row {row}: column {column!r} is null; a document without text is ''")
-        written.append(_line(name, row, column, text, source))
-    return b"".join(written)
+        held += _line(name, row, column, words, None if source is None else source.as_py())
+        if len(held) >= BATCH:
+            yield bytes(held)
+            held.clear()
+    yield bytes(held)
 
 
 def _line(name: str, row: int, column: str, text: str, source: str | None) -> bytes:

@@ -17,4 +17,4 @@ from .reading import (
     read_yaml,
     regular,
 )
-from .writing import no_follow, refuse_links, replace_file, write_json
+from .writing import no_follow, replace_file, write_json

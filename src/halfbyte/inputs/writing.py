@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import secrets
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +45,3 @@ def replace_file(path: str | os.PathLike[str], content: str | bytes) -> None:
 def write_json(path: str | os.PathLike[str], data: Any) -> None:
     """`data` as a file of JSON that people read too, by `replace_file`."""
     replace_file(path, json.dumps(data, indent=1) + "\n")
-
-
-def refuse_links(directory: Path, names: Iterable[str], *, flag: str) -> None:
-    """ValueError if one of `names` in `directory` is a symbolic link: a run must not write outside its directory."""
-    for name in names:
-        if (directory / name).is_symlink():
-            target = os.readlink(directory / name)
-            raise ValueError(
-                f"{flag} {directory}: {name} is a symbolic link to {target}; a run writes into its own directory only: "
-                "remove the link, or give another directory"
-            )

@@ -29,6 +29,7 @@ MOST_HEADER = 16 << 20
 """Bytes of a header; the format's own library takes six times as many. Dense models have two million at most."""
 MOST_TENSORS = 50_000
 """Tensors of a file; a Llama of 126 layers in NVFP4 has four thousand."""
+MOST_DIMS = 32
 DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_),
     "U8": np.dtype(np.uint8),
@@ -130,6 +131,8 @@ def _entry(name: str, value: Mapping[str, Any], path: Path) -> Entry:
         raise ValueError(f"{where} has the field {printable(min(others))[:40]!r}, which is no field of the format")
     if (dtype := value["dtype"]) not in DTYPES:
         raise ValueError(f"{where} has dtype {dtype}; known are {', '.join(DTYPES)}")
+    if (dims := len(value["shape"])) > MOST_DIMS:
+        raise ValueError(f"{where} has {dims:,} dims; at most {MOST_DIMS} are read")
     return Entry(name, DTYPES[dtype], tuple(value["shape"]), *value["data_offsets"])
 
 

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from halfbyte.checkpoint import LOCK, NAME, RunLock
-from halfbyte.inputs import UnreadableFile, check_output, read_json, refuse_links
+from halfbyte.inputs import UnreadableFile, check_output, read_json
 
 KEPT = ("config.json", "run.json")  # there from before the first step to the end
 WRITTEN = (
@@ -16,7 +16,7 @@ WRITTEN = (
     "evaluations.jsonl", "tensorboard", "checkpoints", "damaged", "profile", "wandb", "wandb_id",
     "report.html", "huggingface", "radar.jsonl", "telemetry.jsonl", NAME,
 )  # fmt: skip
-"""What a run writes. Where a symbolic link has one of these names, the run would write somewhere else."""
+"""What a run writes."""
 IMPORTED = "imported.json"  # of a directory that holds an imported model and no training
 
 
@@ -27,7 +27,6 @@ def check_run_directory(directory: Path) -> None:
         return
     if not directory.is_dir():
         raise ValueError(f"--run-dir {directory} is not a directory; give another")
-    refuse_links(directory, WRITTEN, flag="--run-dir")
     refuse_foreign_directory(directory)
 
 
