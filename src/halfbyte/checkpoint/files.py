@@ -12,7 +12,6 @@ import stat
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from halfbyte.inputs import UnreadableFile, read_json, regular, replace_file
 
@@ -42,7 +41,7 @@ def check_file_list(directory: Path) -> int:
         return held
     try:
         expected = read_json(listed)
-        wanted = {name: _entry(value) for name, value in expected.items()}
+        wanted = {name: (facts["bytes"], facts.get("crc32")) for name, facts in expected.items()}
     except (ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
         raise DamagedCheckpoint(f"file {FILE_LIST} is damaged: {one_line(error)}") from error
     except OSError as error:
@@ -103,11 +102,6 @@ def remove_saves(directory: Path, steps: Sequence[int], *, committed: Sequence[i
                 shutil.rmtree(path, ignore_errors=True)
     with contextlib.suppress(OSError):
         directory.rmdir()
-
-
-def _entry(value: Any) -> tuple[int, int | None]:
-    """(bytes, CRC or None); lists of earlier versions hold the size alone."""
-    return (value, None) if isinstance(value, int) else (value["bytes"], value.get("crc32"))
 
 
 def _facts(directory: Path) -> dict[str, dict[str, int]]:

@@ -31,8 +31,7 @@ from .together import from_all
 READ_ATTEMPTS = 3
 MOST_GONE = 20  # checkpoints that a run deletes under a reader, before the reader gives up
 RETRY_PAUSE_S = 0.5
-MOST_TIMES = 4  # as many bytes as its arrays may a checkpoint have in files; they are little larger
-MOST_PACKED = 64  # as many bytes as its files may its arrays have: earlier versions compressed them
+MOST_TIMES = 4  # ratio of a checkpoint's bytes in files to those of its arrays, or the reverse; it is about 1
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class Restoring:
             check_readable(self.directory / str(step), arrays=False)
             raise LoadFailed(f"its metadata cannot be read: {one_line(error)}") from error
         record = Record.from_json(metadata.custom_metadata)
-        if record.claimed > MOST_PACKED * held or held > MOST_TIMES * record.claimed + MOST_AROUND:
+        if record.claimed > MOST_TIMES * held or held > MOST_TIMES * record.claimed + MOST_AROUND:
             raise DamagedCheckpoint(f"its record claims {record.claimed:,} bytes of arrays, its files have {held:,}")
         if record.step != step:
             raise DamagedCheckpoint(f"it is the checkpoint of step {record.step}, under the name of step {step}")

@@ -124,10 +124,8 @@ def plan_from_json(found: Any, where: str) -> Plan:
         base = jsonconfig.from_dict(TrainConfig, found["base"])
         seeds = tuple(int(seed) for seed in found["seeds"])
         margin = parse_margin(found["margin"])
-        # Earlier versions let seeds be added until it was clear, or looks be chosen after one or two seeds: of their
-        # seeds the fewest are known to be planned.
-        looks = tuple(map(int, found.get("looks", ())))
-        looks = looks if looks and looks[-1] >= FEWEST_SEEDS else (FEWEST_SEEDS,)
+        # Version 1 let seeds be added until it was clear: of its seeds the fewest are known to be planned.
+        looks = tuple(map(int, found.get("looks", (FEWEST_SEEDS,))))
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"{where} is damaged: {type(error).__name__} {error}; begin anew in another directory"

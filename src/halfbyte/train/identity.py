@@ -86,8 +86,7 @@ def save_identity(directory: Path, identity: Identity) -> None:
 
 
 def load_identity(directory: Path) -> Identity | None:
-    """The identity in a run directory; None where there is none (a run of an earlier version). ValueError when it is
-    damaged."""
+    """The identity in a run directory; None where there is none. ValueError when it is damaged."""
     path = directory / FILE
     if not path.exists():
         return None

@@ -124,7 +124,7 @@ def open_directory(directory: Path, *, check: bool = True, say: Callable[[str], 
     if check:
         run.refuse_changes()
     if unsealed := run.unsealed():
-        why = "its run.json is gone, or it is of an earlier version" if run.identity is None else "an earlier version"
+        why = "its run.json is gone" if run.identity is None else "an earlier version wrote it"
         (say or _note)(
             f"{directory}: no seal covers {', '.join(unsealed[:4])} ({why}): whether they are as written is not known"
         )
