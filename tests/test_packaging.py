@@ -67,6 +67,13 @@ def test_every_dependency_has_a_lower_bound():
     assert [name for name in PROJECT["project"]["dependencies"] if ">=" not in name] == []
 
 
+def test_install_page_says_what_each_core_dependency_is_for():
+    """One row per dependency in pyproject.toml, and none for a package that is no dependency."""
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8").partition("## What comes with it")[2]
+    rows = re.findall(r"^\| `([\w-]+)` \| \S.+ \|$", page.partition("\n## ")[0], re.M)
+    assert sorted(rows) == sorted(Requirement(name).name for name in PROJECT["project"]["dependencies"])
+
+
 def test_every_pin_runs_on_the_oldest_python_that_is_promised():
     """What the installed packages say of themselves; a pin for later Pythons alone has a marker."""
     oldest = PROJECT["project"]["requires-python"].removeprefix(">=") + ".0"
