@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import SafetensorError, deserialize
+from safetensors import deserialize
 from safetensors.numpy import save
 
 from halfbyte.interchange import Folder, config_from_hf, config_to_hf, import_folder, load_params
@@ -38,33 +38,27 @@ def read_all(path):
         return {name: file.read(name) for name in file.entries}
 
 
+# What safe_open refuses, a case per kind of claim, and below what our own reader refuses.
 BROKEN = {
     "no length": (b"\x01\x02", "header too small"),
-    "a header of more bytes than are read": ((2**40).to_bytes(8, "little") + b"{}", "header claims"),
-    "a header of more than 2^63": (b"\xff" * 8 + b"{}", "header claims"),
     "a header longer than the file": ((2**20).to_bytes(8, "little") + b"{}", "invalid header length"),
-    "a header of nothing": ((0).to_bytes(8, "little") + b"{}", "invalid JSON"),
     "a header that is no JSON": (raw(b"{nonsense"), "invalid JSON"),
-    "a header that is a list": (raw(b"[]"), "invalid type: sequence"),
     "a header of brackets": (raw(b"[" * 100_000), "invalid type: sequence"),
-    "a name twice": (raw(b'{"a": %s, "a": %s}' % ((json.dumps(entry()).encode(),) * 2), b"x" * 8), "stands twice"),
     "metadata that is no dict of strings": (raw({"__metadata__": {"a": 1}}), "expected a string"),
     "overlapping tensors": (raw({"a": entry(), "b": entry(offsets=(4, 12))}, b"x" * 12), "invalid offset.*`b`"),
-    "the same bytes twice": (raw({"a": entry(), "b": entry()}, b"x" * 8), "invalid offset"),
     "a gap": (raw({"a": entry(), "b": entry(offsets=(9, 17))}, b"x" * 17), "invalid offset.*`b`"),
-    "offsets beyond the file": (raw({"a": entry()}, b"x" * 4), "not fully covered"),
     "bytes that no tensor has": (raw({"a": entry()}, b"x" * 9), "not fully covered"),
     "shape x dtype above the bytes": (raw({"a": entry(shape=(3,))}, b"x" * 8), "invalid shape"),
     "a shape of 2^120 elements": (raw({"a": entry(shape=(2**40,) * 3)}, b"x" * 8), "overflow"),
     "a negative dim": (raw({"a": entry(shape=(-1, -2))}, b"x" * 8), "expected usize"),
-    "a dim that is true": (raw({"a": entry(shape=(True, 2))}, b"x" * 8), "expected usize"),
-    "offsets the wrong way": (raw({"a": entry(offsets=(8, 0))}, b"x" * 8), "invalid offset"),
     "an unknown dtype": (raw({"a": entry(dtype="F3")}, b"x" * 8), "unknown variant `F3`"),
+    "a tensor that is a number": (raw({"a": 3}), "invalid type: integer"),
+    "a name that moves the cursor": (raw({"\x1b]0;a\x07": entry(offsets=(4, 12))}, b"x" * 12), r"`\\x1b\]0;a\\x07`"),
+    "a header of more bytes than are read": (b"\xff" * 8 + b"{}", "header claims"),
+    "a name twice": (raw(b'{"a": %s, "a": %s}' % ((json.dumps(entry()).encode(),) * 2), b"x" * 8), "stands twice"),
     "a dtype that is not read": (raw({"a": entry(dtype="C64", shape=(1,))}, b"x" * 8), "has dtype C64; known are"),
     "a thousand dims": (raw({"a": entry(shape=(2,) + (1,) * 1000)}, b"x" * 8), "has 1,001 dims"),
-    "a tensor that is a number": (raw({"a": 3}), "invalid type: integer"),
     "a field too many": (raw({"a": entry() | {"code": "import os"}}, b"x" * 8), "has the field 'code'"),
-    "a name that moves the cursor": (raw({"\x1b]0;a\x07": entry(offsets=(4, 12))}, b"x" * 12), r"`\\x1b\]0;a\\x07`"),
 }
 
 
@@ -106,33 +100,6 @@ def test_damaged_bytes_are_refused_or_read_as_the_library_reads_them(tmp_path_fa
         return
     theirs = dict(deserialize(content))  # raises if it would have refused what we took
     assert {name: value.tobytes() for name, value in found.items()} == {n: bytes(t["data"]) for n, t in theirs.items()}
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-)
-FIELD = st.sampled_from(["F32", "BF16", "U8", "F4", 7]) | JSON
-ENTRY = st.fixed_dictionaries({"dtype": FIELD, "shape": st.lists(st.integers(0, 4), max_size=3) | JSON,
-                               "data_offsets": st.tuples(st.integers(0, 40), st.integers(0, 40)) | JSON})  # fmt: skip
-
-
-@pytest.mark.slow
-@settings(max_examples=150)
-@given(header=st.dictionaries(st.text(max_size=4), ENTRY | JSON, max_size=3), size=st.integers(0, 64))
-def test_any_header_is_refused_or_whole(tmp_path_factory, header, size):
-    content = raw(header, bytes(size))
-    path = tmp_path_factory.getbasetemp() / "any.safetensors"
-    path.write_bytes(content)
-    try:
-        found = read_all(path)
-    except ValueError:
-        return
-    assert sum(value.nbytes for value in found.values()) == size
-    try:
-        deserialize(content)
-    except SafetensorError as problem:  # pragma: no cover
-        pytest.fail(f"read a file that the library refuses: {problem}")
 
 
 @pytest.mark.parametrize("empty", [(2**62, 0), (0, 2**62), (2**40, 0, 4)])
