@@ -44,11 +44,16 @@ def test_lines_of_prose_fit_a_screen(document):
     assert [line for line in blocks.splitlines() if len(line) > 120 and not line.lstrip().startswith("|")] == []
 
 
-@pytest.mark.parametrize("document", [d for d in DOCUMENTS if d.name not in HISTORY], ids=lambda path: path.name)
-def test_no_page_names_what_was_removed(document):
+PAGES = [document for document in DOCUMENTS if document.name not in HISTORY]
+COMMANDS = sorted((ROOT / "src" / "halfbyte" / "cli").glob("*.py"))  # their docstrings are what --help prints
+
+
+@pytest.mark.parametrize("file", [*PAGES, *COMMANDS], ids=lambda path: path.name)
+def test_no_page_and_no_help_names_what_was_removed(file):
     from halfbyte.cli.flags import REMOVED
 
-    text = " ".join(document.read_text(encoding="utf-8").split())
+    text = file.read_text(encoding="utf-8")
+    text = " ".join((text if file.suffix == ".md" else ast.get_docstring(ast.parse(text)) or "").split())
     flags = [flag for flag in REMOVED if re.search(rf"(?<![\w-]){flag}(?![\w-])", text)]
     assert [name for name in REMOVED_NAMES if name.lower() in text.lower()] + flags == []
 

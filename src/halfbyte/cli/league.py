@@ -4,8 +4,7 @@ halfbyte league --recipes nvfp4,mxfp4,fp8 --model demo --seeds 3
 
 As `halfbyte parity`, with as many candidates as there are recipes: the same runs, controls and verdicts, and beside
 them the order by gap, with intervals that are corrected for the number of candidates, the places that each may have,
-and a picture of gap against cost. With --screen the field runs a short round first, and who goes on is decided by a
-rule in plan.json. Ctrl-C keeps what is done and writes the report; the same command goes on.
+and a picture of gap against cost. Ctrl-C keeps what is done and writes the report; the same command goes on.
 
 Exit code 0: the ranking is there, whatever it says."""
 
