@@ -15,7 +15,16 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 EVIDENCE = sorted((ROOT / "docs" / "evidence").rglob("*.md"))
 # What the product had in earlier versions and no page mentions any more; the changelog and the log tell history.
 # The flags that were removed are in halfbyte.cli.flags.REMOVED.
-REMOVED_NAMES = ("branch test", "screening round", "OUT.parts", "OsciReset", "reset_at", "averis")
+REMOVED_NAMES = (
+    "branch test",
+    "screening round",
+    "OUT.parts",
+    "OsciReset",
+    "reset_at",
+    "averis",
+    "hidden_time",
+    "hidden_share",
+)
 HISTORY = ("CHANGELOG.md", "LOG.md")
 
 

@@ -1,10 +1,34 @@
-"""How long launches take by a roofline. Oracle: seconds counted by hand."""
+"""How long launches take by a roofline. Oracle: seconds counted by hand; a GEMM and a gather last one second each."""
 
 import pytest
 from gpu_program import TEXT
-from test_link import BYTES, FLOPS, program
 
 from halfbyte.program import Roofline, as_profile, costs, launches, read
+
+START = (
+    "(bf16[64,128]{1,0}, bf16[512,128]{1,0}) all-gather-start(%a), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}"
+)
+DOT = "bf16[512,512]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+BYTES, FLOPS = 512 * 128 * 2 * 7 / 8, 2 * 512**3
+
+
+def program(*schedule):
+    lines = {
+        **{f"g{i}": f"%g{i} = {START}" for i in (1, 2)},
+        **{f"d{i}": f"%d{i} = bf16[512,128]{{1,0}} all-gather-done(%g{i})" for i in (1, 2)},
+        **{f"dot{i}": f"%dot.{i} = {DOT}" for i in (1, 2)},
+    }
+    body = "\n".join(f"  {lines[name]}" for name in schedule)
+    return read(f"""HloModule jit_step, is_scheduled=true
+
+ENTRY %main (a: bf16[64,128], x: bf16[512,512]) -> bf16[512,512] {{
+  %a = bf16[64,128]{{1,0}} parameter(0)
+  %x = bf16[512,512]{{1,0}} parameter(1)
+{body}
+  ROOT %out = bf16[512,512]{{1,0}} copy(%x)
+}}
+""")
+
 
 ROOFLINE = Roofline(gemm={"bf16": FLOPS}, attention=(1e9, 1e9), memory=1e6, link=BYTES, network=BYTES, domain=8)
 

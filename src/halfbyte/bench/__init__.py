@@ -3,5 +3,5 @@
 from .fitting import Fit, bytes_needed, compile_step, fit_batch
 from .flag_sets import SetResult, measure_sets, ratios
 from .operand_traffic import OperandTraffic, native_calls, operand_traffic
-from .placement import Placement, hidden, hidden_time, needed_flops, placement
+from .placement import Placement, needed_flops, placement
 from .timing import Measured, compare, gemm_work, measure, measure_largest, without_communication

@@ -5,26 +5,20 @@ left apart, and every device multiplies for its neighbours. What tells is how ma
 are needed, and what travels.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jax.sharding import Mesh
 
 from halfbyte import models, ops
-from halfbyte.devices import Device
 from halfbyte.models.config import EXPERT_SITES, SHARED_SITES
 from halfbyte.program import (
     Collective,
     Gemm,
-    Overlap,
     Program,
     category,
     collectives,
     gemms,
-    hidden_on_one_link,
-    hidden_share,
-    overlap,
     read,
 )
 from halfbyte.train import TrainConfig
@@ -106,33 +100,6 @@ def gathered_bytes(found: list[Collective]) -> dict[str, int]:
             for array in each.arrays:
                 total[array.dtype] = total.get(array.dtype, 0) + array.bytes * each.group * each.times
     return total
-
-
-def hidden(program: Program, mesh: Mapping[str, int], device: Device) -> float:
-    """Part of the bytes of FSDP's gathers and reduce-scatters that have, between start and done, GEMMs and fused
-    attention which at peak last at least as long as the bytes at the link's rate (one direction of NVLink).
-    """
-    peaks, link = _rates(device)
-    return hidden_share(_weights(program, mesh), flops_per_second=peaks, link=link)
-
-
-def hidden_time(program: Program, mesh: Mapping[str, int], device: Device) -> float:
-    """Part of the time of these collectives that is hidden, if they share one link and no GEMM counts twice."""
-    peaks, link = _rates(device)
-    return hidden_on_one_link(program, _weights(program, mesh), flops_per_second=peaks, link=link)
-
-
-def _weights(program: Program, mesh: Mapping[str, int]) -> list[Overlap]:
-    kinds = ("all-gather", "reduce-scatter")
-    found = overlap(program, mesh)
-    return [each for each in found if each.collective.kind in kinds and WEIGHTS in each.collective.axes]
-
-
-def _rates(device: Device) -> tuple[dict[str, float], float]:
-    """FLOPs a second by format of GEMM, and bytes a second in one direction of NVLink."""
-    if device.nvlink_bandwidth is None or "bf16" not in device.peak:
-        raise ValueError(f"the table knows no peak or no link of {device.name}; name an NVIDIA GPU of the table")
-    return device.gemm_peaks, device.nvlink_bandwidth / 2
 
 
 def _gathers_wide(each: Collective, elements: int) -> bool:

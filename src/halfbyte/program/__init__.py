@@ -2,11 +2,10 @@
 
 from .attention import Attention, attention
 from .categories import CATEGORIES, category, category_of_name
-from .collectives import Collective, Overlap, collectives, hidden_share, overlap
+from .collectives import Collective, Overlap, collectives, overlap
 from .frames import Source
 from .gemms import Gemm, flops_by_kind, gemms
 from .groups import axes_of, read_groups
-from .link import hidden_on_one_link
 from .roofline import Roofline, as_profile, costs
 from .schedule import Launch, launches
 from .text import Array, Instruction, Program, Unreadable, read

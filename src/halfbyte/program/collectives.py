@@ -89,12 +89,6 @@ class Overlap:
         """FLOPs of the GEMMs between start and done of one call."""
         return sum(gemm.flops for gemm in self.gemms)
 
-    def seconds(self, flops_per_second: Mapping[str, float]) -> float:
-        """How long what runs beside one call lasts at peak, by the GEMMs' formats; `bf16` for attention and others."""
-        rest = flops_per_second["bf16"]
-        products = sum(gemm.flops / flops_per_second.get(gemm.format, rest) for gemm in self.gemms)
-        return products + sum(each.flops for each in self.attention) / rest
-
 
 def kind_of(found: Instruction) -> str | None:
     """The kind of collective that an instruction is or starts; None for others and for a done."""
@@ -124,20 +118,6 @@ def overlap(program: Program, mesh: Mapping[str, int] | None = None) -> list[Ove
     if not program.scheduled:
         raise Unreadable("the program is not scheduled (is_scheduled=true): the order of its text says nothing")
     return [_overlap(program, found) for found in collectives(program, mesh)]
-
-
-def hidden_share(found: Iterable[Overlap], *, flops_per_second: Mapping[str, float], link: float) -> float:
-    """Part of the bytes whose collective has enough beside it, between start and done, to last at peak as long as its
-    bytes at the link's rate. `flops_per_second` is as in Overlap.seconds; `link` in bytes a second.
-
-    1.0 where nothing travels.
-    """
-    total = hidden = 0.0
-    for each in found:
-        enough = each.seconds(flops_per_second) >= each.collective.wire_each / link
-        total += each.collective.moved
-        hidden += each.collective.moved if enough else 0.0
-    return hidden / total if total else 1.0
 
 
 def _describe(
