@@ -3,6 +3,7 @@
 import dataclasses
 
 import numpy as np
+from step_placement import placement
 
 from halfbyte import bench, ops
 from halfbyte.devices import known_to_xla, target_cudnn, topology
@@ -72,7 +73,7 @@ def _sends_weights(event):
 
 def check(compiled, config, mesh, device):
     """Placed and overlapped as promised; its (placement, program)."""
-    found, program = bench.placement(compiled, config, mesh), read(compiled.as_text())
+    found, program = placement(compiled, config, mesh), read(compiled.as_text())
     assert found.excess <= 1.02
     assert found.bytes_needed < device.memory_bytes
     assert not found.whole_reduces  # no float32 all-reduce of a whole dW

@@ -14,15 +14,13 @@ import jax
 import numpy as np
 import pytest
 from eight_gpus import hidden_share, kernels_kept, recommended
+from step_placement import native_calls, operand_traffic, placement
 
 from halfbyte import models, ops
 from halfbyte.bench import (
     bytes_needed,
     compile_step,
-    native_calls,
     needed_flops,
-    operand_traffic,
-    placement,
 )
 from halfbyte.devices import device, target_cudnn, topology
 from halfbyte.plan import cluster

@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from step_placement import native_calls, operand_traffic
 
 from halfbyte import bench, ops
 from halfbyte.bench.operand_traffic import compulsory_bytes, operand_bytes
@@ -91,7 +92,7 @@ def test_a_step_that_xla_quantizes_is_found_out(monkeypatch):
     them, below. In MXFP8, whose passes XLA compiles in a third of the time that NVFP4's take."""
     monkeypatch.setitem(BACKENDS, "native", dataclasses.replace(BACKENDS["native"], passes=(native.TILED,)))
     plain = dataclasses.replace(SMALL, recipe="mxfp8", remat="none")
-    assert bench.operand_traffic(program(plain), plain, {"fsdp": 8}).excess > 5
+    assert operand_traffic(program(plain), plain, {"fsdp": 8}).excess > 5
 
 
 @pytest.mark.slow
@@ -100,9 +101,9 @@ def test_mxfp8_in_every_linear_makes_its_operands_once():
     """All seven linears of a layer, on a mesh that gathers their weights as codes."""
     config = dataclasses.replace(SMALL, recipe="mxfp8", policy="all_linear")
     found = program(config)
-    gemms, calls = bench.native_calls(found, config)
+    gemms, calls = native_calls(found, config)
     assert sum(gemm.times for gemm in gemms) == calls == (3 * 7 + 2) * config.model.layers
     assert {gemm.dtype for gemm in gemms} == {"f8e4m3fn"}
-    operands = bench.operand_traffic(found, config, {"fsdp": 8})
+    operands = operand_traffic(found, config, {"fsdp": 8})
     assert operands.excess <= 1.5
     print(f"MXFP8 in every linear of a small model on 8 GB200: {operands.excess:.2f}x")

@@ -4,12 +4,14 @@ import dataclasses
 
 import pytest
 from eight_gpus import check, compile_for, config_of, kernels_kept
+from overlaps import overlap
+from step_placement import reduces_whole
 
 from halfbyte import bench, models
-from halfbyte.bench.placement import AGAIN, reduces_whole
+from halfbyte.bench.placement import AGAIN
 from halfbyte.devices import device
 from halfbyte.models import REMAT
-from halfbyte.program import collectives, overlap, read
+from halfbyte.program import collectives, read
 
 H200 = device("h200")
 CONFIG = config_of("bf16", batch=16)

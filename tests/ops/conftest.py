@@ -1,4 +1,5 @@
-"""The oracle, the shapes and the instruments of these tests are modules beside them, which benchmarks also import."""
+"""The oracle, the shapes and the instruments of these tests are modules beside them, which benchmarks also import; the
+readers of programs are those of tests/program."""
 
 import pathlib
 import sys
@@ -8,7 +9,7 @@ import pytest
 
 from halfbyte import kernels
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
+sys.path[:0] = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parents[1] / "program")]
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from step_traffic import moves, traffic_of_launches
 
 import halfbyte as hb
 from halfbyte import devices, ops, program
@@ -19,7 +20,7 @@ from halfbyte.kernels.stacks import Layer, hand_back
 from halfbyte.ops.backends import fp8
 from halfbyte.ops.mlp import Middle
 from halfbyte.ops.shards import empty_stack
-from halfbyte.program.traffic import move_of, traffic_of_launches
+from halfbyte.program.traffic import move_of
 from halfbyte.sharding import make_mesh
 
 pytestmark = pytest.mark.slow
@@ -108,7 +109,7 @@ def moved(recipe, device=H200):
     with ops.compile_for(device), devices.target_cudnn(), fp8.one_call():
         run = jax.jit(functools.partial(gradients, mesh, recipe, True), compiler_options=options)
         text = run.lower(x, weights).compile().as_text()
-    return {kind: each.total for kind, each in program.moves(program.read(text)).items()}
+    return {kind: each.total for kind, each in moves(program.read(text)).items()}
 
 
 @pytest.mark.cuda_compiler

@@ -9,10 +9,12 @@ import pytest
 from compiling import BF16, F32, mesh_of, shape
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from overlaps import overlap
+from step_traffic import flops_by_kind, traffic
 
 import halfbyte as hb
 from halfbyte import devices, ops
-from halfbyte.program import collectives, flops_by_kind, gemms, overlap, read, traffic
+from halfbyte.program import collectives, gemms, read
 
 pytestmark = pytest.mark.slow
 

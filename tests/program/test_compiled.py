@@ -10,16 +10,15 @@ from compiling import BF16, mesh_of, shape
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from step_traffic import Traffic, traffic
 
 from halfbyte import devices, ops
 from halfbyte.program import (
-    Traffic,
     Unreadable,
     category,
     collectives,
     gemms,
     read,
-    traffic,
 )
 
 

@@ -2,19 +2,17 @@
 
 import pytest
 from gpu_program import TEXT
+from overlaps import overlap
+from step_traffic import Traffic, flops_by_kind, traffic_of_launches
 
 from halfbyte.program import (
-    Traffic,
     Unreadable,
     attention,
     category,
     collectives,
-    flops_by_kind,
     gemms,
     move_of,
-    overlap,
     read,
-    traffic_of_launches,
 )
 
 EACH = 2 * 64 * 128 * 256

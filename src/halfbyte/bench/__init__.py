@@ -2,6 +2,5 @@
 
 from .fitting import Fit, bytes_needed, compile_step, fit_batch
 from .flag_sets import SetResult, measure_sets, ratios
-from .operand_traffic import OperandTraffic, native_calls, operand_traffic
-from .placement import Placement, needed_flops, placement
+from .placement import needed_flops
 from .timing import Measured, compare, gemm_work, measure, measure_largest, without_communication

@@ -1,11 +1,10 @@
-"""Bytes that a step moves to make the operands of its quantized GEMMs, against those that it must.
+"""Bytes that a step must move to make the operands of its quantized GEMMs.
 
-Compulsory, for one device: each source tensor is read once for its maxima, if its format has a scale of the tensor, and
+For one device each source tensor is read once for its maxima, if its format has a scale of the tensor, and
 once for its codes, and each code and scale that a GEMM or the backward pass reads is written once. Sources are x and dy
 of each linear in bfloat16 (one x for q, k and v, one for gate and up), and the float32 master of a weight where it
 rests; where the passes hold the MLP's activation, g and u for h, and g, u and dh for their gradients. What the stated
-remat repeats counts again. A program moves more: the bytes of everything that quantizes or belongs to the MLP, as
-`program.traffic` finds them, with the sums and casts around it that the compiler made part of the same kernels.
+remat repeats counts again. A program moves more: the compiler adds sums and casts to the same kernels.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,14 +14,12 @@ from math import prod
 from halfbyte import models
 from halfbyte.models.config import EXPERT_SITES, SHARED_SITES
 from halfbyte.ops.weight import shares_codes
-from halfbyte.program import Gemm, Program, gemms, traffic
 from halfbyte.recipe import OperandPolicy, Recipe
 from halfbyte.sharding.mesh import EVERY
 from halfbyte.train import TrainConfig, phases
 
 from .placement import AGAIN
 
-MAKING = ("quantize", "mlp")  # categories of program.traffic
 BF16, FLOAT32 = 2, 4
 KEEPING = ("none", "dots")  # remat that keeps operands for the backward pass
 GATE, UP, DOWN = MLP = tuple(f"layers/mlp/{name}" for name in ("gate", "up", "down"))
@@ -33,25 +30,6 @@ OF_ONE_X = (
     (GATE, UP),
     *(group for names in (OF_EXPERTS, OF_SHARED) for group in (names[:2], names[2:])),
 )
-
-
-@dataclass(frozen=True)
-class OperandTraffic:
-    """Bytes of one device and step."""
-
-    moved: int
-    compulsory: float
-
-    @property
-    def excess(self) -> float:
-        """Bytes moved for each that must be; 1.0 is perfect."""
-        return self.moved / self.compulsory
-
-
-def operand_traffic(program: Program, config: TrainConfig, mesh: Mapping[str, int]) -> OperandTraffic:
-    """What `program`, the compiled step of `config` on `mesh` (axis -> size), moves for its operands."""
-    found = traffic(program)
-    return OperandTraffic(sum(found[name].total for name in MAKING if name in found), compulsory_bytes(config, mesh))
 
 
 def compulsory_bytes(config: TrainConfig, mesh: Mapping[str, int]) -> float:
@@ -178,12 +156,3 @@ def _distinct(policies: Iterable[OperandPolicy]) -> list[OperandPolicy]:
 def operand_bytes(policy: OperandPolicy) -> float:
     """Bytes of an element of an operand: its code and its part of a scale."""
     return policy.format.bits_per_element / 8
-
-
-def native_calls(program: Program, config: TrainConfig) -> tuple[list[Gemm], int]:
-    """(the block-scaled GEMMs of a program, how many a step of `config` should call: three a linear and layer, and one
-    more where its remat repeats fprop).
-    """
-    quantized = [path for found in _layers(config) for path, recipe in found.items() if recipe.quantized]
-    again = [path for path in quantized if path in AGAIN[config.remat]]
-    return [g for g in gemms(program) if g.kind == "block-scaled"], 3 * len(quantized) + len(again)

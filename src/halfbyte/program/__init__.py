@@ -2,11 +2,11 @@
 
 from .attention import Attention, attention
 from .categories import CATEGORIES, category, category_of_name
-from .collectives import Collective, Overlap, collectives, overlap
+from .collectives import Collective, collectives
 from .frames import Source
-from .gemms import Gemm, flops_by_kind, gemms
+from .gemms import Gemm, gemms
 from .groups import axes_of, read_groups
 from .roofline import Roofline, as_profile, costs
 from .schedule import Launch, launches
 from .text import Array, Instruction, Program, Unreadable, read
-from .traffic import Traffic, bytes_of, move_of, moves, traffic, traffic_of_launches
+from .traffic import bytes_of, move_of

@@ -1,17 +1,15 @@
-"""The collectives of a program: what travels, between whom, how often, and which GEMMs it can hide behind.
+"""The collectives of a program: what travels, between whom and how often.
 
 `moved` is the size of the whole thing, as people say it: of the gathered array for an all-gather, of the array before
 it is scattered for a reduce-scatter. `wire` is what one device sends in a ring.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .attention import Attention, attention_of
-from .gemms import Gemm, gemms_of
 from .groups import Groups, axes_along, axes_of, read_groups
-from .schedule import Launch, launches, trips
+from .schedule import Launch, launches
 from .text import Array, Instruction, Program, Unreadable
 
 KINDS = (
@@ -74,22 +72,6 @@ class Collective:
         return f"{self.kind} of {size} over {over}, {self.times} times, {mode}"
 
 
-@dataclass(frozen=True)
-class Overlap:
-    """A collective, and the GEMMs and fused attention that run between its start and its done (none for a synchronous
-    one).
-    """
-
-    collective: Collective
-    gemms: tuple[Gemm, ...] = ()
-    attention: tuple[Attention, ...] = ()
-
-    @property
-    def flops(self) -> int:
-        """FLOPs of the GEMMs between start and done of one call."""
-        return sum(gemm.flops for gemm in self.gemms)
-
-
 def kind_of(found: Instruction) -> str | None:
     """The kind of collective that an instruction is or starts; None for others and for a done."""
     return next((kind for kind in KINDS if found.opcode in (kind, f"{kind}-start")), None)
@@ -108,16 +90,6 @@ def collectives(program: Program, mesh: Mapping[str, int] | None = None) -> list
     found = (launch for launch in walked if kind_of(launch.instruction))
     described = (_describe(program, launch, mesh, starters) for launch in found)
     return [collective for collective in described if collective.group > 1]
-
-
-def overlap(program: Program, mesh: Mapping[str, int] | None = None) -> list[Overlap]:
-    """Every collective of a step with what multiplies between its start and its done, in the order of the schedule.
-
-    Calls are those of one turn of the loop around the collective; a loop between start and done counts whole.
-    """
-    if not program.scheduled:
-        raise Unreadable("the program is not scheduled (is_scheduled=true): the order of its text says nothing")
-    return [_overlap(program, found) for found in collectives(program, mesh)]
 
 
 def _describe(
@@ -154,37 +126,3 @@ def _size(found: Instruction, groups: Groups | None, mesh: Mapping[str, int] | N
     if mesh is None:
         raise Unreadable(f"{found.name} joins all devices, and nobody says how many; give the mesh")
     return math.prod(mesh.values())
-
-
-def _overlap(program: Program, collective: Collective) -> Overlap:
-    if not collective.asynchronous:
-        return Overlap(collective)
-    beside = [launch for found in _between(program, collective.instruction) for launch in under(program, found, 1)]
-    return Overlap(
-        collective,
-        gemms=tuple(gemm for launch in beside for gemm in gemms_of(program, launch)),
-        attention=tuple(each for launch in beside for each in attention_of(program, launch)),
-    )
-
-
-def _between(program: Program, start: Instruction) -> list[Instruction]:
-    """What stands in the schedule between a start and its done."""
-    body = program.computations[start.computation]
-    first = body.index(start)
-    for last in range(first + 1, len(body)):
-        if body[last].opcode.endswith("-done") and start.name in body[last].operands:
-            return body[first + 1 : last]
-    raise Unreadable(f"{start.name} ({start.opcode}) is not done in {start.computation}, where it starts")
-
-
-def under(program: Program, found: Instruction, times: int) -> Iterable[Launch]:
-    """One instruction, or what it calls, loops walked."""
-    if found.opcode == "while":
-        turns = times * trips(program, found)
-        for part in program.computations[found.called("body")]:
-            yield from under(program, part, turns)
-    elif found.opcode in ("call", "conditional"):
-        for part in (inner for name in found.calls for inner in program.computations[name]):
-            yield from under(program, part, times)
-    else:
-        yield Launch(found, times)

@@ -7,7 +7,7 @@ times the turns of the loops around it. A custom call that is in no list below i
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .schedule import Branches, Launch, Turns, every_branch, launches, trips
@@ -99,14 +99,6 @@ def fusion_kind(found: Instruction) -> str:
     """Who runs a fusion that multiplies: triton, cudnn, or `dot` where the compiler emits it itself."""
     kind = str(found.config.get("fusion_backend_config", {}).get("kind", ""))
     return "triton" if "triton" in kind else "cudnn" if "cudnn" in kind else "dot"
-
-
-def flops_by_kind(found: Iterable[Gemm]) -> dict[str, int]:
-    """FLOPs of a step by kind."""
-    total: dict[str, int] = {}
-    for gemm in found:
-        total[gemm.kind] = total.get(gemm.kind, 0) + gemm.flops
-    return total
 
 
 def is_attention(found: Instruction) -> bool:

@@ -8,13 +8,8 @@ neither is what a kernel reads twice because its caches are small.
 """
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
 
-from .categories import category, kind_of_done
-from .collectives import kind_of
 from .gemms import MOSAIC
-from .schedule import Launch, launches
 from .text import FUSIONS, Array, Instruction, Program
 
 SLICES = ("dynamic-slice", "slice", "gather")
@@ -35,42 +30,6 @@ UNWRITTEN = "AllocateBuffer"  # the call that `lax.empty` becomes
 WITHOUT_WORK = frozenset("parameter constant bitcast tuple get-tuple-element convert".split())
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes of a step."""
-
-    read: int = 0
-    written: int = 0
-    launches: int = 0
-
-    @property
-    def total(self) -> int:
-        """Both ways."""
-        return self.read + self.written
-
-    def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(self.read + other.read, self.written + other.written, self.launches + other.launches)
-
-
-def traffic(program: Program) -> dict[str, Traffic]:
-    """Bytes of a step by category, loops counted; collectives are left out."""
-    found: dict[str, Traffic] = {}
-    for launch, each in traffic_of_launches(program):
-        name = category(program, launch.instruction) or "other"
-        found[name] = found.get(name, Traffic()) + each
-    return found
-
-
-def moves(program: Program) -> dict[str, Traffic]:
-    """Bytes of a step by kind of MOVES: of instructions and fusions that only put numbers elsewhere."""
-    found: dict[str, Traffic] = {}
-    for launch, each in traffic_of_launches(program):
-        kind = move_of(program, launch.instruction)
-        if kind is not None:
-            found[kind] = found.get(kind, Traffic()) + each
-    return found
-
-
 def move_of(program: Program, found: Instruction) -> str | None:
     """The kind of MOVES that an instruction is; None for one that computes."""
     opcodes = {found.opcode.removesuffix("-start")}
@@ -85,16 +44,6 @@ def move_of(program: Program, found: Instruction) -> str | None:
 def _several(part: Instruction) -> bool:
     """Whether it makes more than one number."""
     return any(array.elements > 1 for array in part.results)
-
-
-def traffic_of_launches(program: Program) -> Iterator[tuple[Launch, Traffic]]:
-    """(launch, its bytes in a step) of everything that is no collective and no wait."""
-    for launch in launches(program):
-        found = launch.instruction
-        if kind_of(found) or kind_of_done(found) or found.opcode.endswith("-done"):
-            continue
-        read, written = bytes_of(program, found)
-        yield launch, Traffic(read * launch.times, written * launch.times, launch.times)
 
 
 def bytes_of(program: Program, found: Instruction) -> tuple[int, int]:
