@@ -1,7 +1,7 @@
 """What a training step would do on a cluster that nobody has to own: compiled for it, read, and simulated."""
 
 from .budget import break_even, budget, overhead_of, overheads, tokens_of
-from .calibration import ASSUMED, BAND, FITTED, FORMS_TRIED, ROWS, fit, predicted, residual
+from .calibration import ASSUMED, BAND, FITTED, FORMS_TRIED, residual
 from .cluster import Cluster, cluster, placed
 from .outcome import Outcome, as_json, outcome, problems
 from .pictures import COLUMNS, LONGEST, as_csv, cells, longest, page, trace

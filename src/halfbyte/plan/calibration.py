@@ -2,29 +2,19 @@
 
 Three numbers are free, all for Blackwell: the part of a dense peak that GEMMs reach on GB200 and on GB300 (one for each
 chip, because at equal peaks the published FP8 steps of the second are 17% to 35% faster: it may draw 1,400 W instead of
-1,200 W), and how much less of its peak FP4 reaches than FP8 (its multiplier outruns what feeds it). They are fitted to
-the published rows below by least squares of the logarithm. Memory is not fitted, for these rows do not tell it.
+1,200 W), and how much less of its peak FP4 reaches than FP8 (its multiplier outruns what feeds it). They are fitted
+to published rows by least squares of the logarithm (benchmarks/plan_fit.py). Memory is not fitted: the rows do not
+depend on it enough.
 
 Hopper has nothing fitted: its figures are of single kernels on an H200 (docs/evidence/plan_rates_h200.json; of our own
 passes, gpu_kernels_h200.json).
 """
 
-import dataclasses
-import functools
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from halfbyte import models
-from halfbyte.devices import Device, device
-from halfbyte.train import TrainConfig
+from halfbyte.devices import Device
 
-from .analytic import step
-from .cluster import cluster
-from .linears import linear_gemms
 from .rates import GROUPED, Rates
-from .schedule import Event
-from .simulate import simulate
 
 FORMS_TRIED = 13  # this one, the same with one remat for all rows, and eleven of a study before it, on the same rows
 MEMORY = 0.675  # of Blackwell's bandwidth: an XLA pass that reads and writes once, 3,239 of 4,800 GB/s on an H200
@@ -71,73 +61,11 @@ def is_blackwell(on: Device) -> bool:
 
 
 FITTED = Fitted(gb200=0.508, gb300=0.609, fp4=0.722)
-
-
-@dataclass(frozen=True)
-class Row:
-    """A published step: MaxText with Transformer Engine, sequences of 8192. TFLOP/s of a GPU. Vendor figures that
-    nobody has reproduced.
-    """
-
-    model: str
-    device: str
-    count: int
-    recipe: str
-    tflops: float
-
-
-ROWS = tuple(
-    Row(model, name, count, recipe, tflops)
-    for model, name, count, fp8, nvfp4 in (
-        ("llama3-8b", "gb200", 4, 1497, 2017),
-        ("llama3-8b", "gb300", 4, 1759, 2301),
-        ("llama3.1-405b", "gb200", 128, 1557, 2241),
-        ("llama3.1-405b", "gb300", 128, 2103, 3633),
-    )
-    for recipe, tflops in (("fp8", fp8), ("nvfp4", nvfp4))
-)
 ASSUMED = (
     "of the published rows only model, system, sequence and, for 8B, layout are public; assumed: every linear of a "
     "layer quantized, remat that keeps context and quantized tensors (full for 405B on GB200, where those do not fit), "
     "FSDP over all GPUs, 4 sequences a GPU for 8B and 1 for 405B, communication hidden as far as it fits"
 )
-
-
-def config_of(row: Row) -> TrainConfig:
-    """The step that a row is taken to be."""
-    mesh = "fsdp=4" if row.count == 4 else "dcn.fsdp=2,fsdp=64"
-    batch = 4 * row.count if row.model == "llama3-8b" else row.count
-    return TrainConfig(
-        name="row", model=models.preset(row.model), recipe=row.recipe, policy="all_linear", mesh=mesh, data="synthetic",
-        batch=batch, seq=8192, remat="full" if (row.model, row.device) == ("llama3.1-405b", "gb200") else "quantized",
-    )  # fmt: skip
-
-
-def predicted(row: Row, by: Fitted) -> float:
-    """TFLOP/s of a GPU."""
-    events, flops = _work_of(row)
-    return flops / simulate(events, by.rates(device(row.device)), queued=False).seconds / 1e12
-
-
-@functools.cache
-def _work_of(row: Row) -> tuple[tuple[Event, ...], float]:
-    """(the events of a row's step, the FLOPs of a device as MaxText counts them)."""
-    config, on = config_of(row), cluster(device(row.device), row.count)
-    tokens = config.batch * config.seq / row.count
-    return step(config, on, linear_gemms(config, on.device)), tokens * models.flops_per_token(config.model, config.seq)
-
-
-def fit(rows: Sequence[Row]) -> Fitted:
-    """The numbers that are nearest to `rows`. One that no row tells stays where it begins."""
-    from scipy.optimize import least_squares
-
-    start = dataclasses.astuple(Fitted(0.65, 0.65, 0.8))
-    found = least_squares(
-        lambda p: [math.log(predicted(row, Fitted(*p)) / row.tflops) for row in rows], start, bounds=(0.2, 1.0)
-    )
-    return Fitted(*(round(float(value), 3) for value in found.x))
-
-
 # The worst errors of steps that were not used: of published rows, each left out of its own fit; and of the steps on an
 # H200 in docs/evidence, whole and mocked. docs/plan.md has every one.
 RESIDUAL = {"blackwell": 0.242, "hopper": 0.072}
