@@ -43,6 +43,7 @@ REMOVED = {
         for name in ("at", "every", "over", "ratio")
     },
     "--png": "compare writes SVG, to the file that --out names",
+    "--csv": "read the figures of each recipe from --json",
     "--part": "use more processes (--workers) or a Ray cluster (--engine ray)",
 }
 

@@ -60,7 +60,6 @@ class Args:
     """Compare layouts: mesh, remat and the type that gradients are summed in."""
     minutes: float = 15.0
     """With --search: no layout is begun that would end later; another call goes on where this one ended."""
-    csv: Path | None = None
     html: Path | None = None
     """One self-contained page."""
     trace: Path | None = None
@@ -71,7 +70,7 @@ def run(args: Args) -> Result:
     from halfbyte import plan
     from halfbyte.devices import device
 
-    for flag in ("csv", "html", "trace"):
+    for flag in ("html", "trace"):
         if getattr(args, flag) is not None:
             check_output(getattr(args, flag), flag=f"--{flag}")
     known = plan.overheads(args.parity) if args.parity else {}
@@ -104,7 +103,7 @@ def _check_together(args: Args) -> None:
     from halfbyte.devices import check_cuda_compiler
     from halfbyte.plan.reading import can_compile
 
-    idle = [name for name in ("versus", "tokens", "price", "parity", "csv", "html", "trace") if getattr(args, name)]
+    idle = [name for name in ("versus", "tokens", "price", "parity", "html", "trace") if getattr(args, name)]
     other = args.xla_flags != "recommended"
     if other:
         idle.append("xla-flags")
@@ -189,7 +188,6 @@ def _write(args: Args, data: Mapping[str, Any], found: Mapping[str, Any]) -> Non
 
     title = f"{args.model} on {args.count} {args.device}"
     made: dict[Path | None, Callable[[], str | bytes]] = {
-        args.csv: lambda: plan.as_csv(data["recipes"]),
         args.html: lambda: plan.page(title, data, found),
         args.trace: lambda: plan.trace(found),
     }

@@ -4,7 +4,7 @@ from .budget import break_even, budget, overhead_of, overheads, tokens_of
 from .calibration import ASSUMED, BAND, FITTED, FORMS_TRIED, residual
 from .cluster import Cluster, cluster, placed
 from .outcome import Outcome, as_json, outcome, problems
-from .pictures import COLUMNS, LONGEST, as_csv, cells, longest, page, trace
+from .pictures import COLUMNS, LONGEST, cells, longest, page, trace
 from .reading import Reading, by_hand, can_compile, reading
 from .schedule import Event, schedule, walk
 from .search import Candidate, search

@@ -1,8 +1,6 @@
-"""The plan as a page without a script, as rows for a spreadsheet, and as a trace for Perfetto."""
+"""The plan as a page without a script and as a trace for Perfetto."""
 
-import csv
 import gzip
-import io
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,24 +30,6 @@ def cells(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
         f"{row['tokens_per_s_per_device']:,.0f}", f"{row['mfu']:.1%}", f"{row['exposed_communication_s']:.3f}",
         faster or "-",
     )  # fmt: skip
-
-
-def as_csv(recipes: Mapping[str, Mapping[str, Any]]) -> str:
-    """One row a recipe, every single number of it."""
-    flat = [{"recipe": name, **dict(_flat(row))} for name, row in recipes.items()]
-    made = io.StringIO()
-    writer = csv.DictWriter(made, list(dict.fromkeys(key for row in flat for key in row)))
-    writer.writeheader()
-    writer.writerows(flat)
-    return made.getvalue()
-
-
-def _flat(row: Mapping[str, Any], under: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in row.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{under}{key}.")
-        elif not isinstance(value, list):
-            yield under + key, value
 
 
 def page(title: str, data: Mapping[str, Any], found: Mapping[str, Outcome]) -> str:
