@@ -4,7 +4,7 @@ The step is the trainer's own (float32 master weights, AdamW) on synthetic token
 and are given only if the operands of every backend equal the definition bit for bit on this device.
 
 halfbyte bench llama3-8b --layers 16 --batch 16 --mesh fsdp=8 --unroll 1 --mock-gpus 8
-halfbyte bench llama3-8b --layers 16 --batch 16 --recipes bf16 --flags all"""
+halfbyte bench llama3-8b --layers 16 --batch 16 --recipes bf16 --flags none"""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,6 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from halfbyte.cli.flags import words_of
 from halfbyte.cli.interrupting import terminated_as_interrupted
 from halfbyte.cli.result import DONE, FAILED, NOT_PASSED, Result
 from halfbyte.cli.screen import console, table
@@ -61,7 +60,8 @@ class Args:
     """Time one GPU's part of a step on N GPUs, on one GPU, without communication: compute only, results are garbage.
     0: the devices that are here."""
     flags: str = "recommended"
-    """Sets of XLA flags, comma-separated, or `all`: more than one are compared in one table, a process each."""
+    """The set of XLA flags on GPUs: recommended, none, serial, four, ahead-serial, combined, combined-ahead, doubled or
+    own-turn."""
     schedule_by: Literal["roofline", "xla"] = "roofline"
     """As in `halfbyte train`: how long things take when XLA orders a step on several GPUs."""
     state: Literal["float32", "bfloat16"] = "float32"
@@ -73,8 +73,6 @@ class Args:
 def run(args: Args) -> Result:
     if args.out is not None:
         check_output(args.out, flag="--out")
-    if len(sets_of(args)) > 1:
-        return run_flag_sets(args)
     mock, settings = prepare(args)
     from halfbyte import bench, conformance, launch
     from halfbyte.recipe import recipe
@@ -131,10 +129,14 @@ def prepare(args: Args) -> tuple[Any, list[dict[str, Any]]]:
     """Set what must be set before JAX touches a device: (what --mock-gpus set up or None, what became of settings)."""
     from halfbyte import launch
 
-    (flags,) = sets_of(args)
+    if args.flags not in launch.FLAG_SETS:
+        raise ValueError(
+            f"flags: no set of XLA flags is called {args.flags!r}. Choose one of {', '.join(launch.FLAG_SETS)}; to "
+            "compare several, run the command once per set, each with its --out."
+        )
     gpus = launch.visible_gpus()
     several = len(gpus) > 1 or args.mock_gpus > 0
-    settings = launch.recommended(gpus[0], several=several, flags=flags) if gpus else ()
+    settings = launch.recommended(gpus[0], several=several, flags=args.flags) if gpus else ()
     mock = launch.mock_gpus(args.mock_gpus, os.environ, gpu=bool(gpus)) if args.mock_gpus else None
     say = printer(mock)
     applied = launch.apply(settings, os.environ)
@@ -149,65 +151,6 @@ def prepare(args: Args) -> tuple[Any, list[dict[str, Any]]]:
 def printer(mock: Any) -> Callable[[str], None]:
     """What prints a line, with the label of a mocked measurement in front of it."""
     return lambda text: console().print(f"{mock.label}: {text}" if mock else text, soft_wrap=True)
-
-
-def sets_of(args: Args) -> list[str]:
-    """The sets of XLA flags that were named, each known."""
-    from halfbyte.launch import FLAG_SETS
-
-    names = list(FLAG_SETS) if args.flags == "all" else args.flags.split(",")
-    unknown = [name for name in names if name not in FLAG_SETS]
-    if unknown:
-        raise ValueError(f"no set of flags is called {', '.join(unknown)}; there are {', '.join(FLAG_SETS)}, and all")
-    return names
-
-
-def run_flag_sets(args: Args) -> Result:
-    """The same measurement under each set of flags, in processes of their own, as one table."""
-    from halfbyte.bench import SetResult, measure_sets, ratios
-    from halfbyte.launch import MOCK_NOTE, supervise, visible_gpus
-
-    names = sets_of(args)
-    if not visible_gpus():
-        raise ValueError("--flags compares flags that XLA has for NVIDIA GPUs, and this machine has none")
-    what = "compute only: " if args.mock_gpus else ""
-    command = [*supervise.ENTRY, "bench", *words_of(args, without=("flags", "out"))]
-    found: list[SetResult] = []
-    data: dict[str, Any] = {"args": plain_args(args)}
-    with until_stopped(data, found):
-        for each in measure_sets(names, command, say=lambda text: console().print(what + text)):
-            found.append(each)
-            data["sets"] = [dataclasses.asdict(each) for each in found]
-            write(args, data)
-    columns = ("flags", "recipe", "ms", f"vs {names[0]}", "what they are")
-    title = f"{what}{args.model} under {len(names)} sets of XLA flags"
-    console().print(table(columns, set_cells(found, ratios(found), what), title=title))
-    if args.mock_gpus:
-        console().print(f"{what}{MOCK_NOTE}", soft_wrap=True)
-    write(args, data)
-    return Result(data, FAILED if "stopped" in data else DONE if all(each.rows for each in found) else NOT_PASSED)
-
-
-def set_cells(found: Any, beside: Any, what: str) -> Iterator[tuple[str, ...]]:
-    """The table's rows: one a set and recipe, or the reason why a set has none."""
-    for each in found:
-        flags = flags_in_force(each.circumstances.get("settings", ()))
-        for row in each.rows:
-            ratio = beside.get((each.name, row["recipe"], row["remat"]))
-            yield what + each.name, row["recipe"], number(row["milliseconds"], ".1f"), number(ratio, ".3f"), flags
-        if not each.rows:
-            yield what + each.name, "-", "-", "-", each.note
-
-
-def flags_in_force(settings: Sequence[Mapping[str, Any]]) -> str:
-    """The flags of XLA under which a measurement ran, as its own process has set them, left them out or found them."""
-    words = []
-    for each in settings:
-        name = each["name"].removeprefix("xla_gpu_")
-        if each["name"].startswith("xla_"):
-            value = f"{name}={each['value']}" + (" (yours)" if each["kept"] else "")
-            words.append(f"{name} LEFT OUT: unknown to this XLA" if each["value"] is None else value)
-    return ", ".join(words) or "XLA's own"
 
 
 def plain_args(args: Args) -> dict[str, Any]:

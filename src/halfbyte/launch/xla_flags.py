@@ -73,7 +73,7 @@ OWN_TURN = (
     Setting("xla_gpu_reduce_scatter_combine_threshold_bytes", "0", "each gradient leaves as soon as it is there"),
     Setting("xla_gpu_memory_limit_slop_factor", "300", "XLA counts a loop's stacks twice, and orders to save memory"),
 )  # fmt: skip
-# What `halfbyte bench --flags` can compare: the same program under other flags of XLA, everything else as it is.
+# The sets that `halfbyte bench --flags` selects from: the same program under other flags of XLA.
 FLAG_SETS: dict[str, tuple[Setting, ...]] = {
     "recommended": EVERY_GPU,
     "none": (),
