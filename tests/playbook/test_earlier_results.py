@@ -1,0 +1,49 @@
+"""Results of earlier versions. Oracle: docs/evidence/playbook, which a run on one H200 wrote."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from halfbyte.cli.main import main
+from halfbyte.playbook import Records, decide
+from halfbyte.playbook.points import points
+
+EVIDENCE = Path(__file__).parents[2] / "docs" / "evidence" / "playbook" / "playbook.json"
+FIGURES = ("what", "values", "limit", "verdict", "made_by")
+
+
+@pytest.fixture(scope="module")
+def written():
+    return json.loads(EVIDENCE.read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def directory(tmp_path, written):
+    """The result directory that the run left: one numbered file per stage."""
+    folder = tmp_path / "playbook"
+    (folder / "records").mkdir(parents=True)
+    for number, (stage, record) in enumerate(written["records"].items()):
+        (folder / "records" / f"{number:02d}-{stage}.json").write_text(json.dumps(record), encoding="utf-8")
+    return folder
+
+
+def test_decision_of_an_earlier_version_is_unchanged(directory, written):
+    decision = decide(Records(directory / "records"))
+    assert json.loads(json.dumps(vars(decision))) == written["decision"]
+
+
+def test_figures_of_an_earlier_version_are_unchanged(directory, written):
+    before = {point["what"]: {name: point[name] for name in FIGURES} for point in written["points"]}
+    now = {point.what: vars(point) for point in points(Records(directory / "records"))}
+    assert len(before) == 28 and now == before
+
+
+def test_report_of_an_earlier_version_is_written_again(directory, written, capfd):
+    model = EVIDENCE.with_name("llama-20m.json")
+    stored = {path.name: path.read_bytes() for path in (directory / "records").iterdir()}
+    assert main(["playbook", str(model), "--out", str(directory), "--report"]) == 0
+    assert written["decision"]["sentence"] in " ".join(capfd.readouterr().out.split())
+    again = json.loads((directory / "playbook.json").read_text(encoding="utf-8"))
+    assert again["decision"] == written["decision"] and again["scope"] == written["scope"]
+    assert {path.name: path.read_bytes() for path in (directory / "records").iterdir()} == stored
