@@ -164,3 +164,14 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
         signal.signal(signal.SIGXFSZ, ignored)
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize("text, seconds", [("12m", 720), ("2h", 7200), ("90s", 90), ("0.5h", 1800), ("14d", 1209600)])
+def test_times_have_a_unit(text, seconds):
+    assert inputs.seconds_of(text, "budget") == seconds
+
+
+@pytest.mark.parametrize("text", ["12", "m", "-3m", "0m", "1e9h", "12 parsecs", "99999999d"])
+def test_text_that_is_no_time_is_refused(text):
+    with pytest.raises(ValueError, match="budget must be a time"):
+        inputs.seconds_of(text, "budget")

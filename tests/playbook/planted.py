@@ -8,7 +8,7 @@ from halfbyte.parity.analysis import analyse
 from halfbyte.parity.arms import standard_arms
 from halfbyte.parity.margin import Margin
 from halfbyte.parity.plan import Plan
-from halfbyte.playbook import Records
+from halfbyte.playbook import STAGES, Records
 
 SPEC = importlib.util.spec_from_file_location("parity_fakes", Path(__file__).parents[1] / "parity" / "fakes.py")
 fakes = importlib.util.module_from_spec(SPEC)
@@ -32,7 +32,7 @@ def study(folder, *, gaps=HEALTHY, seeds=3, noise=0.0005, done=None):
 def records(folder, *, found=None, wait=0.0, execution="native", rates=(100.0, 140.0, 150.0), passed=True, seconds=1.0):
     """A whole set; `found`: the study's data, None for a budget that had no room for one."""
     made = Records(folder / "records")
-    made.put("settings", {"data": {"model": "tiny"}})
+    made.put("settings", data={"model": "tiny"})
     checks = [{"name": "nvfp4", "passed": passed}]
     row = {"execution": [execution], "share_4bit": 0.5, "memory_gib": 1.0, "remarks": []}
     speed = {"step_time_s": 0.1, "input_wait": wait}
@@ -49,9 +49,10 @@ def records(folder, *, found=None, wait=0.0, execution="native", rates=(100.0, 1
     }  # fmt: skip
     if found is not None:
         data["parity"] = found
-    for stage, value in data.items():
-        took = seconds if stage == "parity" else 1.0
-        made.put(stage, {"command": f"halfbyte {stage} tiny", "seconds": took, "data": value})
-    for stage in ("trace", "inspect", "eval", "ablation", "cluster", *(["parity"] if found is None else [])):
-        made.put(stage, {"command": f"halfbyte {stage} tiny", "seconds": 0.0, "missing": f"no room for {stage}"})
+    for stage in STAGES:  # in their order: a record drops those of later stages
+        if stage in data:
+            took = seconds if stage == "parity" else 1.0
+            made.put(stage, command=f"halfbyte {stage} tiny", seconds=took, data=data[stage])
+        else:
+            made.put(stage, command=f"halfbyte {stage} tiny", seconds=0.0, missing=f"no room for {stage}")
     return made

@@ -27,7 +27,6 @@ from halfbyte.cli.result import Result
 from halfbyte.optim import OptimizerConfig
 from halfbyte.parity import runner
 from halfbyte.playbook import STAGES, Records
-from halfbyte.playbook.budget import RESERVE
 from halfbyte.train import CheckpointConfig, jsonconfig, loop
 
 # What was asked for by number is run, whatever the budget; nothing else fits.
@@ -115,12 +114,14 @@ def stopped_everywhere(config_file, tmp_path_factory):
         always.setattr(doctor, "run", lambda args: Result({"passed": True, "checks": []}))
         for stage in STAGES:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setitem(stages.RUN, stage, interrupted)
+                patch.setattr(stages.Playbook, stage, interrupted)
                 assert playbook(config_file, out) == 75, stage
             now = kept(out)
-            assert (out / "playbook.html").is_file() and len(now) == STAGES.index(stage) + 1
+            assert (out / "playbook.html").is_file() and len(now) == STAGES.index(
+                stage
+            ) + 2  # settings; the stopped one
             assert {name: now[name] for name in seen} == seen  # what is written stays
-            seen = now
+            seen = {name: now[name] for name in list(now)[:-1]}
             if stage == "parity":
                 always.setattr(loop, "to_mesh", late(loop.to_mesh))
                 with pytest.MonkeyPatch.context() as patch:
@@ -134,7 +135,7 @@ def stopped_everywhere(config_file, tmp_path_factory):
 def test_stopped_at_every_stage_it_goes_on_and_gives_one_page(stopped_everywhere, config_file, one_cache):
     out = stopped_everywhere
     assert set(one_cache) == {out / "study" / "compiled"}
-    before, pages = kept(out), {name: (out / name).read_bytes() for name in ("playbook.html", "playbook.md")}
+    before, pages = kept(out), {name: (out / name).read_bytes() for name in ("playbook.html", "playbook.json")}
     for flags in ((), ("--report",)):  # nothing is left to do
         assert playbook(config_file, out, *flags) == 0
         assert kept(out) == before and {name: (out / name).read_bytes() for name in pages} == pages
@@ -142,7 +143,7 @@ def test_stopped_at_every_stage_it_goes_on_and_gives_one_page(stopped_everywhere
     found = json.loads((out / "playbook.json").read_text())
     assert found["decision"]["word"] == "DO NOT SWITCH"
     assert "radar" in found["decision"]["sentence"] and "wgrad" in found["decision"]["sentence"]
-    assert {line["what"] for line in found["not_tried"]} == {"Downstream scores", "The cluster", "Ablation"}
+    assert [stage for stage in STAGES if "missing" in found["records"][stage]] == ["eval", "cluster"]
     verdicts = {point["what"]: point["verdict"] for point in found["points"]}
     assert verdicts["input wait, of a step"] == "FAIL" and "not the recipe's" in found["decision"]["speed"]
     assert "of a step: gemm" in verdicts and verdicts["radar: alarms"] == "FAIL"
@@ -170,135 +171,122 @@ def test_its_figures_are_those_of_the_commands_that_it_names(stopped_everywhere,
     assert all(html.escape(point["command"], quote=True) in page for point in points.values())
 
 
+def work_in(folder, config_file, **flags):
+    """A playbook of which nothing was run."""
+    return stages.Playbook(playbook_command.Args(model=str(config_file), out=str(folder), **flags))
+
+
+def put(work, **results):
+    """Write the records of stages, in their order."""
+    for stage in STAGES:
+        if stage in results:
+            work.records.put(stage, seconds=20.0, command=f"halfbyte {stage}", data=results[stage])
+
+
+ROWS = [{"arm": name, "milliseconds": 100.0, "compile_s": 10.0} for name in planted.ARMS]
+MEASURED = {
+    "trace": {"arm": "nvfp4", "recipe": "nvfp4", "policy": "mlp", "seconds": 20.0, "stepping_s": 2.0,
+              "step_time_s": 0.1},
+    "bench": {"baseline": "fp8", "rows": ROWS},
+}  # fmt: skip
+HALF = {"complete": False, "runs": {"done": 7, "planned": 15}}
+
+
 @pytest.mark.parametrize("flags, within", [({}, "300s"), ({"steps": 6}, ""), ({"host": "0/2"}, "")])
 def test_a_study_of_the_budgets_size_ends_with_it(config_file, tmp_path, monkeypatch, flags, within):
     """What was asked for by number, or is shared with other hosts, is not cut off: the same command goes on."""
-    asked, half = [], {"complete": False, "runs": {"done": 7, "planned": 15}}
-    monkeypatch.setattr(parity, "run", lambda args: asked.append(args) or Result(half))
-    args = playbook_command.Args(model=str(config_file), **flags)
-    work = stages.Work(args, planted.fakes.BASE, tmp_path, Records(tmp_path))
-    before = (1 - RESERVE) * 1800 - 300.2
-    work.records.put("plan", {"data": {"seeds": 3, "steps": 30, "before_s": before}})
+    asked = []
+    monkeypatch.setattr(parity, "run", lambda args: asked.append(args) or Result(HALF))
+    work = work_in(tmp_path, config_file, **flags)
+    put(work, plan={"seeds": 3, "steps": 30, "before_s": (1 - stages.RESERVE) * 1800 - 300.2})
     if within:
-        command, data = stages.parity(work)
-        assert data == half | {"within_s": pytest.approx(300.2)} and f"--within {within}" in command
+        command, data = work.parity()
+        assert data == HALF | {"ended_by": 1800} and f"--within {within}" in command
     else:
         with pytest.raises(stages.Stopped):
-            stages.parity(work)
-    assert [args.within for args in asked] == [within]
+            work.parity()
+    assert [(args.within, args.host) for args in asked] == [(within, flags.get("host", ""))]
 
 
 def test_all_starts_count_and_a_larger_budget_opens_a_cut_study(config_file, tmp_path, monkeypatch):
-    args = playbook_command.Args(model=str(config_file), budget="10m")
-    work = stages.Work(args, planted.fakes.BASE, tmp_path, Records(tmp_path / "records"))
-    half = {"complete": False, "runs": {"done": 7, "planned": 15}}
-    monkeypatch.setitem(stages.RUN, "parity", interrupted)
+    work = work_in(tmp_path, config_file, budget="10m")
     monkeypatch.setattr(stages, "time", SimpleNamespace(perf_counter=itertools.count().__next__))  # each start: 1 s
-    work.records.put("plan", {"data": {"seeds": 3, "steps": 30, "before_s": 100.0}})
-    work.records.spend("parity", 40.0)
+    put(work, plan={"seeds": 3, "steps": 30, "before_s": 100.0})
+    work.records.put("parity", seconds=40.0)
+    monkeypatch.setattr(stages.Playbook, "parity", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        stages.run_stage("parity", work)
-    assert work.records.spent("parity") == 41
-    monkeypatch.setitem(stages.RUN, "parity", lambda work: ("halfbyte parity", half | {"within_s": 452.0}))
-    stages.run_stage("parity", work)
-    assert work.records.get("parity")["seconds"] == 42
-    work.records.put("eval", {"seconds": 1.0, "missing": "no tasks"})
-    stages.reopen_study(work)
-    assert work.records.get("parity")  # the same budget opens nothing
-    stages.reopen_study(dataclasses.replace(work, args=dataclasses.replace(args, budget="20m")))
-    assert work.records.get("parity") is work.records.get("eval") is None and work.records.get("plan")
-    assert work.records.spent("parity") >= 40
+        work.run_stage("parity")
+    assert work.records.seconds("parity") == 41 and not work.records.is_over("parity", 600)
+    monkeypatch.setattr(stages.Playbook, "parity", lambda work: ("halfbyte parity", HALF | {"ended_by": 600.0}))
+    work.run_stage("parity")
+    assert work.records.seconds("parity") == 42 and work.records.data("parity") == HALF
+    work.records.put("eval", seconds=1.0, missing="no tasks")
+    assert work.records.is_over("parity", 600.0) and not work.records.is_over("parity", 1200.0)
+    work.run_stage("parity")
+    assert work.records.seconds("parity") == 43
+    assert not work.records.is_over("eval", 600.0) and work.records.is_over("plan", 1200.0)
 
 
-def test_a_larger_budget_plans_a_study_that_had_no_room(config_file, tmp_path):
-    args = playbook_command.Args(model=str(config_file), budget="1m")
-    work = stages.Work(args, planted.fakes.BASE, tmp_path, Records(tmp_path / "records"))
-    rows = [{"arm": name, "milliseconds": 100.0, "compile_s": 10.0} for name in planted.ARMS]
-    short = {"arm": "nvfp4", "seconds": 20.0, "stepping_s": 2.0, "step_time_s": 0.1}
-    for stage, data in (("bench", {"baseline": "fp8", "rows": rows}), ("trace", short)):
-        work.records.put(stage, {"seconds": 20.0, "data": data})
+def test_a_larger_budget_plans_a_study_that_had_no_time(config_file, tmp_path):
+    work = work_in(tmp_path, config_file, budget="1m")
+    put(work, **MEASURED)
     for stage in ("plan", "parity"):
-        stages.run_stage(stage, work)
-    assert work.records.data("plan")["seeds"] == 0 and "no room" in work.records.get("parity")["missing"]
-    stages.reopen_study(work)
-    assert work.records.get("parity")  # the same budget opens nothing
-    larger = dataclasses.replace(work, args=dataclasses.replace(args, budget="1h"))
-    stages.reopen_study(larger)
-    assert work.records.get("plan") is work.records.get("parity") is None and work.records.get("bench")
-    stages.run_stage("plan", larger)
-    assert work.records.data("plan")["seeds"] >= 3
+        work.run_stage(stage)
+    assert work.records.data("plan")["seeds"] == 0 and "no time" in work.records.get("parity")["missing"]
+    assert work.records.is_over("plan", 60.0) and work.records.is_over("parity", 60.0)
+    larger = work_in(tmp_path, config_file, budget="1h")
+    assert not larger.records.is_over("plan", larger.budget)
+    larger.run_stage("plan")
+    assert larger.records.data("plan")["seeds"] >= 3 and larger.records.is_over("plan", 7200.0)
+    assert not larger.records.is_over("parity", 3600.0) and larger.records.is_over("bench", 3600.0)
 
 
 @pytest.mark.slow
 def test_two_starts_at_once_are_one_and_a_report_is_made_beside_it(config_file, tmp_path, monkeypatch, capfd):
-    monkeypatch.setitem(stages.RUN, "doctor", interrupted)
+    monkeypatch.setattr(stages.Playbook, "doctor", interrupted)
     assert playbook(config_file, tmp_path / "p") == 75  # leaves nobody's lock
     with RunLock(tmp_path / "p"):
         assert playbook(config_file, tmp_path / "p") == 2
         said = " ".join(capfd.readouterr().err.split())
         assert "is held by another process" in said and "--out another directory" in said
         assert playbook(config_file, tmp_path / "p", "--report") == 0
-        assert playbook(config_file, tmp_path / "p", "--host", "1/2") == 75  # of the same question
 
 
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        ({}, "--config {config}"),
-        (
-            {"data": "my data", "batch": 4, "mesh": "fsdp=2"},
-            "--config {config} --data 'my data' --batch 4 --mesh fsdp=2",
-        ),
-    ],
-)
-def test_the_commands_that_it_names_have_its_data_and_batch(config_file, flags, words):
-    args = playbook_command.Args(model=str(config_file), **flags)
-    assert stages.run_words(args) == words.format(config=config_file)
-
-
-def test_the_commands_that_it_names_start_from_what_it_was_given(tmp_path, monkeypatch):
-    """A run of ours whatever lies beside it, a run directory's config, and the weights of a Hugging Face folder."""
-    monkeypatch.chdir(tmp_path)
-    for name, content in {"demo": "{}", "run": "{}", "folder": '{"model_type": "llama"}'}.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(content)
-    words = [stages.run_words(playbook_command.Args(model=name)) for name in ("demo", "run", "folder")]
-    assert words == ["demo", "--config run/config.json", "--init-from folder"]
+@pytest.mark.parametrize("flags, words", [
+    ({}, []), ({"data": "synthetic", "batch": 4, "mesh": "fsdp=1"},
+               ["--data", "synthetic", "--batch", "4", "--mesh", "fsdp=1"]),
+])  # fmt: skip
+def test_the_commands_that_it_names_have_its_data_and_batch(config_file, tmp_path, flags, words):
+    assert work_in(tmp_path, config_file, **flags).train_words() == ["--config", str(config_file), *words]
 
 
 def test_the_cluster_is_planned_with_the_candidates_policy(config_file, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(plan, "run", lambda args: asked.append(args) or Result({}))
-    args = playbook_command.Args(model=str(config_file), candidates="nvfp4@all_linear", device="gb300", count=8)
-    command, _ = stages.cluster(stages.Work(args, planted.fakes.BASE, tmp_path, Records(tmp_path)))
+    work = work_in(tmp_path, config_file, candidates="nvfp4@all_linear", device="gb300", count=8)
+    command, _ = work.cluster()
     assert asked[0].policy == "all_linear" and "--policy all_linear" in command
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("controls, arms", [(True, 5), (False, 3)])
 def test_the_plan_counts_the_arms_that_will_run(config_file, tmp_path, controls, arms):
-    args = playbook_command.Args(model=str(config_file), controls=controls)
-    work = stages.Work(args, planted.fakes.BASE, tmp_path, Records(tmp_path))
-    rows = [{"arm": name, "milliseconds": 100.0, "compile_s": 1.0} for name in planted.ARMS]
-    short = {"arm": "nvfp4", "seconds": 3.0, "stepping_s": 2.0, "step_time_s": 0.1}
-    for stage, data in (("bench", {"baseline": "fp8", "rows": rows}), ("trace", short)):
-        work.records.put(stage, {"seconds": 1.0, "data": data})
-    planned = stages.plan(work)[1]
+    work = work_in(tmp_path, config_file, controls=controls)
+    put(work, **MEASURED)
+    _, planned = work.plan()
     assert len(planned["arms"]) == arms and planned["costs"]["step_s"] == pytest.approx(arms * 0.1)
 
 
-def test_what_inspect_suggests_joins_as_a_candidate(tmp_path):
-    records, args = Records(tmp_path), SimpleNamespace(candidates="nvfp4, nvfp4_no_rht", baseline="fp8")
-    work = stages.Work(args, planted.fakes.BASE, tmp_path, records)
-    records.put("trace", {"data": {"recipe": "nvfp4", "policy": "mlp"}})
+def test_what_inspect_suggests_joins_as_a_candidate(config_file, tmp_path):
+    work = work_in(tmp_path, config_file)
     for policy, joined in (("mlp", []), ("*=bf16", []), ("mlp; mlp/down=bf16", ["nvfp4@mlp; mlp/down=bf16"])):
-        records.put("inspect", {"data": {**NOISE, "policy": policy}})
+        put(work, trace=MEASURED["trace"], inspect={**NOISE, "policy": policy})
         assert work.candidates() == ["nvfp4", "nvfp4_no_rht", *joined]
-    assert work.arms()[-1].changes == {"recipe": "nvfp4", "policy": "mlp; mlp/down=bf16"}
+    assert list(work.configs().values())[-1].policy == "mlp; mlp/down=bf16"
 
 
 @pytest.mark.slow(
-    fast_cases=["flags6-gb9000", "flags7-0 or more", "flags9-holds no records", "flags1-The least is --budget 1m"]
+    fast_cases=["flags6-gb9000", "flags8-0 or more", "flags10-holds no playbook", "flags1-The least is --budget 1m"]
 )
 @pytest.mark.parametrize(
     "flags, message",
@@ -310,9 +298,10 @@ def test_what_inspect_suggests_joins_as_a_candidate(tmp_path):
         (["--margin", "0.5"], "with its unit"),
         (["--host", "2/2"], "INDEX/HOSTS"),
         (["--device", "gb9000"], "gb9000"),
-        (["--seeds", "-1"], "0 or more"),
+        (["--seeds", "-1"], "1 or more"),
+        (["--limit", "-1"], "0 or more"),
         (["--tasks", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--report"], "holds no records"),
+        (["--report"], "holds no playbook"),
     ],
 )
 def test_bad_input_exits_2_and_leaves_nothing(config_file, tmp_path, capfd, flags, message):
@@ -327,15 +316,16 @@ def test_a_time_without_a_unit_is_refused_before_anything_is_written(config_file
 
 
 def test_another_question_in_the_same_directory_is_refused(config_file, tmp_path, monkeypatch, capfd):
-    monkeypatch.setitem(stages.RUN, "doctor", interrupted)
+    monkeypatch.setattr(stages.Playbook, "doctor", interrupted)
     assert playbook(config_file, tmp_path / "p") == 75
     assert playbook(config_file, tmp_path / "p", "--margin", "1%") == 2
     assert "was begun with margin" in " ".join(capfd.readouterr().err.split())
 
 
-def test_other_hosts_wait_for_the_first(config_file, tmp_path, capfd):
-    assert playbook(config_file, tmp_path / "p", "--host", "1/2") == 75
-    assert "host 0" in capfd.readouterr().out
+def test_other_hosts_are_told_the_study_to_run(config_file, tmp_path, capfd):
+    assert playbook(config_file, tmp_path / "p", "--host", "1/2") == 2
+    said = " ".join(capfd.readouterr().err.split())
+    assert "--host 1/2" in said and "06-plan.json" in said and not (tmp_path / "p").exists()
 
 
 def test_directory_that_holds_something_else_is_refused(config_file, tmp_path, capfd):

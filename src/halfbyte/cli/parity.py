@@ -20,6 +20,7 @@ import tyro
 
 from halfbyte.cli.result import NOT_PASSED, PREEMPTED, Result
 from halfbyte.cli.study import Study, conduct, plan_of
+from halfbyte.inputs import seconds_of
 
 if TYPE_CHECKING:
     from halfbyte.parity.plan import Plan
@@ -40,8 +41,6 @@ class Args(Study):
 
 
 def run(args: Args) -> Result:
-    from halfbyte.playbook import seconds_of
-
     within = seconds_of(args.within, "within") if args.within else math.inf
     found = conduct(args, *make_plan(args), within=within)
     if args.within and not found.data["complete"]:

@@ -1,361 +1,272 @@
-"""The stages of `halfbyte playbook`. Each calls a command of ours as a person would type it, and its record is what
-that command gives with --json; where a stage has nothing to say, the record says why."""
+"""The stages of `halfbyte playbook`. Each types a command as a person would and records its --json. They run in one
+process: it holds most of the GPU's memory from the first stage on, and another process would find none."""
 
-import dataclasses
+import importlib
 import shlex
 import shutil
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-import jax
 from rich.console import Console
 
-from halfbyte import models
-from halfbyte.cli import bench as bench_command
-from halfbyte.cli import compare as compare_command
-from halfbyte.cli import doctor as doctor_command
-from halfbyte.cli import eval as eval_command
-from halfbyte.cli import inspect as inspect_command
-from halfbyte.cli import parity as parity_command
-from halfbyte.cli import plan as plan_command
+from halfbyte.checkpoint import RunLock
+from halfbyte.cli import bench, parity
 from halfbyte.cli.base_config import words_for
+from halfbyte.cli.eval import open_tasks
 from halfbyte.cli.flags import words_of
+from halfbyte.cli.interrupting import terminated_as_interrupted
+from halfbyte.cli.main import parse_flags, plain
+from halfbyte.cli.playbook import Args
+from halfbyte.cli.result import PREEMPTED, Result
 from halfbyte.cli.screen import say
-from halfbyte.cli.study import Study, steps_of
-from halfbyte.devices import lookup
-from halfbyte.diagnosis.telemetry import FILE, Telemetry
+from halfbyte.cli.study import Study, base_run, check_validation, checks_of, plan_of, steps_of
+from halfbyte.devices import device
 from halfbyte.evaluation.curves import read_curve, speed_of
-from halfbyte.metrics import read_rows
-from halfbyte.parity.arms import Arm, standard_arms
-from halfbyte.parity.arms import ablation as ingredients
-from halfbyte.parity.cells import DONE, run_directory, status_of
-from halfbyte.parity.margin import parse_margin
-from halfbyte.parity.plan import of_steps
-from halfbyte.playbook import FEWEST_STEPS, Records, could_tell, seconds_of, size_of
-from halfbyte.playbook.budget import RESERVE, costs_of
+from halfbyte.inputs import check_whole, seconds_of
+from halfbyte.parity.arms import BASELINE, CANDIDATE, standard_arms
+from halfbyte.parity.cells import DONE, executions
+from halfbyte.parity.plan import of_steps, share
+from halfbyte.parity.study_size import MIN_STEPS, costs_of, size_of, study_seconds
+from halfbyte.plan import cluster
+from halfbyte.playbook import SETTINGS, STAGES, Records, write_page
 from halfbyte.profiling import ProfileConfig
-from halfbyte.train import TrainConfig, check, open_source, run_mesh, train
-from halfbyte.train.preflight import GIB, memory_of
+from halfbyte.train import TrainConfig, open_source, train
+from halfbyte.train.preflight import GIB
 
-TRACE_STEPS, TRACED = 20, (14, 16)
-BEFORE = 0.25  # of the budget, that stages before bench may take
-WATCHED = 1200.0  # seconds of budget from which the short run has telemetry, too; `inspect` has the same numbers
+MIN_BUDGET = 60.0  # seconds
+RESERVE = 0.08  # of the budget, for what comes after the study
+BEFORE = 0.25  # of the budget, for the stages up to inspect
+TRACE_STEPS, TRACED = 20, ProfileConfig("xprof", 14, 16)
+MUST = ("doctor", "preflight", "parity")  # bad input is an error here; in other stages it is why the result is missing
+ELSEWHERE = ("out", "host", "report", "budget")  # flags that may change when a playbook goes on
+Found = tuple[str, dict[str, Any]]
+"""(command, result)."""
 
 
 class Missing(ValueError):
-    """A stage that has nothing to say, and why."""
+    """Why a stage has no result."""
 
 
 class Stopped(Exception):
-    """A stage that was stopped, or waits for others; the same command goes on."""
+    """What stopped a stage; the same command goes on."""
 
 
-@dataclass(frozen=True)
-class Work:
-    """What every stage is given: the flags of the command, the run that all arms share, where it is, the records."""
+def flags(**values: Any) -> list[str]:
+    """Returns `--name value` for every value but empty ones."""
+    return [str(word) for name, value in values.items() if value for word in (f"--{name.replace('_', '-')}", value)]
 
-    args: Any
-    base: TrainConfig
-    out: Path
-    records: Records
 
-    @property
-    def is_first(self) -> bool:
-        """Of several hosts the first, or the only one."""
-        return self.args.host.partition("/")[0] in ("", "0")
+def call(name: str, *words: object) -> Found:
+    """Run `halfbyte NAME WORDS`."""
+    module, typed = importlib.import_module(f"halfbyte.cli.{name}"), [str(word) for word in words]
+    data = plain(module.run(parse_flags(name, module, typed)).data)
+    if "stopped" in data:
+        raise Stopped(data["stopped"])
+    return shlex.join(["halfbyte", name, *typed]), data
 
-    @property
-    def policy_arm(self) -> str:
-        """The candidate that `inspect` suggests, as typed; empty if there is none."""
-        found, short = self.records.data("inspect"), self.records.data("trace")
-        if found is None or short is None or found["policy"] in (short["policy"], "*=bf16"):
-            return ""
-        return f"{short['recipe']}@{found['policy']}"
+
+class Playbook:
+    """The flags, the run that all arms share, and the records. Each stage is a method."""
+
+    def __init__(self, args: Args):
+        self.args, self.budget = args, seconds_of(args.budget, "budget")
+        self.base = replace(base_run(args, args.model), seed=args.first_seed)
+        self.out = Path(args.out or f"playbook/{self.base.name}")
+        self.records = Records(self.out / "records")
+
+    def check(self) -> None:
+        """Raises ValueError at the first thing that cannot work, before anything is written."""
+        if self.budget < MIN_BUDGET and not (self.args.steps or self.args.tokens):
+            raise ValueError(f"--budget {self.args.budget} ends while arms compile. The least is --budget 1m")
+        check_whole("--limit", self.args.limit)
+        open_tasks(self.args.tasks)
+        study = self.study(self.args.seeds or 1)
+        check_validation(study.base)
+        if self.args.host and share(study.jobs(), self.args.host) and not self.args.host.startswith("0/"):
+            raise ValueError(f"--host {self.args.host}: run the study of {self.records.directory}/06-plan.json with it")
+        if self.args.device:
+            cluster(device(self.args.device), self.args.count)
+
+    def study(self, seeds: int) -> Any:
+        """Returns the plan of the study."""
+        return plan_of(replace(self.args, seeds=seeds), self.args.model, self.candidates())
 
     def candidates(self) -> list[str]:
-        typed = [text.strip() for text in self.args.candidates.split(",") if text.strip()]
-        return typed + [text for text in [self.policy_arm] if text and text not in typed]
+        """Returns those of the flags, and the policy that `inspect` suggests."""
+        names = [text.strip() for text in self.args.candidates.split(",") if text.strip()]
+        noise, short = self.records.data("inspect"), self.records.data("trace")
+        if noise and short and noise["policy"] not in (short["policy"], "*=bf16"):
+            names.append(f"{short['recipe']}@{noise['policy']}")
+        return list(dict.fromkeys(names))
 
-    def arms(self) -> list[Arm]:
-        """The baseline and the candidates."""
-        return standard_arms(self.args.baseline, self.candidates(), controls=False)
+    def configs(self) -> dict[str, TrainConfig]:
+        """Returns arm -> config, of the baseline and the candidates."""
+        arms = standard_arms(self.args.baseline, self.candidates(), controls=False)
+        return {arm.name: arm.configure(self.base, self.args.first_seed) for arm in arms}
 
-    def config(self, arm: Arm) -> TrainConfig:
-        return arm.configure(self.base, self.args.first_seed)
+    def train_words(self) -> list[str]:
+        """Returns how `halfbyte train` starts the run, on its data, in its batches and on its mesh."""
+        args = self.args
+        return [*words_for(args.model), *flags(data=args.data, batch=args.batch, seq=args.seq, mesh=args.mesh)]
 
-    def shared(self) -> dict[str, Any]:
-        """The flags of a comparison that are this command's too."""
-        return {field.name: getattr(self.args, field.name) for field in dataclasses.fields(Study)}
+    def parity_words(self, size: dict[str, Any]) -> list[str]:
+        """Returns the words of `halfbyte parity` for a study of this size."""
+        own = {"candidates": ",".join(self.candidates()), "seeds": size["seeds"], "steps": size["steps"], "tokens": 0,
+               "out": str(self.out / "study"), "host": "", "radar_on": "candidates", "report": False}  # fmt: skip
+        shared = {field.name: getattr(self.args, field.name) for field in fields(Study)}
+        return words_of(parity.Args(model=self.args.model, **(shared | own)))
 
-    def folder(self, arm: Arm) -> Path:
-        return run_directory(self.out / "study", arm, self.args.first_seed)
+    def result(self, stage: str) -> dict[str, Any]:
+        """Returns the result of an earlier stage. Raises Missing if it has none."""
+        if not (data := self.records.data(stage)):
+            raise Missing(f"it needs the result of {stage}, which is missing")
+        return data
 
+    def doctor(self) -> Found:
+        return call("doctor")
 
-def typed(name: str, args: Any, **settings: Any) -> str:
-    return shlex.join(["halfbyte", name, *words_of(args, **settings)])
+    def preflight(self) -> Found:
+        check, rows, memory = checks_of(self.base), {}, None
+        for name, config in self.configs().items():
+            found = check(config)
+            manifest, memory = found.manifests[0], found.device_memory
+            rows[name] = {"execution": executions(manifest.to_json()), "share_4bit": manifest.share_4bit,
+                          "memory_gib": found.memory.total / GIB}  # fmt: skip
+        command = shlex.join(["halfbyte", "train", *self.train_words()])
+        return command, {"arms": rows, "device_memory_gib": memory / GIB if memory else None}
 
-
-Found = tuple[str, dict[str, Any]]
-"""(the command, what it gave)."""
-
-
-def doctor(work: Work) -> Found:
-    return "halfbyte doctor", dict(doctor_command.run(doctor_command.Args()).data)
-
-
-def preflight(work: Work) -> Found:
-    """What `halfbyte train` checks before it compiles, for every arm."""
-    here, source, mesh = jax.local_devices()[0], open_source(work.base), run_mesh(work.base)
-    device, memory, rows = lookup(here), memory_of(here), {}
-    for arm in work.arms():
-        found = check(work.config(arm), mesh, seq=source.seq, device=device, memory=memory)
-        manifest = found.manifests[0]
-        ways = {gemm.execution for site in manifest.sites for gemm in site.gemms.values()} - {"plain"}
-        rows[arm.name] = {
-            "execution": sorted(ways) or ["plain"], "share_4bit": manifest.share_4bit,
-            "memory_gib": found.memory.total / GIB, "remarks": list(found.remarks),
+    def trace(self) -> Found:
+        """A short run of the first candidate: a profile of three steps, and a checkpoint for `inspect`."""
+        (name, config), folder, began = list(self.configs().items())[1], self.out / "trace", time.perf_counter()
+        shutil.rmtree(folder, ignore_errors=True)  # half a trace, of a start that was stopped; see Records.settle
+        with open(self.out / "trace.txt", "w", encoding="utf-8") as log:  # `halfbyte train` would take all signals
+            result = train(of_steps(config, TRACE_STEPS), folder, console=Console(file=log, width=160), profile=TRACED)
+        if result.stopped:
+            raise Stopped(result.stopped)
+        seconds, curve = time.perf_counter() - began, read_curve(folder, "")
+        precision = {"recipe": config.recipe, "policy": config.policy}
+        words = flags(**precision, steps=TRACE_STEPS, **asdict(TRACED), run_dir=folder)
+        return shlex.join(["halfbyte", "train", *self.train_words(), *words]), {
+            "arm": name, **precision, "seconds": seconds,
+            "stepping_s": float(curve.column("step_time_s").sum()), "step_time_s": speed_of(curve).step_time_s,
+            "breakdown": result.breakdown,
         }  # fmt: skip
-    return f"halfbyte train {run_words(work.args)}", {
-        "device": device.name, "devices": len(jax.devices()), "parameters": models.count_params(work.base.model),
-        "data": source.describe(), "seq": source.seq, "batch": work.base.batch, "arms": rows,
-        "device_memory_gib": memory / GIB if memory else None,
-    }  # fmt: skip
 
+    def inspect(self) -> Found:
+        needs = self.records.seconds() + 2 * self.result("trace")["seconds"]  # it compiles about twice as much
+        if needs > BEFORE * self.budget:
+            raise Missing(f"it has no time within a quarter of the budget, from --budget {needs / BEFORE / 60:.0f}m on")
+        return call("inspect", self.out / "trace", *flags(batches=1, snr=self.args.snr))
 
-def run_words(args: Any) -> str:
-    """How `halfbyte train` is told which run, on which data, in which batches and on which mesh."""
-    words = [*words_for(args.model)]
-    for name in ("data", "batch", "seq", "mesh"):
-        if given := getattr(args, name):
-            words += [f"--{name}", str(given)]
-    return shlex.join(words)
+    def bench(self) -> Found:
+        base, rows, commands = self.base, [], []
+        names = {(config.policy, config.recipe): name for name, config in self.configs().items()}
+        for policy in dict.fromkeys(policy for policy, _ in names):
+            command, data = call("bench", self.args.model, *flags(
+                recipes=",".join(recipe for own, recipe in names if own == policy), policy=policy, batch=base.batch,
+                seq=open_source(base).seq, remat=base.remat, unroll=base.unroll, mesh=base.mesh, steps=3))  # fmt: skip
+            commands.append(command)
+            rows += [{"arm": names[policy, row["recipe"]], **row} for row in data["rows"]]
+        return "; ".join(commands), {**data, "baseline": rows[0]["arm"], "rows": rows}
 
-
-def trace(work: Work) -> Found:
-    """A short run of the first candidate: a trace of some steps, telemetry, and a checkpoint to inspect."""
-    arm, folder = work.arms()[1], work.out / "trace"
-    config = of_steps(work.config(arm), TRACE_STEPS)
-    unseen = bool(config.model.experts) and run_mesh(config).size > 1  # telemetry looks at experts on one device
-    every = TRACED[1] if seconds_of(work.args.budget) >= WATCHED and not unseen else 0
-    command = (
-        f"halfbyte train {run_words(work.args)} --recipe {config.recipe} --policy {shlex.quote(config.policy)} "
-        f"--steps {TRACE_STEPS} --telemetry {every} --profile xprof --profile-start {TRACED[0]} "
-        f"--profile-stop {TRACED[1]} --run-dir {shlex.quote(str(folder))}"
-    )
-    shutil.rmtree(folder, ignore_errors=True)  # of a start that was stopped: half a trace is none
-    watching, began = Telemetry(every, folder), time.perf_counter()
-    with open(work.out / "trace.txt", "w", encoding="utf-8") as log:
-        result = train(
-            config, folder, console=Console(file=log, width=160), profile=ProfileConfig("xprof", *TRACED),
-            observers=[watching] if every else (),
-        )  # fmt: skip
-    if result.stopped:
-        raise Stopped(result.stopped)
-    curve = read_curve(folder, "")
-    rows = read_rows(folder / FILE) if (folder / FILE).is_file() else []
-    return command, {
-        "arm": arm.name, "recipe": config.recipe, "policy": config.policy, "steps": TRACE_STEPS,
-        "seconds": time.perf_counter() - began, "stepping_s": float(curve.column("step_time_s").sum()),
-        "step_time_s": speed_of(curve).step_time_s, "watching_s": watching.seconds, "breakdown": result.breakdown,
-        "telemetry": rows[-1:],
-    }  # fmt: skip
-
-
-def inspect(work: Work) -> Found:
-    if work.records.data("trace") is None:
-        raise Missing("it looks at the short run, which is not there")
-    spent, whole = work.records.seconds(), seconds_of(work.args.budget)
-    about = 2 * (work.records.get("trace") or {})["seconds"]  # it compiles about twice as much
-    if spent + about > BEFORE * whole:
-        least = (spent + about) / BEFORE / 60
-        raise Missing(
-            f"about {about:.0f} s of {work.args.budget} are better spent on the study; from --budget {least:.0f}m on"
+    def plan(self) -> Found:
+        """The size of the study, shown before it begins."""
+        measured, short, args = self.result("bench"), self.result("trace"), self.args
+        if any(row["milliseconds"] is None for row in measured["rows"]):
+            raise Missing("its size follows from measured steps, and bench could not run every arm")
+        arms, before = [arm.name for arm in self.study(1).arms], self.records.seconds()
+        costs, most = costs_of(measured, short, arms), steps_of(args, args.model, self.base)
+        hosts, fixed = int(args.host.partition("/")[2] or 1), bool(args.steps or args.tokens)
+        left = hosts * ((1 - RESERVE) * self.budget - before)
+        seeds, steps = size_of(left, costs, steps=most, seeds=args.seeds, fixed=fixed)
+        seconds = study_seconds(seeds, steps, costs)
+        say(
+            f"the study: {len(arms)} arms, {seeds} seeds of {steps} steps, about {seconds / hosts / 60:.0f} minutes; "
+            "fewer than 3 seeds have a gap and no verdict"
         )
-    args = inspect_command.Args(str(work.out / "trace"), batches=1, snr=work.args.snr)
-    return typed("inspect", args), dict(inspect_command.run(args).data)
+        size = {"seeds": seeds, "steps": steps, "arms": arms, "seconds": seconds, "costs": costs, "before_s": before,
+                "reserve": RESERVE, "fewest_steps": min(most, MIN_STEPS),
+                "ended_by": None if seeds else self.budget}  # fmt: skip
+        return shlex.join(["halfbyte", "parity", *self.parity_words(size)]), size
+
+    def parity(self) -> Found:
+        """The study, to its end, or to that of the budget where its size followed from the budget."""
+        size, args = self.result("plan"), self.args
+        if not size["seeds"]:
+            raise Missing(f"the budget {args.budget} has no time for a study")
+        left = (1 - RESERVE) * self.budget - size["before_s"] - self.records.seconds("parity")
+        within = "" if args.steps or args.tokens or args.host else f"{max(1.0, left):.0f}s"
+        command, data = call("parity", *self.parity_words(size), *flags(within=within, host=args.host))
+        if not (data["complete"] or within):
+            raise Stopped("other hosts, which are not done")
+        return command, {**data, "ended_by": None if data["complete"] else self.budget}
+
+    def finished(self) -> dict[str, Path]:
+        """Returns arm -> run directory of the first seed, for runs that are done."""
+        seed, arms = self.args.first_seed, self.result("parity")["arms"]
+        done = [arm["name"] for arm in arms if arm["kind"] in (BASELINE, CANDIDATE)
+                and arm["states"].get(str(seed), {}).get("state") == DONE]  # fmt: skip
+        return {name: self.out / "study" / "arms" / name / f"seed-{seed}" for name in done}
+
+    def eval(self) -> Found:
+        if not self.args.tasks:
+            raise Missing("no task files were named: --tasks FILE ... (docs/evaluate.md); losses by source are above")
+        limit = flags(limit=self.args.limit)
+        found = {arm: call("eval", run, *self.args.tasks, *limit) for arm, run in self.finished().items()}
+        return "; ".join(command for command, _ in found.values()), {"arms": {arm: found[arm][1] for arm in found}}
+
+    def compare(self) -> Found:
+        arms = self.finished()
+        command, data = call("compare", *arms.values(), "--out", "")
+        return command, {**data, "runs": [{"arm": arm, **run} for arm, run in zip(arms, data["runs"], strict=True)]}
+
+    def cluster(self) -> Found:
+        if not self.args.device:
+            raise Missing("no cluster was named: --device gb300 --count 128")
+        report, (base, first) = self.out / "study" / "report.json", list(self.configs().values())[:2]
+        return call("plan", self.args.model, *flags(
+            device=self.args.device, count=self.args.count, recipe=first.recipe, policy=first.policy,
+            versus=base.recipe, parity=report if report.is_file() else ""))  # fmt: skip
+
+    def run_stage(self, stage: str) -> None:
+        """Run one stage and write its record."""
+        began, before, record = time.perf_counter(), self.records.seconds(stage), {}
+        try:
+            command, data = getattr(self, stage)()
+            record = {"ended_by": data.pop("ended_by", None), "command": command, "data": data}
+        except ValueError as error:
+            if stage in MUST and not isinstance(error, Missing):
+                raise
+            say(f"{stage}: missing, {error}")
+            record = {"command": f"halfbyte {stage}", "missing": str(error)}
+        finally:
+            self.records.put(stage, **record, seconds=before + time.perf_counter() - began)
 
 
-def bench(work: Work) -> Found:
-    """Every arm, those of one policy in one call."""
-    base, arms = work.base, {arm.name: work.config(arm) for arm in work.arms()}
-    rows, commands, data = [], [], {}
-    for policy in dict.fromkeys(config.policy for config in arms.values()):
-        named = {config.recipe: name for name, config in arms.items() if config.policy == policy}
-        args = bench_command.Args(
-            work.args.model, recipes=",".join(named), policy=policy, batch=base.batch, seq=open_source(base).seq,
-            remat=base.remat, unroll=base.unroll, mesh=base.mesh, steps=3, repeats=3,
-        )  # fmt: skip
-        found = bench_command.run(args)
-        if "stopped" in found.data:
-            raise Stopped(str(found.data["stopped"]))
-        commands.append(typed("bench", args))
-        rows += [{"arm": named[row["recipe"]], **row} for row in found.data["rows"]]
-        data = {name: found.data[name] for name in ("device", "jax", "jaxlib", "python", "commit")}
-    return "; ".join(commands), {"baseline": next(iter(arms)), "rows": rows, **data}
-
-
-def plan(work: Work) -> Found:
-    """The size of the study, said before it begins."""
-    measurements, short = work.records.data("bench"), work.records.data("trace")
-    if measurements is None or short is None or any(row["milliseconds"] is None for row in measurements["rows"]):
-        raise Missing("its size follows from the steps that were measured, and bench or the short run has none")
-    measured = {arm.name: arm.name for arm in work.arms()}
-    like = {arm.name: measured.get(arm.name, work.arms()[0].name)
-            for arm in standard_arms(work.args.baseline, work.candidates(), controls=work.args.controls)}  # fmt: skip
-    costs = costs_of({"bench": measurements, "trace": short}, like, radar=work.args.radar >= 0)
-    before = work.records.seconds()
-    left = hosts_of(work) * time_for_the_study(work, before)
-    steps = steps_of(work.args, work.args.model, work.base)
-    size = size_of(left, costs, steps=steps, seeds=work.args.seeds, fixed=bool(work.args.steps or work.args.tokens))
-    tells = could_tell(size, parse_margin(work.args.margin), len(work.arms()) - 1)
-    say(f"the study: {len(like)} arms, about {size.seconds / hosts_of(work) / 60:.0f} minutes; {tells}")
-    return study_command(work, size.seeds, size.steps)[0], {
-        "seeds": size.seeds, "steps": size.steps, "arms": list(like), "seconds": size.seconds, "needs_s": size.needs,
-        "costs": costs, "before_s": before, "left_s": left, "reserve": RESERVE,
-        "policy_arm": work.policy_arm, "tells": tells,
-        "fewest_steps": min(steps, FEWEST_STEPS),
-    }  # fmt: skip
-
-
-def time_for_the_study(work: Work, before: float) -> float:
-    """Seconds of the budget behind `before`, what the stages before the study took."""
-    return (1 - RESERVE) * seconds_of(work.args.budget) - before
-
-
-def hosts_of(work: Work) -> int:
-    return int(work.args.host.partition("/")[2] or 1)
-
-
-def study_command(work: Work, seeds: int, steps: int, **changes: Any) -> tuple[str, Any]:
-    """`halfbyte parity` of this size."""
-    asked = {"candidates": ",".join(work.candidates()), "seeds": seeds, "steps": steps, "tokens": 0}
-    asked |= {"out": str(work.out / "study"), "radar_on": "candidates", "report": False}
-    args = parity_command.Args(model=work.args.model, **(work.shared() | asked | changes))
-    return typed("parity", args, without=("host",)), args
-
-
-def parity(work: Work) -> Found:
-    size = sized(work)
-    if not size["seeds"]:
-        short = f"three seeds of {size['fewest_steps']} steps need about {size['needs_s'] / 60:.0f} minutes"
-        raise Missing(f"the budget {work.args.budget} leaves no room for a study: {short}")
-    fixed = work.args.steps or work.args.tokens or work.args.host  # as large as asked, or with others
-    whole = time_for_the_study(work, size["before_s"])
-    within = "" if fixed else f"{max(1.0, whole - work.records.spent('parity')):.0f}s"
-    command, data = conducted(*study_command(work, size["seeds"], size["steps"], within=within))
-    return command, {**data, "within_s": None if fixed else whole}
-
-
-def conducted(command: str, args: Any) -> Found:
-    """A parity, run to its end, or to that of its time."""
-    found = parity_command.run(args)
-    if "stopped" in found.data or not (found.data["complete"] or args.within):
-        raise Stopped(str(found.data.get("stopped", "other hosts, which are not done")))
-    return command, dict(found.data)
-
-
-def reopen_study(work: Work) -> None:
-    """Where the budget is a larger one than then, a study that the clock has cut short goes on, and one that had no
-    room is planned anew."""
-    study, size = work.records.data("parity"), work.records.data("plan")
-    if size is None:
-        return
-    had = study and not study["complete"] and study.get("within_s")
-    if had and time_for_the_study(work, size["before_s"]) > had + 1:
-        work.records.reopen("parity")
-    if not size["seeds"] and hosts_of(work) * time_for_the_study(work, size["before_s"]) > size["left_s"] + 1:
-        work.records.reopen("plan")
-
-
-def sized(work: Work) -> dict[str, Any]:
-    size = work.records.data("plan")
-    if size is None:
-        raise Missing("it has no size: " + (work.records.get("plan") or {}).get("missing", "it is not planned"))
-    return size
-
-
-def eval(work: Work) -> Found:
-    """Scores of the baseline and the candidates in the first seed."""
-    if not work.args.tasks:
-        raise Missing("no task files were named: --tasks FILE ... (see docs/evaluate.md); losses by source are above")
-    found, commands = {}, []
-    for arm in finished(work):
-        args = eval_command.Args(str(work.folder(arm)), tuple(work.args.tasks), limit=work.args.limit)
-        found[arm.name] = eval_command.run(args).data
-        commands.append(typed("eval", args))
-    return "; ".join(commands), {"arms": found}
-
-
-def finished(work: Work) -> list[Arm]:
-    """The arms whose run of the first seed is over and has losses; Missing if there are none."""
-    size = sized(work)
-    done = [arm for arm in work.arms() if status_of(work.folder(arm), size["steps"]).state == DONE]
-    if not size["seeds"] or len(done) < 2:
-        raise Missing("there are no two finished runs to look at")
-    return done
-
-
-def compare(work: Work) -> Found:
-    arms = finished(work)
-    args = compare_command.Args(tuple(str(work.folder(arm)) for arm in arms), out="")
-    found = dict(compare_command.run(args).data)
-    named = [{"arm": arm.name, **row} for arm, row in zip(arms, found["runs"], strict=True)]
-    return typed("compare", args), {**found, "runs": named}
-
-
-def ablation(work: Work) -> Found:
-    """Each ingredient left out, as many seeds and steps as the study, if the budget has room for it."""
-    size = sized(work)
-    if not size["seeds"]:
-        raise Missing("there was no room for the study itself")
-    many = len(ingredients()) + 3
-    needs = size["seconds"] * many / len(size["arms"])
-    left = seconds_of(work.args.budget) - work.records.seconds()
-    command, args = study_command(
-        work, size["seeds"], size["steps"], candidates="", arms="ablation", out=str(work.out / "ablation"), radar=-1
-    )
-    if needs > left:
-        time_left = f"{max(0.0, left) / 60:.0f} minutes of the budget are left"
-        raise Missing(f"{many} arms need about {needs / 60:.0f} minutes, and {time_left}: {command}")
-    return conducted(command, args)
-
-
-def cluster(work: Work) -> Found:
-    if not work.args.device:
-        raise Missing("no cluster was named: --device gb300 --count 128")
-    study, first = work.out / "study" / "report.json", work.arms()
-    candidate = work.config(first[1])
-    args = plan_command.Args(
-        work.args.model, device=work.args.device, count=work.args.count, recipe=candidate.recipe,
-        policy=candidate.policy, versus=work.config(first[0]).recipe, parity=study if study.is_file() else None,
-    )  # fmt: skip
-    return typed("plan", args), dict(plan_command.run(args).data)
-
-
-RUN: dict[str, Callable[[Work], Found]] = {
-    stage.__name__: stage
-    for stage in (doctor, preflight, trace, inspect, bench, plan, parity, eval, compare, ablation, cluster)
-}
-MUST = ("doctor", "preflight", "parity")
-"""Stages in which bad input is an error; in the others it is the reason why they are missing."""
-
-
-def run_stage(name: str, work: Work) -> None:
-    """Run one stage and write its record."""
-    began, before = time.perf_counter(), work.records.spent(name)
-    try:
-        command, data = RUN[name](work)
-        found: dict[str, Any] = {"command": command, "data": data}
-    except (Stopped, KeyboardInterrupt):
-        if work.is_first:
-            work.records.spend(name, before + time.perf_counter() - began)
-        raise
-    except ValueError as error:
-        if name in MUST and not isinstance(error, Missing):
-            raise
-        say(f"{name}: missing, {error}")
-        found = {"command": f"halfbyte {name}", "missing": str(error)}
-    work.records.put(name, {**found, "seconds": before + time.perf_counter() - began})
+def conduct(args: Args) -> Result:
+    """Run the stages that are not over, or that a larger budget opens, and write the page."""
+    bench.prepare(bench.Args())
+    work, stopped = Playbook(args), ""
+    if args.report and not work.records.data(SETTINGS):
+        raise ValueError(f"{work.out} holds no playbook; run one there first")
+    if not args.report:
+        work.check()
+        with RunLock(work.out, flag="--out"), terminated_as_interrupted():
+            work.records.settle({name: value for name, value in asdict(args).items() if name not in ELSEWHERE})
+            try:
+                for number, stage in enumerate(STAGES, 1):
+                    if not work.records.is_over(stage, work.budget):
+                        say(f"== {number} of {len(STAGES)}: {stage}")
+                        work.run_stage(stage)
+            except (Stopped, KeyboardInterrupt) as why:
+                stopped = str(why) or "a signal"
+    decision, html = write_page(work.records, work.out)
+    for line in ("", decision.sentence, *decision.because, decision.speed, f"page: {html}"):
+        say(line)
+    data = {**asdict(decision), "page": str(html), "seconds": work.records.seconds()}
+    if stopped:
+        say(f"stopped by {stopped}; the same command goes on")
+        return Result({**data, "stopped": stopped}, PREEMPTED)
+    return Result(data)

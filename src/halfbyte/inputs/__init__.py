@@ -5,7 +5,7 @@ command line turns it into one paragraph and exit code 2. `docs/security.md` say
 """
 
 from .names import check_choices, check_output, check_run_name, home_expanded, printable, refuse_url, user_cache
-from .numbers import check_real, check_whole
+from .numbers import check_real, check_whole, seconds_of
 from .reading import (
     MOST_JSON,
     UnreadableFile,

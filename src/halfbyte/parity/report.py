@@ -44,6 +44,16 @@ def sections(plan: Plan, directory: Path, data: Data) -> list[str]:
     facts = page.table(("", ""), data["facts"].items())
     return [
         *head(data),
+        *study_sections(plan, data),
+        page.section("Precision", precision_table(plan, directory)),
+        page.section("How it was judged", *method(plan)),
+        page.section("Provenance", facts, page.code(plan.command) if plan.command else ""),
+    ]
+
+
+def study_sections(plan: Plan, data: Data) -> list[str]:
+    """Returns what the report and the playbook's page show of a study."""
+    return [
         page.section("Gap over seeds", gap_figure(plan, data), arm_table(data)),
         page.section("Ranking", *rank_parts(plan, data)) if data["ranking"] else "",
         page.figures("Curves", curve_figures(plan, data)),
@@ -52,9 +62,6 @@ def sections(plan: Plan, directory: Path, data: Data) -> list[str]:
         page.section("Tokens", token_table(data), *token_notes(data)),
         radar_section(data["arms"]),
         page.section("Cost", cost_table(data), page.paragraph(COST_NOTE, soft=True)),
-        page.section("Precision", precision_table(plan, directory)),
-        page.section("How it was judged", *method(plan)),
-        page.section("Provenance", facts, page.code(plan.command) if plan.command else ""),
     ]
 
 

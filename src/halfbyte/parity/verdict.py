@@ -74,16 +74,17 @@ def judge(
         return Verdict(arm, Word.CANNOT_TELL, f"{no_interval(own.count)} ({shown})", own)
     p = equivalence_p(wide, margin.value)
     if -margin.value < wide.low and wide.high < margin.value:
-        return Verdict(arm, Word.PASS, f"{_where(wide, margin)}, inside ±{margin}", wide, p)
+        return Verdict(arm, Word.PASS, f"{where_text(wide, margin)}, inside ±{margin}", wide, p)
     if own.low > margin.value:
-        return Verdict(arm, Word.FAIL, f"{_where(own, margin)}, beyond +{margin}", own, p)
+        return Verdict(arm, Word.FAIL, f"{where_text(own, margin)}, beyond +{margin}", own, p)
     if own.high < -margin.value:
         better = "better than the baseline by more than the margin, so not its equal"
-        return Verdict(arm, Word.FAIL, f"{_where(own, margin)}, beyond -{margin}: {better}", own, p)
-    return Verdict(arm, Word.CANNOT_TELL, f"{_where(wide, margin)}, across ±{margin}", wide, p)
+        return Verdict(arm, Word.FAIL, f"{where_text(own, margin)}, beyond -{margin}: {better}", own, p)
+    return Verdict(arm, Word.CANNOT_TELL, f"{where_text(wide, margin)}, across ±{margin}", wide, p)
 
 
-def _where(found: Interval, margin: Margin) -> str:
+def where_text(found: Interval, margin: Margin) -> str:
+    """Returns mean, level, seeds and bounds of an interval."""
     level = f"{100 * found.level:.4g}% interval over {found.count} seeds"
     return f"{margin.show(found.mean)}, {level} {margin.show(found.low or 0.0)} to {margin.show(found.high or 0.0)}"
 

@@ -1,13 +1,11 @@
-"""The one sentence: switch, do not switch, or cannot tell and what it would take.
+"""The decision: switch, do not switch, or cannot tell and what it would take.
 
-    SWITCH          a candidate's interval over seeds lies inside the margin, or wholly below it (its loss is the lower
-                    one), and the radar found nothing
-    DO NOT SWITCH   every candidate's lies wholly above it, or the radar found one that is not what its recipe says;
-                    or those that are as good are no faster on units of their own
-    CANNOT TELL     everything else: too few seeds, intervals across the margin, a machine whose self-test failed
+    SWITCH          a candidate's interval over seeds is inside the margin, or wholly below it, without a radar alarm
+    DO NOT SWITCH   every candidate is wholly above the margin or has a radar alarm; or those that pass are no faster
+    CANNOT TELL     everything else: too few seeds, intervals across the margin, a self-test that failed
 
-The error rate is the parity's: a candidate at the margin passes in 5% of studies at most, however many there are. The
-radar compares numbers with what the recipe gives on the same operands: it has no error rate, and one alarm is enough.
+The error rate is that of `parity`: a candidate at the margin passes in at most 5% of studies, however many there are.
+The radar compares numbers on the same operands. It has no error rate, and one alarm is enough.
 """
 
 import math
@@ -16,25 +14,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfbyte.parity.analysis import body_size
-from halfbyte.parity.arms import BASELINE, CANDIDATE
+from halfbyte.parity.arms import CANDIDATE
 from halfbyte.parity.margin import parse_margin
 from halfbyte.parity.plan import plan_from_json
 from halfbyte.parity.statistics import ALPHA, FEWEST_SEEDS, Interval, over_seeds, seeds_needed
+from halfbyte.parity.study_size import study_seconds
+from halfbyte.parity.verdict import where_text
 
-from .budget import study_seconds
 from .records import Records
 
 SWITCH, DO_NOT, CANNOT_TELL = "SWITCH", "DO NOT SWITCH", "CANNOT TELL"
 PASS, FAIL, BETTER = "PASS", "FAIL", "BETTER"
-REAL = 5.0  # tokens a parameter, below which gaps of real runs have hardly begun to show (docs/parity.md)
-STALLED = 0.1  # of a step's time, waiting for data: beyond it a step time is not the recipe's
+MIN_TOKENS = 5.0  # per parameter; below, gaps of real runs have hardly begun to show (docs/parity.md)
+STALLED = 0.1  # of a step, waiting for data: above, a step time is not the recipe's
+LOSS_RATE = f"One that really is within the margin would get this answer in at most {100 * ALPHA:g}% of such studies."
+RADAR_RATE = "The radar compares with what the recipe gives on the same operands: an alarm is no matter of chance."
 Data = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """`sentence` begins with `word`; `because`: what it rests on; `speed`: what the measured speed is worth; `takes`:
-    what it would take to tell, where that is open; `small`: it speaks for no real run."""
+    """`because`: what the sentence rests on; `speed`: what the measured speed is worth; `takes`: what it would take to
+    tell; `small`: the runs are too short to speak for a real one."""
 
     word: str
     sentence: str
@@ -45,204 +46,154 @@ class Decision:
 
 
 def decide(records: Records) -> Decision:
-    """The decision that the records support."""
-    doctor, study = records.data("doctor"), records.data("parity")
-    speed, ratio = speed_of(records)
-    if doctor is not None and not doctor["passed"]:
-        failed = ", ".join(check["name"] for check in doctor["checks"] if not check["passed"])
-        bits = f"a quantizer does not give its stored bits on this machine ({failed}), so nothing computed here counts"
-        return Decision(
-            CANNOT_TELL, f"{CANNOT_TELL}: {bits}.", (), speed, "a machine on which `halfbyte doctor` passes"
-        )
-    if study is None:
-        missing = (records.get("parity") or {}).get("missing", "the parity study is not over")
-        takes = needed(records, None)
-        return Decision(CANNOT_TELL, f"{CANNOT_TELL}: {missing}. It would take {takes}.", (), speed, takes)
-    found = {arm["name"]: arm for arm in study["arms"] if arm["kind"] == CANDIDATE}
-    base = next(arm["name"] for arm in study["arms"] if arm["kind"] == BASELINE)
-    words = {name: word_of(study, arm) for name, arm in found.items()}
-    because = tuple(line for name, arm in found.items() for line in reasons(name, arm))
+    """Returns the decision that the records support."""
+    study, (speed, ratios) = records.data("parity"), speed_of(records)
+    if failed := [check["name"] for check in records.data("doctor").get("checks", ()) if not check["passed"]]:
+        why = f"a quantizer does not give its stored bits on this machine ({', '.join(failed)})"
+        takes = "a machine on which `halfbyte doctor` passes"
+        return Decision(CANNOT_TELL, f"{CANNOT_TELL}: {why}, so nothing computed here counts.", (), speed, takes)
+    if not study:
+        why, takes = records.get("parity").get("missing", "the parity study is not over"), needed(records, ())
+        return Decision(CANNOT_TELL, f"{CANNOT_TELL}: {why}. It would take {takes}.", (), speed, takes)
+    arms = {arm["name"]: arm for arm in study["arms"] if arm["kind"] == CANDIDATE}
+    base, words = study["arms"][0]["name"], {name: word_of(study, arm) for name, arm in arms.items()}
+    because = tuple(line for arm in arms.values() for line in reasons(arm))
+    verdicts = "; ".join(f"{name}: {why_of(arm)}" for name, arm in arms.items())
     good = [name for name, word in words.items() if word in (PASS, BETTER)]
-    if good:
-        slow = {name: ratio[name] for name in good if ratio and words[name] == PASS and ratio.get(name, math.inf) <= 1}
-        told = ", ".join(f"{name} {value:.2f}x" for name, value in slow.items())
-        if len(slow) == len(good):
-            what = f"as good as {base} and no faster here, in tokens a second: {told}"
-            return Decision(DO_NOT, f"{DO_NOT}: {what}. {error_rate(study)}", because, speed)
-        sentence = switch(study, found, [name for name in good if name not in slow], base)
-        sentence += f" As good, and no faster here: {told}." if slow else ""
-        return Decision(SWITCH, sentence, because, speed, small=tokens_each(study) < REAL)
-    if all(word == FAIL for word in words.values()):
-        what = "; ".join(f"{name}: {why(arm)}" for name, arm in found.items())
-        return Decision(DO_NOT, f"{DO_NOT}, stay with {base}. {what}. {fail_rate(study, found)}", because, speed)
-    takes = needed(records, [found[name] for name, word in words.items() if word == CANNOT_TELL])
-    cut = "" if study["complete"] else cut_short(study) + ". "
-    what = cut + "; ".join(f"{name}: {why(arm)}" for name, arm in found.items())
-    return Decision(CANNOT_TELL, f"{CANNOT_TELL}, stay with {base} until then. {what}. It would take {takes}.", because,
-                    speed, takes)  # fmt: skip
+    slow = {name: ratios[name] for name in good if words[name] == PASS and ratios.get(name, math.inf) <= 1}
+    no_faster = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in slow.items())
+    if fast := [arms[name] for name in good if name not in slow]:
+        sentence, small = switch(study, fast, base)
+        sentence += f" As good, and no faster here: {no_faster}." if slow else ""
+        return Decision(SWITCH, sentence, because, speed, small=small)
+    if slow:
+        sentence = f"{DO_NOT}: as good as {base} and no faster here, in tokens a second: {no_faster}."
+        return Decision(DO_NOT, f"{sentence} {error_rate(study)}", because, speed)
+    if set(words.values()) == {FAIL}:
+        rates = [RADAR_RATE if alarms(arm) else LOSS_RATE for arm in arms.values()]
+        sentence = f"{DO_NOT}, stay with {base}. {verdicts}. {' '.join(sorted(set(rates)))}"
+        return Decision(DO_NOT, sentence, because, speed)
+    takes = needed(records, [arms[name] for name, word in words.items() if word == CANNOT_TELL])
+    cut = "" if study["complete"] else "The time was over after {done} of {planned} runs of the study. "
+    sentence = f"{CANNOT_TELL}, stay with {base} until then. {cut.format(**study['runs'])}{verdicts}."
+    return Decision(CANNOT_TELL, f"{sentence} It would take {takes}.", because, speed, takes)
 
 
 def word_of(study: Data, arm: Data) -> str:
-    """The study's word on a candidate, FAIL if the radar has an alarm. A loss that is *lower* than the baseline's by
-    more than the margin fails a test of equality and is a reason to switch: BETTER, where it is told at a level that
-    all candidates share and beside a broken recipe that was seen, else CANNOT TELL."""
+    """Returns the word of a candidate, FAIL if the radar has an alarm. A loss lower than the baseline's by more than
+    the margin, which fails a test of equality, is BETTER in a study that saw the broken recipe fail, else CANNOT
+    TELL."""
     word: str = arm["verdict"]["word"]
     if alarms(arm) or word != FAIL or len(arm["gaps"]) < len(study["plan"]["seeds"]):  # or diverged
         return FAIL if alarms(arm) else word
-    margin = parse_margin(study["plan"]["margin"]).value
+    margin, high = parse_margin(study["plan"]["margin"]).value, shared_interval(study, arm).high
     if arm["verdict"]["interval"]["high"] >= -margin:
         return FAIL
-    high = shared_interval(study, arm).high
-    told = high is not None and high < -margin and study["controls"]["sensitive"] is True
-    return BETTER if told else CANNOT_TELL
+    return BETTER if high is not None and high < -margin and study["controls"]["sensitive"] else CANNOT_TELL
 
 
 def shared_interval(study: Data, arm: Data) -> Interval:
-    """Of a candidate's gaps, at the level that the first of all candidates to pass needs."""
+    """Returns the interval of the gaps, at the level that the first of all candidates to pass needs."""
     return over_seeds(list(arm["gaps"].values()), 1 - 2 * ALPHA / study["plan"]["candidates"])
 
 
-def cut_short(study: Data) -> str:
-    return "The time was over after {done} of {planned} runs of the study".format(**study["runs"])
-
-
 def alarms(arm: Data) -> list[str]:
-    """Every alarm of the radar in an arm's runs."""
+    """Returns the radar's alarms in all runs of an arm."""
     return [text for probe in arm["radar"] for text in probe["alarms"]]
 
 
-def why(arm: Data) -> str:
+def why_of(arm: Data) -> str:
     found = alarms(arm)
     return f"the radar found that it is not what its recipe says ({found[0]})" if found else arm["verdict"]["reason"]
 
 
-def reasons(name: str, arm: Data) -> list[str]:
-    verdict, found = arm["verdict"], alarms(arm)
-    lines = [f"{name}: {verdict['word']}, {verdict['reason']}"]
-    if found:
-        return [*lines, *(f"{name}: RADAR ALARM, {text}" for text in found[:3])]
-    probed = sum(len(probe["gemms"]) for probe in arm["radar"])
-    radar = f"radar, {probed} GEMMs beside what the recipe gives, no alarm" if probed else "no radar was run"
-    more = (arm["token_overhead"] or {"mean": None})["mean"]
-    cost = "" if more is None else f"; the baseline's last loss took it {more:+.1f}% tokens"
-    return [lines[0] + cost, f"{name}: {radar}"]
-
-
 def error_rate(study: Data) -> str:
-    many = study["plan"]["candidates"]
+    margin, many, seeds = (study["plan"][name] for name in ("margin", "candidates", "seeds"))
     return (
-        f"A recipe that really is {study['plan']['margin']} off would get this answer in at most {100 * ALPHA:g}% of "
-        f"such studies ({many} candidate{'s' * (many > 1)}, {len(study['plan']['seeds'])} seeds)."
+        f"A recipe that really is {margin} off would get this answer in at most {100 * ALPHA:g}% of such studies "
+        f"({many} candidate{'s' * (many > 1)}, {len(seeds)} seeds)."
     )
 
 
-def switch(study: Data, found: Mapping[str, Data], good: Sequence[str], base: str) -> str:
-    """The sentence, about the best of those that may be taken; its size comes first where that is no real run."""
-    best = min(good, key=lambda name: found[name]["verdict"]["interval"]["high"])
-    each, size = tokens_each(study), parameters(study)
-    of = f"{size / 1e6:,.1f}M parameters (without embeddings) and {each:.2g} tokens a parameter"
-    first = f", for runs of this size alone ({of}, far too few to speak for a real one)" if each < REAL else ""
-    where = f"its loss is within ±{study['plan']['margin']} of {base}'s: {found[best]['verdict']['reason']}"
-    if found[best]["verdict"]["word"] == FAIL:
-        where = f"its loss is lower than {base}'s by more than {study['plan']['margin']}: {lower(study, found[best])}"
-    rest = "" if each < REAL else f" It holds for {of}."
+def reasons(arm: Data) -> list[str]:
+    """Returns what the decision rests on, of one candidate."""
+    name, verdict, overhead = arm["name"], arm["verdict"], arm["token_overhead"] or {"mean": None}
+    first = f"{name}: {verdict['word']}, {verdict['reason']}"
+    if found := alarms(arm):
+        return [first, *(f"{name}: RADAR ALARM, {text}" for text in found[:3])]
+    if overhead["mean"] is not None:
+        first += f"; the baseline's last loss took it {overhead['mean']:+.1f}% tokens"
+    probed = sum(len(probe["gemms"]) for probe in arm["radar"])
+    radar = f"radar, {probed} GEMMs beside what the recipe gives, no alarm" if probed else "no radar was run"
+    return [first, f"{name}: {radar}"]
+
+
+def switch(study: Data, good: Sequence[Data], base: str) -> tuple[str, bool]:
+    """Returns the sentence about the best candidate, and True if the runs are too short to speak for a real one, which
+    the sentence then says first."""
+    best, margin = min(good, key=lambda arm: arm["verdict"]["interval"]["high"]), parse_margin(study["plan"]["margin"])
+    parameters = body_size(plan_from_json(study["plan"], "the study's plan").base.model)
+    tokens = study["arms"][0]["curves"][0]["tokens"][-1] / parameters
+    size = f"{parameters / 1e6:,.1f}M parameters (without embeddings) and {tokens:.2g} tokens a parameter"
+    small = tokens < MIN_TOKENS
+    first = f", for runs of this size alone ({size}, far too few to speak for a real one)" if small else ""
+    where = f"its loss is within ±{margin} of {base}'s: {best['verdict']['reason']}"
+    if best["verdict"]["word"] == FAIL:
+        interval = where_text(shared_interval(study, best), margin)
+        where = f"its loss is lower than {base}'s by more than {margin}: {interval}"
     chosen = f" Of {len(good)} that pass it is the one whose interval ends lowest." if len(good) > 1 else ""
-    return f"{SWITCH} to {best}{first}: {where}.{chosen} {error_rate(study)}{rest}"
+    holds = "" if small else f" It holds for {size}."
+    return f"{SWITCH} to {best['name']}{first}: {where}.{chosen} {error_rate(study)}{holds}", small
 
 
-def lower(study: Data, arm: Data) -> str:
-    margin, shared = parse_margin(study["plan"]["margin"]), shared_interval(study, arm)
-    ends = f"{margin.show(shared.low or 0.0)} to {margin.show(shared.high or 0.0)}"
-    return f"{margin.show(shared.mean)}, {100 * shared.level:.4g}% interval over {shared.count} seeds {ends}"
-
-
-def parameters(study: Data) -> int:
-    """Without embeddings."""
-    return body_size(plan_from_json(study["plan"], "the study's plan").base.model)
-
-
-def tokens_each(study: Data) -> float:
-    """Tokens a parameter that the study's runs have seen."""
-    return study["arms"][0]["curves"][0]["tokens"][-1] / parameters(study)
-
-
-def fail_rate(study: Data, found: Mapping[str, Data]) -> str:
-    alarmed = [bool(alarms(arm)) for arm in found.values()]
-    radar = "The radar compares with what the recipe gives on the same operands: an alarm is no matter of chance."
-    loss = f"One that really is within the margin would get this answer in at most {100 * ALPHA:g}% of such studies."
-    return " ".join([loss] * (not all(alarmed)) + [radar] * any(alarmed))
-
-
-# Speed
-
-
-def speed_of(records: Records) -> tuple[str, dict[str, float] | None]:
-    """(what the measured speed is worth, in a sentence; arm -> its tokens a second over the baseline's, None where that
-    is not the recipe's)."""
-    compared, measured = records.data("compare"), records.data("bench")
-    waits = {run["arm"]: run["speed"]["input_wait"] or 0.0 for run in compared["runs"]} if compared else {}
-    if waits and max(waits.values()) > STALLED:
-        worst = max(waits, key=lambda name: waits[name])
+def speed_of(records: Records) -> tuple[str, dict[str, float]]:
+    """Returns a sentence on the measured speed, and arm -> tokens per second over the baseline's, empty where that is
+    not the recipe's."""
+    speeds = {run["arm"]: run["speed"] for run in records.data("compare").get("runs", ())}
+    waits = {name: speed["input_wait"] or 0.0 for name, speed in speeds.items()}
+    worst = max(waits, key=lambda name: waits[name], default="")
+    if waits.get(worst, 0.0) > STALLED:
         return (
             f"The speed of these runs is not the recipe's: of a step of {worst} {waits[worst]:.0%} was spent waiting "
             "for data. Mend the input pipeline first; the bench's figures, on synthetic tokens, do not have that wait."
-        ), None
-    rows = {row["arm"]: row for row in measured["rows"]} if measured else {}
-    rates = {name: row["tokens_per_s"] for name, row in rows.items() if row["tokens_per_s"]}
-    if not rates or measured is None or measured["baseline"] not in rates:
-        return "The speed was not measured.", None
-    ratio = {name: rate / rates[measured["baseline"]] for name, rate in rates.items() if name != measured["baseline"]}
-    steps = {run["arm"]: run["speed"]["step_time_s"] for run in compared["runs"]} if compared else {}
-    first = steps.get(measured["baseline"])
-    trained = {name: first / own for name, own in steps.items() if own and first}
-    told = ", ".join(
-        f"{name} {value:.2f}x" + (f" ({trained[name]:.2f}x in training)" if name in trained else "")
-        for name, value in ratio.items()
-    )
-    checked = records.data("preflight") or {"arms": {}}
-    if any("emulated" in row["execution"] for row in checked["arms"].values()):
+        ), {}
+    rates = {row["arm"]: row["tokens_per_s"] for row in records.data("bench").get("rows", ()) if row["tokens_per_s"]}
+    base = records.data("bench").get("baseline")
+    ratios = {name: rate / rates[base] for name, rate in rates.items() if base in rates and name != base}
+    if not ratios:
+        return "The speed was not measured.", {}
+    steps = {name: speed["step_time_s"] for name, speed in speeds.items() if speed["step_time_s"]}
+    trained = {name: f" ({steps[base] / step:.2f}x in training)" for name, step in steps.items() if base in steps}
+    told = ", ".join(f"{name} {ratio:.2f}x{trained.get(name, '')}" for name, ratio in ratios.items())
+    if any("emulated" in arm["execution"] for arm in records.data("preflight").get("arms", {}).values()):
         return (
             f"The speed of this machine says nothing about 4-bit units, which it has not: {told} of the baseline's "
             "tokens a second, emulated."
-        ), None
-    return f"Tokens a second over the baseline's, measured alone on this device: {told}.", ratio
+        ), {}
+    return f"Tokens a second over the baseline's, measured alone on this device: {told}.", ratios
 
 
-# What it would take
-
-
-def needed(records: Records, open_arms: Sequence[Data] | None) -> str:
-    """Seeds, and how long they would take here."""
+def needed(records: Records, candidates: Sequence[Data]) -> str:
+    """Returns the seeds that would probably decide, and the budget that they need here."""
     plan, study = records.data("plan"), records.data("parity")
-    if plan is None:
+    if not plan:
         return "a study: the same command goes on"
-    steps = plan["steps"] or plan["fewest_steps"]
-    counts = [FEWEST_SEEDS, plan["seeds"]]
-    if study is not None and study["complete"] and open_arms:
-        margin = parse_margin(study["plan"]["margin"]).value
-        for arm in open_arms:
-            if arm["interval"] is None or arm["interval"]["low"] is None:
-                continue
-            many = seeds_needed(Interval(**arm["interval"]), margin, alpha=ALPHA / study["plan"]["candidates"])
-            if many is None:
-                return (
-                    f"more than 64 seeds for {arm['name']}, whose gap is about the margin itself: longer runs, or a "
-                    "margin that says what a gap costs"
-                )
-            counts.append(many if ", but " not in arm["verdict"]["reason"] else 2 * len(study["plan"]["seeds"]))
-    count = max(counts)
-    minutes = (plan["before_s"] + slower(records) * study_seconds(count, steps, **plan["costs"])) / 60
-    minutes /= 1 - plan["reserve"]
-    budget = f"--budget {math.ceil(minutes)}m"
-    if study is None and not plan["seeds"]:  # nothing has been looked at yet
+    steps, count, slower = plan["steps"] or plan["fewest_steps"], max(FEWEST_SEEDS, plan["seeds"]), 1.0
+    if study:  # it may have been slower than planned
+        runs, seconds = study["runs"], records.seconds("parity")
+        slower = max(1.0, seconds * runs["planned"] / max(1, runs["done"]) / plan["seconds"])
+    for arm in candidates if study and study["complete"] else ():
+        if arm["interval"] is None or arm["interval"]["low"] is None:
+            continue
+        margin, alpha = parse_margin(study["plan"]["margin"]).value, ALPHA / study["plan"]["candidates"]
+        seeds = seeds_needed(Interval(**arm["interval"]), margin, alpha=alpha)
+        if seeds is None:
+            what = "longer runs, or a margin that says what a gap costs"
+            return f"more than 64 seeds for {arm['name']}, whose gap is about the margin itself: {what}"
+        withheld = ", but " in arm["verdict"]["reason"]  # by a control, not by its own interval
+        count = max(count, 2 * len(study["plan"]["seeds"]) if withheld else seeds)
+    whole = plan["before_s"] + slower * study_seconds(count, steps, plan["costs"])
+    budget = f"--budget {math.ceil(whole / (1 - plan['reserve']) / 60)}m"
+    if not study and not plan["seeds"]:  # nothing has been run: the same directory will do
         return f"about {count} seeds of {steps} steps: the same command with {budget}"
     return f"about {count} seeds of {steps} steps in a new directory: {budget} --seeds {count}"
-
-
-def slower(records: Records) -> float:
-    """What the study took over what was planned for it, where that was too hopeful."""
-    record, plan = records.get("parity") or {}, records.data("plan")
-    if "data" not in record or plan is None:
-        return 1.0
-    runs = record["data"]["runs"]
-    return max(1.0, record["seconds"] * runs["planned"] / max(1, runs["done"]) / plan["seconds"])

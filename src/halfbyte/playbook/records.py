@@ -1,10 +1,8 @@
-"""What the stages of a playbook found: one JSON file each, written whole when the stage is over, never changed after.
+"""Records of a playbook: OUT/records/NN-STAGE.json, one file per stage, written whole.
 
-    {"stage": "bench", "command": "halfbyte bench ...", "seconds": 41.2, "data": {...}}
-    {"stage": "eval", "command": "halfbyte eval ...", "seconds": 0.0, "missing": "why"}
-
-`data` is what the command gives with `--json`. A start that was killed leaves the records of the stages before it.
-Beside them, of a stage that was stopped, the seconds that it took until then (NN-stage.spent).
+{"stage": "bench", "command": "halfbyte bench ...", "seconds": 41.2, "data": {...}}     the result of its --json
+{"stage": "eval", "command": "halfbyte eval", "seconds": 0.0, "missing": "why"}
+{"stage": "parity", "seconds": 309.2}                                                   stopped: it is run again
 """
 
 import json
@@ -17,10 +15,12 @@ from halfbyte.checkpoint import LOCK
 from halfbyte.inputs import read_json, replace_file
 from halfbyte.metrics import finite
 
-STAGES = (
-    "doctor", "preflight", "trace", "inspect", "bench", "plan", "parity", "eval", "compare", "ablation", "cluster",
+SETTINGS, ABLATION = "settings", "ablation"  # the latter: a stage of earlier versions
+FILES = (
+    SETTINGS, "doctor", "preflight", "trace", "inspect", "bench", "plan", "parity", "eval", "compare", ABLATION,
+    "cluster",
 )  # fmt: skip
-SETTINGS = "settings"
+STAGES = tuple(name for name in FILES if name not in (SETTINGS, ABLATION))
 
 
 @dataclass(frozen=True)
@@ -30,62 +30,49 @@ class Records:
     directory: Path
 
     def _path(self, stage: str) -> Path:
-        place = 0 if stage == SETTINGS else STAGES.index(stage) + 1
-        return self.directory / f"{place:02d}-{stage}.json"
+        return self.directory / f"{FILES.index(stage):02d}-{stage}.json"
 
-    def get(self, stage: str) -> dict[str, Any] | None:
-        """A stage's record, None while it is not over."""
+    def get(self, stage: str) -> dict[str, Any]:
+        """Returns the record of a stage, an empty one if there is none."""
         path = self._path(stage)
-        if not path.is_file():
-            return None
-        found = read_json(path)
-        if not isinstance(found, dict) or found.get("stage") != stage or not {"data", "missing"} & found.keys():
-            raise ValueError(f"{path} is no record of the stage {stage!r}; remove it, and the stage is run again")
-        return found
+        record = read_json(path) if path.is_file() else {"stage": stage}
+        if not isinstance(record, dict) or record.get("stage") != stage:
+            raise ValueError(f"{path} is not a record of stage {stage!r}. Remove it to run the stage again")
+        return record
 
-    def data(self, stage: str) -> dict[str, Any] | None:
-        """What a stage found; None if it is not over or found nothing."""
-        return (self.get(stage) or {}).get("data")
+    def data(self, stage: str) -> dict[str, Any]:
+        """Returns the result of a stage, an empty one if it has none."""
+        return self.get(stage).get("data", {})
 
-    def put(self, stage: str, record: Mapping[str, Any]) -> None:
-        """Write a record, whole or not at all."""
+    def is_over(self, stage: str, budget: float) -> bool:
+        """Returns True if the stage has a record, and no smaller `budget` has ended it."""
+        record = self.get(stage)
+        return bool({"data", "missing"} & record.keys()) and budget <= (record.get("ended_by") or budget)
+
+    def seconds(self, *stages: str) -> float:
+        """Returns the seconds of these stages, by default of all, in all starts but those that kill -9 ended."""
+        return sum(self.get(stage).get("seconds", 0.0) for stage in stages or STAGES)
+
+    def put(self, stage: str, **record: Any) -> None:
+        """Write the record of a stage. Those of later stages, which rest on it, are dropped first."""
         self.directory.mkdir(parents=True, exist_ok=True)
+        for later in STAGES if stage in STAGES else ():
+            if FILES.index(later) > FILES.index(stage):
+                self._path(later).unlink(missing_ok=True)
         replace_file(self._path(stage), json.dumps(finite({"stage": stage, **record}), indent=1, default=str) + "\n")
 
-    def spent(self, stage: str) -> float:
-        """Seconds of the starts that were stopped in a stage; one that was killed has told nothing."""
-        path = self._path(stage).with_suffix(".spent")
-        return float(path.read_text()) if path.is_file() else 0.0
-
-    def spend(self, stage: str, seconds: float) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        replace_file(self._path(stage).with_suffix(".spent"), f"{seconds:.3f}\n")
-
-    def reopen(self, stage: str) -> None:
-        """Drop the records of a stage and of all behind it; what it has taken is kept."""
-        self.spend(stage, (self.get(stage) or {}).get("seconds", 0.0))
-        for later in STAGES[STAGES.index(stage) :]:
-            self._path(later).unlink(missing_ok=True)
-
-    def seconds(self) -> float:
-        """What the stages took that are over."""
-        return sum((self.get(stage) or {}).get("seconds", 0.0) for stage in STAGES)
-
     def settle(self, settings: Mapping[str, Any]) -> None:
-        """Writes the settings of this playbook. Raises ValueError if its directory holds something else, or was begun
-        with other settings, which are named."""
-        stored, asked = self.data(SETTINGS), json.loads(json.dumps(settings))
-        if stored is None:
-            out = self.directory.parent
-            present = out.iterdir() if out.is_dir() else ()
-            others = {path.name for path in present if path.suffix != ".tmp"} - {LOCK, self.directory.name}
-            if others:  # later stages replace files and folders of this directory by name
-                raise ValueError(f"{out} is not empty ({min(others)}) and holds no playbook; give another --out")
-            self.put(SETTINGS, {"data": settings})
-            return
-        for name in asked:
-            if stored.get(name) != asked[name]:
+        """Write the settings. Raises ValueError if the directory holds something else or was begun with others."""
+        stored, given, out = self.data(SETTINGS), json.loads(json.dumps(settings)), self.directory.parent
+        for name in given if stored else ():
+            if stored.get(name) != given[name]:
                 raise ValueError(
-                    f"{self.directory.parent} was begun with {name} {stored.get(name)!r}, got {asked[name]!r}; go on "
-                    "with what it was begun with, or give another --out"
+                    f"{out} was begun with {name} {stored.get(name)!r}, got {given[name]!r}; go on with what it was "
+                    "begun with, or give another --out"
                 )
+        if not stored:
+            folders = [folder for folder in (out, self.directory) if folder.is_dir()]
+            names = {path.name for folder in folders for path in folder.iterdir() if path.suffix != ".tmp"}
+            if others := names - {LOCK, self.directory.name}:  # stages replace files and folders of `out` by name
+                raise ValueError(f"{out} is not empty ({min(others)}) and holds no playbook; give another --out")
+            self.put(SETTINGS, data=given)
