@@ -5,6 +5,7 @@ import html
 import itertools
 import json
 import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -169,6 +170,26 @@ def test_its_figures_are_those_of_the_commands_that_it_names(stopped_everywhere,
     for row in records.data("bench")["rows"]:
         assert points["step alone, ms"]["values"][row["arm"]] == f"{row['milliseconds']:.1f}"
     assert all(html.escape(point["command"], quote=True) in page for point in points.values())
+
+
+@pytest.mark.slow
+def test_killed_in_its_short_run_it_goes_on(config_file, tmp_path, monkeypatch):
+    """SIGKILL in `trace`: what is over stays, half a trace is removed, and the stage is run again."""
+    out, trace = tmp_path / "p", tmp_path / "p" / "trace"
+    command = [sys.executable, "-m", "halfbyte", "playbook", str(config_file), "--out", str(out), *FLAGS]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 300
+        while not (trace / "config.json").is_file() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.kill()
+    before = kept(out)
+    assert list(before) == ["00-settings.json", "01-doctor.json", "02-preflight.json"] and trace.is_dir()
+    (trace / "half").write_text("of the start that was killed")
+    monkeypatch.setattr(stages.Playbook, "inspect", interrupted)
+    assert playbook(config_file, out) == 75
+    after = kept(out)
+    assert {name: after[name] for name in before} == before and not (trace / "half").exists()
+    assert json.loads(after["03-trace.json"])["data"]["step_time_s"] > 0
 
 
 def work_in(folder, config_file, **flags):

@@ -45,6 +45,16 @@ def noise_figure(gemms: Noise, wanted: float) -> str:
     return page.figure("Signal to noise", drawn, note)
 
 
+def noise_section(data: Mapping[str, Any]) -> str:
+    """Returns the section that another page shows of the JSON of `halfbyte inspect`, empty if there is none."""
+    gemms = {(gemm["layer"], gemm["site"], gemm["gemm"]): gemm["snr_db"] for gemm in data.get("gemms", ())}
+    if not gemms:
+        return ""
+    return page.section(
+        "Noise of every GEMM", noise_figure(gemms, data["wanted"]), page.code(f"--policy {data['policy']!r}")
+    )
+
+
 def html(found: Inspection, *, title: str, lines: list[str], policy: str, wanted: float) -> str:
     """The page."""
     worst = [(*row[:3], decibels(found, row)) for row in found.worst()[:WORST_ROWS]]

@@ -4,6 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from halfbyte import report as page
+from halfbyte.diagnosis.inspection_page import noise_section
 from halfbyte.inputs import replace_file, write_json
 from halfbyte.metrics import finite
 from halfbyte.parity.plan import plan_from_json
@@ -36,10 +37,11 @@ def write_page(records: Records, directory: Path) -> tuple[Decision, Path]:
         page.verdict(decision.sentence, *lines, kind=kind),
         page.section("Point by point", page.table(("", *arms, "limit", "verdict", "made by"), rows)),
         *(study_sections(plan, study) if plan else ()),
+        noise_section(records.data("inspect")),
         page.section("How it was judged", *(method(plan) if plan else ())),
         page.section("Commands, and why a result is missing", page.table(("stage", "command", "took"), ran)),
         page.section("Scope", page.paragraph(f"{study.get('scope', '')} {BEYOND}", soft=True)),
     ]
-    title = f"Playbook of {records.data(SETTINGS).get('model', '')}: {' or '.join(arms)}?"
+    title = f"Playbook of {records.data(SETTINGS).get('model', '')}" + (f": {' or '.join(arms)}?" if arms else "")
     replace_file(directory / "playbook.html", page.html_page(title, sections))
     return decision, directory / "playbook.html"
