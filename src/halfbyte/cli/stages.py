@@ -18,7 +18,6 @@ from halfbyte.cli.eval import open_tasks
 from halfbyte.cli.flags import words_of
 from halfbyte.cli.interrupting import terminated_as_interrupted
 from halfbyte.cli.main import parse_flags, plain
-from halfbyte.cli.playbook import Args
 from halfbyte.cli.result import PREEMPTED, Result
 from halfbyte.cli.screen import say
 from halfbyte.cli.study import Study, base_run, check_validation, checks_of, plan_of, steps_of
@@ -70,7 +69,7 @@ def call(name: str, *words: object) -> Found:
 class Playbook:
     """The flags, the run that all arms share, and the records. Each stage is a method."""
 
-    def __init__(self, args: Args):
+    def __init__(self, args: Any):
         self.args, self.budget = args, seconds_of(args.budget, "budget")
         self.base = replace(base_run(args, args.model), seed=args.first_seed)
         self.out = Path(args.out or f"playbook/{self.base.name}")
@@ -245,7 +244,7 @@ class Playbook:
             self.records.put(stage, **record, seconds=before + time.perf_counter() - began)
 
 
-def conduct(args: Args) -> Result:
+def conduct(args: Any) -> Result:
     """Run the stages that are not over, or that a larger budget opens, and write the page."""
     bench.prepare(bench.Args())
     work, stopped = Playbook(args), ""
