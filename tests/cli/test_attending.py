@@ -79,7 +79,7 @@ def test_neither_silence_nor_a_ctrl_c_without_an_answer():
         for way, terminal in terminals.items():
             end, code = ENDS[way]
             terminal.until(b"begun")
-            terminal.until(b"working (cli/")
+            terminal.until(b"halfbyte recipes: working, ")
             terminal.process.send_signal(signal.SIGINT)
             terminal.until(b"Ctrl-C: stopping")
             os.write(terminal.free, b".")
