@@ -344,9 +344,10 @@ def test_another_question_in_the_same_directory_is_refused(config_file, tmp_path
 
 
 def test_other_hosts_are_told_the_study_to_run(config_file, tmp_path, capfd):
-    assert playbook(config_file, tmp_path / "p", "--host", "1/2") == 2
-    said = " ".join(capfd.readouterr().err.split())
-    assert "--host 1/2" in said and "06-plan.json" in said and not (tmp_path / "p").exists()
+    for host in ("1/2", "90/91"):
+        assert playbook(config_file, tmp_path / "p", "--host", host) == 2
+        said = " ".join(capfd.readouterr().err.split())
+        assert f"--host {host}" in said and "06-plan.json" in said and not (tmp_path / "p").exists()
 
 
 def test_directory_that_holds_something_else_is_refused(config_file, tmp_path, capfd):

@@ -83,8 +83,10 @@ class Playbook:
         open_tasks(self.args.tasks)
         study = self.study(self.args.seeds or 1)
         check_validation(study.base)
-        if self.args.host and share(study.jobs(), self.args.host) and not self.args.host.startswith("0/"):
-            raise ValueError(f"--host {self.args.host}: run the study of {self.records.directory}/06-plan.json with it")
+        if host := self.args.host:
+            share(study.jobs(), host)
+        if host.partition("/")[0] not in ("", "0"):
+            raise ValueError(f"--host {host}: the other hosts run the command of {self.records.directory}/06-plan.json")
         if self.args.device:
             cluster(device(self.args.device), self.args.count)
 
@@ -181,10 +183,10 @@ class Playbook:
         left = hosts * ((1 - RESERVE) * self.budget - before)
         seeds, steps = size_of(left, costs, steps=most, seeds=args.seeds, fixed=fixed)
         seconds = study_seconds(seeds, steps, costs)
-        say(
-            f"the study: {len(arms)} arms, {seeds} seeds of {steps} steps, about {seconds / hosts / 60:.0f} minutes; "
-            "fewer than 3 seeds have a gap and no verdict"
+        shape = (
+            f"{seeds} seeds of {steps} steps, about {seconds / hosts / 60:.0f} minutes" if seeds else "no time for it"
         )
+        say(f"the study: {len(arms)} arms, {shape}; fewer than 3 seeds have a gap and no verdict")
         size = {"seeds": seeds, "steps": steps, "arms": arms, "seconds": seconds, "costs": costs, "before_s": before,
                 "reserve": RESERVE, "fewest_steps": min(most, MIN_STEPS),
                 "ended_by": None if seeds else self.budget}  # fmt: skip
