@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from pathlib import Path
 import pytest
 import servers
 
-from halfbyte.checkpoint import NAME, Copy, copying, objects
+from halfbyte.checkpoint import NAME, Copy, RunDirectoryHeld, RunLock, copying, objects
 from halfbyte.checkpoint.files import write_file_list
 from halfbyte.checkpoint.objects import Objects
 
@@ -121,8 +122,8 @@ def checkpoint(directory, step, size=1000):
         rows.write(f'{{"step": {step}}}\n' * 100)
 
 
-def copy(store, directory, run=RUN, keep=0, take_over=False, say=lambda text: None):
-    return Copy(store.url, directory, run, keep=keep, take_over=take_over, say=say)
+def copy(store, directory, run=RUN, keep=0, keep_every=0, take_over=False, say=lambda text: None):
+    return Copy(store.url, directory, run, keep=keep, keep_every=keep_every, take_over=take_over, say=say)
 
 
 def contents(directory):
@@ -155,7 +156,7 @@ def test_copied_run_is_fetched_byte_for_byte(store, run, tmp_path, until):
         until(lambda step=step: any(f"copied checkpoint {step} " in text for text in said))
     (run / "checkpoints" / "8.orbax-checkpoint-tmp-9").mkdir()
     (run / "report.html").write_text("the end")
-    assert done.close() == [] and said[-1] == f"copied to {store.url}"
+    assert done.close()["missing"] == [] and said[-1] == f"copied to {store.url}"
     for step in (None, 4):
         told = copying.fetch(store.url, tmp_path / f"to {step}", step=step, say=said.append)
         assert told["step"] == (step or 6) and told["run"] == RUN
@@ -186,7 +187,7 @@ def test_files_larger_than_a_part_are_split_and_growing_ones_sent_once(store, ru
 @contextmanager
 def closing(made):
     yield made
-    assert made.close() == []
+    assert made.close()["missing"] == []
 
 
 def test_prefix_may_be_a_bucket_and_lie_in_that_of_another_run(store, run, tmp_path):
@@ -198,7 +199,7 @@ def test_prefix_may_be_a_bucket_and_lie_in_that_of_another_run(store, run, tmp_p
         for directory, url, name in ((run, store.url, RUN), (tmp_path / "other", inner, "fedcba9876543210")):
             checkpoint(directory, step)
             shutil.rmtree(directory / "checkpoints" / str(step - 2), ignore_errors=True)
-            with closing(Copy(url, directory, name, keep=1, take_over=False, say=print)):
+            with closing(Copy(url, directory, name, keep=1, keep_every=0, take_over=False, say=print)):
                 pass
     for directory, url in ((run, store.url), (tmp_path / "other", inner)):
         copying.fetch(url, tmp_path / f"{directory.name}-fetched", step=None, say=print)
@@ -228,13 +229,64 @@ def test_second_writer_is_refused_and_takes_over_when_told(store, run, tmp_path,
     with closing(copy(store, tmp_path / "by hand", take_over=True)):
         checkpoint(run, 4)
         until(lambda: any("copies nothing more" in text for text in said))
-        assert first.close() == ["checkpoint 4", "the last rows and files"]
+        assert first.close()["missing"] == ["checkpoint 4", "the last rows and files"]
         assert said[-1] == f"COPY: not in {store.url}: checkpoint 4, the last rows and files"
     assert list(copying.read_head(Objects(store.url))[0]["checkpoints"]) == ["2"]
     with closing(copy(store, run)):  # after one that has ended, anybody may go on
         pass
     assert sorted(copying.read_head(Objects(store.url))[0]["checkpoints"]) == ["2", "4"]
     only_our_own_is_touched(store)
+
+
+def test_run_that_fails_before_its_first_checkpoint_releases_the_prefix(store, run, tmp_path, until):
+    """The run has removed its directory; the next run has another name. Nothing is deleted for that."""
+    said = []
+    failed = copy(store, run, run="fedcba9876543210", say=said.append)
+    shutil.move(run, tmp_path / "next")
+    time.sleep(0.05)  # looks that see no directory, before the run has ended
+    assert failed.close()["missing"] == []
+    assert said == [f"{store.url} is free again: this run has ended before its first checkpoint"]
+    with pytest.raises(ValueError, match="holds no copy of a run"):
+        copying.fetch(store.url, tmp_path / "to", step=None, say=print)
+    checkpoint(tmp_path / "next", 2)
+    with closing(copy(store, tmp_path / "next")):
+        pass
+    copying.fetch(store.url, tmp_path / "to", step=None, say=print)
+    assert contents(tmp_path / "to") == contents(tmp_path / "next")
+    only_our_own_is_touched(store)
+
+
+def test_prefix_that_is_no_longer_its_own_is_not_released(store, run, tmp_path):
+    """Nor is one with a checkpoint: its run can be fetched."""
+    said = []
+    first = copy(store, run, say=said.append)
+    shutil.copytree(run, tmp_path / "by hand")
+    second = copy(store, tmp_path / "by hand", take_over=True)
+    shutil.rmtree(run)
+    assert first.close()["missing"] == ["the last rows and files"] and "another process writes" in said[0]
+    checkpoint(tmp_path / "by hand", 2)
+    with closing(second):
+        pass
+    again = copy(store, tmp_path / "by hand", say=said.append)
+    shutil.rmtree(tmp_path / "by hand")
+    assert again.close()["missing"] == ["the last rows and files"] and "was replaced while" in said[-2]
+    assert list(copying.read_head(Objects(store.url))[0]["checkpoints"]) == ["2"]
+    only_our_own_is_touched(store)
+
+
+def test_prefix_of_a_run_without_checkpoints_is_taken_over_when_told(store, run, tmp_path, until):
+    """Its process was killed, and its directory was removed by hand."""
+    said = []
+    killed = copy(store, run, run="fedcba9876543210", say=said.append)
+    with pytest.raises(ValueError, match=r"holds another run.* before its first checkpoint, add --copy-take-over"):
+        copy(store, run)
+    checkpoint(run, 2)
+    with closing(copy(store, run, take_over=True)):
+        until(lambda: any("another process writes" in text for text in said))  # if it was alive, it reports it
+    killed.close()
+    with pytest.raises(ValueError, match=r"holds another run; give this one another prefix$"):
+        copy(store, run, run="fedcba9876543210", take_over=True)
+    assert list(copying.read_head(Objects(store.url))[0]["checkpoints"]) == ["2"]
 
 
 def test_another_continuation_of_the_run_is_refused(store, run, tmp_path, monkeypatch):
@@ -292,7 +344,7 @@ def test_head_write_that_was_given_up_and_came_through_ends_nothing(store, run, 
     checkpoint(run, 2)
     until(lambda: len(given_up) == 2)
     (run / "more").write_text("more")
-    assert made.close() == []
+    assert made.close()["missing"] == []
     copying.fetch(store.url, tmp_path / "to", step=None, say=print)
     assert contents(tmp_path / "to") == contents(run)
 
@@ -304,7 +356,7 @@ def test_two_at_the_same_moment_are_one(store, run, monkeypatch):
     def and_another_comes(self, key):
         answer = read(self, key)
         monkeypatch.setattr(Objects, "read", read)
-        copy(store, run)._end.set()
+        copy(store, run).close()
         return answer
 
     monkeypatch.setattr(Objects, "read", and_another_comes)
@@ -365,6 +417,25 @@ def test_keep_deletes_only_what_the_run_wrote(store, run, tmp_path):
     only_our_own_is_touched(store, deletes=11)
 
 
+def test_keep_keeps_what_the_run_keeps_for_good(store, run, tmp_path):
+    """`fetch` brings the newest checkpoint only; those of every 4th step stay in the bucket all the same."""
+    for step in (2, 4, 6):
+        checkpoint(run, step)
+    with closing(copy(store, run, keep=1, keep_every=4)):
+        pass
+    copying.fetch(store.url, tmp_path / "to", step=None, say=print)
+    for step in (8, 10):
+        checkpoint(tmp_path / "to", step)
+        with closing(copy(store, tmp_path / "to", keep=1, keep_every=4)):
+            pass
+        shutil.rmtree(tmp_path / "to" / "checkpoints" / str(step))
+    assert sorted(copying.read_head(Objects(store.url))[0]["checkpoints"], key=int) == ["4", "6", "8", "10"]
+    copying.fetch(store.url, tmp_path / "fourth", step=4, say=print)
+    assert {k: v for k, v in contents(tmp_path / "fourth").items() if "/4/" in k} == {
+        k: v for k, v in contents(run).items() if "/4/" in k
+    }
+
+
 def test_emptied_directory_deletes_nothing_in_the_bucket(store, run, until):
     """`rm -rf RUN/*` while the run is copied, with --copy-keep."""
     said = []
@@ -375,7 +446,7 @@ def test_emptied_directory_deletes_nothing_in_the_bucket(store, run, until):
     for path in (run / "config.json", run / "metrics.jsonl", run / NAME):
         path.unlink()
     shutil.rmtree(run / "checkpoints")
-    assert made.close() == ["the last rows and files"]
+    assert made.close()["missing"] == ["the last rows and files"]
     assert store.objects() == before and any("was replaced while it was copied" in text for text in said)
     only_our_own_is_touched(store)
 
@@ -409,7 +480,7 @@ def test_symbolic_link_in_a_checkpoint_is_reported(store, run, tmp_path):
     array = run / "checkpoints" / "2" / "d" / "array"
     array.rename(tmp_path / "array")
     array.symlink_to(tmp_path / "array")
-    assert copy(store, run, say=said.append).close() == ["checkpoint 2", "the last rows and files"]
+    assert copy(store, run, say=said.append).close()["missing"] == ["checkpoint 2", "the last rows and files"]
     assert any("is a symbolic link" in text for text in said)
 
 
@@ -424,7 +495,7 @@ def test_parts_are_sent_once_while_the_head_cannot_be_written(store, run, monkey
 
     monkeypatch.setattr(Objects, "write", refused)
     checkpoint(run, 2)
-    assert copy(store, run).close() == ["checkpoint 2", "the last rows and files"]
+    assert copy(store, run).close()["missing"] == ["checkpoint 2", "the last rows and files"]
     assert len(sent) == len(set(sent))
 
 
@@ -483,9 +554,82 @@ def test_checkpoint_removed_before_it_was_copied_is_reported(store, run, monkeyp
     shutil.rmtree(run / "checkpoints/2")
     time.sleep(0.2)  # it is tried again and again, and reported once
     monkeypatch.setattr(Objects, "write", write)
-    assert made.close() == []
+    assert made.close() == {"url": store.url, "missing": [], "removed": [2]}
     assert [text for text in said if "the store is not there" in text] == said[:1]
     assert said[-1] == f"COPY: not in {store.url}: checkpoint 2, which the run has removed"
+
+
+def test_checkpoints_that_come_and_go_during_an_upload_are_reported(store, run, monkeypatch):
+    """The upload of the first takes so long that no look sees the second and the third."""
+    said, write, coming, ended = [], Objects.write, threading.Event(), threading.Event()
+
+    def slow(self, key, data, *rest):
+        if "/checkpoints/2/" in key:
+            coming.set()
+            ended.wait(60)
+        return write(self, key, data, *rest)
+
+    monkeypatch.setattr(Objects, "write", slow)
+    checkpoint(run, 2)
+    made = copy(store, run, say=said.append)
+    assert coming.wait(60)
+    for step in (4, 6, 8):
+        checkpoint(run, step)
+        made.committed(step)
+        shutil.rmtree(run / "checkpoints" / str(step)) if step < 8 else None
+    ended.set()
+    assert made.close() == {"url": store.url, "missing": [], "removed": [4, 6]}
+    removed = "checkpoint 4, which the run has removed, checkpoint 6, which the run has removed"
+    assert said[-1] == f"COPY: not in {store.url}: {removed}"
+    assert sorted(copying.read_head(Objects(store.url))[0]["checkpoints"]) == ["2", "8"]
+    made.committed(10)  # of a run that failed while it was being written
+    assert said[-1] == f"COPY: not in {store.url}: checkpoint 10, which was written after the copy had ended"
+
+
+def test_checkpoint_whose_list_was_cut_off_by_a_kill_is_copied(store, run, tmp_path):
+    checkpoint(run, 2)
+    (run / "checkpoints" / "2" / "_CHECKPOINT_METADATA").write_text("{}")
+    shutil.copytree(run / "checkpoints" / "2", run / "checkpoints" / "4")  # one that Orbax has committed
+    (run / "checkpoints" / "6").mkdir()  # and a directory that it has not
+    for step in (2, 4):
+        (run / "checkpoints" / str(step) / "halfbyte-files.json").unlink()
+    with closing(copy(store, run)):
+        pass
+    assert copying.fetch(store.url, tmp_path / "to", step=None, say=print)["step"] == 4
+    assert contents(tmp_path / "to") == {k: v for k, v in contents(run).items() if "checkpoints/2/" not in k}
+    assert not (run / "checkpoints" / "6" / "halfbyte-files.json").exists()
+
+
+def test_files_that_have_not_changed_are_not_read_again(store, run, tmp_path, monkeypatch, until):
+    """Until the end of the run, which reads everything once more."""
+    read, upload, said = [], Copy._upload_file, []
+    monkeypatch.setattr(Copy, "_upload_file", lambda self, name, part: read.append(name) or upload(self, name, part))
+    checkpoint(run, 2)
+    made = copy(store, run, say=said.append)
+    until(lambda: any("copied checkpoint 2 " in text for text in said))
+    assert "config.json" in read and "metrics.jsonl" in read
+    read.clear()
+    times = (run / "config.json").stat()
+    (run / "config.json").write_text("[]")  # as long as before, and as old
+    os.utime(run / "config.json", ns=(times.st_atime_ns, times.st_mtime_ns))
+    checkpoint(run, 4)
+    until(lambda: any("copied checkpoint 4 " in text for text in said))
+    assert sorted(name for name in read if "/" not in name) == ["config.json", "metrics.jsonl"]
+    assert not [name for name in read if name.startswith("tensorboard/")]
+    read.clear()
+    assert made.close()["missing"] == [] and "tensorboard/events ü 1" in read
+    copying.fetch(store.url, tmp_path / "to", step=None, say=print)
+    assert contents(tmp_path / "to") == {k: v for k, v in contents(run).items() if "checkpoints/2/" not in k}
+
+
+def test_files_in_too_many_directories_are_reported(store, run):
+    """`fetch` would refuse them."""
+    said = []
+    deep = run / Path(*["a"] * copying.MAX_DEPTH)
+    deep.mkdir(parents=True)
+    (deep / "file").write_text("x")
+    assert copy(store, run, say=said.append).close()["missing"] == ["the last rows and files"]
+    assert "cannot be copied; rename it" in said[0] and f"{copying.MAX_DEPTH} directories" in said[0]
 
 
 def test_store_that_stays_away_ends_the_wait_and_loses_nothing(store, run, tmp_path, monkeypatch):
@@ -497,7 +641,7 @@ def test_store_that_stays_away_ends_the_wait_and_loses_nothing(store, run, tmp_p
 
     monkeypatch.setattr(Objects, "write", fails)
     checkpoint(run, 2)
-    assert made.close() == ["checkpoint 2", "the last rows and files"]
+    assert made.close()["missing"] == ["checkpoint 2", "the last rows and files"]
     monkeypatch.setattr(Objects, "write", write)
     with closing(copy(store, run)):  # the same command again
         pass
@@ -536,7 +680,8 @@ def resealed(content):
 def hostile(head):
     """Heads that somebody made, each sealed anew: what is wrong with them is not their checksum."""
     sha = "0" * 64
-    outside = ["/etc/passwd", "../out", "a/../../out", "", ".", "a//b", "a/", "x\x00y", "a\nb", "\ud800"]
+    deep = "a/" * copying.MAX_DEPTH + "a"
+    outside = ["/etc/passwd", "../out", "a/../../out", "", ".", "a//b", "a/", "x\x00y", "a\nb", "\ud800", deep]
     for path in outside:
         yield head | {"files": {path: [[sha, 1, ""]]}}
     strange = [
@@ -560,6 +705,7 @@ def hostile(head):
         yield head | {"checkpoints": steps}
     yield from (None, [], 5, "text", {}, "[" * 1000, "{", "NaN", '{"run": 1, "run": 2}')
     yield head | {"files": {"a": [[sha, 1, ""]], "a/b": [[sha, 1, ""]]}}
+    yield head | {"run": "../fedcba9876543210"}
 
 
 def test_hostile_heads_write_nothing_and_are_one_sentence(store, run, tmp_path):
@@ -575,7 +721,7 @@ def test_hostile_heads_write_nothing_and_are_one_sentence(store, run, tmp_path):
         store.put(key, resealed(head))
         for use in (
             lambda: copying.fetch(store.url, tmp_path / "to", step=None, say=print),
-            lambda: copy(store, run, take_over=True)._end.set(),
+            lambda: copy(store, run, take_over=True).close(),
         ):
             try:
                 use()
@@ -626,6 +772,45 @@ def test_what_a_broken_download_left_is_not_believed(store, run, tmp_path):
     assert contents(tmp_path / "to") == contents(run)
 
 
+def test_download_of_another_step_is_refused_before_anything_is_fetched(store, run, tmp_path, monkeypatch):
+    checkpoint(run, 2)
+    with closing(copy(store, run)):
+        pass
+    read, keys = Objects.read, []
+
+    def breaks(self, key):
+        keys.append(key)
+        if "/checkpoints/2/" in key:
+            raise OSError("the network is gone")
+        return read(self, key)
+
+    monkeypatch.setattr(copying, "WORKERS", 1)
+    with monkeypatch.context() as broken:
+        broken.setattr(Objects, "read", breaks)
+        with pytest.raises(OSError, match="the network is gone"):
+            copying.fetch(store.url, tmp_path / "to", step=None, say=print)
+    (tmp_path / ".to.fetching" / "checkpoints" / "2" / "_METADATA").write_text("half")
+    checkpoint(run, 4)
+    with closing(copy(store, run)):
+        pass
+    monkeypatch.setattr(Objects, "read", lambda self, key: keys.append(key) or read(self, key))
+    keys.clear()
+    with pytest.raises(ValueError, match=r"checkpoints/2/_METADATA', which is not in this copy; give the --step"):
+        copying.fetch(store.url, tmp_path / "to", step=None, say=print)
+    assert keys == [copying.HEAD]
+    assert copying.fetch(store.url, tmp_path / "to", step=2, say=print)["step"] == 2
+
+
+def test_second_fetch_into_one_directory_names_it(store, run, tmp_path):
+    checkpoint(run, 2)
+    with closing(copy(store, run)):
+        pass
+    with RunLock(tmp_path / ".to.fetching"), pytest.raises(RunDirectoryHeld) as refused:
+        copying.fetch(store.url, tmp_path / "to", step=None, say=print)
+    words = f"the download into {tmp_path / 'to'} is held by another process (pid {os.getpid()} "
+    assert words in str(refused.value) and str(refused.value).endswith("or give DIR another directory")
+
+
 def test_directory_that_holds_something_else_is_left_alone(store, run, tmp_path):
     checkpoint(run, 2)
     with closing(copy(store, run)):
@@ -647,7 +832,7 @@ def test_directory_that_holds_something_else_is_left_alone(store, run, tmp_path)
         copying.fetch(store.url, tmp_path / "b", step=None, say=print)
     (tmp_path / ".c.fetching").mkdir()
     (tmp_path / ".c.fetching" / "thesis").write_text("mine")
-    with pytest.raises(ValueError, match="is not in the copy"):
+    with pytest.raises(ValueError, match="is not in this copy"):
         copying.fetch(store.url, tmp_path / "c", step=None, say=print)
     (tmp_path / "empty").mkdir()
     copying.fetch(store.url, tmp_path / "empty", step=None, say=print)

@@ -27,7 +27,7 @@ def store(tmp_path, monkeypatch):
         (run / "checkpoints" / step / "array").write_bytes(bytes(2**20))
         write_file_list(run / "checkpoints" / step)
     (run / "config.json").write_text("{}")
-    assert Copy(URL, run, "0123456789abcdef", keep=0, take_over=False, say=print).close() == []
+    assert Copy(URL, run, "0123456789abcdef", keep=0, keep_every=0, take_over=False, say=print).close()["missing"] == []
     return tmp_path / "bucket" / "runs" / "a b"
 
 

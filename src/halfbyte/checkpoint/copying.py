@@ -11,10 +11,11 @@ import json
 import os
 import re
 import socket
+import stat
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -23,10 +24,10 @@ from typing import Any
 from halfbyte.inputs import check_run_name, no_follow, parse_json, printable, regular, replace_file
 
 from .beside import reading
-from .files import FILE_LIST, check_file_list
+from .files import FILE_LIST, check_file_list, write_file_list
 from .lock import LOCK, RunLock
 from .objects import ObjectChanged, Objects
-from .record import one_line
+from .record import UnreadableCheckpoint, one_line
 
 HEAD, OLD_HEAD = "halfbyte-copy.json", "head.json"  # the second: of versions whose runs lived in buckets
 FIELDS = {"run": str, "session": str, "writer": str, "where": str, "files": dict, "checkpoints": dict, "delete": dict}
@@ -35,6 +36,7 @@ DIGEST, STEP = re.compile("[0-9a-f]{64}"), re.compile("0|[1-9][0-9]{0,17}")
 NOT_COPIED = {"checkpoints", "damaged", "profile", "wandb", LOCK, NAME}
 PART, GROWING_PART = 32 << 20, 1 << 20  # bytes; of a growing file the last part is sent again
 MAX_PART, MAX_HEAD = 1 << 30, 256 << 20  # bytes that are read at most
+MAX_DEPTH = 32  # directories of a path; Python's functions for trees of directories recurse
 WORKERS = 4  # files under way at once, each with one part in memory
 LOOK_S, RETRY_S = 0.5, 5.0
 PATIENCE_S = 300.0  # how long the end of a run waits for a store that does not answer
@@ -47,8 +49,10 @@ def sha256(data: bytes) -> str:
 
 
 def is_inside(path: str) -> bool:
-    """Whether a path stays inside of a run directory, and on one line."""
-    return not {*path.split("/")} & {"", ".", ".."} and printable(path) == path and "\n" not in path
+    """Whether a path stays inside of a run directory, on one line and MAX_DEPTH deep at most."""
+    names = path.split("/")
+    is_plain = printable(path) == path and "\n" not in path
+    return is_plain and len(names) <= MAX_DEPTH and not {*names} & {"", ".", ".."}
 
 
 def seal(head: dict[str, Any]) -> bytes:
@@ -58,7 +62,7 @@ def seal(head: dict[str, Any]) -> bytes:
 
 
 def read_head(objects: Objects) -> tuple[dict[str, Any] | None, bytes]:
-    """Returns (what the prefix holds, None if nothing; generation). Raises ValueError if it is not what was sealed."""
+    """Returns (head, None if the prefix is free; generation). Raises ValueError if the head is not what was sealed."""
     data, generation = objects.read(HEAD)
     if data is None:
         if objects.read(OLD_HEAD)[0] is not None:
@@ -69,7 +73,7 @@ def read_head(objects: Objects) -> tuple[dict[str, Any] | None, bytes]:
         head = parse_json(stored["content"], what=HEAD, most=MAX_HEAD)
         listed = [head["files"], *(head["checkpoints"][str(int(step))] for step in head["checkpoints"])]
         parts = [part for files in listed for path in files for part in files[path]]
-        paths = {path for files in listed for path in files} | head["delete"].keys()
+        paths = {path for files in listed for path in files} | head["delete"].keys() | ({head["run"]} - {""})
         generations = [*(generation for _, _, generation in parts), *head["delete"].values()]
         is_good = all(is_inside(path) for path in paths)
         is_good = is_good and all(DIGEST.fullmatch(sha) for sha, _, _ in parts)
@@ -77,30 +81,42 @@ def read_head(objects: Objects) -> tuple[dict[str, Any] | None, bytes]:
         is_good = is_good and all(base64.b64decode(generation, validate=True) for generation in generations)
         is_good = is_good and all(isinstance(head[name], kind) for name, kind in FIELDS.items())
         if is_good and sha256(stored["content"].encode()) == stored["sha256"]:
-            return head, generation
+            return (head if head["run"] else None), generation  # without a run: released
     raise ValueError(f"{objects.url}/{HEAD} is not what was written")
 
 
 class Copy:
     """Copies the run in `directory` until `close`. With `keep`, deletes from the bucket what it wrote for checkpoints
-    that are neither among the newest `keep` nor in the directory any more. Raises ValueError if the prefix is not this
-    run's to write to."""
+    that are neither among the newest `keep` nor in the directory any more; those of every `keep_every`-th step stay, as
+    in the run (0: none). Raises ValueError if the prefix is not this run's to write to."""
 
-    def __init__(self, url: str, directory: Path, run: str, *, keep: int, take_over: bool, say: Say):
+    def __init__(self, url: str, directory: Path, run: str, *, keep: int, keep_every: int, take_over: bool, say: Say):
         check_run_name(run)
-        self.url, self._directory, self._run, self._keep, self._say = url.rstrip("/"), directory, run, keep, say
-        self._objects, self._waiting = Objects(url), set[str]()  # the second: checkpoints to be copied
+        self.url, self._directory, self._run, self._say = url.rstrip("/"), directory, run, say
+        self._keep, self._keep_every = keep, keep_every
+        self._objects, self._waiting = Objects(url), set[str]()  # the second: steps of checkpoints to be copied
         self._failing, self._answered = False, time.monotonic()
         self._sent = dict[str, str]()  # key -> generation of parts that no head lists yet: a retry does not send them
+        self._read = dict[str, tuple[Any, list[list[Any]]]]()  # path -> its state and parts when it was read last
         self._head = self._claim(take_over)
+        for mark in directory.glob("checkpoints/*/_CHECKPOINT_METADATA"):  # Orbax has committed this one
+            if STEP.fullmatch(mark.parent.name) and not (mark.parent / FILE_LIST).exists():  # killed before its list
+                self._waiting.add(mark.parent.name)
+                with suppress(OSError, UnreadableCheckpoint):  # `close` reports that it was not copied
+                    write_file_list(mark.parent)
         self._end, self._thread = threading.Event(), threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
     def _claim(self, take_over: bool) -> dict[str, Any]:
         found, generation = read_head(self._objects)
+        if found and found["run"] != self._run:
+            is_empty = not found["checkpoints"] and not found["files"]
+            if not (is_empty and take_over):
+                ended = ", or, if that run has ended before its first checkpoint, add --copy-take-over"
+                held = f"--copy-to {self.url} holds another run; give this one another prefix"
+                raise ValueError(held + (ended if is_empty else ""))
+            found = None
         head: dict[str, Any] = found or {name: kind() for name, kind in FIELDS.items()} | {"run": self._run}
-        if head["run"] != self._run:
-            raise ValueError(f"--copy-to {self.url} holds another run; give this one another prefix")
         name = self._directory / NAME
         if not name.exists():
             replace_file(name, uuid.uuid4().hex)
@@ -125,6 +141,10 @@ class Copy:
             return f"{name.read_text()[:32]}-{name.stat().st_ino}"
         return ""
 
+    def _check_directory(self) -> None:
+        if self._writer() != self._head["writer"]:
+            raise ObjectChanged(f"{self._directory} was replaced while it was copied")
+
     def _commit(self, **changes: Any) -> None:
         """Replaces the head. With `keep`, objects that it no longer lists are then deleted, each by name. Raises
         ObjectChanged if the prefix or the run directory is no longer that of this process."""
@@ -132,8 +152,8 @@ class Copy:
         own = {self._head["session"], head["session"]}  # the second: the answer to an earlier attempt was lost
         if found is None or found["session"] not in own or found["writer"] != self._head["writer"]:
             raise ObjectChanged(f"another process writes to {self.url}")
-        if self._writer() != self._head["writer"]:
-            raise ObjectChanged(f"{self._directory} was replaced while it was copied")
+        if head["run"]:
+            self._check_directory()
         dropped, listed = self._head["delete"] | self._keys(self._head) if self._keep else {}, self._keys(head)
         head["delete"] = {k: dropped[k] for k in dropped.keys() - listed if k.startswith(f"{self._run}/")}
         if len(sealed := seal(head)) > MAX_HEAD:
@@ -171,6 +191,11 @@ class Copy:
                 time.sleep(RETRY_S if is_end and not is_done else 0)
 
     def _copy(self, is_end: bool) -> None:
+        if not (self._writer() or self._head["checkpoints"] or self._head["files"]):
+            if is_end:  # the run has failed before its first checkpoint, and has removed its directory
+                self._commit(run="", session="", writer="", where="")
+            return
+        self._check_directory()
         while new := [step for step in self._checkpoints() if step in self._waiting]:
             folder = self._directory / "checkpoints" / new[-1]  # the newest first: the run removes older ones
             with reading(folder):  # but not this one, now
@@ -181,11 +206,13 @@ class Copy:
                 copied = self._upload(paths, PART)
             checkpoints = self._head["checkpoints"] | {new[-1]: copied}
             kept = {*sorted(checkpoints, key=int)[-self._keep :], *self._checkpoints()}  # all of them without `keep`
+            kept |= {step for step in checkpoints if self._keep_every and int(step) % self._keep_every == 0}
             checkpoints = {step: files for step, files in checkpoints.items() if step in kept}
             self._commit(checkpoints=checkpoints, files=self._upload_around())
-            self._waiting -= {new[-1]}
+            self._waiting.discard(new[-1])
             self._say(f"copied checkpoint {new[-1]} to {self.url}")
         if is_end:
+            self._read.clear()  # the last look reads everything, whatever the clock of the file system says
             self._commit(files=self._upload_around())
             self._commit(session="")  # the prefix is free once the deletions of the commit before are done
 
@@ -206,15 +233,26 @@ class Copy:
         """Uploads the run's files outside of its checkpoints. Returns them with those that were copied before and are
         not in the directory now: a file that was removed by mistake stays in the bucket."""
         top = [path for path in self._directory.iterdir() if path.name not in NOT_COPIED and path.suffix != ".tmp"]
-        return self._head["files"] | self._upload((p for path in top for p in (path, *path.rglob("*"))), GROWING_PART)
+        below = (Path(at, name) for path in top for at, _, names in os.walk(path) for name in names)
+        return self._head["files"] | self._upload([*top, *below], GROWING_PART)
 
     def _upload(self, paths: Iterable[Path], part: int) -> Files:
-        files = [path for path in paths if path.is_file() and not path.is_symlink()]
-        names = sorted(path.relative_to(self._directory).as_posix() for path in files)
-        if strange := [name for name in names if not is_inside(name)]:
-            raise ValueError(f"a file named {strange[0]!r} cannot be copied; rename it")
+        """Uploads the regular files among `paths`. Those that have not changed since they were read are not read."""
+        found = dict[str, Any]()
+        for path in paths:
+            with suppress(FileNotFoundError):  # removed meanwhile
+                facts = path.lstat()
+                if stat.S_ISREG(facts.st_mode):
+                    name = os.fspath(path)[len(os.fspath(self._directory)) + 1 :]
+                    found[name] = (facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
+        if strange := [name for name in found if not is_inside(name)]:
+            limit = f"a name that is not printable, or more than {MAX_DEPTH} directories"
+            raise ValueError(f"{printable(strange[0])[:200]!r} cannot be copied; rename it ({limit})")
+        new = [name for name, facts in found.items() if name not in self._read or self._read[name][0] != facts]
         with ThreadPoolExecutor(WORKERS) as pool:
-            return dict(zip(names, pool.map(lambda name: self._upload_file(name, part), names)))
+            for name, parts in zip(new, pool.map(lambda name: self._upload_file(name, part), new)):
+                self._read[name] = found[name], parts
+        return {name: self._read[name][1] for name in found}
 
     def _upload_file(self, name: str, part: int) -> list[list[Any]]:
         known = {digest: generation for digest, _, generation in self._head["files"].get(name, ())}
@@ -231,18 +269,29 @@ class Copy:
                     self._say(f"copying to {self.url}: {len(parts) * part / 2**30:.0f} GiB of {name}")
         return parts
 
-    def close(self) -> list[str]:
-        """Copies what is left and lets the prefix go. Returns, and reports, what is not in the bucket."""
+    def committed(self, step: int) -> None:
+        """Takes note of a checkpoint: the run may remove it before an upload in progress has ended."""
+        self._waiting.add(str(step))
+        if self._end.is_set() and not self._thread.is_alive():
+            self._say(f"COPY: not in {self.url}: checkpoint {step}, which was written after the copy had ended")
+
+    def close(self) -> dict[str, Any]:
+        """Copies what is left and releases the prefix. Reports, and returns, what is not in the bucket: `missing` is in
+        the run directory, `removed` are the steps of checkpoints that the run has removed before they were copied."""
         self._answered = time.monotonic()  # from here on the store may keep the end of the run waiting
         self._end.set()
         while self._thread.is_alive():
             self._thread.join(1.0)  # in pieces, so that Ctrl-C ends it
-        missing = [f"checkpoint {step}" for step in self._checkpoints() if step in self._waiting]
+        self._checkpoints()
+        here = {path.name for path in self._directory.glob("checkpoints/*")}
+        missing = [f"checkpoint {step}" for step in sorted(self._waiting & here, key=int)]
         missing += ["the last rows and files"] if self._failing else []
-        gone = sorted(self._waiting.difference(self._checkpoints()), key=int)  # faster than they could be copied
-        lacks = missing + [f"checkpoint {step}, which the run has removed" for step in gone]
-        self._say(f"COPY: not in {self.url}: {', '.join(lacks)}" if lacks else f"copied to {self.url}")
-        return missing
+        removed = sorted(map(int, self._waiting - here))
+        lacks = missing + [f"checkpoint {step}, which the run has removed" for step in removed]
+        free = f"{self.url} is free again: this run has ended before its first checkpoint"
+        done = f"copied to {self.url}" if self._head["run"] else free
+        self._say(f"COPY: not in {self.url}: {', '.join(lacks)}" if lacks else done)
+        return {"url": self.url, "missing": missing, "removed": removed}
 
 
 def fetch(url: str, directory: Path, *, step: int | None, say: Say) -> dict[str, Any]:
@@ -266,13 +315,21 @@ def fetch(url: str, directory: Path, *, step: int | None, say: Say) -> dict[str,
     files: Files = head["files"] | head["checkpoints"][str(chosen)]
     size = sum(size for parts in files.values() for _, size, _ in parts)
     say(f"fetching checkpoint {chosen} of {objects.url}: {len(files)} files, {size / 2**20:,.1f} MiB")
-    with RunLock(arriving, flag="DIR"), ThreadPoolExecutor(WORKERS) as pool:
+    what = f"the download into {directory}"
+    with RunLock(arriving, flag="DIR", what=what), ThreadPoolExecutor(WORKERS) as pool:
+        _refuse_others(arriving, files.keys())
         list(pool.map(lambda path: _download(objects, head["run"], path, files[path], arriving, say), files))
-        there = {path.relative_to(arriving).as_posix() for path in arriving.rglob("*") if not path.is_dir()}
-        if other := there - files.keys() - {LOCK}:
-            raise ValueError(f"{arriving} holds {min(other)!r}, which is not in the copy; remove that directory")
+        _refuse_others(arriving, files.keys())
         os.replace(arriving, directory)
     return {"url": objects.url, "run": head["run"], "step": chosen, "files": len(files), "bytes": size}
+
+
+def _refuse_others(arriving: Path, expected: Set[str]) -> None:
+    """Raises ValueError if a download that was resumed holds files that are not in the copy."""
+    there = {path.relative_to(arriving).as_posix() for path in arriving.rglob("*") if not path.is_dir()}
+    if other := there - expected - {LOCK}:
+        name = f"{arriving} holds {min(other)!r}, which is not in this copy"
+        raise ValueError(f"{name}; give the --step that this download began with, or remove that directory")
 
 
 def _download(objects: Objects, run: str, path: str, parts: list[list[Any]], arriving: Path, say: Say) -> None:

@@ -25,10 +25,11 @@ class RunDirectoryHeld(ValueError):
 
 class RunLock(contextlib.AbstractContextManager["RunLock"]):
     """Holds `directory/.lock`, which it makes, until closed. Raises RunDirectoryHeld, naming the holder and the `flag`
-    of another directory, when another process has it."""
+    of another directory, when another process has it. `what` describes the directory; default a run directory."""
 
-    def __init__(self, directory: str | os.PathLike[str], *, flag: str = "--run-dir"):
+    def __init__(self, directory: str | os.PathLike[str], *, flag: str = "--run-dir", what: str = ""):
         self.path, self._flag = Path(directory) / LOCK, flag
+        self._what = what or f"run directory {self.path.parent}"
         self._file = self._take()
         self._file.seek(0)
         self._file.truncate()
@@ -54,7 +55,7 @@ class RunLock(contextlib.AbstractContextManager["RunLock"]):
             holder = file.read(200).strip() or "unknown"
             file.close()
             raise RunDirectoryHeld(
-                f"run directory {self.path.parent} is held by another process ({holder})",
+                f"{self._what} is held by another process ({holder})",
                 f"wait for it, stop it, or give {self._flag} another directory",
             ) from None
 

@@ -41,7 +41,8 @@ class Checkpoints(Restoring):
     """The checkpoints under one directory: the last `keep_last`, and every `keep_every`-th step for good.
 
     `run` is the run's own name for itself: it is written into every checkpoint, and one of another run is refused.
-    `committed` is called, on the first process, when a write has ended well.
+    `committed` is called, on the first process, with the step of a checkpoint that is whole, before its list of files
+    is written.
     `say` gets every message a person must see. All processes of a distributed run call every method, in the same order.
     """
 
@@ -52,7 +53,7 @@ class Checkpoints(Restoring):
         keep_last: int = 2,
         keep_every: int | None = None,
         run: str | None = None,
-        committed: Callable[[], None] = lambda: None,
+        committed: Callable[[int], None] = lambda step: None,
         say: Callable[[str], None] = _warn,
     ):
         self.directory = Path(directory).absolute()
@@ -146,8 +147,8 @@ class Checkpoints(Restoring):
         if not self._is_in_place():  # removed during the write, which has created the directory again
             self._misplaced.append(step)
         try:
+            self._committed(step)
             write_file_list(self.directory / str(step))
-            self._committed()
         except OSError as error:  # the checkpoint is committed; without its list the arrays are verified all the same
             self._say(f"the list of files of checkpoint {step} was not written: {one_line(error)}")
 

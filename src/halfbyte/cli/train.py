@@ -32,6 +32,7 @@ from halfbyte.profiling import ProfileConfig
 from halfbyte.train.config import TrainConfig
 
 if TYPE_CHECKING:
+    from halfbyte.checkpoint import Copy
     from halfbyte.launch import Setting
     from halfbyte.ranks import End, Group
     from halfbyte.train import Observer, RunResult
@@ -231,31 +232,34 @@ def leave_together(group: "Group", end: "End") -> None:
 
 def train_and_copy(args: Args, console: PlainConsole, group: "Group") -> Result:
     """Train, with --copy-to copied to a bucket; exit code 1 if the end of a finished run is not there."""
-    from halfbyte.checkpoint import Copy
-
-    copies: list[Copy] = []
-
-    def opened(directory: Path, run: str) -> None:
-        options: Any = {"keep": args.copy_keep, "take_over": args.copy_take_over, "say": console.say}
-        try:
-            copies.extend([Copy(args.copy_to, directory, run, **options)] if args.copy_to else [])
-        except OSError as error:
-            raise ValueError(f"--copy-to: {error}; check the address, the credentials and the network") from None
-
+    copies: "list[Copy]" = []
     try:
-        result = _train(args, console, group, opened)
+        result = _train(args, console, group, copies)
     except Exception:  # an interrupt waits for no bucket
         for copy in copies:
             copy.close()
         raise
     for copy in copies:
-        missing = copy.close()
-        code = FAILED if missing and result.code == DONE else result.code
-        result = Result({**result.data, "copy": {"url": copy.url, "missing": missing}}, code)
+        copied = copy.close()
+        code = FAILED if copied["missing"] and result.code == DONE else result.code
+        result = Result({**result.data, "copy": copied}, code)
     return result
 
 
-def _train(args: Args, console: PlainConsole, group: "Group", opened: Callable[[Path, str], None]) -> Result:
+def start_copy(args: Args, console: PlainConsole, directory: Path, run: str) -> "list[Copy]":
+    """Starts what --copy-to names."""
+    from halfbyte.checkpoint import Copy
+
+    if not args.copy_to:
+        return []
+    options: Any = {"keep": args.copy_keep, "keep_every": args.run.checkpoint.keep_every, "say": console.say}
+    try:
+        return [Copy(args.copy_to, directory, run, take_over=args.copy_take_over, **options)]
+    except OSError as error:
+        raise ValueError(f"--copy-to: {error}; check the address, the credentials and the network") from None
+
+
+def _train(args: Args, console: PlainConsole, group: "Group", copies: "list[Copy]") -> Result:
     from halfbyte.conformance import SelfTestFailed
     from halfbyte.train import Diverged, train
 
@@ -271,11 +275,14 @@ def _train(args: Args, console: PlainConsole, group: "Group", opened: Callable[[
             group=group,
             initial=initial_weights(args.run, directory),
             observers=observers(args.run, directory),
-            opened=opened,
+            opened=lambda directory, run: copies.extend(start_copy(args, console, directory, run)),
+            committed=lambda step: copies[0].committed(step) if copies else None,
         )
     except (Diverged, SelfTestFailed) as stop:
         code = FAILED if isinstance(stop, Diverged) else NOT_PASSED
         if group.count > 1:
+            for copy in copies:
+                copy.close()  # leaving ends the process
             leave_together(group, group.fail_as(str(stop), code))
         say_error(str(stop))
         return Result({"run_dir": str(directory), "error": str(stop)}, code)

@@ -77,8 +77,12 @@ class Taken:
     store: Checkpoints
 
 
-def take(found: Found, config: TrainConfig, content: str, *, is_main: bool, say: Callable[[str], None]) -> Taken:
-    """Open the checkpoints of a directory that is claimed; a fresh one gets its config. Every process calls it."""
+def take(
+    found: Found, config: TrainConfig, content: str, *, is_main: bool, say: Callable[[str], None],
+    committed: Callable[[int], object] = lambda step: None,
+) -> Taken:  # fmt: skip
+    """Open the checkpoints of a directory that is claimed; a fresh one gets its config. Every process calls it.
+    `committed` is called with the step of each checkpoint that this process has written whole."""
     directory = found.path
     identity = found.identity or Identity(_name_of(found), content)
     if is_main and not found.exists:
@@ -96,7 +100,7 @@ def take(found: Found, config: TrainConfig, content: str, *, is_main: bool, say:
         keep_last=keep.keep_last,
         keep_every=keep.keep_every or None,
         run=identity.run,
-        committed=functools.partial(_mark_saved, directory),
+        committed=functools.partial(_mark_saved, directory, committed),
         say=say,
     )
     store.remove_unfinished()
@@ -150,8 +154,9 @@ def _sealed_now(directory: Path, name: str, identity: Identity) -> str:
     return identity.files.get(name) or (hash_of(path) if path.exists() else ABSENT)
 
 
-def _mark_saved(directory: Path) -> None:
+def _mark_saved(directory: Path, committed: Callable[[int], object], step: int) -> None:
     """Keep in run.json that the run has had a checkpoint: without one it is then not taken for a run that never had."""
+    committed(step)
     identity = load_identity(directory)
     if identity is not None and not identity.saved:
         save_identity(directory, replace(identity, saved=True))

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -43,13 +44,15 @@ def train(
     observers: Sequence[Observer] = (),
     until: int | None = None,
     opened: Callable[[Path, str], object] = lambda directory, run: None,
+    committed: Callable[[int], object] = lambda step: None,
 ) -> RunResult:
     """Train to the last step, to step `until` of the same schedule, or to a signal; resume by itself when the directory
     has a checkpoint.
 
     `group` is this process among its peers, with signals in the caller's hands; without one the run is alone and
     takes its signals itself. `initial` makes the weights of a run that has `init_from`. `observers` are shown some
-    steps. `opened` is called on the main process with the directory and the run's name, once both are the run's.
+    steps. `opened` is called on the main process with the directory and the run's name, once both are the run's;
+    `committed` with the step of each checkpoint that was written whole.
     """
     with ExitStack() as stack:
         if group is None:
@@ -66,7 +69,8 @@ def train(
         show_start(session)
         check_native_gemms(session)
         group.at("restore")
-        taken = take(session.found, config, session.content, is_main=session.is_main, say=session.say)
+        options: Any = {"is_main": session.is_main, "say": session.say, "committed": committed}
+        taken = take(session.found, config, session.content, **options)
         stack.callback(taken.store.release)
         group.agree("checkpoints", {"checkpoints seen": taken.store.steps()})
         restore = functools.partial(
