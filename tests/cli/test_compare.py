@@ -108,12 +108,7 @@ def test_picture_of_a_diverged_and_of_a_short_run():
     assert [len(list(panel.iter(f"{SVG}polyline"))) for panel in picture.iter(f"{SVG}g")] == [4, 4]  # no speed is known
 
 
-def test_picture_replaces_a_link_and_is_svg_only(runs, tmp_path, capfd):
-    (tmp_path / "kept").write_text("kept")
-    (tmp_path / "a.svg").symlink_to("kept")
-    assert main(["compare", *map(str, runs), "--out", str(tmp_path / "a.svg")]) == 0
-    assert (tmp_path / "kept").read_text() == "kept" and not (tmp_path / "a.svg").is_symlink()
-    capfd.readouterr()
+def test_the_picture_is_svg_only(runs, tmp_path, capfd):
     assert main(["compare", *map(str, runs), "--out", str(tmp_path / "b.png")]) == 2
     said = " ".join(capfd.readouterr().err.split())
     assert "compare writes SVG only" in said and f"use --out {tmp_path / 'b.svg'}" in said
@@ -126,6 +121,21 @@ def axis_of(panel, axis):
     ticks = [t for t in panel.iter(f"{SVG}text") if t.get("text-anchor") == anchor and t.text != "tokens"]
     values = [float(t.text.rstrip("k")) * (1000 if t.text.endswith("k") else 1) for t in ticks]
     return np.poly1d(np.polyfit([float(t.get(axis)) - shift for t in ticks], values, 1))
+
+
+def test_only_a_picture_of_its_own_is_overwritten(runs, tmp_path, capfd, monkeypatch):
+    """By default, too. A link to one is replaced, not what the link names."""
+    monkeypatch.chdir(tmp_path)
+    picture = tmp_path / "compare.svg"
+    picture.write_text("<svg>mine</svg>")
+    assert main(["compare", *map(str, runs)]) == 2
+    assert "compare.svg: exists and is no picture of" in " ".join(capfd.readouterr().err.split())
+    assert picture.read_text() == "<svg>mine</svg>"
+    assert main(["compare", *map(str, runs), "--out", "a.svg"]) == 0
+    before = (tmp_path / "a.svg").read_text()
+    (tmp_path / "b.svg").symlink_to("a.svg")
+    assert main(["compare", *map(str, runs[:2]), "--smooth", "3", "--out", "b.svg"]) == 0
+    assert not (tmp_path / "b.svg").is_symlink() and (tmp_path / "a.svg").read_text() == before
 
 
 GAPS = {0: 0.05, 1: 0.06, 2: 0.04}

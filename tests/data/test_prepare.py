@@ -164,10 +164,10 @@ def test_losing_a_race_uses_the_winners_data_set(corpus, tmp_path, monkeypatch):
     settings = {"tokenizer": "bytes", "out": out, "seq_len": 32}
     publish = preparation.publish
 
-    def late(staging, where, *, replace):
+    def late(staging, where, *, replace, check):
         monkeypatch.setattr(preparation, "publish", publish)
         prepare(corpus, **settings)
-        return publish(staging, where, replace=replace)
+        return publish(staging, where, replace=replace, check=check)
 
     monkeypatch.setattr(preparation, "publish", late)
     prepare(corpus, **settings)

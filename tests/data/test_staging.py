@@ -3,15 +3,17 @@
 import errno
 import fcntl
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from halfbyte.data.staging import Staging, clear_left, publish
+from halfbyte.data import staging
+from halfbyte.data.staging import HOST, Staging, clear_left, publish
 from halfbyte.interchange.importing import import_folder
-from halfbyte.interchange.writing import check_target
+from halfbyte.interchange.writing import check_target, write_folder
 
 # A process a kill: it ends itself before the n-th call that its own audit hook sees, n from 1 until it gets through.
 KILLS = """if True:
@@ -105,7 +107,7 @@ def test_every_command_that_makes_a_directory_removes_what_a_killed_one_left(tmp
     out = tmp_path / name
 
     def left() -> Path:
-        path = tmp_path / f".{name}.partial-abc"
+        path = tmp_path / f".{name}.partial-{HOST}-abc"
         path.mkdir()
         (path / "model.safetensors").write_text("half")
         return path
@@ -117,3 +119,63 @@ def test_every_command_that_makes_a_directory_removes_what_a_killed_one_left(tmp
     with pytest.raises((ValueError, FileNotFoundError)):
         import_folder(tmp_path / "nothing", out)
     assert not path.exists() and str(path) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["partial", "replaced"])
+def test_what_another_machine_makes_is_left_alone(tmp_path, kind, capsys):
+    """Its lock may not be seen here. The same name of this machine, without a lock, is removed."""
+    (tmp_path / "out").mkdir()
+    for host in (HOST, "0a0b0c0d"):
+        (tmp_path / f".out.{kind}-{host}-abc").mkdir()
+    clear_left(tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == [f".out.{kind}-0a0b0c0d-abc", "out"]
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and any("0a0b0c0d-abc: left behind, or still being made" in line for line in said)
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+@pytest.mark.parametrize("late", [False, True])
+def test_directory_that_was_moved_to_out_during_the_work_stays(tmp_path, monkeypatch, can_exchange, late):
+    """Before the check, or between the check and the exchange."""
+    out, theirs = tmp_path / "out", tmp_path / "theirs"
+    for folder in (out, theirs):
+        folder.mkdir()
+    (theirs / "thesis").write_text("mine")
+
+    def arrives():
+        if theirs.exists():
+            out.rename(tmp_path / "away")
+            theirs.rename(out)
+
+    def check():
+        if (out / "thesis").exists():
+            raise ValueError("stays")
+        if late:
+            arrives()
+
+    if not can_exchange:
+        monkeypatch.setattr(staging, "exchange", lambda one, other: False)
+    (out / "old").write_text("old")
+    with Staging(out) as path:
+        (path / "a").write_text("new")
+        if not late:
+            arrives()
+        with pytest.raises(ValueError, match="stays"):
+            publish(path, out, replace=True, check=check)
+    assert (out / "thesis").read_text() == "mine" and os.listdir(out) == ["thesis"]
+    assert (tmp_path / "away" / "old").read_text() == "old"
+
+
+def test_file_that_appears_in_an_export_while_it_is_replaced_stays(tmp_path):
+    out, config = tmp_path / "out", {"model_type": "llama"}
+    write_folder(out, [], config, {"model.safetensors": b"old"})
+
+    class Late(dict):
+        def items(self):
+            (out / "notes.txt").write_text("mine")  # after the check, while weights are written
+            return super().items()
+
+    with pytest.raises(ValueError, match=r"holds notes\.txt, which no export writes"):
+        write_folder(out, [], config, Late({"model.safetensors": b"new"}), replace=True)
+    assert (out / "notes.txt").read_text() == "mine" and (out / "model.safetensors").read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["out"]

@@ -233,7 +233,9 @@ def backend(kind):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    create_server("127.0.0.1", port, in_memory=True).start()
+    server = create_server("127.0.0.1", port, in_memory=True)
+    server._api.daemon = True  # else the process would wait for this thread at its exit
+    server.start()
     return port
 
 

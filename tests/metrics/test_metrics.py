@@ -74,6 +74,21 @@ def test_jsonl_drops_what_a_resumed_run_writes_again(tmp_path):
     resumed.close()
     assert read_rows(path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": "nan"}, {"step": 3, "loss": 0.5}]
     assert all(json.loads(line) for line in path.read_text().splitlines())
+    dropped = tmp_path / "metrics.dropped.jsonl"
+    assert read_rows(dropped) == [{"step": 3, "loss": 1.0}]
+    Jsonl(path, resume_step=2).close()  # once more: nothing of the first time goes
+    assert read_rows(dropped) == [{"step": 3, "loss": 1.0}, {"step": 3, "loss": 0.5}]
+    assert [row["step"] for row in read_rows(path)] == [1, 2]
+
+
+def test_jsonl_does_not_follow_a_link_for_dropped_rows(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "metrics.dropped.jsonl").symlink_to(tmp_path / "mine")
+    with pytest.raises(ValueError, match="is a symbolic link"):
+        Jsonl(path, resume_step=1)
+    assert (tmp_path / "mine").read_text() == "mine" and len(read_rows(path)) == 2
 
 
 def test_tensorboard_writes_events(tmp_path):
@@ -135,7 +150,8 @@ def test_bytes_that_are_no_text_do_not_block_a_resume(tmp_path):
     sink.write({"step": 4, "loss": 0.5})
     sink.close()
     assert [row["step"] for row in read_rows(path)] == [1, 2, 3, 4]
-    assert len(said) == 1 and "5 damaged line(s) left out (line 2, 3, 5, 6, 9)" in said[0]
+    assert len(said) == 2 and "5 damaged line(s) left out (line 2, 3, 5, 6, 9)" in said[0]
+    assert said[1] == "1 rows after step 3, which are computed again, are kept in metrics.dropped.jsonl"
 
 
 def test_a_last_line_cut_by_a_kill_is_not_worth_a_word(tmp_path):

@@ -19,6 +19,7 @@ from halfbyte.checkpoint import LOCK, RunDirectoryHeld, RunLock, store
 from halfbyte.cli.main import main
 from halfbyte.train import CheckpointConfig, claim, jsonconfig, train
 from halfbyte.train.claim import KEPT, Claim
+from halfbyte.train.identity import Identity, hash_of, save_identity
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -109,6 +110,32 @@ def test_what_somebody_else_puts_there_meanwhile_stays(tmp_path):
     directory = tmp_path / "run"
     fail_in(directory, "config.json", "notes.txt")
     assert os.listdir(directory) == ["notes.txt"]
+
+
+def test_error_removes_own_files_and_no_others(tmp_path):
+    """Compiling takes minutes, in which somebody puts files where the run would write some of the same names."""
+    directory, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    own = ["tensorboard/events.out.tfevents.1.2.ab.halfbyte", "manifest.json", "autotuned-0.txt"]
+    own += ["wandb/run-20261119_101010-ab12/files/x", "huggingface/config.json", "metrics.jsonl", "copy-name"]
+    others = ["report.html", "evaluations.jsonl", "profile/trace", "wandb/run-1-cd34/x", "tensorboard/notes"]
+    others += ["huggingface/model.safetensors", "huggingface/tokenizer.json", "damaged/2/d/0", "checkpoints/notes"]
+    with contextlib.suppress(KeyError), Claim(directory):
+        for name in own + others:
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            (directory / name).write_text("" if name == "metrics.jsonl" else "theirs")
+        (directory / "wandb_id").write_text("ab12")
+        sealed = {f"huggingface/{name}": hash_of(directory / "huggingface" / name) for name in ("config.json",)}
+        sealed["huggingface/tokenizer.json"] = "0" * 64  # replaced since
+        save_identity(directory, Identity("0123456789abcdef", "content", sealed))
+        elsewhere.mkdir()
+        (elsewhere / "events.out.tfevents.1.2.ab.halfbyte").write_text("theirs")
+        raise KeyError
+    assert sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file()) == sorted(others)
+    shutil.rmtree(directory)
+    with contextlib.suppress(KeyError), Claim(directory):
+        (directory / "tensorboard").symlink_to(elsewhere)
+        raise KeyError
+    assert os.listdir(elsewhere) and os.listdir(directory) == ["tensorboard"]
 
 
 def replace(directory: Path) -> None:

@@ -33,6 +33,9 @@ MOST_TIMES = 4096  # step times that a spread is drawn from, evenly over a longe
 MAX_POINTS = 1000  # of a drawn line, evenly over a longer run
 
 
+LABEL = "loss, difference and speed over tokens"  # by which `compare` knows a picture of its own
+
+
 @dataclass(frozen=True)
 class Args:
     runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN RUN ...")]
@@ -56,6 +59,8 @@ def run(args: Args) -> Result:
     out = check_output(args.out, flag="--out") if args.out else None
     if out and out.suffix.lower() != ".svg":
         raise ValueError(f"--out {args.out}: compare writes SVG only; use --out {out.with_suffix('.svg')}")
+    if out and out.exists() and LABEL not in out.read_text("utf-8", "replace")[:1000]:
+        raise ValueError(f"--out {args.out}: exists and is no picture of `halfbyte compare`; give another --out")
     folders = [Path(name) for name in args.runs]
     loaded = [curves.read_curve(folder, name) for folder, name in zip(folders, short_names(folders), strict=True)]
     width = args.smooth or curves.default_width(max(len(curve.rows) for curve in loaded))
@@ -374,7 +379,7 @@ def draw_curves(loaded: "Sequence[Curve]", baselines: "Mapping[str, Curve]", wid
         ("tokens/s per device", speed, Axes("tokens", zero=True, clip=100, height=160, x_range=x_range)),
     )
     frames = [(caption, line_frame(series, axes)) for caption, series, axes in panels]
-    return svg_document(frames, legend, label="loss, difference and speed over tokens")
+    return svg_document(frames, legend, label=LABEL)
 
 
 def logged_and_smoothed(tokens: "np.ndarray", values: "np.ndarray", colour: int, width: int) -> "list[Series]":

@@ -85,7 +85,8 @@ def prepare(
         rule = job.split_rule(always=given is None)
         made = given or job.train_tokenizer(rule, bpe_size(str(tokenizer)) or 0, bpe_bytes)
         manifest = job.write(staging, made, rule, request)
-        if not publish(staging, out, replace=overwrite):  # another process was first: with the same request, or raise
+        check = functools.partial(_existing, out, request, overwrite=overwrite, progress=False)
+        if not publish(staging, out, replace=overwrite, check=check):  # another was first: the same request, or raise
             return Prepared(out, _made_meanwhile(out, request, progress), False, time.monotonic() - begun)
     blank = tuple(file.name for file in asked.inputs + asked.held_out if is_blank(file))
     return Prepared(out, manifest, True, time.monotonic() - begun, blank)

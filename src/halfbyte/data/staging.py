@@ -12,17 +12,20 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
+import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
 Whose = Literal["mine", "another's", "nobody's"]
 
 PARTIAL, REPLACED = "partial", "replaced"
+HOST = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]  # in names: locks may hold on one machine only
 TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 HERE, EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 
@@ -37,7 +40,8 @@ class Staging:
     def __enter__(self) -> Path:
         self.out.parent.mkdir(parents=True, exist_ok=True)
         while True:
-            self.path = Path(tempfile.mkdtemp(prefix=_prefix(self.out, PARTIAL), dir=self.out.parent))
+            prefix = f"{_prefix(self.out, PARTIAL)}{HOST}-"
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=self.out.parent))
             if self._locked.enter_context(_lock(self.path)) != "another's":  # who clears up may have been faster
                 return self.path
 
@@ -47,14 +51,17 @@ class Staging:
 
 
 def clear_left(out: Path) -> None:
-    """Remove, and say so, what processes that were killed have left beside `out`; what they had moved aside to replace
-    it comes back, if nothing has taken its place."""
+    """Remove, and say so, what processes of this machine that were killed have left beside `out`; what they had moved
+    aside to replace it comes back, if nothing has taken its place. A lock of another machine may not be seen here (NFS
+    with `local_lock`, Lustre with `localflock`): its directories are named, and stay."""
     for kind in (REPLACED, PARTIAL):
         for path in sorted(out.parent.glob(".*")):
             if not path.name.startswith(_prefix(out, kind)):
                 continue
             with _lock(path) as whose:
                 lost = kind == REPLACED and not out.exists()  # the only copy: whoever replaces it now tries again
+                if whose == "mine" and not path.name.startswith(f"{_prefix(out, kind)}{HOST}-"):
+                    whose = "nobody's"
                 if whose == "mine" or (whose == "nobody's" and lost):
                     _clear(path, out, kind)
                 elif whose == "nobody's":
@@ -70,8 +77,9 @@ def _clear(path: Path, out: Path, kind: str) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def publish(staging: Path, out: Path, *, replace: bool) -> bool:
-    """Renames `staging` to `out`. False if something is there and `replace` is not set: another process was first."""
+def publish(staging: Path, out: Path, *, replace: bool, check: Callable[[], object] = lambda: None) -> bool:
+    """Renames `staging` to `out`. False if something is there and `replace` is not set: another process was first. Only
+    what was there when `check` was called is replaced; `check` raises if that has to stay."""
     staging.chmod(0o755)
     while True:
         try:
@@ -83,7 +91,13 @@ def publish(staging: Path, out: Path, *, replace: bool) -> bool:
         if not replace:
             return False
         with contextlib.suppress(FileNotFoundError):  # another process moved it first
-            if exchange(staging, out) or _replace_in_two(staging, out):
+            seen = out.lstat()
+            check()
+            if exchange(staging, out):
+                if os.path.samestat(staging.lstat(), seen):
+                    return True
+                exchange(staging, out)  # something else was moved there since the check
+            elif _replace_in_two(staging, out, seen):
                 return True
 
 
@@ -101,11 +115,14 @@ def exchange(one: Path, other: Path) -> bool:
     raise OSError(number, os.strerror(number), str(other))
 
 
-def _replace_in_two(staging: Path, out: Path) -> bool:
-    """False if another process was faster between the two renames."""
+def _replace_in_two(staging: Path, out: Path, seen: os.stat_result) -> bool:
+    """False if another process was faster between the two renames, or has moved something else than `seen` there."""
     aside = out.with_name(_prefix(out, REPLACED) + staging.name.removeprefix(_prefix(out, PARTIAL)))
     with _lock(out):
         out.rename(aside)
+        if not os.path.samestat(aside.lstat(), seen):
+            aside.rename(out)
+            return False
         try:
             staging.rename(out)
         except BaseException as error:

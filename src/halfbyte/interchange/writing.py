@@ -39,7 +39,7 @@ def write_folder(
         for name, content in files.items():
             _write_file(staging / name, content)
         _write_file(staging / CONFIG, json.dumps(dict(config), indent=2) + "\n")
-        if not publish(staging, out, replace=replace):
+        if not publish(staging, out, replace=replace, check=lambda: _refuse_target(out, replace=replace)):
             raise ValueError(f"{out} appeared while the export was written; nothing was changed")
     return size
 
@@ -48,6 +48,10 @@ def check_target(out: Path, *, replace: bool) -> None:
     """Raises ValueError if `out` exists, unless `replace` and it holds an export and nothing else. What was left of
     exports that were killed is removed."""
     clear_left(out)
+    _refuse_target(out, replace=replace)
+
+
+def _refuse_target(out: Path, *, replace: bool) -> None:
     if not out.exists() and not out.is_symlink():
         return
     if not replace:

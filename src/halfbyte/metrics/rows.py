@@ -21,24 +21,24 @@ MOST_FILE, MOST_LINES = 4 << 30, 10_000_000
 
 @dataclass(frozen=True)
 class Rows:
-    """Whole lines up to a step, the numbers of lines left out because they are damaged, and whether later ones are."""
+    """Whole lines up to a step, the numbers of lines left out because they are damaged, and lines after the step."""
 
     lines: tuple[bytes, ...]
     damaged: tuple[int, ...]
-    later: int
+    later: tuple[bytes, ...]
 
 
 def rows_until(path: str | os.PathLike[str], step: int) -> Rows:
     """The lines of a metrics file up to and including `step`, as they are stored."""
-    kept, damaged, later = [], [], 0
+    kept, damaged, later = [], [], []
     for number, line, row in _rows(path):
         if row is None:
             damaged.append(number)
         elif row.get("step", 0) > step:
-            later += 1
+            later.append(line)
         else:
             kept.append(line)
-    return Rows(tuple(kept), tuple(damaged), later)
+    return Rows(tuple(kept), tuple(damaged), tuple(later))
 
 
 def append_row(path: str | os.PathLike[str], row: Mapping[str, Any]) -> None:

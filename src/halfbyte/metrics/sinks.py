@@ -1,7 +1,8 @@
 """Where step records go: a JSONL file and TensorBoard always, Weights & Biases when asked.
 
 A record is a flat dict of numbers with `step`. After a resume from step N the lines past N, which the new run will
-write again, are dropped. No sink may stop or delay a run: `Guarded` says once what failed and lets the run go on.
+write again, move to another file. No sink may stop or delay a run: `Guarded` says once what failed and lets the run go
+on.
 """
 
 import contextlib
@@ -84,7 +85,8 @@ class Guarded:
 
 
 class Jsonl:
-    """One JSON object a line, written at once. Rows of steps past `resume_step` are removed when it opens.
+    """One JSON object per line, written at once. Rows of steps past `resume_step` move to NAME.dropped.jsonl when it
+    opens.
 
     What could not be written (a full disk) is kept, 10,000 rows at most, and written with a later row or at the end;
     half a line is taken back. `dropped` counts the rows that were too many to keep.
@@ -111,12 +113,17 @@ class Jsonl:
         self._good = self._file.tell()
 
     def _cut(self, step: int, say: Callable[[str], None]) -> None:
-        """Leave only whole lines up to `step`. A line that is no record is said, unless it is the last, which a kill
-        has cut."""
+        """Leave only whole lines up to `step`; append later ones to a file of their own. A line that is no record is
+        said, unless it is the last, which a kill has cut."""
         found = rows_until(self.path, step)
-        if found.damaged[:-1] or (found.damaged and found.damaged[-1] <= len(found.lines) + found.later):
+        if found.damaged[:-1] or (found.damaged and found.damaged[-1] <= len(found.lines + found.later)):
             lines = ", ".join(map(str, found.damaged[:8])) + (", ..." if len(found.damaged) > 8 else "")
             say(f"{self.path}: {len(found.damaged)} damaged line(s) left out (line {lines})")
+        if found.later:  # first: a kill between the two writes leaves them twice, and not nowhere
+            dropped = self.path.with_name(f"{self.path.stem}.dropped.jsonl")
+            with open(dropped, "ab", opener=no_follow) as file:
+                file.write(b"".join(line + b"\n" for line in found.later))
+            say(f"{len(found.later)} rows after step {step}, which are computed again, are kept in {dropped.name}")
         replace_file(self.path, b"".join(line + b"\n" for line in found.lines))
 
     def write(self, row: Row) -> None:

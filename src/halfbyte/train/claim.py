@@ -3,20 +3,29 @@ is, while it is: one process's. And what is left of it when an error comes befor
 
 import contextlib
 import errno
+import glob
 import os
 import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from halfbyte.checkpoint import LOCK, NAME, RunLock
-from halfbyte.inputs import UnreadableFile, check_output, read_json
+from halfbyte.inputs import UnreadableFile, check_output, read_json, read_text
+
+from .identity import hash_of, load_identity
 
 KEPT = ("config.json", "run.json")  # there from before the first step to the end
 WRITTEN = (
-    LOCK, *KEPT, "manifest.json", "data.json", "tokenizer.json", "metrics.jsonl",
+    LOCK, *KEPT, "manifest.json", "data.json", "tokenizer.json", "metrics.jsonl", "metrics.dropped.jsonl",
     "evaluations.jsonl", "tensorboard", "checkpoints", "damaged", "profile", "wandb", "wandb_id",
     "report.html", "huggingface", "radar.jsonl", "telemetry.jsonl", NAME,
 )  # fmt: skip
 """What a run writes."""
+WRITTEN_FIRST = (
+    *KEPT, "manifest.json", "data.json", "tokenizer.json", "metrics.jsonl", "radar.jsonl", "telemetry.jsonl",
+    "wandb_id", NAME, "autotuned-*.txt", "tensorboard/events.out.tfevents.*.halfbyte",
+)  # fmt: skip
+"""What a run writes before its first step, as patterns; `huggingface` and `wandb` have names of their own."""
 IMPORTED = "imported.json"  # of a directory that holds an imported model and no training
 
 
@@ -102,14 +111,34 @@ class Claim:
         self._lock.close()
 
     def _leave_nothing(self) -> None:
-        """Remove what a run writes, and the lock last: until then nobody else can have the directory."""
-        autotuned = [path.name for path in self.directory.glob("autotuned-*.txt")]
-        for name in (*WRITTEN[1:], *autotuned, LOCK):
-            path = self.directory / name
-            if path.is_dir():
+        """Remove what this run has written, and the lock last: until then no other process can have the directory. What
+        somebody else has put there meanwhile stays."""
+        for path in [path for path in self._own() if not path.parent.is_symlink()]:
+            if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
-            path.unlink(missing_ok=True)
-        for path in self._made:
+            else:
+                path.unlink(missing_ok=True)
+        folders = ("checkpoints", "tensorboard", "wandb", "huggingface", "profile")
+        self._remove_empty(self.directory / name for name in folders)
+        (self.directory / LOCK).unlink(missing_ok=True)
+        self._remove_empty(self._made)
+
+    def _own(self) -> Iterator[Path]:
+        """Yields what a run writes before its first step: in `wandb` by the run's id, in `huggingface` by its seal."""
+        patterns = [*WRITTEN_FIRST]
+        with contextlib.suppress(OSError, ValueError):
+            named = glob.escape(read_text(self.directory / "wandb_id", most=200).strip())
+            patterns += [f"wandb/*-{named}", "wandb/latest-run", "wandb/debug*.log"]
+        for pattern in patterns:
+            yield from self.directory.glob(pattern)
+        with contextlib.suppress(OSError, ValueError):
+            identity = load_identity(self.directory)
+            for name, digest in identity.files.items() if identity else ():
+                if name.startswith("huggingface/") and hash_of(self.directory / name) == digest:
+                    yield self.directory / name
+
+    def _remove_empty(self, folders: Iterable[Path]) -> None:
+        for path in folders:
             with contextlib.suppress(OSError):
                 path.rmdir()
 
