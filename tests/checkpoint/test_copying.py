@@ -167,6 +167,15 @@ def test_copied_run_is_fetched_byte_for_byte(store, run, tmp_path, until):
     only_our_own_is_touched(store)
 
 
+def test_run_directory_may_be_the_current_one(store, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(run)
+    checkpoint(run, 2)
+    with closing(copy(store, Path("."))):
+        pass
+    copying.fetch(store.url, tmp_path / "to", step=None, say=print)
+    assert contents(tmp_path / "to") == contents(run)
+
+
 def test_files_larger_than_a_part_are_split_and_growing_ones_sent_once(store, run, tmp_path, monkeypatch):
     monkeypatch.setattr(copying, "PART", 700)
     monkeypatch.setattr(copying, "GROWING_PART", 256)
@@ -622,6 +631,40 @@ def test_files_that_have_not_changed_are_not_read_again(store, run, tmp_path, mo
     assert contents(tmp_path / "to") == {k: v for k, v in contents(run).items() if "checkpoints/2/" not in k}
 
 
+def test_checkpoint_that_comes_back_is_copied_again(store, run, tmp_path, until):
+    """Moved away, deleted from the bucket by --copy-keep, and moved back: inodes and times are those of before."""
+    said = []
+    made = copy(store, run, keep=1, say=said.append)
+    for step in (2, 4, 6):
+        checkpoint(run, step)
+        until(lambda step=step: any(f"copied checkpoint {step} " in text for text in said))
+        if step < 6:
+            (run / "checkpoints" / str(step)).rename(tmp_path / str(step))
+    (tmp_path / "4").rename(run / "checkpoints" / "4")
+    until(lambda: len([text for text in said if "copied checkpoint 4 " in text]) == 2)
+    assert made.close()["missing"] == []
+    copying.fetch(store.url, tmp_path / "to", step=4, say=print)
+    assert contents(tmp_path / "to") == {k: v for k, v in contents(run).items() if "checkpoints/6/" not in k}
+
+
+def test_file_that_becomes_a_directory_and_back_can_be_fetched(store, run, tmp_path):
+    """What is removed stays in the bucket, and one name cannot be a file and a directory."""
+    checkpoint(run, 2)
+    for number, change in enumerate(("file", "directory", "file", "directory")):
+        shutil.rmtree(run / "notes", ignore_errors=True)
+        if change == "file":
+            (run / "notes").write_text(f"{number}")
+        else:
+            (run / "notes").unlink()
+            (run / "notes" / "a").mkdir(parents=True)
+            (run / "notes" / "a" / "b").write_text(f"{number}")
+        with closing(copy(store, run, keep=1)):
+            pass
+        copying.fetch(store.url, tmp_path / f"to {number}", step=None, say=print)
+        assert contents(tmp_path / f"to {number}") == contents(run)
+    only_our_own_is_touched(store, deletes=3)
+
+
 def test_files_in_too_many_directories_are_reported(store, run):
     """`fetch` would refuse them."""
     said = []
@@ -881,7 +924,8 @@ def test_nothing_there_and_no_such_step_are_said(store, run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "url", ["ftp://a/b", "s3://", "gs:///b", "s3://../b", "s3://a/../b", "gs://a/b/./c", "bucket", "s3:/a"]
+    "url",
+    ["ftp://a/b", "s3://", "gs:///b", "s3://../b", "s3://a/../b", "s3://a/b//c", "gs://a/b/./c", "bucket", "s3:/a"],
 )
 def test_address_that_is_none_is_refused(url):
     with pytest.raises(ValueError, match="s3://BUCKET/PREFIX"):

@@ -92,12 +92,12 @@ class Copy:
 
     def __init__(self, url: str, directory: Path, run: str, *, keep: int, keep_every: int, take_over: bool, say: Say):
         check_run_name(run)
-        self.url, self._directory, self._run, self._say = url.rstrip("/"), directory, run, say
+        self.url, self._directory, self._run, self._say = url.rstrip("/"), directory.absolute(), run, say
         self._keep, self._keep_every = keep, keep_every
         self._objects, self._waiting = Objects(url), set[str]()  # the second: steps of checkpoints to be copied
         self._failing, self._answered = False, time.monotonic()
         self._sent = dict[str, str]()  # key -> generation of parts that no head lists yet: a retry does not send them
-        self._read = dict[str, tuple[Any, list[list[Any]]]]()  # path -> its state and parts when it was read last
+        self._read = dict[str, tuple[Any, list[list[Any]]]]()  # path -> its state when it was read last, and its parts
         self._head = self._claim(take_over)
         for mark in directory.glob("checkpoints/*/_CHECKPOINT_METADATA"):  # Orbax has committed this one
             if STEP.fullmatch(mark.parent.name) and not (mark.parent / FILE_LIST).exists():  # killed before its list
@@ -128,7 +128,7 @@ class Copy:
         if newest and head["writer"] != writer and not self._is_copied(newest, head):
             other = f"--copy-to {self.url} holds checkpoint {newest} of this run, and {self._directory} does not"
             raise ValueError(f"{other}: fetch it and go on from there, or give another prefix")
-        where = f"{socket.gethostname()}:{self._directory.absolute()}"
+        where = f"{socket.gethostname()}:{self._directory}"
         head |= {"writer": writer, "where": where, "session": uuid.uuid4().hex}
         self._objects.write(HEAD, seal(head), generation)
         self._objects.check_conditions(HEAD, seal(head))
@@ -137,8 +137,8 @@ class Copy:
     def _writer(self) -> str:
         """Identifies the run directory: a copy of it made by hand has another inode. Returns "" if it is gone."""
         name = self._directory / NAME
-        with suppress(FileNotFoundError):
-            return f"{name.read_text()[:32]}-{name.stat().st_ino}"
+        with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return f"{name.read_bytes()[:32].hex()}-{name.stat().st_ino}"
         return ""
 
     def _check_directory(self) -> None:
@@ -231,13 +231,20 @@ class Copy:
 
     def _upload_around(self) -> Files:
         """Uploads the run's files outside of its checkpoints. Returns them with those that were copied before and are
-        not in the directory now: a file that was removed by mistake stays in the bucket."""
-        top = [path for path in self._directory.iterdir() if path.name not in NOT_COPIED and path.suffix != ".tmp"]
+        not in the directory now: a file that was removed by mistake stays in the bucket, unless a directory has its
+        name now, or a file that of its directory (`fetch` could not create both)."""
+        top = [path for path in self._directory.iterdir() if path.name not in NOT_COPIED]
+        top = [path for path in top if not (path.name.startswith(".") and path.suffix == ".tmp")]  # `replace_file`
         below = (Path(at, name) for path in top for at, _, names in os.walk(path) for name in names)
-        return self._head["files"] | self._upload([*top, *below], GROWING_PART)
+        copied, before = self._upload([*top, *below], GROWING_PART), self._head["files"]
+        folders = {folder for path in {Path(path).parent for path in copied} for folder in (path, *path.parents)}
+        removed = {path: {*map(str, Path(path).parents)} for path in before.keys() - copied.keys()}
+        stay = {p for p, above in removed.items() if Path(p) not in folders and not above & copied.keys()}
+        return {path: before[path] for path in stay} | copied
 
     def _upload(self, paths: Iterable[Path], part: int) -> Files:
-        """Uploads the regular files among `paths`. Those that have not changed since they were read are not read."""
+        """Uploads the regular files among `paths`. Those that the head lists, and that have not changed since they were
+        read, are not read again."""
         found = dict[str, Any]()
         for path in paths:
             with suppress(FileNotFoundError):  # removed meanwhile
@@ -248,7 +255,8 @@ class Copy:
         if strange := [name for name in found if not is_inside(name)]:
             limit = f"a name that is not printable, or more than {MAX_DEPTH} directories"
             raise ValueError(f"{printable(strange[0])[:200]!r} cannot be copied; rename it ({limit})")
-        new = [name for name, facts in found.items() if name not in self._read or self._read[name][0] != facts]
+        listed = self._head["files"]  # of other files the parts may have been deleted
+        new = [name for name, facts in found.items() if self._read.get(name) != (facts, listed.get(name))]
         with ThreadPoolExecutor(WORKERS) as pool:
             for name, parts in zip(new, pool.map(lambda name: self._upload_file(name, part), new)):
                 self._read[name] = found[name], parts
@@ -265,8 +273,6 @@ class Copy:
                     self._sent[key], self._answered = base64.b64encode(generation).decode(), time.monotonic()
                 known.setdefault(digest, self._sent.get(key, ""))
                 parts.append([digest, len(data), known[digest]])
-                if len(parts) % 32 == 0:  # of a large file, each GiB
-                    self._say(f"copying to {self.url}: {len(parts) * part / 2**30:.0f} GiB of {name}")
         return parts
 
     def committed(self, step: int) -> None:

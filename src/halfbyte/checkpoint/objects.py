@@ -69,9 +69,10 @@ def spec_of(url: str) -> dict[str, Any]:
     match = re.fullmatch(r"(s3|gs)://([A-Za-z0-9][\w.-]*)(?:/(.*))?", url)
     if match is None:
         raise ValueError(f"{url!r} is not the address of a bucket; write s3://BUCKET/PREFIX or gs://BUCKET/PREFIX")
-    if {*(match[3] or "").split("/")} & {".", ".."}:  # HTTP libraries resolve them, and write elsewhere
-        raise ValueError(f"{url!r} has a part '.' or '..'; write s3://BUCKET/PREFIX or gs://BUCKET/PREFIX without it")
     driver, prefix = {"s3": "s3", "gs": "gcs"}[match[1]], (match[3] or "").strip("/")
+    if prefix and {*prefix.split("/")} & {"", ".", ".."}:  # HTTP libraries and servers resolve them: another prefix
+        part = f"{url!r} has an empty part, '.' or '..'"
+        raise ValueError(f"{part}; write s3://BUCKET/PREFIX or gs://BUCKET/PREFIX without it")
     context: dict[str, Any] = {f"{driver}_request_retries": RETRIES}
     spec = {"driver": driver, "bucket": match[2], "path": f"{prefix}/" if prefix else "", "context": context}
     if driver == "s3":
