@@ -49,7 +49,7 @@ def test_what_a_run_prints_reproduces_it(tiny_run):
 @pytest.mark.slow
 def test_a_run_on_the_embedded_text_is_offered_on_own_text(tmp_path):
     jsonconfig.save(DEMO, tmp_path / "config.json")
-    prepare, train = next_steps(DEMO, tmp_path)[-1].commands
+    prepare, train = next_steps(DEMO, tmp_path)[-1][1]
     own, prepared = parse(list(train[1:])), parse_flags("data", data, list(prepare[1:]))
     assert own.run == dataclasses.replace(DEMO, data="data/own") and own.run_dir == ""
     assert prepared.tokenizer == f"bpe:{DEMO.model.vocab_size}" and prepared.out == own.run.data
@@ -69,7 +69,7 @@ def test_the_parity_that_a_run_prints_compares_its_recipe_with_bf16(tiny_run):
 def test_what_is_offered_can_be_done_with_the_data(tmp_path, source, writes, prepares):
     """Synthetic tokens are no text to write on from, and who has trained on own text needs no advice to."""
     config = dataclasses.replace(DEMO, data=source)
-    names = [words[0] for step in next_steps(config, tmp_path) for words in step.commands]
+    names = [words[0] for _, commands in next_steps(config, tmp_path) for words in commands]
     assert (names.count("generate"), names.count("data")) == (writes, prepares)
     assert names.count("train") == 2 + prepares and names.count("parity") == 1
 
@@ -84,7 +84,7 @@ def test_only_what_is_there_is_said_to_be(tiny_run):
 @pytest.mark.slow
 def test_a_run_in_bf16_is_offered_in_nvfp4(tmp_path):
     jsonconfig.save(dataclasses.replace(DEMO, recipe="bf16"), tmp_path / "config.json")
-    (train, pair), ((_, _, *flags),) = (step.commands for step in next_steps(parse_demo(tmp_path), tmp_path)[:2])
+    (train, pair), ((_, _, *flags),) = (commands for _, commands in next_steps(parse_demo(tmp_path), tmp_path)[:2])
     assert parse(list(train[1:])).run == DEMO
     assert pair == ("compare", str(tmp_path), f"{tmp_path}-nvfp4")
     assert flags[:4] == ["--baseline", "bf16", "--candidates", "nvfp4"]
@@ -101,26 +101,26 @@ def test_rules_that_name_their_recipes_are_changed_too(tmp_path):
     jsonconfig.save(rules, tmp_path / "config.json")
     assert quantizes(rules, "bf16")
     steps = next_steps(parse_demo(tmp_path), tmp_path)
-    plain = parse(list(steps[0].commands[0][1:])).run
+    plain = parse(list(steps[0][1][0][1:])).run
     sites = policy(plain.policy, recipe(plain.recipe)).resolve(linear_sites(plain.model), plain.model.layers)
     assert not any(made.quantized for part in sites.segments for made in part.recipes.values())
     assert dataclasses.replace(plain, recipe=rules.recipe, policy=rules.policy) == rules
-    plan, _ = parity.make_plan(parse_flags("parity", parity, list(steps[1].commands[0][1:])))
+    plan, _ = parity.make_plan(parse_flags("parity", parity, list(steps[1][1][0][1:])))
     assert not quantizes(plan.arms[0].configure(plan.base, 0), "bf16")
 
 
-def test_a_recipe_without_a_name_is_branched(tmp_path):
+def test_a_recipe_that_is_spelled_out_has_no_study(tmp_path):
+    """Candidates are separated by commas, which it has."""
     own = dataclasses.replace(DEMO, recipe=dataclasses.replace(hb.recipe("nvfp4"), name="mine"))
-    ((words,),) = (step.commands for step in next_steps(own, tmp_path)[1:2])
-    args = parse_flags("parity", parity, list(words[1:]))
-    assert args.branch and args.model == str(tmp_path) and args.baseline == "bf16"
+    names = [words[0] for _, commands in next_steps(own, tmp_path) for words in commands]
+    assert "parity" not in names and names.count("train") == 3
 
 
 def test_what_the_config_does_not_hold_is_carried_along(tmp_path):
     args = parse(["demo", "--distributed.cpu-devices", "4", "--mesh", "fsdp=4", "--xla-flags", "none"])
     jsonconfig.save(args.run, tmp_path / "config.json")
     steps = next_steps(args.run, tmp_path, started=started_with(args))
-    again = parse(list(steps[0].commands[0][1:]))
+    again = parse(list(steps[0][1][0][1:]))
     assert (again.distributed, again.xla_flags) == (args.distributed, args.xla_flags)
     assert again.run == dataclasses.replace(args.run, recipe="bf16")
 

@@ -5,23 +5,15 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from halfbyte.recipe import is_own
 from halfbyte.recipe.own import FILE
 from halfbyte.train.config import TrainConfig
 
 PLAIN = "bf16"
-DEMO, SYNTHETIC = "demo", "synthetic"  # data that is not the person's own
-
-
-@dataclass(frozen=True)
-class Step:
-    """A sentence, and the commands that it announces."""
-
-    why: str
-    commands: tuple[tuple[str, ...], ...]
+DEMO, SYNTHETIC = "demo", "synthetic"  # data that is not the user's own
+Step = tuple[str, list[tuple[str, ...]]]
+"""(a sentence, the commands that it announces)."""
 
 
 def program() -> str:
@@ -37,40 +29,37 @@ def program() -> str:
 
 
 def next_steps(config: TrainConfig, directory: Path, *, started: Sequence[str] = ()) -> list[Step]:
-    """The same run in another precision, compared; whether the difference is noise; how to go on; and what its data
-    allows beside it. `started` are flags that the run was started with and that its config does not hold."""
-    run = str(directory)
-    again = ("train", "--config", f"{run}/config.json")
-    plain = not quantizes(config, config.recipe)
-    other = "nvfp4" if plain else PLAIN
+    """Returns the same run in another precision, a study, how to go on, and what the data allows. `started` are flags
+    of the run that its config does not hold."""
+    run, plain = str(directory), not quantizes(config, config.recipe)
+    other, again = "nvfp4" if plain else PLAIN, ("train", "--config", f"{run}/config.json")
     changed = (*again, *in_precision(config, other), "--run-dir", f"{run}-{other}", *started)
     pair = (run, f"{run}-{other}") if plain else (f"{run}-{other}", run)
-    own = programs(config)
-    recipe = own[:2] if own[:1] == ("--recipe",) else ()
-    write = ("generate", run, "--prompt", "We the people", "--temperature", "0.8", *recipe)
-    longer = ("train", "--run-dir", run, "--steps", str(2 * config.steps), *own, *started)
-    size, length = f"bpe:{config.model.vocab_size}", str(config.seq or 2048)
-    prepare = ("data", "prepare", "FILES", "--tokenizer", size, "--seq-len", length, "--out", "data/own")
-    steps = [
-        Step(f"this run in {other}, all else equal, and the two side by side", (changed, ("compare", *pair))),
-        Step("is that gap noise? paired runs, and a verdict", (parity(config, run, plain=plain),)),
-        Step("go on where it stopped", (longer,)),
+    steps: list[Step] = [
+        (f"this run in {other}, all else equal, and the two side by side", [changed, ("compare", *pair)])
     ]
+    recipe, baseline = "nvfp4" if plain else config.recipe, "@".join(in_precision(config, PLAIN)[1::2])
+    if not recipe.startswith("{"):  # commas of a recipe that is spelled out would separate candidates
+        study = ("--baseline", baseline, "--candidates", recipe, "--out", f"{run}-parity")
+        steps.append(("is that gap noise? paired runs, and a verdict", [("parity", f"{run}/config.json", *study)]))
+    own = programs(config)
     if config.data != SYNTHETIC:  # whose tokens are no text
-        steps.insert(2, Step("let it write", (write,)))
+        forward = own[:2] if own[:1] == ("--recipe",) else ()
+        write = ("generate", run, "--prompt", "We the people", "--temperature", "0.8", *forward)
+        steps.append(("let it write", [write]))
+    longer = ("train", "--run-dir", run, "--steps", str(2 * config.steps), *own, *started)
+    steps.append(("go on where it stopped", [longer]))
     if config.data in (DEMO, SYNTHETIC):
-        on_own = (*again, "--data", "data/own", *own, *started)
-        steps.append(Step("the same run on text of your own (FILES)", (prepare, on_own)))
+        shape = ("--tokenizer", f"bpe:{config.model.vocab_size}", "--seq-len", str(config.seq or 2048))
+        prepare, on_own = ("data", "prepare", "FILES", *shape, "--out", "data/own"), (*again, "--data", "data/own")
+        steps.append(("the same run on text of your own (FILES)", [prepare, (*on_own, *own, *started)]))
     return steps
 
 
 def as_text(steps: Sequence[Step], start: str) -> list[str]:
-    """Lines to print: comments and commands, which a shell takes as they are."""
-    lines = []
-    for step in steps:
-        lines.append(f"  # {step.why}")
-        lines += [f"  {start} {shlex.join(words)}" for words in step.commands]
-    return lines
+    """Returns lines to print: comments, and commands as a shell takes them."""
+    return [line for why, commands in steps
+            for line in (f"  # {why}", *(f"  {start} {shlex.join(words)}" for words in commands))]  # fmt: skip
 
 
 def quantizes(config: TrainConfig, recipe_name: str) -> bool:
@@ -93,12 +82,3 @@ def programs(config: TrainConfig) -> tuple[str, ...]:
     """Flags that name the programs of the config: no command executes what only a run names."""
     given = {"--recipe": config.recipe, "--policy": config.policy}
     return tuple(word for flag, text in given.items() if FILE.match(text) for word in (flag, text))
-
-
-def parity(config: TrainConfig, run: str, *, plain: bool) -> tuple[str, ...]:
-    """Three seeds against bf16; for a recipe that has no name, branches from the checkpoints of this run."""
-    name = "nvfp4" if plain else config.recipe
-    if is_own(name):
-        return ("parity", f"{run}/config.json", "--baseline", PLAIN, "--candidates", name)
-    baseline = "@".join(in_precision(config, PLAIN)[1::2])
-    return ("parity", f"{run}/config.json", "--baseline", baseline, "--candidates", name, "--out", f"{run}-parity")
