@@ -8,7 +8,14 @@ from typing import Any, Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress_bar import ProgressBar
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -16,7 +23,6 @@ from halfbyte.inputs import printable
 
 Row = Mapping[str, Any]
 BARS = "▁▂▃▄▅▆▇█"
-REFRESH_S = 0.1
 
 
 class Display(Protocol):
@@ -119,71 +125,45 @@ class Panel:
     it."""
 
     def __init__(self, console: Console, *, title: str, steps: int):
-        self._console, self._title, self._steps = console, title, steps
+        self._width = max(10, min(console.width - 34, 100))
         self._losses: list[float] = []
         self._row: Row | None = None
-        self._began, self._first_step = time.monotonic(), 0
-        self._live = Live(self._picture(), console=console, refresh_per_second=8, transient=False)
-        self._drawn = 0.0
+        self._title = Text(f"\n{printable(title)}", style="bold")
+        columns = (BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        self._progress = Progress(*columns, TextColumn("left"), expand=True)
+        self._task = self._progress.add_task("", total=steps)
+        self._live = Live(get_renderable=self._picture, console=console, refresh_per_second=8)
         self._live.start()
 
     def step(self, row: Row) -> None:
-        if self._row is None:  # the first result ends compilation: rates are counted from here
-            self._began, self._first_step = time.monotonic(), row["step"]
+        if self._row is None:  # the first result ends compilation: times are counted from here
+            self._progress.reset(self._task, completed=row["step"])
         self._row = row
         self._losses.append(row["loss"])
-        if time.monotonic() - self._drawn > REFRESH_S or row["step"] == self._steps:
-            self._drawn = time.monotonic()
-            self._live.update(self._picture())
+        self._progress.update(self._task, completed=row["step"])
 
     def note(self, text: str) -> None:
         self._live.console.print(Text(printable(text)))
 
     def close(self) -> None:
-        self._live.update(self._picture(), refresh=True)
         self._live.stop()
 
     def _picture(self) -> Group:
-        done = self._row["step"] if self._row else 0
-        head = Table.grid(expand=True)
-        head.add_column(ratio=1)
-        head.add_column(justify="right")
-        head.add_row(Text(printable(self._title), style="bold"), Text(self._progress(done), style="dim"))
-        bar = Table.grid(expand=True)  # a bar alone does not end its line
-        bar.add_row(
-            ProgressBar(total=max(1, self._steps), completed=done, complete_style="cyan", finished_style="green")
-        )
         if self._row is None:
-            return Group(Text(), head, bar, Text("compiling the first step ...", style="yellow"))
-        return Group(Text(), head, bar, self._numbers(self._row), self._curve())
-
-    def _progress(self, done: int) -> str:
-        elapsed = time.monotonic() - self._began
-        counted = done - self._first_step
-        left = f", {clock(elapsed / counted * (self._steps - done))} left" if counted > 0 and done < self._steps else ""
-        return f"step {done}/{self._steps}  {clock(elapsed)}{left}"
-
-    def _numbers(self, row: Row) -> Table:
-        table = Table.grid(expand=True, padding=(0, 1))
-        shown = cells(row)
-        for _ in shown:
-            table.add_column(justify="left")
+            return Group(self._title, self._progress, Text("compiling the first step ...", style="yellow"))
+        shown = cells(self._row)
+        table = Table.grid(*shown, expand=True, padding=(0, 1))
         table.add_row(*(Text(label, style="dim") for label in shown))
         table.add_row(*(Text(value, style="bold green" if label == "loss" else "") for label, value in shown.items()))
-        return table
+        return Group(self._title, self._progress, table, self._curve())
 
     def _curve(self) -> Text:
-        width = max(10, min(self._console.width - 34, 100))
-        points = resample([loss for loss in self._losses if loss - loss == 0], width)
+        points = resample([loss for loss in self._losses if loss - loss == 0], self._width)
         if len(points) < 2:
             return Text()
         low, high = min(points), max(points)
-        return Text.assemble(
-            (f"{high:7.3f} ", "dim"),
-            (sparkline(points), "cyan"),
-            (f" {points[-1]:.3f}", "bold"),
-            (f"  (lowest {low:.3f})", "dim"),
-        )
+        drawn, ends = (sparkline(points), "cyan"), (f"  (lowest {low:.3f})", "dim")
+        return Text.assemble((f"{high:7.3f} ", "dim"), drawn, (f" {points[-1]:.3f}", "bold"), ends)
 
 
 def resample(values: list[float], width: int) -> list[float]:
