@@ -22,8 +22,8 @@ def program() -> str:
     script = sys.argv[0]
     if Path(script).name != "halfbyte" or not os.path.isfile(script):
         return f"{shlex.quote(sys.executable)} -m halfbyte"
-    found = shutil.which("halfbyte")
-    if found is not None and os.path.samefile(found, script):
+    known = shutil.which("halfbyte")
+    if known is not None and os.path.samefile(known, script):
         return "halfbyte"
     return shlex.quote(min(os.path.relpath(script), os.path.abspath(script), key=len))
 
@@ -68,8 +68,8 @@ def quantizes(config: TrainConfig, recipe_name: str) -> bool:
     from halfbyte.recipe import policy, recipe
 
     resolved = policy(config.policy, recipe(recipe_name)).resolve(linear_sites(config.model), config.model.layers)
-    used = [*resolved.outside.values(), *(made for part in resolved.segments for made in part.recipes.values())]
-    return any(made.quantized for made in used)
+    recipes = [*resolved.outside.values(), *(used for part in resolved.segments for used in part.recipes.values())]
+    return any(used.quantized for used in recipes)
 
 
 def in_precision(config: TrainConfig, other: str) -> tuple[str, ...]:
@@ -80,5 +80,5 @@ def in_precision(config: TrainConfig, other: str) -> tuple[str, ...]:
 
 def programs(config: TrainConfig) -> tuple[str, ...]:
     """Flags that name the programs of the config: no command executes what only a run names."""
-    given = {"--recipe": config.recipe, "--policy": config.policy}
-    return tuple(word for flag, text in given.items() if FILE.match(text) for word in (flag, text))
+    flags = {"--recipe": config.recipe, "--policy": config.policy}
+    return tuple(word for flag, text in flags.items() if FILE.match(text) for word in (flag, text))

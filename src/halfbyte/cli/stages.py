@@ -131,10 +131,10 @@ class Playbook:
     def preflight(self) -> Found:
         check, rows, memory = checks_of(self.base), {}, None
         for name, config in self.configs().items():
-            found = check(config)
-            manifest, memory = found.manifests[0], found.device_memory
+            checked = check(config)
+            manifest, memory = checked.manifests[0], checked.device_memory
             rows[name] = {"execution": executions(manifest.to_json()), "share_4bit": manifest.share_4bit,
-                          "memory_gib": found.memory.total / GIB}  # fmt: skip
+                          "memory_gib": checked.memory.total / GIB}  # fmt: skip
         command = shlex.join(["halfbyte", "train", *self.train_words()])
         return command, {"arms": rows, "device_memory_gib": memory / GIB if memory else None}
 
@@ -215,8 +215,8 @@ class Playbook:
         if not self.args.tasks:
             raise Missing("no task files were named: --tasks FILE ... (docs/evaluate.md); losses by source are above")
         limit = flags(limit=self.args.limit)
-        found = {arm: call("eval", run, *self.args.tasks, *limit) for arm, run in self.finished().items()}
-        return "; ".join(command for command, _ in found.values()), {"arms": {arm: found[arm][1] for arm in found}}
+        scores = {arm: call("eval", run, *self.args.tasks, *limit) for arm, run in self.finished().items()}
+        return "; ".join(command for command, _ in scores.values()), {"arms": {arm: scores[arm][1] for arm in scores}}
 
     def compare(self) -> Found:
         arms = self.finished()

@@ -38,7 +38,7 @@ def costs_of(bench: Mapping[str, Any], trace: Mapping[str, Any], arms: Sequence[
     base, own = rows[bench["baseline"]], rows[trace["arm"]]
     milliseconds, compile_s = (sum(rows.get(arm, base)[name] for arm in arms) for name in ("milliseconds", "compile_s"))
     slower = max(1.0, trace["step_time_s"] / (1e-3 * own["milliseconds"]))  # in training than alone
-    besides = max(0.0, trace["seconds"] - trace["stepping_s"] - own["compile_s"])
+    overhead = max(0.0, trace["seconds"] - trace["stepping_s"] - own["compile_s"])
     probed = sum(row["compile_s"] for row in rows.values()) - base["compile_s"]
     return {"step_s": slower * 1e-3 * milliseconds, "first_s": (1 - CACHED) * compile_s + RADAR * probed,
-            "again_s": len(arms) * besides + CACHED * compile_s}  # fmt: skip
+            "again_s": len(arms) * overhead + CACHED * compile_s}  # fmt: skip

@@ -103,8 +103,9 @@ def alarms(arm: Data) -> list[str]:
 
 
 def why_of(arm: Data) -> str:
-    found = alarms(arm)
-    return f"the radar found that it is not what its recipe says ({found[0]})" if found else arm["verdict"]["reason"]
+    if texts := alarms(arm):
+        return f"the radar found that it is not what its recipe says ({texts[0]})"
+    return str(arm["verdict"]["reason"])
 
 
 def error_rate(study: Data) -> str:
@@ -119,8 +120,8 @@ def reasons(arm: Data) -> list[str]:
     """Returns what the decision rests on, of one candidate."""
     name, verdict, overhead = arm["name"], arm["verdict"], arm["token_overhead"] or {"mean": None}
     first = f"{name}: {verdict['word']}, {verdict['reason']}"
-    if found := alarms(arm):
-        return [first, *(f"{name}: RADAR ALARM, {text}" for text in found[:3])]
+    if texts := alarms(arm):
+        return [first, *(f"{name}: RADAR ALARM, {text}" for text in texts[:3])]
     if overhead["mean"] is not None:
         first += f"; the baseline's last loss took it {overhead['mean']:+.1f}% tokens"
     probed = sum(len(probe["gemms"]) for probe in arm["radar"])
@@ -164,13 +165,13 @@ def speed_of(records: Records) -> tuple[str, dict[str, float]]:
         return "The speed was not measured.", {}
     steps = {name: speed["step_time_s"] for name, speed in speeds.items() if speed["step_time_s"]}
     trained = {name: f" ({steps[base] / step:.2f}x in training)" for name, step in steps.items() if base in steps}
-    told = ", ".join(f"{name} {ratio:.2f}x{trained.get(name, '')}" for name, ratio in ratios.items())
+    texts = ", ".join(f"{name} {ratio:.2f}x{trained.get(name, '')}" for name, ratio in ratios.items())
     if any("emulated" in arm["execution"] for arm in records.data("preflight").get("arms", {}).values()):
         return (
-            f"The speed of this machine says nothing about 4-bit units, which it has not: {told} of the baseline's "
+            f"The speed of this machine says nothing about 4-bit units, which it has not: {texts} of the baseline's "
             "tokens a second, emulated."
         ), {}
-    return f"Tokens a second over the baseline's, measured alone on this device: {told}.", ratios
+    return f"Tokens a second over the baseline's, measured alone on this device: {texts}.", ratios
 
 
 def needed(records: Records, candidates: Sequence[Data]) -> str:

@@ -80,10 +80,10 @@ def study(data: Data) -> Iterator[Point]:
     if checks["broken"] is not None:
         yield Point("parity", "a recipe broken on purpose is seen", {}, "seen", HELD[checks["sensitive"]])
     probed = {name: sum(len(probe["gemms"]) for probe in arm["radar"]) for name, arm in candidates.items()}
-    found = {name: len(alarms(arm)) for name, arm in candidates.items()}
-    if any(probed.values()) or any(found.values()):
-        radar = {name: f"{found[name]} in {many} GEMMs" if many else "not probed" for name, many in probed.items()}
-        yield Point("parity", "radar: alarms", radar, "0", HELD[not any(found.values())])
+    counts = {name: len(alarms(arm)) for name, arm in candidates.items()}
+    if any(probed.values()) or any(counts.values()):
+        radar = {name: f"{counts[name]} in {many} GEMMs" if many else "not probed" for name, many in probed.items()}
+        yield Point("parity", "radar: alarms", radar, "0", HELD[not any(counts.values())])
     yield Point("parity", "spikes of the loss", {name: str(sum(arm["spikes"].values())) for name, arm in arms.items()})
     more = {name: (arm["token_overhead"] or {"mean": None})["mean"] for name, arm in candidates.items()}
     if texts := {name: f"{mean:+.1f}%" for name, mean in more.items() if mean is not None}:

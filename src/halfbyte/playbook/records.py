@@ -63,11 +63,11 @@ class Records:
 
     def settle(self, settings: Mapping[str, Any]) -> None:
         """Write the settings. Raises ValueError if the directory holds something else or was begun with others."""
-        stored, given, out = self.data(SETTINGS), json.loads(json.dumps(settings)), self.directory.parent
-        for name in given if stored else ():
-            if stored.get(name) != given[name]:
+        stored, values, out = self.data(SETTINGS), json.loads(json.dumps(settings)), self.directory.parent
+        for name in values if stored else ():
+            if stored.get(name) != values[name]:
                 raise ValueError(
-                    f"{out} was begun with {name} {stored.get(name)!r}, got {given[name]!r}; go on with what it was "
+                    f"{out} was begun with {name} {stored.get(name)!r}, got {values[name]!r}; go on with what it was "
                     "begun with, or give another --out"
                 )
         if not stored:
@@ -75,4 +75,4 @@ class Records:
             names = {path.name for folder in folders for path in folder.iterdir() if path.suffix != ".tmp"}
             if others := names - {LOCK, self.directory.name}:  # stages replace files and folders of `out` by name
                 raise ValueError(f"{out} is not empty ({min(others)}) and holds no playbook; give another --out")
-            self.put(SETTINGS, data=given)
+            self.put(SETTINGS, data=values)
