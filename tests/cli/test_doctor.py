@@ -15,16 +15,17 @@ from halfbyte.formats import selftest
 
 
 @pytest.fixture
-def few_vectors(tmp_path):
+def few_vectors(tmp_path, monkeypatch):
     """One cheap group; the whole file is run by tests/formats/test_selftest.py."""
     path = tmp_path / "vectors.npz"
     with np.load(selftest.VECTORS) as stored:
         np.savez(path, **{name: stored[name] for name in stored.files if name.startswith("mxfp4/")})
+    monkeypatch.setattr(selftest, "VECTORS", path)
     return path
 
 
 def test_healthy(few_vectors, capfd):
-    assert main(["doctor", "--vectors", str(few_vectors), "--json"]) == 0
+    assert main(["doctor", "--json"]) == 0
     out, err = capfd.readouterr()
     data = json.loads(out)
     assert data["passed"] is True
@@ -58,7 +59,7 @@ def test_a_corrupt_vector_exits_3(few_vectors, capfd):
     arrays = dict(np.load(few_vectors))
     arrays["mxfp4/codes"][0, 3, 5] ^= 1
     np.savez(few_vectors, **arrays)
-    assert main(["doctor", "--vectors", str(few_vectors)]) == 3
+    assert main(["doctor"]) == 3
     out = capfd.readouterr().out
     assert "FAIL: 1 differ; first codes[3, 5] of plain" in out
     assert "1 of 1 did not pass" in out
@@ -67,12 +68,13 @@ def test_a_corrupt_vector_exits_3(few_vectors, capfd):
 def test_a_broken_quantizer_exits_3(few_vectors, capfd, monkeypatch):
     right = selftest.quantize
     monkeypatch.setattr(selftest, "quantize", lambda x, fmt, **options: right(x * x.dtype.type(0), fmt, **options))
-    assert main(["doctor", "--vectors", str(few_vectors), "--json"]) == 3
+    assert main(["doctor", "--json"]) == 3
     assert json.loads(capfd.readouterr().out)["passed"] is False
 
 
-def test_unreadable_vectors_exit_3(tmp_path, capfd):
-    assert main(["doctor", "--vectors", str(tmp_path / "none.npz")]) == 3
+def test_unreadable_vectors_exit_3(few_vectors, capfd):
+    few_vectors.unlink()
+    assert main(["doctor"]) == 3
     assert "cannot be read" in capfd.readouterr().out
 
 
@@ -96,7 +98,7 @@ def test_acceptance_without_a_gpu_says_what_is_missing(few_vectors, tmp_path, ca
     quick_lines(monkeypatch, "mesh-mock", "device-peak", "native-gemms", "faults")
     monkeypatch.setattr(acceptance, "visible_gpus", list)
     out = tmp_path / "answers.json"
-    assert main(["doctor", "--accept", "--vectors", str(few_vectors), "--out", str(out)]) == 0
+    assert main(["doctor", "--accept", "--out", str(out)]) == 0
     shown = capfd.readouterr().out
     found = {line["name"]: (line["outcome"], line["figure"]) for line in json.loads(out.read_text())["acceptance"]}
     assert found["mesh-mock"] == ("not possible here", "needs 2 NVIDIA GPUs, here 0")
@@ -110,7 +112,7 @@ def test_a_missed_line_exits_3(few_vectors, tmp_path, capfd, monkeypatch):
     broken = dataclasses.replace(acceptance.LINES[5], check=lambda gpus: int("x"))
     monkeypatch.setattr(acceptance, "LINES", [wrong, broken])
     out = tmp_path / "answers.json"
-    assert main(["doctor", "--accept", "--vectors", str(few_vectors), "--out", str(out), "--json"]) == 3
+    assert main(["doctor", "--accept", "--out", str(out), "--json"]) == 3
     lines = json.loads(capfd.readouterr().out)["acceptance"]
     assert [line["outcome"] for line in lines] == ["missed", "missed"]
     assert lines[1]["figure"].startswith("ValueError: invalid literal")

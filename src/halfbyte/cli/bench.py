@@ -54,8 +54,6 @@ class Args:
     largest_batch: bool = False
     """Instead of one batch for all: find for each recipe and remat the largest that fits, and run it for two steps
     (--batch, --steps and --repeats do not count)."""
-    memory_gib: float = 0.0
-    """What --largest-batch may fill on a device; 0: what the allocator of this one has."""
     mock_gpus: int = 0
     """Time one GPU's part of a step on N GPUs, on one GPU, without communication: compute only, results are garbage.
     0: the devices that are here."""
@@ -64,8 +62,6 @@ class Args:
     own-turn."""
     schedule_by: Literal["roofline", "xla"] = "roofline"
     """As in `halfbyte train`: how long things take when XLA orders a step on several GPUs."""
-    state: Literal["float32", "bfloat16"] = "float32"
-    """Type of Adam's moments."""
     out: Path | None = None
     """Write the rows, with device, versions and commit, to this JSON file, as they come."""
 
@@ -95,7 +91,7 @@ def run(args: Args) -> Result:
         for config in configs:
             say(f"measuring {config.recipe}, remat {config.remat} ...")
             if args.largest_batch:
-                row = bench.measure_largest(config, seq=seq_of(args), limit=memory_limit(args), say=say)
+                row = bench.measure_largest(config, seq=seq_of(args), limit=memory_limit(), say=say)
             else:
                 row = bench.measure(config, seq=seq_of(args), steps=args.steps, repeats=args.repeats)
             say(f"{config.recipe}: {f'{row.milliseconds:.1f} ms a step' if row.milliseconds else row.note}")
@@ -164,17 +160,16 @@ def write(args: Args, data: dict[str, Any]) -> None:
         write_json(path, data)
 
 
-def memory_limit(args: Args) -> int:
+def memory_limit() -> int:
     """Bytes of a device that a step may fill."""
     import jax
 
     from halfbyte.train.preflight import memory_of
 
-    if args.memory_gib < 0:
-        raise ValueError(f"memory-gib must be 0 (as the device has) or more, got {args.memory_gib}")
-    limit = int(args.memory_gib * 2**30) or memory_of(jax.local_devices()[0])
+    device = jax.local_devices()[0]
+    limit = memory_of(device)
     if limit is None:
-        raise ValueError("this device does not say how much memory its allocator has; give --memory-gib")
+        raise ValueError(f"largest-batch: {device} does not report the memory of its allocator. Use --batch.")
     return limit
 
 
@@ -192,7 +187,7 @@ def checked_configs(args: Args, recipes: Sequence[str]) -> list[Any]:
     for name in ("steps", "repeats"):
         check_whole(name, getattr(args, name), least=1)
     if args.largest_batch:
-        memory_limit(args)
+        memory_limit()
     configs = [config_of(args, name, remat) for remat in args.remat.split(",") for name in recipes]
     for config in configs:
         run_mesh(config)
@@ -206,10 +201,9 @@ def config_of(args: Args, recipe_name: str, remat: Any) -> Any:
     preset = run_of(args.model)
     check_whole("layers", args.layers, zero="all")
     model = dataclasses.replace(preset.model, layers=args.layers or preset.model.layers)
-    optimizer = dataclasses.replace(preset.optimizer, mu_dtype=args.state, nu_dtype=args.state)
     return dataclasses.replace(
         preset, model=model, recipe=recipe_name, policy=args.policy, remat=remat, unroll=args.unroll, mesh=args.mesh,
-        data="synthetic", batch=args.batch or preset.batch, seq=seq_of(args), optimizer=optimizer, accumulate=1,
+        data="synthetic", batch=args.batch or preset.batch, seq=seq_of(args), accumulate=1,
         schedule_by=args.schedule_by,
     )  # fmt: skip
 

@@ -28,8 +28,6 @@ LARGE = 4096  # tokens, inputs and outputs of the GEMM that backends are asked f
 
 @dataclass(frozen=True)
 class Args:
-    vectors: Path | None = None
-    """Another file of stored vectors for the self-test."""
     accept: bool = False
     """Check what no hardware of ours could show: on GPUs whole steps are run, which takes minutes."""
     out: Path = Path("halfbyte-acceptance.json")
@@ -49,7 +47,7 @@ def run(args: Args) -> Result:
     ask_card(print)
     formats = [row for device in devices for row in format_rows(device)]
     show(devices, formats, versions())
-    checks = run_self_test(args.vectors)
+    checks = run_self_test()
     passed = all(check["passed"] for check in checks) and not any(line["outcome"] == "missed" for line in lines)
     data: dict[str, Any] = {
         "versions": versions(),
@@ -155,11 +153,11 @@ def show(devices: list[dict[str, Any]], formats: list[dict[str, Any]], packages:
     out.print(table(columns, support, title="Formats"))
 
 
-def run_self_test(vectors: Path | None) -> list[dict[str, Any]]:
+def run_self_test() -> list[dict[str, Any]]:
     """Runs and prints the checks; each as plain data."""
     from halfbyte.formats.selftest import VECTORS, self_test
 
-    checks = self_test(vectors or VECTORS)
+    checks = self_test(VECTORS)
     results = ["pass" if c.passed else f"FAIL: {c.wrong} differ; first {c.first_wrong}" for c in checks]
     rows = [(c.name, c.what, c.tensors, c.compared, result) for c, result in zip(checks, results, strict=True)]
     title = "Self-test: stored vectors, inside jit, on the default device"
