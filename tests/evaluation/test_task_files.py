@@ -7,7 +7,9 @@ import lzma
 import pytest
 
 from halfbyte.data.files import find_files
-from halfbyte.evaluation import UnknownFormat, chosen, examples, open_task
+from halfbyte.evaluation import UnknownFormat, chosen, examples, open_task, task_files
+from halfbyte.evaluation.harness_tasks import harness_task, texts_of
+from halfbyte.evaluation.task_files import group_of
 
 CHOICE = {"query": "To open a jar", "choices": ["turn the lid", "sing"], "gold": 0}
 ARC = {"query": "Question: Which is a gas?", "choices": ["iron", "air", "ice", "wood"], "gold": 1}
@@ -34,43 +36,59 @@ def read(path):
 
 
 @pytest.mark.parametrize(
-    "record, kind, texts, gold",
+    "record, kind, texts",
     [
-        (CHOICE, "choice", [("To open a jar", " turn the lid"), ("To open a jar", " sing")], 0),
-        (ARC, "choice", [("Question: Which is a gas?\nAnswer:", f" {c}") for c in ARC["choices"]], 1),
-        (BOOLQ, "choice", [(BOOLQ["query"] + "\nAnswer:", " no"), (BOOLQ["query"] + "\nAnswer:", " yes")], 1),
-        (SCHEMA, "schema", [(o, " was told.") for o in SCHEMA["context_options"]], 1),
-        (WORD, "word", [("he went to pick up", " Irina")], 0),
-        (PAIR, "pair", [("", "Who left?"), ("", "Left who?")], 0),
-        (TEXT, "text", [("", "a document")], 0),
+        (CHOICE, "choice", [("To open a jar", " turn the lid"), ("To open a jar", " sing")]),
+        (ARC, "choice", [("Question: Which is a gas?\nAnswer:", f" {c}") for c in ARC["choices"]]),
+        (BOOLQ, "choice", [(BOOLQ["query"] + "\nAnswer:", " no"), (BOOLQ["query"] + "\nAnswer:", " yes")]),
+        (SCHEMA, "schema", [(o, " was told.") for o in SCHEMA["context_options"]]),
+        (WORD, "word", [("he went to pick up", " Irina")]),
+        (PAIR, "pair", [("", "Left who?"), ("", "Who left?")]),
+        (TEXT, "text", [("", "a document")]),
     ],
 )
-def test_formats(tmp_path, record, kind, texts, gold):
+def test_kinds_and_texts(lm_eval, tmp_path, record, kind, texts):
     task, items = read(write(tmp_path / "some_task.jsonl.xz", [record, "", record]))
-    assert (task.name, task.format.kind, len(items)) == ("some_task", kind, 2)
-    assert list(items[0].texts) == texts and items[0].gold == gold
+    assert (task.name, task.kind, items) == ("some_task", kind, [record, record])
+    if kind == "text":
+        assert [("", record["text"])] == texts
+    else:
+        assert texts_of(harness_task("some_task", kind, items), record) == texts
 
 
-def test_lengths_are_of_the_choice_alone_and_groups_are_kept(tmp_path):
-    assert read(write(tmp_path / "a.jsonl", [ARC]))[1][0].lengths == (4, 3, 3, 4)
-    assert read(write(tmp_path / "b.jsonl.gz", [PAIR]))[1][0].group == "island_effects"
-    assert read(write(tmp_path / "c.jsonl", [TEXT]))[1][0].group == "books"
+def test_groups_are_kept():
+    assert [group_of(record) for record in (ARC, PAIR, TEXT)] == ["", "island_effects", "books"]
 
 
-def test_spaces_are_not_doubled_and_a_delimiter_can_be_given(tmp_path):
+def test_spaces_are_not_doubled(lm_eval):
     spaced = {**CHOICE, "query": "To open a jar "}
-    given = {**CHOICE, "delimiter": " ->"}
     bare = {"context": "pick up", "continuation": "Irina"}
-    assert read(write(tmp_path / "a.jsonl", [spaced]))[1][0].texts[0] == ("To open a jar", " turn the lid")
-    assert read(write(tmp_path / "b.jsonl", [given]))[1][0].texts[1] == ("To open a jar ->", "sing")
-    assert read(write(tmp_path / "c.jsonl", [bare]))[1][0].texts[0] == ("pick up", " Irina")
+    assert texts_of(harness_task("a", "choice", [spaced]), spaced)[0] == ("To open a jar", " turn the lid")
+    assert texts_of(harness_task("a", "word", [bare]), bare) == [("pick up", " Irina")]
+
+
+def test_text_like_code_stays_text(lm_eval):
+    """The harness evaluates strings of digits and lists where it is given templates."""
+    listed = {"context": "a {{1+1}}", "continuation": " ['x']"}
+    assert texts_of(harness_task("a", "word", [listed]), listed) == [("a {{1+1}}", " ['x']")]
+    digits = {"query": "1", "choices": ["2", "{{3}}"], "gold": 1}
+    assert texts_of(harness_task("a", "choice", [digits]), digits) == [("1", " 2"), ("1", " {{3}}")]
+
+
+def test_without_the_harness_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr(task_files, "find_spec", lambda name: None)
+    (file,) = find_files([write(tmp_path / "a.jsonl", [ARC])])
+    with pytest.raises(ValueError, match=r"a.jsonl: .*pip install 'halfbyte\[harness\]'"):
+        open_task(file)
+    (file,) = find_files([write(tmp_path / "b.jsonl", [TEXT])])
+    assert open_task(file).kind == "text"
 
 
 def test_plain_text_is_one_document(tmp_path):
     with lzma.open(tmp_path / "book.txt.xz", "wb") as file:
         file.write(" = Title = \n\nnaïve\n".encode())
     task, items = read(tmp_path / "book.txt.xz")
-    assert task.name == "book" and items[0].texts == (("", " = Title = \n\nnaïve\n"),)
+    assert task.name == "book" and items == [{"text": " = Title = \n\nnaïve\n"}]
 
 
 @pytest.mark.parametrize(
@@ -78,18 +96,17 @@ def test_plain_text_is_one_document(tmp_path):
     [
         ("{", "line 3: not JSON"),
         ("[1]", "line 3: list instead of a JSON object"),
-        ({"query": "x", "choices": ["a", "b"]}, "line 3: 'gold' is missing; .* 0 to 1"),
+        ({"query": "x", "choices": ["a", "b"]}, "line 3: 'gold' is missing; .*an option, 0 to 1"),
         ({**CHOICE, "gold": 2}, "line 3: 'gold' is 2; .* 0 to 1"),
         ({**CHOICE, "gold": True}, "line 3: 'gold' is True"),
         ({**CHOICE, "choices": ["one"]}, "line 3: 'choices' is .* two or more"),
-        ({**CHOICE, "choices": ["a", 7]}, r"line 3: 'choices\[1\]' is 7"),
-        ({**CHOICE, "query": " "}, "line 3: 'query' is ' '; it must be a string that is not empty"),
-        ({**CHOICE, "delimiter": 3}, "line 3: 'delimiter' is 3"),
+        ({**CHOICE, "choices": ["a", 7]}, r"line 3: 'choices' is \['a', 7\]; .* two or more"),
+        ({**CHOICE, "query": " "}, "line 3: 'query' is ' '; it must be a string of valid Unicode that is not empty"),
         ({"sentence_good": "x", "sentence_bad": "y"}, "line 3: 'query' is missing"),
-        ('{"query": "\\ud800", "choices": ["a", "b"], "gold": 0}', "line 3: 'query' is not valid Unicode"),
+        ('{"query": "\\ud800", "choices": ["a", "b"], "gold": 0}', "line 3: 'query' is .*valid Unicode"),
     ],
 )
-def test_a_malformed_line_is_named(tmp_path, bad, message):
+def test_a_malformed_line_is_named(lm_eval, tmp_path, bad, message):
     path = write(tmp_path / "task.jsonl", [CHOICE, "", bad, CHOICE])
     with pytest.raises(ValueError, match=f"task.jsonl, {message}"):
         read(path)
@@ -113,5 +130,5 @@ def test_files_that_are_no_task(tmp_path):
 
 def test_a_limit_is_spread_over_the_file(tmp_path):
     _, items = read(write(tmp_path / "a.jsonl", [{"text": str(number)} for number in range(10)]))
-    assert [item.texts[0][1] for item in chosen(items, 4)] == ["0", "2", "5", "7"]
+    assert [item["text"] for item in chosen(items, 4)] == ["0", "2", "5", "7"]
     assert chosen(items, 0) == chosen(items, 99) == items

@@ -6,38 +6,50 @@ import numpy as np
 import pytest
 
 from halfbyte.data.tokenizer import train_bpe
-from halfbyte.evaluation import Example, Score, Scorer, first_windows, run_task, tasks
+from halfbyte.evaluation import Score, Scorer, first_windows, run_task, tasks
+from halfbyte.evaluation.harness_tasks import harness_task
 
-CHOICES = Example((("q", " aa"), ("q", " bbbb")), gold=1, lengths=(2, 4))
+CHOICES = {"query": "q", "choices": ["aa", "bbbb"], "gold": 1}
 
 
 def scored(*nll, greedy=False):
     return [Score(value, 2, greedy) for value in nll]
 
 
-def test_choice_metrics_by_hand():
+def measured(kind, *pairs):
+    return tasks.task_metrics(harness_task("t", kind, [record for record, _ in pairs]), pairs)
+
+
+def test_choice_metrics_by_hand(lm_eval):
     # plain: 3 < 4 is wrong, then 5 > 4 is right; by length: 3/2 > 4/4 right, 5/2 > 4/4 right
-    found = tasks.choice_metrics([(CHOICES, scored(3.0, 4.0)), (CHOICES, scored(5.0, 4.0))])
+    found = measured("choice", (CHOICES, scored(3.0, 4.0)), (CHOICES, scored(5.0, 4.0)))
     assert found["acc"].value == 0.5 and found["acc_norm"].value == 1.0
     assert found["acc"].error == pytest.approx(0.5)  # sqrt(0.25 * 2 / 1) / sqrt(2)
     assert found["acc_norm"].error == 0.0
 
 
-def test_a_tie_is_not_a_win():
-    pair = Example((("", "x"), ("", "y")), gold=0, lengths=(1, 1))
-    assert tasks.choice_metrics([(pair, scored(2.0, 2.0))])["acc"].value == 0.0
+def test_schema_metrics_by_hand(lm_eval):
+    record = {"context_options": ["a x", "a y"], "continuation": "z", "gold": 0}
+    found = measured("schema", (record, scored(1.0, 2.0)), (record, scored(2.0, 1.0)))
+    assert {name: metric.value for name, metric in found.items()} == {"acc": 0.5}
 
 
-def test_word_metrics_by_hand():
-    word = Example((("c", " w"),), 0, (1,))
-    found = tasks.word_metrics([(word, scored(1.0, greedy=True)), (word, scored(3.0)), (word, scored(2.0))])
+@pytest.mark.parametrize("nll", [2.0, math.nan])
+def test_a_model_that_tells_no_pair_apart_wins_none(lm_eval, nll):
+    pair = {"sentence_good": "x", "sentence_bad": "y"}
+    assert measured("pair", (pair, scored(nll, nll)))["acc"].value == 0.0
+
+
+def test_word_metrics_by_hand(lm_eval):
+    word = {"context": "c", "continuation": " w"}
+    found = measured("word", (word, scored(1.0, greedy=True)), (word, scored(3.0)), (word, scored(2.0)))
     assert found["acc"].value == pytest.approx(1 / 3)
     assert found["ppl"].value == pytest.approx(math.exp(2.0))
     assert found["ppl"].error == pytest.approx(math.exp(2.0) / math.sqrt(3))  # the deviation of 1, 2, 3 is 1
 
 
 def test_text_metrics_by_hand():
-    text = Example((("", "naïve text"),), 0, (10,))  # 11 bytes, 2 words
+    text = {"text": "naïve text"}  # 11 bytes, 2 words
     windows = [Score(6.0, 4, False), Score(9.0, 4, False), Score(3.0, 2, False)]
     found = tasks.text_metrics([(text, windows)])
     assert found["nats_per_token"].value == pytest.approx(1.8)
@@ -82,7 +94,7 @@ def test_windows_score_every_token_once(model, length, stride):
     text = "".join(chr(97 + number % 26) for number in range(length))
     ids = model.tokenizer.encode(text, bos=True)
     done = 1
-    for made in tasks.text_requests(model.tokenizer, Example((("", text),), 0, (length,)), 8, stride):
+    for made in tasks.text_requests(model.tokenizer, text, 8, stride):
         stop = done + made.scored
         assert list(made.tokens) == ids[stop - len(made.tokens) : stop]
         assert len(made.tokens) <= 9
@@ -94,32 +106,36 @@ def test_windows_score_every_token_once(model, length, stride):
 
 def test_impossible_strides_are_refused(model):
     with pytest.raises(ValueError, match="stride 9: it lies between 1 and the window of 8"):
-        tasks.text_requests(model.tokenizer, CHOICES, 8, 9)
+        tasks.text_requests(model.tokenizer, "text", 8, 9)
 
 
 def test_the_beginning_of_a_text(model):
-    text = Example((("", "abcdefghij"),), 0, (10,))
-    assert first_windows(model.tokenizer, text, 2, 3).texts == (("", "abcdef"),)
+    text = "abcdefghij"
+    assert first_windows(model.tokenizer, text, 2, 3) == "abcdef"
     assert first_windows(model.tokenizer, text, 0, 3) == first_windows(model.tokenizer, text, 9, 3) == text
 
 
-def test_whole_tasks(model):
+def test_whole_tasks(lm_eval, model):
     """Against the same scorer, text by text: requests of many examples keep their order, groups their members."""
     scorer = Scorer(model, batch_tokens=128)
     items = [
-        Example((("", f"Who {verb} it?"), ("", f"{verb} who it?")), 0, (4 + number, 9), group)
-        for number, (verb, group) in enumerate([("saw", "a"), ("had", "b"), ("did", "b")])
+        {"sentence_good": f"Who {verb} it?", "sentence_bad": f"{verb} who it?", "source": source}
+        for verb, source in [("saw", "a"), ("had", "b"), ("did", "b")]
     ]
     found = run_task("pairs", "pair", items, scorer)
-    nll = [[scorer.score([tasks.encode_pair(model.tokenizer, *text)])[0].nll for text in e.texts] for e in items]
+
+    def nll_of(text):
+        return scorer.score([tasks.encode_pair(model.tokenizer, "", text)])[0].nll
+
+    nll = [(nll_of(item["sentence_good"]), nll_of(item["sentence_bad"])) for item in items]
     right = [good < bad for good, bad in nll]
     assert found.metrics["acc"].value == pytest.approx(np.mean(right))
     assert found.groups["b"]["acc"].value == pytest.approx(np.mean(right[1:]))
     assert (found.examples, found.chance, found.truncated) == (3, 0.5, 0)
 
-    text = run_task("t", "text", [Example((("", "abc" * 40),), 0, (120,))], scorer)
+    text = run_task("t", "text", [{"text": "abc" * 40}], scorer)
     assert text.tokens == 120 and text.truncated == 0 and text.chance is None
-    long = run_task("long", "word", [Example((("x" * 100, " y"),), 0, (1,))], scorer)
+    long = run_task("long", "word", [{"context": "x" * 100, "continuation": " y"}], scorer)
     assert long.truncated == 1 and long.tokens == 2
     with pytest.raises(ValueError, match="empty: there is no example"):
         run_task("empty", "word", [], scorer)

@@ -356,7 +356,7 @@ def draw_curves(loaded: "Sequence[Curve]", baselines: "Mapping[str, Curve]", wid
     from halfbyte.report import Axes, Series, line_frame, svg_document
 
     loss: list[Series] = []
-    apart: list[Series] = []
+    gaps: list[Series] = []
     speed: list[Series] = []
     legend = []
     for place, curve in enumerate(loaded):
@@ -367,15 +367,15 @@ def draw_curves(loaded: "Sequence[Curve]", baselines: "Mapping[str, Curve]", wid
         speed += logged_and_smoothed(curve.tokens, rate, place, width)
         if curve.name in baselines:
             tokens, mine, base, _ = aligned(curve, baselines[curve.name])
-            apart += logged_and_smoothed(tokens, mine - base, place, width)
+            gaps += logged_and_smoothed(tokens, mine - base, place, width)
             if end := gap(curve, baselines[curve.name], last=last):
-                apart.append(Series("", [end.first_tokens, end.last_tokens], [end.value] * 2, place))
+                gaps.append(Series("", [end.first_tokens, end.last_tokens], [end.value] * 2, place))
                 text += f": {end.value:+.4f} over the last {end.points} steps"
         legend.append((text, place))
     x_range = min(curve.tokens[0] for curve in loaded), max(curve.tokens[-1] for curve in loaded)
     panels = (
         (f"loss, nats per token (mean over {width} steps; dots: validation)", loss, Axes("tokens", x_range=x_range)),
-        ("loss minus the baseline's", apart, Axes("tokens", zero=True, height=200, x_range=x_range)),
+        ("loss minus the baseline's", gaps, Axes("tokens", zero=True, height=200, x_range=x_range)),
         ("tokens/s per device", speed, Axes("tokens", zero=True, clip=100, height=160, x_range=x_range)),
     )
     frames = [(caption, line_frame(series, axes)) for caption, series, axes in panels]

@@ -1,4 +1,4 @@
-"""Task files: jsonl (also .xz, .gz, .zst), one example a line. What a file holds is told by the fields of its lines.
+"""Task files: jsonl (also .xz, .gz, .zst), one example per line. The fields of the first line tell the kind.
 
     choice   {"query", "choices", "gold"}                          ARC, HellaSwag, PIQA, OpenBookQA, BoolQ
     schema   {"context_options", "continuation", "gold"}           WinoGrande
@@ -6,88 +6,85 @@
     pair     {"sentence_good", "sentence_bad"}                     BLiMP
     text     {"text"}, or plain text                               perplexity
 
-An example becomes texts: a context and a continuation that is scored given it. A query that asks ("Question: ...") is
-continued by a line "Answer: ", any other by a space; a field `delimiter` says otherwise.
+All but text are tasks of lm-evaluation-harness (`harness_tasks`).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from halfbyte.data.files import InputFile, chunks, json_lines, pieces_of
 
-QUESTION, ANSWER = "Question:", "\nAnswer: "
+TEXT = "text"
+FIELDS = {
+    "choice": ("query", "choices", "gold"),
+    "schema": ("context_options", "continuation", "gold"),
+    "word": ("context", "continuation"),
+    "pair": ("sentence_good", "sentence_bad"),
+    TEXT: ("text",),
+}
+OPTIONS = ("choices", "context_options")
 GROUP_FIELDS = ("linguistics_term", "source")  # by which results are broken down as well
 
-
-@dataclass(frozen=True)
-class Example:
-    """Texts to score, and which of them is right. `lengths` (characters) normalise; `group` is a category or ""."""
-
-    texts: tuple[tuple[str, str], ...]  # (context, continuation)
-    gold: int
-    lengths: tuple[int, ...]
-    group: str = ""
-
-
-@dataclass(frozen=True)
-class Format:
-    """A kind of task: the fields that tell it, and how a record becomes an Example."""
-
-    kind: str
-    fields: tuple[str, ...]
-    read: Callable[[Mapping[str, Any]], Example]
+Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class TaskFile:
-    """A file and its format; nothing but the first record has been read."""
+    """A file and its kind, a key of FIELDS; nothing but the first record has been read."""
 
     name: str
     file: InputFile
-    format: Format
+    kind: str
 
 
 class UnknownFormat(ValueError):
     """A readable file that is no task."""
 
 
-class BadRecord(ValueError):
-    """What is wrong with one record, without its place."""
-
-
 def open_task(file: InputFile) -> TaskFile:
-    """The file with the format that its first record shows; ValueError if it is empty or shows none."""
+    """The file with the kind that its first record shows; ValueError if it is empty or shows none."""
     name = file.path.name.split(".")[0]
     if file.kind == "text":
         return TaskFile(name, file, TEXT)
     number, record = next(_lines(file), (0, None))
     if record is None:
         raise ValueError(f"{file.name}: the file is empty")
-    for candidate in FORMATS:
-        if all(field in record for field in candidate.fields):
-            return TaskFile(name, file, candidate)
-    known = "; ".join(f"{{{', '.join(candidate.fields)}}}" for candidate in FORMATS)
-    raise UnknownFormat(f"{file.name}, line {number}: fields {', '.join(record)} are no task; tasks have {known}")
+    kind = next((kind for kind, fields in FIELDS.items() if record.keys() >= set(fields)), None)
+    if kind is None:
+        known = "; ".join(f"{{{', '.join(fields)}}}" for fields in FIELDS.values())
+        raise UnknownFormat(f"{file.name}, line {number}: fields {', '.join(record)} are no task; tasks have {known}")
+    if kind != TEXT and find_spec("lm_eval") is None:
+        raise ValueError(
+            f"{file.name}: tasks are scored by lm-evaluation-harness, which is not installed; "
+            "pip install 'halfbyte[harness]'"
+        )
+    return TaskFile(name, file, kind)
 
 
-def examples(task: TaskFile) -> Iterator[Example]:
-    """Every example of the file; ValueError names the file and the line of one that is malformed."""
+def examples(task: TaskFile) -> Iterator[Record]:
+    """Every record of the file; ValueError names the file and the line of one that is malformed."""
     if task.file.kind == "text":
-        yield from _plain_text(task.file)
+        yield {"text": _plain_text(task.file)}
         return
     for number, record in _lines(task.file):
-        try:
-            yield task.format.read(record)
-        except BadRecord as problem:
-            raise ValueError(f"{task.file.name}, line {number}: {problem}") from None
+        if problem := _problem(record, FIELDS[task.kind]):
+            raise ValueError(f"{task.file.name}, line {number}: {problem}")
+        yield record
 
 
-def chosen(items: Sequence[Example], limit: int) -> list[Example]:
+def chosen(items: Sequence[Record], limit: int) -> list[Record]:
     """`limit` examples, evenly spread over the file (files are often sorted by category); 0: all."""
     if not 0 < limit < len(items):
         return list(items)
     return [items[number * len(items) // limit] for number in range(limit)]
+
+
+def group_of(record: Record) -> str:
+    """Returns the category of an example, or ""."""
+    return next((str(record[field]) for field in GROUP_FIELDS if record.get(field)), "")
 
 
 def _lines(file: InputFile) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -98,7 +95,7 @@ def _lines(file: InputFile) -> Iterator[tuple[int, dict[str, Any]]]:
             yield number, record
 
 
-def _plain_text(file: InputFile) -> Iterator[Example]:
+def _plain_text(file: InputFile) -> str:
     data = b"".join(chunk.data for chunk in chunks(file))
     try:
         text = "".join(pieces_of(data))
@@ -107,95 +104,25 @@ def _plain_text(file: InputFile) -> Iterator[Example]:
         raise ValueError(f"{file.name}, line {line}: not UTF-8 text ({error.reason})") from None
     if not text:
         raise ValueError(f"{file.name}: the file is empty")
-    yield Example((("", text),), 0, (len(text),))
+    return text
 
 
-# Formats
+def _problem(record: Record, fields: Sequence[str]) -> str:
+    """Returns what is wrong with a record: its first field that is not of its type."""
+    for field in fields:
+        value = record.get(field)
+        if field == "gold":
+            last = len(next(record[name] for name in OPTIONS if name in fields)) - 1
+            good, wanted = type(value) is int and 0 <= value <= last, f"the number of an option, 0 to {last}"
+        elif field in OPTIONS:
+            good = isinstance(value, list) and len(value) > 1 and all(map(_is_text, value))
+            wanted = "a list of two or more strings that are not empty"
+        else:
+            good, wanted = _is_text(value), "a string of valid Unicode that is not empty"
+        if not good:
+            return f"{field!r} is {'missing' if value is None else repr(value)[:60]}; it must be {wanted}"
+    return ""
 
 
-def _choice(record: Mapping[str, Any]) -> Example:
-    query, choices = _text(record, "query"), _texts(record, "choices")
-    context, lead = _joined(query, record)
-    texts = tuple((context, lead + choice) for choice in choices)
-    return Example(texts, _gold(record, choices), tuple(map(len, choices)), _group(record))
-
-
-def _schema(record: Mapping[str, Any]) -> Example:
-    options, ending = _texts(record, "context_options"), _text(record, "continuation")
-    joined = [_joined(option, record) for option in options]
-    texts = tuple((context, lead + ending) for context, lead in joined)
-    return Example(texts, _gold(record, options), (len(ending),) * len(options), _group(record))
-
-
-def _word(record: Mapping[str, Any]) -> Example:
-    context, ending = _text(record, "context"), _text(record, "continuation")
-    if not ending[:1].isspace():
-        context, lead = _joined(context, record)
-        ending = lead + ending
-    return Example(((context, ending),), 0, (len(ending.strip()),), _group(record))
-
-
-def _pair(record: Mapping[str, Any]) -> Example:
-    pair = _text(record, "sentence_good"), _text(record, "sentence_bad")
-    return Example(tuple(("", sentence) for sentence in pair), 0, tuple(map(len, pair)), _group(record))
-
-
-def _document(record: Mapping[str, Any]) -> Example:
-    text = _text(record, "text")
-    return Example((("", text),), 0, (len(text),), _group(record))
-
-
-def _joined(context: str, record: Mapping[str, Any]) -> tuple[str, str]:
-    """(context up to the last whitespace, what then leads the continuation): tokenizers join a space to the word that
-    follows it."""
-    asks = context.startswith(QUESTION) or f"\n{QUESTION}" in context
-    delimiter = record.get("delimiter", ANSWER if asks else " ")
-    if not isinstance(delimiter, str):
-        raise BadRecord(f"'delimiter' is {delimiter!r}; it must be a string")
-    whole = context.rstrip(" ") + delimiter
-    bare = whole.rstrip(" ")
-    return bare, whole[len(bare) :]
-
-
-def _text(record: Mapping[str, Any], field: str) -> str:
-    value = record.get(field)
-    if not isinstance(value, str) or not value.strip():
-        raise BadRecord(f"{field!r} is {_short(value)}; it must be a string that is not empty")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise BadRecord(f"{field!r} is not valid Unicode ({error.reason})") from None
-    return value
-
-
-def _texts(record: Mapping[str, Any], field: str) -> list[str]:
-    value = record.get(field)
-    if not isinstance(value, list) or len(value) < 2:
-        raise BadRecord(f"{field!r} is {_short(value)}; it must be a list of two or more strings")
-    return [_text({f"{field}[{place}]": item}, f"{field}[{place}]") for place, item in enumerate(value)]
-
-
-def _gold(record: Mapping[str, Any], options: list[str]) -> int:
-    gold = record.get("gold")
-    if isinstance(gold, bool) or not isinstance(gold, int) or not 0 <= gold < len(options):
-        raise BadRecord(f"'gold' is {_short(gold)}; it must be the number of an option, 0 to {len(options) - 1}")
-    return gold
-
-
-def _group(record: Mapping[str, Any]) -> str:
-    return next((str(record[field]) for field in GROUP_FIELDS if record.get(field)), "")
-
-
-def _short(value: Any) -> str:
-    text = "missing" if value is None else repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
-
-
-TEXT = Format("text", ("text",), _document)
-FORMATS = (
-    Format("choice", ("query", "choices", "gold"), _choice),
-    Format("schema", ("context_options", "continuation", "gold"), _schema),
-    Format("word", ("context", "continuation"), _word),
-    Format("pair", ("sentence_good", "sentence_bad"), _pair),
-    TEXT,
-)
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip()) and not re.search("[\ud800-\udfff]", value)

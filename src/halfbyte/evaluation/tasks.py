@@ -1,8 +1,7 @@
 """Tasks scored: requests made from texts, scores turned into metrics with standard errors.
 
-    acc       the likeliest text is the right one; for a word: every token of it is the likeliest
-    acc_norm  the same, log-likelihoods divided by the length of the choice or sentence in characters
-    ppl       of a word: exp of the mean negative log-likelihood of whole words; of text: exp of nats a token
+    acc, acc_norm                    as lm-evaluation-harness judges an example (`harness_tasks`)
+    ppl                              exp of the mean negative log-likelihood, of a whole word or of a token of text
     nats_per_token, bits_per_byte    of text
 
 A standard error is that of the mean over examples. The tokens of a text depend on each other, so its error is taken
@@ -10,14 +9,16 @@ over windows, those of a validation split too: sqrt(sum of (nll_w - mean * token
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from halfbyte.data import Tokenizer
+from halfbyte.evaluation.harness_tasks import harness_task, texts_of
 from halfbyte.evaluation.scoring import Request, Score, Scorer, Watch
-from halfbyte.evaluation.task_files import Example
+from halfbyte.evaluation.task_files import TEXT, Record, group_of
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Result:
 def run_task(
     name: str,
     kind: str,
-    items: Sequence[Example],
+    items: Sequence[Record],
     scorer: Scorer,
     *,
     stride: int | None = None,
@@ -55,25 +56,27 @@ def run_task(
     if not items:
         raise ValueError(f"{name}: there is no example to score")
     tokenizer, window = scorer.model.tokenizer, scorer.window
-    if kind == "text":
-        requests = [text_requests(tokenizer, example, window, stride or window) for example in items]
+    task = None if kind == TEXT else harness_task(name, kind, items)
+    if task is None:
+        requests = [text_requests(tokenizer, item["text"], window, stride or window) for item in items]
     else:
-        requests = [[encode_pair(tokenizer, *pair) for pair in example.texts] for example in items]
+        requests = [[encode_pair(tokenizer, *pair) for pair in texts_of(task, item)] for item in items]
     flat = [request for made in requests for request in made]
     found = iter(scorer.score(flat, watch=watch))
-    scores = [[next(found) for _ in made] for made in requests]
-    metrics = METRICS[kind]
-    names = sorted({example.group for example in items} - {""})
-    groups = {
-        group: metrics([(e, s) for e, s in zip(items, scores, strict=True) if e.group == group]) for group in names
-    }
+    scored = [(item, [next(found) for _ in made]) for item, made in zip(items, requests, strict=True)]
+
+    def metrics(part: Scored) -> dict[str, Metric]:
+        return text_metrics(part) if task is None else task_metrics(task, part)
+
+    names = sorted({group_of(item) for item in items} - {""})
+    groups = {group: metrics([pair for pair in scored if group_of(pair[0]) == group]) for group in names}
     return Result(
         task=name,
         kind=kind,
         examples=len(items),
-        tokens=sum(score.tokens for example in scores for score in example),
-        metrics=metrics(list(zip(items, scores, strict=True))),
-        chance=None if kind in ("text", "word") else float(np.mean([1 / len(example.texts) for example in items])),
+        tokens=sum(score.tokens for _, scores in scored for score in scores),
+        metrics=metrics(scored),
+        chance=None if kind in (TEXT, "word") else float(np.mean([1 / len(made) for made in requests])),
         truncated=sum(any(len(request.tokens) > window + 1 for request in made) for made in requests),
         groups=groups if len(groups) > 1 else {},
     )
@@ -91,12 +94,12 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Reques
     return Request(tuple(whole), len(whole) - min(same, len(whole) - 1))
 
 
-def text_requests(tokenizer: Tokenizer, example: Example, window: int, stride: int) -> list[Request]:
+def text_requests(tokenizer: Tokenizer, text: str, window: int, stride: int) -> list[Request]:
     """The document in windows of `window` tokens: every token scored once, given at least window - stride tokens before
     it, where the document has them."""
     if not 1 <= stride <= window:
         raise ValueError(f"stride {stride}: it lies between 1 and the window of {window} tokens")
-    ids = tokenizer.encode(example.texts[0][1], bos=True)
+    ids = tokenizer.encode(text, bos=True)
     requests, done = [], 1
     while done < len(ids):
         scored = min(window if done == 1 else stride, len(ids) - done)
@@ -106,37 +109,30 @@ def text_requests(tokenizer: Tokenizer, example: Example, window: int, stride: i
     return requests
 
 
-def first_windows(tokenizer: Tokenizer, example: Example, count: int, window: int) -> Example:
+def first_windows(tokenizer: Tokenizer, text: str, count: int, window: int) -> str:
     """The beginning of a text: as much as fills `count` windows. 0: all of it."""
-    ids = tokenizer.encode(example.texts[0][1])
-    if not 0 < count * window < len(ids):
-        return example
-    text = tokenizer.decode(ids[: count * window])
-    return Example((("", text),), 0, (len(text),), example.group)
+    ids = tokenizer.encode(text)
+    return tokenizer.decode(ids[: count * window]) if 0 < count * window < len(ids) else text
 
 
 # Metrics
 
-Scored = Sequence[tuple[Example, Sequence[Score]]]
+Scored = Sequence[tuple[Record, Sequence[Score]]]
 
 
-def choice_metrics(scored: Scored) -> dict[str, Metric]:
-    """acc and acc_norm of picking the likeliest text."""
-    plain = [wins(example.gold, scores, None) for example, scores in scored]
-    normed = [wins(example.gold, scores, example.lengths) for example, scores in scored]
-    return {"acc": mean(plain), "acc_norm": mean(normed)}
-
-
-def word_metrics(scored: Scored) -> dict[str, Metric]:
-    """acc of greedy decoding, and perplexity a word."""
-    nll = mean([scores[0].nll for _, scores in scored])
-    return {"acc": mean([scores[0].greedy for _, scores in scored]), "ppl": exponential(nll)}
+def task_metrics(task: Any, scored: Scored) -> dict[str, Metric]:
+    """Returns the means of the harness's metrics per example."""
+    rows = [task.process_results(record, [(-score.nll, score.greedy) for score in scores]) for record, scores in scored]
+    metrics = {name: mean([row[name] for row in rows]) for name in rows[0]}
+    if likelihood := metrics.pop("perplexity", None):  # the harness returns the log-likelihood per example
+        metrics["ppl"] = exponential(Metric(-likelihood.value, likelihood.error))
+    return metrics
 
 
 def text_metrics(scored: Scored) -> dict[str, Metric]:
     """nats a token, bits a byte, perplexity a token and a whitespace-separated word."""
     windows = [score for _, scores in scored for score in scores]
-    texts = [example.texts[0][1] for example, _ in scored]
+    texts = [record["text"] for record, _ in scored]
     size = sum(len(text.encode()) for text in texts)
     words = sum(len(text.split()) for text in texts)
     tokens = sum(score.tokens for score in windows)
@@ -151,25 +147,10 @@ def loss_metrics(windows: Sequence[Score], bytes_per_token: float) -> dict[str, 
     return {"nats_per_token": nats, "bits_per_byte": bits, "ppl": exponential(nats)}
 
 
-METRICS: dict[str, Callable[[Scored], dict[str, Metric]]] = {
-    "choice": choice_metrics,
-    "schema": lambda scored: {"acc": choice_metrics(scored)["acc"]},  # of one continuation: length cannot matter
-    "word": word_metrics,
-    "pair": choice_metrics,
-    "text": text_metrics,
-}
-
-
 def validation_result(name: str, scores: Sequence[Score], *, bytes_per_token: float) -> Result:
     """The result of a data set's validation split, from the scores of its windows."""
     tokens, metrics = sum(score.tokens for score in scores), loss_metrics(scores, bytes_per_token)
     return Result(name, "validation", len(scores), tokens, metrics)
-
-
-def wins(gold: int, scores: Sequence[Score], lengths: Sequence[int] | None) -> bool:
-    """Whether text `gold` has the highest log-likelihood (by length, if given). A tie is not a win."""
-    nll = [score.nll / (lengths[at] if lengths else 1) for at, score in enumerate(scores)]
-    return all(nll[gold] < other for at, other in enumerate(nll) if at != gold)
 
 
 def mean(values: Iterable[float]) -> Metric:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from halfbyte.data.files import find_files
-from halfbyte.evaluation import examples, open_task
+from halfbyte.evaluation import TEXT, examples, open_task
 from halfbyte.formats import amax_of
 from halfbyte.interchange.hf_names import sites
 from halfbyte.interchange.layouts import weight_policy
@@ -51,8 +51,10 @@ def token_rows(source: Source, text: Path, count: int) -> np.ndarray:
         raise ValueError("--calibrate needs a tokenizer, and this model has none")
     wanted, ids = count * source.seq, list[int]()
     for file in find_files([str(text)]):
-        for example in examples(open_task(file)):
-            ids += source.model.tokenizer.encode("".join(example.texts[0]), bos=True)
+        if (task := open_task(file)).kind != TEXT:
+            raise ValueError(f"--calibrate {file.name}: it holds a task ({task.kind}); give text")
+        for example in examples(task):
+            ids += source.model.tokenizer.encode(example["text"], bos=True)
             if len(ids) >= wanted:
                 break
     rows = min(count, len(ids) // source.seq)

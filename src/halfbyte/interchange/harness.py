@@ -14,7 +14,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
-from halfbyte.evaluation import SCORING_RULES, WRITING_RULES, Example, Generator, LanguageModel, Scorer
+from halfbyte.evaluation import SCORING_RULES, WRITING_RULES, Generator, LanguageModel, Scorer
 from halfbyte.evaluation.tasks import encode_pair, text_requests
 from halfbyte.interchange.opening import open_model
 
@@ -41,8 +41,7 @@ class HalfbyteLM(LM):
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of each whole text, in windows."""
         window = self.scorer.window
-        texts = [Example((("", request.args[0]),), 0, (1,)) for request in requests]
-        asked = [text_requests(self.model.tokenizer, text, window, window) for text in texts]
+        asked = [text_requests(self.model.tokenizer, request.args[0], window, window) for request in requests]
         found = iter(self.scorer.score([part for parts in asked for part in parts]))
         return [-sum(next(found).nll for _ in parts) for parts in asked]
 

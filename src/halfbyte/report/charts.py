@@ -197,7 +197,7 @@ def svg_document(panels: Sequence[tuple[str, Frame | None]], legend: Sequence[tu
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 6}" width="{1.5 * WIDTH:.0f}"'
     body = [f'{head} role="img" aria-label="{text(label)}">', f"<style>{TEXT_STYLE}</style>"]
     body += ['<rect width="100%" height="100%" fill="var(--bg)"/>', *parts, "</svg>\n"]
-    return re.sub(r"var\(--(\w+)\)", lambda found: PALETTE[found[1]], "\n".join(body))
+    return re.sub(r"var\(--(\w+)\)", lambda match: PALETTE[match[1]], "\n".join(body))
 
 
 def _area(frame: Frame, band: Band) -> None:

@@ -34,11 +34,11 @@ def results(
     for task in tasks:
         items = chosen(list(examples(task)), limit)
         if task.file.kind == "text":
-            items = [first_windows(loaded.model.tokenizer, items[0], limit, scorer.window)]
+            items = [{"text": first_windows(loaded.model.tokenizer, items[0]["text"], limit, scorer.window)}]
         read.append(items)
     for task, items in zip(tasks, read, strict=True):
         with progress(task.name) as watch:
-            yield run_task(task.name, task.format.kind, items, scorer, stride=stride, watch=watch)
+            yield run_task(task.name, task.kind, items, scorer, stride=stride, watch=watch)
 
 
 def validation_results(loaded: LoadedRun, scorer: Any, *, limit: int, progress: Progress) -> Iterator[Result]:
