@@ -854,7 +854,7 @@ def test_second_fetch_into_one_directory_names_it(store, run, tmp_path):
     assert words in str(refused.value) and str(refused.value).endswith("or give DIR another directory")
 
 
-def test_directory_that_holds_something_else_is_left_alone(store, run, tmp_path):
+def test_directory_that_holds_something_else_is_left_alone(store, run, tmp_path, monkeypatch):
     checkpoint(run, 2)
     with closing(copy(store, run)):
         pass
@@ -869,8 +869,13 @@ def test_directory_that_holds_something_else_is_left_alone(store, run, tmp_path)
         (tmp_path / f".{name}.fetching").mkdir()
     (tmp_path / ".a.fetching" / "checkpoints").symlink_to(tmp_path / "mine")
     (tmp_path / ".b.fetching" / "config.json").symlink_to(tmp_path / "file")
-    with pytest.raises(ValueError, match="leads out of"):
+    with pytest.raises(ValueError, match="holds 'checkpoints', which is not in this copy"):
         copying.fetch(store.url, tmp_path / "a", step=None, say=print)
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis"]  # no directory was made there
+    with monkeypatch.context() as late:
+        late.setattr(copying, "_refuse_others", lambda *_: None)  # the link comes after that look
+        with pytest.raises(ValueError, match="leads out of"):
+            copying.fetch(store.url, tmp_path / "a", step=None, say=print)
     with pytest.raises(ValueError, match="symbolic link"):
         copying.fetch(store.url, tmp_path / "b", step=None, say=print)
     (tmp_path / ".c.fetching").mkdir()

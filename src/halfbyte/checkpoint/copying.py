@@ -331,8 +331,9 @@ def fetch(url: str, directory: Path, *, step: int | None, say: Say) -> dict[str,
 
 
 def _refuse_others(arriving: Path, expected: Set[str]) -> None:
-    """Raises ValueError if a download that was resumed holds files that are not in the copy."""
-    there = {path.relative_to(arriving).as_posix() for path in arriving.rglob("*") if not path.is_dir()}
+    """Raises ValueError if a download that was resumed holds files or links that are not in the copy."""
+    found = (path for path in arriving.rglob("*") if path.is_symlink() or not path.is_dir())
+    there = {path.relative_to(arriving).as_posix() for path in found}
     if other := there - expected - {LOCK}:
         name = f"{arriving} holds {min(other)!r}, which is not in this copy"
         raise ValueError(f"{name}; give the --step that this download began with, or remove that directory")
