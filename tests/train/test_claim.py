@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import random
 import shutil
@@ -15,11 +16,12 @@ import pytest
 from rich.console import Console
 from tiny import tiny
 
-from halfbyte.checkpoint import LOCK, RunDirectoryHeld, RunLock, store
+from halfbyte.checkpoint import LOCK, NAME, RunDirectoryHeld, RunLock, copying, objects, store
 from halfbyte.cli.main import main
 from halfbyte.train import CheckpointConfig, claim, jsonconfig, train
 from halfbyte.train.claim import KEPT, Claim
 from halfbyte.train.identity import Identity, hash_of, save_identity
+from halfbyte.train.loop import Loop
 
 pytestmark = pytest.mark.usefixtures("one_device")
 
@@ -158,6 +160,28 @@ def test_a_directory_that_is_not_the_claimed_one_is_noticed(tmp_path, act):
         act(directory)
         with pytest.raises(OSError, match=r"run was removed, moved or replaced"):
             held.check()
+
+
+def test_start_that_fails_leaves_its_prefix_to_the_next_run(tmp_path, monkeypatch, capfd):
+    """It fails while the step compiles, after the prefix was claimed. The store is a directory."""
+    spec = {"driver": "file", "path": f"{tmp_path}/bucket/"}
+    monkeypatch.setattr(objects, "spec_of", lambda url: spec)
+    jsonconfig.save(tiny(steps=2), tmp_path / "in.json")
+    words = ["train", "--config", str(tmp_path / "in.json"), "--copy-to", "s3://bucket/run", "--no-sample", "--run-dir"]
+
+    def fails(self):
+        assert (self.session.directory / NAME).exists()
+        raise ValueError("no memory")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Loop, "run", fails)
+        assert main([*words, str(tmp_path / "first")]) != 0
+    assert "s3://bucket/run is free again" in " ".join(capfd.readouterr().out.split())
+    assert not (tmp_path / "first").exists()
+    assert main([*words, str(tmp_path / "second"), "--json"]) == 0
+    copied = json.loads(capfd.readouterr().out.splitlines()[-1])["copy"]
+    assert copied == {"url": "s3://bucket/run", "missing": [], "removed": []}
+    assert copying.fetch("s3://bucket/run", tmp_path / "to", step=None, say=print)["step"] == 2
 
 
 @dataclass
