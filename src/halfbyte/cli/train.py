@@ -63,7 +63,7 @@ class Args:
     copy_keep: int = 0
     """Keep this many checkpoints in the bucket, and those in the run directory; 0: delete none."""
     copy_take_over: bool = False
-    """Write to a bucket that another directory of this run was writing to; the process there must have ended."""
+    """Write to a prefix of another directory of this run, or of a run without checkpoints, whose process has ended."""
     allow_change: bool = False
     """Resume although model, recipe or other fields have changed."""
     sample: bool = True
