@@ -253,7 +253,7 @@ def test_a_larger_budget_plans_a_study_that_had_no_time(config_file, tmp_path):
     put(work, **MEASURED)
     for stage in ("plan", "parity"):
         work.run_stage(stage)
-    assert work.records.data("plan")["seeds"] == 0 and "no time" in work.records.get("parity")["missing"]
+    assert "no time" in work.records.get("parity")["missing"]
     assert work.records.is_over("plan", 60.0) and work.records.is_over("parity", 60.0)
     larger = work_in(tmp_path, config_file, budget="1h")
     assert not larger.records.is_over("plan", larger.budget)
@@ -289,13 +289,38 @@ def test_the_cluster_is_planned_with_the_candidates_policy(config_file, tmp_path
     assert asked[0].policy == "all_linear" and "--policy all_linear" in command
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("controls, arms", [(True, 5), (False, 3)])
 def test_the_plan_counts_the_arms_that_will_run(config_file, tmp_path, controls, arms):
     work = work_in(tmp_path, config_file, controls=controls)
     put(work, **MEASURED)
-    _, planned = work.plan()
-    assert len(planned["arms"]) == arms and planned["costs"]["step_s"] == pytest.approx(arms * 0.1)
+    costs = work.plan()[1]["costs"]
+    assert costs == pytest.approx({"first_s": 0.0, "again_s": arms * (10 + 8), "step_s": arms * 0.1})
+
+
+@pytest.mark.parametrize("flags, left, seeds, steps, ends", [
+    ({}, 3 * (90 + 0.5 * 40), 3, 40, False), ({}, 7.1 * (90 + 0.5 * 60), 7, 60, False), ({}, 1e5, 12, 60, False),
+    ({}, 100, 3, 30, False), ({}, 20, 3, 30, True), ({"seeds": 1}, 90 + 0.5 * 50, 1, 50, False),
+    ({"steps": 500}, 20, 3, 500, False), ({"host": "0/2"}, 3 * (90 + 0.5 * 40) / 2, 3, 40, False),
+])  # fmt: skip
+def test_seeds_come_first_then_steps_then_more_seeds(config_file, tmp_path, flags, left, seeds, steps, ends):
+    """Five arms at 18 s a run and 0.1 s a step, of 60 steps at most; `ends`: not even one run has time."""
+    budget = (left + 40.01) / (1 - stages.RESERVE)  # 40 s: what bench and the short run took
+    work = work_in(tmp_path, config_file, budget=f"{budget:.3f}s", **flags)
+    put(work, **MEASURED)
+    work.run_stage("plan")
+    planned, record = work.records.data("plan"), work.records.get("plan")
+    assert (planned["seeds"], planned["steps"]) == (seeds, steps) and bool(record["ended_by"]) == ends
+    assert planned["seconds"] == pytest.approx(seeds * (90 + 0.5 * steps))
+
+
+def test_the_plan_costs_what_a_study_was_measured_to_take(config_file, tmp_path):
+    """The demo's records on two cores; its 15 runs of 35 steps would have taken 740 s."""
+    row = {"fp8": (369, 14.4), "nvfp4": (689, 33.6), "nvfp4_no_rht": (372, 21.4)}
+    rows = [{"arm": arm, "milliseconds": step, "compile_s": compiling} for arm, (step, compiling) in row.items()]
+    short = MEASURED["trace"] | {"seconds": 60.8, "stepping_s": 12.3, "step_time_s": 0.418}
+    work = work_in(tmp_path, config_file, seeds=3, steps=35)
+    put(work, trace=short, bench={"baseline": "fp8", "rows": rows})
+    assert 660 < work.plan()[1]["seconds"] < 900
 
 
 def test_what_inspect_suggests_joins_as_a_candidate(config_file, tmp_path):

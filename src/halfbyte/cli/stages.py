@@ -27,7 +27,7 @@ from halfbyte.inputs import check_whole, seconds_of
 from halfbyte.parity.arms import BASELINE, CANDIDATE, standard_arms
 from halfbyte.parity.cells import DONE, executions
 from halfbyte.parity.plan import of_steps, share
-from halfbyte.parity.study_size import MIN_STEPS, costs_of, size_of, study_seconds
+from halfbyte.parity.statistics import FEWEST_SEEDS
 from halfbyte.plan import cluster
 from halfbyte.playbook import SETTINGS, STAGES, Records, write_page
 from halfbyte.profiling import ProfileConfig
@@ -37,6 +37,7 @@ from halfbyte.train.preflight import GIB
 MIN_BUDGET = 60.0  # seconds
 RESERVE = 0.08  # of the budget, for what comes after the study
 BEFORE = 0.25  # of the budget, for the stages up to inspect
+MIN_STEPS, MAX_SEEDS = 30, 12  # of a study
 TRACE_STEPS, TRACED = 20, ProfileConfig("xprof", 14, 16)
 MUST = ("doctor", "preflight", "parity")  # bad input is an error here; in other stages it is why the result is missing
 ELSEWHERE = ("out", "host", "report", "budget")  # flags that may change when a playbook goes on
@@ -173,29 +174,35 @@ class Playbook:
         return "; ".join(commands), {**data, "baseline": rows[0]["arm"], "rows": rows}
 
     def plan(self) -> Found:
-        """The size of the study, shown before it begins."""
+        """The size of the study, shown before it begins. A run costs its steps, its compiling, and what the short run,
+        which validates and saves as often, spent on neither."""
         measured, short, args = self.result("bench"), self.result("trace"), self.args
         if any(row["milliseconds"] is None for row in measured["rows"]):
             raise Missing("its size follows from measured steps, and bench could not run every arm")
-        arms, before = [arm.name for arm in self.study(1).arms], self.records.seconds()
-        costs, most = costs_of(measured, short, arms), steps_of(args, args.model, self.base)
-        hosts, fixed = int(args.host.partition("/")[2] or 1), bool(args.steps or args.tokens)
+        rows = {row["arm"]: row for row in measured["rows"]}
+        arms = [rows.get(arm.name, measured["rows"][0]) for arm in self.study(1).arms]
+        own = rows[short["arm"]]
+        slower = max(1.0, short["step_time_s"] / (1e-3 * own["milliseconds"]))
+        overhead = max(0.0, short["seconds"] - short["stepping_s"] - own["compile_s"])
+        step_s = slower * 1e-3 * sum(row["milliseconds"] for row in arms)
+        again_s = sum(row["compile_s"] + overhead for row in arms)
+        most, fixed = steps_of(args, args.model, self.base), bool(args.steps or args.tokens)
+        before, hosts = self.records.seconds(), int(args.host.partition("/")[2] or 1)
         left = hosts * ((1 - RESERVE) * self.budget - before)
-        seeds, steps = size_of(left, costs, steps=most, seeds=args.seeds, fixed=fixed)
-        seconds = study_seconds(seeds, steps, costs)
-        shape = (
-            f"{seeds} seeds of {steps} steps, about {seconds / hosts / 60:.0f} minutes" if seeds else "no time for it"
-        )
-        say(f"the study: {len(arms)} arms, {shape}; fewer than 3 seeds have a gap and no verdict")
-        size = {"seeds": seeds, "steps": steps, "arms": arms, "seconds": seconds, "costs": costs, "before_s": before,
-                "reserve": RESERVE, "fewest_steps": min(most, MIN_STEPS),
-                "ended_by": None if seeds else self.budget}  # fmt: skip
+        seeds = args.seeds or min(MAX_SEEDS, max(FEWEST_SEEDS, int(left / (again_s + most * step_s))))
+        steps = most if fixed else min(most, max(MIN_STEPS, int((left / seeds - again_s) / step_s)))
+        seed_s = again_s + steps * step_s
+        say(f"the study: {len(arms)} arms, {seeds} seeds of {steps} steps, about {seeds * seed_s / 60:.0f} minutes, of "
+            f"which {max(0.0, left) / 60:.0f} are left; fewer than 3 seeds have a gap and no verdict")  # fmt: skip
+        size = {"seeds": seeds, "steps": steps, "seconds": seeds * seed_s, "before_s": before, "reserve": RESERVE,
+                "costs": {"first_s": 0.0, "again_s": again_s, "step_s": step_s},
+                "ended_by": None if fixed or left > seed_s / len(arms) else self.budget}  # fmt: skip
         return shlex.join(["halfbyte", "parity", *self.parity_words(size)]), size
 
     def parity(self) -> Found:
         """The study, to its end, or to that of the budget where its size followed from the budget."""
         size, args = self.result("plan"), self.args
-        if not size["seeds"]:
+        if self.records.get("plan").get("ended_by") or not size["seeds"]:
             raise Missing(f"the budget {args.budget} has no time for a study")
         left = (1 - RESERVE) * self.budget - size["before_s"] - self.records.seconds("parity")
         within = "" if args.steps or args.tokens or args.host else f"{max(1.0, left):.0f}s"

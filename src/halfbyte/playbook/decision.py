@@ -18,7 +18,6 @@ from halfbyte.parity.arms import CANDIDATE
 from halfbyte.parity.margin import parse_margin
 from halfbyte.parity.plan import plan_from_json
 from halfbyte.parity.statistics import ALPHA, FEWEST_SEEDS, Interval, over_seeds, seeds_needed
-from halfbyte.parity.study_size import study_seconds
 from halfbyte.parity.verdict import where_text
 
 from .records import Records
@@ -193,8 +192,9 @@ def needed(records: Records, candidates: Sequence[Data]) -> str:
             return f"more than 64 seeds for {arm['name']}, whose gap is about the margin itself: {what}"
         withheld = ", but " in arm["verdict"]["reason"]  # by a control, not by its own interval
         count = max(count, 2 * len(study["plan"]["seeds"]) if withheld else seeds)
-    whole = plan["before_s"] + slower * study_seconds(count, steps, plan["costs"])
-    budget = f"--budget {math.ceil(whole / (1 - plan['reserve']) / 60)}m"
-    if not study and not plan["seeds"]:  # nothing has been run: the same directory will do
+    costs = plan["costs"]
+    seconds = costs["first_s"] + count * (costs["again_s"] + steps * costs["step_s"])
+    budget = f"--budget {math.ceil((plan['before_s'] + slower * seconds) / (1 - plan['reserve']) / 60)}m"
+    if not study or not study["complete"]:  # the same directory goes on with what is there
         return f"about {count} seeds of {steps} steps: the same command with {budget}"
     return f"about {count} seeds of {steps} steps in a new directory: {budget} --seeds {count}"
