@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from halfbyte.cli.main import main
-from halfbyte.playbook import Records, decide
+from halfbyte.playbook import STAGES, Records, decide
 from halfbyte.playbook.points import points
 
 EVIDENCE = Path(__file__).parents[2] / "docs" / "evidence" / "playbook" / "playbook.json"
@@ -37,6 +37,17 @@ def test_figures_of_an_earlier_version_are_unchanged(directory, written):
     before = {point["what"]: {name: point[name] for name in FIGURES} for point in written["points"]}
     now = {point.what: vars(point) for point in points(Records(directory / "records"))}
     assert len(before) == 28 and now == before
+
+
+@pytest.mark.parametrize("stage, changes, opens", [
+    ("parity", {"complete": False}, True), ("plan", {"seeds": 0}, True), ("parity", {}, False), ("bench", {}, False),
+])  # fmt: skip
+def test_cut_study_of_an_earlier_version_goes_on(directory, written, stage, changes, opens):
+    records = Records(directory / "records")
+    assert all(records.is_over(name, 60.0) for name in STAGES)
+    record = {name: value for name, value in written["records"][stage].items() if name != "stage"}
+    records.put(stage, **record | {"data": record["data"] | changes})
+    assert records.is_over(stage, 60.0) != opens
 
 
 def test_report_of_an_earlier_version_is_written_again(directory, written, capfd):

@@ -45,9 +45,11 @@ class Records:
         return self.get(stage).get("data", {})
 
     def is_over(self, stage: str, budget: float) -> bool:
-        """Returns True if the stage has a record, and no smaller `budget` has ended it."""
-        record = self.get(stage)
-        return bool({"data", "missing"} & record.keys()) and budget <= (record.get("ended_by") or budget)
+        """Returns True if the stage has a record and no smaller `budget` ended it. Earlier versions did not write which
+        one: their studies that are not complete, or had no time, go on with any."""
+        record, data = self.get(stage), self.data(stage)
+        ended_by = record.get("ended_by", 0.0 if data.get("complete") is False or data.get("seeds") == 0 else None)
+        return bool({"data", "missing"} & record.keys()) and (ended_by is None or budget <= ended_by)
 
     def seconds(self, *stages: str) -> float:
         """Returns the seconds of these stages, by default of all, in all starts but those that kill -9 ended."""
