@@ -283,6 +283,17 @@ def test_prefix_that_is_no_longer_its_own_is_not_released(store, run, tmp_path):
     only_our_own_is_touched(store)
 
 
+def test_prefix_of_another_process_in_the_same_directory_is_not_released(store, run):
+    """Somebody has removed `.lock`: two processes are the same writer, each in a session of its own."""
+    said = []
+    first, second = copy(store, run, say=said.append), copy(store, run, say=said.append)
+    shutil.rmtree(run)
+    assert first.close()["missing"] == ["the last rows and files"] and "another process writes" in said[0]
+    assert copying.read_head(Objects(store.url))[0]["session"] == second._head["session"]
+    assert second.close()["missing"] == [] and "is free again" in said[-1]
+    only_our_own_is_touched(store)
+
+
 def test_prefix_of_a_run_without_checkpoints_is_taken_over_when_told(store, run, tmp_path, until):
     """Its process was killed, and its directory was removed by hand."""
     said = []
