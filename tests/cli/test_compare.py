@@ -134,7 +134,7 @@ def test_only_a_picture_of_its_own_is_overwritten(runs, tmp_path, capfd, monkeyp
     assert main(["compare", *map(str, runs), "--out", "a.svg"]) == 0
     before = (tmp_path / "a.svg").read_text()
     (tmp_path / "b.svg").symlink_to("a.svg")
-    assert main(["compare", *map(str, runs[:2]), "--smooth", "3", "--out", "b.svg"]) == 0
+    assert main(["compare", *map(str, runs[:2]), "--last", "5", "--out", "b.svg"]) == 0
     assert not (tmp_path / "b.svg").is_symlink() and (tmp_path / "a.svg").read_text() == before
 
 

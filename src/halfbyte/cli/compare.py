@@ -42,8 +42,6 @@ class Args:
     """Run directories; the first is the baseline."""
     last: int = 0
     """Logged steps that count as the end of a run; 0: a tenth of those in common, at least 20."""
-    smooth: int = 0
-    """Steps to average the drawn curves over; 0: a fiftieth of the longest run, at least 5."""
     out: str = "compare.svg"
     """Where to write the picture, an SVG; empty: nowhere."""
 
@@ -55,7 +53,6 @@ def run(args: Args) -> Result:
     if len(args.runs) < 2:
         raise ValueError(f"compare takes two or more runs, got {len(args.runs)}; the first is the baseline")
     check_whole("--last", args.last)
-    check_whole("--smooth", args.smooth)
     out = check_output(args.out, flag="--out") if args.out else None
     if out and out.suffix.lower() != ".svg":
         raise ValueError(f"--out {args.out}: compare writes SVG only; use --out {out.with_suffix('.svg')}")
@@ -63,7 +60,7 @@ def run(args: Args) -> Result:
         raise ValueError(f"--out {args.out}: exists and is no picture of `halfbyte compare`; give another --out")
     folders = [Path(name) for name in args.runs]
     loaded = [curves.read_curve(folder, name) for folder, name in zip(folders, short_names(folders), strict=True)]
-    width = args.smooth or curves.default_width(max(len(curve.rows) for curve in loaded))
+    width = curves.default_width(max(len(curve.rows) for curve in loaded))
     configs = [config_of(folder) for folder in folders]
     found = zip(loaded, folders, configs, strict=True)
     runs = [Run(curve.name, folder, config, curve, facts_of(folder, config)) for curve, folder, config in found]

@@ -43,6 +43,7 @@ REMOVED = {
         for name in ("at", "every", "over", "ratio")
     },
     "--png": "compare writes SVG, to the file that --out names",
+    "--smooth": "compare averages its curves over a fiftieth of the longest run",
     "--memory-gib": "the limit is the memory that the device reports (XLA_PYTHON_CLIENT_MEM_FRACTION changes it)",
     "--state": "set optimizer.mu_dtype and optimizer.nu_dtype in a config, and give its file to the command",
     "--vectors": "the self-test reads the vectors that the package has",
