@@ -18,7 +18,8 @@ from halfbyte.cli.next_steps import next_steps, program, quantizes
 from halfbyte.cli.train import parse, started_with
 from halfbyte.models import linear_sites
 from halfbyte.recipe import policy, recipe
-from halfbyte.train import TrainConfig, jsonconfig
+from halfbyte.train import jsonconfig
+from halfbyte.train.reading import open_directory
 
 DEMO = hb.run_config("demo")
 
@@ -37,7 +38,7 @@ def by_command(commands):
 
 
 def test_what_a_run_prints_reproduces_it(tiny_run):
-    config = jsonconfig.load(TrainConfig, tiny_run / "config.json")
+    config = open_directory(tiny_run).config
     found = by_command(printed(tiny_run))
     other, on = map(parse, found["train"])
     assert other.run == dataclasses.replace(config, recipe="bf16") and other.run_dir == f"{tiny_run}-bf16"
@@ -58,7 +59,7 @@ def test_a_run_on_the_embedded_text_is_offered_on_own_text(tmp_path):
 def test_the_parity_that_a_run_prints_compares_its_recipe_with_bf16(tiny_run):
     (words,) = by_command(printed(tiny_run))["parity"]
     plan, out = parity.make_plan(parse_flags("parity", parity, words))
-    config = jsonconfig.load(TrainConfig, tiny_run / "config.json")
+    config = open_directory(tiny_run).config
     made = {arm.kind: arm.configure(plan.base, 0).recipe for arm in plan.arms}
     assert (made["baseline"], made["candidate"]) == ("bf16", "nvfp4") and len(plan.seeds) == 3
     assert (plan.base.model, plan.base.data, plan.base.steps) == (config.model, config.data, config.steps)

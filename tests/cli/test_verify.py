@@ -12,7 +12,8 @@ from halfbyte.checkpoint import Checkpoints
 from halfbyte.cli import verify
 from halfbyte.cli.main import main
 from halfbyte.cli.verify import check_metrics
-from halfbyte.train.identity import hash_of, load_identity, save_identity
+from halfbyte.data.files import sha256_of
+from halfbyte.train.identity import load_identity, save_identity
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:coroutine.*was never awaited:RuntimeWarning"),
@@ -59,7 +60,7 @@ def test_checkpoints_from_before_an_allowed_change_are_whole_if_the_newest_is_of
     monkeypatch.undo()
     (run / "config.json").write_text(changed)  # and sealed, by whoever knows how: no checkpoint is of this config
     known = load_identity(run)
-    save_identity(run, dataclasses.replace(known, files={**known.files, "config.json": hash_of(run / "config.json")}))
+    save_identity(run, dataclasses.replace(known, files={**known.files, "config.json": sha256_of(run / "config.json")}))
     assert main(["verify", str(run)]) == 3
     text = " ".join(capsys.readouterr().out.split())
     assert "made with another config: seed: 0 -> 1" in text and "goes on from: no checkpoint" in text

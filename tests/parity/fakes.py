@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
+from halfbyte.data.files import sha256_of
 from halfbyte.models import LlamaConfig
 from halfbyte.parity.arms import standard_arms
 from halfbyte.parity.cells import run_directory
 from halfbyte.parity.margin import Margin
 from halfbyte.parity.plan import Plan, settle
 from halfbyte.train import LogConfig, TrainConfig, ValidationConfig, jsonconfig
-from halfbyte.train.identity import Identity, hash_of, new_name, save_identity, versions
+from halfbyte.train.identity import Identity, new_name, save_identity, versions
 
 SPEC = importlib.util.spec_from_file_location(
     "parity_error_rate", Path(__file__).parents[2] / "benchmarks" / "parity_error_rate.py"
@@ -83,7 +84,7 @@ def fake_run(folder, plan, arm, seed, *, gap, noise, diverged):
             break
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     jsonconfig.save(config, folder / "config.json")
-    sealed = {"config.json": hash_of(folder / "config.json")}
+    sealed = {"config.json": sha256_of(folder / "config.json")}
     save_identity(folder, Identity(new_name(), "synthetic", sealed, versions()))
     kinds = ("fprop", "dgrad", "wgrad")
     how = "plain" if config.recipe == "bf16" else "emulated"

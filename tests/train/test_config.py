@@ -1,14 +1,15 @@
 """Oracle: what was written. Every named run survives JSON; every bad value names its field."""
 
 import dataclasses
-import json
 
 import pytest
 
+from halfbyte.cli.base_config import config_over
 from halfbyte.runs import names, run_config
-from halfbyte.train import TrainConfig, jsonconfig
-from halfbyte.train.claim import refuse_foreign_directory
-from halfbyte.train.resume import ChangedConfig, check_unchanged
+from halfbyte.train import jsonconfig
+from halfbyte.train.changed import ChangedRun
+from halfbyte.train.claim import check_run_directory
+from halfbyte.train.directory import look_at
 
 
 @pytest.mark.slow
@@ -16,7 +17,7 @@ from halfbyte.train.resume import ChangedConfig, check_unchanged
 def test_every_run_survives_json(name, tmp_path):
     config = run_config(name)
     jsonconfig.save(config, tmp_path / "config.json")
-    assert jsonconfig.load(TrainConfig, tmp_path / "config.json") == config
+    assert config_over("", tmp_path / "config.json") == config
     assert config.model.name == name
 
 
@@ -33,13 +34,13 @@ def test_unknown_run_names_the_nearest():
         ('{"name": "x", "stepz": 3}', "config.json: config has no field stepz; did you mean steps"),
         ('{"name": "x", "optimizer": {"learning_rte": 3}}', "no field optimizer.learning_rte"),
         ('{"name": "x", "steps": "many"}', "steps must be int, got 'many'"),
-        ('{"name": "x"}', "config lacks model"),
+        ('{"name": "x", "model": {}}', "config lacks model.name and model.vocab_size"),
     ],
 )
 def test_bad_config_files(tmp_path, text, words):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=words):
-        jsonconfig.load(TrainConfig, tmp_path / "config.json")
+        config_over("", tmp_path / "config.json")
 
 
 @pytest.mark.parametrize(
@@ -79,34 +80,43 @@ def test_differences_are_dotted():
     assert found == [("model.layers", 4, 5), ("recipe", "nvfp4", "bf16")]
 
 
-def test_a_changed_run_is_refused_field_by_field():
+@pytest.fixture
+def started(tmp_path):
+    """look(config, allow) at the directory of a run of the demo -> (config, the lines that it says)."""
     config = run_config("demo")
-    stored = json.loads(json.dumps(jsonconfig.to_dict(config)))
-    check_unchanged(stored, config, allow=False, say=print)
+    jsonconfig.save(config, tmp_path / "config.json")
+
+    def look(changed, *, allow=False):
+        said = []
+        look_at(tmp_path, changed, allow_change=allow, say=said.append)
+        return [line for line in said if "no seal covers config.json" not in line]
+
+    return config, look
+
+
+def test_a_changed_run_is_refused_field_by_field(started):
+    config, look = started
+    assert look(config) == []
     changed = dataclasses.replace(
         config, recipe="bf16", optimizer=dataclasses.replace(config.optimizer, mu_dtype="bfloat16")
     )
-    with pytest.raises(ChangedConfig) as error:
-        check_unchanged(stored, changed, allow=False, say=print)
+    with pytest.raises(ChangedRun) as error:
+        look(changed)
     assert "optimizer.mu_dtype: float32 -> bfloat16" in str(error.value)
     assert "recipe: nvfp4 -> bf16" in str(error.value)
     assert "--allow-change" in str(error.value)
-    said = []
-    check_unchanged(stored, changed, allow=True, say=said.append)
-    assert len(said) == 2
+    assert len(look(changed, allow=True)) == 2
 
 
-def test_free_fields_may_change_and_steps_are_announced():
-    config = run_config("demo")
+def test_free_fields_may_change_and_steps_are_announced(started):
+    config, look = started
     longer = dataclasses.replace(config, steps=999, mesh="fsdp=2", remat="full")
-    said = []
-    check_unchanged(jsonconfig.to_dict(config), longer, allow=False, say=said.append)
-    assert said == ["steps 240 -> 999: the learning-rate schedule now ends at step 999"] or "-> 999" in said[0]
+    assert look(longer) == [f"steps {config.steps} -> 999: the learning-rate schedule now ends at step 999"]
 
 
 def test_a_directory_of_somebody_else_is_refused(tmp_path):
-    refuse_foreign_directory(tmp_path / "new")
-    refuse_foreign_directory(tmp_path)
+    check_run_directory(tmp_path / "new")
+    check_run_directory(tmp_path)
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(ValueError, match=r"holds no run \(found thesis.tex\)"):
-        refuse_foreign_directory(tmp_path)
+        check_run_directory(tmp_path)

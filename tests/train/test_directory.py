@@ -11,12 +11,13 @@ from tiny import tiny
 
 from halfbyte.checkpoint import Checkpoints
 from halfbyte.train import CheckpointConfig
+from halfbyte.train.changed import ChangedRun
 from halfbyte.train.claim import Claim
 from halfbyte.train.directory import check_data, look_at, set_rows_aside, settle, take
 from halfbyte.train.identity import load_identity
 from halfbyte.train.jsonconfig import to_dict
-from halfbyte.train.reading import ChangedFile, open_directory
-from halfbyte.train.resume import ChangedConfig, guarded_changes
+from halfbyte.train.reading import open_directory
+from halfbyte.train.resume import guarded_changes
 
 
 def look(directory, config, *, allow=False):
@@ -60,7 +61,7 @@ def test_a_config_that_is_none_any_more_is_held_against_its_seal(begun):
     directory, _ = begun
     text = (directory / "config.json").read_text()
     (directory / "config.json").write_text(text.replace('"steps"', '"stepz"'))
-    with pytest.raises(ChangedFile, match=r"config\.json is not what this run wrote"):
+    with pytest.raises(ChangedRun, match=r"config\.json is not what this run wrote"):
         open_directory(directory, check=False).config  # noqa: B018 (it is read when asked for)
 
 
@@ -99,12 +100,12 @@ def test_a_kill_between_the_two_files_does_no_harm(begun, monkeypatch):
     monkeypatch.setattr("halfbyte.train.directory.replace_file", lambda path, text: exec("raise KeyboardInterrupt"))
     with pytest.raises(KeyboardInterrupt):
         settle(directory, longer, identity, **facts)
-    assert look(directory, config).exists
+    assert look(directory, config).values
     monkeypatch.undo()
     settle(directory, longer, identity, **facts)
-    assert look(directory, longer).exists
+    assert look(directory, longer).values
     (directory / "tokenizer.json").write_text("{ }")
-    with pytest.raises(ChangedConfig, match=r"tokenizer\.json is not what this run wrote"):
+    with pytest.raises(ChangedRun, match=r"tokenizer\.json is not what this run wrote"):
         look(directory, longer)
 
 
@@ -183,7 +184,7 @@ def test_data_is_known_by_its_content(begun):
     directory, config = begun
     moved = look(directory, dataclasses.replace(config, data="demo"))
     check_data(moved, "content-1", allow=False, say=lambda text: None)
-    with pytest.raises(ChangedConfig, match="content-1 -> content-2"):
+    with pytest.raises(ChangedRun, match="content-1 -> content-2"):
         check_data(moved, "content-2", allow=False, say=lambda text: None)
     said = []
     check_data(moved, "content-2", allow=True, say=said.append)
@@ -193,7 +194,7 @@ def test_data_is_known_by_its_content(begun):
 def test_a_refused_resume_leaves_the_config_alone(begun):
     directory, config = begun
     before = (directory / "config.json").read_bytes()
-    with pytest.raises(ChangedConfig, match="seed: 0 -> 3"):
+    with pytest.raises(ChangedRun, match="seed: 0 -> 3"):
         look(directory, dataclasses.replace(config, seed=3))
     take_it(directory, dataclasses.replace(config, seed=3), allow=True)  # it does not fit, say: nothing is settled
     assert (directory / "config.json").read_bytes() == before
@@ -202,7 +203,7 @@ def test_a_refused_resume_leaves_the_config_alone(begun):
 def test_layers_without_a_loop_sum_in_another_order_and_that_is_no_resume(begun):
     directory, config = begun
     unrolled = dataclasses.replace(config, unroll=0)
-    with pytest.raises(ChangedConfig, match="unroll: 1 -> 0"):
+    with pytest.raises(ChangedRun, match="unroll: 1 -> 0"):
         look(directory, unrolled)
     take_it(directory, unrolled, allow=True)
 

@@ -23,14 +23,13 @@ from halfbyte.train import (
     LossScaleConfig,
     PrecisionConfig,
     RunResult,
-    TrainConfig,
     ValidationConfig,
-    jsonconfig,
     loop,
     train,
 )
 from halfbyte.train.goodput import Goodput
 from halfbyte.train.loop import Loop
+from halfbyte.train.reading import open_directory
 from halfbyte.train.state import bit_sum
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -62,7 +61,7 @@ def finished(tmp_path_factory):
 @pytest.mark.slow
 def test_the_run_directory(finished):
     config, directory, result, _ = finished
-    assert jsonconfig.load(TrainConfig, directory / "config.json") == config
+    assert open_directory(directory).config == config
     assert sorted(int(path.name) for path in (directory / "checkpoints").iterdir()) == [4, 6]
     assert any((directory / "tensorboard").iterdir())
     assert result.step == 6

@@ -4,16 +4,14 @@ the caller adds.
 The record travels as one JSON string with its own CRC, so that a damaged record cannot pass for a different, valid one.
 """
 
-import json
 import math
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
 
-from halfbyte.inputs import check_whole, parse_json
+from halfbyte.inputs import check_whole, parse_json, sealed_json, sealed_text
 
 from .checksum import inspect, named_leaves
 
@@ -62,18 +60,16 @@ class Record:
     def to_json(self) -> dict[str, Any]:
         """`{"record": text, "crc32": number}`."""
         body = {"layout": LAYOUT, "step": self.step, "leaves": self.leaves, "extra": self.extra}
-        text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-        return {"record": text, "crc32": zlib.crc32(text.encode())}
+        return sealed_json("record", body)
 
     @classmethod
     def from_json(cls, stored: Any) -> "Record":
         """The record back; DamagedCheckpoint when it is missing or not what was written."""
-        if not isinstance(stored, dict) or not isinstance(stored.get("record"), str):
-            raise DamagedCheckpoint("its record is missing")
-        if zlib.crc32(stored["record"].encode("utf-8", "surrogatepass")) != stored.get("crc32"):
-            raise DamagedCheckpoint("its record does not match its own CRC")
+        text = sealed_text("record", stored)
+        if text is None:
+            raise DamagedCheckpoint("its record is missing, or does not match its own CRC")
         try:
-            body = parse_json(stored["record"], what="its record")
+            body = parse_json(text, what="its record")
             if body["layout"] != LAYOUT:
                 raise CheckpointMismatch(f"checkpoint layout {body['layout']}, but this version reads {LAYOUT}")
             check_whole("step", body["step"], most=2**62)

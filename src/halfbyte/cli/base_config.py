@@ -15,16 +15,14 @@ def config_over(name: str, path: Path) -> TrainConfig:
     if "run" not in values and values.keys() >= {"name", "model"} and isinstance(values["model"], dict):
         if name:
             raise ValueError(f"give a run ({name}) or a whole config ({path}), not both")
-        with jsonconfig.named_in_errors(path):
-            return jsonconfig.from_dict(TrainConfig, values)
+        return jsonconfig.from_file(TrainConfig, values, path)
     base = values.pop("run", "") or name or "demo"
     if not isinstance(base, str) or (name and base != name):
         raise ValueError(f"{path} is over the run {base!r}, and {name!r} was named; leave one of them out")
     if isinstance(values.get("model"), str):
         values["model"] = jsonconfig.to_dict(models.preset(values["model"]))
     whole = jsonconfig.overlaid(jsonconfig.to_dict(run_config(base)), values)
-    with jsonconfig.named_in_errors(path):
-        return jsonconfig.from_dict(TrainConfig, whole)
+    return jsonconfig.from_file(TrainConfig, whole, path)
 
 
 def run_of(name: str) -> TrainConfig:

@@ -74,7 +74,7 @@ def open_parts(directory: Path) -> "tuple[RunDirectory | None, list[Finding]]":
     except ValueError as error:
         return None, [Finding("config.json, run.json", BAD, str(error))]
     changed = {*opened.changed(), *opened.changed(origin=True)}
-    words = dict.fromkeys(opened.files(), f"run {opened.identity.run}" if opened.identity else "")
+    words = dict.fromkeys(opened.seal, f"run {opened.identity.run}" if opened.identity else "")
     words |= dict.fromkeys(opened.unsealed(), "no seal covers it (run.json is gone, or of an earlier version)")
     words |= dict.fromkeys(changed, "it is not what the run wrote: edited, or changed by the disk")
     states = {**dict.fromkeys(opened.unsealed(), UNKNOWN), **dict.fromkeys(changed, BAD)}
@@ -169,13 +169,13 @@ def check_metrics(directory: Path) -> Finding:
 
 def check_data(opened: "RunDirectory | None") -> Finding:
     """The data set against the content that the run began with."""
-    from halfbyte.train.reading import ChangedFile
+    from halfbyte.train.changed import ChangedRun
 
     if opened is None or opened.identity is None:
         return Finding("data set", UNKNOWN, "the run has no run.json, or none that can be read")
     try:
         opened.source()
-    except ChangedFile as change:
+    except ChangedRun as change:
         return Finding("data set", BAD, str(change))
     except (ValueError, OSError) as error:
         return Finding("data set", UNKNOWN, " ".join(str(error).split()))

@@ -15,7 +15,7 @@ from typing import Any
 
 from halfbyte.data import compression, tables
 from halfbyte.data.compression import decompressed
-from halfbyte.inputs import home_expanded
+from halfbyte.inputs import home_expanded, regular
 
 JSONL = (".jsonl", ".ndjson")
 TEXT = (".txt", ".text", ".md")
@@ -110,9 +110,9 @@ def _written_by_us(path: Path) -> bool:
 
 
 def sha256_of(path: Path) -> str:
-    """Hex digest of a file's bytes."""
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
+    """Returns the sha256 of a regular file of any size, in hexadecimal."""
+    with open(path, "rb", opener=regular) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def chunks(file: InputFile) -> Iterator[Chunk]:

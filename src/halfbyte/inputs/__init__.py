@@ -17,4 +17,5 @@ from .reading import (
     read_yaml,
     regular,
 )
+from .sealing import sealed_json, sealed_text
 from .writing import no_follow, replace_file, write_json

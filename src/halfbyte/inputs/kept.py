@@ -1,4 +1,4 @@
-"""What was found by compiling once is kept in the user's cache, as plain JSON behind its digest.
+"""What was found by compiling once is kept in the user's cache, as plain JSON behind its CRC.
 
 Its name is made of what was asked, the source of this package, the versions of the compiler and the variables that it
 listens to: nothing that was changed is answered from the past. A file that is damaged counts as none. Of two processes
@@ -18,28 +18,29 @@ from pathlib import Path
 from typing import Any
 
 from .names import user_cache
-from .reading import read_bytes
+from .reading import read_json
+from .sealing import sealed_json, sealed_text
 from .writing import no_follow, replace_file
 
 PACKAGE = Path(__file__).parents[1]
 HEARD = ("XLA_FLAGS", "JAX_")  # beginnings of variables that JAX and XLA listen to
 PLACES = ("JAX_COMPILATION_CACHE_DIR", "JAX_PLATFORMS")  # of them, those that change no program for another device
 COMPILER = ("jax", "nvidia-", "numpy")
-DIGEST = 64
 
 
 def kept(room: str, facts: Mapping[str, Any], make: Callable[[], Any], *, say: Callable[[str], None]) -> Any:
     """The JSON value that `make` returned for these facts, now or in an earlier call."""
     path = _path(room, facts)
     with _alone(path, say):
-        found = _load(path)
-        if found is None:
-            found = json.dumps(make())
+        text = _load(path)
+        if text is None:
+            sealed = sealed_json("kept", make())
+            text = sealed["kept"]
             try:
-                replace_file(path, f"{hashlib.sha256(found.encode()).hexdigest()}\n{found}")
+                replace_file(path, json.dumps(sealed))
             except OSError as error:
                 say(f"not kept for the next call: {path} cannot be written ({error.strerror}); set HALFBYTE_CACHE")
-    return json.loads(found)
+    return json.loads(text)
 
 
 def is_kept(room: str, facts: Mapping[str, Any]) -> bool:
@@ -68,11 +69,9 @@ def _alone(path: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 def _load(path: Path) -> str | None:
     try:
-        content = read_bytes(path)
+        return sealed_text("kept", read_json(path))
     except (OSError, ValueError):
         return None
-    digest, found = content[:DIGEST], content[DIGEST + 1 :]
-    return found.decode() if digest == hashlib.sha256(found).hexdigest().encode() else None
 
 
 def _key(facts: Mapping[str, Any]) -> str:

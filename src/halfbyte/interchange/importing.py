@@ -9,6 +9,7 @@ import re
 import shutil
 from pathlib import Path
 
+from halfbyte.data.files import sha256_of
 from halfbyte.data.staging import Staging, clear_left, publish
 from halfbyte.inputs import check_output
 from halfbyte.interchange.folder import CONFIG, INDEX, Folder, inside
@@ -18,7 +19,7 @@ from halfbyte.interchange.tokenizer_files import TOKENIZER, folder_tokenizer
 from halfbyte.models import LlamaConfig
 from halfbyte.train import TrainConfig, jsonconfig
 from halfbyte.train.claim import IMPORTED
-from halfbyte.train.identity import Identity, fingerprint, hash_of, new_name, save_identity, versions
+from halfbyte.train.identity import Identity, fingerprint, new_name, save_identity, versions
 from halfbyte.train.reading import ORIGIN
 
 LONGEST_WINDOW = 2048
@@ -39,7 +40,7 @@ def import_folder(directory: Path, out: Path, *, watch: Watch | None = None) -> 
         with Staging(out) as staging:
             files = copy_files(folder, staging / ORIGIN, watch)
             _write_facts(folder, config, staging)
-            files |= {path.name: hash_of(path) for path in staging.iterdir() if path.is_file()}
+            files |= {path.name: sha256_of(path) for path in staging.iterdir() if path.is_file()}
             save_identity(staging, Identity(new_name(), fingerprint(None), files, versions()))
             if not publish(staging, out, replace=False):
                 raise ValueError(f"{out} appeared while the model was copied; nothing was changed")
@@ -60,7 +61,7 @@ def copy_files(folder: Folder, out: Path, watch: Watch | None) -> dict[str, str]
     hashes = {}
     for done, file in enumerate(files, 1):
         shutil.copyfile(file, out / file.name)
-        hashes[f"{ORIGIN}/{file.name}"] = hash_of(out / file.name)
+        hashes[f"{ORIGIN}/{file.name}"] = sha256_of(out / file.name)
         if watch is not None:
             watch(done, len(files))
     return hashes

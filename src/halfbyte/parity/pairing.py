@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from halfbyte.data.files import sha256_of
 from halfbyte.evaluation.curves import Curve, Gap, gap
 from halfbyte.inputs import check_whole
 from halfbyte.recipe.own import FILE
 from halfbyte.train.config import COSMETIC, GUARDED
-from halfbyte.train.identity import hash_of, load_identity
-from halfbyte.train.jsonconfig import flatten
+from halfbyte.train.identity import load_identity
+from halfbyte.train.jsonconfig import differences, flatten
 from halfbyte.train.resume import completed
 
 from .statistics import Interval, over_seeds
@@ -54,10 +55,9 @@ class Run:
 
 def unlike(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """(field, of a, of b) for everything beside precision and seed in which two configs compute something else."""
-    left, right = (flatten(completed(config)) for config in (a, b))
-    names = sorted({*left, *right} - {*ARM_FIELDS, *COSMETIC, "seed"})
-    differ = [name for name in names if name.split(".")[0] in COMPUTED and left.get(name) != right.get(name)]
-    return [(name, left.get(name), right.get(name)) for name in differ]
+    ignored = {*ARM_FIELDS, *COSMETIC, "seed"}
+    differ = differences(completed(a), completed(b))
+    return [each for each in differ if each[0].split(".")[0] in COMPUTED and each[0] not in ignored]
 
 
 def facts_of(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -65,7 +65,7 @@ def facts_of(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     identity = load_identity(folder)
     facts = {} if identity is None else {"data": identity.data, **identity.made_with}
     if (folder / "tokenizer.json").is_file():
-        facts["tokenizer"] = hash_of(folder / "tokenizer.json")[:16]
+        facts["tokenizer"] = sha256_of(folder / "tokenizer.json")[:16]
     files = [found for value in flatten(config).values() if isinstance(value, str) and (found := FILE.match(value))]
     return facts | {f"file {found['path']}": found["hash"] for found in files if found["hash"]}
 

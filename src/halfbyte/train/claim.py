@@ -14,7 +14,8 @@ from halfbyte.inputs import UnreadableFile, check_output, read_json, read_text
 
 from .identity import hash_of, load_identity
 
-KEPT = ("config.json", "run.json")  # there from before the first step to the end
+KEPT = CONFIG, RUN = "config.json", "run.json"  # there from before the first step to the end
+CONFIG_FIELDS = {"name", "model", "recipe", "steps"}
 WRITTEN = (
     LOCK, *KEPT, "manifest.json", "data.json", "tokenizer.json", "metrics.jsonl", "metrics.dropped.jsonl",
     "evaluations.jsonl", "tensorboard", "checkpoints", "damaged", "profile", "wandb", "wandb_id",
@@ -30,52 +31,37 @@ IMPORTED = "imported.json"  # of a directory that holds an imported model and no
 
 
 def check_run_directory(directory: Path) -> None:
-    """ValueError if `directory` cannot be the directory of a run: nothing of somebody else's is overwritten."""
+    """ValueError if `directory` cannot be the directory of a run: nothing of somebody else's is overwritten. A
+    config.json alone does not make a run: models have one."""
     check_output(directory, flag="--run-dir")
     if not directory.exists() and not directory.is_symlink():
         return
     if not directory.is_dir():
         raise ValueError(f"--run-dir {directory} is not a directory; give another")
-    refuse_foreign_directory(directory)
-
-
-def refuse_foreign_directory(directory: Path) -> None:
-    """ValueError if `directory` holds files but no run. A config.json alone does not make a run: models have one."""
-    if not directory.exists():
-        return
     names = sorted(path.name for path in directory.iterdir() if path.name != LOCK and path.suffix != ".tmp")
     if IMPORTED in names:
         raise ValueError(
             f"{directory} holds an imported model, not a run that could go on; "
             f"start one with its weights: --init-from {directory} --run-dir ANOTHER"
         )
-    only_named_itself = names == ["run.json"] and _is_identity(directory / names[0])
-    if not names or only_named_itself or _is_config(directory / "config.json"):
+    killed_at_once = names == [RUN] and _fields(directory / RUN) == {"run", "crc32"}
+    if not names or killed_at_once or _fields(directory / CONFIG) >= CONFIG_FIELDS:
         return
-    what = "its config.json is not that of a run" if "config.json" in names else f"found {', '.join(names[:4])}"
+    what = "its config.json is not that of a run" if CONFIG in names else f"found {', '.join(names[:4])}"
     raise ValueError(
         f"run directory {directory} is not empty and holds no run ({what}); give another --run-dir: "
         "what is there would be overwritten"
     )
 
 
-def _is_config(path: Path) -> bool:
-    """True if the file is a config as a run writes it. A damaged one is said to be damaged where it is read."""
-    if not path.is_file():
-        return False
+def _fields(path: Path) -> set[str]:
+    """Returns the names of the fields in a JSON file. A damaged file next to checkpoints counts as a config: the error
+    comes from `open_directory`, which names the remedy."""
     try:
-        found = read_json(path)
+        values = read_json(path) if path.is_file() else None
     except UnreadableFile:
-        return (path.parent / "checkpoints").is_dir()
-    return isinstance(found, dict) and found.keys() >= {"name", "model", "recipe", "steps"}
-
-
-def _is_identity(path: Path) -> bool:
-    """True if the file is a run's own: a start that was killed has written it, and nothing else yet."""
-    with contextlib.suppress(UnreadableFile):
-        found = read_json(path)
-        return isinstance(found, dict) and found.keys() == {"run", "crc32"}
-    return False
+        return CONFIG_FIELDS if (path.parent / "checkpoints").is_dir() else set()
+    return set(values) if isinstance(values, dict) else set()
 
 
 class Claim:

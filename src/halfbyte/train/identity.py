@@ -10,7 +10,6 @@ import hashlib
 import json
 import secrets
 import sys
-import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,8 +19,11 @@ import jax
 import jaxlib
 
 from halfbyte.data.dataset import as_mixture
-from halfbyte.inputs import parse_json, read_json, regular, replace_file
+from halfbyte.data.files import sha256_of
+from halfbyte.inputs import parse_json, read_json, replace_file, sealed_json, sealed_text
 from halfbyte.inputs.kept import source_digest
+
+from .jsonconfig import from_dict
 
 FILE = "run.json"
 ABSENT = "absent"  # in place of a hash, while a file is about to be written
@@ -38,10 +40,6 @@ class Identity:
     files: Mapping[str, str] = field(default_factory=dict)
     made_with: Mapping[str, str] = field(default_factory=dict)
     saved: bool = False
-
-    def holds(self, name: str, digest: str) -> bool:
-        """Whether the seal has this hash for the file."""
-        return digest in self.files.get(name, "").split()
 
 
 def fingerprint(dataset: Any) -> str:
@@ -61,15 +59,14 @@ def new_name() -> str:
     return secrets.token_hex(8)
 
 
+def file_hash(path: Path) -> str:
+    """Returns the sha256 of a file; ABSENT where there is none."""
+    return sha256_of(path) if path.exists() else ABSENT
+
+
 def text_hash(text: str) -> str:
     """sha256 of a text as UTF-8."""
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def hash_of(path: Path) -> str:
-    """sha256 of a regular file of any size."""
-    with open(path, "rb", opener=regular) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def versions() -> dict[str, str]:
@@ -81,8 +78,7 @@ def versions() -> dict[str, str]:
 
 def save_identity(directory: Path, identity: Identity) -> None:
     """Write run.json, with its own CRC."""
-    text = json.dumps(asdict(identity), sort_keys=True)
-    replace_file(directory / FILE, json.dumps({"run": text, "crc32": zlib.crc32(text.encode())}) + "\n")
+    replace_file(directory / FILE, json.dumps(sealed_json("run", asdict(identity))) + "\n")
 
 
 def load_identity(directory: Path) -> Identity | None:
@@ -90,9 +86,8 @@ def load_identity(directory: Path) -> Identity | None:
     path = directory / FILE
     if not path.exists():
         return None
-    stored = read_json(path)
-    text = stored.get("run") if isinstance(stored, dict) else None
-    if not isinstance(text, str) or zlib.crc32(text.encode()) != stored.get("crc32"):
+    text = sealed_text("run", read_json(path))
+    if text is None:
         raise ValueError(
             f"{path} is damaged (it does not match its own CRC); restore it from a copy (without it nothing says "
             "whether the run's config, tokenizer and checkpoints are its own)"
@@ -101,18 +96,9 @@ def load_identity(directory: Path) -> Identity | None:
         values = parse_json(text, what=str(path))
         if "config_sha256" in values:  # of a version that sealed the config alone
             values["files"] = {"config.json": values.pop("config_sha256")}
-        return _checked(Identity(**values))
-    except (TypeError, ValueError):
+        return from_dict(Identity, values)
+    except (TypeError, AttributeError, ValueError):
         raise ValueError(
             f"{path} is not as this version writes it; read the run with the version that wrote it (without the file "
             "nothing would say whether its config, tokenizer and weights are its own)"
         ) from None
-
-
-def _checked(identity: Identity) -> Identity:
-    if not isinstance(identity.files, dict) or not isinstance(identity.made_with, dict):
-        raise TypeError("run.json holds objects of text")
-    texts = (identity.run, identity.data, *identity.files.values(), *identity.made_with.values())
-    if not all(isinstance(text, str) for text in texts):
-        raise TypeError("run.json holds text")
-    return identity

@@ -1,12 +1,11 @@
 """Frozen dataclasses to JSON and back, and the difference of two of them field by field."""
 
-import contextlib
 import dataclasses
 import difflib
 import json
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,10 +25,6 @@ class Removed:
     instead: str
 
 
-class RemovedField(ValueError):
-    """A config sets a field that this version does not have any more."""
-
-
 def to_dict(config: Any) -> dict[str, Any]:
     """Nested plain dict; tuples become lists."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
@@ -38,7 +33,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 def from_dict(kind: type[Config], values: Mapping[str, Any], *, where: str = "") -> Config:
     """The dataclass `kind` from a nested dict. Unknown fields and wrong types are ValueErrors that name the path.
 
-    A field in `kind.REMOVED` is ignored at its default; another value is a RemovedField.
+    A field in `kind.REMOVED` is ignored at its default; another value is a ValueError.
     """
     hints = typing.get_type_hints(kind)
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
@@ -61,11 +56,11 @@ def from_dict(kind: type[Config], values: Mapping[str, Any], *, where: str = "")
 
 
 def without_removed(kind: type, values: Mapping[str, Any], *, where: str = "") -> dict[str, Any]:
-    """Returns `values` without the fields in `kind.REMOVED`; RemovedField where one is not at its default."""
+    """Returns `values` without the fields in `kind.REMOVED`; ValueError where one is not at its default."""
     removed: Mapping[str, Removed] = getattr(kind, "REMOVED", {})
     for name, field in removed.items():
         if name in values and values[name] != field.default:
-            raise RemovedField(f"{where}{name}={values[name]!r}: this version has no {where}{name}; {field.instead}")
+            raise ValueError(f"{where}{name}={values[name]!r}: this version has no {where}{name}; {field.instead}")
     return {name: value for name, value in values.items() if name not in removed}
 
 
@@ -79,6 +74,8 @@ def _value(hint: Any, value: Any, where: str) -> Any:
             return from_dict(typing.cast(type, option), value, where=where + ".")
         if typing.get_origin(option) is tuple and isinstance(value, list):
             return tuple(value)
+        if option == Mapping[str, str] and isinstance(value, dict) and all(type(v) is str for v in value.values()):
+            return value
         if option is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
         if option in (int, str, bool, float) and type(value) is option:
@@ -101,18 +98,12 @@ def save(config: Any, path: Path) -> None:
     replace_file(path, as_text(config))
 
 
-def load(kind: type[Config], path: Path) -> Config:
-    """The config in a file of unknown origin; ValueError when it is none."""
-    values = read_values(path)
-    with only_named(), named_in_errors(path):
-        return from_dict(kind, values)
-
-
-@contextlib.contextmanager
-def named_in_errors(path: Path) -> Iterator[None]:
-    """What is wrong with a config that was read from this file is said with its name."""
+def from_file(kind: type[Config], values: Mapping[str, Any], path: Path) -> Config:
+    """The config of fields that come from a file. What is wrong with them is said with its name; programs that they
+    name run only if the command names them too."""
     try:
-        yield
+        with only_named():
+            return from_dict(kind, values)
     except NotNamed:
         raise
     except ValueError as error:

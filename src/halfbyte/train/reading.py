@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfbyte.inputs import MOST_JSON, UnreadableFile, printable, refuse_url
-from halfbyte.inputs.programs import NotNamed, only_named
+from halfbyte.inputs.programs import NotNamed
 
 from . import jsonconfig
+from .changed import EDITED, data_changes, refuse_or_say
 from .claim import IMPORTED
 from .config import TrainConfig
-from .identity import ABSENT, FILE, Identity, fingerprint, hash_of, load_identity
+from .identity import FILE, Identity, file_hash, fingerprint, load_identity
 
 if TYPE_CHECKING:
     from .source import Source
@@ -33,10 +34,6 @@ SLOW = 1 << 28  # bytes that take a while to hash
 RESTORE = "If the file was edited or damaged, restore it from a copy; a new run needs another directory"
 UNREAD = ("wandb",)
 """Directories that others fill, with links, and that nobody reads here."""
-
-
-class ChangedFile(ValueError):
-    """A file that is not what the run wrote."""
 
 
 @dataclass(frozen=True)
@@ -52,59 +49,52 @@ class RunDirectory:
         """The run's config; ValueError, naming the file, if its fields make none. Programs that it names run only if
         the command names them too, and compiled ones that it would load are left alone."""
         try:
-            with only_named():
-                return jsonconfig.from_dict(TrainConfig, {**self.values, "compile_cache": ""})
+            return jsonconfig.from_file(TrainConfig, {**self.values, "compile_cache": ""}, self.path / CONFIG)
         except NotNamed:
             raise
-        except jsonconfig.RemovedField as error:
-            raise ValueError(f"{self.path / CONFIG}: {error}") from None
         except ValueError as error:
             self.refuse_changes()
-            raise ValueError(f"{self.path / CONFIG}: {error}. {RESTORE}") from None
+            raise ValueError(f"{error}. {RESTORE}") from None
 
-    def files(self) -> list[str]:
-        """The names of what a seal covers, or should: those that are there, and those that the seal has."""
-        there = [name for name in SEALED if (self.path / name).exists()] + origin_files(self.path)
-        return list(dict.fromkeys([*there, *(self.identity.files if self.identity else ())]))
+    @property
+    def seal(self) -> Mapping[str, str]:
+        """The files that a seal covers, with their hashes; none without run.json."""
+        return self.identity.files if self.identity else {}
 
     def unsealed(self) -> list[str]:
-        """Those that no seal covers."""
-        return [name for name in self.files() if self.identity is None or name not in self.identity.files]
+        """The files that no seal covers, of those that a seal should cover."""
+        there = [name for name in SEALED if (self.path / name).exists()] + origin_files(self.path)
+        return [name for name in there if name not in self.seal]
 
     def changed(self, *, origin: bool = False) -> list[str]:
-        """Those of SEALED, or of ORIGIN, that are not what the run wrote. They are read in full."""
-        names = [name for name in self.files() if name.startswith(f"{ORIGIN}/") == origin]
-        return [name for name in names if self.identity and name in self.identity.files and not self._is_whole(name)]
+        """The sealed files, those of ORIGIN or all others, that are not what the run wrote. They are read in full."""
+        return [name for name in self.seal if name.startswith(f"{ORIGIN}/") == origin and not self._is_whole(name)]
+
+    def changes(self, *, origin: bool = False) -> list[str]:
+        """Returns a clause about each of them, for `refuse_or_say`."""
+        return [f"{self.path / name} is not what this run wrote" for name in self.changed(origin=origin)]
 
     def refuse_changes(self, *, origin: bool = False) -> None:
-        """ChangedFile if there is one."""
-        if changed := self.changed(origin=origin):
-            raise ChangedFile(
-                f"{self.path / changed[0]} is not what this run wrote: it was edited, or the disk has changed it; "
-                "restore the file from a copy"
-            )
+        """Raise ChangedRun if there is one."""
+        refuse_or_say(self.changes(origin=origin), what=EDITED, remedy="restore the file from a copy")
 
     def _is_whole(self, name: str) -> bool:
-        assert self.identity is not None
         path = self.path / name
         size = path.stat().st_size if path.exists() else 0
         if name in SEALED and size > MOST_JSON:  # nobody would read it
             return False
         if size > SLOW:
             _note(f"comparing {path} ({size / 2**30:.1f} GiB) with the run's seal")
-        return self.identity.holds(name, hash_of(path) if path.exists() else ABSENT)
+        return file_hash(path) in self.seal[name].split()
 
     def source(self) -> "Source":
         """The run's data; ValueError if it is not what the run was trained on."""
         from .source import open_source
 
         source = open_source(self.config)
-        content = fingerprint(source.dataset)
-        if self.identity is not None and self.identity.data != content:
-            raise ChangedFile(
-                f"{self.config.data} holds something else than this run was trained on ({self.identity.data}, now "
-                f"{content}); put the data set back"
-            )
+        changes = data_changes(self.identity.data if self.identity else None, fingerprint(source.dataset))
+        what = f"{self.config.data} holds something else than this run was trained on"
+        refuse_or_say(changes, what=what, remedy="put the data set back")
         return source
 
 
@@ -118,8 +108,12 @@ def open_directory(directory: Path, *, check: bool = True, say: Callable[[str], 
         what = "there is no such directory" if not directory.is_dir() else f"it holds no {CONFIG}"
         raise ValueError(f"{directory} is not a run: {what}; `halfbyte train --run-dir {directory}` makes one")
     refuse_strange_files(directory)
-    run = RunDirectory(directory, _values(directory), load_identity(directory))
-    if strange := [name for name in (run.identity.files if run.identity else ()) if not _may_be_sealed(name)]:
+    try:
+        values = jsonconfig.read_values(directory / CONFIG)
+    except UnreadableFile as error:
+        raise UnreadableFile(f"{error}. {RESTORE}") from None
+    run = RunDirectory(directory, values, load_identity(directory))
+    if strange := [name for name in run.seal if not _may_be_sealed(name)]:
         raise ValueError(f"{directory}: run.json seals {strange[0][:200]!r}, which is no file that a run seals")
     if check:
         run.refuse_changes()
@@ -129,13 +123,6 @@ def open_directory(directory: Path, *, check: bool = True, say: Callable[[str], 
             f"{directory}: no seal covers {', '.join(unsealed[:4])} ({why}): whether they are as written is not known"
         )
     return run
-
-
-def _values(directory: Path) -> dict[str, Any]:
-    try:
-        return jsonconfig.read_values(directory / CONFIG)
-    except UnreadableFile as error:
-        raise UnreadableFile(f"{error}. {RESTORE}") from None
 
 
 def config_values(path: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from halfbyte.inputs.programs import only_named
 from halfbyte.recipe.own import same_program
 
 from . import delayed
+from .changed import OTHER_CONFIG, OTHER_DATA, data_changes, refuse_or_say
 from .config import COSMETIC, GUARDED, TrainConfig
 from .guard import Return
 from .identity import versions
@@ -20,10 +21,6 @@ from .jsonconfig import differences, flatten, from_dict, to_dict
 from .state import TrainState, abstract_state, create_state, seed_of
 
 Initial = Callable[[Mesh], Any]  # makes the weights that a run begins with, on its mesh
-
-
-class ChangedConfig(ValueError):
-    """The run directory belongs to a run that computes something else."""
 
 
 @dataclass(frozen=True)
@@ -57,30 +54,6 @@ def completed(stored: Mapping[str, Any]) -> Mapping[str, Any]:
         return stored
 
 
-def check_unchanged(
-    stored: Mapping[str, Any],
-    config: TrainConfig,
-    *,
-    allow: bool,
-    say: Callable[[str], None],
-    ignore: Sequence[str] = (),
-    what: str = "this run directory was started with another configuration",
-) -> None:
-    """Raise ChangedConfig, field by field, when a guarded field differs from the run's own config; with `allow`, say
-    it instead. `ignore`: fields that are judged elsewhere."""
-    lines = guarded_changes(stored, config, ignore=ignore)
-    if lines and not allow:
-        listing = "\n  ".join(lines)
-        raise ChangedConfig(
-            f"{what}:\n  {listing}\ngive --allow-change to go on with the new values, or another --run-dir"
-        )
-    for line in lines:
-        say(f"changed, as allowed: {line}")
-    for name, old, new in differences(stored, to_dict(config)):
-        if name == "steps":
-            say(f"steps {old} -> {new}: the learning-rate schedule now ends at step {new}")
-
-
 def _show(value: Any) -> str:
     return "nothing" if value is None else str(value)
 
@@ -90,7 +63,7 @@ def begin(
     initial: Initial | None = None,
 ) -> Start:  # fmt: skip
     """The newest whole checkpoint of the run, or a fresh state if it never had one. `content` says what the data set
-    holds. Raises ChangedConfig when the checkpoint was made under another config or on other data."""
+    holds. Raises ChangedRun when the checkpoint was made under another config or on other data."""
     if not store.steps():
         params = None
         if config.init_from:
@@ -164,14 +137,12 @@ def _check_belongs(
     if not isinstance(restored.extra.get("config"), Mapping):
         raise ValueError(f"the checkpoint of step {restored.step} does not say of which config it is; use another one")
     stored = restored.extra.get("data_set")
-    same = f"the checkpoint of step {restored.step} was made with another configuration than this run asks for"
-    ignore = ("data",) if stored is not None else ()
-    check_unchanged(restored.extra["config"], config, allow=allow, say=say, ignore=ignore, what=same)
-    if stored not in (None, content) and not allow:
-        raise ChangedConfig(
-            f"the checkpoint of step {restored.step} was made on other data ({stored}, not {content}); "
-            "give that data set, or --allow-change to go on with this one"
-        )
+    made, ignore = f"the checkpoint of step {restored.step} was made", ("data",) if stored is not None else ()
+    what = f"{made} with another configuration than this run asks for"
+    changes = guarded_changes(restored.extra["config"], config, ignore=ignore)
+    refuse_or_say(changes, what=what, remedy=OTHER_CONFIG, allow=allow, say=say)
+    changes, what = data_changes(stored, content), f"{made} on other data"
+    refuse_or_say(changes, what=what, remedy=OTHER_DATA, allow=allow, say=say)
 
 
 def common_facts(config: TrainConfig, directory: Path, *, allow_change: bool) -> dict[str, Any]:

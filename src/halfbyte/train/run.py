@@ -105,7 +105,7 @@ def _announce(session: Session, start: Start) -> None:
         session.say(f"resuming {session.directory} after step {start.step}")
         return
     aside = set_rows_aside(session.directory) if session.is_main else None
-    if session.found.exists:
+    if session.found.values:
         kept = f"; the rows of the start before are kept in {aside.name}" if aside else ""
         session.say(f"{session.directory} has no checkpoint yet: STARTING AT STEP 0{kept}")
     else:

@@ -27,7 +27,7 @@ from halfbyte.sharding import format_mesh
 from . import jsonconfig
 from .claim import Claim
 from .config import TrainConfig
-from .directory import Found, Taken, check_data, look_at, settle
+from .directory import Taken, check_data, look_at, settle
 from .goodput import Goodput
 from .guard import Return
 from .identity import fingerprint
@@ -35,6 +35,7 @@ from .manifest_table import table
 from .precision import Phase, phases, with_fallback
 from .precision_manifest import Manifest, build_manifest, native_sites
 from .preflight import GIB, Preflight, check, memory_of, run_mesh
+from .reading import RunDirectory
 from .source import Source, open_source
 
 Say = Callable[[str], None]
@@ -45,7 +46,7 @@ class Session:
     """A run that may start: everything opened, everything checked."""
 
     config: TrainConfig
-    found: Found
+    found: RunDirectory
     content: str
     """What the data set holds, as a hash."""
     allow_change: bool
