@@ -105,7 +105,7 @@ def check_checkpoints(directory: Path, opened: "RunDirectory | None") -> list[Fi
 def _check_one(store: Any, step: int, opened: "RunDirectory | None") -> Finding:
     from halfbyte.checkpoint import CheckpointMismatch, DamagedCheckpoint, GoneCheckpoint, UnreadableCheckpoint, reading
     from halfbyte.train.preflight import TooLarge, check_room
-    from halfbyte.train.resume import guarded_changes
+    from halfbyte.train.resume import guarded_changes, stored_config
 
     part = f"checkpoint {step}"
     try:
@@ -114,9 +114,7 @@ def _check_one(store: Any, step: int, opened: "RunDirectory | None") -> Finding:
             wanted = abstract_of(record)
             check_room(wanted)
             restored = store.restore(step, wanted)
-        stored = restored.extra.get("config")
-        if not isinstance(stored, dict):
-            return Finding(part, BAD, "its record does not say of which config it is")
+        stored = stored_config(restored)
         changed = guarded_changes(stored, opened.config, ignore=("data",)) if opened else []
     except GoneCheckpoint:
         return Finding(part, UNKNOWN, "the run trains, and has deleted it meanwhile")

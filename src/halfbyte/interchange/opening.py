@@ -5,7 +5,6 @@ verified weights, and tokenizer.
 import dataclasses
 import math
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from halfbyte.train.claim import IMPORTED
 from halfbyte.train.precision import phase_at
 from halfbyte.train.preflight import check_room
 from halfbyte.train.reading import ORIGIN, RunDirectory, open_directory
-from halfbyte.train.resume import guarded_changes
+from halfbyte.train.resume import guarded_changes, stored_config
 
 FOLDER_POLICY = "all_linear"
 LONGEST_TRAINED = 1 << 20  # tokens of a row, that a run may say it was trained on: windows of scoring are as long
@@ -168,8 +167,7 @@ def restore_params(run: RunDirectory, *, mesh: Mesh | None, rules: Rules, step: 
 
 def _check_model(run: RunDirectory, restored: Restored) -> None:
     """The model that the checkpoint's own record tells of is that of config.json, which may be in no seal."""
-    stored = restored.extra.get("config")
-    changes = guarded_changes(stored, run.config) if isinstance(stored, Mapping) else ["model: not said"]
+    changes = guarded_changes(stored_config(restored), run.config)
     if listed := [line for line in changes if line.startswith("model.")]:
         raise ValueError(
             f"{run.path}: the checkpoint of step {restored.step} is of another model than config.json says "

@@ -131,5 +131,4 @@ class Claim:
 
 def _has_steps(directory: Path) -> bool:
     rows = directory / "metrics.jsonl"
-    checkpoints = directory / "checkpoints"
-    return (rows.is_file() and rows.stat().st_size > 0) or (checkpoints.is_dir() and any(checkpoints.glob("[0-9]*")))
+    return (rows.is_file() and rows.stat().st_size > 0) or any(directory.glob("checkpoints/[0-9]*"))

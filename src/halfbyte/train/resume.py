@@ -44,6 +44,14 @@ def guarded_changes(stored: Mapping[str, Any], config: TrainConfig, *, ignore: S
     ]
 
 
+def stored_config(restored: Restored) -> Mapping[str, Any]:
+    """Returns the config that a checkpoint carries; ValueError if it carries none."""
+    stored = restored.extra.get("config")
+    if not isinstance(stored, Mapping):
+        raise ValueError(f"the checkpoint of step {restored.step} does not say of which config it is; use another one")
+    return stored
+
+
 def completed(stored: Mapping[str, Any]) -> Mapping[str, Any]:
     """A stored config with the fields that later versions have added, at their defaults: a run does not become another
     because the program has learned something new. One that cannot be read as a config is compared as it is."""
@@ -134,12 +142,10 @@ def _check_belongs(
     restored: Restored, config: TrainConfig, *, content: str, allow: bool, say: Callable[[str], None]
 ) -> None:
     """The config that the checkpoint itself carries is the run's; config.json may have been damaged or replaced."""
-    if not isinstance(restored.extra.get("config"), Mapping):
-        raise ValueError(f"the checkpoint of step {restored.step} does not say of which config it is; use another one")
     stored = restored.extra.get("data_set")
     made, ignore = f"the checkpoint of step {restored.step} was made", ("data",) if stored is not None else ()
     what = f"{made} with another configuration than this run asks for"
-    changes = guarded_changes(restored.extra["config"], config, ignore=ignore)
+    changes = guarded_changes(stored_config(restored), config, ignore=ignore)
     refuse_or_say(changes, what=what, remedy=OTHER_CONFIG, allow=allow, say=say)
     changes, what = data_changes(stored, content), f"{made} on other data"
     refuse_or_say(changes, what=what, remedy=OTHER_DATA, allow=allow, say=say)
