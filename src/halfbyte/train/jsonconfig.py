@@ -67,22 +67,17 @@ def without_removed(kind: type, values: Mapping[str, Any], *, where: str = "") -
 def _value(hint: Any, value: Any, where: str) -> Any:
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     options = typing.get_args(hint) if is_union else (hint,)
-    if value is None and type(None) in options:
-        return None
     for option in options:
         if dataclasses.is_dataclass(option) and isinstance(value, Mapping):
             return from_dict(typing.cast(type, option), value, where=where + ".")
         if typing.get_origin(option) is tuple and isinstance(value, list):
             return tuple(value)
-        if option == Mapping[str, str] and isinstance(value, dict) and all(type(v) is str for v in value.values()):
-            return value
         if option is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
-        if option in (int, str, bool, float) and type(value) is option:
-            return value
-        if typing.get_origin(option) is typing.Literal and value in typing.get_args(option):
-            return value
-        if option is Any:
+        is_plain = option in (int, str, bool, float, types.NoneType) and type(value) is option
+        is_choice = typing.get_origin(option) is typing.Literal and value in typing.get_args(option)
+        is_text = option == Mapping[str, str] and isinstance(value, dict) and {*map(type, value.values())} <= {str}
+        if option is Any or is_plain or is_choice or is_text:
             return value
     wanted = " or ".join(getattr(option, "__name__", str(option)) for option in options)
     raise ValueError(f"config field {where} must be {wanted}, got {value!r}")
