@@ -12,16 +12,10 @@ from pathlib import Path
 from halfbyte.checkpoint import LOCK, NAME, RunLock
 from halfbyte.inputs import UnreadableFile, check_output, read_json, read_text
 
-from .identity import hash_of, load_identity
+from .identity import file_hash, load_identity
 
 KEPT = CONFIG, RUN = "config.json", "run.json"  # there from before the first step to the end
 CONFIG_FIELDS = {"name", "model", "recipe", "steps"}
-WRITTEN = (
-    LOCK, *KEPT, "manifest.json", "data.json", "tokenizer.json", "metrics.jsonl", "metrics.dropped.jsonl",
-    "evaluations.jsonl", "tensorboard", "checkpoints", "damaged", "profile", "wandb", "wandb_id",
-    "report.html", "huggingface", "radar.jsonl", "telemetry.jsonl", NAME,
-)  # fmt: skip
-"""What a run writes."""
 WRITTEN_FIRST = (
     *KEPT, "manifest.json", "data.json", "tokenizer.json", "metrics.jsonl", "radar.jsonl", "telemetry.jsonl",
     "wandb_id", NAME, "autotuned-*.txt", "tensorboard/events.out.tfevents.*.halfbyte",
@@ -120,7 +114,7 @@ class Claim:
         with contextlib.suppress(OSError, ValueError):
             identity = load_identity(self.directory)
             for name, digest in identity.files.items() if identity else ():
-                if name.startswith("huggingface/") and hash_of(self.directory / name) == digest:
+                if name.startswith("huggingface/") and file_hash(self.directory / name) == digest:
                     yield self.directory / name
 
     def _remove_empty(self, folders: Iterable[Path]) -> None:
