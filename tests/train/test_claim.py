@@ -20,7 +20,7 @@ from halfbyte.checkpoint import LOCK, NAME, RunDirectoryHeld, RunLock, copying, 
 from halfbyte.cli.main import main
 from halfbyte.train import CheckpointConfig, claim, jsonconfig, train
 from halfbyte.train.claim import KEPT, Claim
-from halfbyte.train.identity import Identity, hash_of, save_identity
+from halfbyte.train.identity import Identity, file_hash, save_identity
 from halfbyte.train.loop import Loop
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -126,7 +126,7 @@ def test_error_removes_own_files_and_no_others(tmp_path):
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             (directory / name).write_text("" if name == "metrics.jsonl" else "theirs")
         (directory / "wandb_id").write_text("ab12")
-        sealed = {f"huggingface/{name}": hash_of(directory / "huggingface" / name) for name in ("config.json",)}
+        sealed = {f"huggingface/{name}": file_hash(directory / "huggingface" / name) for name in ("config.json",)}
         sealed["huggingface/tokenizer.json"] = "0" * 64  # replaced since
         save_identity(directory, Identity("0123456789abcdef", "content", sealed))
         elsewhere.mkdir()
