@@ -74,11 +74,11 @@ def open_parts(directory: Path) -> "tuple[RunDirectory | None, list[Finding]]":
     except ValueError as error:
         return None, [Finding("config.json, run.json", BAD, str(error))]
     changed = {*opened.changed(), *opened.changed(origin=True)}
-    words = dict.fromkeys(opened.seal, f"run {opened.identity.run}" if opened.identity else "")
-    words |= dict.fromkeys(opened.unsealed(), "no seal covers it (run.json is gone, or of an earlier version)")
-    words |= dict.fromkeys(changed, "it is not what the run wrote: edited, or changed by the disk")
-    states = {**dict.fromkeys(opened.unsealed(), UNKNOWN), **dict.fromkeys(changed, BAD)}
-    return opened, [Finding(name, states.get(name, GOOD), detail) for name, detail in words.items()]
+    facts = dict.fromkeys(opened.seal, (GOOD, f"run {opened.identity.run}" if opened.identity else ""))
+    facts |= dict.fromkeys(changed, (BAD, "it is not what the run wrote: edited, or changed by the disk"))
+    unsealed = "no seal covers it (run.json is gone, or of an earlier version)"
+    facts |= dict.fromkeys(opened.unsealed(), (UNKNOWN, unsealed))
+    return opened, [Finding(name, *fact) for name, fact in facts.items()]
 
 
 def check_checkpoints(directory: Path, opened: "RunDirectory | None") -> list[Finding]:

@@ -38,14 +38,16 @@ def from_dict(kind: type[Config], values: Mapping[str, Any], *, where: str = "")
     hints = typing.get_type_hints(kind)
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     names = {field.name for field in fields if field.init}
-    values = without_removed(kind, values, where=where)
-    for name in values:
-        if name not in names:
+    removed: Mapping[str, Removed] = getattr(kind, "REMOVED", {})
+    for name, value in values.items():
+        if name in removed and value != removed[name].default:
+            raise ValueError(f"{where}{name}={value!r}: this version has no {where}{name}; {removed[name].instead}")
+        if name not in names | removed.keys():
             near = difflib.get_close_matches(name, names, n=1)
             raise ValueError(
                 f"config has no field {where}{name}" + (f"; did you mean {where}{near[0]}?" if near else "")
             )
-    built = {name: _value(hints[name], value, f"{where}{name}") for name, value in values.items()}
+    built = {name: _value(hints[name], value, f"{where}{name}") for name, value in values.items() if name in names}
     needed = [field.name for field in fields if field.init and field.default is field.default_factory]  # both missing
     if lacking := [f"{where}{name}" for name in needed if name not in values]:
         raise ValueError(f"config lacks {' and '.join(lacking)}")
@@ -53,15 +55,6 @@ def from_dict(kind: type[Config], values: Mapping[str, Any], *, where: str = "")
         return kind(**built)
     except TypeError as error:
         raise ValueError(f"config {where or kind.__name__}: {error}") from None
-
-
-def without_removed(kind: type, values: Mapping[str, Any], *, where: str = "") -> dict[str, Any]:
-    """Returns `values` without the fields in `kind.REMOVED`; ValueError where one is not at its default."""
-    removed: Mapping[str, Removed] = getattr(kind, "REMOVED", {})
-    for name, field in removed.items():
-        if name in values and values[name] != field.default:
-            raise ValueError(f"{where}{name}={values[name]!r}: this version has no {where}{name}; {field.instead}")
-    return {name: value for name, value in values.items() if name not in removed}
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:

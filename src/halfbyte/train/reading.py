@@ -38,7 +38,8 @@ UNREAD = ("wandb",)
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """`values` are the fields of config.json; `identity` is None where there is no run.json."""
+    """`values` are the fields of config.json, none in a directory that holds no run yet, and without the cache of
+    compiled programs that it names; `identity` is None where there is no run.json."""
 
     path: Path
     values: Mapping[str, Any]
@@ -47,9 +48,9 @@ class RunDirectory:
     @cached_property
     def config(self) -> TrainConfig:
         """The run's config; ValueError, naming the file, if its fields make none. Programs that it names run only if
-        the command names them too, and compiled ones that it would load are left alone."""
+        the command names them too."""
         try:
-            return jsonconfig.from_file(TrainConfig, {**self.values, "compile_cache": ""}, self.path / CONFIG)
+            return jsonconfig.from_file(TrainConfig, self.values, self.path / CONFIG)
         except NotNamed:
             raise
         except ValueError as error:
@@ -109,7 +110,7 @@ def open_directory(directory: Path, *, check: bool = True, say: Callable[[str], 
         raise ValueError(f"{directory} is not a run: {what}; `halfbyte train --run-dir {directory}` makes one")
     refuse_strange_files(directory)
     try:
-        values = jsonconfig.read_values(directory / CONFIG)
+        values = jsonconfig.read_values(directory / CONFIG) | {"compile_cache": ""}  # its compiled programs are not run
     except UnreadableFile as error:
         raise UnreadableFile(f"{error}. {RESTORE}") from None
     run = RunDirectory(directory, values, load_identity(directory))
@@ -129,7 +130,7 @@ def config_values(path: Path) -> dict[str, Any]:
     """The fields of a config file. One that lies in a run directory is the run's, behind its seal."""
     if path.name != CONFIG or not any((path.parent / name).exists() for name in (FILE, "checkpoints", "metrics.jsonl")):
         return jsonconfig.read_values(path)
-    return {**open_directory(path.parent).values, "compile_cache": ""}
+    return dict(open_directory(path.parent).values)
 
 
 def refuse_strange_files(directory: Path) -> None:
