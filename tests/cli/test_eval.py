@@ -63,7 +63,6 @@ def test_the_error_of_the_validation_split_is_over_windows(tiny_run, capfd):
 
 
 def test_every_kind_of_task(tiny_run, task_folder, capfd):
-    pytest.importorskip("lm_eval", reason="needs the extra `harness`")
     flags = ("--recipe", "bf16", "--batch-tokens", 256, "--no-save")
     code, found, err = evaluate(capfd, tiny_run, task_folder, *flags)
     assert code == 0
@@ -87,7 +86,6 @@ TASK_HEADS = ("acc_norm", "chance", "nats/token", "bits/byte")
 
 @pytest.mark.slow
 def test_a_malformed_task_is_named_before_anything_is_scored(tiny_run, task_folder, capfd):
-    pytest.importorskip("lm_eval", reason="needs the extra `harness`")
     (task_folder / "bad.jsonl").write_text(json.dumps(TASKS["piqa.jsonl"]) + '\n{"query": 3}\n')
     before = (tiny_run / "evaluations.jsonl").read_bytes() if (tiny_run / "evaluations.jsonl").exists() else b""
     assert main(["eval", str(tiny_run), str(task_folder / "lambada.jsonl.xz"), str(task_folder / "bad.jsonl")]) == 2

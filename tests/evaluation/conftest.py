@@ -32,8 +32,3 @@ def model():
     params = jax.jit(lambda key: models.init(CONFIG, key))(jax.random.key(0))
     params["head"] = params["head"] * 4.0
     return LanguageModel(CONFIG, params, byte_tokenizer(), models.Context(compute_dtype=jnp.float32), seq=64)
-
-
-@pytest.fixture(scope="session")
-def lm_eval():
-    return pytest.importorskip("lm_eval", reason="needs the extra `harness`")

@@ -7,9 +7,8 @@ import lzma
 import pytest
 
 from halfbyte.data.files import find_files
-from halfbyte.evaluation import UnknownFormat, chosen, examples, open_task, task_files
-from halfbyte.evaluation.harness_tasks import harness_task, texts_of
-from halfbyte.evaluation.task_files import group_of
+from halfbyte.evaluation import UnknownFormat, chosen, examples, open_task
+from halfbyte.evaluation.task_files import group_of, texts_of
 
 CHOICE = {"query": "To open a jar", "choices": ["turn the lid", "sing"], "gold": 0}
 ARC = {"query": "Question: Which is a gas?", "choices": ["iron", "air", "ice", "wood"], "gold": 1}
@@ -43,45 +42,28 @@ def read(path):
         (BOOLQ, "choice", [(BOOLQ["query"] + "\nAnswer:", " no"), (BOOLQ["query"] + "\nAnswer:", " yes")]),
         (SCHEMA, "schema", [(o, " was told.") for o in SCHEMA["context_options"]]),
         (WORD, "word", [("he went to pick up", " Irina")]),
-        (PAIR, "pair", [("", "Left who?"), ("", "Who left?")]),
+        (PAIR, "pair", [("", "Who left?"), ("", "Left who?")]),
         (TEXT, "text", [("", "a document")]),
     ],
 )
-def test_kinds_and_texts(lm_eval, tmp_path, record, kind, texts):
+def test_kinds_and_texts(tmp_path, record, kind, texts):
     task, items = read(write(tmp_path / "some_task.jsonl.xz", [record, "", record]))
     assert (task.name, task.kind, items) == ("some_task", kind, [record, record])
     if kind == "text":
         assert [("", record["text"])] == texts
     else:
-        assert texts_of(harness_task("some_task", kind, items), record) == texts
+        assert texts_of(kind, record) == texts
 
 
 def test_groups_are_kept():
     assert [group_of(record) for record in (ARC, PAIR, TEXT)] == ["", "island_effects", "books"]
 
 
-def test_spaces_are_not_doubled(lm_eval):
+def test_spaces_are_not_doubled():
     spaced = {**CHOICE, "query": "To open a jar "}
     bare = {"context": "pick up", "continuation": "Irina"}
-    assert texts_of(harness_task("a", "choice", [spaced]), spaced)[0] == ("To open a jar", " turn the lid")
-    assert texts_of(harness_task("a", "word", [bare]), bare) == [("pick up", " Irina")]
-
-
-def test_text_like_code_stays_text(lm_eval):
-    """The harness evaluates strings of digits and lists where it is given templates."""
-    listed = {"context": "a {{1+1}}", "continuation": " ['x']"}
-    assert texts_of(harness_task("a", "word", [listed]), listed) == [("a {{1+1}}", " ['x']")]
-    digits = {"query": "1", "choices": ["2", "{{3}}"], "gold": 1}
-    assert texts_of(harness_task("a", "choice", [digits]), digits) == [("1", " 2"), ("1", " {{3}}")]
-
-
-def test_without_the_harness_it_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setattr(task_files, "find_spec", lambda name: None)
-    (file,) = find_files([write(tmp_path / "a.jsonl", [ARC])])
-    with pytest.raises(ValueError, match=r"a.jsonl: .*pip install 'halfbyte\[harness\]'"):
-        open_task(file)
-    (file,) = find_files([write(tmp_path / "b.jsonl", [TEXT])])
-    assert open_task(file).kind == "text"
+    assert texts_of("choice", spaced)[0] == ("To open a jar", " turn the lid")
+    assert texts_of("word", bare) == [("pick up", " Irina")]
 
 
 def test_plain_text_is_one_document(tmp_path):
@@ -106,7 +88,7 @@ def test_plain_text_is_one_document(tmp_path):
         ('{"query": "\\ud800", "choices": ["a", "b"], "gold": 0}', "line 3: 'query' is .*valid Unicode"),
     ],
 )
-def test_a_malformed_line_is_named(lm_eval, tmp_path, bad, message):
+def test_a_malformed_line_is_named(tmp_path, bad, message):
     path = write(tmp_path / "task.jsonl", [CHOICE, "", bad, CHOICE])
     with pytest.raises(ValueError, match=f"task.jsonl, {message}"):
         read(path)

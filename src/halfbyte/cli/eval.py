@@ -2,7 +2,7 @@
 
 halfbyte eval RUN                                         the validation split of the data it was trained on
 halfbyte eval RUN wikitext2_test.txt.xz                   nats a token, bits a byte, perplexity
-halfbyte eval RUN arc_easy.jsonl.xz blimp.jsonl.xz        accuracy with standard errors (extra `harness`)
+halfbyte eval RUN arc_easy.jsonl.xz blimp.jsonl.xz        accuracy with standard errors
 
 Task files are jsonl, told apart by their fields: multiple choice (query, choices, gold), schemas (context_options,
 continuation, gold), last words (context, continuation), minimal pairs (sentence_good, sentence_bad), text. A directory

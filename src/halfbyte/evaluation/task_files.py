@@ -6,13 +6,14 @@
     pair     {"sentence_good", "sentence_bad"}                     BLiMP
     text     {"text"}, or plain text                               perplexity
 
-All but text are tasks of lm-evaluation-harness (`harness_tasks`).
+An example becomes texts: contexts, and a continuation of each that is scored. A query that asks ("Question: ...") is
+continued by a line "Answer: ", any other by a space. Tokenizers join a space to the word that follows it, so a context
+ends before it.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 from halfbyte.data.files import InputFile, chunks, json_lines, pieces_of
@@ -26,6 +27,7 @@ FIELDS = {
     TEXT: ("text",),
 }
 OPTIONS = ("choices", "context_options")
+QUESTION, ANSWER = "Question:", "\nAnswer:"
 GROUP_FIELDS = ("linguistics_term", "source")  # by which results are broken down as well
 
 Record = Mapping[str, Any]
@@ -56,11 +58,6 @@ def open_task(file: InputFile) -> TaskFile:
     if kind is None:
         known = "; ".join(f"{{{', '.join(fields)}}}" for fields in FIELDS.values())
         raise UnknownFormat(f"{file.name}, line {number}: fields {', '.join(record)} are no task; tasks have {known}")
-    if kind != TEXT and find_spec("lm_eval") is None:
-        raise ValueError(
-            f"{file.name}: tasks are scored by lm-evaluation-harness, which is not installed; "
-            "pip install 'halfbyte[harness]'"
-        )
     return TaskFile(name, file, kind)
 
 
@@ -85,6 +82,25 @@ def chosen(items: Sequence[Record], limit: int) -> list[Record]:
 def group_of(record: Record) -> str:
     """Returns the category of an example, or ""."""
     return next((str(record[field]) for field in GROUP_FIELDS if record.get(field)), "")
+
+
+def texts_of(kind: str, record: Record) -> list[tuple[str, str]]:
+    """Returns the (context, continuation) pairs to score; of a pair of sentences the good one first."""
+    if kind == "choice":
+        context = prompt(record["query"])
+        return [(context, f" {choice}") for choice in record["choices"]]
+    if kind == "schema":
+        return [(prompt(option), f" {record['continuation']}") for option in record["context_options"]]
+    if kind == "word":
+        context, word = record["context"], record["continuation"]
+        return [(context, word) if word[0].isspace() else (prompt(context), f" {word}")]
+    return [("", record["sentence_good"]), ("", record["sentence_bad"])]
+
+
+def prompt(text: str) -> str:
+    """Returns the context up to the space before what continues it."""
+    asks = text.startswith(QUESTION) or f"\n{QUESTION}" in text
+    return text.rstrip(" ") + ANSWER * asks
 
 
 def _lines(file: InputFile) -> Iterator[tuple[int, dict[str, Any]]]:

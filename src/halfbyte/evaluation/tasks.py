@@ -1,7 +1,8 @@
 """Tasks scored: requests made from texts, scores turned into metrics with standard errors.
 
-    acc, acc_norm                    as lm-evaluation-harness judges an example (`harness_tasks`)
-    ppl                              exp of the mean negative log-likelihood, of a whole word or of a token of text
+    acc       the likeliest text is the right one; for a word: every token of it is the likeliest
+    acc_norm  the same, log-likelihoods divided by the length of the choice or sentence in characters
+    ppl       exp of the mean negative log-likelihood, of a whole word or of a token of text
     nats_per_token, bits_per_byte    of text
 
 A standard error is that of the mean over examples. The tokens of a text depend on each other, so its error is taken
@@ -11,14 +12,12 @@ over windows, those of a validation split too: sqrt(sum of (nll_w - mean * token
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from halfbyte.data import Tokenizer
-from halfbyte.evaluation.harness_tasks import harness_task, texts_of
 from halfbyte.evaluation.scoring import Request, Score, Scorer, Watch
-from halfbyte.evaluation.task_files import TEXT, Record, group_of
+from halfbyte.evaluation.task_files import TEXT, Record, group_of, texts_of
 
 
 @dataclass(frozen=True)
@@ -56,18 +55,15 @@ def run_task(
     if not items:
         raise ValueError(f"{name}: there is no example to score")
     tokenizer, window = scorer.model.tokenizer, scorer.window
-    task = None if kind == TEXT else harness_task(name, kind, items)
-    if task is None:
+    if kind == TEXT:
         requests = [text_requests(tokenizer, item["text"], window, stride or window) for item in items]
     else:
-        requests = [[encode_pair(tokenizer, *pair) for pair in texts_of(task, item)] for item in items]
+        requests = [[encode_pair(tokenizer, *pair) for pair in texts_of(kind, item)] for item in items]
     flat = [request for made in requests for request in made]
     found = iter(scorer.score(flat, watch=watch))
     scored = [(item, [next(found) for _ in made]) for item, made in zip(items, requests, strict=True)]
 
-    def metrics(part: Scored) -> dict[str, Metric]:
-        return text_metrics(part) if task is None else task_metrics(task, part)
-
+    metrics = METRICS.get(kind, choice_metrics)
     names = sorted({group_of(item) for item in items} - {""})
     groups = {group: metrics([pair for pair in scored if group_of(pair[0]) == group]) for group in names}
     return Result(
@@ -120,13 +116,25 @@ def first_windows(tokenizer: Tokenizer, text: str, count: int, window: int) -> s
 Scored = Sequence[tuple[Record, Sequence[Score]]]
 
 
-def task_metrics(task: Any, scored: Scored) -> dict[str, Metric]:
-    """Returns the means of the harness's metrics per example."""
-    rows = [task.process_results(record, [(-score.nll, score.greedy) for score in scores]) for record, scores in scored]
-    metrics = {name: mean([row[name] for row in rows]) for name in rows[0]}
-    if likelihood := metrics.pop("perplexity", None):  # the harness returns the log-likelihood per example
-        metrics["ppl"] = exponential(Metric(-likelihood.value, likelihood.error))
-    return metrics
+def choice_metrics(scored: Scored) -> dict[str, Metric]:
+    """acc and acc_norm of picking the likeliest text."""
+    plain = [wins(record, [score.nll for score in scores]) for record, scores in scored]
+    normed = []
+    for record, scores in scored:
+        texts = record["choices"] if "choices" in record else [text for _, text in texts_of("pair", record)]
+        normed.append(wins(record, [score.nll / len(text) for score, text in zip(scores, texts, strict=True)]))
+    return {"acc": mean(plain), "acc_norm": mean(normed)}
+
+
+def schema_metrics(scored: Scored) -> dict[str, Metric]:
+    """acc; of one continuation length cannot matter."""
+    return {"acc": mean([wins(record, [score.nll for score in scores]) for record, scores in scored])}
+
+
+def word_metrics(scored: Scored) -> dict[str, Metric]:
+    """acc of greedy decoding, and perplexity per word."""
+    nll = mean([scores[0].nll for _, scores in scored])
+    return {"acc": mean([scores[0].greedy for _, scores in scored]), "ppl": exponential(nll)}
 
 
 def text_metrics(scored: Scored) -> dict[str, Metric]:
@@ -147,10 +155,19 @@ def loss_metrics(windows: Sequence[Score], bytes_per_token: float) -> dict[str, 
     return {"nats_per_token": nats, "bits_per_byte": bits, "ppl": exponential(nats)}
 
 
+METRICS = {"schema": schema_metrics, "word": word_metrics, TEXT: text_metrics}
+
+
 def validation_result(name: str, scores: Sequence[Score], *, bytes_per_token: float) -> Result:
     """The result of a data set's validation split, from the scores of its windows."""
     tokens, metrics = sum(score.tokens for score in scores), loss_metrics(scores, bytes_per_token)
     return Result(name, "validation", len(scores), tokens, metrics)
+
+
+def wins(record: Record, nll: Sequence[float]) -> bool:
+    """Returns True if the gold text has the lowest value. A tie is not a win."""
+    gold = record.get("gold", 0)
+    return all(nll[gold] < other for place, other in enumerate(nll) if place != gold)
 
 
 def mean(values: Iterable[float]) -> Metric:
