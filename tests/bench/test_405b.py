@@ -62,7 +62,7 @@ def test_one_device_cannot_hold_it(where):
         check(config, alone, seq=config.seq, device=gb300, memory=gb300.memory_bytes)
 
 
-MIN_HIDDEN = {False: 0.95, True: 0.80}  # of the time of the links, on 128 and on 8,192 devices
+MIN_HIDDEN = 0.97  # 0.990 on 128 devices, 0.989 on 8,192; XLA's own guess of times hides less (docs/distributed.md)
 MANY = {"mesh": "dcn.data=128,fsdp=16,tensor=4", "batch": 2048}
 
 
@@ -101,7 +101,7 @@ def test_a_device_multiplies_its_part_and_no_more(where, changes, tmp_path, monk
     on = cluster(gb300, mesh.size)
     hidden = hidden_share(schedule(program, dict(mesh.shape), crossing(config.mesh, on)), gb300)
     print(f"405B on {config.mesh}: {found.excess:.3f}x the FLOPs, {sizes}, hidden {hidden:.3f}")
-    assert hidden >= MIN_HIDDEN[bool(changes)]
+    assert hidden >= MIN_HIDDEN
     if not changes:
         is_read_as_a_plan_needs_it(compiled, config, mesh)
 

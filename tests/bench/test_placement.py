@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from eight_gpus import check, compile_for, config_of, kernels_kept
+from eight_gpus import check, compile_for, config_of, hidden_share, kernels_kept
 from overlaps import overlap
 from step_placement import reduces_whole
 
@@ -11,6 +11,7 @@ from halfbyte import bench, models
 from halfbyte.bench.placement import AGAIN
 from halfbyte.devices import device
 from halfbyte.models import REMAT
+from halfbyte.plan.schedule import Event
 from halfbyte.program import collectives, read
 
 H200 = device("h200")
@@ -52,6 +53,18 @@ def test_weights_travel_beside_products_under_tensor_parallelism_too(tmp_path, m
     sums = [each for each in overlap(program, dict(mesh.shape)) if scatters_tokens(each.collective)]
     beside = [each for each in sums if each.gemms]
     assert sum(each.collective.times for each in beside) >= 5 * config.model.layers - 5
+
+
+@pytest.mark.parametrize("order, hidden", [(("send", "gemm", "wait"), 1.0), (("send", "wait", "gemm"), 0.0)])
+def test_hidden_share_counts_weights_and_no_tokens(order, hidden):
+    gather = {"format": "all-gather", "axes": ("fsdp",), "moved": 1e8, "inner": 8}
+    events = {
+        "send": Event("send", "weights", **gather),
+        "wait": Event("wait", "weights"),
+        "gemm": Event("gemm", "dot", format="bf16", flops=1e13),
+    }
+    tokens = Event("send", "tokens", **(gather | {"axes": ("tensor",), "asynchronous": False}))
+    assert hidden_share((*(events[name] for name in order), tokens), H200) == pytest.approx(hidden)
 
 
 def scatters_tokens(each):
