@@ -18,6 +18,7 @@ from halfbyte.metrics import read_rows
 
 from . import jsonconfig
 from .changed import EDITED, OTHER_CONFIG, OTHER_DATA, data_changes, refuse_or_say
+from .claim import check_run_directory
 from .config import TrainConfig
 from .identity import Identity, file_hash, load_identity, new_name, save_identity, text_hash, versions
 from .reading import CONFIG, RunDirectory, open_directory, origin_files
@@ -29,6 +30,7 @@ METRICS, CHECKPOINTS = "metrics.jsonl", "checkpoints"
 def look_at(directory: Path, config: TrainConfig, *, allow_change: bool, say: Callable[[str], None]) -> RunDirectory:
     """Raise ValueError if the directory is somebody else's, or belongs to a run that computes something else. Nothing
     is written. Returns the directory as it is before this start, without `values` if it holds no run."""
+    check_run_directory(directory)  # on every process: each host may have a disk of its own
     if not (directory / CONFIG).exists():
         return RunDirectory(directory, {}, None)
     run = open_directory(directory, check=False, say=say)
