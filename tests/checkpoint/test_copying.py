@@ -676,14 +676,47 @@ def test_file_that_becomes_a_directory_and_back_can_be_fetched(store, run, tmp_p
     only_our_own_is_touched(store, deletes=3)
 
 
-def test_files_in_too_many_directories_are_reported(store, run):
-    """`fetch` would refuse them."""
-    said = []
+def test_files_that_fetch_would_refuse_are_reported_and_stop_nothing_else(store, run, tmp_path):
+    said, before = [], contents(run)
     deep = run / Path(*["a"] * copying.MAX_DEPTH)
     deep.mkdir(parents=True)
-    (deep / "file").write_text("x")
-    assert copy(store, run, say=said.append).close()["missing"] == ["the last rows and files"]
-    assert "cannot be copied; rename it" in said[0] and f"{copying.MAX_DEPTH} directories" in said[0]
+    for path in (deep / "file", run / "two\nlines"):
+        path.write_text("mine")
+    checkpoint(run, 2)
+    missing = copy(store, run, say=said.append).close()["missing"]
+    assert missing == [f"file '{'a/' * copying.MAX_DEPTH}file'", "file 'two\\nlines'"]
+    assert len([text for text in said if "is not copied; rename it" in text and "\n" not in text]) == 2
+    copying.fetch(store.url, tmp_path / "to", step=None, say=print)
+    fetched = contents(tmp_path / "to")
+    assert before.items() <= fetched.items() and any("checkpoints/2/" in name for name in fetched)
+
+
+def test_deletions_that_failed_halfway_do_not_delete_what_comes_back(store, run, tmp_path, monkeypatch, until):
+    """A checkpoint is moved away, deleted from the bucket halfway, and moved back before that is tried again."""
+    said, write, deleted, moved = [], Objects.write, [], threading.Event()
+
+    def fails(self, key, data, *rest):
+        if data is None:
+            deleted.append(key)
+            if len(deleted) == 2:
+                moved.wait(60)
+                raise OSError("the network is gone")
+        return write(self, key, data, *rest)
+
+    monkeypatch.setattr(Objects, "write", fails)
+    made = copy(store, run, keep=1, say=said.append)
+    checkpoint(run, 2)
+    until(lambda: any("copied checkpoint 2 " in text for text in said))
+    (run / "checkpoints" / "2").rename(tmp_path / "2")
+    checkpoint(run, 4)
+    until(lambda: len(deleted) == 2)
+    (tmp_path / "2").rename(run / "checkpoints" / "2")
+    moved.set()
+    assert made.close()["missing"] == []
+    for step in (2, 4):
+        copying.fetch(store.url, tmp_path / f"to {step}", step=step, say=print)
+        other = f"checkpoints/{6 - step}/"
+        assert contents(tmp_path / f"to {step}") == {k: v for k, v in contents(run).items() if not k.startswith(other)}
 
 
 def test_store_that_stays_away_ends_the_wait_and_loses_nothing(store, run, tmp_path, monkeypatch):

@@ -96,9 +96,10 @@ class Copy:
         self._keep, self._keep_every = keep, keep_every
         self._objects, self._waiting = Objects(url), set[str]()  # the second: steps of checkpoints to be copied
         self._failing, self._answered = False, time.monotonic()
-        self._sent = dict[str, str]()  # key -> generation of parts that no head lists yet: a retry does not send them
         self._read = dict[str, tuple[Any, list[list[Any]]]]()  # path -> its state when it was read last, and its parts
+        self._strange = set[str]()  # paths that cannot be copied
         self._head = self._claim(take_over)
+        self._there = self._keys(self._head)  # and parts that no head lists yet: a retry does not send them
         for mark in directory.glob("checkpoints/*/_CHECKPOINT_METADATA"):  # Orbax has committed this one
             if STEP.fullmatch(mark.parent.name) and not (mark.parent / FILE_LIST).exists():  # killed before its list
                 self._waiting.add(mark.parent.name)
@@ -154,7 +155,8 @@ class Copy:
             raise ObjectChanged(f"another process writes to {self.url}")
         if head["run"]:
             self._check_directory()
-        dropped, listed = self._head["delete"] | self._keys(self._head) if self._keep else {}, self._keys(head)
+        listed, before = self._keys(head), self._head["delete"] | self._keys(self._head)
+        dropped = before if self._keep else {}
         head["delete"] = {k: dropped[k] for k in dropped.keys() - listed if k.startswith(f"{self._run}/")}
         if len(sealed := seal(head)) > MAX_HEAD:
             raise ObjectChanged(f"{self.url} holds more than its list can name; give --copy-keep or another prefix")
@@ -162,12 +164,13 @@ class Copy:
             self._objects.write(HEAD, sealed, generation)
         except ObjectChanged as error:  # perhaps by a write of this process that it gave up: the next attempt will see
             raise OSError(str(error)) from None
+        self._head, self._there = head, listed  # now: a deletion that fails leaves the rest to the next commit
         for key, written in head["delete"].items():
             try:
                 self._objects.write(key, None, base64.b64decode(written))
             except ObjectChanged as error:
                 self._say(f"COPY: {error}")
-        self._head, self._sent = head | {"delete": {}}, {}
+        self._head = head | {"delete": {}}
 
     def _keys(self, head: dict[str, Any]) -> dict[str, str]:
         """key -> generation of every object that a head lists."""
@@ -201,8 +204,9 @@ class Copy:
             with reading(folder):  # but not this one, now
                 check_file_list(folder)
                 paths = [*folder.rglob("*")]
-                if links := [path for path in paths if path.is_symlink()]:
-                    raise ValueError(f"{links[0]} is a symbolic link, which is not copied; put the file in its place")
+                if bad := [path for path in paths if path.is_symlink() or not is_inside(self._name(path))]:
+                    what = "is a symbolic link or has an unprintable name, and is not copied; put a plain file there"
+                    raise ValueError(f"{printable(str(bad[0]))!r} {what}")
                 copied = self._upload(paths, PART)
             checkpoints = self._head["checkpoints"] | {new[-1]: copied}
             kept = {*sorted(checkpoints, key=int)[-self._keep :], *self._checkpoints()}  # all of them without `keep`
@@ -236,7 +240,14 @@ class Copy:
         top = [path for path in self._directory.iterdir() if path.name not in NOT_COPIED]
         top = [path for path in top if not (path.name.startswith(".") and path.suffix == ".tmp")]  # `replace_file`
         below = (Path(at, name) for path in top for at, _, names in os.walk(path) for name in names)
-        copied, before = self._upload([*top, *below], GROWING_PART), self._head["files"]
+        names = {self._name(path): path for path in (*top, *below)}
+        strange = {name for name in names if not is_inside(name)}
+        for name in sorted(strange - self._strange):
+            limit = f"a name that is not printable, or more than {MAX_DEPTH} directories"
+            self._say(f"COPY: {printable(name)[:200]!r} is not copied; rename it ({limit})")
+        self._strange = strange
+        plain = [path for name, path in names.items() if name not in strange]
+        copied, before = self._upload(plain, GROWING_PART), self._head["files"]
         folders = {folder for path in {Path(path).parent for path in copied} for folder in (path, *path.parents)}
         removed = {path: {*map(str, Path(path).parents)} for path in before.keys() - copied.keys()}
         stay = {p for p, above in removed.items() if Path(p) not in folders and not above & copied.keys()}
@@ -250,11 +261,8 @@ class Copy:
             with suppress(FileNotFoundError):  # removed meanwhile
                 facts = path.lstat()
                 if stat.S_ISREG(facts.st_mode):
-                    name = os.fspath(path)[len(os.fspath(self._directory)) + 1 :]
-                    found[name] = (facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
-        if strange := [name for name in found if not is_inside(name)]:
-            limit = f"a name that is not printable, or more than {MAX_DEPTH} directories"
-            raise ValueError(f"{printable(strange[0])[:200]!r} cannot be copied; rename it ({limit})")
+                    state = (facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
+                    found[self._name(path)] = state
         listed = self._head["files"]  # of other files the parts may have been deleted
         new = [name for name, facts in found.items() if self._read.get(name) != (facts, listed.get(name))]
         with ThreadPoolExecutor(WORKERS) as pool:
@@ -262,17 +270,18 @@ class Copy:
                 self._read[name] = found[name], parts
         return {name: self._read[name][1] for name in found}
 
+    def _name(self, path: Path) -> str:
+        return os.fspath(path)[len(os.fspath(self._directory)) + 1 :]  # relative_to takes eight times as long
+
     def _upload_file(self, name: str, part: int) -> list[list[Any]]:
-        known = {digest: generation for digest, _, generation in self._head["files"].get(name, ())}
         parts = list[list[Any]]()
         with open(self._directory / name, "rb", opener=regular) as file:
             while data := file.read(part):
                 key = f"{self._run}/{name}@{(digest := sha256(data))}"
-                if digest not in known and key not in self._sent:
+                if key not in self._there:
                     generation = self._objects.write(key, data)
-                    self._sent[key], self._answered = base64.b64encode(generation).decode(), time.monotonic()
-                known.setdefault(digest, self._sent.get(key, ""))
-                parts.append([digest, len(data), known[digest]])
+                    self._there[key], self._answered = base64.b64encode(generation).decode(), time.monotonic()
+                parts.append([digest, len(data), self._there[key]])
         return parts
 
     def committed(self, step: int) -> None:
@@ -291,6 +300,7 @@ class Copy:
         self._checkpoints()
         here = {path.name for path in self._directory.glob("checkpoints/*")}
         missing = [f"checkpoint {step}" for step in sorted(self._waiting & here, key=int)]
+        missing += [f"file {printable(name)[:200]!r}" for name in sorted(self._strange)]
         missing += ["the last rows and files"] if self._failing else []
         removed = sorted(map(int, self._waiting - here))
         lacks = missing + [f"checkpoint {step}, which the run has removed" for step in removed]
