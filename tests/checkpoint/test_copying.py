@@ -676,6 +676,15 @@ def test_file_that_becomes_a_directory_and_back_can_be_fetched(store, run, tmp_p
     only_our_own_is_touched(store, deletes=3)
 
 
+def test_directory_without_a_name_is_refused(store, run):
+    """Two such directories would be one writer."""
+    (run / NAME).mkdir()
+    before = store.objects()
+    with pytest.raises(ValueError, match=f"{NAME} is not a file; remove it"):
+        copy(store, run)
+    assert store.objects() == before
+
+
 def test_files_that_fetch_would_refuse_are_reported_and_stop_nothing_else(store, run, tmp_path):
     said, before = [], contents(run)
     deep = run / Path(*["a"] * copying.MAX_DEPTH)

@@ -121,7 +121,8 @@ class Copy:
         name = self._directory / NAME
         if not name.exists():
             replace_file(name, uuid.uuid4().hex)
-        writer = self._writer()
+        if not (writer := self._writer()):
+            raise ValueError(f"{name} is not a file; remove it, and the run gets another one")
         if head["session"] and head["writer"] != writer and not take_over:
             held = f"--copy-to {self.url} is being written from {head['where']}"
             raise ValueError(f"{held}; if that process has ended, add --copy-take-over")
