@@ -6,6 +6,7 @@ nothing foreign may be overwritten, deleted or even listed.
 
 import contextlib
 import json
+import re
 import shutil
 import signal
 import threading
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-from outside import Started, last_step, wait_until
+from outside import Started, last_step, stop, wait_until
 from reference import Bench, at_random_step, is_sentence, kind, refused
 from servers import Proxy, served
 from states import checkpoint_steps, contents
@@ -158,8 +159,14 @@ def two_writers_of_one_run(bench: Bench, folder: Path, random: Random) -> str:
     """A run directory that was copied by hand while its run trains."""
     with bucket(random.choice(["s3", "gs"])) as proxy:
         one = train(bench, folder, proxy)
-        assert wait_until(lambda: "copied checkpoint" in one.said, [one]), one.output[-600:]
-        one.process.send_signal(signal.SIGSTOP)
+        copied = re.compile(r"copied checkpoint (\d+)")
+        while True:  # until the directory holds the newest checkpoint of the bucket: uploads may be slower than steps
+            stop(one.process)
+            steps = [int(step) for step in copied.findall(one.said)]
+            if steps and max(steps) in checkpoint_steps(folder):
+                break
+            one.process.send_signal(signal.SIGCONT)
+            assert wait_until(lambda n=len(steps): len(copied.findall(one.said)) > n, [one]), one.output[-600:]
         other = folder.with_name(f"{folder.name}-by-hand")
         shutil.copytree(folder, other)
         two = train(bench, other, proxy)
