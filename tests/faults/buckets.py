@@ -166,7 +166,8 @@ def two_writers_of_one_run(bench: Bench, folder: Path, random: Random) -> str:
             if steps and max(steps) in checkpoint_steps(folder):
                 break
             one.process.send_signal(signal.SIGCONT)
-            assert wait_until(lambda n=len(steps): len(copied.findall(one.said)) > n, [one]), one.output[-600:]
+            seen = len(steps)
+            assert wait_until(lambda seen=seen: len(copied.findall(one.said)) > seen, [one]), one.output[-600:]
         other = folder.with_name(f"{folder.name}-by-hand")
         shutil.copytree(folder, other)
         two = train(bench, other, proxy)
