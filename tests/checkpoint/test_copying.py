@@ -983,7 +983,18 @@ def test_nothing_there_and_no_such_step_are_said(store, run, tmp_path):
 
 @pytest.mark.parametrize(
     "url",
-    ["ftp://a/b", "s3://", "gs:///b", "s3://../b", "s3://a/../b", "s3://a/b//c", "gs://a/b/./c", "bucket", "s3:/a"],
+    [
+        "ftp://a/b",
+        "s3://",
+        "gs:///b",
+        "s3://../b",
+        "s3://a/../b",
+        "s3://a/b//c",
+        "gs://a/b/./c",
+        "gs://a/b\\c",
+        "bucket",
+        "s3:/a",
+    ],
 )
 def test_address_that_is_none_is_refused(url):
     with pytest.raises(ValueError, match="s3://BUCKET/PREFIX"):

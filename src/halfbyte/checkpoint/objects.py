@@ -70,8 +70,9 @@ def spec_of(url: str) -> dict[str, Any]:
     if match is None:
         raise ValueError(f"{url!r} is not the address of a bucket; write s3://BUCKET/PREFIX or gs://BUCKET/PREFIX")
     driver, prefix = {"s3": "s3", "gs": "gcs"}[match[1]], (match[3] or "").strip("/")
-    if prefix and {*prefix.split("/")} & {"", ".", ".."}:  # HTTP libraries and servers resolve them: another prefix
-        part = f"{url!r} has an empty part, '.' or '..'"
+    # HTTP libraries and servers resolve these: another prefix
+    if prefix and ({*prefix.split("/")} & {"", ".", ".."} or "\\" in prefix):
+        part = f"{url!r} has an empty part, '.', '..' or a backslash"
         raise ValueError(f"{part}; write s3://BUCKET/PREFIX or gs://BUCKET/PREFIX without it")
     context: dict[str, Any] = {f"{driver}_request_retries": RETRIES}
     spec = {"driver": driver, "bucket": match[2], "path": f"{prefix}/" if prefix else "", "context": context}
