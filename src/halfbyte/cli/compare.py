@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 MOST_TIMES = 4096  # step times that a spread is drawn from, evenly over a longer run
 MAX_POINTS = 1000  # of a drawn line, evenly over a longer run
-
-
 LABEL = "loss, difference and speed over tokens"  # by which `compare` knows a picture of its own
 
 

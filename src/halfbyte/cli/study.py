@@ -168,15 +168,12 @@ def run_all(args: Study, plan: "Plan", directory: Path, *, within: float) -> str
     from halfbyte.parity.plan import share
     from halfbyte.parity.runner import run_jobs
 
-    def run(part: "Plan", folder: Path) -> str | None:
-        jobs = share(part.jobs(), args.host) if args.host else part.jobs()
+    jobs = share(plan.jobs(), args.host) if args.host else plan.jobs()
+    try:
         return run_jobs(
-            part, folder, jobs, say=say, observers=watchers(args, part), within=within,
+            plan, directory, jobs, say=say, observers=watchers(args, plan), within=within,
             leave=lambda signal: finish(plan, directory, stopped=signal),
         )  # fmt: skip
-
-    try:
-        return run(plan, directory)
     except KeyboardInterrupt:
         return "SIGINT"
 

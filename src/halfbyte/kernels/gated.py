@@ -16,7 +16,7 @@ and five written operands. h, dg and du never reach memory.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from halfbyte.kernels import codes, layout
 from halfbyte.kernels.launch import Lanes
 from halfbyte.kernels.layout import BLOCK, Tiling
 from halfbyte.kernels.machine import Machine, TokenRows, Word, Words
-from halfbyte.kernels.nvfp4 import Columnwise, Made, Rowwise, TileMaker, find_maxima, quantize_made
+from halfbyte.kernels.nvfp4 import Columnwise, Made, Rowwise, find_maxima, quantize_made
 from halfbyte.kernels.stacks import Layer
 from halfbyte.kernels.tile import evaluate
 
@@ -77,7 +77,7 @@ def backward_made(m: Machine, words: TokenRows) -> list[list[list[Word]]]:
 FORWARD = Made(forward_made, 1)
 
 
-def _forward_maker(tiling: Tiling) -> TileMaker:
+def _forward_maker(tiling: Tiling) -> Callable[[list[jax.Array]], list[list[jax.Array]]]:
     """From the tiles of g and u to those of h."""
 
     def body(m, words, _):
@@ -86,7 +86,7 @@ def _forward_maker(tiling: Tiling) -> TileMaker:
     def make(tiles: list[jax.Array]) -> list[list[jax.Array]]:
         return [evaluate(body, tiles, [], outputs=[jnp.bfloat16] * BLOCK, columns=tiling.columns)]
 
-    return TileMaker(make)
+    return make
 
 
 def forward_maxima(

@@ -215,7 +215,7 @@ def quantize(
     alone = columns is None
     return quantize_made(
         [x],
-        TileMaker(lambda tiles: [tiles]),
+        lambda tiles: [tiles],
         [(side, 0) for side in sides],
         tokens=ROW_TOKENS if alone else BLOCK,
         tiling=tiling or (ROW_TILING if alone and x.shape[1] % (32 * ROW_TILING.columns) == 0 else BOTH_TILING),
@@ -223,27 +223,17 @@ def quantize(
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class TileMaker:
-    """`make(tiles of the arrays)` returns the tiles of tensors. Scalars `beside` the arrays, as `layout.call` takes
-    them, are further arguments, as references.
-    """
-
-    make: Callable[..., Sequence[list[jax.Array]]]
-    beside: Sequence[jax.Array] = ()
-
-
 def quantize_made(
     arrays: Sequence[jax.Array | Layer],
-    maker: TileMaker,
+    make: Callable[[list[jax.Array]], Sequence[list[jax.Array]]],
     jobs: Sequence[tuple[Rowwise | Columnwise, int]],
     *,
     tokens: int = BLOCK,
     tiling: Tiling,
     name: str,
 ) -> tuple[jax.Array, ...]:
-    """The operands of `jobs`: (operand, which of the tensors that `maker` makes); each is stored before the next
-    begins, which keeps few registers alive.
+    """The operands of `jobs`: (operand, which of the tensors that `make` returns for the tiles of the arrays); each is
+    stored before the next begins, which keeps few registers alive.
     """
     layout.check(arrays[0])
     width = arrays[0].shape[1]
@@ -254,14 +244,12 @@ def quantize_made(
     scalars += [side.window.origin for side, _ in jobs if side.key is not None and side.window is not None]
     owing, given = [i for i, (side, _) in enumerate(jobs) if side.owed is not None], len(scalars)
     scalars += [side.owed for side, _ in jobs if side.owed is not None]
-    made_with = len(scalars)
-    scalars += maker.beside
 
     def kernel(program, refs, scalar_refs, out_refs, _):
-        tensors = maker.make([ref[r] for ref in refs for r in range(tokens)], *scalar_refs[made_with:])
+        tensors = make([ref[r] for ref in refs for r in range(tokens)])
         keys = dict(zip(keyed, scalar_refs[len(jobs) :], strict=False))
         origins = dict(zip(placed, scalar_refs[len(jobs) + len(keyed) : given], strict=True))
-        owed = dict(zip(owing, scalar_refs[given:made_with], strict=True))
+        owed = dict(zip(owing, scalar_refs[given:], strict=True))
         for i, (side, which) in enumerate(jobs):
             refs_of = (scalar_refs[i], keys.get(i), origins.get(i), owed.get(i))
             made = _quantize_tiles(side, tensors[which], refs_of, program, width, tiling)

@@ -87,7 +87,7 @@ class Manifest:
     share_4bit: float
     share_by_multiplier: dict[str, float]
     norms: str
-    """Who computes the norms of a layer: kernels, of which some may be passes that quantize, or xla and why."""
+    """Who computes the norms of a layer: kernels, or xla and why."""
 
     def to_json(self) -> dict[str, Any]:
         """As written to manifest.json."""
